@@ -1,0 +1,138 @@
+"""Any rectangle of one layer's attention weights, from query, key and log-sum-exp; never all of them at once.
+
+    a[t,s] = exp(logit[t,s] - lse[t])
+
+so a few columns cost O(T·d), a diagonal band O(T·W·d), and all columns one more Q·Kᵀ in row chunks.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from sinkscope.batch import Batch
+from sinkscope.seam import MASKED, ROW_CHUNK, AttentionCall, causal, raw_logits, upcast
+
+NOTHING = -1e9  # added to the logarithm of a weight that a mask forbids: exp gives 0, and 0 · NOTHING is 0, not NaN
+
+
+@dataclass(frozen=True)
+class AttentionRead:
+    """One layer's attention on one batch, as its taps saw it (shapes: seam.py)."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    lse: torch.Tensor
+    call: AttentionCall
+    batch: Batch
+
+    @property
+    def length(self) -> int:
+        return self.query.shape[2]
+
+    @property
+    def is_linear(self) -> bool:
+        """Logits are scaling · q·k and nothing else: no softcap, no additive bias (ALiBi)."""
+        additive = self.call.mask is not None and self.call.mask.dtype != torch.bool
+        return self.call.scores is None and self.call.softcap is None and not additive
+
+    def allowed(self, rows: slice, cols: slice) -> torch.Tensor | None:
+        """Which keys each real query may attend to, (B|1,H|1,R,C) bool; None where that is all of them."""
+        call, device = self.call, self.query.device
+        below_diagonal = rows.start >= cols.stop - 1
+        if below_diagonal and call.mask is None and call.scores is None and self.batch.valid is None:
+            return None
+        seen = causal(rows, cols, 0, device)[None, None]
+        if call.scores is not None:
+            seen = seen & (call.scores[:, :, rows, cols] > MASKED)
+        elif call.mask is not None:
+            mask = call.mask[:, :, rows, cols]
+            seen = seen & (mask if mask.dtype == torch.bool else mask > MASKED)
+        if self.batch.valid is not None:
+            valid = self.batch.valid.to(device)
+            seen = seen & valid[:, None, rows, None] & valid[:, None, None, cols]
+        return seen
+
+    def logits(self, rows: slice, cols: slice) -> torch.Tensor:
+        """Pre-softmax logits (B,H,R,C), float32 or better; meaningless where `allowed` is False."""
+        if self.length <= ROW_CHUNK:  # the whole matrix is one chunk: made once for all observables
+            return self._all_logits[:, :, rows, cols]
+        return self._logits(rows, cols)
+
+    @cached_property
+    def _all_logits(self) -> torch.Tensor:
+        return self._logits(slice(0, self.length), slice(0, self.length))
+
+    def _logits(self, rows: slice, cols: slice) -> torch.Tensor:
+        if self.call.scores is not None:
+            return upcast(self.call.scores[:, :, rows, cols])
+        logits = raw_logits(self.query[:, :, rows], self.key[:, :, cols], self.call)
+        mask = self.call.mask
+        return logits if mask is None or mask.dtype == torch.bool else logits + mask[:, :, rows, cols]
+
+    def log_weights(self, rows: slice, cols: slice) -> torch.Tensor:
+        """log a[t,s] (B,H,R,C); about NOTHING where the query may not attend or is padding."""
+        log_weights = self.logits(rows, cols) - self.lse[:, :, rows, None]
+        allowed = self.allowed(rows, cols)
+        # adding is several times faster than masked_fill
+        return log_weights if allowed is None else log_weights.add_((~allowed).to(log_weights.dtype) * NOTHING)
+
+    @cached_property
+    def missing_mass(self) -> torch.Tensor:
+        """1 - Σ_s a[t,s] of each row (B,H,T): what a learned sink logit takes (gpt-oss); else 0."""
+        if self.call.sink_logits is None:
+            return torch.zeros_like(self.lse)
+        return (self.call.sink_logits.to(self.lse.dtype)[:, None] - self.lse).exp()
+
+
+@dataclass(frozen=True)
+class ColumnSums:
+    """Sums down the columns of one layer's attention weights over the real queries t ≥ s."""
+
+    mass: torch.Tensor  # (B,H,C): Σ_t a[t,s] for the first C columns
+    second: torch.Tensor  # (B,H,C): Σ_t a[t,s]²
+    window: torch.Tensor  # (B,H,T): Σ a[t,s] over t = s … s+W-1, for every column
+    entropy: torch.Tensor | None  # (B,H,T): -Σ_s a[t,s] log a[t,s] of each row; None unless all columns were read
+
+
+def column_sums(read: AttentionRead, columns: int, window: int, chunk: int = ROW_CHUNK) -> ColumnSums:
+    """Column statistics in row chunks of `chunk`: all columns if that is what `columns` asks for, or if the whole
+    matrix is one chunk anyway; else the first `columns` and, for the window sums of the rest, the diagonal band.
+    """
+    length = read.length
+    whole = columns >= length or length <= chunk
+    columns = length if whole else columns
+    mass = read.lse.new_zeros(*read.lse.shape[:2], columns)
+    second = torch.zeros_like(mass)
+    windows = torch.zeros_like(read.lse)
+    entropy = torch.zeros_like(read.lse) if whole else None
+
+    for rows in row_chunks(length, chunk):
+        cols = slice(0, min(columns, rows.stop))
+        log_weights = read.log_weights(rows, cols)
+        weights = log_weights.exp()
+        mass[..., cols] += weights.sum(2)
+        second[..., cols] += weights.square().sum(2)
+        band = slice(max(0, rows.start - window + 1), rows.stop)
+        if entropy is not None:
+            entropy[..., rows] = -torch.linalg.vecdot(weights, log_weights)
+            band_weights = weights[..., band]
+        else:
+            band_weights = read.log_weights(rows, band).exp()
+        windows[..., band] += _within(band_weights, rows, band, window).sum(2)
+    return ColumnSums(mass, second, windows, entropy)
+
+
+def _within(weights: torch.Tensor, rows: slice, cols: slice, window: int) -> torch.Tensor:
+    """Zero where the query is `window` or more behind the key."""
+    if rows.stop - 1 - cols.start < window:
+        return weights
+    row = torch.arange(rows.start, rows.stop, device=weights.device)[:, None]
+    return weights * (row - torch.arange(cols.start, cols.stop, device=weights.device) < window)
+
+
+def row_chunks(length: int, chunk: int = ROW_CHUNK) -> Iterator[slice]:
+    for start in range(0, length, chunk):
+        yield slice(start, min(start + chunk, length))

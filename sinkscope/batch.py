@@ -1,0 +1,59 @@
+"""One batch of token sequences: where each begins and ends, whichever side it is padded on."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Columns are places in the padded tensor; positions count from a sequence's own first token."""
+
+    token_ids: torch.Tensor  # (B,T)
+    attention_mask: torch.Tensor  # (B,T), 1 for real tokens, which are contiguous
+    first: int = 0  # index of the first sequence within the run
+
+    @cached_property
+    def valid(self) -> torch.Tensor | None:
+        """(B,T) bool; None when nothing is padded."""
+        mask = self.attention_mask.bool()
+        return None if bool(mask.all()) else mask
+
+    @cached_property
+    def start(self) -> torch.Tensor:
+        """(B,): the column of each sequence's position 0."""
+        return self.attention_mask.int().argmax(dim=1)
+
+    @cached_property
+    def lengths(self) -> torch.Tensor:
+        return self.attention_mask.sum(dim=1)
+
+    @cached_property
+    def position_ids(self) -> torch.Tensor:
+        """(B,T): what a model with positions must be told when the padding is on the left."""
+        return (self.attention_mask.cumsum(dim=1) - 1).clamp(min=0)
+
+    def columns(self, positions: int) -> int:
+        """How many columns hold the first `positions` positions of every sequence."""
+        return min(int(self.start.max()) + positions, self.token_ids.shape[1])
+
+    def at_positions(self, x: torch.Tensor, positions: int) -> torch.Tensor:
+        """Statistics by column (B,…,C) → by position (B,…,P). Positions past a sequence's end hold anything."""
+        if self.valid is None:
+            return x[..., :positions]
+        index = self.start[:, None] + torch.arange(positions, device=self.start.device)
+        index = index.clamp(max=x.shape[-1] - 1).to(x.device)
+        for _ in range(x.dim() - 2):
+            index = index.unsqueeze(1)
+        return x.gather(-1, index.expand(*x.shape[:-1], positions))
+
+    def present(self, positions: int) -> torch.Tensor | None:
+        """(B,P) bool: the sequence has this position; None when all have all."""
+        if self.valid is None:
+            return None
+        return torch.arange(positions, device=self.lengths.device) < self.lengths[:, None]
+
+    def queries_from(self, positions: int) -> torch.Tensor:
+        """(B,P): how many queries t ≥ s a key at position s has (at least 1, so that it divides)."""
+        return (self.lengths[:, None] - torch.arange(positions, device=self.lengths.device)).clamp(min=1)

@@ -1,0 +1,114 @@
+"""Attention sinks: how much attention each key position receives (GS eq. 1 and 2; WSE §3)."""
+
+from collections import defaultdict
+
+import numpy as np
+import pandas as pd
+import torch
+
+from sinkscope.attention_weights import AttentionRead, column_sums
+from sinkscope.batch import Batch
+from sinkscope.observables.observable import Mean, Observable, Settings, long_form
+
+
+class Attention(Observable):
+    """Tables `attention`, `attention_heads` and `sink_positions`.
+
+    Where fewer than W queries follow a key, window_mass is their mean: with T = W = 64 this is WSE's α, the mean
+    over all t ≥ s. The indicator is taken per sequence, layer and head before any averaging.
+    """
+
+    name = "attention"
+    about = "sink rate, window mass, sink mass and second moment per head and position; where the sinks are"
+    sites = ("attention",)
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.columns = {name: Mean() for name in ("window_mass", "sink_fraction", "sink_mass", "sink_second_moment")}
+        self.heads = {name: Mean() for name in ("attention_entropy", "missing_mass")}
+        self.sinks: dict[str, list[np.ndarray]] = defaultdict(list)
+        self.groups: dict[int, int] = {}  # layer → query heads to a key/value head
+
+    def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
+        positions, window = self.settings.positions, self.settings.window
+        self.groups[layer] = read.query.shape[1] // read.key.shape[1]
+        sums = column_sums(read, batch.columns(positions), window)
+
+        window_mass = window_means(sums.window, batch, window)  # (B,H,T), by position
+        queries = batch.queries_from(positions)[:, None].to(read.lse.device)
+        statistics = {
+            "window_mass": window_mass[..., :positions],
+            "sink_fraction": window_mass[..., :positions] > self.settings.epsilon,
+            "sink_mass": batch.at_positions(sums.mass, positions) / queries,
+            "sink_second_moment": batch.at_positions(sums.second, positions) / queries,
+        }
+        present = batch.present(positions)
+        for name, statistic in statistics.items():
+            self.columns[name].add(layer, statistic, present)
+        if sums.entropy is not None:
+            self.heads["attention_entropy"].add(layer, mean_over_queries(sums.entropy, batch))
+        self.heads["missing_mass"].add(layer, mean_over_queries(read.missing_mass, batch))
+        self._list_sinks(layer, window_mass, batch)
+
+    def _list_sinks(self, layer: int, window_mass: torch.Tensor, batch: Batch) -> None:
+        is_sink = window_mass > self.settings.epsilon
+        present = batch.present(window_mass.shape[-1])
+        if present is not None:
+            is_sink &= present[:, None].to(is_sink.device)
+        sequence, head, position = is_sink.nonzero(as_tuple=True)
+        found = {
+            "layer": torch.full_like(head, layer),
+            "head": head,
+            "sequence": sequence + batch.first,
+            "position": position,
+            "token_id": batch.token_ids[sequence.cpu(), position.cpu() + batch.start[sequence.cpu()]],
+            "window_mass": window_mass[sequence, head, position],
+        }
+        for name, column in found.items():
+            self.sinks[name].append(column.cpu().numpy())
+
+    def tables(self) -> dict[str, pd.DataFrame]:
+        return {
+            "attention": self._by_position(),
+            "attention_heads": self._by_head(),
+            "sink_positions": pd.DataFrame({name: np.concatenate(parts) for name, parts in self.sinks.items()}),
+        }
+
+    def _by_position(self) -> pd.DataFrame:
+        frames = []
+        for layer, groups in sorted(self.groups.items()):
+            arrays = {name: mean[layer] for name, mean in self.columns.items()}  # (H,P)
+            heads, positions = arrays["window_mass"].shape
+            frame = long_form({"layer": layer, "head": range(heads), "position": range(positions)}, arrays)
+            frame.insert(2, "kv_head", frame["head"] // groups)
+            frames.append(frame)
+        return pd.concat(frames, ignore_index=True)
+
+    def _by_head(self) -> pd.DataFrame:
+        frames = []
+        for layer, groups in sorted(self.groups.items()):
+            missing = self.heads["missing_mass"][layer]
+            measured = layer in self.heads["attention_entropy"].keys()  # noqa: SIM118 (not a dict)
+            entropy = self.heads["attention_entropy"][layer] if measured else np.full(missing.shape, np.nan)
+            frame = long_form(
+                {"layer": layer, "head": range(len(missing))},
+                {"attention_entropy": entropy, "missing_mass": missing},
+            )
+            frame.insert(2, "kv_head", frame["head"] // groups)
+            frames.append(frame)
+        return pd.concat(frames, ignore_index=True)
+
+
+def window_means(window_sums: torch.Tensor, batch: Batch, window: int) -> torch.Tensor:
+    """α_s (GS eq. 1): sums over t = s … s+W-1 by column (B,H,T) → means by position (B,H,T)."""
+    length = window_sums.shape[-1]
+    queries = batch.queries_from(length).clamp(max=window)
+    return batch.at_positions(window_sums, length) / queries[:, None].to(window_sums.device)
+
+
+def mean_over_queries(rows: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """(B,H,T) → (B,H), over real queries."""
+    if batch.valid is None:
+        return rows.mean(-1)
+    valid = batch.valid[:, None].to(rows.device)
+    return rows.masked_fill(~valid, 0.0).sum(-1) / valid.sum(-1)

@@ -1,0 +1,105 @@
+"""What every observable is, and the running sums that it is made of."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import pandas as pd
+import torch
+
+from sinkscope.attention_weights import AttentionRead
+from sinkscope.batch import Batch
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured: the options of a run that observables read."""
+
+    positions: int = 16  # columns reported, counted from each sequence's first token
+    window: int = 64  # W of window_mass
+    epsilon: float = 0.3  # threshold of the sink indicator
+
+
+class Reading:
+    """One site's tensor (B,T,D) on one batch; several observables share what they compute of it."""
+
+    def __init__(self, tensor: torch.Tensor, batch: Batch) -> None:
+        self.tensor = tensor
+        self.batch = batch
+        self._known: dict[Callable, Any] = {}
+
+    def once(self, statistic: Callable[[torch.Tensor, Batch], Any]) -> Any:
+        if statistic not in self._known:
+            self._known[statistic] = statistic(self.tensor, self.batch)
+        return self._known[statistic]
+
+
+class Observable(ABC):
+    """A phenomenon, reduced at once to small running sums while the trace runs.
+
+    A file of this package with a subclass is an observable: nothing else needs to know of it.
+    """
+
+    name: ClassVar[str]
+    about: ClassVar[str]  # one line for `sinkscope list`
+    sites: ClassVar[tuple[str, ...]]  # residual-stream sites (families.py) and "attention"
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
+        """One residual-stream site of one layer, the moment it exists."""
+
+    def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
+        """One layer's attention."""
+
+    @abstractmethod
+    def tables(self) -> dict[str, pd.DataFrame]:
+        """The tables so far, each beginning with `layer` (tables.py puts model and condition in front)."""
+
+
+class Mean:
+    """Running mean over sequences of statistics (…,P), one accumulator per key, summed in float64 where they arise."""
+
+    def __init__(self) -> None:
+        self._sum: dict[Any, torch.Tensor] = {}
+        self._count: dict[Any, torch.Tensor] = {}
+
+    def add(self, key: Any, x: torch.Tensor, present: torch.Tensor | None = None) -> None:
+        """x (B,…,P); `present` (B,P) says which sequences have which position (None: all)."""
+        x = x.double()
+        if present is None:
+            count = torch.full((x.shape[-1],) if x.dim() > 1 else (), float(x.shape[0]), dtype=torch.float64)
+        else:
+            present = present.to(x.device)
+            broad = present.view(present.shape[0], *[1] * (x.dim() - 2), present.shape[-1])
+            x = x.masked_fill(~broad, 0.0)
+            count = present.double().sum(0)
+        count = count.to(x.device)
+        total = x.sum(0)
+        self._sum[key] = self._sum[key] + total if key in self._sum else total
+        self._count[key] = self._count[key] + count if key in self._count else count
+
+    def __getitem__(self, key: Any) -> np.ndarray:
+        """NaN where no sequence had the position."""
+        return (self._sum[key] / self._count[key]).cpu().numpy()
+
+    def keys(self) -> list[Any]:
+        return sorted(self._sum)
+
+
+def long_form(axes: dict[str, Any], columns: dict[str, np.ndarray]) -> pd.DataFrame:
+    """One row an observation: arrays of one shape → columns, with an index column for each axis.
+
+    A scalar in `axes` is a constant column; a sequence is that axis's labels, in the arrays' axis order.
+    """
+    shape = next(iter(columns.values())).shape
+    labels = [np.asarray(label) for label in axes.values() if not np.isscalar(label)]
+    grids = iter(np.meshgrid(*labels, indexing="ij")) if labels else iter(())
+    frame = {
+        name: np.full(int(np.prod(shape)), label) if np.isscalar(label) else next(grids).ravel()
+        for name, label in axes.items()
+    }
+    return pd.DataFrame(frame | {name: array.ravel() for name, array in columns.items()})

@@ -1,0 +1,333 @@
+"""The one door into attention: small identity modules, kept in every attention module, that nnsight can read.
+
+A model whose family is on transformers' `AttentionInterface` calls `attend` below in place of its own attention
+function. Any other family keeps its own code, and `Interceptor` recognises in it either a fused SDPA call or
+matmul → softmax → matmul. Both ways pass the same tensors through the same taps:
+
+    query (B,H,T,d)   key, value (B,K,T,d)   lse (B,H,T)   mix (B,T,H,d)
+
+after any rotary rotation. `lse` is the log-sum-exp of each row of logits, with which any rectangle of the
+attention weights is exp(logit - lse) (attention_weights.py): the weights themselves are never kept.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from sinkscope.families import Family
+
+NAME = "sinkscope"  # of the attention implementation, and of the seam inside each attention module
+MASKED = torch.finfo(torch.float16).min / 2  # a logit below this was put there by a mask
+ROW_CHUNK = 128  # rows of attention weights in memory at once where the fused kernel cannot serve
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """How one attention call came from query and key to logits; what cannot be read off its taps."""
+
+    mask: torch.Tensor | None  # (B,1|H,T,T), bool (True = may attend) or additive; None: causal
+    scaling: float
+    softcap: float | None = None
+    sink_logits: torch.Tensor | None = None  # (H,): a learned logit in each row's denominator (gpt-oss)
+    scores: torch.Tensor | None = None  # (B,H,T,T) logits after masking, where the model makes them itself
+
+
+class Tap(nn.Module):
+    """An identity: a place where nnsight reads, overwrites or differentiates."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class Seam(nn.Module):
+    """The taps of one attention layer, and how its last call was made."""
+
+    # The order in which the taps run: a trace must ask for them in this order.
+    ORDER = {
+        "interface": ("query", "key", "value", "lse", "mix"),
+        "interceptor": ("query", "key", "lse", "value", "mix"),
+    }
+
+    def __init__(self, kernel: str, door: str) -> None:
+        super().__init__()
+        self.kernel = kernel  # "sdpa" or "eager"
+        self.order = self.ORDER[door]
+        self.call: AttentionCall | None = None
+        self.query, self.key, self.value = Tap(), Tap(), Tap()
+        self.lse, self.mix = Tap(), Tap()
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function registered with transformers: the fused kernel between the taps.
+
+    query (B,H,T,d), key and value (B,K,T,d) → (B,T,H,d). A module without a seam (a vision tower beside the
+    language model, say) gets plain SDPA.
+    """
+    seam: Seam | None = getattr(module, NAME, None)
+    if seam is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    seam.call = AttentionCall(attention_mask, scaling, softcap, s_aux)
+    query, key, value = seam.query(query), seam.key(key), seam.value(value)
+    mix, lse = KERNELS[seam.kernel](query, key, value, seam.call)
+    seam.lse(lse)
+    return seam.mix(mix.transpose(1, 2).contiguous()), None
+
+
+AttentionInterface.register(NAME, attend)
+# Without a mask function of its own an implementation gets no mask at all: no causality, no padding.
+AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def fused_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention by the kernel behind F.scaled_dot_product_attention, keeping the log-sum-exp that it computes.
+
+    → mix (B,H,T,d), lse (B,H,T) in float32 or better. Softcap, sink logits, other devices and value heads of
+    another width go the chunked way: no fused kernel serves them.
+    """
+    causal = call.mask is None and query.shape[2] > 1
+    plain = call.softcap is None and call.sink_logits is None and value.shape[-1] == query.shape[-1]
+    if not plain or (causal and key.shape[2] != query.shape[2]):
+        return chunked_attention(query, key, value, call)
+    if query.device.type == "cpu":
+        mask = call.mask
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, is_causal=causal, attn_mask=mask, scale=call.scaling
+        )
+    if query.device.type == "cuda" and call.mask is None:
+        # One kernel for all dtypes; the flash kernel has no float32. Its lse is padded to a multiple of 32.
+        key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
+        mix, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, None, True, is_causal=causal, scale=call.scaling
+        )
+        return mix, lse[..., : query.shape[2]]
+    return chunked_attention(query, key, value, call)
+
+
+def chunked_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall, chunk: int = ROW_CHUNK
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention with softcap and sink logits, `chunk` rows of weights in memory at a time. As `fused_attention`."""
+    mixes, lses = [], []
+    for start in range(0, query.shape[2], chunk):
+        rows = slice(start, min(start + chunk, query.shape[2]))
+        logits = masked_logits(query, key, call, rows)
+        lse = row_lse(logits, call.sink_logits)
+        weights = (logits - lse.unsqueeze(-1)).exp().to(value.dtype)
+        mixes.append(grouped_matmul(weights, value))
+        lses.append(lse)
+    return torch.cat(mixes, dim=2), torch.cat(lses, dim=2)
+
+
+def eager_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The textbook way, all weights at once: a reference. As `fused_attention`."""
+    return chunked_attention(query, key, value, call, chunk=query.shape[2])
+
+
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionCall], tuple[torch.Tensor, torch.Tensor]]
+KERNELS: dict[str, Kernel] = {"sdpa": fused_attention, "eager": eager_attention}
+
+
+def masked_logits(query: torch.Tensor, key: torch.Tensor, call: AttentionCall, rows: slice) -> torch.Tensor:
+    """Rows of pre-softmax logits over all keys, (B,H,R,T), the dtype's minimum where the query may not attend.
+
+    Not -inf: a row that is masked everywhere (a padding query) must stay finite.
+    """
+    logits = raw_logits(query[:, :, rows], key, call)
+    if call.mask is not None and call.mask.dtype != torch.bool:
+        return logits + call.mask[:, :, rows]
+    keys, offset = slice(0, key.shape[2]), key.shape[2] - query.shape[2]
+    seen = causal(rows, keys, offset, query.device) if call.mask is None else call.mask[:, :, rows]
+    return logits.masked_fill(~seen, torch.finfo(logits.dtype).min)
+
+
+def raw_logits(query: torch.Tensor, key: torch.Tensor, call: AttentionCall) -> torch.Tensor:
+    """scaling · q·k with the softcap applied and no mask: query (B,H,R,d), key (B,K,C,d) → (B,H,R,C), float32+."""
+    logits = grouped_matmul(upcast(query), upcast(key).transpose(-1, -2)).mul_(call.scaling)
+    return logits if call.softcap is None else call.softcap * (logits / call.softcap).tanh()
+
+
+def row_lse(logits: torch.Tensor, sink_logits: torch.Tensor | None) -> torch.Tensor:
+    """Log-sum-exp of each row (B,H,R), a learned sink logit per head included where there is one."""
+    lse = logits.logsumexp(-1)
+    return lse if sink_logits is None else lse.logaddexp(sink_logits.to(lse.dtype)[:, None])
+
+
+def grouped_matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """(B,H,R,X) @ (B,K,X,C) → (B,H,R,C): query head h reads key/value head h // (H/K), without repeating heads."""
+    batch, heads, rows, inner = left.shape
+    groups = right.shape[1]
+    grouped = left.reshape(batch, groups, heads // groups * rows, inner)
+    return (grouped @ right).view(batch, heads, rows, right.shape[-1])
+
+
+def repeat_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """(B,K,T,d) → (B,H,T,d)."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def causal(rows: slice, cols: slice, offset: int, device: torch.device) -> torch.Tensor:
+    """(R,C) bool: query row + offset may see key column."""
+    row = torch.arange(rows.start, rows.stop, device=device)[:, None] + offset
+    return row >= torch.arange(cols.start, cols.stop, device=device)
+
+
+def upcast(x: torch.Tensor) -> torch.Tensor:
+    """Half precision to float32; float32 and float64 as they are."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+class Interceptor(TorchFunctionMode):
+    """Finds attention inside one attention module's own code, for families that are not on the interface.
+
+    Knows F.scaled_dot_product_attention, and matmul (q, kᵀ) → softmax → matmul (weights, v). Torch runs
+    `__torch_function__` with the mode switched off, so whatever an observer computes at a tap is not intercepted.
+    """
+
+    MATMULS = {
+        torch.matmul, torch.bmm, torch.baddbmm,
+        torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.bmm, torch.Tensor.baddbmm,
+    }  # fmt: skip
+    SOFTMAXES = {F.softmax, torch.softmax, torch.Tensor.softmax}
+
+    def __init__(self, seam: Seam) -> None:
+        super().__init__()
+        self.seam = seam
+        self.batch = 0
+        self.awaited = "logits"  # then "softmax", then "mix", then nothing more in this call
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return self._fused(*args, **kwargs)
+        if func in self.MATMULS and self.awaited == "logits" and self._batched(args, kwargs):
+            return self._logits(func, args, kwargs)
+        if func in self.SOFTMAXES and self.awaited == "softmax":
+            return self._softmax(func, args, kwargs)
+        if func in self.MATMULS and self.awaited == "mix" and self._batched(args, kwargs):
+            return self._mix(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    @staticmethod
+    def _batched(args: tuple, kwargs: dict) -> bool:
+        """Both factors vary over the batch; a projection written as x @ W.T (Falcon) does not."""
+        return kwargs.get("batch2", args[-1]).dim() >= 3
+
+    def _fused(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        seam = self.seam
+        seam.call = AttentionCall(attn_mask, query.shape[-1] ** -0.5 if scale is None else scale)
+        query, key = seam.query(query), seam.key(key)
+        # The taps run in one order whatever the model does, so lse (which needs no value) comes before value.
+        kernel = KERNELS[seam.kernel]
+        mix, lse = kernel(query, key, value, seam.call)
+        seam.lse(lse)
+        tapped = seam.value(value)
+        if tapped is not value:
+            mix, _ = kernel(query, key, tapped, seam.call)
+        return seam.mix(mix.transpose(1, 2)).transpose(1, 2)
+
+    def _logits(self, func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+        # baddbmm has the bias (ALiBi) in front and may name its two factors
+        names = ("batch1", "batch2")
+        named = all(name in kwargs for name in names)
+        query, key_t = (kwargs[name] for name in names) if named else args[-2:]
+        query_heads, key_heads = self._heads(query), self._heads(key_t.transpose(-1, -2))
+        query = self.seam.query(query_heads).reshape(query.shape)
+        key_t = self.seam.key(key_heads).transpose(-1, -2).reshape(key_t.shape)
+        self.awaited = "softmax"
+        if named:
+            return func(*args, **kwargs | dict(zip(names, (query, key_t), strict=True)))
+        return func(*args[:-2], query, key_t, **kwargs)
+
+    def _softmax(self, func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+        scores = self._heads(args[0])
+        self.seam.call = AttentionCall(mask=None, scaling=1.0, scores=scores)
+        self.seam.lse(upcast(scores).logsumexp(-1))
+        self.awaited = "mix"
+        return func(*args, **kwargs)
+
+    def _mix(self, func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+        weights, value = args
+        value = self.seam.value(self._heads(value)).reshape(value.shape)
+        mix = func(weights, value, **kwargs)
+        self.awaited = "nothing"
+        heads = self.seam.mix(self._heads(mix).transpose(1, 2))
+        return heads.transpose(1, 2).reshape(mix.shape)
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        """(B·H,T,d) or (B,H,T,d) → (B,H,T,d)."""
+        return x.reshape(self.batch, -1, *x.shape[-2:])
+
+    def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Forward pre-hook of the attention module."""
+        self.batch = (args[0] if args else kwargs["hidden_states"]).shape[0]
+        self.awaited = "logits"
+        self.__enter__()
+
+    def leave(self, module: nn.Module, args: tuple, output: Any) -> None:
+        """Forward hook of the attention module; runs also when its forward raised."""
+        self.__exit__(None, None, None)
+
+
+@contextmanager
+def open_seam(model: PreTrainedModel, family: Family, kernel: str = "sdpa") -> Iterator[list[Seam]]:
+    """Put a seam into every attention layer, and take all of it out again at the end, also after an exception.
+
+    → the seams, one a layer. `kernel` is "sdpa" (fused) or "eager" (the reference).
+    """
+    attentions = [layer.get_submodule(family.attention) for layer in family.layer_modules(model)]
+    seams = [Seam(kernel, family.door) for _ in attentions]
+    before = model.config._attn_implementation
+    handles = []
+    for attention, seam in zip(attentions, seams, strict=True):
+        attention.add_module(NAME, seam)
+        if family.door == "interceptor":
+            interceptor = Interceptor(seam)
+            handles.append(attention.register_forward_pre_hook(interceptor.enter, with_kwargs=True))
+            handles.append(attention.register_forward_hook(interceptor.leave, always_call=True))
+    if family.door == "interface":
+        model.set_attn_implementation(NAME)
+    try:
+        yield seams
+    finally:
+        if family.door == "interface":
+            model.set_attn_implementation(before)
+        for handle in handles:
+            handle.remove()
+        for attention in attentions:
+            delattr(attention, NAME)

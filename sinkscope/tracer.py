@@ -1,0 +1,122 @@
+"""One nnsight trace per batch over the sites of every layer; observables reduce what passes at once."""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+from nnsight import NNsight
+from transformers import PreTrainedModel
+
+from sinkscope.attention_weights import AttentionRead
+from sinkscope.batch import Batch
+from sinkscope.errors import SinkscopeError
+from sinkscope.families import RESIDUAL_SITES, Family, first_tensor
+from sinkscope.observables.observable import Observable, Reading
+from sinkscope.seam import NAME, Seam, open_seam
+
+
+class Tracer:
+    """A model with its seams in, wrapped by nnsight. Made by `open_tracer`."""
+
+    def __init__(self, model: PreTrainedModel, family: Family, seams: list[Seam]) -> None:
+        self.model = model
+        self.family = family
+        self.seams = seams
+        self.traced = _Traced(model)
+
+    def forward(self, batch: Batch, observables: Sequence[Observable]) -> None:
+        """One forward pass, every observable fed as the sites come by. No logits are made: none is read."""
+        wanted = {site for observable in observables for site in observable.sites}
+        inputs = self.model_inputs(batch) | self._no_logits
+        with torch.no_grad():
+            with self.traced.trace(**inputs):
+                self._read_layers(batch, observables, wanted)
+
+    def logits(self, batch: Batch) -> torch.Tensor:
+        """The model's own logits (B,T,V), read in a trace with the seams in: for checks of parity."""
+        inputs = self.model_inputs(batch)
+        with torch.no_grad():
+            with self.traced.trace(**inputs):
+                logits = self.traced.output.logits.save()
+        return logits
+
+    def model_inputs(self, batch: Batch) -> dict[str, Any]:
+        device = self.model.get_input_embeddings().weight.device
+        inputs: dict[str, Any] = {"input_ids": batch.token_ids.to(device), "use_cache": False}
+        if batch.valid is not None:
+            inputs["attention_mask"] = batch.attention_mask.to(device)
+            if "position_ids" in self._parameters:
+                inputs["position_ids"] = batch.position_ids.to(device)
+        return inputs
+
+    @cached_property
+    def _parameters(self) -> frozenset[str]:
+        return frozenset(inspect.signature(self.model.forward).parameters)
+
+    @cached_property
+    def _no_logits(self) -> dict[str, Any]:
+        return {"logits_to_keep": 1} if "logits_to_keep" in self._parameters else {}
+
+    def _read_layers(self, batch: Batch, observables: Sequence[Observable], wanted: set[str]) -> None:
+        """The body of the trace: ask for every site in the order in which the forward pass reaches it."""
+        last_tensor, reading = None, None
+        for layer in range(len(self.seams)):
+            for site in self._reading_order(wanted):
+                watching = [observable for observable in observables if site in observable.sites]
+                if site == "attention":
+                    read = self._attention(layer, batch)
+                    for observable in watching:
+                        observable.see_attention(layer, read, batch)
+                    del read
+                    continue
+                tensor = first_tensor(self._envoy(layer).get(self.family.sites[site]))
+                if tensor is not last_tensor:  # a layer's input is the last one's output: reduce it once
+                    reading = Reading(tensor.view(*batch.token_ids.shape, -1), batch)
+                    last_tensor = tensor
+                for observable in watching:
+                    observable.see(layer, site, reading, batch)
+
+    def _reading_order(self, wanted: set[str]) -> list[str]:
+        """The wanted sites that this family has, attention after the norm in front of it."""
+        sites = [site for site in ("layer_in", "attn_norm", "attention", *RESIDUAL_SITES[2:]) if site in wanted]
+        return [site for site in sites if site == "attention" or site in self.family.sites]
+
+    def _envoy(self, layer: int) -> Any:
+        return self.traced.get(self.family.layers)[layer]
+
+    def _attention(self, layer: int, batch: Batch) -> AttentionRead:
+        taps = self._envoy(layer).get(f"{self.family.attention}.{NAME}")
+        seam = self.seams[layer]
+        seen = {name: getattr(taps, name).output for name in seam.order if name != "mix"}
+        if seam.call is None:
+            raise SinkscopeError(f"layer {layer}: no attention call was recognised; see `sinkscope doctor`")
+        return AttentionRead(**seen, call=seam.call, batch=batch)
+
+
+class _Traced(NNsight):
+    # nnsight would move the inputs to the first parameter's device: wrong when accelerate has offloaded it
+    device = None
+
+
+@contextmanager
+def open_tracer(model: PreTrainedModel, family: Family, kernel: str = "sdpa") -> Iterator[Tracer]:
+    """Put the seams in and wrap the model; at the end, also after an exception, leave the model as it was."""
+    with _unwrapped_after(model), open_seam(model, family, kernel) as seams:
+        yield Tracer(model, family, seams)
+
+
+@contextmanager
+def _unwrapped_after(model: torch.nn.Module) -> Iterator[None]:
+    """nnsight leaves a controller in the `forward` of every module that it wraps: take them out again."""
+    before = [(module, dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            for name in set(vars(module)) - set(attributes):
+                del vars(module)[name]
+            if "forward" in attributes:  # accelerate's, of a model spread over devices
+                vars(module)["forward"] = attributes["forward"]

@@ -1,0 +1,141 @@
+"""What sinkscope costs, beside the bare model, in one process: `python tests/benchmarks/overhead.py [MODEL]`.
+
+Every variant runs once a round in turn, so that a machine whose speed drifts drifts for all of them alike; time is
+the median over rounds of each variant ÷ the bare SDPA forward of the same round. Peak memory is measured apart,
+one variant a subprocess: the high-water mark of resident memory during the pass above what was resident before it.
+The bare forward makes no logits (`logits_to_keep=1`), as `analyze`'s pass does; with them it is a row of its own.
+"""
+
+import argparse
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+import sinkscope.loading
+from sinkscope.batch import Batch
+from sinkscope.families import find_family
+from sinkscope.observables.activation import Activation
+from sinkscope.observables.attention import Attention
+from sinkscope.observables.geometry import Geometry
+from sinkscope.observables.massive import Massive
+from sinkscope.observables.observable import Settings
+from sinkscope.observables.outlier import Outlier
+from sinkscope.tracer import open_tracer
+
+FORWARD = (Attention, Geometry, Activation, Massive, Outlier)
+SHAPES = ((8, 64), (1, 2048))
+
+
+def variants(model, shape: tuple[int, int]) -> dict[str, Callable[[], None]]:
+    """Name → one pass. The model is left wrapped only inside `analyze` passes."""
+    sequences, length = shape
+    ids = torch.randint(100, 40_000, shape, generator=torch.Generator().manual_seed(0))
+    batch = Batch(ids, torch.ones_like(ids))
+    family = find_family(model)
+
+    def bare() -> None:
+        model(input_ids=ids, use_cache=False, logits_to_keep=1)
+
+    def bare_with_logits() -> None:
+        model(input_ids=ids, use_cache=False)
+
+    def output_attentions() -> None:
+        model.set_attn_implementation("eager")
+        model(input_ids=ids, use_cache=False, output_attentions=True, output_hidden_states=True, logits_to_keep=1)
+        model.set_attn_implementation("sdpa")
+
+    def analyze(observables: tuple, positions: int) -> Callable[[], None]:
+        settings = Settings(positions=positions, window=64)
+
+        def one_pass() -> None:
+            with open_tracer(model, family) as tracer:
+                tracer.forward(batch, [observable(settings) for observable in observables])
+
+        return one_pass
+
+    passes = {
+        "bare SDPA forward": bare,
+        "bare SDPA forward, all logits": bare_with_logits,
+        "bare eager, output_attentions": output_attentions,
+        "attention + activation, 16 columns": analyze((Attention, Activation), 16),
+        "all forward observables, 16 columns": analyze(FORWARD, 16),
+    }
+    if length > 64:
+        passes["attention + activation, all columns"] = analyze((Attention, Activation), length)
+        passes["all forward observables, all columns"] = analyze(FORWARD, length)
+    return passes
+
+
+def report_times(model, shape: tuple[int, int], rounds: int) -> None:
+    passes = variants(model, shape)
+    times: dict[str, list[float]] = {name: [] for name in passes}
+    for round_number in range(rounds + 1):
+        for name, one_pass in passes.items():
+            start = time.perf_counter()
+            one_pass()
+            if round_number:  # the first warms up
+                times[name].append(time.perf_counter() - start)
+    base = times["bare SDPA forward"]
+    print(f"\n{shape[0]} × {shape[1]} tokens: median of {rounds} rounds")
+    for name, seconds in times.items():
+        ratio = statistics.median(mine / bare for mine, bare in zip(seconds, base, strict=True))
+        print(f"  {name:<40} {1e3 * statistics.median(seconds):8.0f} ms   {ratio:5.2f} ×")
+
+
+def report_memory(model_name: str | None, shape: tuple[int, int], names: list[str]) -> None:
+    print(f"\n{shape[0]} × {shape[1]} tokens: peak memory above what is resident before the pass")
+    base = None
+    for name in names:
+        command = [sys.executable, __file__, "--peak-of", name, "--shape", *map(str, shape)]
+        output = subprocess.run(
+            [*command, *([model_name] if model_name else [])], check=True, capture_output=True, text=True
+        ).stdout
+        peak = float(output.split()[-1])
+        base = base or peak
+        print(f"  {name:<40} {peak:8.0f} MB   {peak / base:5.2f} ×")
+
+
+def print_peak(model, shape: tuple[int, int], name: str) -> None:
+    """Peak resident memory of one pass in this process, in MB above the start. A tiny pass loads the libraries first."""
+    variants(model, (1, 64))[name.replace("all columns", "16 columns")]()
+    one_pass = variants(model, shape)[name]
+    with open("/proc/self/clear_refs", "w") as clear:
+        clear.write("5")  # resets the high-water mark
+    before = _status("VmRSS")
+    one_pass()
+    print((_status("VmHWM") - before) / 1024)
+
+
+def _status(field: str) -> int:
+    try:
+        with open("/proc/self/status") as status:
+            return next(int(line.split()[1]) for line in status if line.startswith(field))
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--shape", type=int, nargs=2)
+    parser.add_argument("--peak-of")
+    arguments = parser.parse_args()
+    model = sinkscope.loading.load(arguments.model).model
+    if arguments.peak_of:
+        print_peak(model, tuple(arguments.shape), arguments.peak_of)
+        return
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {model.config._attn_implementation}")
+    for shape in SHAPES if arguments.shape is None else (tuple(arguments.shape),):
+        report_times(model, shape, arguments.rounds)
+        report_memory(arguments.model, shape, list(variants(model, shape)))
+
+
+if __name__ == "__main__":
+    main()

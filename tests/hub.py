@@ -1,0 +1,221 @@
+"""A small Hugging Face hub on the loopback: the endpoints that downloads need, over files in memory or disk.
+
+    with Hub({"org/name": Repo({"main": folder})}) as hub:
+        ...  # HF_ENDPOINT=hub.url
+
+It answers as huggingface.co does where clients look: commit and ETag headers, byte ranges, and the error
+codes by which a missing repository, revision or file and a gated repository are told apart.
+"""
+
+import hashlib
+import json
+import re
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+Files = Path | Mapping[str, bytes]
+
+API = re.compile(r"/api/(?P<kind>model|dataset)s/(?P<repo>[^/]+(?:/[^/]+)?)")
+RESOLVE = re.compile(
+    r"/(?P<kind>datasets/)?(?P<repo>[^/]+(?:/[^/]+)?)/resolve/(?P<revision>[^/]+)/(?P<file>.+)"
+)
+
+
+@dataclass(frozen=True)
+class Repo:
+    """What a repository holds at each revision, and whose token opens it (None: anybody may read it)."""
+
+    revisions: Mapping[str, Files]
+    gate: str | None = None
+    kind: str = "model"
+
+    @cached_property
+    def commits(self) -> dict[str, dict[str, bytes]]:
+        """Commit hash → file name → content."""
+        return {_commit(name): _read(files) for name, files in self.revisions.items()}
+
+    def commit(self, revision: str) -> str | None:
+        """The commit that a branch, a tag or a commit hash names."""
+        if revision in self.revisions:
+            return _commit(revision)
+        return revision if revision in self.commits else None
+
+
+def _commit(revision: str) -> str:
+    return hashlib.sha1(revision.encode()).hexdigest()
+
+
+def _read(files: Files) -> dict[str, bytes]:
+    if isinstance(files, Path):
+        paths = (path for path in sorted(files.rglob("*")) if path.is_file())
+        return {path.relative_to(files).as_posix(): path.read_bytes() for path in paths}
+    return dict(files)
+
+
+class Hub:
+    """The server, running in a thread between `__enter__` and `__exit__`. `repos` may change meanwhile."""
+
+    def __init__(self, repos: Mapping[str, Repo] | None = None) -> None:
+        self.repos: dict[str, Repo] = dict(repos or {})
+        self.requests: deque[str] = deque(maxlen=1000)  # "GET /path", oldest first
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
+        self._server.daemon_threads = True
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_port}"
+
+    def __enter__(self) -> "Hub":
+        Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: Hub
+    protocol_version = "HTTP/1.1"
+    timeout = 10  # a connection left open ends its thread
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def do_POST(self) -> None:
+        self._answer()
+
+    def _answer(self) -> None:
+        url = urlsplit(self.path)
+        path = url.path  # unquoted part by part: a revision such as refs/pr/1 holds slashes
+        self.body = self.rfile.read(min(int(self.headers.get("Content-Length") or 0), 1 << 20))
+        self.hub.requests.append(f"{self.command} {unquote(path)}")
+        if (match := RESOLVE.fullmatch(path)) is not None:
+            kind = "dataset" if match["kind"] else "model"
+            self._file(kind, match["repo"], unquote(match["revision"]), unquote(match["file"]))
+        elif (match := self._api_match(path)) is not None:
+            self._api(match["kind"], match["repo"], path[match.end() :].strip("/"), parse_qs(url.query))
+        else:
+            self._send(404, {"error": "not found"})
+
+    def _api_match(self, path: str) -> re.Match[str] | None:
+        """`/api/models/gpt2/tree/main` is of the repository gpt2, not gpt2/tree."""
+        match = API.match(path)
+        if match is None or match["repo"] in self.hub.repos:
+            return match
+        bare = re.match(r"/api/(?P<kind>model|dataset)s/(?P<repo>[^/]+)", path)
+        return bare if bare is not None and bare["repo"] in self.hub.repos else match
+
+    def _api(self, kind: str, repo_id: str, rest: str, query: dict[str, list[str]]) -> None:
+        repo = self._repo(kind, repo_id)
+        if repo is None:
+            return
+        what, _, tail = rest.partition("/")
+        revision, folder = (unquote(part) for part in (tail or "main").partition("/")[::2])
+        commit = repo.commit(revision)
+        if commit is None:
+            self._error(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+            return
+        files = repo.commits[commit]
+        if what in ("", "revision"):
+            self._send(200, {
+                "_id": commit[:24], "id": repo_id, "modelId": repo_id, "sha": commit, "private": False,
+                "gated": "manual" if repo.gate else False, "disabled": False, "downloads": 0, "likes": 0,
+                "tags": [], "siblings": [{"rfilename": name} for name in files],
+            })  # fmt: skip
+        elif what == "tree":
+            recursive = query.get("recursive", ["false"])[0].lower() == "true"
+            self._send(200, _tree(files, folder, recursive))
+        elif what == "paths-info":
+            wanted = self._form().get("paths", [])
+            entries = {entry["path"]: entry for entry in _tree(files, "", recursive=True)}
+            self._send(200, [entries[path] for path in wanted if path in entries])
+        else:
+            self._send(404, {"error": "not found"})
+
+    def _file(self, kind: str, repo_id: str, revision: str, name: str) -> None:
+        repo = self._repo(kind, repo_id)
+        if repo is None:
+            return
+        if repo.gate is not None and self._token() != repo.gate:
+            known = self._token() is not None
+            self._error(403 if known else 401, "GatedRepo", f"Access to {kind} {repo_id} is restricted.")
+            return
+        commit = repo.commit(revision)
+        if commit is None:
+            self._error(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+            return
+        headers = {"X-Repo-Commit": commit}
+        content = repo.commits[commit].get(name)
+        if content is None:
+            self._error(404, "EntryNotFound", "Entry not found", headers)
+            return
+        headers |= {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "Accept-Ranges": "bytes"}
+        span = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
+        if span is None:
+            self._send(200, content, headers)
+        else:
+            start, end = int(span[1]), min(int(span[2] or len(content) - 1), len(content) - 1)
+            headers["Content-Range"] = f"bytes {start}-{end}/{len(content)}"
+            self._send(206, content[start : end + 1], headers)
+
+    def _repo(self, kind: str, repo_id: str) -> Repo | None:
+        """The repository, or None after an answer that there is none."""
+        repo = self.hub.repos.get(repo_id)
+        if repo is None or repo.kind != kind:
+            # To the unknown the real hub does not tell whether a repository is missing or private.
+            self._error(404 if self._token() else 401, "RepoNotFound", "Repository not found")
+            return None
+        return repo
+
+    def _token(self) -> str | None:
+        return (self.headers.get("Authorization") or "").removeprefix("Bearer ") or None
+
+    def _form(self) -> dict[str, Any]:
+        if "json" in (self.headers.get("Content-Type") or ""):
+            return dict(json.loads(self.body))
+        return dict(parse_qs(self.body.decode()))
+
+    def _error(self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> None:
+        self._send(
+            status, {"error": message}, {"X-Error-Code": code, "X-Error-Message": message, **(headers or {})}
+        )
+
+    def _send(self, status: int, content: Any, headers: Mapping[str, str] | None = None) -> None:
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Keep the tests' output clean; `Hub.requests` has it."""
+
+
+def _tree(files: Mapping[str, bytes], folder: str, recursive: bool) -> list[dict[str, Any]]:
+    """The listing of a folder, as the hub's `tree` endpoint gives it."""
+    inside = f"{folder}/" if folder else ""
+    entries: dict[str, dict[str, Any]] = {}
+    for name, content in files.items():
+        if not name.startswith(inside):
+            continue
+        parts = name.removeprefix(inside).split("/")
+        for depth in range(1, len(parts)):
+            path = inside + "/".join(parts[:depth])
+            entries[path] = {"type": "directory", "oid": _commit(path), "size": 0, "path": path}
+        oid = hashlib.sha1(content).hexdigest()
+        entries[name] = {"type": "file", "oid": oid, "size": len(content), "path": name}
+    return [entry for path, entry in entries.items() if recursive or "/" not in path.removeprefix(inside)]

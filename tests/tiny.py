@@ -1,0 +1,105 @@
+"""A tiny random model of every family, built from its config: no download, a few milliseconds each.
+
+Weights are drawn much wider than at initialisation (`spread`) so that attention is far from uniform and a wrong
+column or head shows up; everything is seeded, so that a failure can be repeated.
+"""
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+VOCAB = 96
+
+_COMMON = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_LLAMA_LIKE = {
+    **_COMMON,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+_MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_GPT2_LIKE = {**_COMMON, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256}
+
+# name → (model type, config overrides). Several rows of one model type are wired differently.
+TINY: dict[str, tuple[str, dict]] = {
+    "llama": ("llama", _LLAMA_LIKE),
+    "mistral": ("mistral", {**_LLAMA_LIKE, "sliding_window": 6}),
+    "mixtral": ("mixtral", {**_LLAMA_LIKE, **_MOE}),
+    "qwen2": ("qwen2", _LLAMA_LIKE),
+    "qwen3": ("qwen3", {**_LLAMA_LIKE, "head_dim": 12}),
+    "qwen3_moe": ("qwen3_moe", {**_LLAMA_LIKE, **_MOE, "head_dim": 12}),
+    "gemma2": (
+        "gemma2",
+        {**_LLAMA_LIKE, "head_dim": 12, "sliding_window": 6, "attn_logit_softcapping": 2.0},
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {
+            **_LLAMA_LIKE,
+            "head_dim": 12,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "olmo2": ("olmo2", _LLAMA_LIKE),
+    "phi": ("phi", _LLAMA_LIKE),
+    "phi3": ("phi3", _LLAMA_LIKE),
+    "stablelm": ("stablelm", _LLAMA_LIKE),
+    "stablelm-parallel": ("stablelm", {**_LLAMA_LIKE, "use_parallel_residual": True}),
+    "cohere": ("cohere", _LLAMA_LIKE),
+    "gpt_oss": ("gpt_oss", {**_LLAMA_LIKE, **_MOE, "head_dim": 12, "sliding_window": 6}),
+    "gpt2": ("gpt2", _GPT2_LIKE),
+    "gpt_neox": ("gpt_neox", {**_LLAMA_LIKE, "use_parallel_residual": True}),
+    "gpt_neox-sequential": ("gpt_neox", {**_LLAMA_LIKE, "use_parallel_residual": False}),
+    "opt": ("opt", {**_LLAMA_LIKE, "ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "opt-post-norm": (
+        "opt",
+        {**_LLAMA_LIKE, "ffn_dim": 48, "word_embed_proj_dim": 32, "do_layer_norm_before": False},
+    ),
+    "bloom": ("bloom", {**_COMMON, "hidden_size": 32, "n_layer": 3, "n_head": 4}),
+    "falcon": ("falcon", {**_LLAMA_LIKE, "alibi": False, "new_decoder_architecture": False}),
+    "falcon-alibi": (
+        "falcon",
+        {**_LLAMA_LIKE, "alibi": True, "parallel_attn": False, "multi_query": False},
+    ),
+    "falcon-new": (
+        "falcon",
+        {**_LLAMA_LIKE, "alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2},
+    ),
+    "mpt": ("mpt", {**_COMMON, "d_model": 32, "n_layers": 3, "n_heads": 4, "max_seq_len": 256}),
+    "gptj": ("gptj", {**_GPT2_LIKE, "rotary_dim": 4}),
+    "gpt_neo": (
+        "gpt_neo",
+        {
+            **_COMMON,
+            "hidden_size": 32,
+            "num_layers": 3,
+            "num_heads": 4,
+            "max_position_embeddings": 256,
+            "attention_types": [[["global", "local"], 1], [["global"], 1]],
+            "window_size": 6,
+        },
+    ),
+}
+
+
+def tiny_model(name: str, *, dtype: torch.dtype = torch.float32, spread: float = 12.0) -> PreTrainedModel:
+    """A tiny random model of the family `name` (a key of `TINY`), in eval mode, parameters frozen."""
+    model_type, overrides = TINY[name]
+    config = AutoConfig.for_model(model_type, **overrides)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(spread)
+            else:  # norms' gains, biases and sink logits: away from their all-equal start
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval().requires_grad_(False)
+
+
+def tiny_tokens(batch: int = 3, length: int = 24, seed: int = 0) -> torch.Tensor:
+    """Token ids (batch, length) without the special ids 0, 1, 2."""
+    return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
