@@ -1,0 +1,33 @@
+"""Attention sinks, massive activations and value drains of any pretrained HuggingFace causal language model.
+
+    import sinkscope
+    run = sinkscope.analyze("HuggingFaceTB/SmolLM2-135M")
+    run.tables["attention"]
+    run.figure("sink-map")
+
+The verbs are those of the command line. They are imported when first used: `sinkscope --help` needs no torch.
+"""
+
+from importlib import import_module
+from typing import Any
+
+_HOME = {
+    "analyze": "sinkscope.analysis",
+    "load": "sinkscope.loading",
+    "compare": "sinkscope.compare",
+    "doctor": "sinkscope.doctor",
+    "Run": "sinkscope.run",
+    "InputError": "sinkscope.errors",
+    "SinkscopeError": "sinkscope.errors",
+}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'sinkscope' has no attribute '{name}'")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

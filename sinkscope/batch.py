@@ -40,7 +40,7 @@ class Batch:
 
     def at_positions(self, x: torch.Tensor, positions: int) -> torch.Tensor:
         """Statistics by column (B,…,C) → by position (B,…,P). Positions past a sequence's end hold anything."""
-        if self.valid is None:
+        if self.valid is None and positions <= x.shape[-1]:
             return x[..., :positions]
         index = self.start[:, None] + torch.arange(positions, device=self.start.device)
         index = index.clamp(max=x.shape[-1] - 1).to(x.device)
@@ -50,7 +50,7 @@ class Batch:
 
     def present(self, positions: int) -> torch.Tensor | None:
         """(B,P) bool: the sequence has this position; None when all have all."""
-        if self.valid is None:
+        if self.valid is None and positions <= self.token_ids.shape[1]:
             return None
         return torch.arange(positions, device=self.lengths.device) < self.lengths[:, None]
 

@@ -6,7 +6,7 @@ import torch
 from sinkscope.attention_weights import AttentionRead, row_chunks
 from sinkscope.batch import Batch
 from sinkscope.observables.observable import Mean, Observable, Settings, long_form
-from sinkscope.seam import ROW_CHUNK, grouped_matmul, repeat_heads, upcast
+from sinkscope.seam import grouped_matmul, repeat_heads, upcast
 
 COLUMNS = ("query_norm", "key_norm", "value_norm", "qk_cosine", "qk_norm_product", "sink_logit_gap")
 
@@ -57,6 +57,52 @@ def pair_means(
     The gap is the logit of s minus the mean logit of the other allowed keys; a query that sees s alone has no
     gap and does not count, and a key that no query sees beside another has the gap NaN.
     """
+    if read.is_linear and read.call.mask is None and read.batch.valid is None:
+        return causal_pair_means(read, query_norm, key_norm, columns)
+    return masked_pair_means(read, query_norm, key_norm, columns)
+
+
+def causal_pair_means(
+    read: AttentionRead, query_norm: torch.Tensor, key_norm: torch.Tensor, columns: int
+) -> dict[str, torch.Tensor]:
+    """`pair_means` under the plain causal mask, in O(T·d): Σ_{t≥s} q_t·k_s = k_s · Σ_{t≥s} q_t."""
+    query, heads, length = upcast(read.query), read.query.shape[1], read.length
+    tiny = torch.finfo(query.dtype).tiny
+    key = repeat_heads(upcast(read.key[:, :, :columns]), heads)
+    seen = torch.arange(1, length + 1, device=query.device, dtype=query.dtype)  # keys that query t sees
+    others = (seen - 1).clamp(min=1)
+    has_others = (seen > 1).to(query.dtype)
+
+    cosine = torch.linalg.vecdot(
+        key / key_norm[:, :, :columns, None].clamp(min=tiny),
+        sum_from(query / query_norm[..., None].clamp(min=tiny), columns),
+    )
+    # in float64: the last positions' sums are small differences of large ones
+    product = key_norm[:, :, :columns] * sum_from(query_norm.double()[..., None], columns).squeeze(-1)
+    # logit - (row sum - logit) / others = logit · seen / others - row sum / others
+    key_sum = repeat_heads(upcast(read.key).cumsum(2), heads)
+    row_sum = torch.linalg.vecdot(query, key_sum) * read.call.scaling
+    weighted = sum_from(query * (has_others * seen / others)[:, None], columns)
+    gap = torch.linalg.vecdot(key, weighted) * read.call.scaling
+    gap = gap - sum_from((row_sum * has_others / others)[..., None], columns).squeeze(-1)
+    pairs = seen.flip(0)[:columns]
+    return {
+        "qk_cosine": cosine / pairs,
+        "qk_norm_product": product / pairs,
+        "sink_logit_gap": gap / has_others.flip(0).cumsum(0).flip(0)[:columns],
+    }
+
+
+def sum_from(x: torch.Tensor, columns: int) -> torch.Tensor:
+    """(B,H,T,d) → (B,H,C,d): Σ over t ≥ s, for the first `columns` s."""
+    first = x[:, :, :columns]
+    return x.sum(2, keepdim=True) - first.cumsum(2) + first
+
+
+def masked_pair_means(
+    read: AttentionRead, query_norm: torch.Tensor, key_norm: torch.Tensor, columns: int
+) -> dict[str, torch.Tensor]:
+    """`pair_means` under any mask, softcap or bias, in row chunks."""
     row_sum, row_count = row_logits(read)
     shape = (*read.lse.shape[:2], columns)
     cosine, product, gap = (read.lse.new_zeros(shape) for _ in range(3))
@@ -85,14 +131,9 @@ def query_dot_key(read: AttentionRead, rows: slice, cols: slice) -> torch.Tensor
 
 
 def row_logits(read: AttentionRead) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum (B,H,T) and number (B|1,H|1,T) of the logits of each query's allowed keys."""
-    if read.is_linear and read.call.mask is None and read.batch.valid is None:
-        # Σ_s q·k_s = q·Σ_s k_s: no logits needed
-        keys = repeat_heads(upcast(read.key).cumsum(2), read.query.shape[1])
-        total = torch.linalg.vecdot(upcast(read.query), keys) * read.call.scaling
-        return total, torch.arange(1, read.length + 1, device=total.device)[None, None]
+    """Sum (B,H,T) and number (B,H,T) of the logits of each query's allowed keys."""
     total, count = torch.zeros_like(read.lse), torch.zeros_like(read.lse)
-    for rows in row_chunks(read.length, ROW_CHUNK):
+    for rows in row_chunks(read.length):
         cols = slice(0, rows.stop)
         allowed = read.allowed(rows, cols)
         logits = read.logits(rows, cols)

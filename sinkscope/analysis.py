@@ -1,0 +1,330 @@
+"""`analyze`: from a model's name to a Run. Read this file to see a run from end to end."""
+
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from accelerate.utils import find_executable_batch_size
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from sinkscope import loading
+from sinkscope.batch import Batch
+from sinkscope.config import RunConfig, make_config
+from sinkscope.details import AttentionMaps, MassiveMap, telling_heads
+from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.families import Family, calibrate, find_family
+from sinkscope.inputs import TokenInputs, build_inputs, token_text
+from sinkscope.loading import LoadedModel
+from sinkscope.observables import OBSERVABLES
+from sinkscope.observables.observable import Observable, Settings
+from sinkscope.run import Run, check_output, new_folder, write_run
+from sinkscope.summary import summarise
+from sinkscope.tables import shape_table
+from sinkscope.tracer import Tracer, open_tracer
+
+TOKENS_PER_BATCH = {"cpu": 2048, "cuda": 16384}  # where --batch-size auto starts
+
+
+def analyze(
+    model: str | PreTrainedModel | LoadedModel | None = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    out: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    quiet: bool = True,
+    config: RunConfig | None = None,
+    **options: Any,
+) -> Run:
+    """Measure one model and return its Run; with `out`, also write the run folder.
+
+    `model` is a hub id, a folder, a .gguf file, or a model already loaded (with its tokenizer beside it); without
+    one, SmolLM2-135M. `options` are those of the command line, with underscores: see `RunConfig`. A whole `config`
+    takes their place.
+
+    Errors: InputError for wrong options or input, before anything is written; SinkscopeError for a run that failed.
+    """
+    start = time.time()
+    if config is None:
+        config = make_config(model=model if isinstance(model, str) else None, **options)
+    folder = None if out is None else check_output(out, overwrite)
+    console = Console(stderr=True, quiet=quiet)
+
+    with console.status("loading the model"):
+        loaded = _loaded(model, tokenizer, config)
+    family, notices = family_of(loaded.model)
+    inputs = inputs_for(loaded, config)
+    for notice in (*loaded.notices, *notices, *inputs.notices):
+        console.print(f"note: {notice}", highlight=False)
+
+    tables, facts = measure(loaded, family, inputs, config, console)
+    manifest = _manifest(loaded, family, inputs, config, facts, list(tables), start)
+    run = Run(manifest, tables, folder)
+    if folder is not None:
+        with console.status("drawing the figures"), new_folder(folder) as fresh:
+            write_run(run, fresh)
+    return run
+
+
+def _loaded(
+    model: str | PreTrainedModel | LoadedModel | None, tokenizer: PreTrainedTokenizerBase | None, config: RunConfig
+) -> LoadedModel:
+    if isinstance(model, LoadedModel):
+        return model
+    if isinstance(model, PreTrainedModel):
+        name = model.config.name_or_path or type(model).__name__
+        return LoadedModel(model, tokenizer, name, name, None, None, ())
+    return loading.load(
+        config.model,
+        revision=config.revision,
+        gguf_file=config.gguf_file,
+        dtype=config.dtype,
+        device_map=config.device_map,
+        trust_remote_code=config.trust_remote_code,
+        allow_pickle=config.allow_pickle,
+    )
+
+
+def family_of(model: PreTrainedModel) -> tuple[Family, list[str]]:
+    """The model's row in the table of families, or one calibrated now, which is said."""
+    try:
+        return find_family(model), []
+    except InputError as missing:
+        try:
+            family = calibrate(model, torch.arange(3, 11, device=model.device)[None])
+        except InputError as error:
+            raise InputError(f"{missing}\n{error}") from None
+        note = f"'{family.name}' has no row in the table of families: wired numerically as {family.wiring}"
+        return family, [note]
+
+
+def inputs_for(loaded: LoadedModel, config: RunConfig) -> TokenInputs:
+    """The run's token sequences, fitted to the model's vocabulary and positions."""
+    text = loaded.model.config.get_text_config()
+    limits = (getattr(text, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len"))
+    ends = text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]
+    return build_inputs(
+        config.input,
+        vocab_size=loaded.model.get_input_embeddings().weight.shape[0],
+        tokenizer=loaded.tokenizer,
+        dataset=config.dataset,
+        max_positions=next((limit for limit in limits if limit), None),
+        num_seqs=config.num_seqs,
+        seq_len=config.seq_len,
+        bos=config.bos,
+        bos_token_id=text.bos_token_id,
+        special_ids=(text.bos_token_id, text.pad_token_id, *ends),
+        seed=config.seed,
+    )
+
+
+@dataclass
+class Facts:
+    """What only the pass itself knows."""
+
+    batch_size: int = 0
+    scaling: tuple[float, ...] = ()  # of the logits, a layer each
+
+
+def measure(
+    loaded: LoadedModel, family: Family, inputs: TokenInputs, config: RunConfig, console: Console | None = None
+) -> tuple[dict[str, pd.DataFrame], Facts]:
+    """All tables of a run: one pass over every batch, then a close look at the first sequence."""
+    # JSON lines may be shorter than --seq-len
+    settings = Settings(
+        min(config.positions, inputs.longest), min(config.window, inputs.longest), config.epsilon
+    )
+    names = config.observables or tuple(OBSERVABLES)
+    facts = Facts()
+    with open_tracer(loaded.model, family, config.attn) as tracer:
+        observables = _pass(tracer, inputs, names, settings, config, facts, console)
+        raw = {name: table for observable in observables for name, table in observable.tables().items()}
+        raw |= _details(tracer, inputs, raw)
+        facts.scaling = tuple(seam.call.scaling if seam.call else float("nan") for seam in tracer.seams)
+    tables = publish(raw, loaded, inputs.condition)
+    summary = summarise(tables, inputs, family, facts.scaling)
+    return tables | {"summary": shape_table("summary", summary, loaded.name, inputs.condition, {})}, facts
+
+
+def publish(
+    raw: dict[str, pd.DataFrame], loaded: LoadedModel, condition: str
+) -> dict[str, pd.DataFrame]:
+    """The observables' tables with their leading columns and token texts."""
+    ids = {int(token) for table in raw.values() if "token_id" in table for token in table["token_id"].unique()}
+    tokens = {token: token_text(loaded.tokenizer, token) for token in ids}
+    return {name: shape_table(name, table, loaded.name, condition, tokens) for name, table in raw.items()}
+
+
+def _pass(
+    tracer: Tracer,
+    inputs: TokenInputs,
+    names: tuple[str, ...],
+    settings: Settings,
+    config: RunConfig,
+    facts: Facts,
+    console: Console | None,
+) -> list[Observable]:
+    """Every batch through the tracer. Out of memory: again from the start with half the batch."""
+    device = tracer.model.device.type
+    automatic = max(1, TOKENS_PER_BATCH.get(device, TOKENS_PER_BATCH["cpu"]) // inputs.longest)
+    wanted = automatic if config.batch_size == "auto" else config.batch_size
+
+    def all_batches(batch_size: int) -> list[Observable]:
+        facts.batch_size = batch_size
+        observables = [OBSERVABLES[name](settings) for name in names]
+        with _progress(console) as advance:
+            for first, batch in batches_of(inputs, batch_size):
+                tracer.forward(batch, observables)
+                advance(first + len(batch.token_ids), len(inputs))
+        return observables
+
+    attempt = find_executable_batch_size(
+        all_batches, starting_batch_size=min(wanted, len(inputs)), reduce_batch_size_fn=_Halving(facts)
+    )
+    try:
+        return attempt()
+    except RuntimeError as error:
+        if "No executable batch size" not in str(error):
+            raise
+        raise SinkscopeError(
+            "out of memory even with one sequence a batch; take a shorter --seq-len, --dtype bfloat16 or --device-map auto"
+        ) from None
+
+
+@dataclass
+class _Halving:
+    facts: Facts
+
+    def __call__(self) -> int:
+        return self.facts.batch_size // 2
+
+
+def batches_of(
+    inputs: TokenInputs, batch_size: int, padding_side: str = "right"
+) -> "list[tuple[int, Batch]] | Any":
+    """(index of the first sequence, Batch) pairs, in order."""
+    first = 0
+    for ids, mask in inputs.batches(batch_size, padding_side=padding_side):
+        yield first, Batch(ids, mask, first)
+        first += len(ids)
+
+
+def _progress(console: Console | None) -> Any:
+    """A context that gives advance(done, total); silent without a console."""
+    if console is None or console.quiet:
+        return nullcontext(lambda done, total: None)
+    return _Bar(console)
+
+
+class _Bar:
+    def __init__(self, console: Console) -> None:
+        self.progress = Progress(
+            TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TextColumn("sequences"), TimeRemainingColumn(),
+            console=console, transient=True,
+        )  # fmt: skip
+        self.task = self.progress.add_task("measuring", total=None)
+
+    def __enter__(self) -> Callable[[int, int], None]:
+        self.progress.start()
+        return lambda done, total: self.progress.update(self.task, completed=done, total=total)
+
+    def __exit__(self, *error: object) -> None:
+        self.progress.stop()
+
+
+def _details(tracer: Tracer, inputs: TokenInputs, raw: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
+    """The first sequence once more, now that it is known which heads and which layer to look at."""
+    looks: list[Observable] = []
+    if "attention" in raw:
+        looks.append(AttentionMaps(telling_heads(raw["attention"])))
+    if "massive" in raw:
+        worst = raw["massive"].loc[raw["massive"]["ratio"].idxmax(), "layer"]
+        looks.append(MassiveMap(int(worst)))
+    if not looks:
+        return {}
+    _, first = next(batches_of(inputs, 1))
+    tracer.forward(first, looks)
+    return {name: table for look in looks for name, table in look.tables().items()}
+
+
+def _manifest(
+    loaded: LoadedModel,
+    family: Family,
+    inputs: TokenInputs,
+    config: RunConfig,
+    facts: Facts,
+    tables: list[str],
+    start: float,
+) -> dict[str, Any]:
+    parameters = next(loaded.model.parameters())
+    text = loaded.model.config.get_text_config()
+    return {
+        "sinkscope": version("sinkscope"),
+        "command": "analyze",
+        "config": config.model_dump(mode="json"),
+        "condition": inputs.condition,
+        "model": {
+            "name": loaded.name,
+            "source": loaded.source,
+            "revision": loaded.revision,
+            "commit": loaded.commit,
+            "architecture": type(loaded.model).__name__,
+            "parameters": sum(p.numel() for p in loaded.model.parameters()),
+            "layer_types": getattr(text, "layer_types", None),
+            "sliding_window": getattr(text, "sliding_window", None),
+        },
+        "family": {"name": family.name, "wiring": family.wiring, "positions": family.positions, "door": family.door},
+        "absent": family.absent_sites(),
+        "dtype": str(parameters.dtype).removeprefix("torch."),
+        "device": str(parameters.device),
+        "kernel": config.attn,
+        "scaling": list(facts.scaling),
+        "batch_size": facts.batch_size,
+        "input": {
+            "sequences": len(inputs),
+            "tokens": inputs.num_tokens,
+            "token_zero": inputs.token_zero,
+            "sha256": inputs.sha256,
+        },
+        "seed": config.seed,
+        "versions": {name: version(name) for name in ("torch", "transformers", "nnsight", "accelerate", "pandas")},
+        "python": platform.python_version(),
+        "git_commit": _git_commit(),
+        "started": datetime.fromtimestamp(start, timezone.utc).isoformat(timespec="seconds"),
+        "wall_seconds": round(time.time() - start, 2),
+        "peak_memory_mb": _peak_memory_mb(),
+        "tables": sorted(tables),
+    }
+
+
+def _peak_memory_mb() -> float:
+    """Of the accelerator where there is one, else this process's high-water mark of resident memory."""
+    if torch.cuda.is_available():
+        return round(torch.cuda.max_memory_allocated() / 2**20, 1)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return round(peak / (2**20 if sys.platform == "darwin" else 2**10), 1)
+
+
+def _git_commit() -> str | None:
+    """Of the sinkscope that ran, where it runs from a checkout."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    try:
+        answer = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return answer.stdout.strip()

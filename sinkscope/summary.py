@@ -1,0 +1,104 @@
+"""The table `summary`: one number a layer, and one for the model (layer -1), from the other tables."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import pandas as pd
+
+from sinkscope.families import Family
+from sinkscope.inputs import TokenInputs
+
+FEWEST_QUERIES = 16  # a later position with fewer queries behind it cannot be told from a head that looks at itself
+WHOLE_MODEL = -1
+
+
+def summarise(
+    tables: Mapping[str, pd.DataFrame], inputs: TokenInputs, family: Family, scaling: tuple[float, ...]
+) -> pd.DataFrame:
+    """(layer, metric, value) rows of every metric that the tables allow. Position 0 is meant where none is named.
+
+    sink_rate            share of heads with window mass above ε, mean over sequences (GS eq. 1)
+    sink_rate_later      share of (head, sequence) pairs with a sink at some later position
+    window_mass, sink_mass, attention_entropy, missing_mass    means over heads
+    value_drain          value norm ÷ mean over the other positions, mean over heads
+    norm_ratio           norm of the layer's output ÷ mean over the other positions
+    massive_count        massive activations per sequence
+    max_inf_norm         largest over sites (the model's: over layers too)
+    kurtosis             mean over sites (the model's: over layers too)
+    repeated_bound       proposition 4 of WSE, for rotary models on repeated tokens: what sink_mass cannot exceed
+    """
+    per_layer: dict[str, pd.Series] = {}
+    totals: dict[str, float] = {}
+    if "attention" in tables:
+        per_layer |= _attention(tables, inputs)
+    if "geometry" in tables:
+        per_layer |= _geometry(tables["geometry"])
+        if inputs.condition == "repeated" and family.positions == "rotary":
+            per_layer["repeated_bound"] = _repeated_bound(tables["geometry"], scaling, inputs.longest)
+    if "activation" in tables:
+        per_layer["norm_ratio"] = _ratio_to_others(
+            tables["activation"].query("site == 'layer_out'"), "norm_mean", ["layer"]
+        )
+    if "massive" in tables:
+        counts = tables["massive"].groupby("layer")["is_massive"].sum() / len(inputs)
+        per_layer["massive_count"] = counts
+        totals["massive_count"] = float(counts.sum())
+    if "outlier" in tables:
+        by_layer = tables["outlier"].groupby("layer")
+        per_layer["max_inf_norm"] = by_layer["max_inf_norm"].max()
+        per_layer["kurtosis"] = by_layer["kurtosis"].mean()
+        totals["max_inf_norm"] = float(per_layer["max_inf_norm"].max())
+    rows = [
+        (int(layer), metric, float(value)) for metric, series in per_layer.items() for layer, value in series.items()
+    ]
+    rows += [
+        (WHOLE_MODEL, metric, totals.get(metric, float(series.mean()))) for metric, series in per_layer.items()
+    ]
+    return pd.DataFrame(rows, columns=["layer", "metric", "value"])
+
+
+def _attention(tables: Mapping[str, pd.DataFrame], inputs: TokenInputs) -> dict[str, pd.Series]:
+    attention, sinks = tables["attention"], tables["sink_positions"]
+    first = attention[attention["position"] == 0].groupby("layer")
+    heads = attention.groupby("layer")["head"].nunique()
+    lengths = np.array([len(ids) for ids in inputs.sequences])
+    later = sinks[
+        (sinks["position"] > 0) & (lengths[sinks["sequence"]] - sinks["position"] >= FEWEST_QUERIES)
+    ]
+    pairs = later.drop_duplicates(["layer", "head", "sequence"]).groupby("layer").size()
+    by_head = tables["attention_heads"].groupby("layer")
+    return {
+        "sink_rate": first["sink_fraction"].mean(),
+        "sink_rate_later": (pairs.reindex(heads.index, fill_value=0) / heads / len(inputs)),
+        "window_mass": first["window_mass"].mean(),
+        "sink_mass": first["sink_mass"].mean(),
+        "attention_entropy": by_head["attention_entropy"].mean(),
+        "missing_mass": by_head["missing_mass"].mean(),
+    }
+
+
+def _geometry(geometry: pd.DataFrame) -> dict[str, pd.Series]:
+    first = geometry[geometry["position"] == 0].groupby("layer")
+    drain = _ratio_to_others(geometry, "value_norm", ["layer", "head"])
+    return {
+        "value_drain": drain.groupby("layer").mean(),
+        "sink_logit_gap": first["sink_logit_gap"].mean(),
+        "qk_cosine": first["qk_cosine"].mean(),
+    }
+
+
+def _ratio_to_others(table: pd.DataFrame, column: str, keys: list[str]) -> pd.Series:
+    """Value at position 0 ÷ mean over the other positions of the table."""
+    at_first = table["position"] == 0
+    return table[at_first].groupby(keys)[column].mean() / table[~at_first].groupby(keys)[column].mean()
+
+
+def _repeated_bound(geometry: pd.DataFrame, scaling: tuple[float, ...], length: int) -> pd.Series:
+    """Mean over heads and queries of e^{2ξ} / (e^{2ξ} + t), t = 0 … T-1, with ξ = scaling · ‖q‖‖k‖ (WSE prop. 4).
+
+    All tokens are equal, so every query and key of a head has one norm, and |logit| ≤ ξ.
+    """
+    first = geometry[geometry["position"] == 0]
+    xi = first["query_norm"] * first["key_norm"] * np.asarray(scaling)[first["layer"]]
+    bound = 1.0 / (1.0 + np.exp(-2 * xi.to_numpy())[:, None] * np.arange(length))
+    return pd.Series(bound.mean(1), index=first["layer"]).groupby("layer").mean()

@@ -1,0 +1,48 @@
+"""The parquet tables: their columns, and reading and writing them."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import pandas as pd
+
+# Every table begins with these; then its own, in this order. A contract with users: columns are added, not renamed.
+LEADING = ("model", "condition", "layer")
+COLUMNS: dict[str, tuple[str, ...]] = {
+    "attention": (
+        "head", "kv_head", "position", "window_mass", "sink_fraction", "sink_mass", "sink_second_moment",
+    ),
+    "attention_heads": ("head", "kv_head", "attention_entropy", "missing_mass"),
+    "sink_positions": ("head", "sequence", "position", "token_id", "token", "window_mass"),
+    "geometry": (
+        "head", "kv_head", "position",
+        "query_norm", "key_norm", "value_norm", "qk_cosine", "qk_norm_product", "sink_logit_gap",
+    ),
+    "activation": ("site", "position", "norm_mean", "norm_max"),
+    "massive": (
+        "sequence", "position", "token_id", "token", "coordinate", "value", "median", "ratio", "is_massive",
+    ),
+    "outlier": ("site", "max_inf_norm", "kurtosis"),
+    "attention_maps": ("head", "sequence", "query", "key", "token_id", "token", "weight"),
+    "massive_map": ("sequence", "position", "token_id", "token", "coordinate", "magnitude", "is_top"),
+    "summary": ("metric", "value"),
+}  # fmt: skip
+
+
+def shape_table(name: str, table: pd.DataFrame, model: str, condition: str, tokens: Mapping[int, str]) -> pd.DataFrame:
+    """An observable's table as it is published: model and condition in front, token text beside token ids."""
+    table = table.assign(model=model, condition=condition)
+    if "token_id" in table:
+        table["token"] = table["token_id"].map(tokens)
+    return table[[*LEADING, *COLUMNS[name]]]
+
+
+def write_table(table: pd.DataFrame, path: Path) -> None:
+    """Under a temporary name and then renamed: a killed run leaves no half table."""
+    temporary = path.with_suffix(".parquet.tmp")
+    table.to_parquet(temporary, index=False)
+    os.replace(temporary, path)
+
+
+def read_table(path: Path) -> pd.DataFrame:
+    return pd.read_parquet(path)
