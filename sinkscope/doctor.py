@@ -1,0 +1,154 @@
+"""`doctor`: how sinkscope sees a model, and whether what it would measure is right, before a long run."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import PreTrainedModel
+
+from sinkscope import loading
+from sinkscope.analysis import family_of
+from sinkscope.attention_weights import AttentionRead
+from sinkscope.batch import Batch
+from sinkscope.families import RESIDUAL_SITES, Family, check_wiring, read_sites
+from sinkscope.loading import LoadedModel
+from sinkscope.observables import OBSERVABLES
+from sinkscope.observables.observable import Observable, Settings
+from sinkscope.tracer import open_tracer
+
+TOKENS = 64
+# Relative disagreement that is round-off: the whole network's, between two kernels
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 2e-1}
+
+
+@dataclass
+class Report:
+    """What the doctor found. `checks` are (what, passed, detail); `facts` and `notes` are for people."""
+
+    name: str
+    facts: dict[str, str] = field(default_factory=dict)
+    checks: list[tuple[str, bool, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return all(passed for _, passed, _ in self.checks)
+
+    def __str__(self) -> str:
+        lines = [self.name]
+        lines += [f"  {name:<14} {value}" for name, value in self.facts.items()]
+        lines += [f"  {'ok  ' if passed else 'FAIL'} {what}: {detail}" for what, passed, detail in self.checks]
+        return "\n".join(lines + [f"  note: {note}" for note in self.notes])
+
+
+def doctor(model: str | PreTrainedModel | LoadedModel | None = None, **options: Any) -> Report:
+    """Examine one model; `options` are those of `load`. → Report, whose `ok` says whether every check passed.
+
+    Errors: those of `load`; InputError where the architecture is unknown and cannot be calibrated.
+    """
+    if isinstance(model, PreTrainedModel):
+        model = LoadedModel(model, None, model.config.name_or_path or type(model).__name__, "", None, None, ())
+    loaded = model if isinstance(model, LoadedModel) else loading.load(model, **options)
+    family, notices = family_of(loaded.model)
+    report = Report(loaded.name, _facts(loaded, family), notes=[*loaded.notices, *notices])
+    if notices:
+        report.notes.append(f"the calibrated row: {family}")
+    report.notes += [f"no site '{site}': {reason}" for site, reason in family.absent_sites().items()]
+
+    batch = _tokens(loaded.model)
+    report.checks.append(_wiring(loaded.model, family, batch))
+    report.checks.append(_logits(loaded.model, family, batch, "sdpa"))
+    report.checks.append(_logits(loaded.model, family, batch, "eager"))
+    if family.door == "interface":
+        report.checks.append(_weights(loaded.model, family, batch))
+    else:
+        report.notes.append("attention weights are those that the model's own code computes; there is no second way")
+    return report
+
+
+def print_report(report: Report, console: Console) -> None:
+    console.print(str(report), markup=False, highlight=False, soft_wrap=True)
+
+
+def _facts(loaded: LoadedModel, family: Family) -> dict[str, str]:
+    text = loaded.model.config.get_text_config()
+    parameter = next(loaded.model.parameters())
+    layers = family.layer_modules(loaded.model)
+    windows = getattr(text, "layer_types", None) or []
+    sliding = sum(kind == "sliding_attention" for kind in windows)
+    present = [site for site in RESIDUAL_SITES if site in family.sites]
+    return {
+        "architecture": f"{type(loaded.model).__name__}, {len(layers)} layers, family '{family.name}'",
+        "wiring": f"{family.wiring}, positions {family.positions}",
+        "attention": f"{loaded.model.config._attn_implementation} by itself; seam through the {family.door}"
+        + (f"; {sliding} layers slide a window of {text.sliding_window}" if sliding else ""),
+        "dtype": f"{str(parameter.dtype).removeprefix('torch.')} on {parameter.device}",
+        "tokenizer": type(loaded.tokenizer).__name__ if loaded.tokenizer else "none: give token ids, random or repeated",
+        "sites": ", ".join((*present, "query", "key", "value", "attn_mix")),
+        "observables": ", ".join(name for name, item in OBSERVABLES.items() if _applies(item, family)),
+    }
+
+
+def _applies(observable: type[Observable], family: Family) -> bool:
+    return any(site == "attention" or site in family.sites for site in observable.sites)
+
+
+def _tokens(model: PreTrainedModel) -> Batch:
+    """One sequence of random ids: enough to compare, and no tokenizer needed."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocabulary // 10, vocabulary, (1, TOKENS), generator=generator)
+    return Batch(ids, torch.ones_like(ids))
+
+
+def _wiring(model: PreTrainedModel, family: Family, batch: Batch) -> tuple[str, bool, str]:
+    records = read_sites(model, family, batch.token_ids.to(model.device))
+    worst = max(check_wiring(family, sites) for sites in records)
+    tolerance = 20 * torch.finfo(next(model.parameters()).dtype).eps
+    return ("residual stream", worst < tolerance, f"the {family.wiring} equation holds to {worst:.1e} at every layer")
+
+
+@torch.no_grad()
+def _logits(model: PreTrainedModel, family: Family, batch: Batch, kernel: str) -> tuple[str, bool, str]:
+    bare = model(batch.token_ids.to(model.device), use_cache=False).logits
+    with open_tracer(model, family, kernel) as tracer:
+        traced = tracer.logits(batch)
+    error = float((traced - bare).abs().max() / bare.abs().max())
+    detail = "bit for bit" if torch.equal(traced, bare) else f"within {error:.1e}"
+    return (f"logits through the seam ({kernel}) are the bare model's", error < TOLERANCE[bare.dtype], detail)
+
+
+class _FirstColumn(Observable):
+    """Attention that each query pays to position 0, by layer: (H,T)."""
+
+    name = "first-column"
+    about = "the doctor's own"
+    sites = ("attention",)
+
+    def __init__(self) -> None:
+        super().__init__(Settings())
+        self.columns: list[torch.Tensor] = []
+
+    def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
+        self.columns.append(read.log_weights(slice(0, read.length), slice(0, 1)).exp()[0, :, :, 0].float().cpu())
+
+    def tables(self) -> dict:
+        return {}
+
+
+@torch.no_grad()
+def _weights(model: PreTrainedModel, family: Family, batch: Batch) -> tuple[str, bool, str]:
+    """Fused weights against transformers' eager ones, which it returns whole."""
+    observable = _FirstColumn()
+    with open_tracer(model, family) as tracer:
+        tracer.forward(batch, [observable])
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        eager = model(batch.token_ids.to(model.device), use_cache=False, output_attentions=True).attentions
+    finally:
+        model.set_attn_implementation(before)
+    errors = [(mine - theirs[0, :, :, 0].float().cpu()).abs().max() for mine, theirs in zip(observable.columns, eager, strict=True)]
+    worst = float(max(errors))
+    return ("attention to position 0 is transformers' eager", worst < TOLERANCE[eager[0].dtype], f"within {worst:.1e}")
