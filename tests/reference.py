@@ -1,0 +1,441 @@
+"""What the tables must hold, worked out the long way round: plain transformers with eager attention, forward hooks,
+and float64 loops over sequences, layers, heads and positions.
+
+Nothing of sinkscope is imported, and nothing is clever. Every sequence goes through the model alone and unpadded,
+so that padding and position ids are the tested side's own business. Three caveats of transformers 5.23:
+
+- Falcon switched to eager after it was made, with `output_attentions`, goes wrong: the twin is made eager from the
+  start (`eager_twin`).
+- Falcon with ALiBi adds its bias twice when eager, once in the mask that the model makes and once in the attention
+  module; its SDPA path adds it once and is right. Falcon is therefore recorded on the SDPA path, with a dense
+  stand-in for `scaled_dot_product_attention`.
+- The softmax is in float32 for most families even where the model is float64. Here it is in float64, so that
+  float64 models can be compared to float64's round-off.
+"""
+
+import copy
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+FORBIDDEN = -1e30  # a logit below this is one that a mask forbids
+
+
+@dataclass
+class Layer:
+    """One layer on one sequence, all in float64."""
+
+    weights: np.ndarray  # (H,T,T)
+    logits: np.ndarray  # (H,T,T), after softcap, bias and mask
+    query: np.ndarray  # (H,T,d), after rotary; so is the key
+    key: np.ndarray  # (K,T,d)
+    value: np.ndarray  # (K,T,d)
+    sites: dict[str, np.ndarray]  # site → (T,D)
+
+    @property
+    def allowed(self) -> np.ndarray:
+        return self.logits > FORBIDDEN
+
+
+@dataclass
+class Sequence:
+    """What the model did with one sequence."""
+
+    ids: np.ndarray
+    logits: torch.Tensor  # (T,V), as the model gave them
+    layers: list[Layer]
+
+
+# ------------------------------------------------------------------------------- where things are, by hand
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one architecture's layers are, and which modules' outputs are added to the residual stream."""
+
+    layers: str = "model.layers"
+    attention: str = "self_attn"
+    attn_out: str = "self_attn"
+    mlp_out: str = "mlp"
+    parallel: bool = False
+
+
+_SANDWICH = Place(attn_out="post_attention_layernorm", mlp_out="post_feedforward_layernorm")
+_GPT2 = Place("transformer.h", "attn", "attn", "mlp")
+PLACES = {
+    "gemma2": _SANDWICH,
+    "gemma3_text": _SANDWICH,
+    "olmo2": _SANDWICH,
+    "phi": Place(parallel=True),
+    "cohere": Place(parallel=True),
+    "gpt2": _GPT2,
+    "gpt_neo": Place("transformer.h", "attn.attention", "attn", "mlp"),
+    "gptj": Place("transformer.h", "attn", "attn", "mlp", parallel=True),
+    "gpt_neox": Place("gpt_neox.layers", "attention", "attention", "mlp"),
+    "opt": Place("model.decoder.layers", "self_attn", "self_attn", "fc2"),
+    "bloom": Place("transformer.h", "self_attention", "self_attention.dense", "mlp.dense_4h_to_h"),
+    "falcon": Place("transformer.h", "self_attention", "self_attention", "mlp"),
+    "mpt": Place("transformer.blocks", "attn", "attn.out_proj", "ffn.down_proj"),
+}
+
+
+def place_of(config: Any) -> Place:
+    place = PLACES.get(config.model_type, Place())
+    parallel = getattr(config, "use_parallel_residual", False)
+    if config.model_type == "falcon":
+        parallel = config.parallel_attn or config.new_decoder_architecture
+    return replace(place, parallel=place.parallel or parallel)
+
+
+def repeats(config: Any) -> int:
+    """How often a model's code repeats each key and value head before attention: Falcon's newer one does."""
+    if config.model_type == "falcon" and config.new_decoder_architecture:
+        return config.num_attention_heads // config.num_kv_heads
+    return 1
+
+
+# ------------------------------------------------------------------------------------------- recording
+
+
+def eager_twin(model: PreTrainedModel) -> PreTrainedModel:
+    """The same weights in a model that was made eager (Falcon: SDPA, see the head of this file)."""
+    config = copy.deepcopy(model.config)
+    kernel = "sdpa" if config.model_type == "falcon" else "eager"
+    twin = AutoModelForCausalLM.from_config(config, dtype=model.dtype, attn_implementation=kernel)
+    twin.load_state_dict(model.state_dict())
+    return twin.eval().requires_grad_(False)
+
+
+@dataclass
+class _Calls:
+    """What the patched functions saw, in order: one entry a layer each."""
+
+    qkv: list[tuple[torch.Tensor, ...]] = field(default_factory=list)  # (1,heads,T,d) each
+    logits: list[torch.Tensor] = field(default_factory=list)  # (1,H,T,T)
+    weights: list[torch.Tensor] = field(default_factory=list)  # (1,H,T,T)
+
+
+@torch.no_grad()
+def record(twin: PreTrainedModel, ids: np.ndarray) -> Sequence:
+    """One sequence through an eager twin."""
+    config = twin.config
+    place = place_of(config)
+    sites: list[dict[str, torch.Tensor]] = []
+    calls = _Calls()
+    dense = config.model_type == "falcon"
+    with ExitStack() as stack:
+        for layer in twin.get_submodule(place.layers):
+            sites.append({})
+            stack.enter_context(_hooks(layer, place, sites[-1]))
+        stack.enter_context(_dense_sdpa(calls) if dense else _eager_softmax(calls))
+        if not dense:
+            stack.enter_context(_queries(twin, place, calls))
+        output = twin(torch.as_tensor(ids)[None], use_cache=False, output_attentions=not dense)
+    weights = calls.weights if dense else output.attentions
+    assert len(weights) == len(calls.qkv) == len(calls.logits) == len(sites)
+    groups = repeats(config)
+    layers = []
+    for site, (query, key, value), logits, attention in zip(sites, calls.qkv, calls.logits, weights, strict=True):
+        if not place.parallel:
+            site["mid"] = site["layer_in"] + site["attn_out"]
+        assert torch.equal(key, key[:, ::groups].repeat_interleave(groups, 1))
+        layers.append(
+            Layer(
+                weights=_numpy(attention),
+                logits=_numpy(logits[..., : len(ids)]),  # without gpt-oss's sink
+                query=_numpy(query),
+                key=_numpy(key[:, ::groups]),
+                value=_numpy(value[:, ::groups]),
+                sites={name: _numpy(x) for name, x in site.items()},
+            )
+        )
+    return Sequence(np.asarray(ids), output.logits[0], layers)
+
+
+def _numpy(x: torch.Tensor) -> np.ndarray:
+    return x[0].double().numpy()
+
+
+@contextmanager
+def _hooks(layer: nn.Module, place: Place, record: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Copies of what enters and leaves a layer and of what its two branches add."""
+
+    def first(x: Any) -> torch.Tensor:
+        return (x[0] if isinstance(x, tuple) else x).clone()
+
+    def shaped(x: torch.Tensor) -> torch.Tensor:  # OPT flattens its tokens
+        return x.view(1, -1, x.shape[-1])
+
+    def keep(name: str) -> Any:
+        return lambda module, args, output: record.__setitem__(name, shaped(first(output)))
+
+    def entering(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        record["layer_in"] = first(args or kwargs["hidden_states"])
+
+    handles = [
+        layer.register_forward_pre_hook(entering, with_kwargs=True),
+        layer.register_forward_hook(keep("layer_out")),
+        layer.get_submodule(place.attn_out).register_forward_hook(keep("attn_out")),
+        layer.get_submodule(place.mlp_out).register_forward_hook(keep("mlp_out")),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _eager_softmax(calls: _Calls) -> Iterator[None]:
+    """F.softmax in float64, its 4-dimensional inputs (attention's logits, no router's) kept."""
+    softmax = F.softmax
+
+    def recording(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None, **kwargs: Any) -> torch.Tensor:
+        if x.dim() != 4:
+            return softmax(x, dim=dim, dtype=dtype, **kwargs)
+        calls.logits.append(x)
+        return softmax(x, dim=dim, dtype=torch.float64).to(torch.float64 if x.dtype == torch.float64 else x.dtype)
+
+    with patch.object(F, "softmax", recording):
+        yield
+
+
+@contextmanager
+def _queries(twin: PreTrainedModel, place: Place, calls: _Calls) -> Iterator[None]:
+    """Query, key and value where each architecture's own code has them ready."""
+    attention = twin.get_submodule(place.layers)[0].get_submodule(place.attention)
+    kind, code = type(attention), sys.modules[type(attention).__module__]
+
+    def seen_by(function: Any, owner: Any, name: str) -> Any:
+        """Wrap a function whose last three positional arguments of the first four are query, key and value."""
+
+        def recording(module: nn.Module, query: Any, key: Any, value: Any, *rest: Any, **kwargs: Any) -> Any:
+            calls.qkv.append((query, key, value))
+            return function(module, query, key, value, *rest, **kwargs)
+
+        return patch.object(owner, name, recording)
+
+    if hasattr(code, "eager_attention_forward"):
+        with seen_by(code.eager_attention_forward, code, "eager_attention_forward"):
+            yield
+    elif twin.config.model_type in ("gptj", "gpt_neo"):
+        with seen_by(kind._attn, kind, "_attn"):
+            yield
+    elif twin.config.model_type == "bloom":
+        split = kind._reshape
+
+        def recording(module: nn.Module, fused: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            calls.qkv.append(split(module, fused))
+            return calls.qkv[-1]
+
+        with patch.object(kind, "_reshape", recording):
+            yield
+    elif twin.config.model_type == "mpt":
+        heads = twin.config.n_heads
+
+        def split_output(module: nn.Module, args: tuple, fused: torch.Tensor) -> None:
+            calls.qkv.append(tuple(x.unflatten(2, (heads, -1)).transpose(1, 2) for x in fused.chunk(3, dim=2)))
+
+        handles = [layer.attn.Wqkv.register_forward_hook(split_output) for layer in twin.get_submodule(place.layers)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+    else:
+        raise NotImplementedError(twin.config.model_type)
+
+
+@contextmanager
+def _dense_sdpa(calls: _Calls) -> Iterator[None]:
+    """F.scaled_dot_product_attention as its documentation defines it, everything kept."""
+
+    def dense(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        calls.qkv.append((query, key, value))
+        heads, length, width = query.shape[1:]
+        key, value = (x.double().repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
+        logits = query.double() @ key.transpose(2, 3) * (width**-0.5 if scale is None else scale)
+        if is_causal:
+            assert attn_mask is None
+            attn_mask = torch.ones(length, length, dtype=torch.bool).tril()
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            logits = logits.masked_fill(~attn_mask, -torch.inf)
+        elif attn_mask is not None:
+            logits = logits + attn_mask
+        weights = logits.softmax(-1)
+        calls.logits.append(logits)
+        calls.weights.append(weights)
+        return (weights @ value).to(query.dtype)
+
+    with patch.object(F, "scaled_dot_product_attention", dense):
+        yield
+
+
+@torch.no_grad()
+def sdpa_weights(model: PreTrainedModel, ids: np.ndarray) -> list[np.ndarray]:
+    """A second route to the attention weights (H,T,T) of every layer: the model's SDPA path, made dense."""
+    calls = _Calls()
+    with _dense_sdpa(calls):
+        model(torch.as_tensor(ids)[None], use_cache=False)
+    return [_numpy(weights) for weights in calls.weights]
+
+
+# --------------------------------------------------------------------------------------------- tables
+
+
+def attention(sequences: list[Sequence], positions: int, window: int, epsilon: float) -> pd.DataFrame:
+    rows = []
+    for layer, head, groups in _heads(sequences):
+        for position in range(positions):
+            seen = []
+            for sequence in _long_enough(sequences, position):
+                column = sequence.layers[layer].weights[head, position:, position]
+                mass = column[:window].mean()
+                seen.append((mass, mass > epsilon, column.mean(), (column**2).mean()))
+            rows.append((layer, head, head // groups, position, *np.mean(seen, axis=0)))
+    columns = ["window_mass", "sink_fraction", "sink_mass", "sink_second_moment"]
+    return pd.DataFrame(rows, columns=["layer", "head", "kv_head", "position", *columns])
+
+
+def attention_heads(sequences: list[Sequence]) -> pd.DataFrame:
+    rows = []
+    for layer, head, groups in _heads(sequences):
+        seen = []
+        for sequence in sequences:
+            weights = sequence.layers[layer].weights[head]
+            entropies = [-sum(a * np.log(a) for a in row if a > 0) for row in weights]
+            seen.append((np.mean(entropies), np.mean(1 - weights.sum(1))))
+        rows.append((layer, head, head // groups, *np.mean(seen, axis=0)))
+    return pd.DataFrame(rows, columns=["layer", "head", "kv_head", "attention_entropy", "missing_mass"])
+
+
+def sink_positions(sequences: list[Sequence], window: int, epsilon: float) -> pd.DataFrame:
+    rows = []
+    for index, sequence in enumerate(sequences):
+        for number, layer in enumerate(sequence.layers):
+            for head, weights in enumerate(layer.weights):
+                for position in range(len(sequence.ids)):
+                    mass = weights[position : position + window, position].mean()
+                    if mass > epsilon:
+                        rows.append((number, head, index, position, sequence.ids[position], mass))
+    return pd.DataFrame(rows, columns=["layer", "head", "sequence", "position", "token_id", "window_mass"])
+
+
+def geometry(sequences: list[Sequence], positions: int) -> pd.DataFrame:
+    norm = np.linalg.norm
+    rows = []
+    for number, head, groups in _heads(sequences):
+        for position in range(positions):
+            seen = []
+            for sequence in _long_enough(sequences, position):
+                layer = sequence.layers[number]
+                query, key = layer.query[head], layer.key[head // groups, position]
+                allowed, logits = layer.allowed[head], layer.logits[head]
+                cosines, products, gaps = [], [], []
+                for t in range(position, len(sequence.ids)):
+                    if not allowed[t, position]:
+                        continue
+                    products.append(norm(query[t]) * norm(key))
+                    cosines.append(query[t] @ key / products[-1])
+                    others = allowed[t].copy()
+                    others[position] = False
+                    if others.any():
+                        gaps.append(logits[t, position] - logits[t, others].mean())
+                seen.append((
+                    norm(query[position]), norm(key), norm(layer.value[head // groups, position]),
+                    np.mean(cosines), np.mean(products), np.mean(gaps),
+                ))  # fmt: skip
+            rows.append((number, head, head // groups, position, *np.mean(seen, axis=0)))
+    norms = ["query_norm", "key_norm", "value_norm"]
+    pairs = ["qk_cosine", "qk_norm_product", "sink_logit_gap"]
+    return pd.DataFrame(rows, columns=["layer", "head", "kv_head", "position", *norms, *pairs])
+
+
+def activation(sequences: list[Sequence], positions: int) -> pd.DataFrame:
+    rows = []
+    for number, layer in enumerate(sequences[0].layers):
+        for site in (*layer.sites, "value"):
+            for position in range(positions):
+                norms = []
+                for sequence in _long_enough(sequences, position):
+                    if site == "value":
+                        vector = sequence.layers[number].value[:, position]
+                    else:
+                        vector = sequence.layers[number].sites[site][position]
+                    norms.append(np.sqrt((vector**2).sum()))
+                rows.append((number, site, position, np.mean(norms), np.max(norms)))
+    return pd.DataFrame(rows, columns=["layer", "site", "position", "norm_mean", "norm_max"])
+
+
+def massive(sequences: list[Sequence]) -> pd.DataFrame:
+    rows = []
+    for index, sequence in enumerate(sequences):
+        for number, layer in enumerate(sequence.layers):
+            hidden = layer.sites["layer_out"]
+            magnitudes = np.sort(np.abs(hidden).ravel())
+            median = magnitudes[(len(magnitudes) - 1) // 2]  # the lower one where there are two
+            is_massive = (np.abs(hidden) > 100) & (np.abs(hidden) >= 1000 * median)
+            largest = np.abs(hidden) >= magnitudes[-3]
+            for position, coordinate in zip(*np.nonzero(is_massive | largest), strict=True):
+                value = hidden[position, coordinate]
+                found = (value, median, abs(value) / median, is_massive[position, coordinate])
+                rows.append((number, index, position, sequence.ids[position], coordinate, *found))
+    keys = ["layer", "sequence", "position", "token_id", "coordinate"]
+    return pd.DataFrame(rows, columns=[*keys, "value", "median", "ratio", "is_massive"])
+
+
+def outlier(sequences: list[Sequence]) -> pd.DataFrame:
+    rows = []
+    for number, layer in enumerate(sequences[0].layers):
+        for site in layer.sites:
+            seen = []
+            for sequence in sequences:
+                entries = sequence.layers[number].sites[site].ravel()
+                centred = entries - entries.mean()
+                seen.append((np.abs(entries).max(), (centred**4).mean() / (centred**2).mean() ** 2))
+            rows.append((number, site, *np.mean(seen, axis=0)))
+    return pd.DataFrame(rows, columns=["layer", "site", "max_inf_norm", "kurtosis"])
+
+
+def tables(sequences: list[Sequence], positions: int, window: int, epsilon: float) -> dict[str, pd.DataFrame]:
+    """Every table of a forward run, without the columns that only name things (model, condition, token)."""
+    return {
+        "attention": attention(sequences, positions, window, epsilon),
+        "attention_heads": attention_heads(sequences),
+        "sink_positions": sink_positions(sequences, window, epsilon),
+        "geometry": geometry(sequences, positions),
+        "activation": activation(sequences, positions),
+        "massive": massive(sequences),
+        "outlier": outlier(sequences),
+    }
+
+
+def _heads(sequences: list[Sequence]) -> Iterator[tuple[int, int, int]]:
+    """(layer, query head, query heads to a key/value head) of every head."""
+    for number, layer in enumerate(sequences[0].layers):
+        heads = len(layer.weights)
+        for head in range(heads):
+            yield number, head, heads // len(layer.key)
+
+
+def _long_enough(sequences: list[Sequence], position: int) -> list[Sequence]:
+    return [sequence for sequence in sequences if len(sequence.ids) > position]

@@ -1,0 +1,363 @@
+"""The figures draw what the tables say, whatever the tables lack, and leave matplotlib as they found it."""
+
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
+
+from sinkscope.errors import InputError
+from sinkscope.figures import FIGURES, applicable, draw, save_all
+from sinkscope.figures.comparison import draw_comparison
+from sinkscope.figures.labels import LONGEST_TOKEN, shorten, title, token_label
+from sinkscope.figures.style import SETTINGS, TEXT, WIDE, Figure
+from sinkscope.run import Run
+
+TOKENS = ["<s>", " the", "\n", ".", " $x$", "漢字", "\x00", None, "\t", " incomprehensibilities", "�", "  "]
+
+
+def grid(**axes: Any) -> pd.DataFrame:
+    """One row a combination of the axes' values."""
+    return pd.MultiIndex.from_product(axes.values(), names=list(axes)).to_frame(index=False)
+
+
+def tables_of(layers: int, heads: int, kv_heads: int, positions: int, sequences: int, length: int) -> dict:
+    """Random tables of a run with a sink at position 0, as `analyze` would make them."""
+    random = np.random.default_rng(0)
+
+    def of(frame: pd.DataFrame, **columns: tuple[float, float]) -> pd.DataFrame:
+        return frame.assign(**{name: random.uniform(*span, len(frame)) for name, span in columns.items()})
+
+    def with_tokens(frame: pd.DataFrame, column: str = "position") -> pd.DataFrame:
+        ids = frame[column] % len(TOKENS)
+        return frame.assign(token_id=ids, token=ids.map(dict(enumerate(TOKENS))))
+
+    by_head = grid(layer=range(layers), head=range(heads), position=range(positions))
+    by_head["kv_head"] = by_head["head"] // (heads // kv_heads)
+    masses = {name: (0.0, 0.2) for name in ("window_mass", "sink_fraction", "sink_mass", "sink_second_moment")}
+    attention = of(by_head, **masses)
+    attention.loc[attention["position"] == 0, list(masses)] += random.uniform(0, 0.8, (layers * heads, 1))
+    geometry = of(by_head, **{f"{x}_norm": (1, 20) for x in ("query", "key", "value")}, qk_cosine=(-0.5, 0.8))
+    geometry = of(geometry, qk_norm_product=(1, 400), sink_logit_gap=(-2, 12))
+    sites = ["layer_in", "attn_out", "mid", "mlp_out", "layer_out", "value"]
+    activation = of(grid(layer=range(layers), site=sites, position=range(positions)), norm_mean=(1, 3e4))
+    activation["norm_max"] = activation["norm_mean"] * 2
+    massive = with_tokens(of(grid(layer=range(layers), sequence=range(sequences), position=range(3)), value=(-3e4, 3e4)))
+    massive = massive.assign(coordinate=7, median=1.0, ratio=massive["value"].abs())
+    massive["is_massive"] = massive["layer"] % 2 == 1
+    sinks = of(grid(layer=range(layers), head=range(heads), sequence=range(sequences), position=range(length)))
+    sinks = with_tokens(of(sinks, window_mass=(0.3, 0.9))).sample(frac=0.3, random_state=0)
+    shown = range(min(length, 64))
+    magnitudes = of(grid(layer=[layers - 1], sequence=[0], position=shown, coordinate=range(0, 40, 4)), magnitude=(0, 9))
+    magnitudes["is_top"] = magnitudes["coordinate"].isin([8, 20])
+    magnitudes.loc[(magnitudes["coordinate"] == 20) & (magnitudes["position"] == 0), "magnitude"] = 9e3
+    maps = of(grid(layer=[0, layers - 1], head=range(min(heads, 3)), sequence=[0], query=shown, key=shown), weight=(0, 1))
+    maps = with_tokens(maps[maps["key"] <= maps["query"]].drop_duplicates(["layer", "head", "query", "key"]), "key")
+    metrics = ["sink_rate", "value_drain", "norm_ratio", "massive_count"]
+    return {
+        "attention": attention,
+        "geometry": geometry,
+        "activation": activation,
+        "massive": massive,
+        "sink_positions": sinks,
+        "massive_map": with_tokens(magnitudes),
+        "attention_maps": maps,
+        "summary": of(grid(layer=range(-1, layers), metric=metrics), value=(0, 1)),
+    }
+
+
+def make_run(
+    layers: int = 4,
+    heads: int = 4,
+    kv_heads: int = 2,
+    positions: int = 16,
+    sequences: int = 3,
+    length: int = 24,
+    model: str = "org/Tiny-1M",
+    condition: str = "natural",
+    **replaced: pd.DataFrame,
+) -> Run:
+    manifest = {
+        "model": {"name": model, "layer_types": None, "sliding_window": None},
+        "condition": condition,
+        "config": {"epsilon": 0.3},
+        "input": {"sequences": sequences, "tokens": sequences * length},
+    }
+    return Run(manifest, tables_of(layers, heads, kv_heads, positions, sequences, length) | replaced)
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    return make_run()
+
+
+def ydata(ax: Axes, label: str) -> np.ndarray:
+    (line,) = [line for line in ax.lines if line.get_label().startswith(label)]
+    return np.asarray(line.get_ydata(), float)
+
+
+def pixels(figure: Figure) -> bytes:
+    return figure._repr_png_()
+
+
+# what is drawn
+
+
+def test_the_room_has_these_figures() -> None:
+    assert set(FIGURES) >= {
+        "sinks-by-layer",
+        "sink-map",
+        "query-key-geometry",
+        "massive-activations",
+        "massive-map",
+        "attention-maps",
+        "sink-positions",
+    }
+    assert all(module.ABOUT and "\n" not in module.ABOUT for module in FIGURES.values())
+
+
+def test_sinks_by_layer_draws_token_0_the_mean_and_the_maximum(run: Run) -> None:
+    mass, rate, residual, mlp = draw("sinks-by-layer", run).axes
+    for ax, column in ((mass, "sink_mass"), (rate, "sink_fraction")):
+        head_mean = run.tables["attention"].pivot_table(index="layer", columns="position", values=column)
+        np.testing.assert_allclose(ydata(ax, "token 0"), head_mean[0])
+        np.testing.assert_allclose(ydata(ax, "mean"), head_mean.loc[:, 1:].mean(axis=1))
+        np.testing.assert_allclose(ydata(ax, "maximum"), head_mean.loc[:, 1:].max(axis=1))
+        assert ax.get_yscale() == "linear"
+    for ax, site in ((residual, "layer_out"), (mlp, "mlp_out")):
+        at_site = run.tables["activation"].query("site == @site")
+        norms = at_site.pivot_table(index="layer", columns="position", values=["norm_mean", "norm_max"])
+        np.testing.assert_allclose(ydata(ax, "token 0"), norms["norm_mean"][0])
+        np.testing.assert_allclose(ydata(ax, "mean"), norms["norm_mean"].loc[:, 1:].mean(axis=1))
+        np.testing.assert_allclose(ydata(ax, "maximum"), norms["norm_max"].loc[:, 1:].max(axis=1))
+        assert ax.get_yscale() == "log"
+
+
+def test_sink_map_is_the_window_mass_of_position_0(run: Run) -> None:
+    ax, bar = draw("sink-map", run).axes
+    first = run.tables["attention"].query("position == 0")
+    (image,) = ax.images
+    np.testing.assert_allclose(image.get_array(), first.pivot(index="layer", columns="head", values="window_mass"))
+    assert image.get_clim() == (0, 1)
+    dots = ax.lines[0].get_xydata()
+    marked = first[first["sink_fraction"] > 0.5][["head", "layer"]]
+    assert {tuple(map(int, dot)) for dot in dots} == set(marked.itertuples(index=False, name=None))
+    assert "window mass" in bar.get_ylabel()
+
+
+def test_sink_map_marks_the_sliding_window_layers(run: Run) -> None:
+    local = {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "sliding_window": 512}
+    manifest = run.manifest | {"model": run.manifest["model"] | local}
+    figure = draw("sink-map", Run(manifest, run.tables))
+    bar = figure.axes[0].lines[-1].get_ydata()
+    np.testing.assert_allclose(bar.reshape(3, 3)[:, :2], [[-0.5, 0.5], [0.5, 1.5], [1.5, 2.5]])
+    assert [text.get_text() for text in figure.legends[0].get_texts()][-1] == "sliding-window layer (512 tokens)"
+    assert pixels(figure) != pixels(draw("sink-map", run))
+
+
+def test_query_key_geometry_draws_means_and_quantiles_over_heads(run: Run) -> None:
+    columns = ("query_norm", "key_norm", "value_norm", "qk_cosine", "qk_norm_product", "sink_logit_gap")
+    for ax, column in zip(draw("query-key-geometry", run).axes, columns, strict=True):
+        table = run.tables["geometry"].pivot_table(index=["layer", "head"], columns="position", values=column)
+        first, others = table[0].unstack(), table.loc[:, 1:].mean(axis=1).unstack()
+        np.testing.assert_allclose(ydata(ax, "position 0"), first.mean(axis=1))
+        np.testing.assert_allclose(ydata(ax, "mean"), others.mean(axis=1))
+        band = ax.collections[0].get_paths()[0].vertices
+        for layer, low, high in zip(first.index, first.quantile(0.1, axis=1), first.quantile(0.9, axis=1), strict=True):
+            edges = band[band[:, 0] == layer, 1]
+            np.testing.assert_allclose([edges.min(), edges.max()], [low, high])
+
+
+def test_massive_activations_takes_the_three_largest_of_each_sequence() -> None:
+    rows = [(0, 0, 5.0), (0, 0, -9.0), (0, 0, 1.0), (0, 0, 2.0), (0, 1, 30.0), (0, 1, 20.0), (0, 1, 10.0)]
+    massive = pd.DataFrame([*rows, (1, 0, 400.0), (1, 1, -600.0)], columns=["layer", "sequence", "value"])
+    massive = massive.assign(median=massive["sequence"] + 1.0, is_massive=massive["layer"] == 1)
+    figure = draw("massive-activations", make_run(massive=massive))
+    ax = figure.axes[0]
+    np.testing.assert_allclose(ydata(ax, "largest"), [(9 + 30) / 2, 500])
+    np.testing.assert_allclose(ydata(ax, "second"), [(5 + 20) / 2])
+    np.testing.assert_allclose(ydata(ax, "third"), [(2 + 10) / 2])
+    np.testing.assert_allclose(ydata(ax, "median"), [1.5, 1.5])
+    (shade,) = ax.patches
+    assert (shade.get_x(), shade.get_width()) == (0.5, 1.0)
+
+
+def test_massive_map_puts_the_largest_coordinates_apart(run: Run) -> None:
+    figure = draw("massive-map", run)
+    top, others = figure.axes[:2]
+    assert [label.get_text() for label in top.get_yticklabels()] == ["20", "8"]  # the largest first
+    assert [label.get_text() for label in others.get_yticklabels()] == "0 4 12 16 24 28 32 36".split()
+    row = run.tables["massive_map"].query("coordinate == 20").sort_values("position")["magnitude"]
+    scale = top.images[0].norm
+    np.testing.assert_allclose(top.images[0].get_array()[0], row.clip(lower=scale.vmin))
+    assert scale.vmax == 9e3
+    assert [label.get_text() for label in others.get_xticklabels()][:7] == ["<s>", "␣the", "⏎", ".", "␣\\$x\\$", "id 5", "id 6"]
+    assert "layer 3" in figure.get_suptitle()
+
+
+def test_attention_maps_shows_each_head_below_the_diagonal(run: Run) -> None:
+    figure = draw("attention-maps", run)
+    table = run.tables["attention_maps"]
+    names = [ax.get_title() for ax in figure.axes if ax.get_title()]
+    assert names == [f"layer {layer}, head {head}" for layer in (0, 3) for head in (0, 1, 2)]
+    weights = table[(table["layer"] == 3) & (table["head"] == 1)].pivot(index="query", columns="key", values="weight")
+    shown = next(ax for ax in figure.axes if ax.get_title() == "layer 3, head 1").images[0].get_array()
+    lower = np.tril_indices(len(weights))
+    np.testing.assert_allclose(shown[lower], np.clip(weights.to_numpy()[lower], 1e-4, 1))
+    assert shown.mask[np.triu_indices(len(weights), 1)].all()
+
+
+def test_sink_positions_counts_what_has_enough_queries_behind_it(run: Run) -> None:
+    left, right = draw("sink-positions", run).axes
+    sinks = run.tables["sink_positions"].query("position <= 24 - 16")
+    pairs = 4 * 4 * 3  # layers × heads × sequences
+    np.testing.assert_allclose(left.lines[0].get_xdata(), range(9))
+    np.testing.assert_allclose(left.lines[0].get_ydata(), sinks.groupby("position").size() / pairs)
+    later = sinks[sinks["position"] > 0]  # here each token has one position, so each row is a pair
+    expected = (later.groupby("token_id").size() / pairs).sort_values(ascending=False)
+    np.testing.assert_allclose([bar.get_width() for bar in right.patches], expected)
+
+
+def test_a_token_that_is_a_sink_twice_in_a_sequence_counts_once() -> None:
+    sinks = pd.DataFrame(
+        {"layer": 0, "head": 0, "sequence": 0, "position": [0, 3, 5], "token_id": [1, 4, 4], "token": ["a", ",", ","]}
+    )
+    left, right = draw("sink-positions", make_run(sink_positions=sinks)).axes
+    assert [bar.get_width() for bar in right.patches] == [1 / 48]
+    np.testing.assert_allclose(left.lines[0].get_ydata(), [1 / 48] * 3)
+
+
+def test_no_sink_beyond_position_0_is_said(run: Run) -> None:
+    sinks = run.tables["sink_positions"]
+    for left, expected in ((sinks[sinks["position"] == 0], 1), (sinks.iloc[:0], 2)):
+        figure = draw("sink-positions", make_run(sink_positions=left))
+        texts = [text.get_text() for ax in figure.axes for text in ax.texts]
+        assert sum(text.startswith("no sink at position") for text in texts) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "table", "column"),
+    [
+        ("sinks-by-layer", "attention", "sink_mass"),
+        ("sinks-by-layer", "attention", "sink_fraction"),
+        ("sinks-by-layer", "activation", "norm_mean"),
+        ("sinks-by-layer", "activation", "norm_max"),
+        ("sink-map", "attention", "window_mass"),
+        ("query-key-geometry", "geometry", "sink_logit_gap"),
+        ("massive-activations", "massive", "value"),
+        ("massive-map", "massive_map", "magnitude"),
+        ("attention-maps", "attention_maps", "weight"),
+    ],
+)
+def test_another_table_is_another_figure(run: Run, name: str, table: str, column: str) -> None:
+    other = run.tables[table].assign(**{column: run.tables[table][column].to_numpy() ** 2 / 2})
+    changed = Run(run.manifest, {**run.tables, table: other})
+    assert pixels(draw(name, changed)) != pixels(draw(name, run))
+
+
+# what may be missing
+
+
+def without_numbers(tables: dict, value: float) -> dict:
+    """All measured columns set to one value."""
+    return {
+        name: table.assign(**{column: value for column in table.select_dtypes("float").columns})
+        for name, table in tables.items()
+    }
+
+
+EDGES: dict[str, dict[str, Any]] = {
+    "one layer, one head, one position": {"layers": 1, "heads": 1, "kv_heads": 1, "positions": 1, "length": 2},
+    "two positions": {"positions": 2},
+    "one key/value head": {"kv_heads": 1},
+    "one sequence": {"sequences": 1},
+    "a long name": {"model": "org/" + "A-very-long-model-name-with_underscores" * 3, "condition": "my $file$"},
+}
+
+
+@pytest.mark.parametrize("edge", EDGES)
+def test_small_or_odd_runs_are_drawn(edge: str) -> None:
+    check_all_draw(make_run(**EDGES[edge]))
+
+
+@pytest.mark.parametrize("value", [np.nan, 0.0, np.inf, 3.0])
+def test_columns_without_information_are_drawn(run: Run, value: float) -> None:
+    check_all_draw(Run(run.manifest, without_numbers(dict(run.tables), value)))
+
+
+def test_a_family_without_a_site_says_so(run: Run) -> None:
+    activation = run.tables["activation"].query("site not in ('mid', 'mlp_out')")
+    figure = draw("sinks-by-layer", make_run(activation=activation))
+    assert [text.get_text() for text in figure.axes[3].texts] == ["no such site\nin this family"]
+    assert len(figure.axes[2].lines) == 3
+
+
+def test_layers_without_attention_leave_a_gap(run: Run) -> None:
+    attention = run.tables["attention"].query("layer != 2")
+    figure = draw("sink-map", make_run(attention=attention))
+    assert figure.axes[0].images[0].get_array().mask[2].all()
+    mass = draw("sinks-by-layer", make_run(attention=attention)).axes[0]
+    assert np.isnan(ydata(mass, "token 0")).tolist() == [False, False, True, False]
+
+
+def test_one_position_draws_token_0_only() -> None:
+    one = make_run(positions=1)
+    assert all(len(ax.lines) == 1 for ax in draw("sinks-by-layer", one).axes)
+    assert all(len(ax.lines) == 1 for ax in draw("query-key-geometry", one).axes)
+
+
+def test_large_models_fit_the_page() -> None:
+    large = make_run(layers=80, heads=64, kv_heads=8, positions=2, sequences=1, length=2)
+    for name in applicable(large):
+        width, height = draw(name, large).get_size_inches()
+        assert width <= WIDE
+        assert height <= 8
+    draw("sink-map", large).draw_without_rendering()
+
+
+def check_all_draw(run: Run) -> None:
+    """Every figure, without one warning of matplotlib's: those are about missing glyphs, empty axes and no room."""
+    for name in FIGURES:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert draw(name, run)._repr_png_().startswith(b"\x89PNG"), name
+
+
+# names, files and settings
+
+
+def test_an_unknown_figure_is_refused(run: Run) -> None:
+    with pytest.raises(InputError, match="did you mean 'sink-map'"):
+        draw("sink-maps", run)
+
+
+def test_a_missing_table_names_the_observable_to_run(run: Run) -> None:
+    only = Run(run.manifest, {"geometry": run.tables["geometry"], "attention_maps": run.tables["attention_maps"][:0]})
+    assert applicable(only) == ["query-key-geometry"]
+    with pytest.raises(InputError, match=r"needs the table 'sink_positions'.* run the observable attention$"):
+        draw("sink-positions", only)
+    with pytest.raises(InputError, match="run the observables attention, activation"):
+        draw("sinks-by-layer", only)
+    with pytest.raises(InputError, match="'attention_maps'"):
+        draw("attention-maps", only)
+
+
+def test_save_all_writes_png_and_pdf_with_truetype_fonts_and_no_date(run: Run, tmp_path: Path) -> None:
+    before = dict(mpl.rcParams)
+    with mpl.rc_context({"pdf.compression": 0}):
+        save_all(run, tmp_path / "once")
+    for name in FIGURES:
+        assert (tmp_path / "once" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        pdf = (tmp_path / "once" / f"{name}.pdf").read_bytes()
+        assert pdf.startswith(b"%PDF")
+        assert b"/Type3" not in pdf
+        assert b"CreationDate" not in pdf
+    assert sorted(path.stem for path in (tmp_path / "once").iterdir()) == sorted([*FIGURES] * 2)
+    assert dict(mpl.rcParams) == before
