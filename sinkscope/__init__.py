@@ -14,8 +14,8 @@ from typing import Any
 _HOME = {
     "analyze": "sinkscope.analysis",
     "load": "sinkscope.loading",
-    "compare": "sinkscope.compare",
-    "doctor": "sinkscope.doctor",
+    "compare": "sinkscope.comparison",
+    "doctor": "sinkscope.diagnosis",
     "Run": "sinkscope.run",
     "InputError": "sinkscope.errors",
     "SinkscopeError": "sinkscope.errors",

@@ -1,15 +1,16 @@
 """`analyze`: from a model's name to a Run. Read this file to see a run from end to end."""
 
+import math
 import os
 import platform
 import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,8 @@ from sinkscope.batch import Batch
 from sinkscope.config import RunConfig, make_config
 from sinkscope.details import AttentionMaps, MassiveMap, telling_heads
 from sinkscope.errors import InputError, SinkscopeError
-from sinkscope.families import Family, calibrate, find_family
-from sinkscope.inputs import TokenInputs, build_inputs, token_text
+from sinkscope.families import Family, calibrate, embedding_weight, find_family
+from sinkscope.inputs import TokenInputs, build_inputs, check_source, token_text
 from sinkscope.loading import LoadedModel
 from sinkscope.observables import OBSERVABLES
 from sinkscope.observables.observable import Observable, Settings
@@ -40,7 +41,7 @@ TOKENS_PER_BATCH = {"cpu": 2048, "cuda": 16384}  # where --batch-size auto start
 
 
 def analyze(
-    model: str | PreTrainedModel | LoadedModel | None = None,
+    model: str | os.PathLike[str] | PreTrainedModel | LoadedModel | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     out: str | os.PathLike[str] | None = None,
@@ -58,23 +59,26 @@ def analyze(
     Errors: InputError for wrong options or input, before anything is written; SinkscopeError for a run that failed.
     """
     start = time.time()
+    if isinstance(model, os.PathLike):
+        model = os.fspath(model)
     if config is None:
         config = make_config(model=model if isinstance(model, str) else None, **options)
     folder = None if out is None else check_output(out, overwrite)
     console = Console(stderr=True, quiet=quiet)
 
-    with console.status("loading the model"):
+    check_source(config.input)  # before minutes of loading
+    with _status(console, "loading the model"):
         loaded = _loaded(model, tokenizer, config)
     family, notices = family_of(loaded.model)
     inputs = inputs_for(loaded, config)
     for notice in (*loaded.notices, *notices, *inputs.notices):
-        console.print(f"note: {notice}", highlight=False)
+        console.print(f"note: {notice}", markup=False, highlight=False, soft_wrap=True)
 
     tables, facts = measure(loaded, family, inputs, config, console)
     manifest = _manifest(loaded, family, inputs, config, facts, list(tables), start)
     run = Run(manifest, tables, folder)
     if folder is not None:
-        with console.status("drawing the figures"), new_folder(folder) as fresh:
+        with _status(console, "drawing the figures"), new_folder(folder) as fresh:
             write_run(run, fresh)
     return run
 
@@ -118,7 +122,7 @@ def inputs_for(loaded: LoadedModel, config: RunConfig) -> TokenInputs:
     ends = text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]
     return build_inputs(
         config.input,
-        vocab_size=loaded.model.get_input_embeddings().weight.shape[0],
+        vocab_size=embedding_weight(loaded.model).shape[0],
         tokenizer=loaded.tokenizer,
         dataset=config.dataset,
         max_positions=next((limit for limit in limits if limit), None),
@@ -200,7 +204,8 @@ def _pass(
         if "No executable batch size" not in str(error):
             raise
         raise SinkscopeError(
-            "out of memory even with one sequence a batch; take a shorter --seq-len, --dtype bfloat16 or --device-map auto"
+            "out of memory even with one sequence a batch: "
+            "take a shorter --seq-len, --dtype bfloat16 or --device-map auto"
         ) from None
 
 
@@ -214,7 +219,7 @@ class _Halving:
 
 def batches_of(
     inputs: TokenInputs, batch_size: int, padding_side: str = "right"
-) -> "list[tuple[int, Batch]] | Any":
+) -> Iterator[tuple[int, Batch]]:
     """(index of the first sequence, Batch) pairs, in order."""
     first = 0
     for ids, mask in inputs.batches(batch_size, padding_side=padding_side):
@@ -222,9 +227,14 @@ def batches_of(
         first += len(ids)
 
 
+def _status(console: Console, words: str) -> AbstractContextManager:
+    """A spinner; nothing where stderr is no terminal."""
+    return console.status(words) if console.is_terminal else nullcontext()
+
+
 def _progress(console: Console | None) -> Any:
     """A context that gives advance(done, total); silent without a console."""
-    if console is None or console.quiet:
+    if console is None or console.quiet or not console.is_terminal:
         return nullcontext(lambda done, total: None)
     return _Bar(console)
 
@@ -291,7 +301,7 @@ def _manifest(
         "dtype": str(parameters.dtype).removeprefix("torch."),
         "device": str(parameters.device),
         "kernel": config.attn,
-        "scaling": list(facts.scaling),
+        "scaling": [None if math.isnan(scaling) else scaling for scaling in facts.scaling],
         "batch_size": facts.batch_size,
         "input": {
             "sequences": len(inputs),
@@ -303,7 +313,7 @@ def _manifest(
         "versions": {name: version(name) for name in ("torch", "transformers", "nnsight", "accelerate", "pandas")},
         "python": platform.python_version(),
         "git_commit": _git_commit(),
-        "started": datetime.fromtimestamp(start, timezone.utc).isoformat(timespec="seconds"),
+        "started": datetime.fromtimestamp(start, UTC).isoformat(timespec="seconds"),
         "wall_seconds": round(time.time() - start, 2),
         "peak_memory_mb": _peak_memory_mb(),
         "tables": sorted(tables),

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import re
+import signal
 import sys
 import traceback
 import warnings
@@ -47,9 +48,8 @@ class _Commands(TyperGroup):
                 status = super().main(args, *rest, **extra | {"standalone_mode": False})
                 sys.stdout.flush()  # here, where a closed pipe is still ours to catch
         except BrokenPipeError:  # `sinkscope list | head`: the reader has what it wanted
-            os.dup2(
-                os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-            )  # or Python complains at its last flush
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())  # or Python complains when it flushes for the last time
             sys.exit(FAILED)
         except Exception as error:
             if debug:
@@ -80,9 +80,12 @@ def _message(error: Any) -> str:
     if _is_usage_error(error):
         command = error.ctx.command_path if getattr(error, "ctx", None) else "sinkscope"
         return f"{_one_line(error.format_message())}\ntry `{command} --help`"
-    return (
-        f"unexpected {type(error).__name__}: {_one_line(str(error))}\n--debug shows where; please report it"
-    )
+    gist = _one_line(str(error))
+    if isinstance(error, MemoryError) or "out of memory" in gist.lower():
+        return "memory ran out: take a shorter --seq-len, --dtype bfloat16 or --device-map auto"
+    if isinstance(error, OSError):
+        return f"{gist}\n--debug shows where"
+    return f"unexpected {type(error).__name__}: {gist}\n--debug shows where; please report it"
 
 
 def _one_line(text: str, longest: int = 300) -> str:
@@ -347,7 +350,7 @@ def doctor(
     """
     make_config(**_options_given(ctx))  # for its complaints
 
-    from sinkscope.doctor import doctor, print_report
+    from sinkscope.diagnosis import doctor, print_report
 
     report = doctor(
         model,
@@ -380,7 +383,9 @@ def list_(
 
 @app.command()
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN …", help="Run folders, two or more.")],
+    runs: Annotated[
+        list[Path] | None, typer.Argument(metavar="RUN", help="Run folders, two or more.")
+    ] = None,
     out: ComparisonOut = None,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
@@ -391,9 +396,9 @@ def compare(
     Says in which settings the runs differ. With --out, also metrics by layer, and figures.
     """
     with _all_or_nothing():
-        from sinkscope.compare import compare
+        from sinkscope.comparison import compare
 
-        comparison = compare(*runs, out=out, overwrite=overwrite)
+        comparison = compare(*(runs or ()), out=out, overwrite=overwrite)
     if quiet:
         return
     numbers = comparison.table.map(lambda value: "–" if value != value else f"{value:.4g}")
@@ -422,14 +427,14 @@ def _folder_name(config: RunConfig) -> str:
     if source.exists():
         source = source.resolve()  # "." has no name
     model = source.stem if source.suffix == ".gguf" else source.name
-    reads = config.dataset or Path(config.input).stem
+    reads = Path(config.dataset.split(":")[0]).name if config.dataset else Path(config.input).stem
     parts = [part for part in (model, config.revision, reads) if part]
     return re.sub(r"[^\w.+=@-]+", "-", "-".join(parts)).lstrip(".-")
 
 
 def _unlike(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """How a repetition differs from what it repeats, by their manifests: files and models change."""
-    from sinkscope.compare import differing_settings
+    from sinkscope.comparison import differing_settings
 
     rows = differing_settings([then, now], ["then", "now"])
     return [f"{setting} was {row['then']} and is now {row['now']}" for setting, row in rows.iterrows()]
@@ -463,4 +468,6 @@ def _print_table(rows: "pd.DataFrame", title: str | None = None, numbers: bool =
 
 
 def main() -> None:
+    # a cluster's way to end a job: as Ctrl-C, or what is being written would stay half done
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     app(prog_name="sinkscope")

@@ -13,7 +13,7 @@ output of the norm behind the branch.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -275,9 +275,14 @@ def find_family(model: nn.Module) -> Family:
         wanted = " or ".join(str(dict(row.when)) for row in rows)
         raise InputError(f"no row for a {config.model_type} wired like this one (there is one for {wanted})")
     raise InputError(
-        f"the architecture '{config.model_type}' has no row in sinkscope/families.py; "
-        f"`sinkscope doctor` can try to calibrate one. Known: {', '.join(sorted(FAMILIES))}"
+        f"the architecture '{config.model_type}' has no row in sinkscope/families.py "
+        f"(`sinkscope list families` shows those that have one)"
     )
+
+
+def embedding_weight(model: Any) -> torch.Tensor:
+    """The token embeddings (V,D): how large the vocabulary is, and where inputs go."""
+    return model.get_input_embeddings().weight
 
 
 def first_tensor(value: Any) -> torch.Tensor:
@@ -313,14 +318,16 @@ def _recorded(layer: nn.Module, record: dict[str, torch.Tensor], wanted: set[str
 @torch.no_grad()
 def read_sites(model: nn.Module, family: Family, token_ids: torch.Tensor) -> list[dict[str, torch.Tensor]]:
     """Every site of every layer, (B,T,D), read with ordinary forward hooks. Small inputs only: all is kept."""
-    records: list[dict[str, torch.Tensor]] = []
-    for layer in family.layer_modules(model):
-        record: dict[str, torch.Tensor] = {}
-        with _recorded(layer, record, set(family.sites.values())):
-            model(token_ids)
-        shape = record["input"].shape
-        records.append({site: record[address].view(shape) for site, address in family.sites.items()})
-    return records
+    layers = family.layer_modules(model)
+    records: list[dict[str, torch.Tensor]] = [{} for _ in layers]
+    with ExitStack() as hooks:
+        for layer, record in zip(layers, records, strict=True):
+            hooks.enter_context(_recorded(layer, record, {"input", *family.sites.values()}))
+        model(token_ids)
+    return [
+        {site: record[address].view(record["input"].shape) for site, address in family.sites.items()}
+        for record in records
+    ]
 
 
 def check_wiring(family: Family, sites: dict[str, torch.Tensor]) -> float:
@@ -349,28 +356,25 @@ def calibrate(model: nn.Module, token_ids: torch.Tensor) -> Family:
     ]
     if not stacks:
         raise InputError(f"'{config.model_type}': no ModuleList with {text_config.num_hidden_layers} layers found")
+    layer = next(model.get_submodule(stacks[0]).children())
     tolerance = 100 * torch.finfo(next(model.parameters()).dtype).eps
-    rows = [row for rows in FAMILIES.values() for row in rows]
-    # Richest rows first: a sequential block also satisfies the parallel equation, which says less.
-    for row in sorted(rows, key=lambda row: -len(row.sites)):
+    for row in _different_rows():
+        # GPT-2's and GPT-Neo's blocks are one but for where attention is
+        attention = next((path for path in (row.attention, *_ATTENTIONS) if _has(layer, path)), None)
+        if attention is None or not all(_has(layer, address) for address in row.sites.values()):
+            continue
         candidate = replace(
             row,
             name=config.model_type,
             layers=stacks[0],
+            attention=attention,
             when={},
-            door="interface" if getattr(model, "_supports_attention_backend", False) else "interceptor",
-            positions="rotary" if getattr(text_config, "rope_parameters", None) else "unknown",
+            door=_door(model),
+            positions=_positions(text_config),
         )
         try:
             records = read_sites(model, candidate, token_ids)
-        except KeyError:  # a site's module does not exist here, or never ran
-            continue
-        except RuntimeError:  # it exists, but is not as wide as the residual stream
-            continue
-        attention = candidate.layer_modules(model)[0]
-        try:
-            attention.get_submodule(candidate.attention)
-        except AttributeError:
+        except (KeyError, RuntimeError):  # a module never ran, or is not as wide as the residual stream
             continue
         if max(check_wiring(candidate, sites) for sites in records) < tolerance:
             return candidate
@@ -379,3 +383,35 @@ def calibrate(model: nn.Module, token_ids: torch.Tensor) -> Family:
         f"but no known wiring gives its residual stream to round-off"
     )
 
+
+def _different_rows() -> list[Family]:
+    """Richest rows first: a sequential block also satisfies the parallel equation, which says less."""
+    different = {
+        (row.attention, row.wiring, tuple(row.sites.items())): row for rows in FAMILIES.values() for row in rows
+    }
+    return sorted(different.values(), key=lambda row: -len(row.sites))
+
+
+_ATTENTIONS = ("attn.attention", "self_attn", "self_attention", "attention", "attn")
+
+
+def _has(layer: nn.Module, address: str) -> bool:
+    """A module path, or one with .input or .output behind it."""
+    path = address.removesuffix("input").removesuffix("output").rstrip(".")
+    try:
+        layer.get_submodule(path)
+    except AttributeError:
+        return False
+    return True
+
+
+def _door(model: Any) -> str:
+    """What transformers itself goes by when it is asked to change the attention implementation."""
+    able = getattr(model, "_can_set_attn_implementation", None)
+    return "interface" if able is not None and able() else "interceptor"
+
+
+def _positions(config: Any) -> str:
+    if getattr(config, "alibi", False):
+        return "alibi"
+    return "rotary" if getattr(config, "rope_parameters", None) else "unknown"

@@ -247,6 +247,12 @@ def _read(source: str, dataset: str | None, plan: _Plan) -> tuple[str, _Cut]:
     return condition, readers[path.suffix.lower()](path, plan)
 
 
+def check_source(source: str) -> None:
+    """Is there such an input at all? Cheap, so that it can be asked before a model is loaded. Errors: InputError."""
+    if source not in KINDS:
+        _existing_file(source)
+
+
 def _existing_file(source: str) -> Path:
     path = Path(source)
     known = path.suffix.lower() in FILE_TYPES

@@ -13,7 +13,7 @@ attention weights is exp(logit - lse) (attention_weights.py): the weights themse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from sinkscope.errors import SinkscopeError
 from sinkscope.families import Family
 
 NAME = "sinkscope"  # of the attention implementation, and of the seam inside each attention module
@@ -52,7 +53,7 @@ class Seam(nn.Module):
     """The taps of one attention layer, and how its last call was made."""
 
     # The order in which the taps run: a trace must ask for them in this order.
-    ORDER = {
+    ORDER: ClassVar = {
         "interface": ("query", "key", "value", "lse", "mix"),
         "interceptor": ("query", "key", "lse", "value", "mix"),
     }
@@ -75,6 +76,7 @@ def attend(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function registered with transformers: the fused kernel between the taps.
@@ -84,7 +86,10 @@ def attend(
     """
     seam: Seam | None = getattr(module, NAME, None)
     if seam is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        kwargs |= {"scaling": scaling, "position_bias": position_bias}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    if position_bias is not None:
+        raise SinkscopeError("attention with a learned position bias is not something that sinkscope can measure")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     seam.call = AttentionCall(attention_mask, scaling, softcap, s_aux)
     query, key, value = seam.query(query), seam.key(key), seam.value(value)
@@ -209,11 +214,11 @@ class Interceptor(TorchFunctionMode):
     `__torch_function__` with the mode switched off, so whatever an observer computes at a tap is not intercepted.
     """
 
-    MATMULS = {
+    MATMULS: ClassVar = {
         torch.matmul, torch.bmm, torch.baddbmm,
         torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.bmm, torch.Tensor.baddbmm,
     }  # fmt: skip
-    SOFTMAXES = {F.softmax, torch.softmax, torch.Tensor.softmax}
+    SOFTMAXES: ClassVar = {F.softmax, torch.softmax, torch.Tensor.softmax}
 
     def __init__(self, seam: Seam) -> None:
         super().__init__()
@@ -252,6 +257,8 @@ class Interceptor(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
+        if attn_mask is None and not is_causal and query.shape[2] > 1:  # not causal: nothing that a tap should see
+            return F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=enable_gqa)
         seam = self.seam
         seam.call = AttentionCall(attn_mask, query.shape[-1] ** -0.5 if scale is None else scale)
         query, key, value = seam.query(query), seam.key(self._own_heads(key)), self._own_heads(value)
@@ -309,7 +316,8 @@ class Interceptor(TorchFunctionMode):
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Forward pre-hook of the attention module."""
         self.batch = (args[0] if args else kwargs["hidden_states"]).shape[0]
-        self.kv_heads = getattr(module, "num_kv_heads", None)
+        names = ("num_kv_heads", "num_key_value_heads")
+        self.kv_heads = next((getattr(module, name) for name in names if hasattr(module, name)), None)
         self.awaited = "logits"
         self.__enter__()
 
@@ -338,6 +346,8 @@ def open_seam(model: PreTrainedModel, family: Family, kernel: str = "sdpa") -> I
     → the seams, one a layer. `kernel` is "sdpa" (fused) or "eager" (the reference).
     """
     attentions = [layer.get_submodule(family.attention) for layer in family.layer_modules(model)]
+    if any(hasattr(attention, NAME) for attention in attentions):
+        raise SinkscopeError("this model has its seams in already: close the tracer that is open on it first")
     seams = [Seam(kernel, family.door) for _ in attentions]
     before = _implementations(model)
     handles = []
@@ -357,8 +367,7 @@ def open_seam(model: PreTrainedModel, family: Family, kernel: str = "sdpa") -> I
         for handle in handles:
             handle.remove()
         for attention in attentions:
-            if hasattr(attention, NAME):
-                delattr(attention, NAME)
+            attention._modules.pop(NAME, None)
 
 
 def _implementations(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str]]:

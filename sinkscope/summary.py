@@ -33,7 +33,9 @@ def summarise(
         per_layer |= _attention(tables, inputs)
     if "geometry" in tables:
         per_layer |= _geometry(tables["geometry"])
-        if inputs.condition == "repeated" and family.positions == "rotary":
+        # not with a BOS in front of the repeated token
+        repeated = inputs.condition == "repeated" and all((ids == ids[0]).all() for ids in inputs.sequences)
+        if repeated and family.positions == "rotary":
             per_layer["repeated_bound"] = _repeated_bound(tables["geometry"], scaling, inputs.longest)
     if "activation" in tables:
         per_layer["norm_ratio"] = _ratio_to_others(

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from sinkscope.attention_weights import AttentionRead
 from sinkscope.batch import Batch
 from sinkscope.errors import SinkscopeError
-from sinkscope.families import RESIDUAL_SITES, Family, first_tensor
+from sinkscope.families import RESIDUAL_SITES, Family, embedding_weight, first_tensor
 from sinkscope.observables.observable import Observable, Reading
 from sinkscope.seam import NAME, Seam, open_seam
 
@@ -33,19 +33,21 @@ class Tracer:
         wanted = {site for observable in observables for site in observable.sites}
         inputs = self.model_inputs(batch) | self._no_logits
         with torch.no_grad():
-            with self.traced.trace(**inputs):
+            with self.traced.trace(**inputs):  # noqa: SIM117 (nnsight reads the source of this block)
                 self._read_layers(batch, observables, wanted)
 
     def logits(self, batch: Batch) -> torch.Tensor:
         """The model's own logits (B,T,V), read in a trace with the seams in: for checks of parity."""
         inputs = self.model_inputs(batch)
         with torch.no_grad():
-            with self.traced.trace(**inputs):
+            with self.traced.trace(**inputs):  # noqa: SIM117
                 logits = self.traced.output.logits.save()
         return logits
 
     def model_inputs(self, batch: Batch) -> dict[str, Any]:
-        device = self.model.get_input_embeddings().weight.device
+        device = embedding_weight(self.model).device
+        if device.type == "meta":  # offloaded: accelerate moves the inputs itself
+            device = torch.device("cpu")
         inputs: dict[str, Any] = {"input_ids": batch.token_ids.to(device), "use_cache": False}
         if batch.valid is not None:
             inputs["attention_mask"] = batch.attention_mask.to(device)
@@ -63,7 +65,7 @@ class Tracer:
 
     def _read_layers(self, batch: Batch, observables: Sequence[Observable], wanted: set[str]) -> None:
         """The body of the trace: ask for every site in the order in which the forward pass reaches it."""
-        last_tensor, reading = None, None
+        last_tensor: torch.Tensor | None = None
         for layer in range(len(self.seams)):
             for site in self._reading_order(wanted):
                 watching = [observable for observable in observables if site in observable.sites]

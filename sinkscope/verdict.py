@@ -101,7 +101,8 @@ def _later_sinks(run: Run) -> str | None:
         return None
     rate = run.metric("sink_rate_later")
     length = run.manifest["config"]["seq_len"]
-    sinks = run.tables["sink_positions"].query("position > 0 and position <= @length - @FEWEST_QUERIES")
+    sinks = run.tables["sink_positions"]
+    sinks = sinks[(sinks["position"] > 0) & (sinks["position"] <= length - FEWEST_QUERIES)]
     if rate < 0.01 or sinks.empty:
         return "No other position is a sink."
     tokens = sinks["token"].value_counts(normalize=True).head(3)
@@ -204,7 +205,12 @@ def _not_applicable(run: Run) -> str | None:
 def _files(run: Run) -> str | None:
     if run.folder is None:
         return None
-    return f"Written to `{run.folder}`: run.json, verdict.md, tables/ ({len(run.tables)}) and figures/."
+    from sinkscope.figures import applicable
+
+    return (
+        f"The run folder holds run.json, verdict.md, the tables {', '.join(sorted(run.tables))}, "
+        f"and the figures {', '.join(applicable(run))}."
+    )
 
 
 def _by_layer(run: Run, metric: str) -> pd.Series:

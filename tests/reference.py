@@ -322,7 +322,7 @@ def attention_heads(sequences: list[Sequence]) -> pd.DataFrame:
         seen = []
         for sequence in sequences:
             weights = sequence.layers[layer].weights[head]
-            entropies = [-sum(a * np.log(a) for a in row if a > 0) for row in weights]
+            entropies = [-(row[row > 0] * np.log(row[row > 0])).sum() for row in weights]
             seen.append((np.mean(entropies), np.mean(1 - weights.sum(1))))
         rows.append((layer, head, head // groups, *np.mean(seen, axis=0)))
     return pd.DataFrame(rows, columns=["layer", "head", "kv_head", "attention_entropy", "missing_mass"])
@@ -439,3 +439,60 @@ def _heads(sequences: list[Sequence]) -> Iterator[tuple[int, int, int]]:
 
 def _long_enough(sequences: list[Sequence], position: int) -> list[Sequence]:
     return [sequence for sequence in sequences if len(sequence.ids) > position]
+
+
+# ------------------------------------------------------------------------------------------- comparison
+
+KEYS = ("layer", "head", "kv_head", "site", "sequence", "position", "token_id", "coordinate", "is_massive")
+# What an entry's error is measured against. Sums of positive terms (masses, norms, …) against the entry itself: each
+# term is right to round-off, so the sum is. Where terms cancel, round-off is of the terms' size: cosines are means of
+# numbers up to 1, the missing mass is 1 minus a sum, and logit gaps are measured against the column's largest.
+SCALES: dict[str, float | None] = {"qk_cosine": 1.0, "missing_mass": 1.0, "sink_logit_gap": None}
+SMALLEST = 1e-6  # of the column's largest: below that an entry (a weight e⁻⁵⁰, say) may have lost relative accuracy
+FACTORS = {"sink_second_moment": 2.0}  # a square's relative error is twice its root's
+
+
+def errors(ours: pd.DataFrame, expected: pd.DataFrame) -> dict[str, float]:
+    """Column → worst relative error. AssertionError where the rows themselves, or the places of NaN, differ."""
+    keys = [name for name in KEYS if name in expected]
+    mine, truth = (table.sort_values(keys, ignore_index=True) for table in (ours, expected))
+    assert len(mine) == len(truth), f"{len(mine)} rows, not {len(truth)}"
+    for name in keys:
+        assert list(mine[name]) == list(truth[name]), f"other values of {name}"
+    found = {}
+    for name in (name for name in truth if name not in keys):
+        column, right = mine[name].to_numpy(float), truth[name].to_numpy(float)
+        assert (np.isnan(column) == np.isnan(right)).all(), f"NaN elsewhere in {name}"
+        largest = np.nanmax(np.abs(right), initial=0.0)
+        scale = SCALES.get(name, SMALLEST * largest)
+        scale = largest if scale is None else scale
+        error = np.abs(column - right) / np.maximum(np.maximum(np.abs(right), scale), 1e-300)
+        found[name] = float(np.nanmax(error, initial=0.0)) / FACTORS.get(name, 1.0)
+    return found
+
+
+def assert_same(
+    ours: dict[str, pd.DataFrame], expected: dict[str, pd.DataFrame], tolerance: float
+) -> dict[str, float]:
+    """Every column of every expected table agrees. → the worst error of each table."""
+    worst = {}
+    for name, table in expected.items():
+        found = errors(ours[name], table)
+        wrong = {column: error for column, error in found.items() if not error <= tolerance}
+        assert not wrong, f"table {name}: {wrong}"
+        worst[name] = max(found.values())
+    return worst
+
+
+def clear_threshold(sequences: list[Sequence], window: int, around: float = 0.25) -> float:
+    """An ε near `around` as far as can be from every window mass, so that round-off flips no indicator."""
+    masses = [
+        weights[position : position + window, position].mean()
+        for sequence in sequences
+        for layer in sequence.layers
+        for weights in layer.weights
+        for position in range(len(sequence.ids))
+    ]
+    near = np.sort([mass for mass in masses if abs(mass - around) < 0.05] + [around - 0.05, around + 0.05])
+    widest = np.argmax(np.diff(near))
+    return float((near[widest] + near[widest + 1]) / 2)

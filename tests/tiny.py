@@ -4,10 +4,23 @@ Weights are drawn much wider than at initialisation (`spread`) so that attention
 column or head shows up; everything is seeded, so that a failure can be repeated.
 """
 
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from sinkscope.batch import Batch
+from sinkscope.families import find_family
+from sinkscope.observables import OBSERVABLES
+from sinkscope.observables.observable import Settings
+from sinkscope.tracer import open_tracer
+
+torch.set_num_threads(1)  # nothing here is large enough to share, and threads that wait for each other take seconds
+
 VOCAB = 96
+FORWARD = ("attention", "geometry", "activation", "massive", "outlier")
 
 _COMMON = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _LLAMA_LIKE = {
@@ -103,3 +116,42 @@ def tiny_model(name: str, *, dtype: torch.dtype = torch.float32, spread: float =
 def tiny_tokens(batch: int = 3, length: int = 24, seed: int = 0) -> torch.Tensor:
     """Token ids (batch, length) without the special ids 0, 1, 2."""
     return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def ragged_tokens(lengths: Sequence[int], seed: int = 0) -> list[np.ndarray]:
+    """One sequence of each length."""
+    return [
+        ids[:length].numpy()
+        for ids, length in zip(tiny_tokens(len(lengths), max(lengths), seed), lengths, strict=True)
+    ]
+
+
+def padded(sequences: Sequence[np.ndarray], side: str = "right", first: int = 0) -> Batch:
+    """Sequences as one batch, the shorter ones padded with id 0."""
+    width = max(len(ids) for ids in sequences)
+    token_ids = torch.zeros(len(sequences), width, dtype=torch.long)
+    mask = torch.zeros_like(token_ids)
+    for row, ids in enumerate(sequences):
+        places = slice(0, len(ids)) if side == "right" else slice(width - len(ids), width)
+        token_ids[row, places] = torch.as_tensor(ids)
+        mask[row, places] = 1
+    return Batch(token_ids, mask, first)
+
+
+def batched(sequences: Sequence[np.ndarray], size: int, side: str = "right") -> list[Batch]:
+    return [padded(sequences[at : at + size], side, at) for at in range(0, len(sequences), size)]
+
+
+def measured(
+    model: PreTrainedModel,
+    batches: Sequence[Batch],
+    settings: Settings,
+    names: Sequence[str] = FORWARD,
+    kernel: str = "sdpa",
+) -> dict[str, pd.DataFrame]:
+    """The observables' tables, as one pass of sinkscope gives them."""
+    with open_tracer(model, find_family(model), kernel) as tracer:
+        observables = [OBSERVABLES[name](settings) for name in names]
+        for batch in batches:
+            tracer.forward(batch, observables)
+    return {name: table for observable in observables for name, table in observable.tables().items()}

@@ -1,6 +1,7 @@
 """What is drawn, one figure a file, from a run's tables alone.
 
-A file here with a NAME is a figure: NAME and ABOUT for `sinkscope list`, TABLES that it needs, and `draw(run)`.
+A file here with a NAME is a figure: NAME and ABOUT for `sinkscope list`, the TABLES that it needs, and
+`draw(run)`.
 """
 
 import sys
@@ -11,7 +12,7 @@ from typing import Protocol, cast
 from sinkscope.config import unknown
 from sinkscope.discovery import modules_of
 from sinkscope.errors import InputError
-from sinkscope.figures.style import Figure, style
+from sinkscope.figures.style import Figure, in_style
 from sinkscope.run import Run
 
 
@@ -50,7 +51,7 @@ def draw(name: str, run: Run) -> Figure:
             f"figure '{name}' needs the table '{missing[0]}', which this run lacks: "
             f"run the observable{'s' * (len(observables) > 1)} {', '.join(observables)}"
         )
-    with style():
+    with in_style():
         return FIGURES[name].draw(run)
 
 

@@ -1,4 +1,4 @@
-"""Attention weights of some telling heads on one sequence (details.telling_heads says how they are chosen)."""
+"""Attention weights of telling heads on one sequence; details.telling_heads says how they are chosen."""
 
 import numpy as np
 import pandas as pd
@@ -6,6 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.image import AxesImage
 
+from sinkscope.figures.axes import whole_numbers
 from sinkscope.figures.labels import title
 from sinkscope.figures.style import SEQUENTIAL, WIDE, Figure, new_figure
 from sinkscope.run import Run
@@ -14,12 +15,17 @@ NAME = "attention-maps"
 ABOUT = "attention weights on the first sequence, of heads from the strongest sink to the weakest"
 TABLES = ("attention_maps",)
 ACROSS = 3
-FAINTEST = 1e-3  # the colour scale is logarithmic from here to 1: a sink's column and a diagonal can both be read
+FAINTEST = (
+    1e-3  # the colour scale is logarithmic from here to 1: a sink's column and a diagonal can both be read
+)
 
 
 def draw(run: Run) -> Figure:
     table = run.tables["attention_maps"]
-    heads = [(int(layer), int(head)) for layer, head in sorted(set(zip(table["layer"], table["head"], strict=True)))]
+    heads = [
+        (int(layer), int(head))
+        for layer, head in sorted(set(zip(table["layer"], table["head"], strict=True)))
+    ]
     across = min(ACROSS, len(heads))
     down = -(-len(heads) // across)
     width = WIDE * (across + 0.45) / (ACROSS + 0.45)
@@ -28,6 +34,8 @@ def draw(run: Run) -> Figure:
     for ax, (layer, head) in zip(axes.flat, heads, strict=False):
         image = _map(ax, table[(table["layer"] == layer) & (table["head"] == head)])
         ax.set_title(f"layer {layer}, head {head}")
+        whole_numbers(ax, "x")
+        whole_numbers(ax, "y")
     for place in range(len(heads), down * across):
         axes.flat[place].set_visible(False)
         axes.flat[place - across].tick_params(labelbottom=True)
@@ -35,7 +43,7 @@ def draw(run: Run) -> Figure:
     bar.outline.set_linewidth(0.5)
     figure.supxlabel("key position")
     figure.supylabel("query position")
-    figure.suptitle(title(run, width))
+    figure.suptitle(title(run, width, f"sequence {table['sequence'].iloc[0]}"))
     return figure
 
 

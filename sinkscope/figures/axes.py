@@ -9,7 +9,6 @@ from matplotlib.axis import Axis
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
-SILENT = "0.4"
 MOST_MARKERS = 20  # of one line; more would run into one another
 
 
@@ -36,35 +35,41 @@ def whole_numbers(ax: Axes, which: str) -> None:
         (ax.set_xlim if which == "x" else ax.set_ylim)(values[0] - 0.5, values[0] + 0.5)
 
 
-def value_axis(ax: Axes, log: bool = False) -> None:
-    """A log scale where asked for; where no line has a value that the scale can show, the panel says so."""
+def value_axis(ax: Axes, log: bool = False, share: bool = False) -> None:
+    """A log scale, or that of a share from 0 to 1, if asked for. Call it last, as it goes by what is drawn:
+    where no line has a value that the scale can show, the panel says so.
+    """
     drawn = [np.asarray(line.get_ydata(), float) for line in ax.lines]
     values = np.concatenate(drawn) if drawn else np.empty(0)
-    values = values[np.isfinite(values) & (values > 0 if log else True)]
-    if not len(values):
+    if not np.any(np.isfinite(values) & (values > 0 if log else True)):
         say(ax, "no positive values" if log else "no values")
+        return
+    ax.grid(True, axis="y", color="0.9", linewidth=0.4)
+    if share:
+        ax.set_ylim(-0.03, 1.03)
+        ax.set_yticks([0, 0.5, 1])
     elif log:
         ax.set_yscale("log", nonpositive="mask")
-        log_ticks(ax.yaxis, float(values.min()), float(values.max()))
-    ax.grid(True, axis="y", color="0.9", linewidth=0.4)
+        log_ticks(ax.yaxis, *ax.get_ylim())
 
 
 def log_ticks(axis: Axis, low: float, high: float) -> None:
-    """At least two ticks on a log axis, by decades if they give as many, and plain numbers where they are short:
-    never «3 × 10¹».
-    """
-    decades = np.floor(np.log10(high)) - np.ceil(np.log10(low)) + 1
-    if decades < 2:
-        few = high / low < 5
-        axis.set_major_locator(MaxNLocator(4) if few else LogLocator(subs=(1, 2, 5), numticks=7))
+    """At least two ticks on a log axis, by decades if they give as many; short numbers are written out."""
+    few = high / low < 50 or np.floor(np.log10(high)) - np.ceil(np.log10(low)) < 1
+    if few:
+        narrow = high / low < 5
+        axis.set_major_locator(MaxNLocator(4) if narrow else LogLocator(subs=(1, 2, 5), numticks=7))
         axis.set_minor_locator(NullLocator())
     axis.set_minor_formatter(NullFormatter())
-    if decades < 2 or (low >= 1e-3 and high < 2e4):
+    if few or (low >= 1e-3 and high < 5e4):
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def say(ax: Axes, text: str) -> None:
-    """In place of data."""
-    ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", color=SILENT, fontsize=7)
-    ax.set(xticks=[], yticks=[], xlabel="", ylabel="")
+    """In place of data. Ticks may be shared with other panels: they are hidden, not removed."""
+    for line in ax.lines:
+        line.set_data([], [])
+    ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", color="0.4", fontsize=7)
+    ax.tick_params(which="both", left=False, labelleft=False, bottom=False, labelbottom=False)
+    ax.set(xlabel="", ylabel="")
     ax.spines[:].set_visible(False)

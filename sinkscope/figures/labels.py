@@ -15,11 +15,14 @@ VISIBLE = {"\n": "⏎", "\r": "␍", "\t": "⇥", " ": "␣"}
 LONGEST_TOKEN = 12
 
 
-def title(run: Run, width: float) -> str:
-    """«model · condition · 100 × 64 tokens» for a figure `width` inches wide; in two lines if need be."""
+def title(run: Run, width: float, *shown: str) -> str:
+    """«model · condition · 100 × 64 tokens» for a figure `width` inches wide; in two lines if need be.
+
+    `shown` is what a figure of a part of the run says in place of the whole's size.
+    """
     room = int(width / INCHES_PER_CHARACTER)
     name = shorten(run.model.rstrip("/").split("/")[-1], room)
-    rest = " · ".join([run.condition, *_size(run)])
+    rest = " · ".join([run.condition, *(shown or _size(run))])
     text = f"{name} · {rest}"
     return escape(text if len(text) <= room else f"{name}\n{shorten(rest, room)}")
 
@@ -48,7 +51,7 @@ def escape(text: str) -> str:
 
 
 def token_label(token: Any, token_id: Any, longest: int = LONGEST_TOKEN) -> str:
-    """A token as text that can be seen; «id 123» where there is none, or where the font has no sign for it."""
+    """A token as text that can be seen; «id 123» where there is none, or none that the font can show."""
     text = "".join(VISIBLE.get(sign, sign) for sign in token) if isinstance(token, str) else ""
     has_text = text and token != f"<id {token_id}>"  # which a model without a tokenizer has for text
     if not has_text or not all(_printable(sign) for sign in text):

@@ -1,7 +1,7 @@
 """Massive activations by layer: after the layer-wise figure of Sun et al. 2024.
 
-The three largest magnitudes of each layer's output and the median magnitude, means over sequences. Shaded: the layers
-where some entry is massive by the definition, above 100 and 1000 × the median.
+The three largest magnitudes of each layer's output and the median magnitude, means over sequences. Shaded:
+layers where most sequences have an entry that is massive by the definition, above 100 and 1000 × the median.
 """
 
 import pandas as pd
@@ -10,7 +10,7 @@ from matplotlib.patches import Patch
 
 from sinkscope.figures.axes import layer_axis, line_by_layer, value_axis
 from sinkscope.figures.labels import title
-from sinkscope.figures.style import GREY, HIGHEST, OTHERS, SINK, TEXT, Figure, new_figure
+from sinkscope.figures.style import HIGHEST, OTHERS, SINK, TEXT, Figure, new_figure
 from sinkscope.run import Run
 
 NAME = "massive-activations"
@@ -30,14 +30,14 @@ def draw(run: Run) -> Figure:
             line_by_layer(ax, by_layer, label=label, **look)
     sequences = massive.drop_duplicates(["layer", "sequence"])
     line_by_layer(ax, sequences.groupby("layer")["median"].mean(), label="median", **MEDIAN)
-    value_axis(ax, log=True)
     layer_axis(ax)
     ax.set_ylabel("mean magnitude")
     ax.margins(x=0.02)
+    value_axis(ax, log=True)
     handles, labels = ax.get_legend_handles_labels()
     if _shade(ax, massive):
         handles.append(Patch(color=SHADE, linewidth=0))
-        labels.append("massive in some sequence")
+        labels.append("massive in most sequences")
     figure.legend(handles, labels, loc="outside lower center", ncols=5, columnspacing=1.2)
     figure.suptitle(title(run, TEXT))
     return figure
@@ -53,7 +53,8 @@ SHADE = "0.9"
 
 
 def _shade(ax: Axes, massive: pd.DataFrame) -> bool:
-    layers = sorted(massive.loc[massive["is_massive"].astype(bool), "layer"].unique())
+    having = massive[massive["is_massive"].astype(bool)].groupby("layer")["sequence"].nunique()
+    layers = sorted(having[having > massive["sequence"].nunique() / 2].index)
     for layer in layers:
         ax.axvspan(layer - 0.5, layer + 0.5, color=SHADE, linewidth=0, zorder=0)
     return bool(layers)

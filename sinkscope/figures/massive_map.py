@@ -1,7 +1,7 @@
-"""Where in one hidden state the massive activations sit: tokens × coordinates, after figure 1 of Sun et al. 2024.
+"""Where in one hidden state the massive activations sit: tokens × coordinates (Sun et al. 2024, fig. 1).
 
-The layer with the largest activation, first sequence. Above, the coordinates of the largest magnitude; below, evenly
-spaced ones, to show what is usual.
+The layer with the largest activation, first sequence. Above, the coordinates of the largest magnitude; below,
+evenly spaced ones, to show what is usual.
 """
 
 import numpy as np
@@ -26,36 +26,38 @@ def draw(run: Run) -> Figure:
     tops, others = table[table["is_top"].astype(bool)], table[~table["is_top"].astype(bool)]
     parts = [
         (part, name)
-        for part, name in ((_grid(tops, by_size=True), "largest\ncoordinates"), (_grid(others), "evenly spaced\ncoordinates"))
+        for part, name in (
+            (_grid(tops, by_size=True), "largest\ncoordinates"),
+            (_grid(others), "evenly spaced\ncoordinates"),
+        )
         if part.size
     ]
-    figure = new_figure(WIDE, 0.12 * sum(len(part) for part, _ in parts) + 1.5)
-    axes = figure.subplots(
-        len(parts), 1, sharex=True, squeeze=False, height_ratios=[max(3, len(part)) for part, _ in parts]
-    )[:, 0]
-    figure.suptitle(f"{title(run, WIDE - 2)} · output of layer {layer}")
+    rows = [max(6, len(part)) for part, _ in parts]  # no lower than the panel's name is long
+    figure = new_figure(WIDE, 0.12 * sum(rows) + 1.5)
+    axes = figure.subplots(len(parts), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
+    sequence = f"sequence {table['sequence'].iloc[0]}"
+    figure.suptitle(title(run, WIDE, sequence, f"output of layer {layer}"))
     scale = _scale(table["magnitude"])
     for ax, (part, name) in zip(axes, parts, strict=True):
-        ax.spines[:].set_visible(False)
-        ax.set_ylabel(name)
         if scale is None:
             say(ax, "no positive values")
             continue
+        ax.spines[:].set_visible(False)
+        ax.set_ylabel(name)
         image = ax.imshow(part.clip(lower=scale.vmin), cmap=SEQUENTIAL, norm=scale, aspect="auto")
         ax.set_yticks(range(len(part)), [str(coordinate) for coordinate in part.index])
         ax.tick_params(length=0, labelsize=6)
     if scale is not None:
         bar = figure.colorbar(image, ax=list(axes), label="magnitude", aspect=25, pad=0.015, extend="min")
         bar.outline.set_linewidth(0.5)
-    for ax in axes[:-1]:
-        ax.tick_params(bottom=False, labelbottom=False)
-    _name_tokens(axes[-1], table)
+        _name_tokens(axes[-1], table)
     return figure
 
 
 def _grid(table: pd.DataFrame, by_size: bool = False) -> pd.DataFrame:
     """Coordinates × positions; the coordinate of the largest magnitude first, or in their own order."""
-    grid = table.pivot(index="coordinate", columns="position", values="magnitude")
+    # a pivot_table would drop what is NaN
+    grid = table.pivot(index="coordinate", columns="position", values="magnitude")  # noqa: PD010
     return grid.loc[grid.max(axis=1).sort_values(ascending=False, kind="stable").index] if by_size else grid
 
 
@@ -72,5 +74,5 @@ def _name_tokens(ax: Axes, table: pd.DataFrame) -> None:
     tokens = table.drop_duplicates("position").sort_values("position")
     labels = token_labels(tokens["token"], tokens["token_id"])
     ax.set_xticks(range(len(tokens)), labels, rotation=90, fontsize=5.5)
-    ax.tick_params(axis="x", length=0, pad=1)
+    ax.tick_params(axis="x", pad=1)
     ax.set_xlabel("token, from position 0")

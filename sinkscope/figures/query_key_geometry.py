@@ -1,8 +1,8 @@
-"""Why the first key is a sink: WSE figure 2. Its norms are small; it is the angle to the queries that makes the logit.
+"""Why the first key is a sink: WSE figure 2. There its norm is small, and its angle to the queries decides.
 
-Norms of query, key and value, cosine and norm product of query and key, and what they add up to, the logit gap
-(VGA §4.1). Position 0 against the mean over the other positions; lines are means over heads, bands span the 10 % to
-90 % quantiles over heads.
+Norms of query, key and value, cosine and norm product of query and key, and what they come to, the logit gap
+(VGA §4.1). Position 0 against the mean over the other positions; lines are means over heads, bands span the
+10 % to 90 % quantiles over heads.
 """
 
 import pandas as pd
@@ -15,7 +15,7 @@ from sinkscope.figures.style import GREY, OTHERS, SINK, WIDE, Figure, new_figure
 from sinkscope.run import Run
 
 NAME = "query-key-geometry"
-ABOUT = "norms, angles and logit gap of queries, keys and values by layer: position 0 against the rest (WSE fig. 2)"
+ABOUT = "norms and angles of queries, keys and values by layer: position 0 against the rest (WSE fig. 2)"
 TABLES = ("geometry",)
 PANELS = (  # column, name, log scale
     ("query_norm", "query norm ‖q‖", True),
@@ -35,9 +35,8 @@ def draw(run: Run) -> Figure:
     for ax, (column, name, log) in zip(axes.flat, PANELS, strict=True):
         ax.set_title(name)
         _lines(ax, geometry, column)
+        layer_axis(ax, "layer" if ax in axes[-1] else "")
         value_axis(ax, log)
-    for ax in axes[-1]:
-        layer_axis(ax)
     handles, labels = axes[0, 0].get_legend_handles_labels()
     handles.append(Patch(color=GREY, alpha=0.35, linewidth=0))
     figure.legend(handles, [*labels, "10–90 % of heads"], loc="outside lower center", ncols=3)

@@ -1,4 +1,6 @@
-"""Which heads are sinks: window mass α₀ (GS eq. 1) of every head, after the maps of WSE."""
+"""Which heads are sinks: window mass α₀ (GS eq. 1) of every layer and head, with WSE's threshold."""
+
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -13,6 +15,7 @@ NAME = "sink-map"
 ABOUT = "window mass at position 0 of every layer and head; dots: sinks in most sequences"
 TABLES = ("attention",)
 MOST = 0.5  # share of the sequences in which a marked head is a sink
+ASIDE = 1.3  # inches beside the map: axis and colour bar
 LOCAL = ("sliding_attention", "chunked_attention")
 
 
@@ -21,12 +24,14 @@ def draw(run: Run) -> Figure:
     first = attention[attention["position"] == 0]
     layers, heads = range(int(first["layer"].max()) + 1), range(int(first["head"].max()) + 1)
     mass, share = (
-        first.pivot(index="layer", columns="head", values=name).reindex(index=layers, columns=heads).to_numpy(float)
+        first.pivot(index="layer", columns="head", values=name)
+        .reindex(index=layers, columns=heads)
+        .to_numpy(float)
         for name in ("window_mass", "sink_fraction")
     )
-    width = float(np.clip(0.16 * len(heads) + 1.3, COLUMN, WIDE))
-    height = float(np.clip(0.105 * len(layers), 1.5, 6.5)) + 1.1
-    figure = new_figure(width, height)
+    width = float(np.clip(0.16 * len(heads), COLUMN - ASIDE, WIDE - ASIDE))  # inches, of the map
+    height = float(np.clip(0.105 * len(layers), 1.5, 6.5))
+    figure = new_figure(width + ASIDE, height + 1.1)
     ax = figure.subplots()
     image = ax.imshow(mass, cmap=SEQUENTIAL, vmin=0, vmax=1, aspect="auto")
     ax.spines[:].set_visible(False)
@@ -34,23 +39,22 @@ def draw(run: Run) -> Figure:
     ax.set_ylabel("layer")
     whole_numbers(ax, "x")
     whole_numbers(ax, "y")
-    notes = _dots(ax, share, run) + _local_layers(ax, run)
-    figure.colorbar(image, ax=ax, label="window mass at position 0", aspect=30, pad=0.03).outline.set_linewidth(0.5)
+    notes = _dots(ax, share, run, width, height) + _local_layers(ax, run)
+    figure.colorbar(
+        image, ax=ax, label="window mass at position 0", aspect=30, pad=0.03
+    ).outline.set_linewidth(0.5)
     if notes:
         figure.legend(handles=notes, loc="outside lower center", handlelength=1.2)
-    figure.suptitle(title(run, width))
+    figure.suptitle(title(run, width + ASIDE))
     return figure
 
 
-def _dots(ax: Axes, share: np.ndarray, run: Run) -> list[Line2D]:
-    """Marks the heads that are sinks, after the threshold, in most sequences; they stay inside small cells."""
+def _dots(ax: Axes, share: np.ndarray, run: Run, width: float, height: float) -> list[Line2D]:
+    """Marks the heads that are sinks in most sequences. Dots are as small as the cells make them."""
     layer, head = np.nonzero(share > MOST)
     if not len(layer):
         return []
-    figure = ax.get_figure()
-    assert figure is not None
-    width, height = figure.get_size_inches()
-    cell = 72 * min((width - 1.3) / share.shape[1], (height - 1.1) / share.shape[0])  # points
+    cell = 72 * min(width / share.shape[1], height / share.shape[0])  # points
     epsilon = (run.manifest.get("config") or {}).get("epsilon")
     above = "ε" if epsilon is None else f"{epsilon:g}"
     ax.plot(
@@ -63,18 +67,24 @@ def _dots(ax: Axes, share: np.ndarray, run: Run) -> list[Line2D]:
         markeredgecolor="none",
     )
     label = f"window mass > {above} in most sequences"
-    return [Line2D([], [], linestyle="none", marker="o", markersize=3, mfc="white", mec="0.3", mew=0.5, label=label)]
+    return [
+        Line2D(
+            [], [], linestyle="none", marker="o", markersize=3, mfc="white", mec="0.3", mew=0.5, label=label
+        )
+    ]
 
 
 def _local_layers(ax: Axes, run: Run) -> list[Line2D]:
-    """A bar beside the layers that see only a window of the text: a sink there lies within it or not at all."""
+    """A bar beside the layers that see only a window of the text: they lose a sink that it leaves behind."""
     types = run.manifest["model"].get("layer_types") or []
     local = [layer for layer, kind in enumerate(types) if kind in LOCAL]
     if not local:
         return []
     edges = np.array(local)[:, None] + (-0.5, 0.5, np.nan)  # each layer's lower and upper edge, then a gap
-    look = {"color": GREY, "linewidth": 2.5, "solid_capstyle": "butt"}
-    ax.plot(np.full(edges.size, -0.015), edges.ravel(), transform=ax.get_yaxis_transform(), clip_on=False, **look)
+    look: dict[str, Any] = {"color": GREY, "linewidth": 2.5, "solid_capstyle": "butt"}
+    ax.plot(
+        np.full(edges.size, -0.015), edges.ravel(), transform=ax.get_yaxis_transform(), clip_on=False, **look
+    )
     ax.tick_params(axis="y", length=0, pad=5)
     window = run.manifest["model"].get("sliding_window")
     label = "sliding-window layer" + (f" ({window} tokens)" if window else "")

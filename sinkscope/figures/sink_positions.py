@@ -1,12 +1,13 @@
 """Sinks that are not at position 0: delimiters and the like (S2M §3; WSE, open question 1).
 
-A position counts if at least 16 queries stand behind it: with fewer, a head that looks at itself passes for a sink.
+A position counts if at least 16 queries stand behind it: with fewer, a head that looks at itself passes for a
+sink.
 """
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from sinkscope.figures.axes import say, whole_numbers
 from sinkscope.figures.labels import title, token_label
@@ -33,33 +34,39 @@ def draw(run: Run) -> Figure:
     heads = len(attention.drop_duplicates(["layer", "head"]))
     last = _last_position(run)
     sinks = sinks[sinks["position"] <= last]
-    figure = new_figure(WIDE, 1.1 if sinks.empty else 2.5)
+    figure = new_figure(WIDE, 0.9 if sinks.empty else 2.5)
+    figure.suptitle(title(run, WIDE))
+    if sinks.empty:
+        say(figure.subplots(), f"no head has a sink at {_places(0, last)}, in any sequence")
+        return figure
     left, right = figure.subplots(1, 2, width_ratios=[1.35, 1])
     _positions(left, sinks, last, heads * sequences)
     _tokens(right, sinks[sinks["position"] > 0], last, heads * sequences)
-    figure.suptitle(title(run, WIDE))
     return figure
 
 
 def _last_position(run: Run) -> int:
-    """The last one with enough queries. Where lengths differ, of a sequence of mean length: the manifest has no other."""
+    """The last one with enough queries; where lengths differ, for a sequence of the mean length."""
     read = run.manifest["input"]
     return max(0, read["tokens"] // read["sequences"] - FEWEST_QUERIES)
 
 
 def _positions(ax: Axes, sinks: pd.DataFrame, last: int, pairs: int) -> None:
-    """Logarithmic, because later sinks are rare beside the first; stems stand on «one pair», the least there can be."""
+    """Logarithmic: later sinks are rare beside the first. Stems stand on 1 % or, if less, on one pair."""
     shares = sinks.groupby("position").size() / pairs
-    if shares.empty:
-        say(ax, f"no sink at {_places(0, last)}")
-        return
+    least = min(1 / pairs, 0.01)
+    thin = min(1.0, 50 / max(last, 1))  # long sequences have many stems
     ax.set_yscale("log")
-    ax.set_ylim(1 / pairs, 1.3)
-    ax.vlines(shares.index, 1 / pairs, shares, color=NAVY, linewidth=0.8)
-    ax.plot(shares.index, shares, linestyle="none", marker="o", color=NAVY, clip_on=False)
+    ax.set_ylim(least, 1.3)
+    ax.vlines(shares.index, least, shares, color=NAVY, linewidth=max(0.2, 0.8 * thin))
+    size = max(0.8, 2.6 * thin)
+    ax.plot(shares.index, shares, linestyle="none", marker="o", markersize=size, color=NAVY, clip_on=False)
     ax.yaxis.set_major_formatter(PERCENT)
+    ax.yaxis.set_minor_formatter(NullFormatter())
     if 0 in shares.index:
-        ax.annotate(percent(shares[0]), (0, shares[0]), (5, 0), textcoords="offset points", va="center", fontsize=6)
+        ax.annotate(
+            percent(shares[0]), (0, shares[0]), (5, 0), textcoords="offset points", va="center", fontsize=6
+        )
     ax.set_ylabel("share of (head, sequence) pairs")
     whole_numbers(ax, "x")
     ax.set_xlim(-0.03 * max(last, 20), max(last, 0.5) + 0.03 * max(last, 20))
@@ -86,11 +93,13 @@ def _tokens(ax: Axes, later: pd.DataFrame, last: int, pairs: int) -> None:
     ax.xaxis.set_major_locator(MaxNLocator(4))
     ax.xaxis.set_major_formatter(PERCENT)
     for place, share in zip(places, shares, strict=True):
-        ax.annotate(percent(share), (share, place), (2, 0), textcoords="offset points", va="center", fontsize=6)
+        ax.annotate(
+            percent(share), (share, place), (2, 0), textcoords="offset points", va="center", fontsize=6
+        )
 
 
 def token_shares(later: pd.DataFrame, pairs: int) -> pd.Series:
-    """By (token_id, token): the share of (head, sequence) pairs in which the token is a sink at some later position."""
+    """By (token_id, token): the share of (head, sequence) pairs with that token as a later sink."""
     once = later.drop_duplicates(["layer", "head", "sequence", "token_id"])
     counts = once.groupby(["token_id", "token"], dropna=False).size()
     return (counts / pairs).sort_values(ascending=False, kind="stable")

@@ -1,7 +1,8 @@
 """Sinks and massive activations occur together: GS figure 1.
 
-The papers' figure has a row of four panels a model: sink mass, sink rate, norm of the residual stream after the layer,
-norm of the MLP's output. Token 0 against the mean and the maximum over the other early tokens. Layers count from 0.
+Four panels, as in a row of the paper's: sink mass, sink rate, norm of the residual stream after the layer, norm of the
+MLP's output. Token 0 against the mean and the maximum over the other early tokens, all of them means over sequences
+first, as the paper's are. Layers count from 0.
 """
 
 import pandas as pd
@@ -13,7 +14,7 @@ from sinkscope.figures.style import HIGHEST, OTHERS, SINK, WIDE, Figure, new_fig
 from sinkscope.run import Run
 
 NAME = "sinks-by-layer"
-ABOUT = "sink mass, sink rate, residual and MLP norms by layer: token 0 against the other early tokens (GS fig. 1)"
+ABOUT = "sinks and norms by layer: token 0 against the other early tokens (GS fig. 1)"
 TABLES = ("attention", "activation")
 
 
@@ -22,28 +23,27 @@ def draw(run: Run) -> Figure:
     figure = new_figure(WIDE, 2.1)
     mass, rate, residual, mlp = figure.subplots(1, 4)
     epsilon = (run.manifest.get("config") or {}).get("epsilon")
-    _panel(mass, "sink mass", attention, "sink_mass", "sink_mass")
-    _panel(rate, "sink rate" if epsilon is None else f"sink rate (ε = {epsilon:g})", attention, *["sink_fraction"] * 2)
-    for ax in (mass, rate):
-        ax.set_ylim(-0.03, 1.03)
-        ax.set_yticks([0, 0.5, 1])
-    for ax, site, name in ((residual, "layer_out", "norm of layer output"), (mlp, "mlp_out", "norm of MLP output")):
-        _panel(ax, name, activation[activation["site"] == site], "norm_mean", "norm_max", log=True)
+    _panel(mass, "sink mass", attention, "sink_mass", share=True)
+    name = "sink rate" if epsilon is None else f"sink rate (ε = {epsilon:g})"
+    _panel(rate, name, attention, "sink_fraction", share=True)
+    for ax, site, name in (
+        (residual, "layer_out", "norm of layer output"),
+        (mlp, "mlp_out", "norm of MLP output"),
+    ):
+        _panel(ax, name, activation[activation["site"] == site], "norm_mean", log=True)
     handles, labels = mass.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3)
     figure.suptitle(title(run, WIDE))
     return figure
 
 
-def _panel(ax: Axes, name: str, table: pd.DataFrame, column: str, highest: str, log: bool = False) -> None:
-    """`highest` is the column whose maximum over positions is drawn: per-sequence maxima where the table has them."""
+def _panel(ax: Axes, name: str, table: pd.DataFrame, column: str, **scale: bool) -> None:
     ax.set_title(name)
-    layer_axis(ax)
     if table.empty:
         say(ax, "no such site\nin this family")
         return
     # heads first: a maximum over positions is meant of what the layer does, not of one head
-    means = table.groupby(["layer", "position"])[[*{column, highest}]].mean().reset_index()
+    means = table.groupby(["layer", "position"])[[column]].mean().reset_index()
     later = means[means["position"] > 0]
     line_by_layer(ax, means[means["position"] == 0].set_index("layer")[column], label="token 0", **SINK)
     if len(later):
@@ -51,6 +51,6 @@ def _panel(ax: Axes, name: str, table: pd.DataFrame, column: str, highest: str, 
         places = f"positions 1–{most}" if most > 1 else "position 1"
         by_layer = later.groupby("layer")
         line_by_layer(ax, by_layer[column].mean(), label=f"mean over {places}", **OTHERS)
-        line_by_layer(ax, by_layer[highest].max(), label=f"maximum over {places} (norms: and over sequences)", **HIGHEST)
-    value_axis(ax, log)
+        line_by_layer(ax, by_layer[column].max(), label=f"maximum over {places}", **HIGHEST)
     layer_axis(ax)
+    value_axis(ax, **scale)

@@ -62,7 +62,7 @@ SETTINGS: dict[str, Any] = {
 # Lines differ in colour, lightness, dashes and marker, so that any one of them is enough.
 NAVY, VERMILION, SKY, GREY = "#10315c", "#c8501e", "#6fb1dc", "#8a8a8a"
 # The broken and thinner ones lie on top, so that lines that coincide are all seen.
-SINK = {"color": NAVY, "linestyle": "-", "marker": "o", "linewidth": 1.4, "markersize": 3, "zorder": 2}
+SINK = {"color": NAVY, "linestyle": "-", "marker": "o", "linewidth": 1.3, "markersize": 3, "zorder": 2}
 OTHERS = {"color": VERMILION, "linestyle": "--", "marker": "s", "markersize": 2.4, "zorder": 3}
 HIGHEST = {"color": SKY, "linestyle": ":", "marker": "^", "markersize": 2.4, "zorder": 4}
 
@@ -70,7 +70,7 @@ SEQUENTIAL = colormaps["magma_r"].with_extremes(bad="#d9d9d9")  # perceptually u
 
 
 @contextmanager
-def style() -> Iterator[None]:
+def in_style() -> Iterator[None]:
     """Our settings on top of matplotlib's own, whatever the user's are, and theirs again afterwards."""
     with matplotlib.style.context(["default", SETTINGS]):
         yield
@@ -89,7 +89,7 @@ class Figure(MatplotlibFigure):
         undated = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}.get(kind)
         if undated is not None:
             kwargs["metadata"] = undated | kwargs.get("metadata", {})
-        with style():
+        with in_style():
             super().savefig(fname, **kwargs)
 
     def _repr_png_(self) -> bytes:

@@ -34,21 +34,22 @@ class Attention(Observable):
         self.groups[layer] = read.query.shape[1] // read.key.shape[1]
         sums = column_sums(read, batch.columns(positions), window)
 
-        window_mass = window_means(sums.window, batch, window)  # (B,H,T), by position
+        window_mass = window_means(sums.window, batch, window, positions)
         queries = batch.queries_from(positions)[:, None].to(read.lse.device)
         statistics = {
-            "window_mass": window_mass[..., :positions],
-            "sink_fraction": window_mass[..., :positions] > self.settings.epsilon,
+            "window_mass": window_mass,
+            "sink_fraction": window_mass > self.settings.epsilon,
             "sink_mass": batch.at_positions(sums.mass, positions) / queries,
             "sink_second_moment": batch.at_positions(sums.second, positions) / queries,
         }
         present = batch.present(positions)
         for name, statistic in statistics.items():
             self.columns[name].add(layer, statistic, present)
-        if sums.entropy is not None:
-            self.heads["attention_entropy"].add(layer, mean_over_queries(sums.entropy, batch))
+        # one sequence too long to be read whole leaves no mean over all of them
+        entropy = torch.full_like(read.lse, torch.nan) if sums.entropy is None else sums.entropy
+        self.heads["attention_entropy"].add(layer, mean_over_queries(entropy, batch))
         self.heads["missing_mass"].add(layer, mean_over_queries(read.missing_mass, batch))
-        self._list_sinks(layer, window_mass, batch)
+        self._list_sinks(layer, window_means(sums.window, batch, window, read.length), batch)
 
     def _list_sinks(self, layer: int, window_mass: torch.Tensor, batch: Batch) -> None:
         is_sink = window_mass > self.settings.epsilon
@@ -87,23 +88,17 @@ class Attention(Observable):
     def _by_head(self) -> pd.DataFrame:
         frames = []
         for layer, groups in sorted(self.groups.items()):
-            missing = self.heads["missing_mass"][layer]
-            measured = layer in self.heads["attention_entropy"].keys()  # noqa: SIM118 (not a dict)
-            entropy = self.heads["attention_entropy"][layer] if measured else np.full(missing.shape, np.nan)
-            frame = long_form(
-                {"layer": layer, "head": range(len(missing))},
-                {"attention_entropy": entropy, "missing_mass": missing},
-            )
+            arrays = {name: mean[layer] for name, mean in self.heads.items()}  # (H,)
+            frame = long_form({"layer": layer, "head": range(len(arrays["missing_mass"]))}, arrays)
             frame.insert(2, "kv_head", frame["head"] // groups)
             frames.append(frame)
         return pd.concat(frames, ignore_index=True)
 
 
-def window_means(window_sums: torch.Tensor, batch: Batch, window: int) -> torch.Tensor:
-    """α_s (GS eq. 1): sums over t = s … s+W-1 by column (B,H,T) → means by position (B,H,T)."""
-    length = window_sums.shape[-1]
-    queries = batch.queries_from(length).clamp(max=window)
-    return batch.at_positions(window_sums, length) / queries[:, None].to(window_sums.device)
+def window_means(window_sums: torch.Tensor, batch: Batch, window: int, positions: int) -> torch.Tensor:
+    """α_s (GS eq. 1): sums over t = s … s+W-1 by column (B,H,T) → means by position (B,H,P)."""
+    queries = batch.queries_from(positions).clamp(max=window)
+    return batch.at_positions(window_sums, positions) / queries[:, None].to(window_sums.device)
 
 
 def mean_over_queries(rows: torch.Tensor, batch: Batch) -> torch.Tensor:

@@ -49,10 +49,10 @@ class Observable(ABC):
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
 
-    def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
+    def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:  # noqa: B027 (optional)
         """One residual-stream site of one layer, the moment it exists."""
 
-    def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
+    def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:  # noqa: B027 (optional)
         """One layer's attention."""
 
     @abstractmethod

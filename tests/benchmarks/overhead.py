@@ -7,6 +7,7 @@ The bare forward makes no logits (`logits_to_keep=1`), as `analyze`'s pass does;
 """
 
 import argparse
+import os
 import resource
 import statistics
 import subprocess
@@ -33,7 +34,7 @@ SHAPES = ((8, 64), (1, 2048))
 
 def variants(model, shape: tuple[int, int]) -> dict[str, Callable[[], None]]:
     """Name → one pass. The model is left wrapped only inside `analyze` passes."""
-    sequences, length = shape
+    length = shape[1]
     ids = torch.randint(100, 40_000, shape, generator=torch.Generator().manual_seed(0))
     batch = Batch(ids, torch.ones_like(ids))
     family = find_family(model)
@@ -92,16 +93,19 @@ def report_memory(model_name: str | None, shape: tuple[int, int], names: list[st
     base = None
     for name in names:
         command = [sys.executable, __file__, "--peak-of", name, "--shape", *map(str, shape)]
+        # every tensor of its own mapping, so that freed memory goes back at once and the high-water mark is exact
+        environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
         output = subprocess.run(
-            [*command, *([model_name] if model_name else [])], check=True, capture_output=True, text=True
-        ).stdout
+            [*command, *([model_name] if model_name else [])], check=True, stdout=subprocess.PIPE, text=True,
+            env=environment,
+        ).stdout  # fmt: skip
         peak = float(output.split()[-1])
         base = base or peak
         print(f"  {name:<40} {peak:8.0f} MB   {peak / base:5.2f} ×")
 
 
 def print_peak(model, shape: tuple[int, int], name: str) -> None:
-    """Peak resident memory of one pass in this process, in MB above the start. A tiny pass loads the libraries first."""
+    """Peak resident memory of one pass in this process, in MB above the start; a short pass loads the libraries."""
     variants(model, (1, 64))[name.replace("all columns", "16 columns")]()
     one_pass = variants(model, shape)[name]
     with open("/proc/self/clear_refs", "w") as clear:

@@ -23,7 +23,7 @@ from sinkscope.summary import WHOLE_MODEL
 from sinkscope.tables import write_table
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from sinkscope.figures.style import Figure
 
 MANIFEST = "comparison.json"
 
@@ -89,7 +89,7 @@ def compare(
     SinkscopeError where writing fails.
     """
     if len(runs) < 2:
-        raise InputError(f"a comparison needs at least two runs, and {len(runs) or 'none'} was given")
+        raise InputError(f"a comparison needs at least two runs; {len(runs) or 'none'} was given")
     folder = None if out is None else check_output(out, overwrite, MANIFEST)
     opened = tuple(run if isinstance(run, Run) else Run.open(run) for run in runs)
     names = _labels(opened)

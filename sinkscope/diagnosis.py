@@ -11,7 +11,7 @@ from sinkscope import loading
 from sinkscope.analysis import family_of
 from sinkscope.attention_weights import AttentionRead
 from sinkscope.batch import Batch
-from sinkscope.families import RESIDUAL_SITES, Family, check_wiring, read_sites
+from sinkscope.families import RESIDUAL_SITES, Family, check_wiring, embedding_weight, read_sites
 from sinkscope.loading import LoadedModel
 from sinkscope.observables import OBSERVABLES
 from sinkscope.observables.observable import Observable, Settings
@@ -84,7 +84,7 @@ def _facts(loaded: LoadedModel, family: Family) -> dict[str, str]:
         "attention": f"{loaded.model.config._attn_implementation} by itself; seam through the {family.door}"
         + (f"; {sliding} layers slide a window of {text.sliding_window}" if sliding else ""),
         "dtype": f"{str(parameter.dtype).removeprefix('torch.')} on {parameter.device}",
-        "tokenizer": type(loaded.tokenizer).__name__ if loaded.tokenizer else "none: give token ids, random or repeated",
+        "tokenizer": type(loaded.tokenizer).__name__ if loaded.tokenizer else "none: token ids, random or repeated only",
         "sites": ", ".join((*present, "query", "key", "value", "attn_mix")),
         "observables": ", ".join(name for name, item in OBSERVABLES.items() if _applies(item, family)),
     }
@@ -96,7 +96,7 @@ def _applies(observable: type[Observable], family: Family) -> bool:
 
 def _tokens(model: PreTrainedModel) -> Batch:
     """One sequence of random ids: enough to compare, and no tokenizer needed."""
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    vocabulary = embedding_weight(model).shape[0]
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary // 10, vocabulary, (1, TOKENS), generator=generator)
     return Batch(ids, torch.ones_like(ids))
@@ -150,6 +150,6 @@ def _weights(model: PreTrainedModel, family: Family, batch: Batch) -> tuple[str,
         eager = model(batch.token_ids.to(model.device), use_cache=False, output_attentions=True).attentions
     finally:
         model.set_attn_implementation(before)
-    errors = [(mine - theirs[0, :, :, 0].float().cpu()).abs().max() for mine, theirs in zip(observable.columns, eager, strict=True)]
-    worst = float(max(errors))
+    pairs = zip(observable.columns, eager, strict=True)
+    worst = max(float((mine - theirs[0, :, :, 0].float().cpu()).abs().max()) for mine, theirs in pairs)
     return ("attention to position 0 is transformers' eager", worst < TOLERANCE[eager[0].dtype], f"within {worst:.1e}")
