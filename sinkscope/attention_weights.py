@@ -29,6 +29,11 @@ class AttentionRead:
     call: AttentionCall
     batch: Batch
 
+    def detached(self) -> "AttentionRead":
+        """The same without its graph."""
+        tensors = (self.query.detach(), self.key.detach(), self.value.detach(), self.lse.detach())
+        return AttentionRead(*tensors, self.call, self.batch)
+
     @property
     def length(self) -> int:
         return self.query.shape[2]

@@ -48,6 +48,15 @@ class Batch:
             index = index.unsqueeze(1)
         return x.gather(-1, index.expand(*x.shape[:-1], positions))
 
+    def tokens_at(self, x: torch.Tensor, positions: int) -> torch.Tensor:
+        """Tokens by column (B,T,…) → by position (B,P,…); zero past a sequence's end."""
+        by_position = self.at_positions(x.movedim(1, -1), positions)
+        present = self.present(positions)
+        if present is not None:
+            present = present.to(x.device)
+            by_position = by_position.masked_fill(~present.view(len(present), *[1] * (x.dim() - 2), -1), 0.0)
+        return by_position.movedim(-1, 1)
+
     def present(self, positions: int) -> torch.Tensor | None:
         """(B,P) bool: the sequence has this position; None when all have all."""
         if self.valid is None and positions <= self.token_ids.shape[1]:

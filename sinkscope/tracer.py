@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from nnsight import NNsight
 from nnsight.intervention.interleaver import OutOfOrderError
 from transformers import PreTrainedModel
@@ -15,8 +16,10 @@ from sinkscope.attention_weights import AttentionRead
 from sinkscope.batch import Batch
 from sinkscope.errors import SinkscopeError
 from sinkscope.families import RESIDUAL_SITES, Family, embedding_weight, first_tensor
-from sinkscope.observables.observable import Observable, Reading
-from sinkscope.seam import NAME, Seam, open_seam
+from sinkscope.observables.observable import GradientObservable, Observable, Reading
+from sinkscope.seam import NAME, Seam, open_seam, upcast
+
+IGNORED = -100  # the label of a token that is not predicted
 
 
 class Tracer:
@@ -35,6 +38,22 @@ class Tracer:
         with torch.no_grad():
             with self.traced.trace(**inputs):  # noqa: SIM117 (nnsight reads the source of this block)
                 self._read_layers(batch, observables, wanted)
+
+    def forward_backward(self, batch: Batch, observables: Sequence[Observable]) -> float:
+        """One forward and backward pass. → the summed cross-entropy of the batch's predicted tokens.
+
+        Parameters stay frozen: gradients flow from the embeddings, so that no weight gradient is ever made.
+        """
+        wanted = {site for observable in observables for site in observable.sites}
+        inputs = self.model_inputs(batch)
+        with torch.enable_grad():
+            with self.traced.trace(**inputs):
+                embeddings = self.traced.get(self._embedding_path).output.requires_grad_(True)
+                self._read_layers(batch, observables, wanted)
+                loss = summed_loss(self.traced.output.logits, batch)
+                torch.autograd.grad(loss, embeddings)
+                value = loss.detach().save()
+        return float(value)
 
     def logits(self, batch: Batch) -> torch.Tensor:
         """The model's own logits (B,T,V), read in a trace with the seams in: for checks of parity."""
@@ -56,6 +75,11 @@ class Tracer:
         return inputs
 
     @cached_property
+    def _embedding_path(self) -> str:
+        embedding = self.model.get_input_embeddings()
+        return next(path for path, module in self.model.named_modules() if module is embedding)
+
+    @cached_property
     def _parameters(self) -> frozenset[str]:
         return frozenset(inspect.signature(self.model.forward).parameters)
 
@@ -70,17 +94,32 @@ class Tracer:
             for site in self._reading_order(wanted):
                 watching = [observable for observable in observables if site in observable.sites]
                 if site == "attention":
-                    read = self._attention(layer, batch)
-                    for observable in watching:
-                        observable.see_attention(layer, read, batch)
-                    del read
+                    self._see_attention(layer, watching, batch)
                     continue
                 tensor = first_tensor(self._envoy(layer).get(self.family.sites[site]))
                 if tensor is not last_tensor:  # a layer's input is the last one's output: reduce it once
-                    reading = Reading(tensor.view(*batch.token_ids.shape, -1), batch)
+                    reading = Reading(tensor.detach().view(*batch.token_ids.shape, -1), batch)
                     last_tensor = tensor
                 for observable in watching:
-                    observable.see(layer, site, reading, batch)
+                    if isinstance(observable, GradientObservable):
+                        observable.watch(layer, site, tensor, batch)
+                    else:
+                        observable.see(layer, site, reading, batch)
+
+    def _see_attention(self, layer: int, watching: Sequence[Observable], batch: Batch) -> None:
+        read = self._attention(layer, batch)
+        plain = read.detached()
+        for observable in watching:
+            if not isinstance(observable, GradientObservable):
+                observable.see_attention(layer, plain, batch)
+        backward = [observable for observable in watching if isinstance(observable, GradientObservable)]
+        if backward:
+            mix = self._taps(layer).mix.output
+            for observable in backward:
+                observable.watch_attention(layer, read, mix, batch)
+
+    def _taps(self, layer: int) -> Any:
+        return self._envoy(layer).get(f"{self.family.attention}.{NAME}")
 
     def _reading_order(self, wanted: set[str]) -> list[str]:
         """The wanted sites that this family has, attention after the norm in front of it."""
@@ -91,7 +130,7 @@ class Tracer:
         return self.traced.get(self.family.layers)[layer]
 
     def _attention(self, layer: int, batch: Batch) -> AttentionRead:
-        taps = self._envoy(layer).get(f"{self.family.attention}.{NAME}")
+        taps = self._taps(layer)
         seam = self.seams[layer]
         try:
             seen = {name: getattr(taps, name).output for name in seam.order if name != "mix"}
@@ -102,6 +141,17 @@ class Tracer:
         if seam.call is None or seen["lse"].shape != expected or seen["key"].shape[2] != length:
             raise _unrecognised(layer)
         return AttentionRead(**seen, call=seam.call, batch=batch)
+
+
+def summed_loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Cross-entropy of each token given those before it, summed over the batch's predicted tokens."""
+    real = batch.attention_mask.bool()
+    # a token is predicted where it and the one before it are real: padding on the left predicts nothing
+    labels = batch.token_ids[:, 1:].masked_fill(~(real[:, 1:] & real[:, :-1]), IGNORED)
+    logits = upcast(logits[:, :-1])
+    return F.cross_entropy(
+        logits.flatten(0, 1), labels.flatten().to(logits.device), ignore_index=IGNORED, reduction="sum"
+    )
 
 
 def _unrecognised(layer: int) -> SinkscopeError:

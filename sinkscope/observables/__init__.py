@@ -11,5 +11,5 @@ OBSERVABLES: dict[str, type[Observable]] = {
     for module in modules_of(sys.modules[__name__])
     for item in vars(module).values()
     if isinstance(item, type) and issubclass(item, Observable) and item.__module__ == module.__name__
-    if item is not Observable
+    if hasattr(item, "name")
 }

@@ -60,6 +60,20 @@ class Observable(ABC):
         """The tables so far, each beginning with `layer` (tables.py puts model and condition in front)."""
 
 
+class GradientObservable(Observable):
+    """An observable of the backward pass: it hangs hooks on the sites' own tensors, which reduce what arrives."""
+
+    loss_scale = 1.0  # 1 ÷ the number of predicted tokens of the run: gradients arrive for the sum of the loss
+
+    @abstractmethod
+    def watch(self, layer: int, site: str, tensor: torch.Tensor, batch: Batch) -> None:
+        """One residual-stream site of one layer, with its graph."""
+
+    @abstractmethod
+    def watch_attention(self, layer: int, read: AttentionRead, mix: torch.Tensor, batch: Batch) -> None:
+        """One layer's attention and its heads' mix (B,T,H,d), with their graph."""
+
+
 class Mean:
     """Running mean over sequences of statistics (…,P), one accumulator per key, summed in float64 where they arise."""
 
