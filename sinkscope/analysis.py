@@ -31,13 +31,14 @@ from sinkscope.families import Family, calibrate, embedding_weight, find_family
 from sinkscope.inputs import TokenInputs, build_inputs, check_source, token_text
 from sinkscope.loading import LoadedModel
 from sinkscope.observables import OBSERVABLES
-from sinkscope.observables.observable import Observable, Settings
+from sinkscope.observables.observable import GradientObservable, Observable, Settings
 from sinkscope.run import Run, check_output, new_folder, write_run
 from sinkscope.summary import summarise
 from sinkscope.tables import shape_table
 from sinkscope.tracer import Tracer, open_tracer
 
 TOKENS_PER_BATCH = {"cpu": 2048, "cuda": 16384}  # where --batch-size auto starts
+BACKWARD_COSTS = 4  # times the memory of a forward pass, about: logits and every layer's activations stay
 
 
 def analyze(
@@ -75,6 +76,8 @@ def analyze(
         console.print(f"note: {notice}", markup=False, highlight=False, soft_wrap=True)
 
     tables, facts = measure(loaded, family, inputs, config, console)
+    for notice in facts.notices:
+        console.print(f"note: {notice}", markup=False, highlight=False, soft_wrap=True)
     manifest = _manifest(loaded, family, inputs, config, facts, list(tables), start)
     run = Run(manifest, tables, folder)
     if folder is not None:
@@ -141,6 +144,8 @@ class Facts:
 
     batch_size: int = 0
     scaling: tuple[float, ...] = ()  # of the logits, a layer each
+    loss: float | None = None  # cross-entropy per predicted token, where there was a backward pass
+    notices: tuple[str, ...] = ()
 
 
 def measure(
@@ -155,11 +160,12 @@ def measure(
     facts = Facts()
     with open_tracer(loaded.model, family, config.attn) as tracer:
         observables = _pass(tracer, inputs, names, settings, config, facts, console)
+        facts.notices = tuple(notice for observable in observables for notice in observable.notices())
         raw = {name: table for observable in observables for name, table in observable.tables().items()}
         raw |= _details(tracer, inputs, raw)
         facts.scaling = tuple(seam.call.scaling if seam.call else float("nan") for seam in tracer.seams)
     tables = publish(raw, loaded, inputs.condition)
-    summary = summarise(tables, inputs, family, facts.scaling)
+    summary = summarise(tables, inputs, family, facts.scaling, facts.loss)
     return tables | {"summary": shape_table("summary", summary, loaded.name, inputs.condition, {})}, facts
 
 
@@ -182,17 +188,30 @@ def _pass(
     console: Console | None,
 ) -> list[Observable]:
     """Every batch through the tracer. Out of memory: again from the start with half the batch."""
+    backward = any(issubclass(OBSERVABLES[name], GradientObservable) for name in names)
+    predicted = inputs.num_tokens - len(inputs)  # all but each sequence's first
     device = tracer.model.device.type
-    automatic = max(1, TOKENS_PER_BATCH.get(device, TOKENS_PER_BATCH["cpu"]) // inputs.longest)
+    tokens = TOKENS_PER_BATCH.get(device, TOKENS_PER_BATCH["cpu"]) // (BACKWARD_COSTS if backward else 1)
+    automatic = max(1, tokens // inputs.longest)
     wanted = automatic if config.batch_size == "auto" else config.batch_size
 
     def all_batches(batch_size: int) -> list[Observable]:
         facts.batch_size = batch_size
         observables = [OBSERVABLES[name](settings) for name in names]
+        for observable in observables:
+            if isinstance(observable, GradientObservable):
+                observable.prepare(tracer.model, tracer.family, predicted)
+        loss = 0.0
         with _progress(console) as advance:
             for first, batch in batches_of(inputs, batch_size):
-                tracer.forward(batch, observables)
+                if backward:
+                    loss += tracer.forward_backward(batch, observables)
+                else:
+                    tracer.forward(batch, observables)
                 advance(first + len(batch.token_ids), len(inputs))
+        facts.loss = loss / predicted if backward else None
+        if facts.loss is not None and not math.isfinite(facts.loss):
+            raise SinkscopeError(f"the loss is {facts.loss}: gradients of this model on this input mean nothing")
         return observables
 
     attempt = find_executable_batch_size(
@@ -303,6 +322,7 @@ def _manifest(
         "kernel": config.attn,
         "scaling": [None if math.isnan(scaling) else scaling for scaling in facts.scaling],
         "batch_size": facts.batch_size,
+        "notices": list(facts.notices),
         "input": {
             "sequences": len(inputs),
             "tokens": inputs.num_tokens,

@@ -30,6 +30,12 @@ class Batch:
         return self.attention_mask.sum(dim=1)
 
     @cached_property
+    def predicting(self) -> torch.Tensor:
+        """(B,T) bool: tokens whose successor is predicted, all but each sequence's last."""
+        real = self.attention_mask.bool()
+        return real & torch.cat([real[:, 1:], torch.zeros_like(real[:, :1])], dim=1)
+
+    @cached_property
     def position_ids(self) -> torch.Tensor:
         """(B,T): what a model with positions must be told when the padding is on the left."""
         return (self.attention_mask.cumsum(dim=1) - 1).clamp(min=0)

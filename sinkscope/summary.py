@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.families import Family
+from sinkscope.gradient_summary import gradient_summary
 from sinkscope.inputs import TokenInputs
 
 FEWEST_QUERIES = 16  # a later position with fewer queries behind it cannot be told from a head that looks at itself
@@ -13,7 +14,11 @@ WHOLE_MODEL = -1
 
 
 def summarise(
-    tables: Mapping[str, pd.DataFrame], inputs: TokenInputs, family: Family, scaling: tuple[float, ...]
+    tables: Mapping[str, pd.DataFrame],
+    inputs: TokenInputs,
+    family: Family,
+    scaling: tuple[float, ...],
+    loss: float | None = None,
 ) -> pd.DataFrame:
     """(layer, metric, value) rows of every metric that the tables allow. Position 0 is meant where none is named.
 
@@ -25,6 +30,14 @@ def summarise(
     massive_count        massive activations per sequence
     max_inf_norm         largest over sites (the model's: over layers too)
     kurtosis             mean over sites (the model's: over layers too)
+    loss, perplexity     of the run's predicted tokens, where there was a backward pass
+    value_gradient_ratio, key_gradient_ratio    gradient norm ÷ mean over positions ≥ 5
+    bloat, change        of the attention branch at position 0; bloat_later, change_later: medians over positions ≥ 5
+    compress_slope, compress_correlation    of log₁₀ compress on log₁₀‖x‖ over layers ≥ 1 and positions, attention
+                         branch; also per token group of GS fig. 3, as compress_slope_2-3
+    identity_residual    the largest relative residual of ∇v_s = Σ_t a[t,s] g_t
+    theorem1_holds, theorem2_holds    share of heads and positions, of tokens, at which the bounds hold
+    theorem2_tightness   measured ÷ bound
     repeated_bound       proposition 4 of WSE, for rotary models on repeated tokens: what sink_mass cannot exceed
     """
     per_layer: dict[str, pd.Series] = {}
@@ -50,12 +63,17 @@ def summarise(
         per_layer["max_inf_norm"] = by_layer["max_inf_norm"].max()
         per_layer["kurtosis"] = by_layer["kurtosis"].mean()
         totals["max_inf_norm"] = float(per_layer["max_inf_norm"].max())
+    if loss is not None:
+        totals |= {"loss": loss, "perplexity": float(np.exp(loss))}
+    if "gradient" in tables:
+        by_layer_gradient, fits = gradient_summary(tables)
+        per_layer |= by_layer_gradient
+        totals |= fits
     rows = [
         (int(layer), metric, float(value)) for metric, series in per_layer.items() for layer, value in series.items()
     ]
-    rows += [
-        (WHOLE_MODEL, metric, totals.get(metric, float(series.mean()))) for metric, series in per_layer.items()
-    ]
+    whole = {metric: float(series.mean()) for metric, series in per_layer.items()} | totals
+    rows += [(WHOLE_MODEL, metric, value) for metric, value in whole.items()]
     return pd.DataFrame(rows, columns=["layer", "metric", "value"])
 
 

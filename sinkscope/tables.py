@@ -25,6 +25,10 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "outlier": ("site", "max_inf_norm", "kurtosis"),
     "attention_maps": ("head", "sequence", "query", "key", "token_id", "token", "weight"),
     "massive_map": ("sequence", "position", "token_id", "token", "coordinate", "magnitude", "is_top"),
+    "gradient": ("pathway", "head", "position", "grad_norm"),
+    "gradient_ratio": ("branch", "position", "input_norm", "bloat", "compress", "change"),
+    "gradient_check": ("head", "position", "identity_residual", "lower_bound", "measured", "upper_bound", "holds"),
+    "norm_bound": ("branch", "position", "measured", "bound", "holds", "tightness"),
     "summary": ("metric", "value"),
 }  # fmt: skip
 

@@ -145,9 +145,7 @@ class Tracer:
 
 def summed_loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Cross-entropy of each token given those before it, summed over the batch's predicted tokens."""
-    real = batch.attention_mask.bool()
-    # a token is predicted where it and the one before it are real: padding on the left predicts nothing
-    labels = batch.token_ids[:, 1:].masked_fill(~(real[:, 1:] & real[:, :-1]), IGNORED)
+    labels = batch.token_ids[:, 1:].masked_fill(~batch.predicting[:, :-1], IGNORED)
     logits = upcast(logits[:, :-1])
     return F.cross_entropy(
         logits.flatten(0, 1), labels.flatten().to(logits.device), ignore_index=IGNORED, reduction="sum"

@@ -4,31 +4,40 @@ The loss is the causal-LM loss exactly as in training: cross-entropy summed over
 ÷ their number, so that the batch size changes nothing. Every gradient is reduced the moment it appears.
 """
 
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import pandas as pd
 import torch
+from torch import nn
 
 from sinkscope.attention_weights import AttentionRead, row_chunks
 from sinkscope.batch import Batch
+from sinkscope.errors import SinkscopeError
+from sinkscope.families import Family
 from sinkscope.observables.observable import GradientObservable, Mean, Settings, long_form
-from sinkscope.seam import grouped_matmul, upcast
+from sinkscope.seam import upcast
 
 ALL_HEADS = -1
 GRAM_QUERIES = 64  # queries, evenly spaced, on which theorem 1's μ, σ² and ρ are measured
 RATIOS = ("input_norm", "bloat", "compress", "change")
+# A branch's sites in the roles of GS eq. 3: its input x, its norm's output y, its own output r, the stream behind it z
+BRANCHES = {
+    "attn": ("layer_in", "attn_norm", "attn_out", "mid"),
+    "mlp": ("mid", "mlp_norm", "mlp_out", "layer_out"),
+}
 
 
 class Gradient(GradientObservable):
-    """Tables `gradient`, `gradient_ratio` and `gradient_check`.
+    """Tables `gradient`, `gradient_ratio`, `gradient_check` (theorem 1) and `norm_bound` (theorem 2).
 
     Ratios are taken per sequence and token; a row is their mean over sequences. Tokens without any gradient (the last
     ones predict nothing) have no ratio.
     """
 
     name = "gradient"
-    about = "gradients of query, key and value by token; bloat, compress and change; GS's theorem 1"
+    about = "gradients of query, key and value by token; bloat, compress and change; GS's two theorems checked"
     sites = (
         "layer_in", "attn_norm", "attention", "attn_mix", "attn_out", "mid", "mlp_norm", "mlp_out", "layer_out",
     )  # fmt: skip
@@ -37,16 +46,34 @@ class Gradient(GradientObservable):
         super().__init__(settings)
         self.pathways: dict[tuple[int, str], torch.Tensor] = {}  # Σ over all sequences of the gradient, (heads,P,d)
         self.ratios = {name: Mean() for name in RATIOS}
+        self.bounds = {name: Mean() for name in ("measured", "bound", "holds", "tightness")}
+        self.gains: dict[tuple[int, str], NormGain] = {}
+        self.vanished = self.counted = 0  # tokens whose gradient at a layer's input is 0, of all that predict
+        self.finite = True
         self.theorem = TheoremOne(settings.positions)
         self._seen: dict[tuple[int, str], torch.Tensor] = {}  # gradients of this batch that a later one is held against
-        self._norms: dict[tuple[int, str], torch.Tensor] = {}  # forward norms of the branches' inputs
+        self._norms: dict[tuple[int, str], torch.Tensor] = {}  # ‖x‖ of the branches' inputs, (B,T)
+        self._scales: dict[tuple[int, str], torch.Tensor] = {}  # what the branches' norms divide by, (B,T)
         self._routed: dict[int, torch.Tensor] = {}  # Σ_t a[t,s] g_t by layer, until ∇v_s comes
+
+    def prepare(self, model: nn.Module, family: Family, predicted: int) -> None:
+        self.loss_scale = 1.0 / predicted
+        for layer, module in enumerate(family.layer_modules(model)):
+            for branch, (_, norm, _, behind) in BRANCHES.items():
+                address = family.sites.get(norm)
+                if address is not None and behind in family.sites:
+                    found = module.get_submodule(address.removesuffix(".output"))
+                    self.gains[layer, branch] = norm_gain(found, model.config.get_text_config().hidden_size)
 
     # ------------------------------------------------------------------ the forward pass: hang up the hooks
 
     def watch(self, layer: int, site: str, tensor: torch.Tensor, batch: Batch) -> None:
-        if site in ("layer_in", "mid"):
-            self._norms[layer, site] = torch.linalg.vector_norm(upcast(tensor.detach()), dim=-1)
+        for branch, (x, *_) in BRANCHES.items():
+            if site == x:
+                entries = upcast(tensor.detach()).view(*batch.token_ids.shape, -1)
+                self._norms[layer, branch] = torch.linalg.vector_norm(entries, dim=-1)
+                if (layer, branch) in self.gains:
+                    self._scales[layer, branch] = self.gains[layer, branch].divisor(entries)
         tensor.register_hook(partial(self._on_stream, layer, site, batch))
 
     def watch_attention(self, layer: int, read: AttentionRead, mix: torch.Tensor, batch: Batch) -> None:
@@ -72,39 +99,70 @@ class Gradient(GradientObservable):
 
     def _on_stream(self, layer: int, site: str, batch: Batch, gradient: torch.Tensor) -> None:
         """∇ at a site of the residual stream, (B,T,D)."""
-        gradient = upcast(gradient).view(*batch.token_ids.shape, -1)
-        self._seen[layer, site] = gradient
+        self._seen[layer, site] = upcast(gradient).view(*batch.token_ids.shape, -1)
         if site == "mid":
-            self._add_ratios(layer, "mlp", ("mid", "mlp_norm", "mlp_out", "layer_out"), batch)
+            self._add_ratios(layer, "mlp", batch)
         if site == "layer_in":
-            self._add_ratios(layer, "attn", ("layer_in", "attn_norm", "attn_out", "mid"), batch)
+            self._add_ratios(layer, "attn", batch)
+            self._look_for_underflow(self._seen[layer, site], batch)
             for key in [key for key in self._seen if key[0] == layer]:
                 del self._seen[key]
 
-    def _add_ratios(self, layer: int, branch: str, sites: tuple[str, str, str, str], batch: Batch) -> None:
-        """GS eq. 3 for one branch: its input x, its norm's output y, its own output r, the stream behind it z."""
-        x, y, r, z = (self._seen.get((layer, site)) for site in sites)
-        nothing = torch.full_like(self._norms[layer, sites[0]].view(*batch.token_ids.shape), torch.nan)
+    def _add_ratios(self, layer: int, branch: str, batch: Batch) -> None:
+        """GS eq. 3 for one branch: what of it this family's wiring defines, the rest NaN."""
+        x, y, r, z = (self._seen.get((layer, site)) for site in BRANCHES[branch])
         norm = partial(torch.linalg.vector_norm, dim=-1)
-        behind = None if z is None else norm(z)
-        of_norm = None if y is None else norm(y)
+        input_norm = self._norms[layer, branch]
+        undefined = torch.full_like(input_norm, torch.nan)
+        compress = undefined if x is None or y is None or z is None else norm(x - z) / norm(y)
         statistics = {
-            "input_norm": self._norms[layer, sites[0]].view(*batch.token_ids.shape),
-            "bloat": nothing if of_norm is None or r is None else of_norm / norm(r),
-            "compress": nothing if of_norm is None or x is None or z is None else norm(x - z) / of_norm,
-            "change": nothing if x is None or behind is None else norm(x) / behind,
+            "input_norm": input_norm,
+            "bloat": undefined if y is None or r is None else norm(y) / norm(r),
+            "compress": compress,
+            "change": undefined if x is None or z is None else norm(x) / norm(z),
         }
-        positions = self.settings.positions
         for name, statistic in statistics.items():
-            statistic = batch.at_positions(statistic, positions)
-            present = batch.present(positions)
-            measured = statistic.isfinite() if present is None else statistic.isfinite() & present.to(statistic.device)
-            self.ratios[name].add((layer, branch), statistic, measured)
+            self._add(self.ratios[name], (layer, branch), statistic, batch)
+        if (layer, branch) in self.gains:
+            bound = self.gains[layer, branch].largest / self._scales[layer, branch]
+            defined = compress.isfinite()
+            # half a per cent for the round-off of the two gradients' difference
+            holds = torch.where(defined, (compress <= 1.005 * bound).to(bound.dtype), torch.nan)
+            checks = {"measured": compress, "bound": bound, "holds": holds, "tightness": compress / bound}
+            for name, statistic in checks.items():
+                self._add(self.bounds[name], (layer, branch), statistic, batch)
+
+    def _add(self, mean: Mean, key: tuple[int, str], statistic: torch.Tensor, batch: Batch) -> None:
+        """Into the mean over sequences, where there is a value: a token without any gradient has no ratio."""
+        statistic = batch.at_positions(statistic, self.settings.positions)
+        defined = statistic.isfinite()
+        present = batch.present(self.settings.positions)
+        mean.add(key, statistic, defined if present is None else defined & present.to(defined.device))
+
+    def _look_for_underflow(self, gradient: torch.Tensor, batch: Batch) -> None:
+        norms = torch.linalg.vector_norm(gradient, dim=-1)
+        predicting = batch.predicting.to(norms.device)
+        self.counted += int(predicting.sum())
+        self.vanished += int(((norms == 0) & predicting).sum())
+        self.finite &= bool(norms.isfinite().all())
+
+    def notices(self) -> list[str]:
+        if not self.finite:
+            raise SinkscopeError("a gradient overflowed: take --dtype bfloat16 or float32")
+        if self.vanished:
+            share = self.vanished / self.counted
+            return [f"{share:.1%} of the tokens' gradients underflowed to zero: take --dtype bfloat16 or float32"]
+        return []
 
     # ------------------------------------------------------------------------------------------ the tables
 
     def tables(self) -> dict[str, pd.DataFrame]:
-        return {"gradient": self._pathway_table(), "gradient_ratio": self._ratio_table(), "gradient_check": self.theorem.table()}
+        return {
+            "gradient": self._pathway_table(),
+            "gradient_ratio": self._mean_table(self.ratios),
+            "gradient_check": self.theorem.table(),
+            "norm_bound": self._mean_table(self.bounds),
+        }
 
     def _pathway_table(self) -> pd.DataFrame:
         frames = []
@@ -120,15 +178,49 @@ class Gradient(GradientObservable):
             )
         return pd.concat(frames, ignore_index=True)
 
-    def _ratio_table(self) -> pd.DataFrame:
+    def _mean_table(self, means: dict[str, Mean]) -> pd.DataFrame:
+        keys = next(iter(means.values())).keys()
+        if not keys:
+            return pd.DataFrame(columns=["layer", "branch", "position", *means])
         frames = [
             long_form(
                 {"layer": layer, "branch": branch, "position": range(self.settings.positions)},
-                {name: mean[layer, branch] for name, mean in self.ratios.items()},
+                {name: mean[layer, branch] for name, mean in means.items()},
             )
-            for layer, branch in self.ratios["change"].keys()  # noqa: SIM118 (not a dict)
+            for layer, branch in keys
         ]
         return pd.concat(frames, ignore_index=True)
+
+
+@dataclass(frozen=True)
+class NormGain:
+    """What bounds a norm's Jacobian: ‖J‖ ≤ ‖γ‖∞ ÷ rms(x) for RMSNorm (GS theorem 2), ÷ std(x) for LayerNorm."""
+
+    largest: float  # ‖γ‖∞
+    centred: bool  # LayerNorm
+    epsilon: float
+
+    def divisor(self, x: torch.Tensor) -> torch.Tensor:
+        """(B,T,D) → (B,T): √(mean square + ε), of the centred entries for LayerNorm."""
+        if self.centred:
+            x = x - x.mean(-1, keepdim=True)
+        return (x.square().mean(-1) + self.epsilon).sqrt()
+
+
+@torch.no_grad()
+def norm_gain(module: nn.Module, width: int) -> NormGain:
+    """A norm's gain, found by probing it, so that no family's way of storing γ (Gemma's is 1 + weight) matters.
+
+    Entries of ±1 have mean 0 and mean square 1: half the difference of the norm's answers to them and to their
+    negative is γ, with any bias gone. A constant input is centred away by LayerNorm and not by RMSNorm.
+    """
+    weight = next(module.parameters(), torch.zeros(1))
+    signs = torch.ones(1, 1, width, dtype=weight.dtype, device=weight.device)
+    centred = torch.equal(module(signs.clone()), module(-signs))
+    signs[..., 1::2] = -1
+    gain = float(upcast(module(signs) - module(-signs)).abs().max()) / 2
+    epsilon = next((value for name in ("variance_epsilon", "eps") if (value := getattr(module, name, None))), 0.0)
+    return NormGain(gain * (1 + epsilon) ** 0.5, centred, epsilon)
 
 
 class TheoremOne:

@@ -8,9 +8,11 @@ from typing import Any, ClassVar
 import numpy as np
 import pandas as pd
 import torch
+from torch import nn
 
 from sinkscope.attention_weights import AttentionRead
 from sinkscope.batch import Batch
+from sinkscope.families import Family
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,10 @@ class Observable(ABC):
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:  # noqa: B027 (optional)
         """One layer's attention."""
 
+    def notices(self) -> list[str]:
+        """What the user should know of the measurement. Errors: SinkscopeError if it cannot be used."""
+        return []
+
     @abstractmethod
     def tables(self) -> dict[str, pd.DataFrame]:
         """The tables so far, each beginning with `layer` (tables.py puts model and condition in front)."""
@@ -64,6 +70,10 @@ class GradientObservable(Observable):
     """An observable of the backward pass: it hangs hooks on the sites' own tensors, which reduce what arrives."""
 
     loss_scale = 1.0  # 1 ÷ the number of predicted tokens of the run: gradients arrive for the sum of the loss
+
+    @abstractmethod
+    def prepare(self, model: nn.Module, family: Family, predicted: int) -> None:
+        """Before the first batch of a run that predicts this many tokens in all."""
 
     @abstractmethod
     def watch(self, layer: int, site: str, tensor: torch.Tensor, batch: Batch) -> None:
