@@ -2,17 +2,10 @@
 
 import math
 import os
-import platform
-import resource
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -30,6 +23,7 @@ from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.families import Family, calibrate, embedding_weight, find_family
 from sinkscope.inputs import TokenInputs, build_inputs, check_source, token_text
 from sinkscope.loading import LoadedModel
+from sinkscope.manifest import Facts, make_manifest
 from sinkscope.observables import OBSERVABLES
 from sinkscope.observables.observable import GradientObservable, Observable, Settings
 from sinkscope.run import Run, check_output, new_folder, write_run
@@ -78,7 +72,7 @@ def analyze(
     tables, facts = measure(loaded, family, inputs, config, console)
     for notice in facts.notices:
         console.print(f"note: {notice}", markup=False, highlight=False, soft_wrap=True)
-    manifest = _manifest(loaded, family, inputs, config, facts, list(tables), start)
+    manifest = make_manifest(loaded, family, inputs, config, facts, list(tables), start)
     run = Run(manifest, tables, folder)
     if folder is not None:
         with _status(console, "drawing the figures"), new_folder(folder) as fresh:
@@ -136,16 +130,6 @@ def inputs_for(loaded: LoadedModel, config: RunConfig) -> TokenInputs:
         special_ids=(text.bos_token_id, text.pad_token_id, *ends),
         seed=config.seed,
     )
-
-
-@dataclass
-class Facts:
-    """What only the pass itself knows."""
-
-    batch_size: int = 0
-    scaling: tuple[float, ...] = ()  # of the logits, a layer each
-    loss: float | None = None  # cross-entropy per predicted token, where there was a backward pass
-    notices: tuple[str, ...] = ()
 
 
 def measure(
@@ -287,74 +271,3 @@ def _details(tracer: Tracer, inputs: TokenInputs, raw: dict[str, pd.DataFrame]) 
     _, first = next(batches_of(inputs, 1))
     tracer.forward(first, looks)
     return {name: table for look in looks for name, table in look.tables().items()}
-
-
-def _manifest(
-    loaded: LoadedModel,
-    family: Family,
-    inputs: TokenInputs,
-    config: RunConfig,
-    facts: Facts,
-    tables: list[str],
-    start: float,
-) -> dict[str, Any]:
-    parameters = next(loaded.model.parameters())
-    text = loaded.model.config.get_text_config()
-    return {
-        "sinkscope": version("sinkscope"),
-        "command": "analyze",
-        "config": config.model_dump(mode="json"),
-        "condition": inputs.condition,
-        "model": {
-            "name": loaded.name,
-            "source": loaded.source,
-            "revision": loaded.revision,
-            "commit": loaded.commit,
-            "architecture": type(loaded.model).__name__,
-            "parameters": sum(p.numel() for p in loaded.model.parameters()),
-            "layer_types": getattr(text, "layer_types", None),
-            "sliding_window": getattr(text, "sliding_window", None),
-        },
-        "family": {"name": family.name, "wiring": family.wiring, "positions": family.positions, "door": family.door},
-        "absent": family.absent_sites(),
-        "dtype": str(parameters.dtype).removeprefix("torch."),
-        "device": str(parameters.device),
-        "kernel": config.attn,
-        "scaling": [None if math.isnan(scaling) else scaling for scaling in facts.scaling],
-        "batch_size": facts.batch_size,
-        "notices": list(facts.notices),
-        "input": {
-            "sequences": len(inputs),
-            "tokens": inputs.num_tokens,
-            "token_zero": inputs.token_zero,
-            "sha256": inputs.sha256,
-        },
-        "seed": config.seed,
-        "versions": {name: version(name) for name in ("torch", "transformers", "nnsight", "accelerate", "pandas")},
-        "python": platform.python_version(),
-        "git_commit": _git_commit(),
-        "started": datetime.fromtimestamp(start, UTC).isoformat(timespec="seconds"),
-        "wall_seconds": round(time.time() - start, 2),
-        "peak_memory_mb": _peak_memory_mb(),
-        "tables": sorted(tables),
-    }
-
-
-def _peak_memory_mb() -> float:
-    """Of the accelerator where there is one, else this process's high-water mark of resident memory."""
-    if torch.cuda.is_available():
-        return round(torch.cuda.max_memory_allocated() / 2**20, 1)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return round(peak / (2**20 if sys.platform == "darwin" else 2**10), 1)
-
-
-def _git_commit() -> str | None:
-    """Of the sinkscope that ran, where it runs from a checkout."""
-    root = Path(__file__).resolve().parent.parent
-    if not (root / ".git").exists():
-        return None
-    try:
-        answer = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return answer.stdout.strip()

@@ -23,7 +23,7 @@ def gradient_summary(tables: Mapping[str, pd.DataFrame]) -> tuple[dict[str, pd.S
         totals[f"{pathway}_gradient_ratio"] = float(_against_settled(norms.mean().to_frame().T).iloc[0])
 
     ratios = tables["gradient_ratio"].query("branch == 'attn'")
-    for name in ("bloat", "change"):
+    for name in ("bloat", "compress", "change"):
         by_position = ratios.pivot(index="layer", columns="position", values=name)
         per_layer[name] = by_position[0]
         per_layer[f"{name}_later"] = _settled(by_position).median(axis=1)

@@ -32,7 +32,8 @@ def summarise(
     kurtosis             mean over sites (the model's: over layers too)
     loss, perplexity     of the run's predicted tokens, where there was a backward pass
     value_gradient_ratio, key_gradient_ratio    gradient norm ÷ mean over positions ≥ 5
-    bloat, change        of the attention branch at position 0; bloat_later, change_later: medians over positions ≥ 5
+    bloat, compress, change    of the attention branch at position 0, the model's a median over layers;
+                         bloat_later, … medians over positions ≥ 5
     compress_slope, compress_correlation    of log₁₀ compress on log₁₀‖x‖ over layers ≥ 1 and positions, attention
                          branch; also per token group of GS fig. 3, as compress_slope_2-3
     identity_residual    the largest relative residual of ∇v_s = Σ_t a[t,s] g_t

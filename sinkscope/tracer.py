@@ -35,9 +35,8 @@ class Tracer:
         """One forward pass, every observable fed as the sites come by. No logits are made: none is read."""
         wanted = {site for observable in observables for site in observable.sites}
         inputs = self.model_inputs(batch) | self._no_logits
-        with torch.no_grad():
-            with self.traced.trace(**inputs):  # noqa: SIM117 (nnsight reads the source of this block)
-                self._read_layers(batch, observables, wanted)
+        with torch.no_grad(), self.traced.trace(**inputs):
+            self._read_layers(batch, observables, wanted)
 
     def forward_backward(self, batch: Batch, observables: Sequence[Observable]) -> float:
         """One forward and backward pass. → the summed cross-entropy of the batch's predicted tokens.
@@ -46,21 +45,19 @@ class Tracer:
         """
         wanted = {site for observable in observables for site in observable.sites}
         inputs = self.model_inputs(batch)
-        with torch.enable_grad():
-            with self.traced.trace(**inputs):
-                embeddings = self.traced.get(self._embedding_path).output.requires_grad_(True)
-                self._read_layers(batch, observables, wanted)
-                loss = summed_loss(self.traced.output.logits, batch)
-                torch.autograd.grad(loss, embeddings)
-                value = loss.detach().save()
+        with torch.enable_grad(), self.traced.trace(**inputs):
+            embeddings = self.traced.get(self._embedding_path).output.requires_grad_(True)
+            self._read_layers(batch, observables, wanted)
+            loss = summed_loss(self.traced.output.logits, batch)
+            torch.autograd.grad(loss, embeddings)
+            value = loss.detach().save()
         return float(value)
 
     def logits(self, batch: Batch) -> torch.Tensor:
         """The model's own logits (B,T,V), read in a trace with the seams in: for checks of parity."""
         inputs = self.model_inputs(batch)
-        with torch.no_grad():
-            with self.traced.trace(**inputs):  # noqa: SIM117
-                logits = self.traced.output.logits.save()
+        with torch.no_grad(), self.traced.trace(**inputs):
+            logits = self.traced.output.logits.save()
         return logits
 
     def model_inputs(self, batch: Batch) -> dict[str, Any]:

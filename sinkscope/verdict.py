@@ -13,6 +13,7 @@ WSE_NATURAL = {"LLaMA2-13B": 91.69, "LLaMA2-7B": 92.47, "Mistral-7B": 97.49, "LL
 WSE_RANDOM = {"GPT2-XL": 70.29, "LLaMA3-8B": 91.23}
 
 STRONG = 0.5  # a layer "has the sink" when at least this share of its heads has it
+SINK_GRADIENT = 3.0  # times the later tokens' gradient that make a gradient sink
 DRAINED = 0.5  # value states are drained when the sink's norm is below this share of the others'
 
 METRICS = {
@@ -26,6 +27,9 @@ METRICS = {
     "value_drain": ("value norm at position 0 ÷ others", "{:.2f}"),
     "norm_ratio": ("residual norm at position 0 ÷ others", "{:.1f}"),
     "massive_count": ("massive activations per sequence, all layers", "{:.1f}"),
+    "value_gradient_ratio": ("value gradient at position 0 ÷ positions ≥ 5", "{:.1f}"),
+    "compress_slope": ("slope of log compress on log norm", "{:.2f}"),
+    "perplexity": ("perplexity", "{:.1f}"),
     "max_inf_norm": ("max infinity norm", "{:.0f}"),
     "kurtosis": ("mean kurtosis", "{:.0f}"),
 }
@@ -41,6 +45,7 @@ def verdict(run: Run) -> str:
         _repeated(run),
         _massive(run),
         _drain(run),
+        _gradient(run),
         _quantising(run),
         _not_applicable(run),
         _files(run),
@@ -163,6 +168,29 @@ def _drain(run: Run) -> str | None:
     mean = float(with_sink.mean())
     state = "drained" if mean < DRAINED else "not drained"
     return f"Where the sink is, its value states are {state}: their norm is {mean:.2f} of the other positions'."
+
+
+def _gradient(run: Run) -> str | None:
+    value, key = run.metric("value_gradient_ratio"), run.metric("key_gradient_ratio")
+    if not np.isfinite(value):
+        return None
+    strongest = "value" if value >= key else "key"
+    opening = (
+        f"Backpropagation puts {value:.1f} × the value gradient and {key:.1f} × the key gradient of later tokens on "
+        f"position 0"
+    )
+    if max(value, key) < SINK_GRADIENT:
+        return f"{opening}: no gradient sink."
+    bloat, compress = run.metric("bloat"), run.metric("compress")
+    if not np.isfinite(bloat * compress):
+        return f"{opening}: a gradient sink, strongest on the {strongest} pathway."
+    return (
+        f"{opening}: a gradient sink, strongest on the {strongest} pathway. The attention branch multiplies its "
+        f"gradient by {bloat:,.0f} (later tokens: {run.metric('bloat_later'):.1f}) and the norm in front of it divides "
+        f"it by {1 / compress:,.0f} ({1 / run.metric('compress_later'):,.0f}), so that the residual stream's gradient "
+        f"changes by a factor of {run.metric('change'):.2f} only (medians over layers); log compress falls with the log "
+        f"norm at slope {run.metric('compress_slope'):.2f}, r = {run.metric('compress_correlation'):.2f}."
+    )
 
 
 def _quantising(run: Run) -> str | None:

@@ -7,7 +7,6 @@ The loss is the causal-LM loss exactly as in training: cross-entropy summed over
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import pandas as pd
 import torch
 from torch import nn
