@@ -14,6 +14,7 @@ from sinkscope.batch import Batch
 from sinkscope.families import RESIDUAL_SITES, Family, check_wiring, embedding_weight, read_sites
 from sinkscope.loading import LoadedModel
 from sinkscope.observables import OBSERVABLES
+from sinkscope.observables.gradient import undefined_ratios
 from sinkscope.observables.observable import Observable, Settings
 from sinkscope.tracer import open_tracer
 
@@ -56,6 +57,8 @@ def doctor(model: str | PreTrainedModel | LoadedModel | None = None, **options: 
         report.notes.append(f"the calibrated row: {family}")
     report.notes += [f"no site '{site}': {reason}" for site, reason in family.absent_sites().items()]
 
+    report.notes += [f"gradients: {ratio} undefined: {reason}" for ratio, reason in undefined_ratios(family).items()]
+
     batch = _tokens(loaded.model)
     report.checks.append(_wiring(loaded.model, family, batch))
     report.checks.append(_logits(loaded.model, family, batch, "sdpa"))
@@ -84,7 +87,7 @@ def _facts(loaded: LoadedModel, family: Family) -> dict[str, str]:
         "attention": f"{loaded.model.config._attn_implementation} by itself; seam through the {family.door}"
         + (f"; {sliding} layers slide a window of {text.sliding_window}" if sliding else ""),
         "dtype": f"{str(parameter.dtype).removeprefix('torch.')} on {parameter.device}",
-        "tokenizer": type(loaded.tokenizer).__name__ if loaded.tokenizer else "none: token ids, random or repeated only",
+        "tokenizer": type(loaded.tokenizer).__name__ if loaded.tokenizer else "none: only token ids, random, repeated",
         "sites": ", ".join((*present, "query", "key", "value", "attn_mix")),
         "observables": ", ".join(name for name, item in OBSERVABLES.items() if _applies(item, family)),
     }

@@ -42,7 +42,7 @@ class Family:
     name: str
     layers: str  # path of the ModuleList of blocks
     attention: str  # path of the attention module, relative to a layer
-    sites: Mapping[str, str]  # site → address, relative to a layer
+    sites: Mapping[str, str]  # site → address, relative to a layer, in the order in which a forward pass reaches them
     wiring: str = "sequential"  # or "parallel", "post-norm"
     positions: str = "rotary"  # or "learned", "alibi"
     door: str = "interface"  # how the seam gets in: transformers' AttentionInterface, or the interceptor
@@ -225,12 +225,14 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
         replace(
             _FALCON,
             when={"new_decoder_architecture": True, "num_ln_in_parallel_attn": 2},
-            sites=_sites(
-                attn_norm="ln_attn.output",
-                attn_out="self_attention.output",
-                mlp_norm="ln_mlp.output",
-                mlp_out="mlp.output",
-            ),
+            sites={  # both norms run before attention does
+                "layer_in": "input",
+                "attn_norm": "ln_attn.output",
+                "mlp_norm": "ln_mlp.output",
+                "attn_out": "self_attention.output",
+                "mlp_out": "mlp.output",
+                "layer_out": "output",
+            },
         ),
         replace(_FALCON, when={"parallel_attn": True}),
         replace(

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from sinkscope.attention_weights import AttentionRead
 from sinkscope.batch import Batch
 from sinkscope.errors import SinkscopeError
-from sinkscope.families import RESIDUAL_SITES, Family, embedding_weight, first_tensor
+from sinkscope.families import Family, embedding_weight, first_tensor
 from sinkscope.observables.observable import GradientObservable, Observable, Reading
 from sinkscope.seam import NAME, Seam, open_seam, upcast
 
@@ -119,9 +119,10 @@ class Tracer:
         return self._envoy(layer).get(f"{self.family.attention}.{NAME}")
 
     def _reading_order(self, wanted: set[str]) -> list[str]:
-        """The wanted sites that this family has, attention after the norm in front of it."""
-        sites = [site for site in ("layer_in", "attn_norm", "attention", *RESIDUAL_SITES[2:]) if site in wanted]
-        return [site for site in sites if site == "attention" or site in self.family.sites]
+        """The wanted sites that this family has, attention just before its output."""
+        order = list(self.family.sites)
+        order.insert(order.index("attn_out"), "attention")
+        return [site for site in order if site in wanted]
 
     def _envoy(self, layer: int) -> Any:
         return self.traced.get(self.family.layers)[layer]

@@ -188,8 +188,8 @@ def _gradient(run: Run) -> str | None:
         f"{opening}: a gradient sink, strongest on the {strongest} pathway. The attention branch multiplies its "
         f"gradient by {bloat:,.0f} (later tokens: {run.metric('bloat_later'):.1f}) and the norm in front of it divides "
         f"it by {1 / compress:,.0f} ({1 / run.metric('compress_later'):,.0f}), so that the residual stream's gradient "
-        f"changes by a factor of {run.metric('change'):.2f} only (medians over layers); log compress falls with the log "
-        f"norm at slope {run.metric('compress_slope'):.2f}, r = {run.metric('compress_correlation'):.2f}."
+        f"changes by a factor of {run.metric('change'):.2f} only (medians over layers); log compress falls with the "
+        f"log norm at slope {run.metric('compress_slope'):.2f}, r = {run.metric('compress_correlation'):.2f}."
     )
 
 

@@ -57,7 +57,7 @@ def draw(run: Run) -> Figure:
 def _grid(table: pd.DataFrame, by_size: bool = False) -> pd.DataFrame:
     """Coordinates × positions; the coordinate of the largest magnitude first, or in their own order."""
     # a pivot_table would drop what is NaN
-    grid = table.pivot(index="coordinate", columns="position", values="magnitude")  # noqa: PD010
+    grid = table.pivot(index="coordinate", columns="position", values="magnitude")
     return grid.loc[grid.max(axis=1).sort_values(ascending=False, kind="stable").index] if by_size else grid
 
 

@@ -14,18 +14,55 @@ from torch import nn
 from sinkscope.attention_weights import AttentionRead, row_chunks
 from sinkscope.batch import Batch
 from sinkscope.errors import SinkscopeError
-from sinkscope.families import Family
+from sinkscope.families import RESIDUAL_SITES, Family
 from sinkscope.observables.observable import GradientObservable, Mean, Settings, long_form
 from sinkscope.seam import upcast
 
 ALL_HEADS = -1
 GRAM_QUERIES = 64  # queries, evenly spaced, on which theorem 1's μ, σ² and ρ are measured
 RATIOS = ("input_norm", "bloat", "compress", "change")
-# A branch's sites in the roles of GS eq. 3: its input x, its norm's output y, its own output r, the stream behind it z
-BRANCHES = {
-    "attn": ("layer_in", "attn_norm", "attn_out", "mid"),
-    "mlp": ("mid", "mlp_norm", "mlp_out", "layer_out"),
-}
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A branch's sites in the roles of GS eq. 3; None where this wiring has no such thing."""
+
+    x: str  # its input
+    y: str | None  # its norm's output, read by this branch alone
+    r: str  # its own output
+    z: str | None  # the residual stream behind it, z = x + r
+
+
+def branches_of(family: Family) -> dict[str, Branch]:
+    """Which sites play which part in this family's wiring."""
+    attn_norm, mlp_norm = (site if site in family.sites else None for site in ("attn_norm", "mlp_norm"))
+    if family.wiring == "sequential":
+        return {
+            "attn": Branch("layer_in", attn_norm, "attn_out", "mid"),
+            "mlp": Branch("mid", mlp_norm, "mlp_out", "layer_out"),
+        }
+    if family.wiring == "parallel":
+        own = mlp_norm is not None  # else attention and MLP read one norm, and its gradient mixes both
+        return {
+            "attn": Branch("layer_in", attn_norm if own else None, "attn_out", None),
+            "mlp": Branch("layer_in", mlp_norm, "mlp_out", None),
+        }
+    return {"attn": Branch("layer_in", None, "attn_out", "mid")}  # post-norm: the MLP's sum is inside the layer
+
+
+def undefined_ratios(family: Family) -> dict[str, str]:
+    """Ratios of GS eq. 3 that this wiring does not define, with the reason: for the doctor."""
+    reasons = {}
+    branches = branches_of(family)
+    if family.wiring == "parallel":
+        reasons["compress and change"] = "attention and MLP read the same input, so there is no h+½ between them"
+        if branches["attn"].y is None:
+            reasons["bloat"] = "attention and MLP read one norm, whose gradient is the sum of both"
+    elif branches["attn"].y is None:
+        reasons["bloat and compress"] = "no norm stands in front of the branches"
+    if "mlp" not in branches:
+        reasons["the MLP's ratios"] = "the layer normalises behind its residual sums"
+    return reasons
 
 
 class Gradient(GradientObservable):
@@ -37,9 +74,7 @@ class Gradient(GradientObservable):
 
     name = "gradient"
     about = "gradients of query, key and value by token; bloat, compress and change; GS's two theorems checked"
-    sites = (
-        "layer_in", "attn_norm", "attention", "attn_mix", "attn_out", "mid", "mlp_norm", "mlp_out", "layer_out",
-    )  # fmt: skip
+    sites = (*RESIDUAL_SITES, "attention")
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -47,6 +82,7 @@ class Gradient(GradientObservable):
         self.ratios = {name: Mean() for name in RATIOS}
         self.bounds = {name: Mean() for name in ("measured", "bound", "holds", "tightness")}
         self.gains: dict[tuple[int, str], NormGain] = {}
+        self.branches: dict[str, Branch] = {}
         self.vanished = self.counted = 0  # tokens whose gradient at a layer's input is 0, of all that predict
         self.finite = True
         self.theorem = TheoremOne(settings.positions)
@@ -57,34 +93,40 @@ class Gradient(GradientObservable):
 
     def prepare(self, model: nn.Module, family: Family, predicted: int) -> None:
         self.loss_scale = 1.0 / predicted
+        self.branches = branches_of(family)
         for layer, module in enumerate(family.layer_modules(model)):
-            for branch, (_, norm, _, behind) in BRANCHES.items():
-                address = family.sites.get(norm)
-                if address is not None and behind in family.sites:
-                    found = module.get_submodule(address.removesuffix(".output"))
-                    self.gains[layer, branch] = norm_gain(found, model.config.get_text_config().hidden_size)
+            for name, branch in self.branches.items():
+                if branch.y is not None and branch.z is not None:
+                    norm = module.get_submodule(family.sites[branch.y].removesuffix(".output"))
+                    self.gains[layer, name] = norm_gain(norm, model.config.get_text_config().hidden_size)
 
     # ------------------------------------------------------------------ the forward pass: hang up the hooks
 
     def watch(self, layer: int, site: str, tensor: torch.Tensor, batch: Batch) -> None:
-        for branch, (x, *_) in BRANCHES.items():
-            if site == x:
+        for name, branch in self.branches.items():
+            if site == branch.x:
                 entries = upcast(tensor.detach()).view(*batch.token_ids.shape, -1)
-                self._norms[layer, branch] = torch.linalg.vector_norm(entries, dim=-1)
-                if (layer, branch) in self.gains:
-                    self._scales[layer, branch] = self.gains[layer, branch].divisor(entries)
+                self._norms[layer, name] = torch.linalg.vector_norm(entries, dim=-1)
+                if (layer, name) in self.gains:
+                    self._scales[layer, name] = self.gains[layer, name].divisor(entries)
         tensor.register_hook(partial(self._on_stream, layer, site, batch))
 
     def watch_attention(self, layer: int, read: AttentionRead, mix: torch.Tensor, batch: Batch) -> None:
         for pathway in ("query", "key", "value"):
-            getattr(read, pathway).register_hook(partial(self._on_pathway, layer, pathway, batch))
+            # a softmax over one key is constant: the fused kernel leaves round-off in that query's gradient, exactly 0
+            constant = pathway == "query" and read.call.sink_logits is None
+            getattr(read, pathway).register_hook(partial(self._on_pathway, layer, pathway, batch, constant))
         mix.register_hook(partial(self._on_mix, layer, read.detached()))
 
     # -------------------------------------------------------------- the backward pass: last layer first
 
-    def _on_pathway(self, layer: int, pathway: str, batch: Batch, gradient: torch.Tensor) -> None:
+    def _on_pathway(
+        self, layer: int, pathway: str, batch: Batch, first_is_zero: bool, gradient: torch.Tensor
+    ) -> None:
         """∇ of query (B,H,T,d), key or value (B,K,T,d): summed over the batch as an optimiser step would see it."""
         gradient = batch.tokens_at(upcast(gradient).transpose(1, 2), self.settings.positions)
+        if first_is_zero:
+            gradient = torch.cat([torch.zeros_like(gradient[:, :1]), gradient[:, 1:]], dim=1)
         total = gradient.sum(0, dtype=torch.float64).transpose(0, 1)  # (heads,P,d)
         known = self.pathways.get((layer, pathway))
         self.pathways[layer, pathway] = total if known is None else known + total
@@ -99,37 +141,38 @@ class Gradient(GradientObservable):
     def _on_stream(self, layer: int, site: str, batch: Batch, gradient: torch.Tensor) -> None:
         """∇ at a site of the residual stream, (B,T,D)."""
         self._seen[layer, site] = upcast(gradient).view(*batch.token_ids.shape, -1)
-        if site == "mid":
-            self._add_ratios(layer, "mlp", batch)
+        for name, branch in self.branches.items():
+            if site == branch.x:  # the last of a branch's gradients to come
+                self._add_ratios(layer, name, branch, batch)
         if site == "layer_in":
-            self._add_ratios(layer, "attn", batch)
             self._look_for_underflow(self._seen[layer, site], batch)
             for key in [key for key in self._seen if key[0] == layer]:
                 del self._seen[key]
 
-    def _add_ratios(self, layer: int, branch: str, batch: Batch) -> None:
+    def _add_ratios(self, layer: int, name: str, branch: Branch, batch: Batch) -> None:
         """GS eq. 3 for one branch: what of it this family's wiring defines, the rest NaN."""
-        x, y, r, z = (self._seen.get((layer, site)) for site in BRANCHES[branch])
+        x, r = self._seen[layer, branch.x], self._seen[layer, branch.r]
+        y, z = (None if site is None else self._seen[layer, site] for site in (branch.y, branch.z))
         norm = partial(torch.linalg.vector_norm, dim=-1)
-        input_norm = self._norms[layer, branch]
+        input_norm = self._norms.pop((layer, name))
         undefined = torch.full_like(input_norm, torch.nan)
-        compress = undefined if x is None or y is None or z is None else norm(x - z) / norm(y)
+        compress = undefined if y is None or z is None else norm(x - z) / norm(y)
         statistics = {
             "input_norm": input_norm,
-            "bloat": undefined if y is None or r is None else norm(y) / norm(r),
+            "bloat": undefined if y is None else norm(y) / norm(r),
             "compress": compress,
-            "change": undefined if x is None or z is None else norm(x) / norm(z),
+            "change": undefined if z is None else norm(x) / norm(z),
         }
-        for name, statistic in statistics.items():
-            self._add(self.ratios[name], (layer, branch), statistic, batch)
-        if (layer, branch) in self.gains:
-            bound = self.gains[layer, branch].largest / self._scales[layer, branch]
+        for ratio, statistic in statistics.items():
+            self._add(self.ratios[ratio], (layer, name), statistic, batch)
+        if (layer, name) in self.gains:
+            bound = self.gains[layer, name].largest / self._scales.pop((layer, name))
             defined = compress.isfinite()
             # half a per cent for the round-off of the two gradients' difference
             holds = torch.where(defined, (compress <= 1.005 * bound).to(bound.dtype), torch.nan)
             checks = {"measured": compress, "bound": bound, "holds": holds, "tightness": compress / bound}
-            for name, statistic in checks.items():
-                self._add(self.bounds[name], (layer, branch), statistic, batch)
+            for check, statistic in checks.items():
+                self._add(self.bounds[check], (layer, name), statistic, batch)
 
     def _add(self, mean: Mean, key: tuple[int, str], statistic: torch.Tensor, batch: Batch) -> None:
         """Into the mean over sequences, where there is a value: a token without any gradient has no ratio."""
