@@ -333,7 +333,7 @@ def found_scaling(query: torch.Tensor, key: torch.Tensor, scores: torch.Tensor) 
     dots = torch.linalg.vecdot(upcast(query), upcast(repeat_heads(key, query.shape[1])))
     found = upcast(scores).diagonal(dim1=-2, dim2=-1)
     seen = found > MASKED  # not padding
-    dots, found = dots[seen], found[seen]
+    dots, found = dots[seen].double(), found[seen].double()
     scaling = dots @ found / dots.square().sum()
     is_exact = (found - scaling * dots).abs().max() < 1e-2 * found.abs().max()  # half precision is no more exact
     return float(scaling) if is_exact else float("nan")
