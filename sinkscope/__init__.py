@@ -13,10 +13,13 @@ from typing import Any
 
 _HOME = {
     "analyze": "sinkscope.analysis",
+    "analyze_steps": "sinkscope.training_view",
     "load": "sinkscope.loading",
     "compare": "sinkscope.comparison",
     "doctor": "sinkscope.diagnosis",
+    "run_recipe": "sinkscope.recipes",
     "Run": "sinkscope.run",
+    "Series": "sinkscope.training_view",
     "InputError": "sinkscope.errors",
     "SinkscopeError": "sinkscope.errors",
 }

@@ -3,6 +3,7 @@
 import difflib
 import os
 import re
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -96,6 +97,18 @@ class RunConfig(BaseModel):
                     f"take at most {self.seq_len}, or a larger --seq-len"
                 )
         return self
+
+    @property
+    def folder_name(self) -> str:
+        """Of the model and its revision, fit for a folder."""
+        source = Path(self.gguf_file or self.model or "SmolLM2-135M")
+        if source.exists():
+            source = source.resolve()  # "." has no name
+        return as_folder_name(source.stem if source.suffix == ".gguf" else source.name, self.revision)
+
+
+def as_folder_name(*parts: str | None) -> str:
+    return re.sub(r"[^\w.+=@-]+", "-", "-".join(part for part in parts if part)).lstrip(".-")
 
 
 def make_config(**options: Any) -> RunConfig:

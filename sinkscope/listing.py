@@ -45,10 +45,25 @@ def families() -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns)
 
 
+def recipes() -> pd.DataFrame:
+    """Those in recipes/ here, and of the checkout that sinkscope runs from. Other YAML there is said to be none."""
+    from sinkscope.recipes import known_recipes, read_recipe
+
+    rows = []
+    for name, path in known_recipes().items():
+        try:
+            content = read_recipe(path).content
+            rows.append((name, content.title, content.reproduces))
+        except InputError as error:
+            rows.append((name, f"cannot be run: {error}", None))
+    return pd.DataFrame(rows, columns=["recipe", "title", "reproduces"])
+
+
 KINDS: dict[str, Callable[[], pd.DataFrame]] = {
     "observables": observables,
     "figures": figures,
     "families": families,
+    "recipes": recipes,
 }
 
 

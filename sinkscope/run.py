@@ -11,7 +11,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -114,6 +114,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         what = f"has no {MANIFEST}" if folder.is_dir() else "does not exist"
+        runs = sorted(str(path.parent) for path in folder.glob(f"*/{MANIFEST}"))  # of a series, or a recipe
+        what += f", but holds runs: name one of them, such as {runs[0]}" if runs else ""
         raise InputError(f"{folder} is not a run folder: it {what}") from None
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
@@ -235,14 +237,24 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def write_run(run: Run, folder: Path) -> None:
-    """Tables, figures, verdict and manifest into an empty folder; the manifest last."""
+def write_run(run: Run, folder: Path, figures: Iterable[str] | None = None) -> None:
+    """Tables, figures (all that apply, or those named), verdict and manifest into an empty folder; the manifest last."""
     from sinkscope.figures import save_all
 
     (folder / "tables").mkdir()
     for name, table in run.tables.items():
         write_table(table, folder / "tables" / f"{name}.parquet")
     (folder / "figures").mkdir()
-    save_all(run, folder / "figures")
+    if figures is None:
+        save_all(run, folder / "figures")
+    else:
+        save_figures({name: run.figure(name) for name in figures}, folder / "figures")
     (folder / "verdict.md").write_text(run.verdict + "\n", encoding="utf-8")
     (folder / MANIFEST).write_text(json.dumps(run.manifest, indent=2) + "\n", encoding="utf-8")
+
+
+def save_figures(figures: "Mapping[str, Figure]", folder: Path) -> None:
+    """Each as NAME.png and NAME.pdf."""
+    for name, figure in figures.items():
+        for kind in ("png", "pdf"):
+            figure.savefig(folder / f"{name}.{kind}")

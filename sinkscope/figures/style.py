@@ -10,8 +10,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import matplotlib.style
+import numpy as np
 from matplotlib import colormaps
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure as MatplotlibFigure
 
 TEXT, WIDE = 5.5, 6.75  # inches: the text width of one-column and of two-column proceedings
@@ -67,6 +69,7 @@ OTHERS = {"color": VERMILION, "linestyle": "--", "marker": "s", "markersize": 2.
 HIGHEST = {"color": SKY, "linestyle": ":", "marker": "^", "markersize": 2.4, "zorder": 4}
 
 SEQUENTIAL = colormaps["magma_r"].with_extremes(bad="#d9d9d9")  # perceptually uniform; dark is much
+GRADUAL = ListedColormap(SEQUENTIAL(np.linspace(0.15, 0.8, 256)), "gradual")  # for lines: without what white swallows
 
 
 @contextmanager

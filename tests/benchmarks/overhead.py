@@ -23,6 +23,7 @@ from sinkscope.families import find_family
 from sinkscope.observables.activation import Activation
 from sinkscope.observables.attention import Attention
 from sinkscope.observables.geometry import Geometry
+from sinkscope.observables.gradient import Gradient
 from sinkscope.observables.massive import Massive
 from sinkscope.observables.observable import Settings
 from sinkscope.observables.outlier import Outlier
@@ -30,6 +31,7 @@ from sinkscope.tracer import open_tracer
 
 FORWARD = (Attention, Geometry, Activation, Massive, Outlier)
 SHAPES = ((8, 64), (1, 2048))
+BACKWARD_SHAPES = ((8, 64), (1, 1024))
 
 
 def variants(model, shape: tuple[int, int]) -> dict[str, Callable[[], None]]:
@@ -72,8 +74,37 @@ def variants(model, shape: tuple[int, int]) -> dict[str, Callable[[], None]]:
     return passes
 
 
-def report_times(model, shape: tuple[int, int], rounds: int) -> None:
-    passes = variants(model, shape)
+def backward_variants(model, shape: tuple[int, int]) -> dict[str, Callable[[], None]]:
+    """Name → one forward and backward pass of the frozen model, gradients flowing from the embeddings."""
+    ids = torch.randint(100, 40_000, shape, generator=torch.Generator().manual_seed(0))
+    batch = Batch(ids, torch.ones_like(ids))
+    family = find_family(model)
+    settings = Settings(positions=16, window=64)
+
+    @torch.enable_grad()
+    def bare() -> None:
+        embeddings = model.get_input_embeddings()(ids).requires_grad_(True)
+        logits = model(inputs_embeds=embeddings, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
+        torch.autograd.grad(loss, embeddings)
+
+    def analyze(observables: tuple) -> Callable[[], None]:
+        def one_pass() -> None:
+            with open_tracer(model, family) as tracer:
+                made = [observable(settings) for observable in observables]
+                made[0].prepare(model, family, ids.numel())
+                tracer.forward_backward(batch, made)
+
+        return one_pass
+
+    return {
+        "bare frozen forward + backward": bare,
+        "gradient observables": analyze((Gradient,)),
+        "gradient and all forward observables": analyze((Gradient, *FORWARD)),
+    }
+
+
+def report_times(passes: dict[str, Callable[[], None]], shape: tuple[int, int], rounds: int) -> None:
     times: dict[str, list[float]] = {name: [] for name in passes}
     for round_number in range(rounds + 1):
         for name, one_pass in passes.items():
@@ -81,7 +112,7 @@ def report_times(model, shape: tuple[int, int], rounds: int) -> None:
             one_pass()
             if round_number:  # the first warms up
                 times[name].append(time.perf_counter() - start)
-    base = times["bare SDPA forward"]
+    base = next(iter(times.values()))
     print(f"\n{shape[0]} × {shape[1]} tokens: median of {rounds} rounds")
     for name, seconds in times.items():
         ratio = statistics.median(mine / bare for mine, bare in zip(seconds, base, strict=True))
@@ -104,10 +135,14 @@ def report_memory(model_name: str | None, shape: tuple[int, int], names: list[st
         print(f"  {name:<40} {peak:8.0f} MB   {peak / base:5.2f} ×")
 
 
+def all_variants(model, shape: tuple[int, int]) -> dict[str, Callable[[], None]]:
+    return variants(model, shape) | backward_variants(model, shape)
+
+
 def print_peak(model, shape: tuple[int, int], name: str) -> None:
     """Peak resident memory of one pass in this process, in MB above the start; a short pass loads the libraries."""
-    variants(model, (1, 64))[name.replace("all columns", "16 columns")]()
-    one_pass = variants(model, shape)[name]
+    all_variants(model, (1, 64))[name.replace("all columns", "16 columns")]()
+    one_pass = all_variants(model, shape)[name]
     with open("/proc/self/clear_refs", "w") as clear:
         clear.write("5")  # resets the high-water mark
     before = _status("VmRSS")
@@ -136,9 +171,11 @@ def main() -> None:
         print_peak(model, tuple(arguments.shape), arguments.peak_of)
         return
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {model.config._attn_implementation}")
-    for shape in SHAPES if arguments.shape is None else (tuple(arguments.shape),):
-        report_times(model, shape, arguments.rounds)
-        report_memory(arguments.model, shape, list(variants(model, shape)))
+    for make, shapes in ((variants, SHAPES), (backward_variants, BACKWARD_SHAPES)):
+        for shape in shapes if arguments.shape is None else (tuple(arguments.shape),):
+            passes = make(model, shape)
+            report_times(passes, shape, arguments.rounds)
+            report_memory(arguments.model, shape, list(passes))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,286 @@
+"""Recipes: an experiment or a paper's figure as one YAML file, repeated by one command on any model.
+
+    title: Gradient norms of query, key and value states by position
+    reproduces: GS figure 2
+    options:                  # of `analyze`, as on its command line
+      num-seqs: 100
+      observables: [gradient]
+    figures: [gradient-norms]
+
+It may also name a `model`, a folder `out`, and several `runs`, each with options on top of those above:
+
+    runs:
+      natural: {input: natural}
+      random: {input: random}
+
+OUT/ is a run folder, whose run.json has the recipe, too. With several `runs` it holds a run folder each, their
+comparison, and recipe.json.
+"""
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from rich.console import Console
+
+from sinkscope.config import RunConfig, as_folder_name, make_config, unknown
+from sinkscope.errors import InputError
+from sinkscope.run import MANIFEST as RUN_MANIFEST
+from sinkscope.run import Run, check_output, new_folder, write_run
+
+if TYPE_CHECKING:
+    from sinkscope.comparison import Comparison
+
+MANIFEST = "recipe.json"  # of a recipe with several runs
+ENDINGS = (".yaml", ".yml")
+COMPARISON = "comparison"
+
+# what a recipe, which may come from anywhere, cannot decide, and why
+NOT_OPTIONS = {
+    "model": "belongs beside `options`, not among them",
+    "trust_remote_code": "is for you to give, on the command line: --trust-remote-code",
+    "allow_pickle": "is for you to give, on the command line: --allow-pickle",
+}
+
+
+class Content(BaseModel):
+    """What is in the file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    title: str
+    reproduces: str | None = None  # the paper's figure or table
+    model: str | None = None
+    options: dict[str, Any] = {}
+    runs: dict[str, dict[str, Any]] = {}
+    figures: tuple[str, ...] = ()
+    out: str | None = None
+
+    @field_validator("options", "runs", mode="before")
+    @classmethod
+    def _left_empty(cls, options: Any) -> Any:
+        return {} if options is None else options
+
+    @field_validator("figures", mode="before")
+    @classmethod
+    def _split(cls, names: Any) -> Any:
+        """As on the command line: `a,b`."""
+        return [name.strip() for name in (names or "").split(",")] if isinstance(names, str | None) else names
+
+    @field_validator("runs")
+    @classmethod
+    def _check_runs(cls, runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        if len(runs) == 1:
+            raise ValueError("there is only one: write its options under `options`, and leave `runs` out")
+        for name in runs:
+            if not re.fullmatch(r"[\w+=@-][\w.+=@-]*", name) or name == COMPARISON:
+                raise ValueError(f"'{name}' cannot be the name of a run, which is also its folder's: choose another")
+        return runs
+
+
+@dataclass(frozen=True)
+class Recipe:
+    name: str
+    path: Path
+    content: Content
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """For the manifests: the file as it was."""
+        return {"name": self.name, "content": self.content.model_dump(mode="json", exclude_unset=True)}
+
+    def configs(self, **given: Any) -> dict[str, RunConfig]:
+        """Name of the run → its configuration; the name of an only one is "". `given` overrides what the recipe says.
+
+        Errors: InputError for options that do not exist or are out of range, and for figures that do not exist or
+        cannot be drawn from what is measured.
+        """
+        content = self.content
+        try:
+            shared = {"model": content.model} | _options(content.options)
+            runs = {name: shared | _options(options) for name, options in (content.runs or {"": {}}).items()}
+            if given.get("model") is not None:  # these are of the recipe's own model
+                runs = {name: options | {"revision": None, "gguf_file": None} for name, options in runs.items()}
+            configs = {name: make_config(**options | given) for name, options in runs.items()}
+            for config in configs.values():
+                _check_figures(content.figures, config)
+        except InputError as error:
+            raise InputError(f"{self.path}: {error}") from None
+        return configs
+
+
+@dataclass(frozen=True)
+class RecipeRun:
+    """What came out of a recipe: its runs by name (an only one is called ""), and the comparison of several."""
+
+    recipe: Recipe
+    runs: Mapping[str, Run]
+    comparison: "Comparison | None"
+    folder: Path
+
+
+def run_recipe(
+    recipe: str | os.PathLike[str],
+    model: str | os.PathLike[str] | None = None,
+    *,
+    out: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    quiet: bool = True,
+    **options: Any,
+) -> RecipeRun:
+    """Run a recipe: a YAML file, or the name of one in recipes/. Writes to `out`, by default runs/RECIPE-MODEL.
+
+    `model`, and other options of `analyze`, take the place of the recipe's.
+
+    Errors: as for `analyze`; also InputError for a recipe that does not exist or is faulty.
+    """
+    from sinkscope.analysis import analyze
+
+    found = read_recipe(find_recipe(recipe))
+    given = options if model is None else options | {"model": os.fspath(model)}
+    configs = found.configs(**given)
+    several = bool(found.content.runs)
+    target = out or found.content.out or Path("runs", as_folder_name(found.name, next(iter(configs.values())).folder_name))
+    folder = check_output(target, overwrite, MANIFEST if several else RUN_MANIFEST)
+    console = Console(stderr=True, quiet=quiet)
+    console.print(f"{found.name}: {found.content.title}", markup=False, highlight=False, soft_wrap=True)
+    runs = {}
+    for place, (name, config) in enumerate(configs.items(), 1):
+        if several:
+            console.print(f"run {name} ({place} of {len(configs)})", highlight=False)
+        run = analyze(config.model, config=config, quiet=quiet)
+        runs[name] = Run(run.manifest | {"recipe": found.record}, run.tables, folder / name)
+    with new_folder(folder) as fresh:
+        comparison = _write_several(found, runs, fresh) if several else None
+        if not several:
+            write_run(runs[""], fresh, found.content.figures)
+    return RecipeRun(found, runs, comparison and replace(comparison, folder=folder / COMPARISON), folder)
+
+
+def _write_several(recipe: Recipe, runs: Mapping[str, Run], folder: Path) -> "Comparison":
+    """A folder a run, their comparison, and the manifest last."""
+    from sinkscope.comparison import compare
+
+    for name, run in runs.items():
+        (folder / name).mkdir()
+        write_run(run, folder / name, recipe.content.figures)
+    comparison = compare(*runs.values(), out=folder / COMPARISON)
+    manifest = {"sinkscope": version("sinkscope"), "command": "run", "recipe": recipe.record, "runs": list(runs)}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    return comparison
+
+
+# --- which recipe
+
+
+def known_recipes() -> dict[str, Path]:
+    """Name → file, of recipes/ in the working directory and beside the package, where that is a checkout."""
+    checkout = Path(__file__).resolve().parent.parent
+    folders = [Path("recipes")] + [checkout / "recipes"] * (checkout / "pyproject.toml").is_file()
+    found: dict[str, Path] = {}
+    for folder in folders:
+        for path in sorted(folder.glob("*")):
+            if path.suffix in ENDINGS and path.is_file():
+                found.setdefault(path.stem, path)
+    return found
+
+
+def find_recipe(recipe: str | os.PathLike[str]) -> Path:
+    """A file, or the file of a name. Errors: InputError where there is neither."""
+    path = Path(recipe).expanduser()
+    if path.is_file():
+        return path
+    known = known_recipes()
+    name = path.stem if path.suffix in ENDINGS else path.name
+    bare = path.name == str(recipe)  # no folder before it
+    if bare and name in known:
+        return known[name]
+    if bare and path.suffix not in ENDINGS:
+        there = unknown(name, known) if known else f"'{name}' is unknown, and there is no folder recipes/ here"
+        raise InputError(f"recipe {there}" + ("" if known else ": name a YAML file"))
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.8)
+    hint = f"; there is a recipe of that name elsewhere: `sinkscope run {name}`" if name in known else (
+        f"; did you mean the recipe '{close[0]}'?" if close else ""
+    )  # fmt: skip
+    raise InputError(f"{recipe}: {'this is a folder' if path.is_dir() else 'no such file'}{hint}")
+
+
+def read_recipe(path: Path) -> Recipe:
+    """Errors: InputError for a file that cannot be read, is no YAML, or is no recipe. Its options are checked later."""
+    name = path.stem if path.suffix in ENDINGS else path.name
+    try:
+        return Recipe(name, path, Content.model_validate(_parse(path)))
+    except ValidationError as error:
+        raise InputError(f"{path}: {_complaint(error.errors()[0])}") from None
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{path} is not UTF-8 text") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise InputError(f"{path} is not YAML: {_yaml_complaint(error)}") from None
+    if content is None:
+        raise InputError(f"{path} is empty: a recipe has at least a title")
+    if not isinstance(content, dict):
+        raise InputError(f"{path} is not a recipe: it holds no `title: …`, but a {type(content).__name__}")
+    return {str(key): value for key, value in content.items()}
+
+
+def _yaml_complaint(error: Exception) -> str:
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
+    where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+    hint = " (text with a colon in it needs quotes)" if "mapping values" in problem else ""
+    return where + " ".join(problem.split()) + hint
+
+
+def _complaint(error: Any) -> str:
+    """One of pydantic's errors, for someone who wrote the file."""
+    where, key = ".".join(str(part) for part in error["loc"]), str(error["loc"][0])
+    message = str(error["msg"])
+    if error["type"] == "missing":
+        return f"it has no `{key}`"
+    if error["type"] == "extra_forbidden":
+        is_option = key.replace("-", "_") in RunConfig.model_fields
+        return f"`{key}` belongs under `options`" if is_option else f"key {unknown(key, Content.model_fields)}"
+    if error["type"] == "value_error":
+        return f"`{where}`: {message.removeprefix('Value error, ')}"
+    return f"`{where}`: {message[0].lower()}{message[1:]}, not {error['input']!r}"
+
+
+# --- what it asks for
+
+
+def _options(options: dict[str, Any]) -> dict[str, Any]:
+    """As RunConfig names them, which has underscores where the command line has dashes."""
+    named = {str(name).replace("-", "_"): value for name, value in options.items()}
+    for name, why in NOT_OPTIONS.items():
+        if name in named:
+            raise InputError(f"option '{name}' {why}")
+    return named
+
+
+def _check_figures(names: tuple[str, ...], config: RunConfig) -> None:
+    """Before minutes of measuring: do the figures exist, and do the observables give their tables?"""
+    from sinkscope.figures import FIGURES, OBSERVABLE
+    from sinkscope.observables import OBSERVABLES
+
+    for name in names:
+        if name not in FIGURES:
+            raise InputError(f"figure {unknown(name, FIGURES)}")
+        needed = [OBSERVABLE.get(table, table) for table in FIGURES[name].TABLES]
+        measured = config.observables or OBSERVABLES
+        missing = [observable for observable in needed if observable in OBSERVABLES and observable not in measured]
+        if missing:
+            raise InputError(f"figure '{name}' needs the observable '{missing[0]}', which `observables` leaves out")

@@ -1,0 +1,669 @@
+"""What the gradient tables must hold: plain transformers, autograd's own gradients, float64 loops.
+
+Nothing of sinkscope is imported. Every sequence goes through the model alone and unpadded, `retain_grad` stands on
+every tensor, attention is dense, and `backward` runs as in training. Where tensors are is written down here by hand.
+
+Attention comes in by the same three doors that transformers has: a function registered with `AttentionInterface`,
+`F.scaled_dot_product_attention` made dense (Falcon, whose eager path adds ALiBi twice), and the own code of BLOOM,
+MPT, GPT-J and GPT-Neo, whose tensors are caught where they are ready.
+"""
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
+
+NAME = "gradient_reference"  # of the attention implementation
+GRAM_QUERIES = 64  # theorem 1's μ, σ² and ρ are measured on at most so many evenly spaced queries
+
+
+# ------------------------------------------------------------------------------- where things are, by hand
+
+
+@dataclass(frozen=True)
+class Place:
+    """Modules of one architecture. A layer's norms are named, and whose input h+½ is."""
+
+    layers: str = "model.layers"
+    attention: str = "self_attn"
+    attn_norm: str | None = "input_layernorm"
+    attn_out: str = "self_attn"
+    mid: str | None = "post_attention_layernorm"  # h+½ enters here
+    mlp_norm: str | None = "post_attention_layernorm"
+    mlp_out: str = "mlp"
+    post_norm: bool = False  # h+½ is normalised before the MLP reads it and before the MLP is added
+
+
+def _parallel(
+    layers: str = "model.layers", attn: str = "self_attn", norm: str = "input_layernorm", mlp_norm: str | None = None
+) -> Place:
+    return Place(layers, attn, norm, attn, None, mlp_norm, "mlp")
+
+
+_GEMMA = Place(
+    attn_out="post_attention_layernorm",
+    mid="pre_feedforward_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_out="post_feedforward_layernorm",
+)
+_FALCON = ("transformer.h", "self_attention")
+_NEOX = ("gpt_neox.layers", "attention", "input_layernorm")
+
+
+def place_of(config: Any) -> Place:
+    kind = config.model_type
+    if kind == "falcon":
+        if config.new_decoder_architecture:
+            return _parallel(*_FALCON, "ln_attn", "ln_mlp")
+        return _parallel(*_FALCON) if config.parallel_attn else Place(*_FALCON, attn_out="self_attention")
+    if kind == "gpt_neox":
+        if config.use_parallel_residual:
+            return _parallel(*_NEOX, "post_attention_layernorm")
+        return Place(*_NEOX, attn_out="attention")
+    if kind == "stablelm" and config.use_parallel_residual:
+        return _parallel()
+    if kind == "opt":
+        before = config.do_layer_norm_before
+        return Place(
+            layers="model.decoder.layers",
+            attn_norm="self_attn_layer_norm" if before else None,
+            mid="final_layer_norm" if before else "self_attn_layer_norm",
+            mlp_norm="final_layer_norm" if before else None,
+            mlp_out="fc2",
+            post_norm=not before,
+        )
+    places = {
+        "gemma2": _GEMMA,
+        "gemma3_text": _GEMMA,
+        "olmo2": Place(
+            attn_norm=None,
+            attn_out="post_attention_layernorm",
+            mid="mlp",
+            mlp_norm=None,
+            mlp_out="post_feedforward_layernorm",
+        ),
+        "phi": _parallel(),
+        "cohere": _parallel(),
+        "gptj": _parallel("transformer.h", "attn", "ln_1"),
+        "gpt2": Place("transformer.h", "attn", "ln_1", "attn", "ln_2", "ln_2"),
+        "gpt_neo": Place("transformer.h", "attn.attention", "ln_1", "attn", "ln_2", "ln_2"),
+        "bloom": Place("transformer.h", "self_attention", attn_out="self_attention.dense", mlp_out="mlp.dense_4h_to_h"),
+        "mpt": Place("transformer.blocks", "attn", "norm_1", "attn.out_proj", "norm_2", "norm_2", "ffn.down_proj"),
+    }
+    return places.get(kind, Place())
+
+
+def gain_of(norm: nn.Module) -> np.ndarray:
+    """γ, which Gemma stores as 1 + weight."""
+    weight = norm.weight.detach().double().numpy()
+    return 1 + weight if type(norm).__name__.startswith("Gemma") else weight
+
+
+# ------------------------------------------------------------------------------------------- recording
+
+
+@dataclass
+class Layer:
+    """One layer on one sequence: each tensor of interest and its gradient (of the whole run's mean loss)."""
+
+    weights: np.ndarray  # (H,T,T)
+    query: np.ndarray  # gradients (H,T,d); key, value (K,T,d)
+    key: np.ndarray
+    value: np.ndarray
+    mix: np.ndarray  # (H,T,d)
+    sites: dict[str, np.ndarray]  # gradient by site, (T,D)
+    inputs: dict[str, np.ndarray]  # what the sites hold, (T,D)
+
+
+@dataclass
+class Sequence:
+    ids: np.ndarray
+    loss: float  # cross-entropy summed over what it predicts
+    layers: list[Layer]
+
+
+@dataclass
+class _Calls:
+    """Tensors with their gradients to come, in order: one entry a layer each."""
+
+    qkv: list[tuple[torch.Tensor, ...]] = field(default_factory=list)  # (1,heads,T,d) each, or MPT's one (1,T,3D)
+    weights: list[torch.Tensor] = field(default_factory=list)  # (1,H,T,T)
+    mixes: list[torch.Tensor] = field(default_factory=list)  # (1,H,T,d)
+
+    def add(self, *qkv: torch.Tensor) -> None:
+        self.qkv.append(tuple(kept(x) for x in qkv))
+
+
+def kept(x: torch.Tensor) -> torch.Tensor:
+    x.retain_grad()
+    return x
+
+
+def trainable_twin(model: PreTrainedModel) -> PreTrainedModel:
+    """The same weights as they would be trained; the original stays as it is."""
+    twin = copy.deepcopy(model).requires_grad_(True)
+    if place_is_on_interface(twin):
+        twin.set_attn_implementation(NAME)
+    return twin
+
+
+OWN_CODE = ("falcon", "bloom", "mpt", "gptj", "gpt_neo")
+
+
+def place_is_on_interface(model: PreTrainedModel) -> bool:
+    return model.config.model_type not in OWN_CODE
+
+
+def record(model: PreTrainedModel, sequences: list[np.ndarray]) -> list[Sequence]:
+    """Forward and backward of every sequence, one at a time. The loss: summed cross-entropy ÷ predicted tokens."""
+    predicted = sum(len(ids) - 1 for ids in sequences)
+    recorded = [_record(model, ids, predicted) for ids in sequences]
+    model.zero_grad()
+    return recorded
+
+
+def _record(model: PreTrainedModel, ids: np.ndarray, predicted: int) -> Sequence:
+    place = place_of(model.config)
+    sites: list[dict[str, torch.Tensor]] = []
+    calls = _Calls()
+    tokens = torch.as_tensor(ids)
+    with ExitStack() as stack:
+        embedding = model.get_input_embeddings().register_forward_hook(_require_grad)
+        stack.callback(embedding.remove)
+        for layer in model.get_submodule(place.layers):
+            sites.append({})
+            stack.enter_context(_site_hooks(layer, place, sites[-1]))
+        stack.enter_context(_attention_hooks(model, place, calls))
+        logits = model(tokens[None], use_cache=False).logits[0]
+    surprise = -logits.double().log_softmax(-1)
+    loss = sum(surprise[t, tokens[t + 1]] for t in range(len(ids) - 1))
+    assert isinstance(loss, torch.Tensor)
+    (loss / predicted).backward()
+    assert len(sites) == len(calls.qkv) == len(calls.weights) == len(calls.mixes)
+    layers = []
+    for site, qkv, weights, mix in zip(sites, calls.qkv, calls.weights, calls.mixes, strict=True):
+        query, key, value = _head_gradients(model.config, qkv)
+        layers.append(
+            Layer(
+                _numpy(weights[0]), query, key, value, _gradient(mix)[0],
+                {name: _gradient(x).reshape(len(ids), -1) for name, x in site.items()},
+                {name: _numpy(x).reshape(len(ids), -1) for name, x in site.items()},
+            )
+        )  # fmt: skip
+    check_wiring(place, layers)
+    return Sequence(np.asarray(ids), float(loss), layers)
+
+
+def check_wiring(place: Place, layers: list[Layer]) -> None:
+    """What must be true of the places written down above, in values and in gradients."""
+    tight = {"rtol": 1e-4, "atol": 1e-5}
+    for layer in layers:
+        x, gradient = layer.inputs, layer.sites
+        if place.mid is None:
+            np.testing.assert_allclose(x["layer_in"] + x["attn_out"] + x["mlp_out"], x["layer_out"], **tight)
+            np.testing.assert_allclose(gradient["attn_out"], gradient["layer_out"], **tight)
+            continue
+        np.testing.assert_allclose(x["layer_in"] + x["attn_out"], x["mid"], **tight)
+        np.testing.assert_allclose(gradient["attn_out"], gradient["mid"], **tight)
+        if not place.post_norm:
+            np.testing.assert_allclose(x["mid"] + x["mlp_out"], x["layer_out"], **tight)
+            np.testing.assert_allclose(gradient["mlp_out"], gradient["layer_out"], **tight)
+
+
+def _require_grad(module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+    return output if output.requires_grad else output.requires_grad_(True)
+
+
+def _numpy(x: torch.Tensor) -> np.ndarray:
+    return x.detach().double().numpy()
+
+
+def _gradient(x: torch.Tensor) -> np.ndarray:
+    """Zeros where nothing came back."""
+    return _numpy(torch.zeros_like(x) if x.grad is None else x.grad)
+
+
+def _head_gradients(config: Any, qkv: tuple[torch.Tensor, ...]) -> list[np.ndarray]:
+    if config.model_type == "mpt":
+        parts = np.split(_gradient(qkv[0])[0], 3, axis=-1)
+        return [part.reshape(len(part), config.n_heads, -1).transpose(1, 0, 2) for part in parts]
+    query, key, value = (_gradient(x)[0] for x in qkv)
+    if config.model_type == "falcon" and config.new_decoder_architecture:
+        # this code repeats each key and value head by itself: a head's gradient is the sum of its copies'
+        groups = config.num_attention_heads // config.num_kv_heads
+        key, value = (x.reshape(-1, groups, *x.shape[1:]).sum(1) for x in (key, value))
+    return [query, key, value]
+
+
+@contextmanager
+def _site_hooks(layer: nn.Module, place: Place, found: dict[str, torch.Tensor]) -> Iterator[None]:
+    def first(x: Any) -> torch.Tensor:
+        return x[0] if isinstance(x, tuple) else x
+
+    def leaving(name: str) -> Callable:
+        def hook(module: nn.Module, args: tuple, output: Any) -> Any:
+            found[name] = kept(first(output))
+            # Falcon adds into this very tensor
+            return output.clone() if name == "mlp_out" and isinstance(output, torch.Tensor) else None
+
+        return hook
+
+    def entering(name: str) -> Callable:
+        def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            found[name] = kept(first(args) if args else kwargs["hidden_states"])
+
+        return hook
+
+    handles = []
+    for name, path in (("layer_in", ""), ("mid", place.mid)):
+        if path is not None:
+            module = layer.get_submodule(path)
+            handles.append(module.register_forward_pre_hook(entering(name), with_kwargs=True))
+    outputs = {
+        "attn_norm": place.attn_norm,
+        "attn_out": place.attn_out,
+        "mlp_norm": place.mlp_norm,
+        "mlp_out": place.mlp_out,
+        "layer_out": "",
+    }
+    for name, path in outputs.items():
+        if path is not None:
+            handles.append(layer.get_submodule(path).register_forward_hook(leaving(name)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# -------------------------------------------------------------------------- attention, by its three doors
+
+
+@contextmanager
+def _attention_hooks(model: PreTrainedModel, place: Place, calls: _Calls) -> Iterator[None]:
+    if place_is_on_interface(model):
+        _CALLS.append(calls)
+        try:
+            yield
+        finally:
+            _CALLS.pop()
+    elif model.config.model_type == "falcon":
+        with patch.object(F, "scaled_dot_product_attention", _dense_sdpa(calls)):
+            yield
+    else:
+        with ExitStack() as stack:
+            stack.enter_context(_recorded_softmax(calls))
+            for layer in model.get_submodule(place.layers):
+                attention = layer.get_submodule(place.attention)
+                stack.enter_context(_own_code(model.config.model_type, attention, calls))
+            yield
+
+
+_CALLS: list[_Calls] = []
+
+
+def _interface_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    calls = _CALLS[-1]
+    calls.add(query, key, value)
+    heads, length, width = query.shape[1:]
+    copies = heads // key.shape[1]
+    all_keys = key.repeat_interleave(copies, dim=1)
+    logits = query @ all_keys.transpose(2, 3) * (width**-0.5 if scaling is None else scaling)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits + attention_mask[..., :length]
+    if s_aux is not None:  # one more column in the softmax, which no value answers to
+        logits = torch.cat([logits, s_aux.view(1, heads, 1, 1).expand(1, heads, length, 1)], dim=-1)
+    weights = logits.softmax(-1)[..., :length]
+    mix = kept(weights @ value.repeat_interleave(copies, dim=1))
+    calls.weights.append(weights)
+    calls.mixes.append(mix)
+    return mix.transpose(1, 2).contiguous(), weights
+
+
+AttentionInterface.register(NAME, _interface_attention)
+AttentionMaskInterface.register(NAME, eager_mask)
+
+
+def _dense_sdpa(calls: _Calls) -> Callable:
+    """F.scaled_dot_product_attention as its documentation defines it."""
+
+    def dense(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        calls.add(query, key, value)
+        heads, length, width = query.shape[1:]
+        key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
+        logits = query @ key.transpose(2, 3) * (width**-0.5 if scale is None else scale)
+        if is_causal:
+            assert attn_mask is None
+            attn_mask = torch.ones(length, length, dtype=torch.bool).tril()
+        assert attn_mask is not None
+        if attn_mask.dtype == torch.bool:
+            logits = logits.masked_fill(~attn_mask, -torch.inf)
+        else:
+            logits = logits + attn_mask
+        weights = logits.softmax(-1)
+        mix = kept(weights @ value)
+        calls.weights.append(weights)
+        calls.mixes.append(mix)
+        return mix
+
+    return dense
+
+
+@contextmanager
+def _recorded_softmax(calls: _Calls) -> Iterator[None]:
+    """The model's own softmax; its 4-dimensional answers are attention weights."""
+    softmax = F.softmax
+
+    def recording(*args: Any, **kwargs: Any) -> torch.Tensor:
+        weights = softmax(*args, **kwargs)
+        if weights.dim() == 4:
+            calls.weights.append(weights)
+        return weights
+
+    with patch.object(F, "softmax", recording):
+        yield
+
+
+@contextmanager
+def _own_code(kind: str, attention: Any, calls: _Calls) -> Iterator[None]:
+    """Query, key, value and mix where each architecture's own code has them ready."""
+    with ExitStack() as stack:
+        if kind in ("gptj", "gpt_neo"):
+            own = attention._attn
+
+            def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **kwargs: Any) -> tuple:
+                calls.add(query, key, value)
+                mix, weights = own(query, key, value, *rest, **kwargs)
+                calls.mixes.append(kept(mix))
+                return mix, weights
+
+            stack.enter_context(patch.object(attention, "_attn", attend))
+        elif kind == "bloom":
+            split, merge = attention._reshape, attention._merge_heads
+
+            def reshape(fused: torch.Tensor) -> tuple[torch.Tensor, ...]:
+                calls.add(*split(fused))
+                return calls.qkv[-1]
+
+            def merge_heads(mix: torch.Tensor) -> torch.Tensor:
+                calls.mixes.append(kept(mix.view(1, *mix.shape)))  # (1,H,T,d)
+                return merge(calls.mixes[-1][0])
+
+            stack.enter_context(patch.object(attention, "_reshape", reshape))
+            stack.enter_context(patch.object(attention, "_merge_heads", merge_heads))
+        elif kind == "mpt":
+            heads, width = attention.n_heads, attention.head_dim
+
+            def fused(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+                calls.add(output)
+
+            def mixed(module: nn.Module, args: tuple) -> tuple:
+                split = args[0].view(1, -1, heads, width).transpose(1, 2)
+                calls.mixes.append(kept(split))
+                return (split.transpose(1, 2).reshape(args[0].shape),)
+
+            stack.callback(attention.Wqkv.register_forward_hook(fused).remove)
+            stack.callback(attention.out_proj.register_forward_pre_hook(mixed).remove)
+        else:
+            raise NotImplementedError(kind)
+        yield
+
+
+class _DoubleTorch:
+    """`torch`, in which float32 is float64."""
+
+    float = float32 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@contextmanager
+def in_double(model: PreTrainedModel) -> Iterator[None]:
+    """A model's own code without its excursions to float32 (norms, softmax), where round-off of float64 would be
+    rounded to float32 one way or the other.
+    """
+    single = torch.Tensor.float
+    with (
+        patch.object(sys.modules[type(model).__module__], "torch", _DoubleTorch()),
+        patch.object(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else single(x)),
+    ):
+        yield
+
+
+# --------------------------------------------------------------------------------------------- tables
+
+
+def gradient(sequences: list[Sequence], positions: int) -> pd.DataFrame:
+    rows = []
+    for number, layer in enumerate(sequences[0].layers):
+        for pathway in ("query", "key", "value"):
+            heads = len(getattr(layer, pathway))
+            for position in range(positions):
+                sums = [0.0] * heads
+                for sequence in sequences:
+                    if len(sequence.ids) > position:
+                        found = getattr(sequence.layers[number], pathway)
+                        sums = [total + found[head, position] for head, total in enumerate(sums)]
+                squares = [float(np.sum(np.square(total))) for total in sums]
+                rows.append((number, pathway, -1, position, np.sqrt(sum(squares))))
+                rows += [(number, pathway, head, position, np.sqrt(square)) for head, square in enumerate(squares)]
+    return pd.DataFrame(rows, columns=["layer", "pathway", "head", "position", "grad_norm"])
+
+
+def _norm(x: np.ndarray) -> float:
+    return float(np.sqrt(np.sum(x * x)))
+
+
+def _ratio(above: float, below: float) -> float:
+    """Undefined where nothing comes back to what it is measured against."""
+    return above / below if below > 0 else np.nan
+
+
+def _mean(values: list[float]) -> float:
+    defined = [value for value in values if not np.isnan(value)]
+    return float(np.mean(defined)) if defined else np.nan
+
+
+def roles_of(place: Place) -> dict[str, tuple[str, str | None, str, str | None]]:
+    """Each branch's input x, its own norm's output y, its output r, and the stream z = x + r behind it."""
+    attn_norm = None if place.attn_norm is None else "attn_norm"
+    mlp_norm = None if place.mlp_norm is None else "mlp_norm"
+    if place.post_norm:
+        return {"attn": ("layer_in", None, "attn_out", "mid")}  # no site holds what the MLP's branch adds to
+    if place.mid is None:
+        shared = place.mlp_norm is None  # the norm's gradient is of both branches
+        attn_norm = None if shared else attn_norm
+        return {"attn": ("layer_in", attn_norm, "attn_out", None), "mlp": ("layer_in", mlp_norm, "mlp_out", None)}
+    return {"attn": ("layer_in", attn_norm, "attn_out", "mid"), "mlp": ("mid", mlp_norm, "mlp_out", "layer_out")}
+
+
+def gradient_ratio(model: PreTrainedModel, sequences: list[Sequence], positions: int) -> pd.DataFrame:
+    rows = []
+    for number, branch, (x, y, r, z) in _branches(model, sequences):
+        for position in range(positions):
+            norms, bloats, compressions, changes = [], [], [], []
+            for sequence in _long_enough(sequences, position):
+                layer = sequence.layers[number]
+                at = {site: found[position] for site, found in layer.sites.items()}
+                norms.append(_norm(layer.inputs[x][position]))
+                if y is not None:
+                    bloats.append(_ratio(_norm(at[y]), _norm(at[r])))
+                if y is not None and z is not None:
+                    compressions.append(_ratio(_norm(at[x] - at[z]), _norm(at[y])))
+                if z is not None:
+                    changes.append(_ratio(_norm(at[x]), _norm(at[z])))
+            rows.append((number, branch, position, *map(_mean, (norms, bloats, compressions, changes))))
+    columns = ["input_norm", "bloat", "compress", "change"]
+    return pd.DataFrame(rows, columns=["layer", "branch", "position", *columns])
+
+
+def gradient_check(sequences: list[Sequence], positions: int) -> pd.DataFrame:
+    """Theorem 1, on the run's longest sequences. The loss is the summed one: its gradients do not shrink with the run.
+
+    `identity_residual` is not that of sinkscope, but that of the identity itself in these gradients.
+    """
+    predicted = sum(len(sequence.ids) - 1 for sequence in sequences)
+    longest = max(len(sequence.ids) for sequence in sequences)
+    full = [sequence for sequence in sequences if len(sequence.ids) == longest]
+    queries = np.round(np.linspace(0, longest - 1, min(GRAM_QUERIES, longest))).astype(int)
+    rows = []
+    for number, layer in enumerate(sequences[0].layers):
+        heads, groups = len(layer.query), len(layer.query) // len(layer.value)
+        for head in range(heads):
+            upstream = [predicted * sequence.layers[number].mix[head][queries] for sequence in full]  # (queries, d)
+            mu = np.mean([g for found in upstream for g in found], axis=0)
+            variances, covariances = [], []
+            for t in range(len(queries)):
+                for other in range(t, len(queries)):
+                    products = [(found[t] - mu) @ (found[other] - mu) for found in upstream]
+                    if t == other:
+                        variances.append(np.mean(products))
+                    else:
+                        covariances.append(abs(np.mean(products)))
+            variance, covariance = max(variances), max(covariances)
+            for position in range(positions):
+                lower, upper, measured = [], [], []
+                for sequence in full:
+                    column = sequence.layers[number].weights[head, position:, position]
+                    mass, second = column.sum(), (column**2).sum()
+                    lower.append(mass**2 * mu @ mu)
+                    upper.append(lower[-1] + variance * second + covariance * (mass**2 - second))
+                    g = predicted * sequence.layers[number].mix[head, position:]
+                    measured.append(np.sum((column @ g) ** 2))
+                error = size = 0.0
+                for sequence in _long_enough(sequences, position):
+                    this = sequence.layers[number]
+                    group = range(head // groups * groups, head // groups * groups + groups)
+                    routed = sum(this.weights[h, position:, position] @ this.mix[h, position:] for h in group)
+                    error += np.sum((this.value[head // groups, position] - routed) ** 2)
+                    size += np.sum(this.value[head // groups, position] ** 2)
+                low, high, found = np.mean(lower), np.mean(upper), np.mean(measured)
+                residual = np.sqrt(error / size) if size > 0 else np.nan
+                rows.append((number, head, position, residual, low, found, high, low <= found <= high))
+    columns = ["identity_residual", "lower_bound", "measured", "upper_bound", "holds"]
+    return pd.DataFrame(rows, columns=["layer", "head", "position", *columns])
+
+
+def norm_bound(model: PreTrainedModel, sequences: list[Sequence], positions: int) -> pd.DataFrame:
+    """Theorem 2 for every norm in front of a branch, with γ and ε read off the module."""
+    place = place_of(model.config)
+    modules = list(model.get_submodule(place.layers))
+    paths = {"attn": place.attn_norm, "mlp": place.mlp_norm}
+    rows = []
+    for number, branch, (x, y, _, z) in _branches(model, sequences):
+        if y is None or z is None:
+            continue
+        norm = modules[number].get_submodule(paths[branch])
+        largest = np.abs(gain_of(norm)).max()
+        epsilon = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+        for position in range(positions):
+            ratios, bounds, inside, tightness = [], [], [], []
+            for sequence in _long_enough(sequences, position):
+                layer = sequence.layers[number]
+                entries = layer.inputs[x][position]
+                if isinstance(norm, nn.LayerNorm):
+                    entries = entries - entries.mean()
+                bounds.append(largest / np.sqrt(np.mean(entries**2) + epsilon))
+                through = _norm(layer.sites[x][position] - layer.sites[z][position])
+                ratios.append(_ratio(through, _norm(layer.sites[y][position])))
+                if not np.isnan(ratios[-1]):
+                    inside.append(float(ratios[-1] <= 1.005 * bounds[-1]))
+                    tightness.append(ratios[-1] / bounds[-1])
+            rows.append((number, branch, position, *map(_mean, (ratios, bounds, inside, tightness))))
+    return pd.DataFrame(rows, columns=["layer", "branch", "position", "measured", "bound", "holds", "tightness"])
+
+
+def tables(model: PreTrainedModel, sequences: list[Sequence], positions: int) -> dict[str, pd.DataFrame]:
+    return {
+        "gradient": gradient(sequences, positions),
+        "gradient_ratio": gradient_ratio(model, sequences, positions),
+        "gradient_check": gradient_check(sequences, positions),
+        "norm_bound": norm_bound(model, sequences, positions),
+    }
+
+
+def _branches(
+    model: PreTrainedModel, sequences: list[Sequence]
+) -> Iterator[tuple[int, str, tuple[str, str | None, str, str | None]]]:
+    for number in range(len(sequences[0].layers)):
+        for branch, roles in roles_of(place_of(model.config)).items():
+            yield number, branch, roles
+
+
+def _long_enough(sequences: list[Sequence], position: int) -> list[Sequence]:
+    return [sequence for sequence in sequences if len(sequence.ids) > position]
+
+
+# ------------------------------------------------------------------------------------------- comparison
+
+KEYS = ("layer", "pathway", "branch", "head", "position")
+SMALLEST = 1e-6  # of the column's largest: below that an entry's error counts as relative to this much
+SQUARES = ("lower_bound", "measured", "upper_bound")  # of gradient_check: norms squared, twice the relative error
+
+
+def errors(ours: pd.DataFrame, expected: pd.DataFrame) -> dict[str, float]:
+    """Column → worst relative error. AssertionError where the rows themselves, or the places of NaN, differ."""
+    keys = [name for name in KEYS if name in expected]
+    mine, truth = (table.sort_values(keys, ignore_index=True) for table in (ours, expected))
+    assert set(mine.columns) == set(truth.columns)
+    assert len(mine) == len(truth), f"{len(mine)} rows, not {len(truth)}"
+    for name in keys:
+        assert list(mine[name]) == list(truth[name]), f"other values of {name}"
+    found = {}
+    for name in (name for name in truth if name not in keys):
+        column, right = mine[name].to_numpy(float), truth[name].to_numpy(float)
+        if name == "identity_residual":  # round-off on both sides: how large it is matters, not which
+            assert (np.isnan(column) == np.isnan(right)).all(), "NaN elsewhere in identity_residual"
+            found[name] = float(np.nanmax(column, initial=0.0))
+            continue
+        assert (np.isnan(column) == np.isnan(right)).all(), f"NaN elsewhere in {name}"
+        largest = np.nanmax(np.abs(right), initial=0.0)
+        error = np.abs(column - right) / np.maximum(np.maximum(np.abs(right), SMALLEST * largest), 1e-300)
+        found[name] = float(np.nanmax(error, initial=0.0))
+    return found
+
+
+def assert_same(
+    ours: dict[str, pd.DataFrame], expected: dict[str, pd.DataFrame], tolerance: float
+) -> dict[str, float]:
+    """Every column of every expected table agrees. → the worst error of each table."""
+    worst = {}
+    for name, table in expected.items():
+        found = errors(ours[name], table)
+        wrong = {column: error for column, error in found.items() if not error <= tolerance}
+        assert not wrong, f"table {name}: {wrong}"
+        worst[name] = max(found.values(), default=0.0)
+    return worst
