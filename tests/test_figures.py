@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
+from test_gradient_figures import gradient_tables
 
 from sinkscope.errors import InputError
 from sinkscope.figures import FIGURES, applicable, draw, save_all
@@ -79,7 +80,7 @@ def tables_of(layers: int, heads: int, kv_heads: int, positions: int, sequences:
         "massive_map": with_tokens(magnitudes),
         "attention_maps": maps,
         "summary": of(grid(layer=range(-1, layers), metric=metrics), value=(0, 1)),
-    }
+    } | gradient_tables(layers, heads, kv_heads, positions)
 
 
 def make_run(

@@ -37,6 +37,8 @@ OBSERVABLE = {
     "attention_heads": "attention",
     "attention_maps": "attention",
     "massive_map": "massive",
+    "gradient_ratio": "gradient",
+    "gradient_check": "gradient",
 }
 
 

@@ -35,15 +35,13 @@ def whole_numbers(ax: Axes, which: str) -> None:
         (ax.set_xlim if which == "x" else ax.set_ylim)(values[0] - 0.5, values[0] + 0.5)
 
 
-def value_axis(ax: Axes, log: bool = False, share: bool = False) -> None:
+def value_axis(ax: Axes, log: bool = False, share: bool = False) -> bool:
     """A log scale, or that of a share from 0 to 1, if asked for. Call it last, as it goes by what is drawn:
-    where no line has a value that the scale can show, the panel says so.
+    where no line has a value that the scale can show, the panel says so. → whether one has.
     """
-    drawn = [np.asarray(line.get_ydata(), float) for line in ax.lines]
-    values = np.concatenate(drawn) if drawn else np.empty(0)
-    if not np.any(np.isfinite(values) & (values > 0 if log else True)):
+    if not has_values(ax, log):
         say(ax, "no positive values" if log else "no values")
-        return
+        return False
     ax.grid(True, axis="y", color="0.9", linewidth=0.4)
     if share:
         ax.set_ylim(-0.03, 1.03)
@@ -51,6 +49,13 @@ def value_axis(ax: Axes, log: bool = False, share: bool = False) -> None:
     elif log:
         ax.set_yscale("log", nonpositive="mask")
         log_ticks(ax.yaxis, *ax.get_ylim())
+    return True
+
+
+def has_values(ax: Axes, log: bool = False) -> bool:
+    drawn = [np.asarray(line.get_ydata(), float) for line in ax.lines]
+    values = np.concatenate(drawn) if drawn else np.empty(0)
+    return bool(np.any(np.isfinite(values) & (values > 0 if log else True)))
 
 
 def log_ticks(axis: Axis, low: float, high: float) -> None:
@@ -63,6 +68,14 @@ def log_ticks(axis: Axis, low: float, high: float) -> None:
     axis.set_minor_formatter(NullFormatter())
     if few or (low >= 1e-3 and high < 5e4):
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def widen(ax: Axes, low: float, high: float) -> None:
+    """A log axis of values that spans at least this, with ticks to fit."""
+    known = ax.get_ylim()
+    ax.set_yscale("log", nonpositive="mask")  # anew, and with it the ticks
+    ax.set_ylim(min(low, known[0]), max(high, known[1]))
+    log_ticks(ax.yaxis, *ax.get_ylim())
 
 
 def say(ax: Axes, text: str) -> None:

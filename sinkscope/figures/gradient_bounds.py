@@ -1,9 +1,9 @@
 """The two theorems of GS by layer, beside what is measured.
 
-Left: theorem 1 at position 0, means over heads: attention holds the square of the value gradient between two bounds.
-They take the attention as independent of the gradients that it routes, so they can fail. Middle: how often they hold,
-at all heads and positions, and the largest error of the identity beneath them, ∇v = Σ_t a[t,s] g_t. Right: theorem 2,
-‖∇x‖ ÷ ‖∇y‖ of the norm in front of either branch, as a share of what its Jacobian allows.
+Left: theorem 1 at position 0, means over heads, for the loss summed over the run: attention holds the square of the
+value gradient between two bounds. They take attention as independent of the gradients that it routes, so they can fail.
+Middle: how often they hold at all heads and positions, and the largest error of the identity beneath them,
+∇v = Σ_t a[t,s] g_t. Right: theorem 2, ‖∇x‖ ÷ ‖∇y‖ of the norm in front of each branch, over its bound.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from sinkscope.figures.axes import layer_axis, line_by_layer, log_ticks, say, value_axis
+from sinkscope.figures.axes import has_values, layer_axis, line_by_layer, say, value_axis, widen
 from sinkscope.figures.gradient_reshaping import GUIDE, why_undefined
 from sinkscope.figures.labels import title
 from sinkscope.figures.style import NAVY, OTHERS, SINK, WIDE, Figure, new_figure
@@ -33,7 +33,7 @@ BRANCHES = {"attn": "attention", "mlp": "MLP"}
 def draw(run: Run) -> Figure:
     check = run.tables["gradient_check"].replace([np.inf, -np.inf], np.nan)
     figure = new_figure(WIDE, 3.2)
-    panels = [["theorem 1", "holds", "attn"], ["theorem 1", "identity", "mlp"]]
+    panels: Any = [["theorem 1", "holds", "attn"], ["theorem 1", "identity", "mlp"]]
     axes = figure.subplot_mosaic(panels, width_ratios=[1.2, 1, 1])
     _theorem_one(axes["theorem 1"], check[check["position"] == 0])
     _holds(axes["holds"], check)
@@ -41,7 +41,10 @@ def draw(run: Run) -> Figure:
     for branch, name in BRANCHES.items():
         axes[branch].set_title(f"theorem 2: {name} branch")
         _tightness(axes[branch], run, branch)
-    handles: list[Any] = [Line2D([], [], label="position 0", **SINK), Patch(label="within theorem 1's bounds", **BAND)]
+    handles: list[Any] = [
+        Line2D([], [], label="position 0, measured", **SINK),
+        Patch(label="theorem 1's bounds", **BAND),
+    ]
     last = int(check["position"].max())
     if last:
         places = f"positions 1–{last}" if last > 1 else "position 1"
@@ -57,13 +60,13 @@ def _theorem_one(ax: Axes, first: pd.DataFrame) -> None:
     if not means["measured"].notna().any():
         say(ax, UNMEASURED)
         return
+    alone = {"marker": "_", "markersize": 8} if len(means) == 1 else {}  # a line needs two layers
     for bound in ("lower_bound", "upper_bound"):
-        line_by_layer(ax, means[bound], **EDGE)
+        line_by_layer(ax, means[bound], **EDGE, **alone)
     line_by_layer(ax, means["measured"], **SINK)
     layer_axis(ax)
-    ax.set_ylabel("squared norm of the value gradient")
-    value_axis(ax, log=True)
-    if ax.get_yscale() == "log":
+    ax.set_ylabel("value gradient ‖∇v₀‖², mean over heads")
+    if value_axis(ax, log=True):
         floor = ax.get_ylim()[0]  # where a lower bound is 0
         ax.fill_between(means.index, means["lower_bound"].clip(lower=floor), means["upper_bound"], **BAND)
 
@@ -79,7 +82,8 @@ def _holds(ax: Axes, check: pd.DataFrame) -> None:
         return
     line_by_layer(ax, measured.groupby("layer")["holds"].mean(), **CHECK)
     layer_axis(ax, "")
-    value_axis(ax, share=True)
+    if not value_axis(ax, share=True):
+        return
     above, below = measured["measured"] > measured["upper_bound"], measured["measured"] < measured["lower_bound"]
     text = f"{measured['holds'].sum()} of {len(measured)} hold\n{above.sum()} above, {below.sum()} below"
     ax.text(0.04, 0.06, text, transform=ax.transAxes, fontsize=7, linespacing=1.4)
@@ -89,28 +93,23 @@ def _identity(ax: Axes, check: pd.DataFrame, dtype: str) -> None:
     ax.set_title("identity: largest relative error")
     line_by_layer(ax, check.groupby("layer")["identity_residual"].max(), **CHECK)
     layer_axis(ax)
-    value_axis(ax, log=True)
-    if ax.get_yscale() == "log" and dtype in ROUND_OFF:
+    if value_axis(ax, log=True) and dtype in ROUND_OFF:
         least = ROUND_OFF[dtype]
-        low, high = ax.get_ylim()
-        ax.set_ylim(min(low, least / 4), max(high, least * 4))
-        log_ticks(ax.yaxis, *ax.get_ylim())
+        widen(ax, least / 10, least * 100)
         _guide(ax, least, f"round-off of {dtype}", below=True)
 
 
 def _tightness(ax: Axes, run: Run, branch: str) -> None:
-    bounds = run.tables.get("norm_bound", pd.DataFrame(columns=["branch"]))
-    rows = bounds[bounds["branch"] == branch]
-    if rows.empty:
+    bounds = run.tables.get("norm_bound", pd.DataFrame(columns=["branch", "position", "layer", "tightness"]))
+    rows = bounds[bounds["branch"] == branch].replace([np.inf, -np.inf], np.nan)
+    for chosen, look in ((rows[rows["position"] == 0], SINK), (rows[rows["position"] > 0], OTHERS)):
+        line_by_layer(ax, chosen.groupby("layer")["tightness"].mean(), **look)
+    layer_axis(ax, "layer" if branch == "mlp" else "")
+    ax.set_ylabel("measured ÷ bound")
+    if not has_values(ax):
         say(ax, why_undefined(run, "compress"))
         return
-    tightness = rows.pivot_table("tightness", "layer", "position").replace([np.inf, -np.inf], np.nan)
-    for values, look in ((tightness[[0]], SINK), (tightness.loc[:, 1:], OTHERS)):
-        if values.shape[1]:
-            line_by_layer(ax, values.mean(axis=1), **look)
-    layer_axis(ax, "layer" if branch == "mlp" else "")
     value_axis(ax)
-    ax.set_ylabel("share of the bound")
     ax.set_ylim(0, max(1.15, ax.get_ylim()[1]))
     _guide(ax, 1, "bound")
 

@@ -25,7 +25,7 @@ NAME = "gradient-norms"
 ABOUT = "gradient norms of query, key and value by token position (GS fig. 2)"
 TABLES = ("gradient",)
 PATHWAYS = ("query", "key", "value")
-# Of a curve's largest value. Lower lies what is 0 but for round-off, as the first query's gradient: it has one key only.
+# Of a curve's largest value. Below lies what is 0, or would be but for round-off, as the first query's gradient is.
 OFF_SCALE = 1e-5
 OFF: dict[str, Any] = {"color": "black", "linestyle": "none", "marker": "v", "ms": 4.5, "mfc": "white", "mew": 0.8}
 MEAN = SINK | {"color": "black", "linewidth": 1.4, "zorder": 4}
@@ -66,19 +66,23 @@ def draw_curve(ax: Axes, curve: pd.Series, least: float | None = None, **look: A
 
 
 def mark_off_scale(ax: Axes, curves: Iterable[pd.Series]) -> None:
-    """A mark on the panel's floor where a curve is off the scale, with its value: the largest of several curves'."""
-    hidden = [curve[curve <= OFF_SCALE * curve.max()] for curve in curves]
-    for position, value in pd.concat(hidden).groupby(level=0).max().items():
+    """A mark on the panel's floor where a curve is off the scale, with its value: the largest of several curves'.
+
+    Of neighbours the first one's value is enough.
+    """
+    hidden = pd.concat([curve[(curve <= OFF_SCALE * curve.max()) & (curve.max() > 0)] for curve in curves])
+    values = hidden.groupby(level=0).max()
+    if len(values):  # no line: scales go by those
+        floor = np.full(len(values), 0.012)
+        look: dict[str, Any] = {"s": 20, "marker": "v", "facecolors": "white", "edgecolors": "black", "linewidths": 0.8}
         place: dict[str, Any] = {"transform": ax.get_xaxis_transform(), "clip_on": False, "zorder": 5}
-        ax.add_artist(Line2D([position], [0.012], gid=FLOOR, **OFF, **place))
-        ax.annotate(
-            "0" if value == 0 else f"≈ 0 ({_scientific(value)})",
-            (position, 0),
-            xycoords=ax.get_xaxis_transform(),
-            xytext=(5, 2.5),
-            textcoords="offset points",
-            fontsize=6,
-        )
+        ax.scatter(values.index, floor, gid=FLOOR, **look, **place)
+    for position, value in values.items():
+        if position - 1 not in values.index:
+            text = "0" if value == 0 else f"≈ 0 ({_scientific(value)})"
+            align = "center" if value == 0 else "left" if position <= max(ax.get_xlim()) / 2 else "right"
+            place = {"xycoords": ax.get_xaxis_transform(), "textcoords": "offset points", "fontsize": 6}
+            ax.annotate(text, (position, 0), (0, 5), ha=align, **place)
 
 
 FLOOR = "below the scale"
@@ -86,22 +90,27 @@ FLOOR = "below the scale"
 
 def finish(axes: np.ndarray) -> None:
     """Titles and scales of the three panels, once they are drawn: they share their axes."""
+    last = max(max(line.get_xdata()) for ax in axes for line in ax.lines)
+    margin = max(0.5, 0.04 * last)
+    axes[0].set_xlim(-margin, last + margin)  # also where there is but a mark on the floor
     for ax, pathway in zip(axes, PATHWAYS, strict=True):
         ax.set_title(pathway)
         whole_numbers(ax, "x")
         ax.set_xlabel("token position")
-        ax.set_ylabel("gradient norm" if ax is axes[0] else "")
-        value_axis(ax, log=True)
-    low, high = axes[0].get_ylim()
-    if axes[0].get_yscale() == "log":  # room for the marks on the floor
-        axes[0].set_ylim(low / (high / low) ** 0.06, high)
+    drawn = [ax for ax in axes if value_axis(ax, log=True)]
+    if drawn:
+        drawn[0].set_ylabel("gradient norm")
+        drawn[0].tick_params(labelleft=True)
+        low, high = drawn[0].get_ylim()
+        drawn[0].set_ylim(low / (high / low) ** 0.09, high)  # room for the marks
 
 
-def add_legend(figure: Figure, axes: np.ndarray, mean: str) -> None:
-    handles = [Line2D([], [], label=mean, **MEAN)]
-    if any(artist.get_gid() == FLOOR for ax in axes for artist in ax.get_children()):
+def add_legend(figure: Figure, axes: np.ndarray, mean: str | None = None) -> None:
+    handles = [] if mean is None else [Line2D([], [], label=mean, **MEAN)]
+    if any(marks.get_gid() == FLOOR for ax in axes for marks in ax.collections):
         handles.append(Line2D([], [], label="off the scale", **OFF))
-    figure.legend(handles=handles, loc="outside lower center", ncols=2)
+    if handles:
+        figure.legend(handles=handles, loc="outside lower center", ncols=2)
 
 
 def _scientific(value: float) -> str:

@@ -13,7 +13,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from sinkscope.figures.axes import log_ticks, value_axis
+from sinkscope.figures.axes import has_values, log_ticks, say, value_axis, widen
 from sinkscope.figures.labels import title
 from sinkscope.figures.style import GREY, NAVY, SKY, WIDE, Figure, new_figure
 from sinkscope.gradient_summary import TOKEN_GROUPS, compress_fits, fit_points
@@ -28,7 +28,7 @@ PANELS = {  # ratio: its definition
     "change": r"$\|\nabla h\|\,/\,\|\nabla h_{\mathrm{mid}}\|$",
 }
 # From dark to light, each with a marker of its own. The last is for positions beyond the paper's groups.
-LOOKS = ((NAVY, "o"), ("#b33c12", "s"), ("#4f9a6b", "^"), (SKY, "D"), ("#c9b99a", "v"), ("#dcdcdc", "P"))
+LOOKS = ((NAVY, "o"), ("#b33c12", "s"), ("#4f9a6b", "^"), (SKY, "D"), ("#d1bf9a", "v"), ("#e0e0e0", "P"))
 POINT: dict[str, Any] = {"linestyle": "none", "markersize": 3}
 FIT: dict[str, Any] = {"color": "black", "linewidth": 1, "zorder": 4}
 GUIDE: dict[str, Any] = {"color": GREY, "linewidth": 0.9, "linestyle": (0, (4, 2)), "zorder": 1.5}
@@ -53,16 +53,18 @@ def draw(run: Run) -> Figure:
             _points(ax, ratios[ratios["position"].between(first, last)], name, *look)
         ax.set_title(f"{name}  {PANELS[name]}")
         ax.set_xlabel("norm of the branch's input, ‖h‖")
-        value_axis(ax, log=True)
-        if ax.get_yscale() != "log":
-            ax.texts[-1].set_text(why_undefined(run, name))
+    drawn = {name: ax for name, ax in axes.items() if has_values(ax, log=True)}
+    for name, ax in axes.items():
+        if name not in drawn:
+            say(ax, why_undefined(run, name))
             continue
+        value_axis(ax, log=True)
         ax.set_xscale("log", nonpositive="mask")
         log_ticks(ax.xaxis, *ax.get_xlim())
-    _compression(axes["compress"], ratios)
-    if axes["change"].get_yscale() == "log":
+    fitted = "compress" in drawn and _compression(axes["compress"], ratios)
+    if "change" in drawn:
         _no_change(axes["change"])
-    _legend(figure, [label for label, *_ in groups])
+    _legend(figure, [label for label, *_ in groups], fitted, "change" in drawn)
     figure.suptitle(title(run, WIDE))
     return figure
 
@@ -78,7 +80,7 @@ def token_groups(ratios: pd.DataFrame) -> list[tuple[str, int, int]]:
 
 def why_undefined(run: Run, ratio: str) -> str:
     wiring = (run.manifest.get("family") or {}).get("wiring")
-    return UNDEFINED.get((wiring, ratio), "no values")
+    return UNDEFINED.get((str(wiring), ratio), "no values")
 
 
 def _points(ax: Axes, rows: pd.DataFrame, name: str, colour: str, marker: str) -> None:
@@ -90,11 +92,11 @@ def _points(ax: Axes, rows: pd.DataFrame, name: str, colour: str, marker: str) -
 HOLLOW: dict[str, Any] = {"mfc": "none", "mew": 0.7}
 
 
-def _compression(ax: Axes, ratios: pd.DataFrame) -> None:
-    """The fitted line, and one of slope -1 through the points' centre."""
+def _compression(ax: Axes, ratios: pd.DataFrame) -> bool:
+    """The fitted line, and one of slope -1 through the points' centre. → whether there are enough points."""
     fits = compress_fits(ratios)
     if "compress_slope" not in fits:
-        return
+        return False
     points = fit_points(ratios)
     x, y = np.log10(points["input_norm"]), np.log10(points["compress"])
     ends = np.array([x.min(), x.max()])
@@ -102,27 +104,27 @@ def _compression(ax: Axes, ratios: pd.DataFrame) -> None:
         ax.plot(10**ends, 10 ** (y.mean() + slope * (ends - x.mean())), **look)
     text = f"slope {fits['compress_slope']:.2f}\nr = {fits['compress_correlation']:.2f}".replace("-", "−")
     ax.text(0.04, 0.05, text, transform=ax.transAxes, fontsize=7, linespacing=1.4)
+    return True
 
 
 def _no_change(ax: Axes) -> None:
     """A line at 1, and at least a decade about it, so that what is near 1 looks near."""
     ax.axhline(1, **GUIDE)
-    low, high = ax.get_ylim()
-    ax.set_ylim(min(low, 10**-0.5), max(high, 10**0.5))
-    log_ticks(ax.yaxis, *ax.get_ylim())
+    widen(ax, 10**-0.5, 10**0.5)
 
 
-def _legend(figure: Figure, groups: list[str]) -> None:
+def _legend(figure: Figure, groups: list[str], fitted: bool, no_change: bool) -> None:
     """Two rows: the token groups, and what the other signs mean. Legends are filled column by column."""
     points = [
         Line2D([], [], color=colour, marker=marker, label=label, **POINT)
         for label, (colour, marker) in zip(groups, LOOKS, strict=False)
     ]
-    signs = [
-        Line2D([], [], color="0.3", marker="o", label="first layer", **POINT, **HOLLOW),
-        Line2D([], [], label="fit, later layers", **FIT),
-        Line2D([], [], label="slope −1; no change", **GUIDE),
-    ]
+    signs = [Line2D([], [], color="0.3", marker="o", label="first layer", **POINT, **HOLLOW)]
+    if fitted:
+        signs.append(Line2D([], [], label="fit, later layers", **FIT))
+    if fitted or no_change:
+        guides = "; ".join(["slope −1"] * fitted + ["no change"] * no_change)
+        signs.append(Line2D([], [], label=guides, **GUIDE))
     columns = max(len(points), len(signs))
     handles = [handle for pair in zip_longest(points, signs) for handle in pair if handle is not None]
-    figure.legend(handles=handles, loc="outside lower center", ncols=columns)
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, columnspacing=1.2)

@@ -64,9 +64,9 @@ SETTINGS: dict[str, Any] = {
 # Lines differ in colour, lightness, dashes and marker, so that any one of them is enough.
 NAVY, VERMILION, SKY, GREY = "#10315c", "#c8501e", "#6fb1dc", "#8a8a8a"
 # The broken and thinner ones lie on top, so that lines that coincide are all seen.
-SINK = {"color": NAVY, "linestyle": "-", "marker": "o", "linewidth": 1.3, "markersize": 3, "zorder": 2}
-OTHERS = {"color": VERMILION, "linestyle": "--", "marker": "s", "markersize": 2.4, "zorder": 3}
-HIGHEST = {"color": SKY, "linestyle": ":", "marker": "^", "markersize": 2.4, "zorder": 4}
+SINK: dict[str, Any] = {"color": NAVY, "linestyle": "-", "marker": "o", "linewidth": 1.3, "markersize": 3, "zorder": 2}
+OTHERS: dict[str, Any] = {"color": VERMILION, "linestyle": "--", "marker": "s", "markersize": 2.4, "zorder": 3}
+HIGHEST: dict[str, Any] = {"color": SKY, "linestyle": ":", "marker": "^", "markersize": 2.4, "zorder": 4}
 
 SEQUENTIAL = colormaps["magma_r"].with_extremes(bad="#d9d9d9")  # perceptually uniform; dark is much
 GRADUAL = ListedColormap(SEQUENTIAL(np.linspace(0.15, 0.8, 256)), "gradual")  # for lines: without what white swallows
