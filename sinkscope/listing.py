@@ -46,7 +46,7 @@ def families() -> pd.DataFrame:
 
 
 def recipes() -> pd.DataFrame:
-    """Those in recipes/ here, and of the checkout that sinkscope runs from. Other YAML there is said to be none."""
+    """Those in recipes/ here, and of the checkout that sinkscope runs from. Of other YAML there, why it is none."""
     from sinkscope.recipes import known_recipes, read_recipe
 
     rows = []
@@ -55,7 +55,7 @@ def recipes() -> pd.DataFrame:
             content = read_recipe(path).content
             rows.append((name, content.title, content.reproduces))
         except InputError as error:
-            rows.append((name, f"cannot be run: {error}", None))
+            rows.append((name, f"not a recipe: {error}", None))
     return pd.DataFrame(rows, columns=["recipe", "title", "reproduces"])
 
 

@@ -64,16 +64,27 @@ class Content(BaseModel):
     figures: tuple[str, ...] = ()
     out: str | None = None
 
-    @field_validator("options", "runs", mode="before")
+    @field_validator("options", mode="before")
     @classmethod
     def _left_empty(cls, options: Any) -> Any:
+        """`options:` with nothing, or only comments, behind it."""
         return {} if options is None else options
+
+    @field_validator("runs", mode="before")
+    @classmethod
+    def _left_as_they_are(cls, runs: Any) -> Any:
+        """A run with nothing behind its name is as `options` says."""
+        if isinstance(runs, dict):
+            return {name: {} if options is None else options for name, options in runs.items()}
+        return {} if runs is None else runs
 
     @field_validator("figures", mode="before")
     @classmethod
     def _split(cls, names: Any) -> Any:
         """As on the command line: `a,b`."""
-        return [name.strip() for name in (names or "").split(",")] if isinstance(names, str | None) else names
+        if isinstance(names, str):
+            return [name.strip() for name in names.split(",") if name.strip()]
+        return [] if names is None else names
 
     @field_validator("runs")
     @classmethod
@@ -103,6 +114,9 @@ class Recipe:
         Errors: InputError for options that do not exist or are out of range, and for figures that do not exist or
         cannot be drawn from what is measured.
         """
+        from sinkscope.inputs import check_source
+        from sinkscope.training_view import is_series
+
         content = self.content
         try:
             shared = {"model": content.model} | _options(content.options)
@@ -111,6 +125,9 @@ class Recipe:
                 runs = {name: options | {"revision": None, "gguf_file": None} for name, options in runs.items()}
             configs = {name: make_config(**options | given) for name, options in runs.items()}
             for config in configs.values():
+                if is_series(config):
+                    raise InputError("a recipe measures one model: of several steps, name one revision or checkpoint")
+                check_source(config.input)
                 _check_figures(content.figures, config)
         except InputError as error:
             raise InputError(f"{self.path}: {error}") from None
@@ -148,7 +165,8 @@ def run_recipe(
     given = options if model is None else options | {"model": os.fspath(model)}
     configs = found.configs(**given)
     several = bool(found.content.runs)
-    target = out or found.content.out or Path("runs", as_folder_name(found.name, next(iter(configs.values())).folder_name))
+    model_name = next(iter(configs.values())).folder_name
+    target = out or found.content.out or Path("runs", as_folder_name(found.name, model_name))
     folder = check_output(target, overwrite, MANIFEST if several else RUN_MANIFEST)
     console = Console(stderr=True, quiet=quiet)
     console.print(f"{found.name}: {found.content.title}", markup=False, highlight=False, soft_wrap=True)
@@ -200,17 +218,20 @@ def find_recipe(recipe: str | os.PathLike[str]) -> Path:
         return path
     known = known_recipes()
     name = path.stem if path.suffix in ENDINGS else path.name
-    bare = path.name == str(recipe)  # no folder before it
-    if bare and name in known:
-        return known[name]
-    if bare and path.suffix not in ENDINGS:
-        there = unknown(name, known) if known else f"'{name}' is unknown, and there is no folder recipes/ here"
-        raise InputError(f"recipe {there}" + ("" if known else ": name a YAML file"))
+    if path.name == str(recipe):  # no folder before it
+        if name in known:
+            return known[name]
+        if path.suffix not in ENDINGS:
+            nothing = f"'{name}' is unknown, and there is no folder recipes/ here: name a YAML file"
+            raise InputError(f"recipe {unknown(name, known) if known else nothing}")
+    raise InputError(f"{recipe}: {'this is a folder' if path.is_dir() else 'no such file'}{_hint(name, known)}")
+
+
+def _hint(name: str, known: Mapping[str, Path]) -> str:
+    if name in known:
+        return f"; `sinkscope run {name}` finds {known[name]}"
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.8)
-    hint = f"; there is a recipe of that name elsewhere: `sinkscope run {name}`" if name in known else (
-        f"; did you mean the recipe '{close[0]}'?" if close else ""
-    )  # fmt: skip
-    raise InputError(f"{recipe}: {'this is a folder' if path.is_dir() else 'no such file'}{hint}")
+    return f"; did you mean the recipe '{close[0]}'?" if close else ""
 
 
 def read_recipe(path: Path) -> Recipe:
@@ -219,12 +240,14 @@ def read_recipe(path: Path) -> Recipe:
     try:
         return Recipe(name, path, Content.model_validate(_parse(path)))
     except ValidationError as error:
-        raise InputError(f"{path}: {_complaint(error.errors()[0])}") from None
+        # an unknown key first: it may be the one that another misses
+        worst = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
+        raise InputError(f"{path}: {_complaint(worst)}") from None
 
 
 def _parse(path: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+        content = _with_text_for_keys(yaml.safe_load(path.read_text(encoding="utf-8-sig")))
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -234,29 +257,51 @@ def _parse(path: Path) -> dict[str, Any]:
     if content is None:
         raise InputError(f"{path} is empty: a recipe has at least a title")
     if not isinstance(content, dict):
-        raise InputError(f"{path} is not a recipe: it holds no `title: …`, but a {type(content).__name__}")
-    return {str(key): value for key, value in content.items()}
+        raise InputError(f"{path} is not a recipe: it holds {_some(content)}, and not keys and values, as `title: …`")
+    return content
+
+
+def _with_text_for_keys(content: Any) -> Any:
+    """YAML reads the keys `1` and `on` as a number and a truth value."""
+    if not isinstance(content, dict):
+        return content
+    return {str(key): _with_text_for_keys(value) for key, value in content.items()}
+
+
+def _some(content: Any) -> str:
+    return "text" if isinstance(content, str) else "a list" if isinstance(content, list) else f"only {content!r}"
 
 
 def _yaml_complaint(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
     where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+    if problem.startswith("but "):  # half of a sentence
+        problem = f"{getattr(error, 'context', None) or ''} {problem}"
     hint = " (text with a colon in it needs quotes)" if "mapping values" in problem else ""
     return where + " ".join(problem.split()) + hint
+
+
+_NEEDED = {  # pydantic's kind of error → what to say of the value
+    "string_type": "it must be text",
+    "dict_type": "it must hold keys and values, as `seq-len: 64`",
+    "tuple_type": "it must be a list, as [sink-map, sinks-by-layer]",
+}
 
 
 def _complaint(error: Any) -> str:
     """One of pydantic's errors, for someone who wrote the file."""
     where, key = ".".join(str(part) for part in error["loc"]), str(error["loc"][0])
-    message = str(error["msg"])
+    message = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "missing":
         return f"it has no `{key}`"
     if error["type"] == "extra_forbidden":
         is_option = key.replace("-", "_") in RunConfig.model_fields
         return f"`{key}` belongs under `options`" if is_option else f"key {unknown(key, Content.model_fields)}"
-    if error["type"] == "value_error":
-        return f"`{where}`: {message.removeprefix('Value error, ')}"
-    return f"`{where}`: {message[0].lower()}{message[1:]}, not {error['input']!r}"
+    if error["type"] in _NEEDED:
+        return f"`{where}`: {_NEEDED[error['type']]}, not {error['input']!r}"
+    return f"`{where}`: {message}"
 
 
 # --- what it asks for
@@ -264,7 +309,7 @@ def _complaint(error: Any) -> str:
 
 def _options(options: dict[str, Any]) -> dict[str, Any]:
     """As RunConfig names them, which has underscores where the command line has dashes."""
-    named = {str(name).replace("-", "_"): value for name, value in options.items()}
+    named = {name.replace("-", "_"): value for name, value in options.items()}
     for name, why in NOT_OPTIONS.items():
         if name in named:
             raise InputError(f"option '{name}' {why}")

@@ -140,9 +140,7 @@ def to_repeat(path: str | os.PathLike[str]) -> tuple[RunConfig, dict[str, Any]]:
         source = str(manifest["model"]["source"])
     except (InputError, TypeError, KeyError) as error:
         by = manifest.get("sinkscope", "?")
-        raise InputError(
-            f"{folder / MANIFEST} (of sinkscope {by}) cannot be repeated here: {error}"
-        ) from None
+        raise InputError(f"{folder / MANIFEST} (of sinkscope {by}) cannot be repeated here: {error}") from None
     if config.model is None and source != DEMO_REPO and Path(source).name != DEMO_FILE:
         raise InputError(
             f"{folder / MANIFEST} cannot be repeated: its model was handed over in Python, not named. "
@@ -171,17 +169,12 @@ def _check_target(folder: Path, overwrite: bool, manifest: str) -> None:
     if not in_the_way.is_dir():
         raise InputError(f"--out {folder}: the file {in_the_way} is in the way")
     if (real / manifest).exists() and not overwrite:
-        raise InputError(
-            f"--out {folder} already holds a run: --overwrite replaces it, or name another folder"
-        )
+        raise InputError(f"--out {folder} already holds a run: --overwrite replaces it, or name another folder")
     if real.is_dir() and any(real.iterdir()) and not (real / manifest).exists():
-        raise InputError(
-            f"--out {folder} is not empty and holds no run: name another folder, or a new one in it"
-        )
+        kind = "" if manifest == MANIFEST else f" with a {manifest}"
+        raise InputError(f"--out {folder} is not empty and holds no run{kind}: name another folder, or a new one in it")
     if os.path.ismount(real) or Path.cwd().is_relative_to(real):
-        raise InputError(
-            f"--out {folder} cannot be made anew: name a new folder in it, such as {folder / 'run'}"
-        )
+        raise InputError(f"--out {folder} cannot be made anew: name a new folder in it, such as {folder / 'run'}")
     try:  # permission bits do not tell: root passes them, read-only file systems do not ask
         os.rmdir(tempfile.mkdtemp(prefix=_TEMPORARY, dir=parent))
     except OSError as error:
@@ -212,9 +205,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
             for path in made:
                 path.rmdir()
         if isinstance(error, OSError):
-            raise SinkscopeError(
-                f"nothing was written: writing {folder} failed: {_one_line(error)}"
-            ) from error
+            raise SinkscopeError(f"nothing was written: writing {folder} failed: {_one_line(error)}") from error
         raise
 
 
@@ -238,7 +229,7 @@ def _one_line(error: Exception) -> str:
 
 
 def write_run(run: Run, folder: Path, figures: Iterable[str] | None = None) -> None:
-    """Tables, figures (all that apply, or those named), verdict and manifest into an empty folder; the manifest last."""
+    """Tables, figures (None: all that apply), verdict and manifest into an empty folder; the manifest last."""
     from sinkscope.figures import save_all
 
     (folder / "tables").mkdir()

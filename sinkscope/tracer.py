@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +18,7 @@ from sinkscope.batch import Batch
 from sinkscope.errors import SinkscopeError
 from sinkscope.families import Family, embedding_weight, first_tensor
 from sinkscope.observables.observable import GradientObservable, Observable, Reading
-from sinkscope.seam import NAME, Seam, open_seam, upcast
+from sinkscope.seam import NAME, AttentionCall, Seam, open_seam, upcast
 
 IGNORED = -100  # the label of a token that is not predicted
 
@@ -138,7 +139,9 @@ class Tracer:
         expected = (sequences, seen["query"].shape[1], length)
         if seam.call is None or seen["lse"].shape != expected or seen["key"].shape[2] != length:
             raise _unrecognised(layer)
-        return AttentionRead(**seen, call=seam.call, batch=batch)
+        call = _detached(seam.call)
+        seam.call = replace(call, scores=None)  # T × T, and with its graph: no longer than it is read
+        return AttentionRead(**seen, call=call, batch=batch)
 
 
 def summed_loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -148,6 +151,12 @@ def summed_loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
     return F.cross_entropy(
         logits.flatten(0, 1), labels.flatten().to(logits.device), ignore_index=IGNORED, reduction="sum"
     )
+
+
+def _detached(call: AttentionCall) -> AttentionCall:
+    """The same without a graph: no observable differentiates what is in it."""
+    tensors = {name: getattr(call, name) for name in ("mask", "sink_logits", "scores")}
+    return replace(call, **{name: x.detach() for name, x in tensors.items() if x is not None})
 
 
 def _unrecognised(layer: int) -> SinkscopeError:

@@ -6,7 +6,6 @@ OUT/tables/series.parquet     the summaries of all steps, one row a value
 OUT/figures/training-*.png|pdf
 """
 
-import gc
 import json
 import os
 import re
@@ -14,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,10 +63,10 @@ class Series:
         return cls(manifest, runs, table, folder)
 
     def figures(self) -> "dict[str, Figure]":
-        """The figures against the step, by name."""
+        """The figures against the step, by name: `training-by-step`, …"""
         from sinkscope.figures.training import draw_training
 
-        return draw_training(list(self.runs.items()))
+        return {f"training-{name}": figure for name, figure in draw_training(list(self.runs.items())).items()}
 
     def figure(self, name: str) -> "Figure":
         """One of them. Errors: InputError if it is unknown."""
@@ -97,7 +97,7 @@ class Series:
 
 
 def analyze_steps(
-    model: str | os.PathLike[str],
+    model: str | os.PathLike[str] | None,
     revisions: str | Iterable[str] | None = None,
     *,
     out: str | os.PathLike[str] | None = None,
@@ -114,13 +114,17 @@ def analyze_steps(
     Errors: as for `analyze`; also InputError for names without a step, or with the same one.
     """
     from sinkscope.analysis import analyze
+    from sinkscope.inputs import check_source
 
+    if model is None:
+        raise InputError("several revisions were given, but no model to take them from")
     model = os.fspath(model)
     checkpoints = find_checkpoints(model, revisions)
     configs = [
         make_config(**options | {"model": checkpoint.model, "revision": checkpoint.revision})
         for checkpoint in checkpoints
     ]
+    check_source(configs[0].input)
     folder = None if out is None else check_output(out, overwrite, MANIFEST)
     console = Console(stderr=True, quiet=quiet)
     runs: dict[int, Run] = {}
@@ -131,7 +135,6 @@ def analyze_steps(
                 run = analyze(config.model, config=config, quiet=quiet)
             except SinkscopeError as error:
                 raise type(error)(f"at step {checkpoint.step}: {error}") from error
-            gc.collect()  # nnsight's wrappers hold each other, and with them the model
             if folder is not None and fresh is not None:
                 run = _written(replace(run, folder=folder / checkpoint.folder), fresh / checkpoint.folder)
             runs[checkpoint.step] = run
@@ -168,10 +171,8 @@ def is_series(config: RunConfig) -> bool:
     return bool(_trainer_checkpoints(folder))
 
 
-def find_checkpoints(model: str | None, revisions: str | Iterable[str] | None = None) -> list[Checkpoint]:
+def find_checkpoints(model: str, revisions: str | Iterable[str] | None = None) -> list[Checkpoint]:
     """The checkpoints by step. Errors: InputError for fewer than two, or steps that cannot be told."""
-    if model is None:
-        raise InputError("several revisions were given, but no model to take them from")
     if isinstance(revisions, str):
         revisions = revisions.split(",")
     names = [name.strip() for name in revisions or () if name.strip()]
@@ -180,24 +181,21 @@ def find_checkpoints(model: str | None, revisions: str | Iterable[str] | None = 
         raise InputError(f"{model} is one file, so it has no steps: name a folder of checkpoints, or a hub id")
     if folder.is_dir():
         names = _subfolders(model, folder, names)
-    elif not names:
-        raise InputError(f"{model} is no folder here: of a hub id, name the revisions, as step0,step512,step1000")
-    if len(names) < 2:
-        raise InputError(f"a series needs at least two steps; {model} has {', '.join(names) or 'none'}: {_alone(model)}")
-    checkpoints = [
-        Checkpoint(step_of(name, names), name, str(folder / name), None)
+    elif len(names) < 2:
+        alone = f" ({names[0]} alone goes without a comma)" if names else ""
+        raise InputError(f"name two or more steps of {model}, as --revision step0,step512,step1000{alone}")
+    steps = {name: step_of(name, names) for name in names}
+    for first, second in combinations(names, 2):
+        if first == second:
+            raise InputError(f"'{first}' is named twice: name each step once")
+        if steps[first] == steps[second]:
+            raise InputError(f"'{first}' and '{second}' are both step {steps[first]}: name each step once")
+    return [
+        Checkpoint(steps[name], name, str(Path(model) / name), None)
         if folder.is_dir()
-        else Checkpoint(step_of(name, names), name, model, name)
-        for name in names
+        else Checkpoint(steps[name], name, model, name)
+        for name in sorted(names, key=steps.__getitem__)
     ]
-    checkpoints.sort(key=lambda checkpoint: checkpoint.step)
-    for first, second in zip(checkpoints, checkpoints[1:], strict=False):
-        if first.step == second.step:
-            both = f"'{first.name}' is named twice" if first.name == second.name else (
-                f"'{first.name}' and '{second.name}' are both step {first.step}"
-            )  # fmt: skip
-            raise InputError(f"{both}: name each step once")
-    return checkpoints
 
 
 def step_of(name: str, among: Iterable[str] = ()) -> int:
@@ -230,7 +228,12 @@ def _subfolders(model: str, folder: Path, names: list[str]) -> list[str]:
     for name in names:
         if not (folder / name).is_dir():
             raise InputError(f"{model} has no such folder: {unknown(name, there)}")
-    names = names or _trainer_checkpoints(folder)
+    found = _trainer_checkpoints(folder)
+    if not names and not found:
+        raise InputError(f"{model} holds no steps: no folder in it is called checkpoint-…")
+    names = names or found
+    if len(names) == 1:
+        raise InputError(f"{model}: only {names[0]} was found or named; to analyse it alone, name {folder / names[0]}")
     for name in names:
         if not (folder / name / "config.json").is_file():
             raise InputError(
@@ -238,10 +241,6 @@ def _subfolders(model: str, folder: Path, names: list[str]) -> list[str]:
                 "Save it whole, or name the other steps with --revision"
             )
     return names
-
-
-def _alone(model: str) -> str:
-    return f"one is analysed by itself, as {Path(model) / 'checkpoint-500'} or with --revision step500"
 
 
 # --- tables and files

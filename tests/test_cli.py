@@ -44,9 +44,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tiny_model("llama").save_pretrained(folder / name)
     core = Tokenizer(models.WordLevel({word: at for at, word in enumerate(WORDS)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", bos_token="<s>").save_pretrained(
-        folder / "tiny"
-    )
+    PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", bos_token="<s>").save_pretrained(folder / "tiny")
     return folder
 
 
@@ -122,9 +120,7 @@ def test_the_run_folder_is_complete(finished: tuple[Result, Path]) -> None:
     figures = {f"figures/{name}.{kind}" for name in applicable(run) for kind in ("png", "pdf")}
     written = {path.relative_to(finished[1]).as_posix() for path in finished[1].rglob("*") if path.is_file()}
     assert written == {"run.json", "verdict.md"} | tables | figures
-    assert {"attention", "sink_positions", "geometry", "activation", "massive", "outlier", "summary"} <= set(
-        run.tables
-    )
+    assert {"attention", "sink_positions", "geometry", "activation", "massive", "outlier", "summary"} <= set(run.tables)
     assert figures
     for name, table in run.tables.items():
         assert tuple(table.columns) == (*LEADING, *COLUMNS[name])
@@ -234,7 +230,15 @@ def test_wrong_options(options: list[str], message: str, tiny: Path) -> None:
         (["anlyze"], "analyze"),
         (["--nope"], "--nope"),
         (["list", "figurs"], "'figurs' is unknown; did you mean 'figures'?"),
-        (["list", "recipes"], "known: observables, figures, families"),
+        (["list", "nothing"], "known: observables, figures, families, recipes"),
+        (["run"], "Missing argument 'RECIPE'"),
+        (
+            ["run", "gradient-sink-figure-1"],
+            "'gradient-sink-figure-1' is unknown; did you mean 'gradient-sinks-figure-1'?",
+        ),
+        (["run", "nowhere.yaml"], "nowhere.yaml: no such file"),
+        (["run", "gradient-sinks-figure-1", "--dtype", "int8"], "'int8' is unknown"),
+        (["run", "gradient-sinks-figure-1", "--seed", "1"], "--seed"),
         (["compare"], "a comparison needs at least two runs; none was given"),
         (["compare", "one"], "a comparison needs at least two runs; 1 was given"),
         (["doctor", "--dtype", "int8"], "'int8' is unknown"),
@@ -243,6 +247,91 @@ def test_wrong_options(options: list[str], message: str, tiny: Path) -> None:
 )
 def test_wrong_commands(args: list[str], message: str) -> None:
     assert message in refused(2, *args)
+
+
+# --- steps of training, and recipes ---
+
+
+@pytest.fixture
+def steps(bare: Path) -> Path:
+    for step in (5, 40):
+        shutil.copytree(bare, f"trained/checkpoint-{step}")
+    return Path("trained")
+
+
+SERIES = ("--input", "random", *SMALL, "--observables", "attention,geometry")
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_analyze_a_folder_of_checkpoints(steps: Path) -> None:
+    result = command_line("analyze", steps, *SERIES)
+    assert result.exit_code == 0, result.output
+    assert [line.split("│")[1].strip() for line in result.stdout.splitlines() if "│" in line] == ["5", "40"]
+    assert "value_drain" in result.stdout
+    assert result.stderr == "step 5 (1 of 2)\nstep 40 (2 of 2)\nwritten to runs/trained-steps-random\n"
+    assert Run.open("runs/trained-steps-random/step40").model == "checkpoint-40"
+    assert "already holds a run: --overwrite replaces it" in refused(2, "analyze", steps, *SERIES)
+    again = command_line("analyze", steps, *SERIES, "--overwrite", "--quiet")
+    assert (again.exit_code, again.output) == (0, "")
+    message = refused(2, "analyze", "--from", "runs/trained-steps-random")
+    assert "holds runs: name one of them, such as runs/trained-steps-random/step40" in message
+
+
+def test_steps_that_are_wrong(steps: Path, bare: Path) -> None:
+    assert "'step5' is named twice" in refused(2, "analyze", "org/name", "--revision", "step5,step5")
+    assert "'main' does not end in the number of a step" in refused(2, "analyze", "a/b", "--revision", "main,step5")
+    assert "but no model to take them from" in refused(2, "analyze", "--revision", "step0,step5")
+    assert "--seq-len 1: it must be at least 2" in refused(2, "analyze", steps, "--seq-len", "1")
+    shutil.copytree(bare, "trained/checkpoint-best")
+    message = refused(2, "analyze", steps)
+    assert message.endswith("leave it out, as in --revision checkpoint-40,checkpoint-5")
+    Path("trained/checkpoint-40/config.json").unlink()
+    assert "trained/checkpoint-40 is not a model in HuggingFace format" in refused(
+        2, "analyze", steps, "--revision", "checkpoint-5,checkpoint-40"
+    )
+
+
+@pytest.mark.usefixtures("no_figures")
+@pytest.mark.parametrize("where", ["measuring", "tables"])
+def test_steps_interrupted(steps: Path, failing: Any, where: str) -> None:
+    failing(where, KeyboardInterrupt())
+    assert refused(1, "analyze", steps, *SERIES, "--batch-size", "1", "--quiet").endswith("nothing was written")
+
+
+RECIPE = """
+title: A small one
+options: {input: random, num-seqs: 4, seq-len: 24, batch-size: 1, observables: [attention]}
+figures: []
+"""
+
+
+def test_run(bare: Path) -> None:
+    Path("recipes").mkdir()
+    Path("recipes/small.yaml").write_text(RECIPE)
+    result = command_line("run", "small", "--model", bare)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == Path("runs/small-bare/verdict.md").read_text(encoding="utf-8")
+    assert result.stderr == "small: A small one\nwritten to runs/small-bare\n"
+    assert "runs/small-bare already holds a run" in refused(2, "run", "small", "--model", bare)
+    Path("recipes/two.yaml").write_text(RECIPE + "runs: {first: {}, second: {input: repeated}}")
+    result = command_line("run", "recipes/two.yaml", "--model", bare, "--out", "both")
+    assert result.exit_code == 0, result.output
+    assert "sink_rate" in result.stdout
+    assert "repeated" in result.stdout
+    assert result.stderr.endswith("run first (1 of 2)\nrun second (2 of 2)\nwritten to both\n")
+    quiet = command_line("run", "two", "--model", bare, "--out", "both", "--overwrite", "--quiet")
+    assert (quiet.exit_code, quiet.output) == (0, "")
+    listed = command_line("list", "recipes")
+    assert (listed.exit_code, listed.stderr) == (0, "")
+    for name in ("small", "two", "gradient-sinks-figure-2", "A small one"):
+        assert name in listed.stdout
+
+
+def test_a_recipe_interrupted(bare: Path, failing: Any) -> None:
+    Path("small.yaml").write_text(RECIPE)
+    failing("measuring", KeyboardInterrupt())
+    message = refused(1, "run", "small.yaml", "--model", bare, "--quiet", "--out", "deep/down")
+    assert message == "sinkscope: interrupted: nothing was written"
 
 
 # --- models that cannot be had ---
@@ -355,9 +444,7 @@ def test_out_under_a_file(tiny: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc, which takes no folders even from root")
 def test_out_where_no_folder_can_be_made(tiny: Path) -> None:
-    assert "cannot be written: making a folder in /proc fails" in refused(
-        2, "analyze", tiny, "--out", "/proc/run"
-    )
+    assert "cannot be written: making a folder in /proc fails" in refused(2, "analyze", tiny, "--out", "/proc/run")
 
 
 def test_out_that_is_taken(tiny: Path, finished: tuple[Result, Path]) -> None:
@@ -430,7 +517,8 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def fail(where: str, error: BaseException) -> None:
         if where == "measuring":
-            monkeypatch.setattr(Tracer, "forward", _raising(error, after=2, plain=Tracer.forward))
+            for name in ("forward", "forward_backward"):
+                monkeypatch.setattr(Tracer, name, _raising(error, after=2, plain=getattr(Tracer, name)))
         elif where == "tables":
             monkeypatch.setattr(sinkscope.run, "write_table", _raising(error, after=3, plain=write_table))
         else:
@@ -483,9 +571,7 @@ def test_an_unexpected_error(bare: Path, failing: Any, where: str) -> None:
         (FileNotFoundError(2, "No such file", "x"), "sinkscope: [Errno 2] No such file: 'x'\n--debug shows"),
     ],
 )
-def test_errors_of_the_machine(
-    bare: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
-) -> None:
+def test_errors_of_the_machine(bare: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, message: str) -> None:
     monkeypatch.setattr("sinkscope.analysis.measure", _raising(error))
     assert refused(1, "analyze", bare, *RANDOM).startswith(message)
 
@@ -540,11 +626,11 @@ def test_a_killed_run_leaves_no_half_table(tmp_path: Path, monkeypatch: pytest.M
 
 ANNOUNCED = """
 from sinkscope.tracer import Tracer
-plain = Tracer.forward
-def forward(self, *args):
+plain = Tracer.forward_backward
+def forward_backward(self, *args):
     print("measuring", flush=True)
-    plain(self, *args)
-Tracer.forward = forward
+    return plain(self, *args)
+Tracer.forward_backward = forward_backward
 from sinkscope.cli import main
 main()
 """
@@ -616,7 +702,7 @@ def test_compare(finished: tuple[Result, Path]) -> None:
     assert "nowhere is not a run folder: it does not exist" in refused(2, "compare", finished[1], "nowhere")
 
 
-@pytest.mark.parametrize("command", [(), ("analyze",), ("doctor",), ("list",), ("compare",)])
+@pytest.mark.parametrize("command", [(), ("analyze",), ("run",), ("doctor",), ("list",), ("compare",)])
 def test_help(command: tuple[str, ...]) -> None:
     result = command_line(*command, "--help")
     assert (result.exit_code, result.stderr) == (0, "")
@@ -626,9 +712,7 @@ def test_help(command: tuple[str, ...]) -> None:
 
 def test_help_of_analyze_has_every_option_and_default() -> None:
     text = command_line("analyze", "--help").stdout
-    names = (
-        "out revision gguf-file dtype device-map attn input dataset num-seqs seq-len batch-size positions "
-    )
+    names = "out revision gguf-file dtype device-map attn input dataset num-seqs seq-len batch-size positions "
     names += "epsilon window bos seed observables trust-remote-code quiet allow-pickle overwrite from debug"
     for name in names.split():
         assert f"--{name} " in text
