@@ -15,6 +15,7 @@ from sinkscope.attention_weights import AttentionRead
 from sinkscope.batch import Batch
 from sinkscope.errors import SinkscopeError
 from sinkscope.families import RESIDUAL_SITES, Family, embedding_weight, first_tensor
+from sinkscope.observables.activation import token_norms
 from sinkscope.observables.observable import Observable, Reading
 from sinkscope.seam import NAME, Seam, open_seam
 
@@ -27,20 +28,23 @@ class Tracer:
         self.family = family
         self.seams = seams
         self.traced = _Traced(model)
+        self._finite: list[tuple[int, torch.Tensor]] = []  # layer and verdict, of the forward pass under way
 
     def forward(self, batch: Batch, observables: Sequence[Observable]) -> None:
         """One forward pass, every observable fed as the sites come by. No logits are made: none is read."""
         wanted = {site for observable in observables for site in observable.sites}
         inputs = self.model_inputs(batch) | self._no_logits
-        with torch.no_grad():
-            with self.traced.trace(**inputs):  # noqa: SIM117 (nnsight reads the source of this block)
+        self._finite.clear()
+        with torch.no_grad():  # noqa: SIM117 (nnsight reads the source of the inner block)
+            with self.traced.trace(**inputs):
                 self._read_layers(batch, observables, wanted)
+        self._refuse_nonsense()
 
     def logits(self, batch: Batch) -> torch.Tensor:
         """The model's own logits (B,T,V), read in a trace with the seams in: for checks of parity."""
         inputs = self.model_inputs(batch)
-        with torch.no_grad():
-            with self.traced.trace(**inputs):  # noqa: SIM117
+        with torch.no_grad():  # noqa: SIM117
+            with self.traced.trace(**inputs):
                 logits = self.traced.output.logits.save()
         return logits
 
@@ -71,6 +75,7 @@ class Tracer:
                 watching = [observable for observable in observables if site in observable.sites]
                 if site == "attention":
                     read = self._attention(layer, batch)
+                    self._finite.append((layer, _all_finite(read.lse, batch)))
                     for observable in watching:
                         observable.see_attention(layer, read, batch)
                     del read
@@ -79,8 +84,18 @@ class Tracer:
                 if tensor is not last_tensor:  # a layer's input is the last one's output: reduce it once
                     reading = Reading(tensor.view(*batch.token_ids.shape, -1), batch)
                     last_tensor = tensor
+                if site == "layer_out":
+                    self._finite.append((layer, _all_finite(reading.once(token_norms)[:, None], batch)))
                 for observable in watching:
                     observable.see(layer, site, reading, batch)
+
+    def _refuse_nonsense(self) -> None:
+        """NaN in the model would be a head without a sink in the tables."""
+        for layer, finite in self._finite:  # looked at only now: on a GPU each look waits
+            if not finite:
+                halves = self.model.dtype in (torch.float16, torch.bfloat16)
+                advice = "try --dtype float32" if halves else "are its weights what they should be?"
+                raise SinkscopeError(f"layer {layer}: the model itself gives NaN or infinite numbers; {advice}")
 
     def _reading_order(self, wanted: set[str]) -> list[str]:
         """The wanted sites that this family has, attention after the norm in front of it."""
@@ -102,6 +117,14 @@ class Tracer:
         if seam.call is None or seen["lse"].shape != expected or seen["key"].shape[2] != length:
             raise _unrecognised(layer)
         return AttentionRead(**seen, call=seam.call, batch=batch)
+
+
+def _all_finite(x: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Is (B,H,T) finite at every real token? On the device still."""
+    finite = x.isfinite()
+    if batch.valid is not None:
+        finite |= ~batch.valid[:, None].to(x.device)
+    return finite.all()
 
 
 def _unrecognised(layer: int) -> SinkscopeError:
