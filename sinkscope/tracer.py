@@ -17,6 +17,7 @@ from sinkscope.attention_weights import AttentionRead
 from sinkscope.batch import Batch
 from sinkscope.errors import SinkscopeError
 from sinkscope.families import Family, embedding_weight, first_tensor
+from sinkscope.observables.activation import token_norms
 from sinkscope.observables.observable import GradientObservable, Observable, Reading
 from sinkscope.seam import NAME, AttentionCall, Seam, open_seam, upcast
 
@@ -31,13 +32,16 @@ class Tracer:
         self.family = family
         self.seams = seams
         self.traced = _Traced(model)
+        self._finite: list[tuple[int, torch.Tensor]] = []  # layer and verdict, of the forward pass under way
 
     def forward(self, batch: Batch, observables: Sequence[Observable]) -> None:
         """One forward pass, every observable fed as the sites come by. No logits are made: none is read."""
         wanted = {site for observable in observables for site in observable.sites}
         inputs = self.model_inputs(batch) | self._no_logits
+        self._finite.clear()
         with torch.no_grad(), self.traced.trace(**inputs):
             self._read_layers(batch, observables, wanted)
+        self._refuse_nonsense()
 
     def forward_backward(self, batch: Batch, observables: Sequence[Observable]) -> float:
         """One forward and backward pass. → the summed cross-entropy of the batch's predicted tokens.
@@ -46,12 +50,14 @@ class Tracer:
         """
         wanted = {site for observable in observables for site in observable.sites}
         inputs = self.model_inputs(batch)
+        self._finite.clear()
         with torch.enable_grad(), self.traced.trace(**inputs):
             embeddings = self.traced.get(self._embedding_path).output.requires_grad_(True)
             self._read_layers(batch, observables, wanted)
             loss = summed_loss(self.traced.output.logits, batch)
             torch.autograd.grad(loss, embeddings)
             value = loss.detach().save()
+        self._refuse_nonsense()
         return float(value)
 
     def logits(self, batch: Batch) -> torch.Tensor:
@@ -98,6 +104,8 @@ class Tracer:
                 if tensor is not last_tensor:  # a layer's input is the last one's output: reduce it once
                     reading = Reading(tensor.detach().view(*batch.token_ids.shape, -1), batch)
                     last_tensor = tensor
+                if site == "layer_out":
+                    self._finite.append((layer, _all_finite(reading.once(token_norms)[:, None], batch)))
                 for observable in watching:
                     if isinstance(observable, GradientObservable):
                         observable.watch(layer, site, tensor, batch)
@@ -107,6 +115,7 @@ class Tracer:
     def _see_attention(self, layer: int, watching: Sequence[Observable], batch: Batch) -> None:
         read = self._attention(layer, batch)
         plain = read.detached()
+        self._finite.append((layer, _all_finite(plain.lse, batch)))
         for observable in watching:
             if not isinstance(observable, GradientObservable):
                 observable.see_attention(layer, plain, batch)
@@ -118,6 +127,14 @@ class Tracer:
 
     def _taps(self, layer: int) -> Any:
         return self._envoy(layer).get(f"{self.family.attention}.{NAME}")
+
+    def _refuse_nonsense(self) -> None:
+        """NaN in the model would be a head without a sink in the tables."""
+        for layer, finite in self._finite:  # looked at only now: on a GPU each look waits
+            if not finite:
+                halves = self.model.dtype in (torch.float16, torch.bfloat16)
+                advice = "try --dtype float32" if halves else "are its weights what they should be?"
+                raise SinkscopeError(f"layer {layer}: the model itself gives NaN or infinite numbers; {advice}")
 
     def _reading_order(self, wanted: set[str]) -> list[str]:
         """The wanted sites that this family has, attention just before its output."""
@@ -157,6 +174,14 @@ def _detached(call: AttentionCall) -> AttentionCall:
     """The same without a graph: no observable differentiates what is in it."""
     tensors = {name: getattr(call, name) for name in ("mask", "sink_logits", "scores")}
     return replace(call, **{name: x.detach() for name, x in tensors.items() if x is not None})
+
+
+def _all_finite(x: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Is (B,H,T) finite at every real token? On the device still."""
+    finite = x.isfinite()
+    if batch.valid is not None:
+        finite |= ~batch.valid[:, None].to(x.device)
+    return finite.all()
 
 
 def _unrecognised(layer: int) -> SinkscopeError:

@@ -140,7 +140,7 @@ def record(twin: PreTrainedModel, ids: np.ndarray) -> Sequence:
         stack.enter_context(_dense_sdpa(calls) if dense else _eager_softmax(calls))
         if not dense:
             stack.enter_context(_queries(twin, place, calls))
-        output = twin(torch.as_tensor(ids)[None], use_cache=False, output_attentions=not dense)
+        output = twin(torch.tensor(ids)[None], use_cache=False, output_attentions=not dense)
     weights = calls.weights if dense else output.attentions
     assert len(weights) == len(calls.qkv) == len(calls.logits) == len(sites)
     groups = repeats(config)
@@ -204,7 +204,7 @@ def _eager_softmax(calls: _Calls) -> Iterator[None]:
         if x.dim() != 4:
             return softmax(x, dim=dim, dtype=dtype, **kwargs)
         calls.logits.append(x)
-        return softmax(x, dim=dim, dtype=torch.float64).to(torch.float64 if x.dtype == torch.float64 else x.dtype)
+        return softmax(x, dim=dim, dtype=torch.float64).to(x.dtype)
 
     with patch.object(F, "softmax", recording):
         yield
@@ -217,7 +217,7 @@ def _queries(twin: PreTrainedModel, place: Place, calls: _Calls) -> Iterator[Non
     kind, code = type(attention), sys.modules[type(attention).__module__]
 
     def seen_by(function: Any, owner: Any, name: str) -> Any:
-        """Wrap a function whose last three positional arguments of the first four are query, key and value."""
+        """Watch a function that is called with (module, query, key, value, …)."""
 
         def recording(module: nn.Module, query: Any, key: Any, value: Any, *rest: Any, **kwargs: Any) -> Any:
             calls.qkv.append((query, key, value))
@@ -295,7 +295,7 @@ def sdpa_weights(model: PreTrainedModel, ids: np.ndarray) -> list[np.ndarray]:
     """A second route to the attention weights (H,T,T) of every layer: the model's SDPA path, made dense."""
     calls = _Calls()
     with _dense_sdpa(calls):
-        model(torch.as_tensor(ids)[None], use_cache=False)
+        model(torch.tensor(ids)[None], use_cache=False)
     return [_numpy(weights) for weights in calls.weights]
 
 
@@ -471,9 +471,7 @@ def errors(ours: pd.DataFrame, expected: pd.DataFrame) -> dict[str, float]:
     return found
 
 
-def assert_same(
-    ours: dict[str, pd.DataFrame], expected: dict[str, pd.DataFrame], tolerance: float
-) -> dict[str, float]:
+def assert_same(ours: dict[str, pd.DataFrame], expected: dict[str, pd.DataFrame], tolerance: float) -> dict[str, float]:
     """Every column of every expected table agrees. → the worst error of each table."""
     worst = {}
     for name, table in expected.items():
@@ -484,15 +482,21 @@ def assert_same(
     return worst
 
 
-def clear_threshold(sequences: list[Sequence], window: int, around: float = 0.25) -> float:
-    """An ε near `around` as far as can be from every window mass, so that round-off flips no indicator."""
-    masses = [
+def window_masses(sequences: list[Sequence], window: int) -> np.ndarray:
+    """α of every sequence, layer, head and position."""
+    return np.array([
         weights[position : position + window, position].mean()
         for sequence in sequences
         for layer in sequence.layers
         for weights in layer.weights
         for position in range(len(sequence.ids))
-    ]
-    near = np.sort([mass for mass in masses if abs(mass - around) < 0.05] + [around - 0.05, around + 0.05])
+    ])  # fmt: skip
+
+
+def clear_threshold(sequences: list[Sequence], window: int, around: float = 0.25) -> float:
+    """An ε near `around` as far as can be from every window mass, so that round-off flips no indicator."""
+    masses = window_masses(sequences, window)
+    ends = [around - 0.05, around + 0.05]
+    near = np.sort([*masses[np.abs(masses - around) < 0.05], *ends])
     widest = np.argmax(np.diff(near))
     return float((near[widest] + near[widest + 1]) / 2)

@@ -1,5 +1,6 @@
 """Rectangles of attention weights and their column sums, against matrices written out whole in float64."""
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -39,7 +40,9 @@ def call_of(kind: str, length: int, batch: Batch) -> AttentionCall:
 KINDS = ("causal", "bool mask", "window", "additive", "infinite", "softcap", "sink")
 
 
-def make_read(kind: str, length: int = 23, lengths: tuple[int, ...] | None = None, side: str = "right") -> AttentionRead:
+def make_read(
+    kind: str, length: int = 23, lengths: tuple[int, ...] | None = None, side: str = "right"
+) -> AttentionRead:
     """Random q, k, v under one kind of mask, with the log-sum-exp of the eager kernel."""
     generator = torch.Generator().manual_seed(0)
     batch = padded(ragged_tokens(lengths or (length,) * SEQUENCES), side)
@@ -110,7 +113,12 @@ EACH_KIND = pytest.mark.parametrize(
 def test_any_rectangle_is_cut_out_of_the_whole_matrix(kind: str, lengths: tuple | None, side: str) -> None:
     read = make_read(kind, lengths=lengths, side=side)
     whole = dense_weights(read)
-    for rows, cols in ((ALL, ALL), (slice(3, 9), slice(0, 9)), (slice(20, 23), slice(2, 4)), (slice(7, 8), slice(7, 8))):
+    for rows, cols in (
+        (ALL, ALL),
+        (slice(3, 9), slice(0, 9)),
+        (slice(20, 23), slice(2, 4)),
+        (slice(7, 8), slice(7, 8)),
+    ):
         weights, logs = read.weights(rows, cols)
         torch.testing.assert_close(weights, whole[:, :, rows, cols], **CLOSE)
         assert logs.isfinite().all()
@@ -176,9 +184,7 @@ def test_columns_add_up_to_the_number_of_queries(kind: str, lengths: tuple | Non
 def test_weights_are_exp_of_logit_minus_log_sum_exp() -> None:
     read = make_read("softcap")
     logits = read.logits(ALL, ALL)
-    torch.testing.assert_close(
-        logits.masked_fill(~causal_mask(23), -torch.inf).logsumexp(-1), read.lse, **CLOSE
-    )
+    torch.testing.assert_close(logits.masked_fill(~causal_mask(23), -torch.inf).logsumexp(-1), read.lse, **CLOSE)
     weights, _ = read.weights(ALL, ALL)
     torch.testing.assert_close(weights[..., 5, :6], (logits - read.lse[..., None]).exp()[..., 5, :6], **CLOSE)
 
@@ -228,6 +234,14 @@ def test_logits_are_those_of_the_definition_under_any_chunk(monkeypatch: pytest.
     for kind, logits in whole.items():
         cut = make_read(kind).logits(slice(5, 9), slice(0, 7))
         torch.testing.assert_close(cut, logits[:, :, 5:9, :7], **CLOSE)
+
+
+def test_padding_is_never_allowed_even_where_a_mask_lets_it_through() -> None:
+    read = make_read("bool mask", lengths=(15, 23), side="left")
+    lax = replace(read, call=AttentionCall(None, 0.7))
+    torch.testing.assert_close(lax.allowed(ALL, ALL).expand(2, 1, 23, 23)[0, 0, 8:, 8:], causal_mask(15))
+    assert not lax.allowed(ALL, ALL)[0, :, :, :8].any()
+    assert not lax.allowed(ALL, ALL)[0, :, :8].any()
 
 
 def test_row_chunks_cover_every_row_once() -> None:

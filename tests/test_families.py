@@ -106,9 +106,7 @@ def test_every_row_has_a_tiny_model() -> None:
         model = tiny_model(name)
         row = find_family(model)
         covered -= {
-            id(known)
-            for known in FAMILIES[model.config.model_type]
-            if replace(known, positions=row.positions) == row
+            id(known) for known in FAMILIES[model.config.model_type] if replace(known, positions=row.positions) == row
         }
     left = {kind for kind, rows in FAMILIES.items() for row in rows if id(row) in covered}
     assert left <= {"gemma3"}
@@ -139,15 +137,12 @@ def test_the_check_notices_a_wrong_row(name: str) -> None:
     assert worst_error(model, wrong) > 1e-2
 
 
-@pytest.mark.parametrize("name", ["stablelm-parallel", "gpt_neox", "falcon"])
-def test_the_check_notices_a_sequential_row_of_a_parallel_block(name: str) -> None:
-    """Both are rows of one model type."""
-    model = tiny_model(name)
-    (row,) = (row for row in FAMILIES[model.config.model_type] if row.wiring == "sequential")
-    try:
-        assert worst_error(model, row) > 1e-2
-    except KeyError as missing:  # Falcon and StableLM do not even have the second norm
-        assert str(missing).startswith("'post_attention_layernorm")
+def test_the_check_notices_a_sequential_row_of_a_parallel_block() -> None:
+    """Both are rows of GPT-NeoX."""
+    model = tiny_model("gpt_neox")
+    (row,) = (row for row in FAMILIES["gpt_neox"] if row.wiring == "sequential")
+    assert worst_error(model, find_family(model)) < ROUND_OFF
+    assert worst_error(model, row) > 1e-2
 
 
 def test_a_missing_residual_is_noticed_in_a_post_norm_block() -> None:
@@ -174,7 +169,7 @@ def test_a_variant_without_a_row_is_refused() -> None:
     model = tiny_model("bloom")
     find_family(model)
     model.config.apply_residual_connection_post_layernorm = True
-    with pytest.raises(InputError, match="no row for a bloom wired like this one.*apply_residual_connection"):
+    with pytest.raises(InputError, match=r"no row for a bloom wired like this one.*apply_residual"):
         find_family(model)
 
 

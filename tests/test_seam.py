@@ -109,22 +109,30 @@ def test_the_model_is_as_before_after_an_exception_in_the_trace(name: str, site:
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH_DOOR)
-def test_the_model_is_as_before_after_an_exception_in_the_model(name: str) -> None:
+@pytest.mark.parametrize("where", ["MLP", "attention", "tap"])
+def test_the_model_is_as_before_after_an_exception_in_the_model(name: str, where: str) -> None:
+    """Inside an attention module too, where an interceptor is on the watch."""
     model = tiny_model(name)
     before = state_of(model)
+    family = find_family(model)
 
     def fail(*args: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    family = find_family(model)
-    for place in (family.attention, "", f"{family.attention}.{seam.NAME}.value"):
-        with pytest.raises(torch.OutOfMemoryError), open_tracer(model, family) as tracer:
-            handle = family.layer_modules(model)[1].get_submodule(place).register_forward_hook(fail)
+    def run() -> None:
+        with open_tracer(model, family) as tracer:
+            layer = family.layer_modules(model)[1]
+            attention = layer.get_submodule(family.attention)
+            place = {"MLP": layer.mlp, "attention": next(attention.children()), "tap": tracer.seams[1].value}[where]
+            handle = place.register_forward_hook(fail)
             try:
                 tracer.forward(batch(), [OBSERVABLES["attention"](SETTINGS)])
             finally:
                 handle.remove()
-        assert_as_before(model, dict(before))
+
+    with pytest.raises(torch.OutOfMemoryError):
+        run()
+    assert_as_before(model, before)
 
 
 def test_a_seam_that_could_not_be_put_in_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,6 +306,17 @@ def test_the_chunk_of_rows_changes_nothing(chunk: int) -> None:
         torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-13)
 
 
+def test_the_last_queries_alone_see_all_keys_before_them() -> None:
+    """Fewer queries than keys: the queries are the last tokens."""
+    query, key, value = random_qkv()
+    call = AttentionCall(None, 0.7)
+    mix, lse = dense(query, key, value, call)
+    for kernel in seam.KERNELS.values():
+        last_mix, last_lse = kernel(query[:, :, 8:], key, value, call)
+        torch.testing.assert_close(last_mix, mix[:, :, 8:])
+        torch.testing.assert_close(last_lse, lse[:, :, 8:])
+
+
 def test_value_heads_of_another_width_are_served() -> None:
     query, key, value = random_qkv()
     wide = torch.cat([value, value[..., :3]], dim=-1)
@@ -440,6 +459,62 @@ def test_what_an_observable_computes_is_not_intercepted(name: str) -> None:
     torch.testing.assert_close(traced, bare)
 
 
+def attention_then_more(module: Any, hidden_states: torch.Tensor, **kwargs: Any) -> tuple:
+    """Every head's result is multiplied by a matrix of its own, and a softmax follows, too."""
+    query, key, value = qkv(module, hidden_states)
+    unseen = ~torch.ones(query.shape[2], query.shape[2], dtype=torch.bool).tril()
+    weights = (query @ key.transpose(-1, -2)).masked_fill(unseen, torch.finfo(query.dtype).min).softmax(-1)
+    mix = weights @ value
+    matrix = torch.eye(8).expand(len(mix), 4, 8, 8)
+    return out(module, (mix @ matrix).softmax(-1) @ matrix)
+
+
+def test_what_follows_attention_in_its_module_is_left_alone() -> None:
+    calls: list[tuple[int, ...]] = []
+    with attention_of_gptj(attention_then_more) as model, open_tracer(model, find_family(model)) as tracer:
+        bare_taps = [getattr(s, name) for s in tracer.seams for name in ("query", "key", "lse", "value", "mix")]
+        for tap in bare_taps:
+            tap.register_forward_hook(lambda module, args, output: calls.append(tuple(output.shape)))
+        tracer.logits(batch())
+    assert calls == [(2, 4, 9, 8), (2, 4, 9, 8), (2, 4, 9), (2, 4, 9, 8), (2, 9, 4, 8)] * 3
+
+
+DOORS = ["llama", "gpt2", "gpt_oss", "falcon", "falcon-new", "gptj", "gpt_neo"]
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_a_value_overwritten_at_its_tap_is_what_is_mixed(name: str) -> None:
+    """Interventions write where observables read."""
+    model = tiny_model(name)
+    family = find_family(model)
+    mixes = []
+    with open_tracer(model, family) as tracer, torch.no_grad():
+        for factor in (1.0, 3.0):
+            taps = tracer.traced.get(family.layers)[0].get(f"{family.attention}.{seam.NAME}")
+            with tracer.traced.trace(**tracer.model_inputs(batch())):
+                taps.value.output = factor * taps.value.output
+                mix = taps.mix.output.save()
+            mixes.append(mix)
+    assert mixes[0].abs().max() > 0.1
+    torch.testing.assert_close(mixes[1], 3 * mixes[0])
+
+
+@pytest.mark.parametrize("name", [name for name in DOORS if name != "gpt_oss"])
+@pytest.mark.parametrize("tap", ["query", "key"])
+def test_a_query_or_key_overwritten_at_its_tap_is_what_attends(name: str, tap: str) -> None:
+    """Zero: every query spreads its attention evenly, and its log-sum-exp is log(t+1)."""
+    model = tiny_model(name)
+    family = find_family(model)
+    with open_tracer(model, family) as tracer, torch.no_grad():
+        taps = tracer.traced.get(family.layers)[0].get(f"{family.attention}.{seam.NAME}")
+        with tracer.traced.trace(**tracer.model_inputs(batch())):
+            overwritten = getattr(taps, tap)
+            overwritten.output = 0 * overwritten.output
+            lse = taps.lse.output.save()
+    expected = torch.arange(1, 10).log().expand(2, lse.shape[1], 9)
+    torch.testing.assert_close(lse, expected, rtol=1e-6, atol=1e-6)
+
+
 def test_only_the_first_product_of_two_batched_factors_is_q_and_k() -> None:
     """Falcon writes its projections as x @ W.T: its weights are not keys."""
     model = tiny_model("falcon")
@@ -461,6 +536,38 @@ def test_heads_that_the_models_code_repeats_are_counted_once() -> None:
     model = tiny_model("falcon-new")
     tables = measured(model, [batch()], SETTINGS, ("attention", "activation"))
     assert tables["attention"].groupby("kv_head")["head"].unique().map(list).to_dict() == {0: [0, 1], 1: [2, 3]}
+
+
+def grouped_attention(module: Any, hidden_states: torch.Tensor, **kwargs: Any) -> tuple:
+    """Two key and value heads, repeated by hand: the way of much code that comes with a model from the hub."""
+    query, key, value = qkv(module, hidden_states)
+    key, value = (x[:, :2].repeat_interleave(2, dim=1) for x in (key, value))
+    if module.fused:
+        return out(module, F.scaled_dot_product_attention(query, key, value, is_causal=True))
+    unseen = ~torch.ones(query.shape[2], query.shape[2], dtype=torch.bool).tril()
+    scores = (query @ key.transpose(-1, -2) * 8**-0.5).masked_fill(unseen, torch.finfo(query.dtype).min)
+    return out(module, scores.softmax(-1) @ value)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_heads_that_any_other_code_repeats_are_counted_once_too(fused: bool) -> None:
+    norms: list[float] = []
+
+    def keep(module: Any, args: tuple, value: torch.Tensor) -> None:
+        norms.extend(value[:, : SETTINGS.positions, :16].norm(dim=-1).mean(0).tolist())  # the heads that there are
+
+    with attention_of_gptj(grouped_attention) as model:
+        for layer in model.transformer.h:
+            layer.attn.num_key_value_heads, layer.attn.fused = 2, fused
+        bare = logits(model)
+        with open_tracer(model, find_family(model)) as tracer:
+            traced = tracer.logits(Batch(tiny_tokens(2, 9), torch.ones(2, 9, dtype=torch.long)))
+        for layer in model.transformer.h:
+            layer.attn.v_proj.register_forward_hook(keep)
+        tables = measured(model, [batch()], SETTINGS, ("attention", "activation"))
+    torch.testing.assert_close(traced, bare)
+    assert tables["attention"].groupby("kv_head")["head"].unique().map(list).to_dict() == {0: [0, 1], 1: [2, 3]}
+    assert tables["activation"].query("site == 'value'")["norm_mean"].tolist() == pytest.approx(norms, rel=1e-5)
 
 
 @pytest.mark.parametrize(("name", "scaling"), [("gptj", 8**-0.5), ("gpt_neo", 1.0), ("falcon", 8**-0.5)])

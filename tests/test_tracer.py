@@ -19,8 +19,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from sinkscope import attention_weights, seam
 from sinkscope.batch import Batch
+from sinkscope.errors import SinkscopeError
 from sinkscope.families import FAMILIES, find_family
-from sinkscope.observables import activation, attention, geometry
+from sinkscope.observables import OBSERVABLES, activation, attention, geometry
 from sinkscope.observables.observable import Observable, Reading, Settings
 from sinkscope.tracer import Tracer, open_tracer
 
@@ -45,9 +46,7 @@ def sequences_of(lengths: tuple[int, ...]) -> list[np.ndarray]:
 
 
 @cache
-def expected(
-    name: str, dtype: torch.dtype, lengths: tuple[int, ...]
-) -> tuple[Settings, dict[str, pd.DataFrame]]:
+def expected(name: str, dtype: torch.dtype, lengths: tuple[int, ...]) -> tuple[Settings, dict[str, pd.DataFrame]]:
     _, twin = models(name, dtype)
     recorded = [reference.record(twin, ids) for ids in sequences_of(lengths)]
     settings = Settings(POSITIONS, WINDOW, reference.clear_threshold(recorded, WINDOW))
@@ -152,9 +151,7 @@ def test_the_batch_size_changes_nothing(name: str, size: int) -> None:
     settings, tables = expected(name, torch.float32, RAGGED)
     model, _ = models(name, torch.float32)
     for side in ("right", "left"):
-        reference.assert_same(
-            measured(model, batched(sequences_of(RAGGED), size, side), settings), tables, 1e-5
-        )
+        reference.assert_same(measured(model, batched(sequences_of(RAGGED), size, side), settings), tables, 1e-5)
 
 
 LONG = 300  # more than one row chunk, and more than is always read whole
@@ -237,11 +234,15 @@ BROKEN: dict[str, tuple[str, Any, str, Any]] = {
     "head grouping of the norms": ("geometry", geometry, "repeat_heads", wrong_repeat),
     "one column off": ("attention", Batch, "at_positions", one_column_late),
     "one column off in the norms": ("activation", Batch, "at_positions", one_column_late),
-    "padding taken for tokens": ("activation", Batch, "lengths", property(lambda batch: batch.attention_mask.sum(1) + 1)),
+    "padding taken for tokens": (
+        "activation", Batch, "lengths", property(lambda batch: batch.attention_mask.sum(1) + 1),
+    ),
     "window one too wide": (
         "attention", attention, "column_sums", lambda read, columns, window: column_sums(read, columns, window + 1),
     ),
-    "number of queries": ("attention", Batch, "queries_from", lambda batch, n: (batch.lengths[:, None] * torch.ones(n))),
+    "number of queries": (
+        "attention", Batch, "queries_from", lambda batch, n: batch.lengths[:, None] * torch.ones(n),
+    ),
     "gap of another key": ("geometry", geometry, "pair_means", not_the_first_key),
     "median": ("massive", None, "middle", lambda x: x.mean()),
     "kurtosis in excess": ("outlier", None, "kurtosis", lambda x, batch: torch.full((len(x),), 3.0)),
@@ -267,9 +268,7 @@ def test_a_broken_measurement_is_noticed(what: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("name", "lengths"), [("llama", RAGGED), ("mistral", (LENGTH,) * 3)], ids=["padding", "sliding window"]
 )
-def test_a_dropped_mask_is_noticed(
-    name: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dropped_mask_is_noticed(name: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS, seam.NAME, lambda *args, **kwargs: None)
     with pytest.raises(AssertionError):
         check_parity(name, lengths, "left", torch.float32, 1e-5)
@@ -333,7 +332,7 @@ def test_only_wanted_sites_are_asked_for() -> None:
     """Every other address leads nowhere here."""
     model = tiny_model("llama")
     family = find_family(model)
-    nowhere = {site: "no.such.module.output" for site in family.sites} | {"layer_out": "output"}
+    nowhere = dict.fromkeys(family.sites, "no.such.module.output") | {"layer_out": "output"}
     lost = replace(family, sites=nowhere, attention="self_attn")
     wanted = Seen("layer_out")
     with open_tracer(model, lost) as tracer:
@@ -373,3 +372,52 @@ def test_left_padding_without_position_ids_is_noticed(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Tracer, "_parameters", frozenset())
     with pytest.raises(AssertionError):
         check_parity("gpt2", RAGGED, "left", torch.float32, 1e-5)
+
+
+# -------------------------------------------------------------------------------------- a model gone wrong
+
+
+@pytest.mark.parametrize("name", ["attention", "massive", "activation"])
+@pytest.mark.parametrize("family", ["llama", "bloom", "falcon"])
+def test_a_model_that_gives_nan_is_refused(family: str, name: str) -> None:
+    """NaN > ε is false: unnoticed, it would be a head without a sink."""
+    model = tiny_model(family)
+    layers = find_family(model).layers
+
+    def overflow(module: Any, args: tuple, output: Any) -> Any:
+        first = output[0] if isinstance(output, tuple) else output
+        first[1, 2] = torch.inf
+        return output
+
+    model.get_submodule(layers)[1].register_forward_hook(overflow)
+    observable = OBSERVABLES[name](Settings(4, 4))
+    with (
+        open_tracer(model, find_family(model)) as tracer,
+        pytest.raises(SinkscopeError, match=r"layer [12]: the model itself gives NaN or infinite numbers; are its"),
+    ):
+        tracer.forward(padded(ragged_tokens((5, 5))), [observable])
+
+
+def test_an_overflow_of_half_precision_is_told_what_to_do() -> None:
+    model = tiny_model("llama", dtype=torch.float16)
+    model.model.layers[0].mlp.down_proj.weight[:] = 6e4
+    with open_tracer(model, find_family(model)) as tracer, pytest.raises(SinkscopeError, match="--dtype float32"):
+        tracer.forward(padded(ragged_tokens((5, 5))), [OBSERVABLES["massive"](Settings(4, 4))])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_what_padding_gives_does_not_matter(side: str) -> None:
+    model = tiny_model("llama")
+    batch = padded(ragged_tokens((5, 3)), side)
+    before = measured(model, [batch], Settings(4, 4))
+    row, column = 1, 0 if side == "left" else 4
+
+    def spoil(module: Any, args: tuple, output: torch.Tensor) -> torch.Tensor:
+        output = output.clone()
+        output[row, column] = torch.nan
+        return output
+
+    model.model.layers[2].register_forward_hook(spoil)
+    after = measured(model, [batch], Settings(4, 4))
+    for table, rows in before.items():
+        pd.testing.assert_frame_equal(after[table], rows)

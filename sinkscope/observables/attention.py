@@ -72,8 +72,13 @@ class Attention(Observable):
         return {
             "attention": self._by_position(),
             "attention_heads": self._by_head(),
-            "sink_positions": pd.DataFrame({name: np.concatenate(parts) for name, parts in self.sinks.items()}),
+            "sink_positions": self._by_sink(),
         }
+
+    def _by_sink(self) -> pd.DataFrame:
+        found = pd.DataFrame({name: np.concatenate(parts) for name, parts in self.sinks.items()})
+        # batch by batch they came: the batch size shall change nothing
+        return found.sort_values(["layer", "head", "sequence", "position"], ignore_index=True)
 
     def _by_position(self) -> pd.DataFrame:
         frames = []

@@ -47,6 +47,8 @@ class Massive(Observable):
 
     def tables(self) -> dict[str, pd.DataFrame]:
         table = pd.DataFrame({name: np.concatenate(parts) for name, parts in self.rows.items()})
+        # batch by batch they came: the batch size shall change nothing. Largest first stays within a sequence.
+        table = table.sort_values(["layer", "sequence"], kind="stable", ignore_index=True)
         table["ratio"] = table["value"].abs() / table["median"]
         table["is_massive"] = (table["value"].abs() > THRESHOLD) & (table["ratio"] >= RATIO)
         return {"massive": table}
