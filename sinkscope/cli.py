@@ -289,8 +289,7 @@ def analyze(
 
     Writes a run folder (run.json, tables/*.parquet, figures/, verdict.md) and prints the verdict.
 
-    Of a model in training, with --revision step0,step512,… or a MODEL folder that holds checkpoint-… folders: a run
-    folder for each step, and the same quantities against the step.
+    Steps of training (--revision step0,step512,… or a folder of checkpoint-…): a run folder each, figures by step.
     """
     given = _options_given(ctx)
     with _all_or_nothing():
@@ -355,8 +354,7 @@ def run(
 ) -> None:
     """Run a recipe: an experiment or a paper's figure, with all its options, on any model.
 
-    Writes a run folder with the recipe's figures and prints the verdict; of a recipe with several runs, a folder for
-    each, and prints their comparison.
+    Writes a run folder with the recipe's figures and prints the verdict, or a comparison of its runs.
     """
     given = _options_given(ctx)
     with _all_or_nothing():

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from nnsight import NNsight
+from nnsight import NNsight, save
 from nnsight.intervention.interleaver import OutOfOrderError
 from transformers import PreTrainedModel
 
@@ -56,7 +56,7 @@ class Tracer:
             self._read_layers(batch, observables, wanted)
             loss = summed_loss(self.traced.output.logits, batch)
             torch.autograd.grad(loss, embeddings)
-            value = loss.detach().save()
+            value = save(loss.detach())
         self._refuse_nonsense()
         return float(value)
 

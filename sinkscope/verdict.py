@@ -235,9 +235,11 @@ def _files(run: Run) -> str | None:
         return None
     from sinkscope.figures import applicable
 
+    recipe = run.manifest.get("recipe")  # which draws its own figures only
+    figures = recipe["content"].get("figures", []) if recipe else applicable(run)
     return (
         f"The run folder holds run.json, verdict.md, the tables {', '.join(sorted(run.tables))}, "
-        f"and the figures {', '.join(applicable(run))}."
+        f"and the figures {', '.join(figures)}."
     )
 
 

@@ -61,7 +61,7 @@ def test_three_runs_have_no_difference() -> None:
 
 def test_what_one_run_lacks_is_missing() -> None:
     second = made_up("random")
-    second.tables["summary"].drop(index=second.tables["summary"].index[-1], inplace=True)  # noqa: PD002
+    second.tables["summary"].drop(index=second.tables["summary"].index[-1], inplace=True)
     table = compare(made_up(), second).table
     assert table.loc["kurtosis"].isna().tolist() == [False, True, True, True]
 

@@ -292,7 +292,6 @@ def test_no_sink_is_said(run: Run) -> None:
         ("sinks-by-layer", "attention", "sink_mass"),
         ("sinks-by-layer", "attention", "sink_fraction"),
         ("sinks-by-layer", "activation", "norm_mean"),
-        ("sinks-by-layer", "activation", "norm_mean"),
         ("sink-map", "attention", "window_mass"),
         ("query-key-geometry", "geometry", "sink_logit_gap"),
         ("massive-activations", "massive", "value"),

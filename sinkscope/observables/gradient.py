@@ -10,6 +10,7 @@ from functools import partial
 import pandas as pd
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from sinkscope.attention_weights import AttentionRead, row_chunks
 from sinkscope.batch import Batch
@@ -92,7 +93,7 @@ class Gradient(GradientObservable):
         self._scales: dict[tuple[int, str], torch.Tensor] = {}  # what the branches' norms divide by, (B,T)
         self._routed: dict[int, torch.Tensor] = {}  # Σ_t a[t,s] g_t by layer, until ∇v_s comes
 
-    def prepare(self, model: nn.Module, family: Family, predicted: int) -> None:
+    def prepare(self, model: PreTrainedModel, family: Family, predicted: int) -> None:
         self.loss_scale = 1.0 / predicted
         self.branches = branches_of(family)
         for layer, module in enumerate(family.layer_modules(model)):

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pandas as pd
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 from sinkscope.attention_weights import AttentionRead
 from sinkscope.batch import Batch
@@ -72,7 +72,7 @@ class GradientObservable(Observable):
     loss_scale = 1.0  # 1 ÷ the number of predicted tokens of the run: gradients arrive for the sum of the loss
 
     @abstractmethod
-    def prepare(self, model: nn.Module, family: Family, predicted: int) -> None:
+    def prepare(self, model: PreTrainedModel, family: Family, predicted: int) -> None:
         """Before the first batch of a run that predicts this many tokens in all."""
 
     @abstractmethod
