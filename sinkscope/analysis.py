@@ -137,9 +137,7 @@ def measure(
 ) -> tuple[dict[str, pd.DataFrame], Facts]:
     """All tables of a run: one pass over every batch, then a close look at the first sequence."""
     # JSON lines may be shorter than --seq-len
-    settings = Settings(
-        min(config.positions, inputs.longest), min(config.window, inputs.longest), config.epsilon
-    )
+    settings = Settings(min(config.positions, inputs.longest), min(config.window, inputs.longest), config.epsilon)
     names = config.observables or tuple(OBSERVABLES)
     facts = Facts()
     with open_tracer(loaded.model, family, config.attn) as tracer:
@@ -153,9 +151,7 @@ def measure(
     return tables | {"summary": shape_table("summary", summary, loaded.name, inputs.condition, {})}, facts
 
 
-def publish(
-    raw: dict[str, pd.DataFrame], loaded: LoadedModel, condition: str
-) -> dict[str, pd.DataFrame]:
+def publish(raw: dict[str, pd.DataFrame], loaded: LoadedModel, condition: str) -> dict[str, pd.DataFrame]:
     """The observables' tables with their leading columns and token texts."""
     ids = {int(token) for table in raw.values() if "token_id" in table for token in table["token_id"].unique()}
     tokens = {token: token_text(loaded.tokenizer, token) for token in ids}
@@ -220,9 +216,7 @@ class _Halving:
         return self.facts.batch_size // 2
 
 
-def batches_of(
-    inputs: TokenInputs, batch_size: int, padding_side: str = "right"
-) -> Iterator[tuple[int, Batch]]:
+def batches_of(inputs: TokenInputs, batch_size: int, padding_side: str = "right") -> Iterator[tuple[int, Batch]]:
     """(index of the first sequence, Batch) pairs, in order."""
     first = 0
     for ids, mask in inputs.batches(batch_size, padding_side=padding_side):

@@ -75,9 +75,7 @@ class Comparison:
 
     def _repr_html_(self) -> str:  # what a notebook shows
         warned = "".join(f"<li>{html.escape(line)}</li>" for line in self.warnings)
-        return self.table.to_html(float_format="{:.4g}".format, na_rep="–") + (
-            warned and f"<ul>{warned}</ul>"
-        )
+        return self.table.to_html(float_format="{:.4g}".format, na_rep="–") + (warned and f"<ul>{warned}</ul>")
 
 
 def compare(
@@ -103,9 +101,7 @@ def compare(
 
 def differing_settings(manifests: list[dict[str, Any]], names: list[str]) -> pd.DataFrame:
     """Rows the settings in which runs are not all alike, by their manifests; columns the runs."""
-    rows = {
-        setting: [_setting(read, manifest) for manifest in manifests] for setting, read in SETTINGS.items()
-    }
+    rows = {setting: [_setting(read, manifest) for manifest in manifests] for setting, read in SETTINGS.items()}
     differing = {setting: values for setting, values in rows.items() if len(set(values)) > 1}
     if "input" in differing:
         differing.pop("input tokens", None)  # goes without saying

@@ -82,9 +82,7 @@ class TokenInputs:
             yield _pad(self.sequences[first : first + batch_size], pad_id, padding_side)
 
 
-def _pad(
-    sequences: Sequence[np.ndarray], pad_id: int, padding_side: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _pad(sequences: Sequence[np.ndarray], pad_id: int, padding_side: str) -> tuple[torch.Tensor, torch.Tensor]:
     width = max(len(ids) for ids in sequences)
     padded = torch.full((len(sequences), width), pad_id, dtype=torch.long)
     mask = torch.zeros_like(padded)
@@ -201,9 +199,7 @@ def build_inputs(
         notices = [*notices, f"{what} holds {held} {of} {seq_len} tokens; {num_seqs} were asked for"]
     for ids in cut.sequences:
         ids.setflags(write=False)
-    return TokenInputs(
-        condition, tuple(cut.sequences), cut.token_zero, _sha256(cut.sequences), tuple(notices)
-    )
+    return TokenInputs(condition, tuple(cut.sequences), cut.token_zero, _sha256(cut.sequences), tuple(notices))
 
 
 def _check_plan(plan: _Plan, max_positions: int | None) -> None:
@@ -213,8 +209,7 @@ def _check_plan(plan: _Plan, max_positions: int | None) -> None:
         raise InputError(f"--seq-len {plan.seq_len}: attention needs at least 2 tokens")
     if max_positions is not None and plan.seq_len > max_positions:
         raise InputError(
-            f"--seq-len {plan.seq_len} is beyond the model's {max_positions} positions: "
-            f"take at most {max_positions}"
+            f"--seq-len {plan.seq_len} is beyond the model's {max_positions} positions: take at most {max_positions}"
         )
     if plan.seed < 0:
         raise InputError(f"--seed {plan.seed}: a seed is 0 or more")
@@ -260,9 +255,7 @@ def _existing_file(source: str) -> Path:
         raise InputError(f"--input {source} is a folder: give a file ({', '.join(FILE_TYPES)})")
     if path.is_file():
         if not known:
-            raise InputError(
-                f"--input {source}: the ending says what a file holds, one of {', '.join(FILE_TYPES)}"
-            )
+            raise InputError(f"--input {source}: the ending says what a file holds, one of {', '.join(FILE_TYPES)}")
         return path
     if known:
         siblings = os.listdir(path.parent) if path.parent.is_dir() else []
@@ -445,9 +438,7 @@ def _from_npy(path: Path, plan: _Plan) -> _Cut:
     _refuse_bos(plan, path.name)
     for index, row in enumerate(rows):
         _check_ids(row.tolist(), plan.vocab_size, f"{path.name}, row {index}")
-    notices = [f"{path.name}: its sequences of {width} ids are cut to {plan.seq_len}"] * (
-        width > plan.seq_len
-    )
+    notices = [f"{path.name}: its sequences of {width} ids are cut to {plan.seq_len}"] * (width > plan.seq_len)
     if array.ndim == 1 and plan.num_seqs > 1:
         notices.append(f"{path.name} has one dimension, so it is one sequence; more are an array (N, T)")
     sequences = [_sequence(row) for row in rows]
@@ -470,9 +461,7 @@ def _load_npy(path: Path) -> np.ndarray:
     if array.dtype.kind not in "iu":
         raise InputError(f"{path.name} holds {array.dtype}, not integers: token ids are integers")
     if array.ndim not in (1, 2) or array.size == 0:
-        raise InputError(
-            f"{path.name} has shape {array.shape}: token ids are an array (N, T) or (T,), not empty"
-        )
+        raise InputError(f"{path.name} has shape {array.shape}: token ids are an array (N, T) or (T,), not empty")
     return array
 
 
@@ -506,9 +495,7 @@ def _from_json_lines(path: Path, plan: _Plan) -> _Cut:
         notices.append(f"{path.name}: {_count(cut, 'list')} of input_ids cut to {plan.seq_len}")
     lengths = {len(ids) for ids in sequences}
     if len(lengths) > 1:
-        notices.append(
-            f"{path.name}: sequences have {min(lengths)} to {max(lengths)} tokens; shorter ones are padded"
-        )
+        notices.append(f"{path.name}: sequences have {min(lengths)} to {max(lengths)} tokens; shorter ones are padded")
     if kinds == {"text"}:
         return _Cut(sequences, _text_token_zero(plan.text_prefix, plan), notices)
     return _Cut(sequences, _given_token_zero(sequences, plan), notices)
@@ -544,9 +531,7 @@ def _given_ids(ids: Any, where: str, plan: _Plan) -> list[int]:
         raise InputError(f"{where}: input_ids is a JSON {_json_type(ids)}, not a list of integers")
     for at, token in enumerate(ids):
         if type(token) is not int:  # not isinstance: true and false are ints to Python
-            raise InputError(
-                f"{where}: input_ids[{at}] is a JSON {_json_type(token)}: token ids are integers"
-            )
+            raise InputError(f"{where}: input_ids[{at}] is a JSON {_json_type(token)}: token ids are integers")
     _check_ids(ids, plan.vocab_size, where)
     if len(ids) < 2:
         raise InputError(f"{where}: input_ids holds {_count(len(ids), 'token')}; attention needs at least 2")
@@ -560,9 +545,7 @@ def _document_ids(text: Any, where: str, plan: _Plan) -> list[int]:
     try:
         text.encode()
     except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair; no tokenizer takes it
-        raise InputError(
-            f"{where}: text holds \\u{ord(text[error.start]):04x}, which is no character"
-        ) from error
+        raise InputError(f"{where}: text holds \\u{ord(text[error.start]):04x}, which is no character") from error
     _need_tokenizer(plan, where)
     prefix = plan.text_prefix
     ids = _first_tokens(text, plan.seq_len - len(prefix), plan)

@@ -190,9 +190,7 @@ def _find_demo(revision: str | None, gguf_file: str | None) -> _Files:
 def _from_disk(path: Path, gguf_file: str | None, allow_pickle: bool) -> _Files:
     if path.is_file():
         if gguf_file is not None:
-            raise InputError(
-                f"{path} is a file, so it holds no {gguf_file}: name the folder, or just one file"
-            )
+            raise InputError(f"{path} is a file, so it holds no {gguf_file}: name the folder, or just one file")
         if path.suffix != ".gguf":
             raise InputError(f"{path} is neither a folder nor a .gguf file")
         return _Files(path.parent, (path.name,), path.stem, str(path))
@@ -214,9 +212,7 @@ def _from_hub(repo: str, revision: str | None, gguf_file: str | None, allow_pick
         try:
             folder, present = _fetch(repo, revision, FIRST_FILES)
         except InputError as error:
-            raise InputError(
-                f"{asked} is in the original Llama layout; {repo} would do, but {error}"
-            ) from error
+            raise InputError(f"{asked} is in the original Llama layout; {repo} would do, but {error}") from error
         notices = (f"{asked} is in the original Llama layout; using {repo}",)
     weights = _choose_weights(repo, folder, present, gguf_file, allow_pickle)
     small = [name for name in present if "/" not in name and name.endswith(SMALL_FILES)]
@@ -385,9 +381,7 @@ def _read_config(files: _Files, trust_remote_code: bool) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(files.folder, trust_remote_code=trust_remote_code)
     except Exception as error:
-        raise InputError(
-            f"{files.source}: transformers cannot use its config.json [{_gist(error)}]"
-        ) from error
+        raise InputError(f"{files.source}: transformers cannot use its config.json [{_gist(error)}]") from error
 
 
 def _check_causal(files: _Files, config: PreTrainedConfig, trust_remote_code: bool) -> None:
@@ -477,9 +471,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 def _gguf_error(files: _Files, error: Exception) -> InputError:
     if "not supported" in str(error):
-        return InputError(
-            f"{files.source}: transformers cannot read GGUF files of this kind [{_gist(error)}]"
-        )
+        return InputError(f"{files.source}: transformers cannot read GGUF files of this kind [{_gist(error)}]")
     return InputError(f"{files.source} is damaged or cut short; download it again [{_gist(error)}]")
 
 
@@ -519,9 +511,7 @@ def _check_finite(files: _Files, model: PreTrainedModel) -> None:
 # --- tokenizer ---
 
 
-def _read_tokenizer(
-    files: _Files, config: PreTrainedConfig, trust_remote_code: bool
-) -> PreTrainedTokenizerBase | None:
+def _read_tokenizer(files: _Files, config: PreTrainedConfig, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
     """The tokenizer, or None where the source has none. Raises InputError for one that does not load."""
     if not files.gguf and not any(entry.name.endswith(TOKENIZER_FILES) for entry in files.folder.iterdir()):
         return None

@@ -326,6 +326,7 @@ class Interceptor(TorchFunctionMode):
         self.__exit__(None, None, None)
 
 
+@torch.no_grad()
 def found_scaling(query: torch.Tensor, key: torch.Tensor, scores: torch.Tensor) -> float:
     """What a model's own code multiplied q·k by on the way to its scores (B,H,T,T), read off their diagonal; NaN where
     it also added something (ALiBi).

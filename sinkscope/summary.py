@@ -83,9 +83,7 @@ def _attention(tables: Mapping[str, pd.DataFrame], inputs: TokenInputs) -> dict[
     first = attention[attention["position"] == 0].groupby("layer")
     heads = attention.groupby("layer")["head"].nunique()
     lengths = np.array([len(ids) for ids in inputs.sequences])
-    later = sinks[
-        (sinks["position"] > 0) & (lengths[sinks["sequence"]] - sinks["position"] >= FEWEST_QUERIES)
-    ]
+    later = sinks[(sinks["position"] > 0) & (lengths[sinks["sequence"]] - sinks["position"] >= FEWEST_QUERIES)]
     pairs = later.drop_duplicates(["layer", "head", "sequence"]).groupby("layer").size()
     by_head = tables["attention_heads"].groupby("layer")
     return {

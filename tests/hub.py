@@ -23,9 +23,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 Files = Path | Mapping[str, bytes]
 
 API = re.compile(r"/api/(?P<kind>model|dataset)s/(?P<repo>[^/]+(?:/[^/]+)?)")
-RESOLVE = re.compile(
-    r"/(?P<kind>datasets/)?(?P<repo>[^/]+(?:/[^/]+)?)/resolve/(?P<revision>[^/]+)/(?P<file>.+)"
-)
+RESOLVE = re.compile(r"/(?P<kind>datasets/)?(?P<repo>[^/]+(?:/[^/]+)?)/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
 
 
 @dataclass(frozen=True)
@@ -187,9 +185,7 @@ class _Handler(BaseHTTPRequestHandler):
         return dict(parse_qs(self.body.decode()))
 
     def _error(self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> None:
-        self._send(
-            status, {"error": message}, {"X-Error-Code": code, "X-Error-Message": message, **(headers or {})}
-        )
+        self._send(status, {"error": message}, {"X-Error-Code": code, "X-Error-Message": message, **(headers or {})})
 
     def _send(self, status: int, content: Any, headers: Mapping[str, str] | None = None) -> None:
         body = content if isinstance(content, bytes) else json.dumps(content).encode()

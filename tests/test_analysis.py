@@ -47,6 +47,11 @@ def run_of(model: PreTrainedModel, source: Any = "random", **options: Any) -> Ru
     return sinkscope.analyze(model, **defaults | {"input": source} | options)
 
 
+def forward_of(model: PreTrainedModel, source: Any = "random", **options: Any) -> Run:
+    """Without the backward pass, which Tracer.forward_backward makes."""
+    return run_of(model, source, observables=("activation", "attention", "geometry", "massive", "outlier"), **options)
+
+
 def assert_equal_tables(mine: Run, other: Run, tolerance: float = 0.0) -> None:
     assert mine.tables.keys() == other.tables.keys()
     for name, table in mine.tables.items():
@@ -230,7 +235,7 @@ OUT_OF_MEMORY = {
 def test_out_of_memory_halves_the_batch(kind: str, where: str, lines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where nnsight passes the error on; what was summed before it does not count."""
     model, tried = tiny_model("llama"), []
-    expected = run_of(model, lines, batch_size=2)
+    expected = forward_of(model, lines, batch_size=2)
 
     def check(sequences: int) -> None:
         tried.append(sequences)
@@ -256,7 +261,7 @@ def test_out_of_memory_halves_the_batch(kind: str, where: str, lines: Path, monk
                 see(self, layer, site, reading, batch),
             ),
         )
-    run = run_of(model, lines, batch_size=5)
+    run = forward_of(model, lines, batch_size=5)
     assert tried[:2] == [5, 2]  # 5 // 2
     assert run.manifest["batch_size"] == 2
     assert_equal_tables(run, expected)
@@ -271,9 +276,9 @@ def test_out_of_memory_late_in_the_run_starts_anew(model: PreTrainedModel, monke
             raise OUT_OF_MEMORY["gpu"]
         forward(self, batch, *args)
 
-    expected = run_of(model, batch_size=1)
+    expected = forward_of(model, batch_size=1)
     monkeypatch.setattr(Tracer, "forward", third_is_too_much)
-    run = run_of(model, batch_size=2)
+    run = forward_of(model, batch_size=2)
     assert calls == [2, 2, 1, 1, 1, 1, 1, 1, 1]  # the last batch of two sizes; then five of one, and the close look
     assert run.manifest["batch_size"] == 1
     assert_equal_tables(run, expected)
@@ -287,7 +292,7 @@ def test_out_of_memory_with_one_sequence_says_what_to_do(
 
     monkeypatch.setattr(Tracer, "forward", never)
     with pytest.raises(SinkscopeError, match=r"out of memory even with one sequence.*--seq-len") as failure:
-        run_of(model)
+        forward_of(model)
     assert not isinstance(failure.value, InputError)
 
 
@@ -300,7 +305,7 @@ def test_another_error_is_not_taken_for_want_of_memory(model: PreTrainedModel, m
 
     monkeypatch.setattr(Tracer, "forward", broken)
     with pytest.raises(RuntimeError, match="size mismatch"):
-        run_of(model)
+        forward_of(model)
     assert len(calls) == 1
 
 
@@ -308,9 +313,10 @@ def test_the_automatic_batch_size_is_a_number_of_tokens(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(analysis, "TOKENS_PER_BATCH", {"cpu": 60})
-    assert run_of(model, seq_len=20, num_seqs=9).manifest["batch_size"] == 3
-    assert run_of(model, seq_len=100, num_seqs=2).manifest["batch_size"] == 1
-    assert run_of(model, seq_len=20, num_seqs=2).manifest["batch_size"] == 2  # no more than there are
+    assert forward_of(model, seq_len=20, num_seqs=9).manifest["batch_size"] == 3
+    assert forward_of(model, seq_len=100, num_seqs=2).manifest["batch_size"] == 1
+    assert forward_of(model, seq_len=20, num_seqs=2).manifest["batch_size"] == 2  # no more than there are
+    assert run_of(model, seq_len=20, num_seqs=9).manifest["batch_size"] == 1  # a backward pass takes more
 
 
 # ------------------------------------------------------------------------------------------ the run folder

@@ -28,9 +28,7 @@ def made_up(condition: str = "natural", sink_rate: float = 0.5, layers: int = 2,
     }
     for name, value in changes.items():
         manifest[name] = manifest[name] | value if isinstance(value, dict) else value
-    rows = [
-        (layer, metric, value + layer) for layer in range(layers) for metric, value in (("sink_rate", 0.0),)
-    ]
+    rows = [(layer, metric, value + layer) for layer in range(layers) for metric, value in (("sink_rate", 0.0),)]
     rows += [(-1, "sink_rate", sink_rate), (-1, "kurtosis", 0.0)]
     summary = pd.DataFrame(rows, columns=["layer", "metric", "value"])
     summary = summary.assign(model=manifest["model"]["name"], condition=condition)

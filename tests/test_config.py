@@ -26,9 +26,7 @@ def test_defaults() -> None:
     assert (config.batch_size, config.attn, config.observables) == ("auto", "sdpa", None)
 
 
-@pytest.mark.parametrize(
-    ("seq_len", "positions", "window"), [(8, 8, 8), (24, 16, 24), (64, 16, 64), (512, 16, 64)]
-)
+@pytest.mark.parametrize(("seq_len", "positions", "window"), [(8, 8, 8), (24, 16, 24), (64, 16, 64), (512, 16, 64)])
 def test_defaults_shrink_with_the_sequence(seq_len: int, positions: int, window: int) -> None:
     config = make_config(seq_len=seq_len)
     assert (config.positions, config.window) == (positions, window)

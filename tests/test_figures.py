@@ -53,9 +53,7 @@ def tables_of(layers: int, heads: int, kv_heads: int, positions: int, sequences:
     )
     massive = massive.assign(coordinate=7, median=1.0, ratio=massive["value"].abs())
     massive["is_massive"] = massive["layer"] % 2 == 1
-    sinks = of(
-        grid(layer=range(layers), head=range(heads), sequence=range(sequences), position=range(length))
-    )
+    sinks = of(grid(layer=range(layers), head=range(heads), sequence=range(sequences), position=range(length)))
     sinks = with_tokens(of(sinks, window_mass=(0.3, 0.9))).sample(frac=0.3, random_state=0)
     shown = range(min(length, 64))
     magnitudes = of(
@@ -67,9 +65,7 @@ def tables_of(layers: int, heads: int, kv_heads: int, positions: int, sequences:
         grid(layer=[0, layers - 1], head=range(min(heads, 2)), sequence=[0], query=shown, key=shown),
         weight=(0, 1),
     )
-    maps = with_tokens(
-        maps[maps["key"] <= maps["query"]].drop_duplicates(["layer", "head", "query", "key"]), "key"
-    )
+    maps = with_tokens(maps[maps["key"] <= maps["query"]].drop_duplicates(["layer", "head", "query", "key"]), "key")
     metrics = ["sink_rate", "value_drain", "norm_ratio", "massive_count"]
     return {
         "attention": attention,
@@ -177,9 +173,7 @@ def test_sink_map_marks_the_sliding_window_layers(run: Run) -> None:
     figure = draw("sink-map", Run(manifest, run.tables))
     bar = figure.axes[0].lines[-1].get_ydata()
     np.testing.assert_allclose(bar.reshape(3, 3)[:, :2], [[-0.5, 0.5], [0.5, 1.5], [1.5, 2.5]])
-    assert [text.get_text() for text in figure.legends[0].get_texts()][
-        -1
-    ] == "sliding-window layer (512 tokens)"
+    assert [text.get_text() for text in figure.legends[0].get_texts()][-1] == "sliding-window layer (512 tokens)"
     assert pixels(figure) != pixels(draw("sink-map", run))
 
 
@@ -192,9 +186,7 @@ def test_query_key_geometry_draws_means_and_quantiles_over_heads(run: Run) -> No
         np.testing.assert_allclose(ydata(ax, "position 0"), first.mean(axis=1))
         np.testing.assert_allclose(ydata(ax, "mean"), others.mean(axis=1))
         band = ax.collections[0].get_paths()[0].vertices
-        for layer, low, high in zip(
-            first.index, first.quantile(0.1, axis=1), first.quantile(0.9, axis=1), strict=True
-        ):
+        for layer, low, high in zip(first.index, first.quantile(0.1, axis=1), first.quantile(0.9, axis=1), strict=True):
             edges = band[band[:, 0] == layer, 1]
             np.testing.assert_allclose([edges.min(), edges.max()], [low, high])
 
@@ -217,9 +209,7 @@ def test_massive_map_puts_the_largest_coordinates_apart(run: Run) -> None:
     figure = draw("massive-map", run)
     top, others = figure.axes[:2]
     assert [label.get_text() for label in top.get_yticklabels()] == ["20", "8"]  # the largest first
-    assert [label.get_text() for label in others.get_yticklabels()] == [
-        str(4 * i) for i in (0, 1, 3, 4, 6, 7, 8, 9)
-    ]
+    assert [label.get_text() for label in others.get_yticklabels()] == [str(4 * i) for i in (0, 1, 3, 4, 6, 7, 8, 9)]
     row = run.tables["massive_map"].query("coordinate == 20").sort_values("position")["magnitude"]
     scale = top.images[0].norm
     np.testing.assert_allclose(top.images[0].get_array()[0], row.clip(lower=scale.vmin))
@@ -395,9 +385,7 @@ def test_an_unknown_figure_is_refused(run: Run) -> None:
 
 
 def test_a_missing_table_names_the_observable_to_run(run: Run) -> None:
-    only = Run(
-        run.manifest, {"geometry": run.tables["geometry"], "attention_maps": run.tables["attention_maps"][:0]}
-    )
+    only = Run(run.manifest, {"geometry": run.tables["geometry"], "attention_maps": run.tables["attention_maps"][:0]})
     assert applicable(only) == ["query-key-geometry"]
     with pytest.raises(InputError, match=r"needs the table 'sink_positions'.* run the observable attention$"):
         draw("sink-positions", only)
@@ -425,9 +413,7 @@ def test_save_all_writes_png_and_pdf_with_truetype_fonts_and_no_date(
 
 
 @pytest.mark.parametrize("kind", ["png", "pdf", "svg"])
-def test_equal_tables_give_equal_files_whatever_the_users_settings(
-    run: Run, tmp_path: Path, kind: str
-) -> None:
+def test_equal_tables_give_equal_files_whatever_the_users_settings(run: Run, tmp_path: Path, kind: str) -> None:
     draw("sink-map", run).savefig(tmp_path / f"once.{kind}")
     user = {
         "font.size": 20,
@@ -508,9 +494,9 @@ def test_comparison_draws_each_runs_summary() -> None:
 
 
 def test_comparison_of_models_of_other_depth_is_by_relative_depth() -> None:
-    figure = draw_comparison(
-        [make_run(), make_run(layers=7, model="org/Other"), make_run(layers=1, model="One")]
-    )["by-layer"]
+    figure = draw_comparison([make_run(), make_run(layers=7, model="org/Other"), make_run(layers=1, model="One")])[
+        "by-layer"
+    ]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["Tiny-1M", "Other", "One"]
     ends = [line.get_xdata()[[0, -1]].tolist() for line in figure.axes[0].lines]
     assert ends == [[0, 1], [0, 1], [0, 0]]

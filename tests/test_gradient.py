@@ -55,7 +55,6 @@ POSITIONS, LENGTH = 12, 24
 RAGGED = (LENGTH, 17, 2, LENGTH, 11)  # some shorter than POSITIONS; one predicts a single token
 TABLES = ("gradient", "gradient_ratio", "gradient_check", "norm_bound")
 EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss")
-OWN_SCORES = ("bloom", "mpt", "gptj", "gpt_neo")  # their own code makes the logits, which carry a graph
 EACH_FAMILY = pytest.mark.parametrize("name", TINY)
 TOLERANCE = 1e-10
 
@@ -560,15 +559,15 @@ def test_theorem_1_holds_where_every_g_is_the_same() -> None:
 
 
 def test_a_mean_that_differs_between_queries_breaks_the_lower_bound_and_the_table_says_so() -> None:
-    """g = -μ for half of the queries, 3μ for the others: μ on average, and key 0 hears only the first half."""
+    """g is μ on average, but the queries that look at key 0 have -μ and μ in turn: nothing reaches its value."""
     read = fixed_attention(2, one_hot=True)
-    scale = torch.tensor([-1.0, 3.0], dtype=torch.float64).repeat(TOKENS // 2)[:, None]
-    scale[::4] = 0.0  # so few that of key 0's share nothing near 1 is left
-    scale[3::4] += 0.5  # μ stays the mean
+    scale = torch.tensor([-1.0, 2.0, 1.0, 2.0], dtype=torch.float64).repeat(TOKENS // 4)[:, None]
     table = theorem_table(read, (MU * scale).expand(2, -1, -1, -1))
     first = table.query("position == 0")
-    assert (first["measured"] < first["lower_bound"]).all()
+    np.testing.assert_allclose(first["lower_bound"], 100 * MU.square().sum((0, 2, 3)), rtol=1e-9)
+    np.testing.assert_allclose(first["measured"], 0.0, atol=1e-9)
     assert not first["holds"].any()
+    assert table.query("position == 2")["holds"].all()  # of which nobody hears
 
 
 def test_one_query_with_a_mean_of_its_own_breaks_the_upper_bound_and_the_table_says_so() -> None:
@@ -909,6 +908,7 @@ def test_gradients_that_underflow_are_said_to() -> None:
     (notice,) = found.gradient.notices()
     assert f"{share:.1%} of the tokens' gradients underflowed" in notice
     assert "--dtype bfloat16 or float32" in notice
+    assert "underflowed" in run_of(with_small_gradients(torch.float32).half()).manifest["notices"][0]
     for dtype in (torch.float32, torch.bfloat16):
         assert backward(with_small_gradients(dtype), batches).gradient.notices() == []
 
@@ -984,7 +984,7 @@ def test_analyze_measures_everything_at_once(name: str, lines: Path) -> None:
 
 def test_a_loss_that_is_no_number_is_an_error() -> None:
     model = tiny_model("llama")
-    model.get_input_embeddings().weight.fill_(torch.inf)
+    model.lm_head.weight.fill_(torch.inf)  # all before the logits stays finite
     for observables in (("gradient",), (*FORWARD, "gradient")):
         with pytest.raises(SinkscopeError, match="the loss is nan"):
             run_of(model, observables=observables)

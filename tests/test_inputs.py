@@ -276,9 +276,7 @@ def test_without_tokenizer_special_ids_are_those_named():
 
 @pytest.mark.parametrize("source", ["random", "repeated"])
 def test_the_seed_decides_what_is_drawn(source):
-    first, again, other = (
-        build_inputs(source, vocab_size=1000, num_seqs=20, seed=seed) for seed in (1, 1, 2)
-    )
+    first, again, other = (build_inputs(source, vocab_size=1000, num_seqs=20, seed=seed) for seed in (1, 1, 2))
     assert lists(first) == lists(again)
     assert first.sha256 == again.sha256
     assert lists(first) != lists(other)
@@ -520,9 +518,7 @@ def test_dataset_columns(plain, tmp_path):
     options = {"tokenizer": plain, "num_seqs": 2, "seq_len": 8}
     only = folder("only", {"story": words(9), "n": 1})
     assert len(build_inputs(dataset=only, vocab_size=VOCAB, **options)) == 2
-    refused(
-        "no column `text`, and 2 columns of strings", dataset=folder("two", {"a": "w1", "b": "w2"}), **options
-    )
+    refused("no column `text`, and 2 columns of strings", dataset=folder("two", {"a": "w1", "b": "w2"}), **options)
     refused("no column `text`, and no column of strings", dataset=folder("none", {"n": 1}), **options)
 
 

@@ -590,9 +590,7 @@ def test_offline_with_half_a_model(hub: Hub, saved: Path, monkeypatch: pytest.Mo
     assert "not all, in the local cache" in refusal("org/tiny", SinkscopeError)
 
 
-def test_offline_with_a_cache_that_lists_nothing(
-    hub: Hub, saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offline_with_a_cache_that_lists_nothing(hub: Hub, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As transformers and older software leave it: files, but no listing of the repository."""
     hub.repos["org/tiny"] = Repo({"main": saved})
     for path in saved.iterdir():

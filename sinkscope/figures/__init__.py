@@ -26,9 +26,7 @@ class FigureModule(Protocol):
 
 
 FIGURES: dict[str, FigureModule] = {
-    module.NAME: cast(FigureModule, module)
-    for module in modules_of(sys.modules[__name__])
-    if hasattr(module, "NAME")
+    module.NAME: cast(FigureModule, module) for module in modules_of(sys.modules[__name__]) if hasattr(module, "NAME")
 }
 
 # tables that bear another name than the observable that they come from

@@ -15,17 +15,12 @@ NAME = "attention-maps"
 ABOUT = "attention weights on the first sequence, of heads from the strongest sink to the weakest"
 TABLES = ("attention_maps",)
 ACROSS = 3
-FAINTEST = (
-    1e-3  # the colour scale is logarithmic from here to 1: a sink's column and a diagonal can both be read
-)
+FAINTEST = 1e-3  # the colour scale is logarithmic from here to 1: a sink's column and a diagonal can both be read
 
 
 def draw(run: Run) -> Figure:
     table = run.tables["attention_maps"]
-    heads = [
-        (int(layer), int(head))
-        for layer, head in sorted(set(zip(table["layer"], table["head"], strict=True)))
-    ]
+    heads = [(int(layer), int(head)) for layer, head in sorted(set(zip(table["layer"], table["head"], strict=True)))]
     across = min(ACROSS, len(heads))
     down = -(-len(heads) // across)
     width = WIDE * (across + 0.45) / (ACROSS + 0.45)

@@ -52,9 +52,7 @@ def _by_layer(runs: list[Run]) -> Figure:
                 line.set_xdata(np.asarray(line.get_xdata()) / max(depth - 1, 1))
         _finish(ax, name, neutral, relative)
     _spread(axes[1, 1])
-    figure.legend(
-        axes[0, 0].lines, [escape(name) for name in names], loc="outside lower center", ncols=across
-    )
+    figure.legend(axes[0, 0].lines, [escape(name) for name in names], loc="outside lower center", ncols=across)
     if common:
         figure.suptitle(escape(shorten(common, 90)))
     return figure
@@ -103,9 +101,7 @@ def labels(runs: list[Run]) -> tuple[list[str], str]:
         name = " · ".join(part for part in parts[0] if part)
         return ([name] if len(runs) == 1 else [f"run {place}" for place in range(1, len(runs) + 1)]), name
     differ = [len(set(column)) > 1 for column in zip(*parts, strict=True)]
-    names = [
-        " · ".join(part for part, keep in zip(row, differ, strict=True) if keep and part) for row in parts
-    ]
+    names = [" · ".join(part for part, keep in zip(row, differ, strict=True) if keep and part) for row in parts]
     common = " · ".join(part for part, keep in zip(parts[0], differ, strict=True) if part and not keep)
     names = [shorten(name, 48) for name in names]
     if len(set(names)) < len(names):

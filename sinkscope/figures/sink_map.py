@@ -24,9 +24,7 @@ def draw(run: Run) -> Figure:
     first = attention[attention["position"] == 0]
     layers, heads = range(int(first["layer"].max()) + 1), range(int(first["head"].max()) + 1)
     mass, share = (
-        first.pivot(index="layer", columns="head", values=name)
-        .reindex(index=layers, columns=heads)
-        .to_numpy(float)
+        first.pivot(index="layer", columns="head", values=name).reindex(index=layers, columns=heads).to_numpy(float)
         for name in ("window_mass", "sink_fraction")
     )
     width = float(np.clip(0.16 * len(heads), COLUMN - ASIDE, WIDE - ASIDE))  # inches, of the map
@@ -40,9 +38,7 @@ def draw(run: Run) -> Figure:
     whole_numbers(ax, "x")
     whole_numbers(ax, "y")
     notes = _dots(ax, share, run, width, height) + _local_layers(ax, run)
-    figure.colorbar(
-        image, ax=ax, label="window mass at position 0", aspect=30, pad=0.03
-    ).outline.set_linewidth(0.5)
+    figure.colorbar(image, ax=ax, label="window mass at position 0", aspect=30, pad=0.03).outline.set_linewidth(0.5)
     if notes:
         figure.legend(handles=notes, loc="outside lower center", handlelength=1.2)
     figure.suptitle(title(run, width + ASIDE))
@@ -67,11 +63,7 @@ def _dots(ax: Axes, share: np.ndarray, run: Run, width: float, height: float) ->
         markeredgecolor="none",
     )
     label = f"window mass > {above} in most sequences"
-    return [
-        Line2D(
-            [], [], linestyle="none", marker="o", markersize=3, mfc="white", mec="0.3", mew=0.5, label=label
-        )
-    ]
+    return [Line2D([], [], linestyle="none", marker="o", markersize=3, mfc="white", mec="0.3", mew=0.5, label=label)]
 
 
 def _local_layers(ax: Axes, run: Run) -> list[Line2D]:
@@ -82,9 +74,7 @@ def _local_layers(ax: Axes, run: Run) -> list[Line2D]:
         return []
     edges = np.array(local)[:, None] + (-0.5, 0.5, np.nan)  # each layer's lower and upper edge, then a gap
     look: dict[str, Any] = {"color": GREY, "linewidth": 2.5, "solid_capstyle": "butt"}
-    ax.plot(
-        np.full(edges.size, -0.015), edges.ravel(), transform=ax.get_yaxis_transform(), clip_on=False, **look
-    )
+    ax.plot(np.full(edges.size, -0.015), edges.ravel(), transform=ax.get_yaxis_transform(), clip_on=False, **look)
     ax.tick_params(axis="y", length=0, pad=5)
     window = run.manifest["model"].get("sliding_window")
     label = "sliding-window layer" + (f" ({window} tokens)" if window else "")

@@ -64,9 +64,7 @@ def _positions(ax: Axes, sinks: pd.DataFrame, last: int, pairs: int) -> None:
     ax.yaxis.set_major_formatter(PERCENT)
     ax.yaxis.set_minor_formatter(NullFormatter())
     if 0 in shares.index:
-        ax.annotate(
-            percent(shares[0]), (0, shares[0]), (5, 0), textcoords="offset points", va="center", fontsize=6
-        )
+        ax.annotate(percent(shares[0]), (0, shares[0]), (5, 0), textcoords="offset points", va="center", fontsize=6)
     ax.set_ylabel("share of (head, sequence) pairs")
     whole_numbers(ax, "x")
     ax.set_xlim(-0.03 * max(last, 20), max(last, 0.5) + 0.03 * max(last, 20))
@@ -93,9 +91,7 @@ def _tokens(ax: Axes, later: pd.DataFrame, last: int, pairs: int) -> None:
     ax.xaxis.set_major_locator(MaxNLocator(4))
     ax.xaxis.set_major_formatter(PERCENT)
     for place, share in zip(places, shares, strict=True):
-        ax.annotate(
-            percent(share), (share, place), (2, 0), textcoords="offset points", va="center", fontsize=6
-        )
+        ax.annotate(percent(share), (share, place), (2, 0), textcoords="offset points", va="center", fontsize=6)
 
 
 def token_shares(later: pd.DataFrame, pairs: int) -> pd.Series:
