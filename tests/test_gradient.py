@@ -982,12 +982,15 @@ def test_analyze_measures_everything_at_once(name: str, lines: Path) -> None:
     assert run.manifest["notices"] == []
 
 
-def test_a_loss_that_is_no_number_is_an_error() -> None:
-    model = tiny_model("llama")
-    model.lm_head.weight.fill_(torch.inf)  # all before the logits stays finite
-    for observables in (("gradient",), (*FORWARD, "gradient")):
-        with pytest.raises(SinkscopeError, match="the loss is nan"):
-            run_of(model, observables=observables)
+@pytest.mark.parametrize("observables", [("gradient",), (*FORWARD, "gradient")], ids=["alone", "beside others"])
+def test_a_model_that_gives_no_numbers_is_an_error(observables: tuple[str, ...]) -> None:
+    activations, logits = tiny_model("llama"), tiny_model("llama")
+    activations.get_input_embeddings().weight.fill_(torch.inf)
+    with pytest.raises(SinkscopeError, match="layer 0: the model itself gives NaN or infinite numbers"):
+        run_of(activations, observables=observables)
+    logits.lm_head.weight.fill_(torch.inf)  # no layer is at fault
+    with pytest.raises(SinkscopeError, match="the loss is nan: gradients of this model on this input mean nothing"):
+        run_of(logits, observables=observables)
 
 
 @pytest.mark.parametrize("kind", ["npy", "jsonl"])
