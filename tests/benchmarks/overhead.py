@@ -3,7 +3,8 @@
 Every variant runs once a round in turn, so that a machine whose speed drifts drifts for all of them alike; time is
 the median over rounds of each variant ÷ the bare SDPA forward of the same round. Peak memory is measured apart,
 one variant a subprocess: the high-water mark of resident memory during the pass above what was resident before it.
-The bare forward makes no logits (`logits_to_keep=1`), as `analyze`'s pass does; with them it is a row of its own.
+The bare forward is `model(input_ids)`. The forward observables need no logits and make none; the row "no logits" is the
+bare forward that does not either, the strictest thing to be held against.
 """
 
 import argparse
@@ -27,44 +28,64 @@ from sinkscope.observables.gradient import Gradient
 from sinkscope.observables.massive import Massive
 from sinkscope.observables.observable import Settings
 from sinkscope.observables.outlier import Outlier
-from sinkscope.tracer import open_tracer
+from sinkscope.tracer import Tracer, open_tracer
+
+Variant = Callable[[], float]  # runs one pass and gives its seconds
 
 FORWARD = (Attention, Geometry, Activation, Massive, Outlier)
 SHAPES = ((8, 64), (1, 2048))
 BACKWARD_SHAPES = ((8, 64), (1, 1024))
 
 
-def variants(model, shape: tuple[int, int]) -> dict[str, Callable[[], None]]:
-    """Name → one pass. The model is left wrapped only inside `analyze` passes."""
+def seconds_of(one_pass: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    one_pass()
+    return time.perf_counter() - start
+
+
+def bare(one_pass: Callable[[], None]) -> Variant:
+    return lambda: seconds_of(one_pass)
+
+
+def traced(model, one_pass: Callable[[Tracer], None]) -> Variant:
+    """Timed inside an open tracer, which a run opens once; out again afterwards, so that bare passes are bare."""
+
+    def timed() -> float:
+        with open_tracer(model, find_family(model)) as tracer:
+            return seconds_of(lambda: one_pass(tracer))
+
+    return timed
+
+
+def variants(model, shape: tuple[int, int]) -> dict[str, Variant]:
+    """Name → one timed pass."""
     length = shape[1]
     ids = torch.randint(100, 40_000, shape, generator=torch.Generator().manual_seed(0))
     batch = Batch(ids, torch.ones_like(ids))
-    family = find_family(model)
 
-    def bare() -> None:
-        model(input_ids=ids, use_cache=False, logits_to_keep=1)
-
-    def bare_with_logits() -> None:
+    def with_logits() -> None:
         model(input_ids=ids, use_cache=False)
+
+    def without_logits() -> None:
+        model(input_ids=ids, use_cache=False, logits_to_keep=1)
 
     def output_attentions() -> None:
         model.set_attn_implementation("eager")
-        model(input_ids=ids, use_cache=False, output_attentions=True, output_hidden_states=True, logits_to_keep=1)
+        model(input_ids=ids, use_cache=False, output_attentions=True, output_hidden_states=True)
         model.set_attn_implementation("sdpa")
 
-    def analyze(observables: tuple, positions: int) -> Callable[[], None]:
+    def analyze(observables: tuple, positions: int) -> Variant:
         settings = Settings(positions=positions, window=64)
 
-        def one_pass() -> None:
-            with open_tracer(model, family) as tracer:
-                tracer.forward(batch, [observable(settings) for observable in observables])
+        def one_pass(tracer: Tracer) -> None:
+            tracer.forward(batch, [observable(settings) for observable in observables])
 
-        return one_pass
+        return traced(model, one_pass)
 
     passes = {
-        "bare SDPA forward": bare,
-        "bare SDPA forward, all logits": bare_with_logits,
-        "bare eager, output_attentions": output_attentions,
+        "bare SDPA forward": bare(with_logits),
+        "bare SDPA forward, no logits": bare(without_logits),
+        "bare forward, output_attentions": bare(output_attentions),
         "attention + activation, 16 columns": analyze((Attention, Activation), 16),
         "all forward observables, 16 columns": analyze(FORWARD, 16),
     }
@@ -74,7 +95,7 @@ def variants(model, shape: tuple[int, int]) -> dict[str, Callable[[], None]]:
     return passes
 
 
-def backward_variants(model, shape: tuple[int, int]) -> dict[str, Callable[[], None]]:
+def backward_variants(model, shape: tuple[int, int]) -> dict[str, Variant]:
     """Name → one forward and backward pass of the frozen model, gradients flowing from the embeddings."""
     ids = torch.randint(100, 40_000, shape, generator=torch.Generator().manual_seed(0))
     batch = Batch(ids, torch.ones_like(ids))
@@ -82,36 +103,34 @@ def backward_variants(model, shape: tuple[int, int]) -> dict[str, Callable[[], N
     settings = Settings(positions=16, window=64)
 
     @torch.enable_grad()
-    def bare() -> None:
+    def plain() -> None:
         embeddings = model.get_input_embeddings()(ids).requires_grad_(True)
         logits = model(inputs_embeds=embeddings, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
         torch.autograd.grad(loss, embeddings)
 
-    def analyze(observables: tuple) -> Callable[[], None]:
-        def one_pass() -> None:
-            with open_tracer(model, family) as tracer:
-                made = [observable(settings) for observable in observables]
-                made[0].prepare(model, family, ids.numel())
-                tracer.forward_backward(batch, made)
+    def analyze(observables: tuple) -> Variant:
+        def one_pass(tracer: Tracer) -> None:
+            made = [observable(settings) for observable in observables]
+            made[0].prepare(model, family, ids.numel())
+            tracer.forward_backward(batch, made)
 
-        return one_pass
+        return traced(model, one_pass)
 
     return {
-        "bare frozen forward + backward": bare,
+        "bare frozen forward + backward": bare(plain),
         "gradient observables": analyze((Gradient,)),
         "gradient and all forward observables": analyze((Gradient, *FORWARD)),
     }
 
 
-def report_times(passes: dict[str, Callable[[], None]], shape: tuple[int, int], rounds: int) -> None:
+def report_times(passes: dict[str, Variant], shape: tuple[int, int], rounds: int) -> None:
     times: dict[str, list[float]] = {name: [] for name in passes}
     for round_number in range(rounds + 1):
         for name, one_pass in passes.items():
-            start = time.perf_counter()
-            one_pass()
+            seconds = one_pass()
             if round_number:  # the first warms up
-                times[name].append(time.perf_counter() - start)
+                times[name].append(seconds)
     base = next(iter(times.values()))
     print(f"\n{shape[0]} × {shape[1]} tokens: median of {rounds} rounds")
     for name, seconds in times.items():
@@ -135,7 +154,7 @@ def report_memory(model_name: str | None, shape: tuple[int, int], names: list[st
         print(f"  {name:<40} {peak:8.0f} MB   {peak / base:5.2f} ×")
 
 
-def all_variants(model, shape: tuple[int, int]) -> dict[str, Callable[[], None]]:
+def all_variants(model, shape: tuple[int, int]) -> dict[str, Variant]:
     return variants(model, shape) | backward_variants(model, shape)
 
 
