@@ -1,7 +1,6 @@
 # Everything from a fresh clone: `make demo`, `make test`, `make check`.
 PYTHON ?= python3
 BIN := .venv/bin
-DEMO := reports/smollm2-135m
 
 .PHONY: install models demo test fast check format report clean
 
@@ -38,8 +37,9 @@ format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-report: install  ## what reports/smollm2-135m holds
-	$(BIN)/sinkscope analyze --out $(DEMO) --overwrite
+report: install models  ## what reports/ holds
+	$(BIN)/sinkscope analyze --out reports/smollm2-135m --overwrite
+	$(BIN)/sinkscope analyze .models/gemma3-270m.gguf --out reports/gemma3-270m --overwrite
 
 clean:
 	rm -rf .venv .models runs

@@ -81,9 +81,9 @@ def _sink(run: Run) -> str | None:
     if not strong:
         none = "there is no sink at position 0" if rates.max() < 0.01 else "no layer has it in half of its heads"
         return f"{head}: {none}."
-    everywhere = f"{head}: at least half of the heads have it in layers {spans(strong)}"
+    everywhere = f"{head}: at least half of the heads have it in {_layers(strong)}"
     weakest = list(rates[rates < 0.05].index)
-    return everywhere + (f", almost none in layers {spans(weakest)}." if weakest else ".")
+    return everywhere + (f", almost none in {_layers(weakest)}." if weakest else ".")
 
 
 def _published(run: Run) -> str | None:
@@ -114,7 +114,7 @@ def _later_sinks(run: Run) -> str | None:
     named = ", ".join(f"{token!r} ({share:.0%})" for token, share in tokens.items())
     rates = _by_layer(run, "sink_rate_later")
     where = list(rates[rates > max(0.05, rates.max() / 4)].index)
-    place = f", mostly in layers {spans(where)}" if where else ""
+    place = f", mostly in {_layers(where)}" if where else ""
     return f"Later positions are sinks in {rate:.1%} of heads and sequences{place}, most often at the tokens {named}."
 
 
@@ -151,7 +151,7 @@ def _massive(run: Run) -> str | None:
         usual = sequences[sequences >= 0.5].index
         positions = rows["position"].value_counts(normalize=True)
         place = f"position {positions.index[0]}" if positions.iloc[0] > 0.9 else f"{len(positions)} positions"
-        where = f"in the outputs of layers {spans(usual)}" if len(usual) else "in less than half of the sequences"
+        where = f"behind {_layers(usual)}" if len(usual) else "in less than half of the sequences"
         largest = rows["value"].abs().max()
         parts.append(f"coordinate {coordinate} {where}, at {place} (largest magnitude {largest:,.0f})")
     return f"Massive activations: {'; '.join(parts)}."
@@ -251,6 +251,10 @@ def _by_layer(run: Run, metric: str) -> pd.Series:
 
 def _most_common(table: pd.DataFrame, column: str, count: int) -> list[tuple[int, pd.DataFrame]]:
     return [(int(key), table[table[column] == key]) for key in table[column].value_counts().head(count).index]
+
+
+def _layers(numbers: Sequence[int]) -> str:
+    return f"layer{'s' if len(numbers) > 1 else ''} {spans(numbers)}"
 
 
 def spans(numbers: Sequence[int]) -> str:
