@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 
 from sinkscope.batch import Batch
 from sinkscope.seam import MASKED, ROW_CHUNK, AttentionCall, causal, raw_logits, upcast
@@ -125,11 +126,17 @@ def column_sums(read: AttentionRead, columns: int, window: int, chunk: int = ROW
     windows = torch.zeros_like(read.lse)
     entropy = torch.zeros_like(read.lse) if whole else None
 
-    for rows in row_chunks(length, chunk):
+    plain = not whole and read.is_linear and read.call.mask is None and read.batch.valid is None
+    if plain:
+        windows = plain_window_sums(read, window, max(chunk, window))
+    # few columns take more rows to the same memory
+    for rows in row_chunks(length, chunk * max(1, length // columns) if plain else chunk):
         cols = slice(0, min(columns, rows.stop))
         weights, log_weights = read.weights(rows, cols)
         mass[..., cols] += weights.sum(2)
         second[..., cols] += (weights * weights).sum(2)  # square() is several times slower
+        if plain:
+            continue
         band = slice(max(0, rows.start - window + 1), rows.stop)
         if entropy is not None:
             entropy[..., rows] = -torch.linalg.vecdot(weights, log_weights)
@@ -138,6 +145,35 @@ def column_sums(read: AttentionRead, columns: int, window: int, chunk: int = ROW
             band_weights, _ = read.weights(rows, band)
         windows[..., band] += _within(band_weights, rows, band, window).sum(2)
     return ColumnSums(mass, second, windows, entropy)
+
+
+BLOCKS = 8  # of the diagonal band in one product
+
+
+def plain_window_sums(read: AttentionRead, window: int, block: int) -> torch.Tensor:
+    """Σ a[t,s] over t = s … s+W-1 for every key (B,H,T), under the plain causal mask: `BLOCKS` blocks of `block` ≥ W
+    queries at a time, each against its own keys and the W-1 before them.
+    """
+    reach = window - 1
+    blocks = -(-read.length // block)
+    padding = blocks * block - read.length
+    query = F.pad(upcast(read.query) * read.call.scaling, (0, 0, 0, padding)).unflatten(2, (blocks, block))
+    lse = F.pad(read.lse, (0, padding), value=torch.inf).unflatten(2, (blocks, block))
+    keys = F.pad(upcast(read.key), (0, 0, reach, padding)).unfold(2, block + reach, block)  # (B,K,blocks,d,C)
+    heads_per_key = read.query.shape[1] // read.key.shape[1]
+    # query r of a block sees column c = r … r + W-1 of its keys
+    behind = torch.arange(block + reach, device=lse.device) - torch.arange(block, device=lse.device)[:, None]
+    near = ((behind >= 0) & (behind <= reach)).to(lse.dtype)
+    sums = lse.new_zeros(*lse.shape[:2], blocks * block + reach)  # `reach` places for what stands before the first key
+    for first in range(0, blocks, BLOCKS):
+        group = slice(first, min(first + BLOCKS, blocks))
+        seen = keys[:, :, group].repeat_interleave(heads_per_key, dim=1)
+        log_weights = (query[:, :, group] @ seen - lse[:, :, group, :, None]).clamp_(SMALLEST, 0.0)
+        columns = (log_weights.exp_().mul_(near)).sum(3)  # (B,H,group,C)
+        places = slice(group.start * block, group.stop * block)
+        sums[..., places].unflatten(2, (-1, block))[..., :reach] += columns[..., :reach]
+        sums[..., reach:][..., places] += columns[..., reach:].flatten(2)
+    return sums[..., reach : reach + read.length]
 
 
 def _within(weights: torch.Tensor, rows: slice, cols: slice, window: int) -> torch.Tensor:
