@@ -3,9 +3,8 @@
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
@@ -66,12 +65,10 @@ def analyze(
         loaded = _loaded(model, tokenizer, config)
     family, notices = family_of(loaded.model)
     inputs = inputs_for(loaded, config)
-    for notice in (*loaded.notices, *notices, *inputs.notices):
-        console.print(f"note: {notice}", markup=False, highlight=False, soft_wrap=True)
+    _tell(console, (*loaded.notices, *notices, *inputs.notices))
 
     tables, facts = measure(loaded, family, inputs, config, console)
-    for notice in facts.notices:
-        console.print(f"note: {notice}", markup=False, highlight=False, soft_wrap=True)
+    _tell(console, facts.notices)
     manifest = make_manifest(loaded, family, inputs, config, facts, list(tables), start)
     run = Run(manifest, tables, folder)
     if folder is not None:
@@ -195,7 +192,7 @@ def _pass(
         return observables
 
     attempt = find_executable_batch_size(
-        all_batches, starting_batch_size=min(wanted, len(inputs)), reduce_batch_size_fn=_Halving(facts)
+        all_batches, starting_batch_size=min(wanted, len(inputs)), reduce_batch_size_fn=lambda: facts.batch_size // 2
     )
     try:
         return attempt()
@@ -208,20 +205,17 @@ def _pass(
         ) from None
 
 
-@dataclass
-class _Halving:
-    facts: Facts
-
-    def __call__(self) -> int:
-        return self.facts.batch_size // 2
-
-
 def batches_of(inputs: TokenInputs, batch_size: int, padding_side: str = "right") -> Iterator[tuple[int, Batch]]:
     """(index of the first sequence, Batch) pairs, in order."""
     first = 0
     for ids, mask in inputs.batches(batch_size, padding_side=padding_side):
         yield first, Batch(ids, mask, first)
         first += len(ids)
+
+
+def _tell(console: Console, notices: Iterable[str]) -> None:
+    for notice in notices:
+        console.print(f"note: {notice}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _status(console: Console, words: str) -> AbstractContextManager:

@@ -45,6 +45,11 @@ class AttentionRead:
         additive = self.call.mask is not None and self.call.mask.dtype != torch.bool
         return self.call.scores is None and self.call.softcap is None and not additive
 
+    @property
+    def is_plain(self) -> bool:
+        """Linear logits under the causal mask alone: no window, no padding. Sums then have cheaper forms."""
+        return self.is_linear and self.call.mask is None and self.batch.valid is None
+
     def allowed(self, rows: slice, cols: slice) -> torch.Tensor | None:
         """Which keys each real query may attend to, (B|1,H|1,R,C) bool; None where that is all of them."""
         call, device = self.call, self.query.device
@@ -126,7 +131,7 @@ def column_sums(read: AttentionRead, columns: int, window: int, chunk: int = ROW
     windows = torch.zeros_like(read.lse)
     entropy = torch.zeros_like(read.lse) if whole else None
 
-    plain = not whole and read.is_linear and read.call.mask is None and read.batch.valid is None
+    plain = not whole and read.is_plain
     if plain:
         windows = plain_window_sums(read, window, max(chunk, window))
     # few columns take more rows to the same memory

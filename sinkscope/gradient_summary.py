@@ -33,8 +33,7 @@ def gradient_summary(tables: Mapping[str, pd.DataFrame]) -> tuple[dict[str, pd.S
     check = tables["gradient_check"]
     per_layer["identity_residual"] = check.groupby("layer")["identity_residual"].max()
     totals["identity_residual"] = float(per_layer["identity_residual"].max())
-    if check["measured"].notna().any():
-        per_layer["theorem1_holds"] = check.groupby("layer")["holds"].mean()
+    per_layer["theorem1_holds"] = check.groupby("layer")["holds"].mean()
     if len(tables["norm_bound"]):
         by_layer = tables["norm_bound"].groupby("layer")
         per_layer["theorem2_holds"] = by_layer["holds"].mean()

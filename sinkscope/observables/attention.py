@@ -8,7 +8,7 @@ import torch
 
 from sinkscope.attention_weights import AttentionRead, column_sums
 from sinkscope.batch import Batch
-from sinkscope.observables.observable import Mean, Observable, Settings, long_form
+from sinkscope.observables.observable import Mean, Observable, Settings, by_head
 
 
 class Attention(Observable):
@@ -70,8 +70,8 @@ class Attention(Observable):
 
     def tables(self) -> dict[str, pd.DataFrame]:
         return {
-            "attention": self._by_position(),
-            "attention_heads": self._by_head(),
+            "attention": by_head(self.columns, self.groups),
+            "attention_heads": by_head(self.heads, self.groups),
             "sink_positions": self._by_sink(),
         }
 
@@ -79,25 +79,6 @@ class Attention(Observable):
         found = pd.DataFrame({name: np.concatenate(parts) for name, parts in self.sinks.items()})
         # batch by batch they came: the batch size shall change nothing
         return found.sort_values(["layer", "head", "sequence", "position"], ignore_index=True)
-
-    def _by_position(self) -> pd.DataFrame:
-        frames = []
-        for layer, groups in sorted(self.groups.items()):
-            arrays = {name: mean[layer] for name, mean in self.columns.items()}  # (H,P)
-            heads, positions = arrays["window_mass"].shape
-            frame = long_form({"layer": layer, "head": range(heads), "position": range(positions)}, arrays)
-            frame.insert(2, "kv_head", frame["head"] // groups)
-            frames.append(frame)
-        return pd.concat(frames, ignore_index=True)
-
-    def _by_head(self) -> pd.DataFrame:
-        frames = []
-        for layer, groups in sorted(self.groups.items()):
-            arrays = {name: mean[layer] for name, mean in self.heads.items()}  # (H,)
-            frame = long_form({"layer": layer, "head": range(len(arrays["missing_mass"]))}, arrays)
-            frame.insert(2, "kv_head", frame["head"] // groups)
-            frames.append(frame)
-        return pd.concat(frames, ignore_index=True)
 
 
 def window_means(window_sums: torch.Tensor, batch: Batch, window: int, positions: int) -> torch.Tensor:

@@ -5,7 +5,7 @@ import torch
 
 from sinkscope.attention_weights import AttentionRead, row_chunks
 from sinkscope.batch import Batch
-from sinkscope.observables.observable import Mean, Observable, Settings, long_form
+from sinkscope.observables.observable import Mean, Observable, Settings, by_head
 from sinkscope.seam import grouped_matmul, repeat_heads, upcast
 
 COLUMNS = ("query_norm", "key_norm", "value_norm", "qk_cosine", "qk_norm_product", "sink_logit_gap")
@@ -38,14 +38,7 @@ class Geometry(Observable):
             self.columns[name].add(layer, batch.at_positions(statistic, positions), present)
 
     def tables(self) -> dict[str, pd.DataFrame]:
-        frames = []
-        for layer, groups in sorted(self.groups.items()):
-            arrays = {name: mean[layer] for name, mean in self.columns.items()}
-            heads, positions = arrays["key_norm"].shape
-            frame = long_form({"layer": layer, "head": range(heads), "position": range(positions)}, arrays)
-            frame.insert(2, "kv_head", frame["head"] // groups)
-            frames.append(frame)
-        return {"geometry": pd.concat(frames, ignore_index=True)}
+        return {"geometry": by_head(self.columns, self.groups)}
 
 
 def pair_means(
@@ -57,7 +50,7 @@ def pair_means(
     The gap is the logit of s minus the mean logit of the other allowed keys; a query that sees s alone has no
     gap and does not count, and a key that no query sees beside another has the gap NaN.
     """
-    if read.is_linear and read.call.mask is None and read.batch.valid is None:
+    if read.is_plain:
         return causal_pair_means(read, query_norm, key_norm, columns)
     return masked_pair_means(read, query_norm, key_norm, columns)
 

@@ -123,3 +123,18 @@ def long_form(axes: dict[str, Any], columns: dict[str, np.ndarray]) -> pd.DataFr
         for name, label in axes.items()
     }
     return pd.DataFrame(frame | {name: array.ravel() for name, array in columns.items()})
+
+
+def by_head(columns: dict[str, Mean], groups: dict[int, int]) -> pd.DataFrame:
+    """Means (H,P) or (H,) by layer → rows of layer, head, kv_head and, where there are any, positions.
+
+    `groups` is each layer's number of query heads to a key/value head.
+    """
+    frames = []
+    for layer, group in sorted(groups.items()):
+        arrays = {name: mean[layer] for name, mean in columns.items()}
+        axes = zip(("head", "position"), next(iter(arrays.values())).shape, strict=False)
+        frame = long_form({"layer": layer} | {axis: range(size) for axis, size in axes}, arrays)
+        frame.insert(2, "kv_head", frame["head"] // group)
+        frames.append(frame)
+    return pd.concat(frames, ignore_index=True)
