@@ -46,6 +46,11 @@ class Family:
     wiring: str = "sequential"  # or "parallel", "post-norm"
     positions: str = "rotary"  # or "learned", "alibi"
     door: str = "interface"  # how the seam gets in: transformers' AttentionInterface, or the interceptor
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # projections in the attention module: three, or one for all
+    fused: str = ""  # how one holds all: "blocks" (all of q, of k, of v), or "groups" (a key head's queries, it, its value)
+    mlp: tuple[str, ...] = ("mlp",)  # the feed-forward network: modules that run one after the other, relative to a layer
+    position_embedding: str = ""  # path of the learned positions' embedding
+    position_offset: int = 0  # its row of position 0
     when: Mapping[str, Any] = field(default_factory=dict)  # config attributes that this row's wiring requires
 
     def layer_modules(self, model: nn.Module) -> list[nn.Module]:
@@ -99,6 +104,9 @@ _GPT2 = Family(
     layers="transformer.h",
     attention="attn",
     positions="learned",
+    qkv=("c_attn",),
+    fused="blocks",
+    position_embedding="transformer.wpe",
     sites=_sites(
         attn_norm="ln_1.output",
         attn_out="attn.output",
@@ -111,6 +119,8 @@ _GPT_NEOX = Family(
     name="gpt_neox",
     layers="gpt_neox.layers",
     attention="attention",
+    qkv=("query_key_value",),
+    fused="groups",
     sites=_sites(
         attn_norm="input_layernorm.output",
         attn_out="attention.output",
@@ -124,6 +134,9 @@ _OPT = Family(
     layers="model.decoder.layers",
     attention="self_attn",
     positions="learned",
+    mlp=("fc1", "activation_fn", "fc2"),
+    position_embedding="model.decoder.embed_positions",
+    position_offset=2,
     sites=_sites(
         attn_norm="self_attn_layer_norm.output",
         attn_out="self_attn.output",
@@ -136,6 +149,8 @@ _BLOOM = Family(
     name="bloom",
     layers="transformer.h",
     attention="self_attention",
+    qkv=("query_key_value",),
+    fused="groups",
     positions="alibi",
     door="interceptor",
     sites=_sites(
@@ -151,6 +166,8 @@ _FALCON = Family(
     name="falcon",
     layers="transformer.h",
     attention="self_attention",
+    qkv=("query_key_value",),
+    fused="groups",
     wiring="parallel",
     door="interceptor",
     # mlp_out is read before the block adds attn_out into that very tensor
@@ -160,6 +177,9 @@ _MPT = Family(
     name="mpt",
     layers="transformer.blocks",
     attention="attn",
+    qkv=("Wqkv",),
+    fused="blocks",
+    mlp=("ffn",),
     positions="alibi",
     door="interceptor",
     sites=_sites(
@@ -194,7 +214,7 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
         ),
     ),
     "phi": (replace(_ONE_NORM_PARALLEL, name="phi"),),
-    "phi3": (replace(_LLAMA, name="phi3"),),
+    "phi3": (replace(_LLAMA, name="phi3", qkv=("qkv_proj",), fused="blocks"),),
     "stablelm": (
         replace(_LLAMA, name="stablelm", when={"use_parallel_residual": False}),
         replace(_ONE_NORM_PARALLEL, name="stablelm", when={"use_parallel_residual": True}),
@@ -256,10 +276,15 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
             wiring="parallel",
             positions="rotary",
             door="interceptor",
+            qkv=_LLAMA.qkv,
+            fused="",
+            position_embedding="",
             sites=_sites(attn_norm="ln_1.output", attn_out="attn.output", mlp_out="mlp.output"),
         ),
     ),
-    "gpt_neo": (replace(_GPT2, name="gpt_neo", attention="attn.attention", door="interceptor"),),
+    "gpt_neo": (
+        replace(_GPT2, name="gpt_neo", attention="attn.attention", door="interceptor", qkv=_LLAMA.qkv, fused=""),
+    ),
 }
 
 
@@ -372,7 +397,8 @@ def calibrate(model: nn.Module, token_ids: torch.Tensor) -> Family:
             attention=attention,
             when={},
             door=_door(model),
-            positions=_positions(text_config),
+            **_learned_positions(model, text_config),
+            **_projections(layer.get_submodule(attention)),
         )
         try:
             records = read_sites(model, candidate, token_ids)
@@ -392,6 +418,21 @@ def _different_rows() -> list[Family]:
         (row.attention, row.wiring, tuple(row.sites.items())): row for rows in FAMILIES.values() for row in rows
     }
     return sorted(different.values(), key=lambda row: -len(row.sites))
+
+
+def _projections(attention: nn.Module) -> dict[str, Any]:
+    """Fields of a row. How one projection holds all three cannot be seen from outside: then they stay unknown."""
+    known = ("q_proj", "k_proj", "v_proj")
+    return {"qkv": known if all(_has(attention, name) for name in known) else (), "fused": ""}
+
+
+def _learned_positions(model: nn.Module, config: Any) -> dict[str, Any]:
+    """Fields of a row: where positions are learned if a known row's embedding is there."""
+    for row in _different_rows():
+        if row.position_embedding and _has(model, row.position_embedding):
+            where = {"position_embedding": row.position_embedding, "position_offset": row.position_offset}
+            return {"positions": "learned"} | where
+    return {"positions": _positions(config), "position_embedding": "", "position_offset": 0}
 
 
 _ATTENTIONS = ("attn.attention", "self_attn", "self_attention", "attention", "attn")
