@@ -47,8 +47,10 @@ class Family:
     positions: str = "rotary"  # or "learned", "alibi"
     door: str = "interface"  # how the seam gets in: transformers' AttentionInterface, or the interceptor
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # projections in the attention module: three, or one for all
-    fused: str = ""  # how one holds all: "blocks" (all of q, of k, of v), or "groups" (a key head's queries, it, its value)
-    mlp: tuple[str, ...] = ("mlp",)  # the feed-forward network: modules that run one after the other, relative to a layer
+    fused: str = (
+        ""  # how one holds all: "blocks" (all of q, of k, of v) or "groups" (a key head with its queries, value)
+    )
+    mlp: tuple[str, ...] = ("mlp",)  # the feed-forward network: modules that run in a row, relative to a layer
     position_embedding: str = ""  # path of the learned positions' embedding
     position_offset: int = 0  # its row of position 0
     when: Mapping[str, Any] = field(default_factory=dict)  # config attributes that this row's wiring requires
