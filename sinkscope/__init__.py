@@ -14,6 +14,8 @@ from typing import Any
 _HOME = {
     "analyze": "sinkscope.analysis",
     "analyze_steps": "sinkscope.training_view",
+    "intervene": "sinkscope.experiment",
+    "intervening": "sinkscope.interventions",
     "load": "sinkscope.loading",
     "compare": "sinkscope.comparison",
     "doctor": "sinkscope.diagnosis",

@@ -3,19 +3,18 @@
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
-from accelerate.utils import find_executable_batch_size
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from sinkscope import loading
-from sinkscope.batch import Batch
 from sinkscope.config import RunConfig, make_config
 from sinkscope.details import AttentionMaps, MassiveMap, telling_heads
 from sinkscope.errors import InputError, SinkscopeError
@@ -25,12 +24,14 @@ from sinkscope.loading import LoadedModel
 from sinkscope.manifest import Facts, make_manifest
 from sinkscope.observables import OBSERVABLES
 from sinkscope.observables.observable import GradientObservable, Observable, Settings
+from sinkscope.passes import batches_of, pass_over
 from sinkscope.run import Run, check_output, new_folder, write_run
 from sinkscope.summary import summarise
 from sinkscope.tables import shape_table
 from sinkscope.tracer import Tracer, open_tracer
 
-TOKENS_PER_BATCH = {"cpu": 2048, "cuda": 16384}  # where --batch-size auto starts
+SAMPLED_AT_ONCE = 64  # texts
+MOST_SAMPLES = 20  # for each that is needed
 BACKWARD_COSTS = 4  # times the memory of a forward pass, about: logits and every layer's activations stay
 
 
@@ -61,23 +62,23 @@ def analyze(
     console = Console(stderr=True, quiet=quiet)
 
     check_source(config.input)  # before minutes of loading
-    with _status(console, "loading the model"):
-        loaded = _loaded(model, tokenizer, config)
+    with status(console, "loading the model"):
+        loaded = loaded_model(model, tokenizer, config)
     family, notices = family_of(loaded.model)
     inputs = inputs_for(loaded, config)
-    _tell(console, (*loaded.notices, *notices, *inputs.notices))
+    tell(console, (*loaded.notices, *notices, *inputs.notices))
 
     tables, facts = measure(loaded, family, inputs, config, console)
-    _tell(console, facts.notices)
+    tell(console, facts.notices)
     manifest = make_manifest(loaded, family, inputs, config, facts, list(tables), start)
     run = Run(manifest, tables, folder)
     if folder is not None:
-        with _status(console, "drawing the figures"), new_folder(folder) as fresh:
+        with status(console, "drawing the figures"), new_folder(folder) as fresh:
             write_run(run, fresh)
     return run
 
 
-def _loaded(
+def loaded_model(
     model: str | PreTrainedModel | LoadedModel | None, tokenizer: PreTrainedTokenizerBase | None, config: RunConfig
 ) -> LoadedModel:
     if isinstance(model, LoadedModel):
@@ -126,6 +127,38 @@ def inputs_for(loaded: LoadedModel, config: RunConfig) -> TokenInputs:
         bos_token_id=text.bos_token_id,
         special_ids=(text.bos_token_id, text.pad_token_id, *ends),
         seed=config.seed,
+        sampler=partial(_sample, loaded.model),
+    )
+
+
+@torch.no_grad()
+def _sample(model: PreTrainedModel, first: int, count: int, length: int, seed: int) -> np.ndarray:
+    """Texts (count, length) that the model makes after the token `first`, drawn from its own distribution.
+
+    Texts that end sooner are left out. (Forbidding the end instead gives text that the model finds most unlikely.)
+    Errors: InputError where hardly any text gets so long.
+    """
+    # all settings are given here: a checkpoint's own (top-k, temperature) would make the text less its own
+    ends = model.generation_config.eos_token_id
+    settings = GenerationConfig(
+        do_sample=True, top_k=0, max_new_tokens=length - 1, pad_token_id=first, eos_token_id=ends
+    )  # fmt: skip
+    start = torch.full((SAMPLED_AT_ONCE, 1), first, device=model.device)
+    texts: list[np.ndarray] = []
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        for _ in range(MOST_SAMPLES * count // SAMPLED_AT_ONCE + 1):
+            mask = torch.ones_like(start)
+            drawn = model.generate(start, attention_mask=mask, generation_config=settings)  # type: ignore[operator]
+            if drawn.shape[1] == length:
+                ended = torch.isin(
+                    drawn[:, 1:-1], torch.as_tensor(ends if ends is not None else [], device=drawn.device)
+                )
+                texts += list(drawn[~ended.any(1)].cpu().numpy())
+            if len(texts) >= count:
+                return np.stack(texts[:count])
+    raise InputError(
+        f"--input sampled: only {len(texts)} of {count} texts reached {length} tokens: take a shorter --seq-len"
     )
 
 
@@ -135,8 +168,8 @@ def measure(
     """All tables of a run: one pass over every batch, then a close look at the first sequence."""
     # JSON lines may be shorter than --seq-len
     settings = Settings(min(config.positions, inputs.longest), min(config.window, inputs.longest), config.epsilon)
-    names = config.observables or tuple(OBSERVABLES)
-    facts = Facts()
+    names, left_out = chosen_observables(loaded, family, config)
+    facts = Facts(not_measured=left_out)
     with open_tracer(loaded.model, family, config.attn) as tracer:
         observables = _pass(tracer, inputs, names, settings, config, facts, console)
         facts.notices = tuple(notice for observable in observables for notice in observable.notices())
@@ -146,6 +179,22 @@ def measure(
     tables = publish(raw, loaded, inputs.condition)
     summary = summarise(tables, inputs, family, facts.scaling, facts.loss)
     return tables | {"summary": shape_table("summary", summary, loaded.name, inputs.condition, {})}, facts
+
+
+def chosen_observables(
+    loaded: LoadedModel, family: Family, config: RunConfig
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The observables that were named, else all that apply; and those left out, with the reason.
+
+    Errors: InputError where one that was named does not apply to this model.
+    """
+    wanted = config.observables or tuple(OBSERVABLES)
+    reasons = {name: OBSERVABLES[name].inapplicable(loaded.model, family) for name in wanted}
+    left_out = {name: reason for name, reason in reasons.items() if reason is not None}
+    if config.observables is not None and left_out:
+        name, reason = next(iter(left_out.items()))
+        raise InputError(f"--observables {name} does not apply to {loaded.name}: {reason}")
+    return tuple(name for name in wanted if name not in left_out), left_out
 
 
 def publish(raw: dict[str, pd.DataFrame], loaded: LoadedModel, condition: str) -> dict[str, pd.DataFrame]:
@@ -164,86 +213,38 @@ def _pass(
     facts: Facts,
     console: Console | None,
 ) -> list[Observable]:
-    """Every batch through the tracer. Out of memory: again from the start with half the batch."""
+    """Every batch through the tracer: forward, and backward where an observable asks for it."""
     backward = any(issubclass(OBSERVABLES[name], GradientObservable) for name in names)
     predicted = inputs.num_tokens - len(inputs)  # all but each sequence's first
-    device = tracer.model.device.type
-    tokens = TOKENS_PER_BATCH.get(device, TOKENS_PER_BATCH["cpu"]) // (BACKWARD_COSTS if backward else 1)
-    automatic = max(1, tokens // inputs.longest)
-    wanted = automatic if config.batch_size == "auto" else config.batch_size
 
-    def all_batches(batch_size: int) -> list[Observable]:
-        facts.batch_size = batch_size
+    def fresh() -> list[Observable]:
         observables = [OBSERVABLES[name](settings) for name in names]
         for observable in observables:
-            if isinstance(observable, GradientObservable):
-                observable.prepare(tracer.model, tracer.family, predicted)
-        loss = 0.0
-        with _progress(console) as advance:
-            for first, batch in batches_of(inputs, batch_size):
-                if backward:
-                    loss += tracer.forward_backward(batch, observables)
-                else:
-                    tracer.forward(batch, observables)
-                advance(first + len(batch.token_ids), len(inputs))
-        facts.loss = loss / predicted if backward else None
-        if facts.loss is not None and not math.isfinite(facts.loss):
-            raise SinkscopeError(f"the loss is {facts.loss}: gradients of this model on this input mean nothing")
+            observable.prepare(tracer.model, tracer.family, predicted)
         return observables
 
-    attempt = find_executable_batch_size(
-        all_batches, starting_batch_size=min(wanted, len(inputs)), reduce_batch_size_fn=lambda: facts.batch_size // 2
-    )
-    try:
-        return attempt()
-    except RuntimeError as error:
-        if "No executable batch size" not in str(error):
-            raise
-        raise SinkscopeError(
-            "out of memory even with one sequence a batch: "
-            "take a shorter --seq-len, --dtype bfloat16 or --device-map auto"
-        ) from None
+    step = tracer.forward_backward if backward else tracer.forward
+    done = pass_over(tracer, inputs, fresh, step, config.batch_size, BACKWARD_COSTS if backward else 1, console)
+    facts.batch_size = done.batch_size
+    facts.loss = done.loss / predicted if backward else None
+    if facts.loss is not None and not math.isfinite(facts.loss):
+        raise SinkscopeError(f"the loss is {facts.loss}: gradients of this model on this input mean nothing")
+    return done.observables
 
 
-def batches_of(inputs: TokenInputs, batch_size: int, padding_side: str = "right") -> Iterator[tuple[int, Batch]]:
-    """(index of the first sequence, Batch) pairs, in order."""
-    first = 0
-    for ids, mask in inputs.batches(batch_size, padding_side=padding_side):
-        yield first, Batch(ids, mask, first)
-        first += len(ids)
-
-
-def _tell(console: Console, notices: Iterable[str]) -> None:
+def tell(console: Console, notices: Iterable[str]) -> None:
     for notice in notices:
         console.print(f"note: {notice}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _status(console: Console, words: str) -> AbstractContextManager:
+def tell_place(console: Console, label: str, place: int, count: int) -> None:
+    """Of a run in several parts, which one begins."""
+    console.print(f"{label} ({place} of {count})", markup=False, highlight=False)
+
+
+def status(console: Console, words: str) -> AbstractContextManager:
     """A spinner; nothing where stderr is no terminal."""
     return console.status(words) if console.is_terminal else nullcontext()
-
-
-def _progress(console: Console | None) -> Any:
-    """A context that gives advance(done, total); silent without a console."""
-    if console is None or console.quiet or not console.is_terminal:
-        return nullcontext(lambda done, total: None)
-    return _Bar(console)
-
-
-class _Bar:
-    def __init__(self, console: Console) -> None:
-        self.progress = Progress(
-            TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TextColumn("sequences"), TimeRemainingColumn(),
-            console=console, transient=True,
-        )  # fmt: skip
-        self.task = self.progress.add_task("measuring", total=None)
-
-    def __enter__(self) -> Callable[[int, int], None]:
-        self.progress.start()
-        return lambda done, total: self.progress.update(self.task, completed=done, total=total)
-
-    def __exit__(self, *error: object) -> None:
-        self.progress.stop()
 
 
 def _details(tracer: Tracer, inputs: TokenInputs, raw: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
@@ -256,6 +257,6 @@ def _details(tracer: Tracer, inputs: TokenInputs, raw: dict[str, pd.DataFrame]) 
         looks.append(MassiveMap(int(worst)))
     if not looks:
         return {}
-    _, first = next(batches_of(inputs, 1))
+    first = next(batches_of(inputs, 1))
     tracer.forward(first, looks)
     return {name: table for look in looks for name, table in look.tables().items()}

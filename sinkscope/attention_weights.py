@@ -48,15 +48,19 @@ class AttentionRead:
     @property
     def is_plain(self) -> bool:
         """Linear logits under the causal mask alone: no window, no padding. Sums then have cheaper forms."""
-        return self.is_linear and self.call.mask is None and self.batch.valid is None
+        everything = self.call.mask is None and self.call.forbidden is None and self.batch.valid is None
+        return self.is_linear and everything
 
     def allowed(self, rows: slice, cols: slice) -> torch.Tensor | None:
         """Which keys each real query may attend to, (B|1,H|1,R,C) bool; None where that is all of them."""
         call, device = self.call, self.query.device
         below_diagonal = rows.start >= cols.stop - 1
-        if below_diagonal and call.mask is None and call.scores is None and self.batch.valid is None:
+        nothing_else = (call.mask, call.forbidden, call.scores, self.batch.valid) == (None, None, None, None)
+        if below_diagonal and nothing_else:
             return None
         seen = causal(rows, cols, 0, device)[None, None]
+        if call.forbidden is not None:
+            seen = seen & ~call.forbidden(rows, cols, device)
         if call.scores is not None:
             seen = seen & (call.scores[:, :, rows, cols] > MASKED)
         elif call.mask is not None:

@@ -116,6 +116,7 @@ def _all_or_nothing() -> Iterator[None]:
 # --------------------------------------------------------------------------------------------- the options
 
 _DEFAULT = RunConfig()
+DRAWS = 5  # random controls of an arm; experiment.py has the same, and takes seconds to import
 
 
 def _option(panel: str, name: str, metavar: str, text: str, default: str | bool = True) -> Any:
@@ -163,7 +164,7 @@ Input = Annotated[
         "Input",
         "input",
         "IN",
-        "natural, random, repeated, or a file: text (.txt), JSON lines (.jsonl) with `text` or `input_ids`, "
+        "natural, random, repeated, sampled (by the model itself), or a file: text (.txt), JSON lines (.jsonl) with `text` or `input_ids`, "
         "or token ids (.npy).",
     ),
 ]
@@ -199,6 +200,12 @@ Window = Annotated[
 ]
 Epsilon = Annotated[float, _option("Measuring", "epsilon", "E", "A sink has a window mass above E.")]
 BatchSize = Annotated[str, _option("Measuring", "batch-size", "N", "Sequences at once; halved where memory runs out.")]
+
+Do = Annotated[
+    list[str] | None,
+    _option("Intervening", "do", "NAME[:K=V,…]", "An intervention; more are stacked in their order. Or all.", False),
+]
+Draws = Annotated[int, _option("Intervening", "draws", "N", "Random controls of each arm.")]
 
 Out = Annotated[Path | None, _option("Output", "out", "DIR", "Folder of the run.", "runs/MODEL-INPUT")]
 ComparisonOut = Annotated[Path | None, _option("Output", "out", "DIR", "Write tables and figures there, too.")]
@@ -335,6 +342,72 @@ def _analyze_steps(config: RunConfig, given: dict[str, Any], out: Path | None, o
 
 
 @app.command()
+def intervene(
+    ctx: typer.Context,
+    model: Model = None,
+    do: Do = None,
+    draws: Draws = DRAWS,
+    revision: Revision = None,
+    gguf_file: GgufFile = None,
+    dtype: Dtype = None,
+    device_map: DeviceMap = None,
+    attn: Attn = _DEFAULT.attn,
+    trust_remote_code: TrustRemoteCode = False,
+    allow_pickle: AllowPickle = False,
+    input: Input = _DEFAULT.input,
+    dataset: Dataset = None,
+    num_seqs: NumSeqs = _DEFAULT.num_seqs,
+    seq_len: SeqLen = _DEFAULT.seq_len,
+    bos: Bos = _DEFAULT.bos,
+    seed: Seed = _DEFAULT.seed,
+    positions: Positions = _DEFAULT.positions,
+    window: Window = _DEFAULT.window,
+    epsilon: Epsilon = _DEFAULT.epsilon,
+    batch_size: BatchSize = str(_DEFAULT.batch_size),
+    out: Out = None,
+    overwrite: Overwrite = False,
+    repeated: From = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Take a suspected part away, move it or replace it, and measure: before, after, and random controls.
+
+    --do NAME[:key=value,…], as zero-massive:layers=11,coordinates=507; several are stacked. --do all tries each by
+    itself. `sinkscope list interventions` shows their names and parameters.
+    """
+    given = _options_given(ctx)
+    with _all_or_nothing():
+        if repeated:
+            from sinkscope.run import to_repeat
+
+            _refuse_beside_from(given | ({"do": do} if do else {}))
+            config, then = to_repeat(repeated, "intervene")
+            arms, draws = {label: arm["asked"] for label, arm in then["arms"].items()}, then["draws"]
+        else:
+            config, arms = make_config(**given), _arms(do or [])
+        folder = out or Path("runs", as_folder_name(config.folder_name, "all" if arms == "all" else "-and-".join(arms)))
+
+        from sinkscope.experiment import intervene
+
+        run = intervene(
+            config.model, arms=arms, draws=draws, config=config, out=folder, overwrite=overwrite, quiet=quiet
+        )
+    if quiet:
+        return
+    _print_markdown(run.verdict)
+    print(f"written to {folder}", file=sys.stderr)
+
+
+def _arms(do: list[str]) -> Any:
+    """The one arm of what was named, or all."""
+    if not do:
+        raise InputError("name what to do: --do NAME[:key=value,…]; `sinkscope list interventions` shows the names")
+    if "all" in do and len(do) > 1:
+        raise InputError("--do all tries every intervention by itself, so no other goes with it")
+    return "all" if do == ["all"] else {"+".join(part.partition(":")[0] for part in do): do}
+
+
+@app.command()
 def run(
     ctx: typer.Context,
     recipe: Annotated[
@@ -409,11 +482,13 @@ def doctor(
 def list_(
     kind: Annotated[
         str | None,
-        typer.Argument(metavar="KIND", help="observables, figures, families or recipes.", show_default="all"),
+        typer.Argument(
+            metavar="KIND", help="observables, interventions, figures, families or recipes.", show_default="all"
+        ),
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Show what can be named on the command line: observables, figures, families, recipes."""
+    """Show what can be named on the command line: observables, interventions, figures, families, recipes."""
     from sinkscope.listing import listing
 
     for name, rows in listing(kind).items():

@@ -90,6 +90,9 @@ def compare(
         raise InputError(f"a comparison needs at least two runs; {len(runs) or 'none'} was given")
     folder = None if out is None else check_output(out, overwrite, MANIFEST)
     opened = tuple(run if isinstance(run, Run) else Run.open(run) for run in runs)
+    for run in opened:
+        if run.is_experiment:
+            raise InputError(f"{run.folder or run.model} is a run of `intervene`: its arms are compared in its own tables")
     names = _labels(opened)
     differing = differing_settings([run.manifest for run in opened], names)
     comparison = Comparison(opened, _table(opened, names), _by_layer(opened, names), differing, folder)

@@ -8,10 +8,11 @@ import torch
 
 from sinkscope.attention_weights import AttentionRead
 from sinkscope.batch import Batch
-from sinkscope.observables.observable import Observable, Reading, Settings, long_form
+from sinkscope.observables.observable import Mean, Observable, Reading, Settings, long_form
 from sinkscope.seam import upcast
 
 TOKENS = 64  # of the sequence, from its first
+MAP_TOKENS = 32  # of a map that is one of many
 TOP_COORDINATES = 8  # of the largest magnitude …
 OTHER_COORDINATES = 8  # … and evenly spaced ones beside them, to show what is usual
 
@@ -44,6 +45,32 @@ class AttentionMaps(Observable):
 
     def tables(self) -> dict[str, pd.DataFrame]:
         return {"attention_maps": pd.concat(self.frames, ignore_index=True)}
+
+
+class MeanMaps(Observable):
+    """Table `arm_maps`: every layer's weights among the first tokens, mean over heads and sequences (NU's maps)."""
+
+    name = "mean-maps"
+    sites = ("attention",)
+
+    def __init__(self) -> None:
+        super().__init__(Settings())
+        self.maps = Mean()
+
+    def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
+        shown = slice(0, min(MAP_TOKENS, read.length))
+        if batch.valid is not None:  # the first tokens are not at the same columns, or are not there
+            return
+        self.maps.add(layer, read.weights(shown, shown)[0].mean(1))
+
+    def tables(self) -> dict[str, pd.DataFrame]:
+        frames = []
+        for layer in self.maps.keys():
+            weights = self.maps[layer].astype(np.float32)
+            places = range(len(weights))
+            frame = long_form({"layer": layer, "query": places, "key": places}, {"weight": weights})
+            frames.append(frame[frame["key"] <= frame["query"]])
+        return {"arm_maps": pd.concat(frames, ignore_index=True)} if frames else {}
 
 
 class MassiveMap(Observable):

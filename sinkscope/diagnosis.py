@@ -58,6 +58,8 @@ def doctor(model: str | PreTrainedModel | LoadedModel | None = None, **options: 
     report.notes += [f"no site '{site}': {reason}" for site, reason in family.absent_sites().items()]
 
     report.notes += [f"gradients: {ratio} undefined: {reason}" for ratio, reason in undefined_ratios(family).items()]
+    reasons = {name: item.inapplicable(loaded.model, family) for name, item in OBSERVABLES.items()}
+    report.notes += [f"{name} does not apply: {reason}" for name, reason in reasons.items() if reason is not None]
 
     batch = _tokens(loaded.model)
     report.checks.append(_wiring(loaded.model, family, batch))
@@ -89,12 +91,13 @@ def _facts(loaded: LoadedModel, family: Family) -> dict[str, str]:
         "dtype": f"{str(parameter.dtype).removeprefix('torch.')} on {parameter.device}",
         "tokenizer": type(loaded.tokenizer).__name__ if loaded.tokenizer else "none: only token ids, random, repeated",
         "sites": ", ".join((*present, "query", "key", "value", "attn_mix")),
-        "observables": ", ".join(name for name, item in OBSERVABLES.items() if _applies(item, family)),
+        "observables": ", ".join(name for name, item in OBSERVABLES.items() if _applies(item, loaded.model, family)),
     }
 
 
-def _applies(observable: type[Observable], family: Family) -> bool:
-    return any(site == "attention" or site in family.sites for site in observable.sites)
+def _applies(observable: type[Observable], model: PreTrainedModel, family: Family) -> bool:
+    has_a_site = any(site == "attention" or site in family.sites for site in observable.sites)
+    return has_a_site and observable.inapplicable(model, family) is None
 
 
 def _tokens(model: PreTrainedModel) -> Batch:

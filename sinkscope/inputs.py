@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import tokenize
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import files
@@ -29,7 +29,7 @@ from sinkscope.errors import InputError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-KINDS = ("natural", "random", "repeated")
+KINDS = ("natural", "random", "repeated", "sampled")
 FILE_TYPES = (".txt", ".jsonl", ".json", ".npy")
 BOS_POLICIES = ("auto", "always", "never")
 
@@ -96,6 +96,10 @@ def _pad(sequences: Sequence[np.ndarray], pad_id: int, padding_side: str) -> tup
 # --------------------------------------------------------------------------------------------------- building
 
 
+# (first token, sequences, tokens in each, seed) → ids (sequences, tokens), the first token included
+Sampler = Callable[[int, int, int, int], np.ndarray]
+
+
 @dataclass(frozen=True)
 class _Plan:
     """What `build_inputs` was asked for, the same for every source."""
@@ -108,6 +112,7 @@ class _Plan:
     bos_token_id: int | None
     special_ids: frozenset[int]
     seed: int
+    sampler: "Sampler | None" = None
 
     @cached_property
     def text_prefix(self) -> tuple[int, ...]:
@@ -150,6 +155,7 @@ def build_inputs(
     bos_token_id: int | None = None,
     special_ids: Iterable[int | None] = (),
     seed: int = 0,
+    sampler: Sampler | None = None,
 ) -> TokenInputs:
     """The first `num_seqs` sequences of `seq_len` tokens of a source; fewer, with a notice, if it has fewer.
 
@@ -157,6 +163,7 @@ def build_inputs(
         "natural"     the text shipped with sinkscope, in consecutive windows
         "random"      independent tokens, uniform over the vocabulary without special tokens (WSE §3.3)
         "repeated"    one such token per sequence, seq_len times (WSE §3.3)
+        "sampled"     what the model itself says after its BOS (`sampler`): natural to a model without tokenizer
         FILE.txt      UTF-8 text, in consecutive windows
         FILE.jsonl    (or .json) one JSON object a line: `input_ids`, taken as they are, or else `text`, one
                       document a sequence; cut to seq_len, and kept when shorter
@@ -188,6 +195,7 @@ def build_inputs(
         bos_token_id,
         special_token_ids(tokenizer) | {at for at in (*special_ids, bos_token_id) if at is not None},
         seed,
+        sampler,
     )
     _check_plan(plan, max_positions)
     condition, cut = _read(source, dataset, plan)
@@ -230,6 +238,8 @@ def _read(source: str, dataset: str | None, plan: _Plan) -> tuple[str, _Cut]:
         return source, _random(plan)
     if source == "repeated":
         return source, _repeated(plan)
+    if source == "sampled":
+        return source, _sampled(plan)
     path = _existing_file(source)
     readers = {
         ".txt": _from_text_file,
@@ -397,6 +407,17 @@ def _repeated(plan: _Plan) -> _Cut:
     prefix = plan.drawn_prefix
     drawn = np.repeat(_draw((plan.num_seqs, 1), plan), plan.seq_len - len(prefix), axis=1)
     return _drawn_cut(prefix, drawn, "repeated token", plan)
+
+
+def _sampled(plan: _Plan) -> _Cut:
+    """The BOS begins every text that the model makes; --bos never leaves it out afterwards."""
+    if plan.sampler is None:
+        raise InputError("--input sampled needs a model to sample from")
+    bos = _known_bos(plan)
+    kept = plan.bos != "never"
+    drawn = plan.sampler(bos, plan.num_seqs, plan.seq_len + (not kept), plan.seed)
+    sequences = [_sequence(row if kept else row[1:]) for row in drawn.tolist()]
+    return _Cut(sequences, _name(bos, plan) if kept else "the model's own token", [])
 
 
 def _drawn_cut(prefix: tuple[int, ...], drawn: np.ndarray, token_zero: str, plan: _Plan) -> _Cut:

@@ -18,6 +18,13 @@ def observables() -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["observable", "what it measures"])
 
 
+def interventions() -> pd.DataFrame:
+    from sinkscope.interventions import INTERVENTIONS
+
+    rows = [(name, item.about, item.paper, ", ".join(item.model_fields)) for name, item in INTERVENTIONS.items()]
+    return pd.DataFrame(rows, columns=["intervention", "what it does", "whose", "parameters"])
+
+
 def figures() -> pd.DataFrame:
     from sinkscope.figures import FIGURES
 
@@ -61,6 +68,7 @@ def recipes() -> pd.DataFrame:
 
 KINDS: dict[str, Callable[[], pd.DataFrame]] = {
     "observables": observables,
+    "interventions": interventions,
     "figures": figures,
     "families": families,
     "recipes": recipes,

@@ -6,7 +6,7 @@ import resource
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -30,6 +30,7 @@ class Facts:
     scaling: tuple[float, ...] = ()  # of the logits, a layer each
     loss: float | None = None  # cross-entropy per predicted token, where there was a backward pass
     notices: tuple[str, ...] = ()
+    not_measured: dict[str, str] = field(default_factory=dict)  # observables that do not apply here, and why
 
 
 def make_manifest(
@@ -60,6 +61,7 @@ def make_manifest(
         },
         "family": {"name": family.name, "wiring": family.wiring, "positions": family.positions, "door": family.door},
         "absent": family.absent_sites(),
+        "not_measured": facts.not_measured,
         "dtype": str(parameters.dtype).removeprefix("torch."),
         "device": str(parameters.device),
         "kernel": config.attn,

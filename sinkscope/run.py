@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from sinkscope.config import RunConfig, make_config
+from sinkscope.config import RunConfig, make_config, unknown
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.tables import read_table, write_table
 
@@ -57,6 +57,20 @@ class Run:
     def condition(self) -> str:
         return self.manifest["condition"]
 
+    @property
+    def is_experiment(self) -> bool:
+        """Of `intervene`: its tables hold several arms, each with a `condition` of its own."""
+        return self.manifest.get("command") == "intervene"
+
+    def at(self, condition: str) -> "Run":
+        """One arm of an experiment, as a run by itself. Errors: InputError if there is none of this name."""
+        tables = {name: table[table["condition"] == condition] for name, table in self.tables.items()}
+        tables = {name: table for name, table in tables.items() if len(table)}
+        if not tables:
+            known = sorted({condition for table in self.tables.values() for condition in table["condition"].unique()})
+            raise InputError(f"arm {unknown(condition, known)}")
+        return Run(self.manifest | {"command": "analyze", "condition": condition}, tables, self.folder)
+
     def figure(self, name: str) -> "Figure":
         """Draw one figure from the tables. Errors: InputError if it is unknown, or has no data here."""
         from sinkscope.figures import draw
@@ -65,10 +79,10 @@ class Run:
 
     @cached_property
     def verdict(self) -> str:
-        """The findings as text: a short table and a paragraph."""
-        from sinkscope.verdict import verdict
+        """The findings as text: a short table, and sentences."""
+        from sinkscope import effects, verdict
 
-        return verdict(self)
+        return effects.verdict(self) if self.is_experiment else verdict.verdict(self)
 
     def metric(self, name: str, layer: int = -1) -> float:
         """One value of the table `summary`; NaN if it was not measured. Layer -1 is the whole model."""
@@ -129,12 +143,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 _MANIFEST_FIELDS = {"config", "condition", "model", "tables"}  # that opening a run rests on
 
 
-def to_repeat(path: str | os.PathLike[str]) -> tuple[RunConfig, dict[str, Any]]:
-    """The whole configuration of a run, to repeat it, and its manifest. Errors: InputError."""
+def to_repeat(path: str | os.PathLike[str], command: str = "analyze") -> tuple[RunConfig, dict[str, Any]]:
+    """The whole configuration of a command's run, to repeat it, and its manifest. Errors: InputError."""
     from sinkscope.loading import DEMO_FILE, DEMO_REPO  # heavy, and the rest of this file is not
 
     folder = _folder_of(path)
     manifest = read_manifest(folder)
+    by = manifest.get("command", command)
+    if by != command:
+        raise InputError(f"{folder} is a run of `sinkscope {by}`: repeat it with that command's --from")
     try:
         config = make_config(**manifest["config"])
         source = str(manifest["model"]["source"])
@@ -231,6 +248,7 @@ def _one_line(error: Exception) -> str:
 def write_run(run: Run, folder: Path, figures: Iterable[str] | None = None) -> None:
     """Tables, figures (None: all that apply), verdict and manifest into an empty folder; the manifest last."""
     from sinkscope.figures import save_all
+    from sinkscope.paper_tables import as_markdown, paper_tables
 
     (folder / "tables").mkdir()
     for name, table in run.tables.items():
@@ -240,6 +258,8 @@ def write_run(run: Run, folder: Path, figures: Iterable[str] | None = None) -> N
         save_all(run, folder / "figures")
     else:
         save_figures({name: run.figure(name) for name in figures}, folder / "figures")
+    for name, paper_table in paper_tables(run).items():
+        (folder / "tables" / f"{name}.md").write_text(as_markdown(paper_table) + "\n", encoding="utf-8")
     (folder / "verdict.md").write_text(run.verdict + "\n", encoding="utf-8")
     (folder / MANIFEST).write_text(json.dumps(run.manifest, indent=2) + "\n", encoding="utf-8")
 

@@ -11,7 +11,7 @@ attention weights is exp(logit - lse) (attention_weights.py): the weights themse
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -31,6 +31,10 @@ MASKED = torch.finfo(torch.float16).min / 2  # a logit below this was put there 
 ROW_CHUNK = 64  # rows of attention weights in memory at once; more fall out of a CPU's cache
 
 
+# Pairs that an intervention forbids: absolute (rows, cols, device) → (B|1,H|1,R,C) bool
+Forbidden = Callable[[slice, slice, torch.device], torch.Tensor]
+
+
 @dataclass(frozen=True)
 class AttentionCall:
     """How one attention call came from query and key to logits; what cannot be read off its taps."""
@@ -40,6 +44,7 @@ class AttentionCall:
     softcap: float | None = None
     sink_logits: torch.Tensor | None = None  # (H,): a learned logit in each row's denominator (gpt-oss)
     scores: torch.Tensor | None = None  # (B,H,T,T) logits after masking, where the model makes them itself
+    forbidden: Forbidden | None = None  # on top of the mask
 
 
 class Tap(nn.Module):
@@ -60,9 +65,10 @@ class Seam(nn.Module):
 
     def __init__(self, kernel: str, door: str) -> None:
         super().__init__()
-        self.kernel = kernel  # "sdpa" or "eager"
+        self.kernel = KERNELS[kernel]
         self.order = self.ORDER[door]
         self.call: AttentionCall | None = None
+        self.forbidden: Forbidden | None = None
         self.query, self.key, self.value = Tap(), Tap(), Tap()
         self.lse, self.mix = Tap(), Tap()
 
@@ -91,9 +97,9 @@ def attend(
     if position_bias is not None:
         raise SinkscopeError("attention with a learned position bias is not something that sinkscope can measure")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    seam.call = AttentionCall(attention_mask, scaling, softcap, s_aux)
+    seam.call = AttentionCall(attention_mask, scaling, softcap, s_aux, forbidden=seam.forbidden)
     query, key, value = seam.query(query), seam.key(key), seam.value(value)
-    mix, lse = KERNELS[seam.kernel](query, key, value, seam.call)
+    mix, lse = seam.kernel(query, key, value, seam.call)
     seam.lse(lse)
     return seam.mix(mix.transpose(1, 2).contiguous()), None
 
@@ -108,12 +114,12 @@ def fused_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention by the kernel behind F.scaled_dot_product_attention, keeping the log-sum-exp that it computes.
 
-    → mix (B,H,T,d), lse (B,H,T) in float32 or better. Softcap, sink logits, other devices and value heads of
-    another width go the chunked way: no fused kernel serves them.
+    → mix (B,H,T,d), lse (B,H,T) in float32 or better. Softcap, sink logits, forbidden pairs, other devices and value
+    heads of another width go the chunked way: no fused kernel serves them.
     """
     causal = call.mask is None and query.shape[2] > 1
     plain = call.softcap is None and call.sink_logits is None and value.shape[-1] == query.shape[-1]
-    if not plain or (causal and key.shape[2] != query.shape[2]):
+    if not plain or call.forbidden is not None or (causal and key.shape[2] != query.shape[2]):
         return chunked_attention(query, key, value, call)
     if query.device.type == "cpu":
         mask = call.mask
@@ -164,9 +170,12 @@ def masked_logits(query: torch.Tensor, key: torch.Tensor, call: AttentionCall, r
     Not -inf: a row that is masked everywhere (a padding query) must stay finite.
     """
     logits = raw_logits(query[:, :, rows], key, call)
+    keys, offset = slice(0, key.shape[2]), key.shape[2] - query.shape[2]
+    if call.forbidden is not None:
+        forbidden = call.forbidden(slice(rows.start + offset, rows.stop + offset), keys, query.device)
+        logits = logits.masked_fill(forbidden, torch.finfo(logits.dtype).min)
     if call.mask is not None and call.mask.dtype != torch.bool:
         return logits + call.mask[:, :, rows]
-    keys, offset = slice(0, key.shape[2]), key.shape[2] - query.shape[2]
     seen = causal(rows, keys, offset, query.device) if call.mask is None else call.mask[:, :, rows]
     return logits.masked_fill(~seen, torch.finfo(logits.dtype).min)
 
@@ -260,15 +269,15 @@ class Interceptor(TorchFunctionMode):
         if attn_mask is None and not is_causal and query.shape[2] > 1:  # not causal: nothing that a tap should see
             return F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=enable_gqa)
         seam = self.seam
-        seam.call = AttentionCall(attn_mask, query.shape[-1] ** -0.5 if scale is None else scale)
+        scaling = query.shape[-1] ** -0.5 if scale is None else scale
+        seam.call = AttentionCall(attn_mask, scaling, forbidden=seam.forbidden)
         query, key, value = seam.query(query), seam.key(self._own_heads(key)), self._own_heads(value)
         # The taps run in one order whatever the model does, so lse (which needs no value) comes before value.
-        kernel = KERNELS[seam.kernel]
-        mix, lse = kernel(query, key, value, seam.call)
+        mix, lse = seam.kernel(query, key, value, seam.call)
         seam.lse(lse)
         tapped = seam.value(value)
         if tapped is not value:
-            mix, _ = kernel(query, key, tapped, seam.call)
+            mix, _ = seam.kernel(query, key, tapped, seam.call)
         return seam.mix(mix.transpose(1, 2)).transpose(1, 2)
 
     def _logits(self, func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
@@ -289,11 +298,19 @@ class Interceptor(TorchFunctionMode):
         scores = self._heads(args[0])
         if self.scaling is None:
             self.scaling = found_scaling(self.query, self.key, scores)
+        if self.seam.forbidden is not None:
+            scores = scores.masked_fill(self._forbidden(self.seam.forbidden, scores), torch.finfo(scores.dtype).min)
+            args = (scores.reshape(args[0].shape), *args[1:])
         self.query = self.key = torch.empty(0)
         self.seam.call = AttentionCall(mask=None, scaling=self.scaling, scores=scores)
         self.seam.lse(upcast(scores).logsumexp(-1))
         self.awaited = "mix"
         return func(*args, **kwargs)
+
+    @staticmethod
+    def _forbidden(forbidden: Forbidden, scores: torch.Tensor) -> torch.Tensor:
+        keys, offset = scores.shape[-1], scores.shape[-1] - scores.shape[-2]
+        return forbidden(slice(offset, keys), slice(0, keys), scores.device)
 
     def _mix(self, func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         weights, value = args
@@ -350,7 +367,7 @@ def open_seam(model: PreTrainedModel, family: Family, kernel: str = "sdpa") -> I
     if any(hasattr(attention, NAME) for attention in attentions):
         raise SinkscopeError("this model has its seams in already: close the tracer that is open on it first")
     seams = [Seam(kernel, family.door) for _ in attentions]
-    before = _implementations(model)
+    door = attention_implementation(model, NAME) if family.door == "interface" else nullcontext()
     handles = []
     try:
         for attention, seam in zip(attentions, seams, strict=True):
@@ -359,16 +376,25 @@ def open_seam(model: PreTrainedModel, family: Family, kernel: str = "sdpa") -> I
                 interceptor = Interceptor(seam)
                 handles.append(attention.register_forward_pre_hook(interceptor.enter, with_kwargs=True))
                 handles.append(attention.register_forward_hook(interceptor.leave, always_call=True))
-        if family.door == "interface":
-            model.set_attn_implementation(NAME)
-        yield seams
+        with door:
+            yield seams
     finally:
-        for config, implementation in before:
-            config._attn_implementation = implementation
         for handle in handles:
             handle.remove()
         for attention in attentions:
             attention._modules.pop(NAME, None)
+
+
+@contextmanager
+def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """The model with a registered attention function, and with its own again at the end."""
+    before = _implementations(model)
+    try:
+        model.set_attn_implementation(name)
+        yield
+    finally:
+        for config, implementation in before:
+            config._attn_implementation = implementation
 
 
 def _implementations(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str]]:

@@ -8,9 +8,11 @@ import pandas as pd
 from sinkscope.families import Family
 from sinkscope.gradient_summary import gradient_summary
 from sinkscope.inputs import TokenInputs
+from sinkscope.observables.query_bias import ALL_HEADS
 
 FEWEST_QUERIES = 16  # a later position with fewer queries behind it cannot be told from a head that looks at itself
 WHOLE_MODEL = -1
+OUTLIER = 2.0  # standard deviations that set position 0's Δ apart (NU §4.2.1)
 
 
 def summarise(
@@ -39,6 +41,11 @@ def summarise(
     identity_residual    the largest relative residual of ∇v_s = Σ_t a[t,s] g_t
     theorem1_holds, theorem2_holds    share of heads and positions, of tokens, at which the bounds hold
     theorem2_tightness   measured ÷ bound
+    delta_first, delta_later    what the query bias adds to the logits of position 0, of later ones (Δ, NU §4.1)
+    delta_gap            Δ of position 0 above the later positions', in standard deviations of theirs
+    delta_outlier_share  share of layers where that is more than OUTLIER
+    key_alignment_first, key_alignment_later    cosine of W_k EPE and the query bias, learned positions only
+    gamma_ratio          mean |γ| at the massive coordinates of EPE_0 ÷ mean |γ|
     repeated_bound       proposition 4 of WSE, for rotary models on repeated tokens: what sink_mass cannot exceed
     """
     per_layer: dict[str, pd.Series] = {}
@@ -70,6 +77,9 @@ def summarise(
         by_layer_gradient, fits = gradient_summary(tables)
         per_layer |= by_layer_gradient
         totals |= fits
+    if "query_bias" in tables:
+        per_layer |= _query_bias(tables)
+        totals["delta_outlier_share"] = float((per_layer["delta_gap"] > OUTLIER).mean())
     rows = [
         (int(layer), metric, float(value)) for metric, series in per_layer.items() for layer, value in series.items()
     ]
@@ -104,6 +114,45 @@ def _geometry(geometry: pd.DataFrame) -> dict[str, pd.Series]:
         "sink_logit_gap": first["sink_logit_gap"].mean(),
         "qk_cosine": first["qk_cosine"].mean(),
     }
+
+
+def _query_bias(tables: Mapping[str, pd.DataFrame]) -> dict[str, pd.Series]:
+    """All heads together. What rests on learned positions is left out where there are none."""
+    table = tables["query_bias"]
+    together = table[table["head"] == ALL_HEADS]
+    first, later = (rows.groupby("layer") for rows in (together[at] for at in _first_and_later(together)))
+    metrics = {
+        "delta_first": first["delta_mean"].mean(),
+        "delta_later": later["delta_mean"].mean(),
+        "delta_gap": delta_gap(together),
+    }
+    if together["key_alignment"].notna().any():
+        metrics |= {
+            "key_alignment_first": first["key_alignment"].mean(),
+            "key_alignment_later": later["key_alignment"].mean(),
+        }
+    gamma = tables["gamma"].assign(magnitude=tables["gamma"]["gamma"].abs())
+    massive = gamma[gamma["is_massive_epe"]]
+    if len(massive):
+        by_layer = gamma.groupby("layer")["magnitude"]
+        metrics["gamma_ratio"] = massive.groupby("layer")["magnitude"].mean() / by_layer.mean()
+    return metrics
+
+
+def delta_gap(query_bias: pd.DataFrame) -> pd.Series:
+    """(Δ_0 - mean) ÷ standard deviation of the later positions' Δ, by layer, from one head's rows of `query_bias`.
+
+    The deviation is over sequences and positions, all positions alike: spread within and between them.
+    """
+    at_first, at_later = _first_and_later(query_bias)
+    later = query_bias[at_later].assign(within=query_bias["delta_std"] ** 2).groupby("layer")
+    variance = later["within"].mean() + later["delta_mean"].var(ddof=0)
+    first = query_bias[at_first].set_index("layer")["delta_mean"]
+    return (first - later["delta_mean"].mean()) / np.sqrt(variance)
+
+
+def _first_and_later(table: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
+    return table["position"] == 0, table["position"] > 0
 
 
 def _ratio_to_others(table: pd.DataFrame, column: str, keys: list[str]) -> pd.Series:

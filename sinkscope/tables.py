@@ -29,6 +29,12 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "gradient_ratio": ("branch", "position", "input_norm", "bloat", "compress", "change"),
     "gradient_check": ("head", "position", "identity_residual", "lower_bound", "measured", "upper_bound", "holds"),
     "norm_bound": ("branch", "position", "measured", "bound", "holds", "tightness"),
+    "query_bias": ("head", "position", "delta_mean", "delta_std", "key_alignment"),
+    "gamma": ("coordinate", "gamma", "epe_0", "is_massive_epe"),
+    "delta_distribution": ("group", "delta", "count"),
+    "streaming": ("method", "window", "keep", "bucket", "tokens", "loss", "perplexity"),
+    "effect": ("name", "arm", "draw", "metric", "position", "value"),
+    "arm_maps": ("query", "key", "weight"),
     "summary": ("metric", "value"),
 }  # fmt: skip
 

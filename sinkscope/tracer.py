@@ -1,7 +1,7 @@
 """One nnsight trace per batch over the sites of every layer; observables reduce what passes at once."""
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -17,6 +17,7 @@ from sinkscope.attention_weights import AttentionRead
 from sinkscope.batch import Batch
 from sinkscope.errors import SinkscopeError
 from sinkscope.families import Family, embedding_weight, first_tensor
+from sinkscope.interventions.intervention import Intervention, Target, applied
 from sinkscope.observables.activation import token_norms
 from sinkscope.observables.observable import GradientObservable, Observable, Reading
 from sinkscope.seam import NAME, AttentionCall, Seam, open_seam, upcast
@@ -42,6 +43,16 @@ class Tracer:
         with torch.no_grad(), self.traced.trace(**inputs):
             self._read_layers(batch, observables, wanted)
         self._refuse_nonsense()
+
+    def forward_with_loss(self, batch: Batch, observables: Sequence[Observable]) -> float:
+        """As `forward`, logits and all. → the summed cross-entropy of the batch's predicted tokens."""
+        wanted = {site for observable in observables for site in observable.sites}
+        self._finite.clear()
+        with torch.no_grad(), self.traced.trace(**self.model_inputs(batch)):
+            self._read_layers(batch, observables, wanted)
+            value = save(summed_loss(self.traced.output.logits, batch))
+        self._refuse_nonsense()
+        return float(value)
 
     def forward_backward(self, batch: Batch, observables: Sequence[Observable]) -> float:
         """One forward and backward pass. → the summed cross-entropy of the batch's predicted tokens.
@@ -196,9 +207,19 @@ class _Traced(NNsight):
 
 
 @contextmanager
-def open_tracer(model: PreTrainedModel, family: Family, kernel: str = "sdpa") -> Iterator[Tracer]:
-    """Put the seams in and wrap the model; at the end, also after an exception, leave the model as it was."""
-    with _unwrapped_after(model), open_seam(model, family, kernel) as seams:
+def open_tracer(
+    model: PreTrainedModel, family: Family, kernel: str = "sdpa", interventions: Iterable[Intervention] = ()
+) -> Iterator[Tracer]:
+    """Put the seams in, apply the interventions and wrap the model; at the end, also after an exception, leave the
+    model as it was.
+    """
+    with (
+        open_seam(model, family, kernel) as seams,
+        applied(Target(model, family, seams), interventions),
+        _unwrapped_after(
+            model
+        ),  # innermost: nnsight wraps what the interventions have wrapped, and sees what they give
+    ):
         yield Tracer(model, family, seams)
 
 

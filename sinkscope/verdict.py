@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.run import Run
-from sinkscope.summary import FEWEST_QUERIES, WHOLE_MODEL
+from sinkscope.summary import FEWEST_QUERIES, OUTLIER, WHOLE_MODEL
 
 # Sink rates that WSE publishes, in percent: T = 64, ε = 0.3, position 0 (WSE table 1, claims C1 and C7).
 WSE_NATURAL = {"LLaMA2-13B": 91.69, "LLaMA2-7B": 92.47, "Mistral-7B": 97.49, "LLaMA3-8B": 99.02}
@@ -29,6 +29,8 @@ METRICS = {
     "massive_count": ("massive activations per sequence, all layers", "{:.1f}"),
     "value_gradient_ratio": ("value gradient at position 0 ÷ positions ≥ 5", "{:.1f}"),
     "compress_slope": ("slope of log compress on log norm", "{:.2f}"),
+    "delta_gap": ("Δ of the query bias, position 0 above later (in std)", "{:.1f}"),
+    "key_alignment_first": ("cosine of W_k EPE₀ and the query bias", "{:.2f}"),
     "perplexity": ("perplexity", "{:.1f}"),
     "max_inf_norm": ("max infinity norm", "{:.0f}"),
     "kurtosis": ("mean kurtosis", "{:.0f}"),
@@ -46,6 +48,7 @@ def verdict(run: Run) -> str:
         _massive(run),
         _drain(run),
         _gradient(run),
+        _query_bias(run),
         _quantising(run),
         _not_applicable(run),
         _files(run),
@@ -193,6 +196,29 @@ def _gradient(run: Run) -> str | None:
     )
 
 
+def _query_bias(run: Run) -> str | None:
+    gaps = _by_layer(run, "delta_gap")
+    if gaps.empty:
+        return None
+    apart = list(gaps[gaps > OUTLIER].index)
+    where = f"in {len(apart)} of {len(gaps)} layers ({_layers(apart)})" if apart else "in no layer"
+    found = (
+        f"The query bias lifts the logits of position 0 by more than {OUTLIER:g} standard deviations above those of "
+        f"later positions {where}"
+    )
+    alignment, ratio = run.metric("key_alignment_first"), run.metric("gamma_ratio")
+    if not np.isfinite(alignment):
+        return f"{found}."
+    found += f"; the key of that position alone, W_k EPE₀, has cosine {alignment:.2f} with the bias"
+    found += f" (later positions {run.metric('key_alignment_later'):.2f})"
+    if not np.isfinite(ratio):
+        return f"{found}."
+    gamma = run.tables["gamma"]
+    massive = sorted(gamma[gamma["is_massive_epe"]]["coordinate"].unique())
+    named = f"coordinate{'s' * (len(massive) > 1)} {', '.join(str(coordinate) for coordinate in massive)}"
+    return f"{found}. EPE₀ is massive at {named}, where |γ| is {ratio:.1f} × its mean."
+
+
 def _quantising(run: Run) -> str | None:
     if "massive" not in run.tables:
         return None
@@ -214,6 +240,7 @@ def _quantising(run: Run) -> str | None:
 
 def _not_applicable(run: Run) -> str | None:
     missing = [f"{site} ({reason})" for site, reason in run.manifest["absent"].items() if site == "mid"]
+    missing += [f"{name} ({reason})" for name, reason in run.manifest.get("not_measured", {}).items()]
     if run.manifest["family"]["wiring"] == "post-norm":
         missing.append("comparison of residual norms with pre-norm models (this one normalises after each branch)")
     if "attention" in run.tables and not np.isfinite(run.metric("attention_entropy")):

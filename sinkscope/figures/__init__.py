@@ -1,7 +1,7 @@
 """What is drawn, one figure a file, from a run's tables alone.
 
 A file here with a NAME is a figure: NAME and ABOUT for `sinkscope list`, the TABLES that it needs, and
-`draw(run)`.
+`draw(run)`. One that needs more than a table with rows also has `lacking(run)`: what is missing, or None.
 """
 
 import sys
@@ -37,27 +37,44 @@ OBSERVABLE = {
     "massive_map": "massive",
     "gradient_ratio": "gradient",
     "gradient_check": "gradient",
+    "query_bias": "query-bias",
+    "gamma": "query-bias",
+    "delta_distribution": "query-bias",
 }
+
+
+ARM_TABLES = {"effect", "arm_maps", "streaming"}  # with all arms of an experiment, for one figure
 
 
 def draw(name: str, run: Run) -> Figure:
     """One figure of a run. Errors: InputError if it is unknown, or if the run lacks a table that it needs."""
     if name not in FIGURES:
         raise InputError(f"figure {unknown(name, FIGURES)}")
+    if run.is_experiment and not ARM_TABLES & set(FIGURES[name].TABLES):
+        raise InputError(f"figure '{name}' is of one arm: draw it of run.at('before'), or of another arm")
     missing = [table for table in FIGURES[name].TABLES if not _has(run, table)]
     if missing:
         observables = dict.fromkeys(OBSERVABLE.get(table, table) for table in missing)
+        for observable, reason in (run.manifest.get("not_measured") or {}).items():
+            if observable in observables:
+                raise InputError(f"figure '{name}': {observable} does not apply to {run.model}: {reason}")
         raise InputError(
             f"figure '{name}' needs the table '{missing[0]}', which this run lacks: "
             f"run the observable{'s' * (len(observables) > 1)} {', '.join(observables)}"
         )
+    lacking = _lacking(FIGURES[name], run)
+    if lacking is not None:
+        raise InputError(f"figure '{name}' has nothing to draw of {run.model}: {lacking}")
     with in_style():
         return FIGURES[name].draw(run)
 
 
 def applicable(run: Run) -> list[str]:
-    """The figures that the run's tables allow."""
-    return [name for name, module in FIGURES.items() if all(_has(run, table) for table in module.TABLES)]
+    """The figures that the run's tables allow; of an experiment, whose other tables hold several arms, its own."""
+    complete = {name: module for name, module in FIGURES.items() if all(_has(run, table) for table in module.TABLES)}
+    if run.is_experiment:
+        complete = {name: module for name, module in complete.items() if ARM_TABLES & set(module.TABLES)}
+    return [name for name, module in complete.items() if _lacking(module, run) is None]
 
 
 def save_all(run: Run, folder: Path) -> None:
@@ -67,6 +84,10 @@ def save_all(run: Run, folder: Path) -> None:
         figure = draw(name, run)
         for kind in ("png", "pdf"):
             figure.savefig(folder / f"{name}.{kind}")
+
+
+def _lacking(module: FigureModule, run: Run) -> str | None:
+    return module.lacking(run) if hasattr(module, "lacking") else None
 
 
 def _has(run: Run, table: str) -> bool:

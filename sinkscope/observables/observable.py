@@ -51,6 +51,14 @@ class Observable(ABC):
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
 
+    @classmethod
+    def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
+        """Why this model does not have what is measured here; None where it has."""
+        return None
+
+    def prepare(self, model: PreTrainedModel, family: Family, predicted: int) -> None:  # noqa: B027 (optional)
+        """Before the first batch of a run that predicts this many tokens in all."""
+
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:  # noqa: B027 (optional)
         """One residual-stream site of one layer, the moment it exists."""
 
@@ -70,10 +78,6 @@ class GradientObservable(Observable):
     """An observable of the backward pass: it hangs hooks on the sites' own tensors, which reduce what arrives."""
 
     loss_scale = 1.0  # 1 ÷ the number of predicted tokens of the run: gradients arrive for the sum of the loss
-
-    @abstractmethod
-    def prepare(self, model: PreTrainedModel, family: Family, predicted: int) -> None:
-        """Before the first batch of a run that predicts this many tokens in all."""
 
     @abstractmethod
     def watch(self, layer: int, site: str, tensor: torch.Tensor, batch: Batch) -> None:

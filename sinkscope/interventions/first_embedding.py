@@ -1,0 +1,38 @@
+"""The first token's embedding taken away, its position kept (NU intervention 4)."""
+
+from contextlib import AbstractContextManager
+from typing import ClassVar
+
+import torch
+
+from sinkscope.interventions.intervention import (
+    Indices,
+    Intervention,
+    Known,
+    Target,
+    edited_positions,
+    random_positions,
+)
+
+
+class NullifyFirstEmbedding(Intervention):
+    name: ClassVar[str] = "nullify-first-embedding"
+    about: ClassVar[str] = "token embedding of position 0 = 0, its position kept (positions)"
+    paper: ClassVar[str] = "NU intervention 4"
+    expects: ClassVar[str] = "sink stays"
+
+    positions: Indices = (0,)
+
+    @property
+    def watched(self) -> tuple[int, ...]:
+        return self.positions
+
+    def applied(self, target: Target) -> AbstractContextManager[None]:
+        embedding = target.model.get_input_embeddings()
+        return edited_positions(
+            self.name, target, [embedding], self.positions, lambda module, position, x: torch.zeros_like(x)
+        )
+
+    def control(self, known: Known, draw: torch.Generator) -> Intervention:
+        """Tokens elsewhere."""
+        return NullifyFirstEmbedding(positions=random_positions(len(self.positions), known, draw, self.positions))

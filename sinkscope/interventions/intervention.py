@@ -1,0 +1,331 @@
+"""What every intervention is, and the few ways in which a model is changed and put back.
+
+Weights are never written to: an edited copy takes the parameter's place and the parameter itself comes back. What a
+module gives out is changed by wrapping its `forward`, so that nnsight, which wraps it again, sees the changed tensor.
+"""
+
+import inspect
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Self
+
+import pandas as pd
+import torch
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from torch import nn
+from transformers import PreTrainedModel
+
+from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.families import Family
+from sinkscope.projections import Projection, Role, projections
+from sinkscope.seam import Seam
+
+
+class Places:
+    """Where in the batch under way each sequence begins: told by a hook on the model, read by what edits positions."""
+
+    def __init__(self) -> None:
+        self.mask: torch.Tensor | None = None
+        self.past = 0  # tokens in the cache
+        self.length = 0  # tokens in the cache and the batch
+
+    def note(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Forward pre-hook of the whole model."""
+        names = list(inspect.signature(type(module).forward).parameters)[1:]
+        kwargs = dict(zip(names, args, strict=False)) | kwargs
+        mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
+        tokens = next(x for x in map(kwargs.get, ("input_ids", "inputs_embeds")) if isinstance(x, torch.Tensor))
+        self.mask = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+        self.past = cache.get_seq_length() if cache is not None else 0
+        self.length = self.past + tokens.shape[1]
+
+    def start(self, device: torch.device) -> torch.Tensor:
+        """(B,) or (1,): the column of each sequence's position 0, columns in the cache counted."""
+        if self.mask is None:
+            return torch.zeros(1, dtype=torch.long, device=device)
+        return self.mask.to(device).int().argmax(dim=1)
+
+    def find(self, x: torch.Tensor, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of x (B,T,…): rows and columns at which sequences have this position."""
+        columns = (self.start(x.device) + position - self.past).expand(x.shape[0])
+        rows = ((columns >= 0) & (columns < x.shape[1])).nonzero().flatten()
+        return rows, columns[rows]
+
+
+@dataclass
+class Target:
+    """A model with its seams in, as interventions see it."""
+
+    model: PreTrainedModel
+    family: Family
+    seams: list[Seam]
+    places: Places = field(default_factory=Places)
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        return self.family.layer_modules(self.model)
+
+    @property
+    def width(self) -> int:
+        """D of the residual stream."""
+        return int(self.model.config.get_text_config().hidden_size)
+
+    def without_projections(self) -> str | None:
+        """Why no projection of this model can be edited; None where they can."""
+        return None if self.family.qkv else "how it keeps q, k and v together is not known: its row needs `qkv`"
+
+    def projection(self, layer: int, role: Role) -> Projection:
+        return projections(self.model, self.family, layer)[role]
+
+
+def chosen(numbers: tuple[int, ...] | None, count: int) -> list[int]:
+    """Those named, or all of `count`."""
+    return list(range(count)) if numbers is None else list(numbers)
+
+
+def _numbers(value: Any) -> Any:
+    """As the command line has them: `all`, `3`, `1-3`, `138,447`, `0-2,5`."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return (value,)
+    if isinstance(value, tuple | list):
+        return tuple(dict.fromkeys(value))
+    if not isinstance(value, str):
+        return value
+    if value.strip() == "all":
+        return None
+    found: list[int] = []
+    for part in value.replace("+", ",").split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
+        if not match:
+            raise ValueError(f"'{part.strip()}' is no number, no range as 1-3 and not all")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise ValueError(f"the range {part.strip()} is empty")
+        found += range(first, last + 1)
+    return tuple(dict.fromkeys(found))
+
+
+def _named_numbers(value: Any) -> Any:
+    if isinstance(value, str) and value.strip() == "all":
+        raise ValueError("all is not meant here: name some")
+    return _numbers(value)
+
+
+def _reals(value: Any) -> Any:
+    """As the command line has them: `0.5`, `0.5,-1e-3`."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return (value,)
+    return re.split(r"(?<!e)\+|,", value) if isinstance(value, str) else value
+
+
+Index = Annotated[int, Field(ge=0)]
+Indices = Annotated[tuple[Index, ...], BeforeValidator(_named_numbers), Field(min_length=1)]
+Chosen = Annotated[Annotated[tuple[Index, ...], Field(min_length=1)] | None, BeforeValidator(_numbers)]  # None: all
+Open = Annotated[
+    Annotated[tuple[Index, ...], Field(min_length=1)] | None, BeforeValidator(_named_numbers)
+]  # None: to be decided
+Real = Annotated[float, Field(allow_inf_nan=False)]
+Reals = Annotated[tuple[Real, ...], BeforeValidator(_reals)]
+
+
+@dataclass
+class Known:
+    """What is known of the model before it is changed: defaults and random controls are chosen by it."""
+
+    target: Target
+    length: int  # of the shortest sequence
+    tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)  # of the arm `before`
+    hidden_means: Callable[[int, int], torch.Tensor] | None = None  # (layer, position) → (D,) mean over sequences
+
+
+class Intervention(BaseModel, ABC):
+    """One mechanism, with its parameters. A file of this package with a subclass that has a name is listed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: ClassVar[str]
+    about: ClassVar[str]  # one line for `sinkscope list`
+    paper: ClassVar[str]  # whose experiment it is
+    expects: ClassVar[str] = ""  # a key of effects.EXPECTATIONS: what the paper found
+    is_control: ClassVar[bool] = False  # of use only beside another
+    heads_of: ClassVar[Role] = "query"  # what the parameter `heads` counts
+
+    @classmethod
+    def inapplicable(cls, target: Target) -> str | None:
+        """Why this cannot be done to this model; None where it can."""
+        return None
+
+    def check(self, target: Target, length: int | None = None) -> None:
+        """Does the model have what the parameters name, and do sequences of this length?
+
+        Errors: InputError for the first that is missing.
+        """
+        counts: dict[str, tuple[str, Callable[[], int | None]]] = {
+            "layers": ("layer", lambda: len(target.layers)),
+            "heads": (f"{self.heads_of} head", lambda: target.projection(0, self.heads_of).heads),
+            "coordinates": ("coordinate", lambda: target.width),
+            **dict.fromkeys(("positions", "source", "target"), ("position", lambda: length)),
+        }
+        for name in type(self).model_fields.keys() & counts.keys():
+            what, count = counts[name]
+            value = getattr(self, name)
+            numbers = value if isinstance(value, tuple) else () if value is None else (value,)
+            total = count() if numbers else None
+            if total is not None and max(numbers) >= total:
+                whose = "the sequences have" if what == "position" else "this model has"
+                raise InputError(f"{self.name}: there is no {what} {max(numbers)}: {whose} {total}, from 0 on")
+
+    def resolved(self, known: Known) -> Self:
+        """The same with every parameter that was left open decided. Errors: InputError where it cannot be."""
+        return self
+
+    def control(self, known: Known, draw: torch.Generator) -> "Intervention | None":
+        """The same kind of change at a random place or in a random direction; None where there is none."""
+        return None
+
+    @property
+    def watched(self) -> tuple[int, ...]:
+        """The positions at which this should show, the sink's own first."""
+        return (0,)
+
+    @abstractmethod
+    def applied(self, target: Target) -> AbstractContextManager[None]:
+        """Change the model until the end of the block; then it is bit for bit what it was.
+
+        Errors: InputError where a parameter names what the model does not have, or nothing would change.
+        """
+
+    def __str__(self) -> str:
+        """As after --do: parameters that are not at their default."""
+        given = [
+            f"{name}={_text(getattr(self, name))}"
+            for name, entry in type(self).model_fields.items()
+            if getattr(self, name) != entry.default
+        ]
+        return f"{self.name}:{','.join(given)}" if given else self.name
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "all"
+    numbers = value if isinstance(value, tuple) else (value,)
+    return "+".join(repr(number).replace("e+", "e") for number in numbers)  # exact, and no + of its own
+
+
+@contextmanager
+def applied(target: Target, interventions: Iterable[Intervention]) -> Iterator[None]:
+    """One after the other, each on the model as those before have left it; undone in the opposite order."""
+    with ExitStack() as stack:
+        handle = target.model.register_forward_pre_hook(target.places.note, with_kwargs=True, prepend=True)
+        stack.callback(handle.remove)
+        for intervention in interventions:
+            reason = intervention.inapplicable(target)
+            if reason is not None:
+                raise InputError(f"{intervention.name} does not apply to this model: {reason}")
+            intervention.check(target)
+            stack.enter_context(intervention.applied(target))
+        yield
+
+
+# --- the ways to change a model
+
+Edit = tuple[nn.Module, str, torch.Tensor]  # module, name of its parameter, what stands in for it
+
+
+@contextmanager
+def replaced(edits: Iterable[Edit]) -> Iterator[None]:
+    """Parameters (module, name) hold these tensors; at the end the very Parameters that were there are back."""
+    with ExitStack() as stack:
+        for module, name, tensor in edits:
+            before = module._parameters[name]
+            assert before is not None
+            stack.callback(module._parameters.__setitem__, name, before)
+            module._parameters[name] = nn.Parameter(tensor, requires_grad=before.requires_grad)
+        yield
+
+
+def check_changes(name: str, edits: list[Edit]) -> None:
+    """Errors: InputError where weights are not in memory, or where all would stay as they are."""
+    for module, parameter, _ in edits:
+        if module.get_parameter(parameter).is_meta:
+            raise InputError(
+                f"{name}: these weights are offloaded and cannot be edited: load without --device-map auto"
+            )
+    if all(torch.equal(module.get_parameter(parameter), tensor) for module, parameter, tensor in edits):
+        raise InputError(f"{name} would change nothing: what it sets to zero or exchanges is so already")
+
+
+class Count:
+    """How often an edit met what it edits."""
+
+    def __init__(self) -> None:
+        self.touched = 0
+
+
+@contextmanager
+def edited_positions(
+    name: str,
+    target: Target,
+    modules: Iterable[nn.Module],
+    positions: Iterable[int],
+    edit: Callable[[nn.Module, int, torch.Tensor], torch.Tensor],
+) -> Iterator[None]:
+    """What `modules` give out, (B,T,X), goes through edit(module, position, (n,X)) → (n,X) at these positions.
+
+    Errors: SinkscopeError at the end where no pass held any of them.
+    """
+    touched = Count()
+
+    def changed(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        for position in positions:
+            rows, columns = target.places.find(x, position)
+            if len(rows):
+                x[rows, columns] = edit(module, position, x[rows, columns])
+                touched.touched += 1
+        return x
+
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(_edited_output(module, changed))
+        yield
+    if not touched.touched:
+        raise SinkscopeError(f"{name} changed nothing: no forward pass held position {', '.join(map(str, positions))}")
+
+
+@contextmanager
+def _edited_output(module: nn.Module, edit: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """module(…) gives its output after `edit`; of a tuple, its first tensor is meant."""
+    before = vars(module).get("forward")  # accelerate's, or another intervention's
+    forward = module.forward
+
+    def edited(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        if isinstance(output, tuple):
+            return (edit(module, output[0]), *output[1:])
+        return edit(module, output)
+
+    module.forward = edited
+    try:
+        yield
+    finally:
+        del module.forward
+        if before is not None:
+            module.forward = before
+
+
+def random_positions(count: int, known: Known, draw: torch.Generator, but: Iterable[int]) -> tuple[int, ...]:
+    """Positions other than these, for a control; never 0, where the sink usually is."""
+    return random_choice(count, known.length, draw, {0, *but}, "position")
+
+
+def random_choice(count: int, total: int, draw: torch.Generator, but: Iterable[int], what: str) -> tuple[int, ...]:
+    """`count` different numbers below `total`, none of `but`."""
+    free = sorted(set(range(total)) - set(but))
+    if len(free) < count:
+        raise InputError(f"a random control needs {count} other {what}s, and there are {len(free)}")
+    order = torch.randperm(len(free), generator=draw)[:count]
+    return tuple(sorted(free[place] for place in order.tolist()))

@@ -1,0 +1,75 @@
+"""What W_k reads of a few coordinates taken away (NU intervention 5)."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import ClassVar, Self
+
+import torch
+
+from sinkscope.errors import InputError
+from sinkscope.interventions.intervention import (
+    Chosen,
+    Edit,
+    Intervention,
+    Known,
+    Open,
+    Target,
+    check_changes,
+    chosen,
+    random_choice,
+    replaced,
+)
+from sinkscope.interventions.massive import first_massive
+from sinkscope.observables.query_bias import massive_coordinates
+from sinkscope.projections import Role, effective_positions
+
+
+class ZeroKeyColumns(Intervention):
+    name: ClassVar[str] = "zero-key-columns"
+    about: ClassVar[str] = "W_k reads nothing of these coordinates (layers, key heads, coordinates: the massive ones)"
+    paper: ClassVar[str] = "NU intervention 5"
+    expects: ClassVar[str] = "sink falls"
+
+    heads_of: ClassVar[Role] = "key"
+
+    layers: Chosen = None
+    heads: Chosen = None
+    coordinates: Open = None  # None: those that are massive in EPE_0, or, without learned positions, in the stream
+
+    @classmethod
+    def inapplicable(cls, target: Target) -> str | None:
+        return target.without_projections()
+
+    def resolved(self, known: Known) -> Self:
+        if self.coordinates is not None:
+            return self
+        family = known.target.family
+        if family.position_embedding:
+            found = massive_coordinates(effective_positions(known.target.model, family, 1)[0])
+            if not found:
+                raise InputError(f"{self.name}: EPE_0 has no massive coordinates here: name some")
+        else:
+            _, found = first_massive(self.name, known, 0)
+        return self.model_copy(update={"coordinates": tuple(sorted(found))})
+
+    @contextmanager
+    def applied(self, target: Target) -> Iterator[None]:
+        if self.coordinates is None:
+            raise InputError(f"{self.name}: name the coordinates")
+        coordinates = torch.tensor(self.coordinates)
+        edits: list[Edit] = []
+        for layer in chosen(self.layers, len(target.layers)):
+            projection = target.projection(layer, "key")
+            heads = torch.tensor(chosen(self.heads, projection.heads))
+            weight = projection.weight.detach().clone()
+            weight[heads[:, None], :, coordinates] = 0.0
+            edits.append((projection.module, "weight", projection.with_weight(weight)))
+        check_changes(self.name, edits)
+        with replaced(edits):
+            yield
+
+    def control(self, known: Known, draw: torch.Generator) -> Intervention:
+        """As many random coordinates."""
+        mine = self.coordinates or ()
+        others = random_choice(len(mine), known.target.width, draw, mine, "coordinate")
+        return self.model_copy(update={"coordinates": others})

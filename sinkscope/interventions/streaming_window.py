@@ -1,0 +1,36 @@
+"""A cache of the last tokens, with and without the first ones (S2M §1, StreamingLLM)."""
+
+from contextlib import AbstractContextManager
+from typing import ClassVar, Self
+
+from sinkscope.errors import InputError
+from sinkscope.interventions.intervention import Indices, Intervention, Known, Target
+from sinkscope.streaming import inapplicable, streaming
+
+
+class StreamingWindow(Intervention):
+    """Measured by perplexity alone, against dense attention, for every pair of the two lists; see streaming.py."""
+
+    name: ClassVar[str] = "streaming-window"
+    about: ClassVar[str] = "attend to the last tokens only, and the first that are kept (window, keep: lists); alone"
+    paper: ClassVar[str] = "S2M §1"
+
+    window: Indices | None = None  # None: a quarter of the sequence
+    keep: Indices = (0, 1, 2, 4)
+
+    @classmethod
+    def inapplicable(cls, target: Target) -> str | None:
+        return inapplicable(target.family)
+
+    def resolved(self, known: Known) -> Self:
+        return self if self.window else self.model_copy(update={"window": (max(1, known.length // 4),)})
+
+    @property
+    def watched(self) -> tuple[int, ...]:
+        """None: no attention is read."""
+        return ()
+
+    def applied(self, target: Target) -> AbstractContextManager[None]:
+        if self.window is None or len(self.window) > 1 or len(self.keep) > 1:
+            raise InputError(f"{self.name}: name one window and one number of tokens to keep")
+        return streaming(target.model, target.family, target.seams, keep=self.keep[0], window=self.window[0])

@@ -1,0 +1,46 @@
+"""Tables as the papers print them, from a run's own."""
+
+from collections.abc import Callable
+
+import pandas as pd
+
+from sinkscope.run import Run
+
+DIGITS = 3  # behind the decimal point, as NU prints
+
+
+def paper_tables(run: Run) -> dict[str, pd.DataFrame]:
+    """Name → table, of those that this run's tables allow."""
+    tables = {name: table(run) for name, table in _TABLES.items()}
+    return {name: table for name, table in tables.items() if table is not None}
+
+
+def gamma_table(run: Run) -> pd.DataFrame | None:
+    """NU tables 1 and 2: |γ| at the massive coordinates of EPE_0 beside all of its entries, mean ± 2 standard
+    deviations (population), a layer a row. The paper counts layers from 1. None where there is no such coordinate.
+    """
+    gamma = run.tables.get("gamma")
+    if gamma is None or not gamma["is_massive_epe"].any():
+        return None
+    gamma = gamma.assign(magnitude=gamma["gamma"].abs())
+    return pd.DataFrame([_gamma_row(int(layer), rows) for layer, rows in gamma.groupby("layer")])
+
+
+def _gamma_row(layer: int, rows: pd.DataFrame) -> dict[str, str | float]:
+    mean, spread = rows["magnitude"].mean(), 2 * rows["magnitude"].std(ddof=0)
+    massive = rows[rows["is_massive_epe"]].sort_values("coordinate")
+    row: dict[str, str | float] = {
+        "layer": f"layer {layer + 1}",
+        "baseline": f"{round(mean, DIGITS)} ± {round(spread, DIGITS)}",
+    }
+    entries = zip(massive["coordinate"], massive["magnitude"], strict=True)
+    return row | {f"d={coordinate}": round(float(magnitude), DIGITS) for coordinate, magnitude in entries}
+
+
+_TABLES: dict[str, Callable[[Run], pd.DataFrame | None]] = {"gamma": gamma_table}
+
+
+def as_markdown(table: pd.DataFrame) -> str:
+    """A Markdown table, its columns' names as the head."""
+    rows = [table.columns, ["---"] * len(table.columns), *table.itertuples(index=False)]
+    return "\n".join(f"| {' | '.join(str(cell) for cell in row)} |" for row in rows)

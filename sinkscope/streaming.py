@@ -1,0 +1,394 @@
+"""Perplexity when only the last tokens are cached, with or without the first: StreamingLLM, Xiao et al. 2024.
+
+When token t is processed the cache holds the first `keep` tokens and the last `window`, itself included:
+
+    t sees s   iff   s ≤ t  and  (s < keep  or  t − s < window)
+
+Keys and values are those made when a token entered, so that deeper layers see through them what has left since.
+Positions are places in the cache. The query's is c(t) = min(t, keep + window − 1), that of first token i is i, and a
+token in the window is t − s places behind the query, as ever. So only the pairs with a first token change: with rotary
+positions these take the query rotated to c(t); with learned ones each token enters with the vector of position c(t).
+
+The whole text goes through the model in one pass, blocks of queries against the keys that their caches hold: time grows
+with T · (keep + window), memory with T. It is what a cache gives token by token (tests/test_streaming.py).
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.families import Family, embedding_weight
+from sinkscope.inputs import TokenInputs
+from sinkscope.seam import (
+    AttentionCall,
+    Seam,
+    attend,
+    attention_implementation,
+    grouped_matmul,
+    open_seam,
+    raw_logits,
+    row_lse,
+    upcast,
+)
+
+NAME = "sinkscope-streaming"  # of the attention implementation
+BLOCK = 128  # queries at a time
+BUCKETS = 32  # of tokens, over the length of the text
+
+# (sequence, head, query's position, key's position) → bool, broadcasting: what transformers makes its masks from
+Sees = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Cache(NamedTuple):
+    """What is kept when token t has been processed: the first `keep` tokens and the last `window`."""
+
+    keep: int
+    window: int
+
+    def positions(self, tokens: torch.Tensor) -> torch.Tensor:
+        """c(t), the place in the cache of each token (any shape) when it enters."""
+        return tokens.clamp(max=self.keep + self.window - 1)
+
+    def band(self, rows: slice) -> slice:
+        """The tokens behind the first ones that any of these queries' windows hold."""
+        return slice(max(self.keep, rows.start - self.window + 1), max(self.keep, rows.stop))
+
+    def visible(self, queries: torch.Tensor, keys: torch.Tensor, sees: Sees) -> torch.Tensor:
+        """Tokens (R,) and (C,) → (R,C) bool: the key is in the cache, and the model looks that far back in it."""
+        query, key = queries[:, None], keys[None]
+        is_first = key < self.keep
+        place = self.positions(query)
+        key_place = torch.where(is_first, key, place - (query - key))
+        none = torch.zeros_like(place)
+        return (is_first | (query - key < self.window)) & sees(none, none, place, key_place)
+
+
+# ------------------------------------------------------------------------------------------------- attention
+
+
+def streamed_attention(
+    query: torch.Tensor,
+    query_in_cache: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    call: AttentionCall,
+    cache: Cache,
+    sees: Sees,
+    block: int = BLOCK,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of every token over its cache, `block` queries at a time.
+
+    query (B,H,T,d) is rotated to t and meets the window; query_in_cache (B,H,T,d), rotated to c(t), meets the first
+    tokens; they are one softmax. key, value (B,K,T,d). → mix (B,H,T,d), lse (B,H,T) in float32 or better.
+    """
+    mixes, lses = [], []
+    length = query.shape[2]
+    for start in range(0, length, block):
+        rows = slice(start, min(start + block, length))
+        first, band = slice(0, min(cache.keep, rows.stop)), cache.band(rows)
+        to_first = raw_logits(query_in_cache[:, :, rows], key[:, :, first], call)
+        to_band = raw_logits(query[:, :, rows], key[:, :, band], call)
+        tokens = torch.arange(rows.stop, device=query.device)
+        visible = cache.visible(tokens[rows], torch.cat([tokens[first], tokens[band]]), sees)
+        logits = torch.cat([to_first, to_band], dim=-1)
+        logits = logits.masked_fill(~visible, torch.finfo(logits.dtype).min)
+        lse = row_lse(logits, call.sink_logits)
+        weights = (logits - lse.unsqueeze(-1)).exp().to(value.dtype)
+        mixes.append(grouped_matmul(weights, torch.cat([value[:, :, first], value[:, :, band]], dim=2)))
+        lses.append(lse)
+    return torch.cat(mixes, dim=2), torch.cat(lses, dim=2)
+
+
+class _QueryKnown(Exception):
+    """Ends an attention module's forward where its query is known."""
+
+    def __init__(self, query: torch.Tensor) -> None:
+        super().__init__()
+        self.query = query
+
+
+class _Streaming:
+    """One attention layer while it streams: a hook in front of it, and the kernel in its seam."""
+
+    def __init__(self, seam: Seam, family: Family, cache: Cache) -> None:
+        self.seam = seam
+        self.family = family
+        self.cache = cache
+        self.sees: Sees | None = None  # of the forward under way, as are the next
+        self.query_in_cache: torch.Tensor | None = None
+
+    def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Forward pre-hook of the attention module: keep the model's mask function, and get the other query."""
+        self.sees = kwargs.get("attention_mask")
+        if not callable(self.sees):
+            raise _does_not_apply(self.family, "it does not ask transformers for the mask of its attention")
+        kwargs = kwargs | {"attention_mask": None}
+        self.query_in_cache = None
+        if self.family.positions == "rotary":
+            tables = kwargs.get("position_embeddings")
+            if tables is None:
+                raise _does_not_apply(self.family, "its attention is not given its rotary positions from outside")
+            if self.cache.keep:  # else no pair has another distance than that in the text
+                self.query_in_cache = self._query(module, args, kwargs | {"position_embeddings": self._moved(tables)})
+        return args, kwargs
+
+    def _moved(self, tables: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Cosines and sines (…,T,d) of c(t) in place of t's: they are rows of the same tables."""
+        return tuple(
+            table.index_select(-2, self.cache.positions(torch.arange(table.shape[-2], device=table.device)))
+            for table in tables
+        )
+
+    def _query(self, module: nn.Module, args: tuple, kwargs: dict) -> torch.Tensor:
+        """The query (B,H,T,d) that the module's own code makes of these arguments; it is stopped at its kernel."""
+        kernel = self.seam.kernel
+        self.seam.kernel = _stop
+        try:
+            module.forward(*args, **kwargs)
+        except _QueryKnown as known:
+            return known.query
+        finally:
+            self.seam.kernel = kernel
+        raise SinkscopeError("an attention layer did not come to its kernel: see `sinkscope doctor`")
+
+    def kernel(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.sees is None or key.shape[2] != query.shape[2] or call.forbidden is not None:
+            raise SinkscopeError("streaming is for whole sequences, use_cache=False and no attention forbidden beside")
+        in_cache, sees = self.query_in_cache, self.sees
+        self.query_in_cache = self.sees = self.seam.call = None  # weights read off the taps would be wrong: no call
+        return streamed_attention(query, query if in_cache is None else in_cache, key, value, call, self.cache, sees)
+
+
+def _stop(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> Any:
+    raise _QueryKnown(query)
+
+
+def _mask_function(
+    *,
+    config: PreTrainedConfig,
+    mask_function: Sees,
+    q_length: int,
+    kv_length: int,
+    attention_mask: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> Sees:
+    """In place of a mask, T × T, the function that transformers would make it from: the kernel asks it block by block.
+
+    Errors: InputError for a padded batch or a cache, and for a text that the model reads with other rotary
+    frequencies than the cache's few positions have.
+    """
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise InputError("streaming reads sequences of one length, without padding")
+    if q_length != kv_length:
+        raise InputError("streaming reads whole sequences: call the model with use_cache=False")
+    text = config.get_text_config()
+    rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
+    for row in [rope, *(row for row in rope.values() if isinstance(row, dict))]:  # one, or one for each type of layer
+        limits = {
+            "dynamic": text.max_position_embeddings,
+            "longrope": row.get("original_max_position_embeddings"),
+        }
+        limit = limits.get(row.get("rope_type", ""))
+        if limit is not None and q_length > limit:
+            raise InputError(
+                f"streaming does not apply to {q_length} tokens, because past {limit} the rotary frequencies of this "
+                f"{text.model_type} are others than those of a short cache: take a --seq-len of at most {limit}"
+            )
+    return mask_function
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, _mask_function)
+
+
+@contextmanager
+def streaming(model: PreTrainedModel, family: Family, seams: list[Seam], keep: int, window: int) -> Iterator[None]:
+    """While this is open the model reads a text as if its cache held the first `keep` and the last `window` tokens.
+
+    `seams` are those of `open_seam` on this model. Whole sequences of one length, use_cache=False. Leaves the model
+    and the seams as they were, also after an exception.
+
+    Errors: InputError where it does not apply, with the reason: a model with attention code of its own, or whose
+    positions are neither rotary nor learned; keep < 0 or window < 1.
+    """
+    _check_family(family)
+    if keep < 0 or window < 1:
+        raise InputError(f"a cache of the first {keep} and the last {window} tokens: at least 0 and 1 are needed")
+    cache = Cache(keep, window)
+    kernels = [seam.kernel for seam in seams]
+    attentions = [layer.get_submodule(family.attention) for layer in family.layer_modules(model)]
+    with attention_implementation(model, NAME), ExitStack() as hooks:
+        try:
+            for attention, seam in zip(attentions, seams, strict=True):
+                layer = _Streaming(seam, family, cache)
+                seam.kernel = layer.kernel
+                hooks.callback(attention.register_forward_pre_hook(layer.enter, with_kwargs=True).remove)
+            if family.positions == "learned":
+                hooks.callback(_clamp_learned(model, family, cache))
+            yield
+        finally:
+            for seam, kernel in zip(seams, kernels, strict=True):
+                seam.kernel = kernel
+
+
+def _clamp_learned(model: PreTrainedModel, family: Family, cache: Cache) -> Callable[[], None]:
+    """Every token enters with the vector of position c(t) in place of t's. → what undoes it."""
+
+    def moved(module: nn.Module, args: tuple, vectors: torch.Tensor) -> torch.Tensor:  # (1|B,T,D)
+        return vectors.index_select(-2, cache.positions(torch.arange(vectors.shape[-2], device=vectors.device)))
+
+    return model.get_submodule(family.position_embedding).register_forward_hook(moved).remove
+
+
+def inapplicable(family: Family) -> str | None:
+    """Why a model of this family cannot stream here; None where it can."""
+    reasons = {
+        "alibi": "its positions are a bias on the logits (ALiBi)",
+        "unknown": "how it has positions is not known",
+    }
+    if family.positions in reasons:
+        return reasons[family.positions]
+    if family.door != "interface":
+        return "it has attention code of its own, where sinkscope can put no other window"
+    return None
+
+
+def _check_family(family: Family) -> None:
+    why = inapplicable(family)
+    if why is not None:
+        raise _does_not_apply(family, why)
+
+
+def _does_not_apply(family: Family, why: str) -> InputError:
+    return InputError(f"streaming does not apply to {family.name}, because {why}")
+
+
+# ------------------------------------------------------------------------------------------------- perplexity
+
+
+class Method(NamedTuple):
+    """One way of reading the text. Dense attention has window −1."""
+
+    name: str  # "dense", "window" or "sinks kept"
+    window: int
+    keep: int
+
+    def open(self, model: PreTrainedModel, family: Family, seams: list[Seam]) -> AbstractContextManager[None]:
+        return nullcontext() if self.window < 0 else streaming(model, family, seams, self.keep, self.window)
+
+
+def measure_streaming(
+    model: PreTrainedModel,
+    family: Family,
+    inputs: TokenInputs,
+    windows: tuple[int, ...],
+    keep: tuple[int, ...],
+    batch_size: int = 1,
+    advance: Callable[[int, int], None] | None = None,
+) -> pd.DataFrame:
+    """Loss and perplexity of a long text with dense attention, with each window, and with the first tokens kept too.
+
+    windows: how many of the last tokens are kept. keep: how many of the first; 0, the plain window, is always there.
+    advance(done, total): called after each batch with the number of sequences read, once for each way of reading.
+
+    → the raw table `streaming`: method, window (−1: dense), keep, bucket (first token index of a bucket of tokens;
+    −1: all tokens), tokens (how many were predicted in it), loss (nats a token) and perplexity = exp(loss). A token
+    counts where it is predicted, so that token 0 never does.
+
+    Errors: InputError where streaming does not apply to the model, for sequences of several lengths, and for a cache
+    that holds the whole text, which would change nothing.
+    """
+    _check_family(family)
+    length = _one_length(inputs)
+    methods = _methods(windows, keep, length)
+    losses = {method: torch.zeros(length - 1, dtype=torch.float64) for method in methods}
+    done = 0
+    with open_seam(model, family) as seams, torch.no_grad():
+        for ids, _ in inputs.batches(batch_size):
+            for method in methods:
+                with method.open(model, family, seams):
+                    losses[method] += token_losses(_logits(model, ids), ids).sum(0, dtype=torch.float64).cpu()
+                done += len(ids)
+                if advance is not None:
+                    advance(done, len(methods) * len(inputs))
+    if not all(bool(loss.isfinite().all()) for loss in losses.values()):
+        raise SinkscopeError("the model itself gives NaN or infinite losses; try --dtype float32")
+    return pd.DataFrame([row for method in methods for row in _rows(method, losses[method], len(inputs))])
+
+
+def _one_length(inputs: TokenInputs) -> int:
+    lengths = {len(ids) for ids in inputs.sequences}
+    if len(lengths) > 1:
+        raise InputError(f"streaming reads sequences of one length: these have {min(lengths)} to {max(lengths)} tokens")
+    return lengths.pop()
+
+
+def _methods(windows: tuple[int, ...], keep: tuple[int, ...], length: int) -> list[Method]:
+    if not windows or min(windows) < 1:
+        raise InputError("at least one window is needed, and each of at least 1 token")
+    if min(keep, default=0) < 0:
+        raise InputError(f"{min(keep)} of the first tokens cannot be kept: at least 0 are needed")
+    kept = sorted({0, *keep})
+    most = kept[-1] + max(windows)
+    if most > length - 2:  # the last token predicts none
+        raise InputError(
+            f"a cache of {kept[-1]} + {max(windows)} tokens never slides over a text of {length}, and changes nothing: "
+            f"take a window of at most {max(length - 2 - kept[-1], 0)} or a longer text"
+        )
+    streams = [Method("sinks kept" if n else "window", window, n) for window in sorted(set(windows)) for n in kept]
+    return [Method("dense", -1, 0), *streams]
+
+
+def _logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    device = embedding_weight(model).device
+    if device.type == "meta":  # offloaded: accelerate moves the inputs itself
+        device = torch.device("cpu")
+    return model(input_ids=ids.to(device), use_cache=False).logits
+
+
+def token_losses(logits: torch.Tensor, token_ids: torch.Tensor, chunk: int = BLOCK) -> torch.Tensor:
+    """Cross-entropy (B,T−1), in nats, of each token given those before it: logits (B,T,V), token_ids (B,T).
+
+    `chunk` tokens at a time: the log-softmax is as large as the logits, which are the largest thing in memory.
+    """
+    labels = token_ids[:, 1:].to(logits.device)
+    pieces = [
+        F.cross_entropy(
+            upcast(logits[:, start : min(start + chunk, labels.shape[1])]).transpose(1, 2),
+            labels[:, start : start + chunk],
+            reduction="none",
+        )
+        for start in range(0, labels.shape[1], chunk)
+    ]
+    return torch.cat(pieces, dim=1)
+
+
+def _rows(method: Method, losses: torch.Tensor, sequences: int) -> Iterator[dict[str, Any]]:
+    """losses (T−1,) of tokens 1 … T−1, summed over the sequences → the method's rows of the table."""
+    length = len(losses) + 1
+    size = max(1, round(length / BUCKETS))
+    buckets = {start: losses[max(start, 1) - 1 : start + size - 1] for start in range(0, length, size)}
+    for bucket, part in ({-1: losses} | buckets).items():
+        if len(part):
+            loss = float(part.sum()) / (len(part) * sequences)
+            yield {
+                "layer": -1,
+                "method": method.name,
+                "window": method.window,
+                "keep": method.keep,
+                "bucket": bucket,
+                "tokens": len(part) * sequences,
+                "loss": loss,
+                "perplexity": math.exp(loss),
+            }
