@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
-from sinkscope.config import RunConfig, as_folder_name, make_config
+from sinkscope.config import DRAWS, RunConfig, as_folder_name, make_config
 from sinkscope.errors import InputError, SinkscopeError
 
 if TYPE_CHECKING:
@@ -116,7 +116,6 @@ def _all_or_nothing() -> Iterator[None]:
 # --------------------------------------------------------------------------------------------- the options
 
 _DEFAULT = RunConfig()
-DRAWS = 5  # random controls of an arm; experiment.py has the same, and takes seconds to import
 
 
 def _option(panel: str, name: str, metavar: str, text: str, default: str | bool = True) -> Any:
@@ -164,9 +163,12 @@ Input = Annotated[
         "Input",
         "input",
         "IN",
-        "natural, random, repeated, sampled (by the model itself), or a file: text (.txt), JSON lines (.jsonl) with `text` or `input_ids`, "
-        "or token ids (.npy).",
+        "natural, random, repeated, sampled (by the model itself), or a file: text (.txt), JSON lines (.jsonl) with "
+        "`text` or `input_ids`, or token ids (.npy).",
     ),
+]
+RecipeInput = Annotated[
+    str | None, _option("Input", "input", "IN", "Another input than the recipe's: see `analyze`.", "the recipe's")
 ]
 Dataset = Annotated[
     str | None,
@@ -420,6 +422,7 @@ def run(
     device_map: DeviceMap = None,
     trust_remote_code: TrustRemoteCode = False,
     allow_pickle: AllowPickle = False,
+    input: RecipeInput = None,
     out: RecipeOut = None,
     overwrite: Overwrite = False,
     quiet: Quiet = False,

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from sinkscope.errors import InputError
 
 POSITIONS, WINDOW = 16, 64  # where the sequences are long enough; GS fig. 1 and WSE
+DRAWS = 5  # random controls of an arm
 
 
 class RunConfig(BaseModel):

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sinkscope.analysis import family_of, inputs_for, loaded_model, publish, status, tell, tell_place
 from sinkscope.batch import Batch
-from sinkscope.config import RunConfig, make_config
+from sinkscope.config import DRAWS, RunConfig, make_config
 from sinkscope.details import MeanMaps
 from sinkscope.effects import arm_metrics
 from sinkscope.errors import InputError
@@ -35,7 +35,6 @@ from sinkscope.tracer import open_tracer
 
 MEASURED = ("attention", "massive")  # of every arm
 CONTROL_TABLES = ("attention", "arm_maps")
-DRAWS = 5
 BEFORE = "before"
 
 Do = str | Intervention | Iterable[str | Intervention]
@@ -68,9 +67,11 @@ def intervene(
     the model is then as it was, and so it is afterwards.
     """
     start = time.time()
-    wanted = _wanted_arms(do, arms)
+    wanted = wanted_arms(do, arms)
     if draws < 0:
         raise InputError(f"--draws {draws}: it must be 0 or more")
+    if options.get("observables") or (config and config.observables):
+        raise InputError(f"`intervene` always measures {' and '.join(MEASURED)}: leave `observables` out")
     if isinstance(model, os.PathLike):
         model = os.fspath(model)
     if config is None:
@@ -95,7 +96,7 @@ def intervene(
     return run
 
 
-def _wanted_arms(do: Do | None, arms: Mapping[str, Do] | Literal["all"] | None) -> dict[str, tuple[Intervention, ...]]:
+def wanted_arms(do: Do | None, arms: Mapping[str, Do] | Literal["all"] | None) -> dict[str, tuple[Intervention, ...]]:
     """Label → its stack. Errors: InputError where nothing or both were named."""
     if (do is None) == (arms is None):
         raise InputError("name what to do: `sinkscope list interventions` shows what there is")

@@ -60,9 +60,9 @@ def recipes() -> pd.DataFrame:
     for name, path in known_recipes().items():
         try:
             content = read_recipe(path).content
-            rows.append((name, content.title, content.reproduces))
+            rows.append((name, content.title, content.reproduces or ""))
         except InputError as error:
-            rows.append((name, f"not a recipe: {error}", None))
+            rows.append((name, f"not a recipe: {error}", ""))
     return pd.DataFrame(rows, columns=["recipe", "title", "reproduces"])
 
 

@@ -13,6 +13,14 @@ It may also name a `model`, a folder `out`, and several `runs`, each with option
       natural: {input: natural}
       random: {input: random}
 
+An experiment of `intervene` has `arms`, each one intervention or a stack of them as behind --do, and may say how many
+random controls to draw; `arms: all` tries every intervention that applies:
+
+    arms:
+      nullify-query-bias: nullify-query-bias
+      one-coordinate: [zero-massive:coordinates=507]
+    draws: 5
+
 OUT/ is a run folder, whose run.json has the recipe, too. With several `runs` it holds a run folder each, their
 comparison, and recipe.json.
 """
@@ -23,15 +31,16 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from rich.console import Console
 
-from sinkscope.config import RunConfig, as_folder_name, make_config, unknown
+from sinkscope.config import DRAWS, RunConfig, as_folder_name, make_config, unknown
 from sinkscope.errors import InputError
 from sinkscope.run import MANIFEST as RUN_MANIFEST
 from sinkscope.run import Run, check_output, new_folder, write_run
@@ -61,6 +70,8 @@ class Content(BaseModel):
     model: str | None = None
     options: dict[str, Any] = {}
     runs: dict[str, dict[str, Any]] = {}
+    arms: dict[str, tuple[str, ...]] | Literal["all"] | None = None
+    draws: int = Field(default=DRAWS, ge=0)
     figures: tuple[str, ...] = ()
     out: str | None = None
 
@@ -77,6 +88,14 @@ class Content(BaseModel):
         if isinstance(runs, dict):
             return {name: {} if options is None else options for name, options in runs.items()}
         return {} if runs is None else runs
+
+    @field_validator("arms", mode="before")
+    @classmethod
+    def _lone_interventions(cls, arms: Any) -> Any:
+        """An arm of one intervention needs no list."""
+        if not isinstance(arms, dict):
+            return arms
+        return {name: [do] if isinstance(do, str) else do for name, do in arms.items()}
 
     @field_validator("figures", mode="before")
     @classmethod
@@ -97,6 +116,15 @@ class Content(BaseModel):
         return runs
 
 
+    @model_validator(mode="after")
+    def _check_kind(self) -> "Content":
+        if self.runs and self.arms:
+            raise ValueError("it has `runs` and `arms`: an experiment is one run")
+        if self.arms is None and "draws" in self.model_fields_set:
+            raise ValueError("`draws` is of an experiment, which has `arms`")
+        return self
+
+
 @dataclass(frozen=True)
 class Recipe:
     name: str
@@ -114,11 +142,14 @@ class Recipe:
         Errors: InputError for options that do not exist or are out of range, and for figures that do not exist or
         cannot be drawn from what is measured.
         """
+        from sinkscope.experiment import wanted_arms
         from sinkscope.inputs import check_source
         from sinkscope.training_view import is_series
 
         content = self.content
         try:
+            if content.arms is not None:
+                wanted_arms(None, content.arms)  # for its complaints
             shared = {"model": content.model} | _options(content.options)
             runs = {name: shared | _options(options) for name, options in (content.runs or {"": {}}).items()}
             if given.get("model") is not None:  # these are of the recipe's own model
@@ -128,7 +159,7 @@ class Recipe:
                 if is_series(config):
                     raise InputError("a recipe measures one model: of several steps, name one revision or checkpoint")
                 check_source(config.input)
-                _check_figures(content.figures, config)
+                _check_figures(content.figures, config, bool(content.arms))
         except InputError as error:
             raise InputError(f"{self.path}: {error}") from None
         return configs
@@ -160,6 +191,7 @@ def run_recipe(
     Errors: as for `analyze`; also InputError for a recipe that does not exist or is faulty.
     """
     from sinkscope.analysis import analyze
+    from sinkscope.experiment import intervene
 
     found = read_recipe(find_recipe(recipe))
     given = options if model is None else options | {"model": os.fspath(model)}
@@ -170,11 +202,14 @@ def run_recipe(
     folder = check_output(target, overwrite, MANIFEST if several else RUN_MANIFEST)
     console = Console(stderr=True, quiet=quiet)
     console.print(f"{found.name}: {found.content.title}", markup=False, highlight=False, soft_wrap=True)
+    measure = analyze
+    if found.content.arms is not None:
+        measure = partial(intervene, arms=found.content.arms, draws=found.content.draws)
     runs = {}
     for place, (name, config) in enumerate(configs.items(), 1):
         if several:
             console.print(f"run {name} ({place} of {len(configs)})", highlight=False)
-        run = analyze(config.model, config=config, quiet=quiet)
+        run = measure(config.model, config=config, quiet=quiet)
         runs[name] = Run(run.manifest | {"recipe": found.record}, run.tables, folder / name)
     with new_folder(folder) as fresh:
         comparison = _write_several(found, runs, fresh) if several else None
@@ -316,14 +351,18 @@ def _options(options: dict[str, Any]) -> dict[str, Any]:
     return named
 
 
-def _check_figures(names: tuple[str, ...], config: RunConfig) -> None:
+def _check_figures(names: tuple[str, ...], config: RunConfig, is_experiment: bool) -> None:
     """Before minutes of measuring: do the figures exist, and do the observables give their tables?"""
-    from sinkscope.figures import FIGURES, OBSERVABLE
+    from sinkscope.figures import ARM_TABLES, FIGURES, OBSERVABLE
     from sinkscope.observables import OBSERVABLES
 
     for name in names:
         if name not in FIGURES:
             raise InputError(f"figure {unknown(name, FIGURES)}")
+        of_arms = bool(ARM_TABLES & set(FIGURES[name].TABLES))
+        if of_arms != is_experiment:
+            kind = "has" if is_experiment else "has no"
+            raise InputError(f"figure '{name}' cannot be drawn: this recipe {kind} `arms`")
         needed = [OBSERVABLE.get(table, table) for table in FIGURES[name].TABLES]
         measured = config.observables or OBSERVABLES
         missing = [observable for observable in needed if observable in OBSERVABLES and observable not in measured]

@@ -176,7 +176,9 @@ def masked_logits(query: torch.Tensor, key: torch.Tensor, call: AttentionCall, r
         logits = logits.masked_fill(forbidden, torch.finfo(logits.dtype).min)
     if call.mask is not None and call.mask.dtype != torch.bool:
         return logits + call.mask[:, :, rows]
-    seen = causal(rows, keys, offset, query.device) if call.mask is None else call.mask[:, :, rows]
+    # no mask, and more keys than several queries: a static cache's empty places, which come behind
+    ahead = 0 if query.shape[2] > 1 else offset
+    seen = causal(rows, keys, ahead, query.device) if call.mask is None else call.mask[:, :, rows]
     return logits.masked_fill(~seen, torch.finfo(logits.dtype).min)
 
 
@@ -348,8 +350,9 @@ def found_scaling(query: torch.Tensor, key: torch.Tensor, scores: torch.Tensor) 
     """What a model's own code multiplied q·k by on the way to its scores (B,H,T,T), read off their diagonal; NaN where
     it also added something (ALiBi).
     """
-    dots = torch.linalg.vecdot(upcast(query), upcast(repeat_heads(key, query.shape[1])))
-    found = upcast(scores).diagonal(dim1=-2, dim2=-1)
+    cached = key.shape[2] - query.shape[2]
+    dots = torch.linalg.vecdot(upcast(query), upcast(repeat_heads(key, query.shape[1]))[:, :, cached:])
+    found = upcast(scores).diagonal(cached, dim1=-2, dim2=-1)
     seen = found > MASKED  # not padding
     dots, found = dots[seen].double(), found[seen].double()
     scaling = dots @ found / dots.square().sum()

@@ -10,7 +10,8 @@ token in the window is t − s places behind the query, as ever. So only the pai
 positions these take the query rotated to c(t); with learned ones each token enters with the vector of position c(t).
 
 The whole text goes through the model in one pass, blocks of queries against the keys that their caches hold: time grows
-with T · (keep + window), memory with T. It is what a cache gives token by token (tests/test_streaming.py).
+with T · (keep + window), memory with T. It is what a cache gives token by token (tests/test_streaming.py). Dense
+attention beside it is the seam's own: where a model has sliding windows transformers makes a T × T boolean mask for it.
 """
 
 import math

@@ -50,7 +50,7 @@ class Tracer:
         self._finite.clear()
         with torch.no_grad(), self.traced.trace(**self.model_inputs(batch)):
             self._read_layers(batch, observables, wanted)
-            value = save(summed_loss(self.traced.output.logits, batch))
+            value = save(loss_in_chunks(self.traced.output.logits, batch))
         self._refuse_nonsense()
         return float(value)
 
@@ -179,6 +179,17 @@ def summed_loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
     return F.cross_entropy(
         logits.flatten(0, 1), labels.flatten().to(logits.device), ignore_index=IGNORED, reduction="sum"
     )
+
+
+def loss_in_chunks(logits: torch.Tensor, batch: Batch, tokens: int = 256) -> torch.Tensor:
+    """As `summed_loss`, `tokens` of them at a time: the logits (B,T,V) are not copied as a whole."""
+    step = max(1, tokens // len(logits))
+    total = torch.zeros((), dtype=torch.float64, device=logits.device)
+    for start in range(0, logits.shape[1] - 1, step):
+        seen = slice(start, min(start + step, logits.shape[1] - 1) + 1)  # the last one is only predicted
+        part = Batch(batch.token_ids[:, seen], batch.attention_mask[:, seen])
+        total += summed_loss(logits[:, seen], part)
+    return total
 
 
 def _detached(call: AttentionCall) -> AttentionCall:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pytest
 import reference
@@ -21,16 +20,15 @@ from sinkscope.attention_weights import AttentionRead
 from sinkscope.batch import Batch
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.families import find_family
-from sinkscope.interventions import INTERVENTIONS, Intervention, Known, Target, intervening, parse
+from sinkscope.interventions import INTERVENTIONS, Intervention, Known, Target, applied, intervening, parse
 from sinkscope.observables import OBSERVABLES
 from sinkscope.observables.observable import Observable, Reading, Settings
-from sinkscope.projections import projections
 from sinkscope.seam import open_seam
 from sinkscope.tracer import open_tracer
 
-# One of each; a query bias is shuffled before it is zeroed, which leaves nothing to shuffle.
+# One of each; a query bias is perturbed before it is zeroed, which leaves nothing to perturb.
 EACH = {
-    "shuffle-query-bias": "shuffle-query-bias:seed=3",
+    "perturb-query-bias": "perturb-query-bias:seed=3",
     "nullify-query-bias": "nullify-query-bias:layers=1-2",
     "replace-epe": "replace-epe:source=5",
     "transplant-epe": "transplant-epe:target=3",
@@ -143,7 +141,9 @@ def position_table(model: PreTrainedModel) -> torch.Tensor:
     return model.get_submodule("model.decoder.embed_positions" if opt else "transformer.wpe").weight.data
 
 
-def without_query_bias(model: PreTrainedModel, layers: Iterable[int] = range(3), heads: Sequence[int] = range(4)) -> Any:
+def without_query_bias(
+    model: PreTrainedModel, layers: Iterable[int] = range(3), heads: Sequence[int] = range(4)
+) -> Any:
     model = copy.deepcopy(model)
     for layer in layers:
         query_bias(attentions_of(model)[layer])[list(heads)] = 0
@@ -211,10 +211,9 @@ class Before:
 
 def gradients(model: PreTrainedModel) -> list[torch.Tensor]:
     loss = model(IDS, labels=IDS, use_cache=False).loss
-    return [
-        torch.zeros(()) if x is None else x
-        for x in torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
-    ]
+    learning = [x for x in model.parameters() if x.requires_grad]
+    found = torch.autograd.grad(loss, learning, allow_unused=True)
+    return [torch.zeros(()) if x is None else x for x in found]
 
 
 def test_every_intervention_is_tried_here() -> None:
@@ -232,6 +231,22 @@ def test_a_model_is_bit_for_bit_what_it_was_when_an_intervention_ends(name: str)
         assert not torch.equal(changed, before.logits), f"{intervention} did nothing"
         before.check(intervention)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(gradients(model), slopes, strict=True))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bloom"])
+def test_seams_that_stay_in_are_as_they_were_too(name: str) -> None:
+    """One arm of an experiment after the other."""
+    model = tiny_model(name)
+    texts = applicable(model)
+    with target_of(model) as target:
+        before = logits(model)
+        seams = [(seam.forbidden, seam.kernel) for seam in target.seams]
+        for text in texts.values():
+            with applied(target, [parse(text)]):
+                changed = logits(model)
+            assert not torch.equal(changed, before)
+            assert [(seam.forbidden, seam.kernel) for seam in target.seams] == seams
+            assert torch.equal(logits(model), before)
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
@@ -260,9 +275,9 @@ def test_it_is_so_after_an_exception_too(name: str, error: type[BaseException]) 
 def test_an_intervention_that_cannot_be_done_undoes_those_before_it(name: str) -> None:
     model = tiny_model(name)
     before = Before(model)
-    with pytest.raises(InputError, match="no layer 7"):
-        with intervening(model, *applicable(model).values(), "zero-massive:layers=7,coordinates=0"):
-            pytest.fail("entered")
+    texts = [*applicable(model).values(), "zero-massive:layers=7,coordinates=0"]
+    with pytest.raises(InputError, match="no layer 7"), intervening(model, *texts):
+        pytest.fail("entered")
     before.check("never entered")
 
 
@@ -312,7 +327,7 @@ def test_what_does_not_apply_says_why_and_is_refused(name: str) -> None:
     model = tiny_model(name)
     before = Before(model)
     refused = EACH.keys() - applicable(model).keys() - {"streaming-window"}  # its own: test_streaming.py
-    biased = {"nullify-query-bias", "shuffle-query-bias"} if name not in BIASED else set()
+    biased = {"nullify-query-bias", "perturb-query-bias"} if name not in BIASED else set()
     learned = {"replace-epe", "transplant-epe"} if name not in LEARNED else set()
     assert refused == biased | learned
     for intervention in refused:
@@ -332,7 +347,7 @@ def test_without_known_projections_what_edits_them_does_not_apply() -> None:
         target.family = replace(target.family, qkv=())
         reasons = {name: kind.inapplicable(target) for name, kind in INTERVENTIONS.items()}
     refused = {name for name, reason in reasons.items() if reason}
-    assert refused == {"nullify-query-bias", "shuffle-query-bias", "zero-key-columns", "scale-sink-value"}
+    assert refused == {"nullify-query-bias", "perturb-query-bias", "zero-key-columns", "scale-sink-value"}
 
 
 # ------------------------------------------------------------------------------------------ weight edits
@@ -347,20 +362,23 @@ def test_nullify_query_bias_is_the_model_without_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BIASED)
-def test_shuffle_query_bias_reorders_each_head_of_the_chosen(name: str) -> None:
+def test_perturb_query_bias_changes_each_chosen_head_by_the_norm_of_its_bias(name: str) -> None:
     model = tiny_model(name)
     before = [query_bias(attention).clone() for attention in attentions_of(model)]
-    with intervening(model, "shuffle-query-bias:layers=0,2,heads=1,2,seed=5"):
+    text = "perturb-query-bias:layers=0,2,heads=1,2"
+    with intervening(model, f"{text},seed=5"):
         after = [query_bias(attention).clone() for attention in attentions_of(model)]
         first = logits(model)
     for layer in range(3):
         for head in range(4):
-            same = torch.equal(after[layer][head], before[layer][head])
-            assert same == (layer == 1 or head in (0, 3))
-        torch.testing.assert_close(after[layer].norm(dim=1), before[layer].norm(dim=1))
-        assert torch.equal(after[layer].sort(dim=1).values, before[layer].sort(dim=1).values)
-    assert torch.equal(under(model, "shuffle-query-bias:layers=0,2,heads=1,2,seed=5"), first)
-    assert not torch.equal(under(model, "shuffle-query-bias:layers=0,2,heads=1,2,seed=6"), first)
+            if layer == 1 or head in (0, 3):
+                assert torch.equal(after[layer][head], before[layer][head])
+                continue
+            change = after[layer][head] - before[layer][head]
+            torch.testing.assert_close(change.norm(), before[layer][head].norm())
+            assert abs(float(torch.cosine_similarity(change, before[layer][head], dim=0))) < 0.99
+    assert torch.equal(under(model, f"{text},seed=5"), first)
+    assert not torch.equal(under(model, f"{text},seed=6"), first)
 
 
 EXCHANGES = {
@@ -396,7 +414,20 @@ def test_zero_key_columns_is_the_model_with_these_columns_zero(name: str) -> Non
     assert_same(name, under(model, f"zero-key-columns:layers=1,heads={heads - 1},coordinates=5,9"), logits(edited))
 
 
-SEPARATE = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "olmo2", "phi", "stablelm", "cohere", "opt", "gptj", "gpt_neo")
+SEPARATE = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "olmo2",
+    "phi",
+    "stablelm",
+    "cohere",
+    "opt",
+    "gptj",
+    "gpt_neo",
+)
 
 
 @pytest.mark.parametrize("name", SEPARATE)
@@ -449,6 +480,18 @@ def test_gradients_under_an_edit_of_activations_are_those_of_the_hooked_model(na
     scale = max(float(x.abs().max()) for x in expected)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-6 * scale)
+
+
+def test_gradients_under_an_edit_of_weights_are_those_of_the_edited_model() -> None:
+    """Of the edited weights, too, as long as they stand in for the model's own."""
+    model = tiny_model("gpt2").requires_grad_(True)
+    model.transformer.wpe.weight.requires_grad_(False)
+    expected = gradients(without_query_bias(model))
+    with intervening(model, "nullify-query-bias", "replace-epe:source=1"):
+        assert [x.requires_grad for x in model.parameters()].count(False) == 1
+    with intervening(model, "nullify-query-bias"):
+        found = gradients(model)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
 
 def taps(model: PreTrainedModel, layer: int, *do: str) -> dict[str, torch.Tensor]:
@@ -648,13 +691,40 @@ def test_generating_with_a_cache_is_generating_without(name: str) -> None:
         assert_close(generated(model, batch, text), generated(model, batch, text, use_cache=False))
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "gpt_oss"])
 def test_a_static_cache_is_no_other(name: str) -> None:
     model = tiny_model(name)
-    batch = padded(ragged_tokens((9, 7)), "left")
     for text in ("mask-sink:positions=0,5", "scale-sink-value:factor=3"):
-        static = generated(model, batch, text, cache_implementation="static")
-        assert_close(static, generated(model, batch, text, use_cache=False))
+        static = generated(model, whole(), text, cache_implementation="static")
+        assert_close(static, generated(model, whole(), text, use_cache=False))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
+@pytest.mark.parametrize("text", ["mask-sink", "scale-sink-value"])
+def test_where_padding_cannot_be_seen_nothing_is_edited_in_its_place(name: str, text: str) -> None:
+    """With a static cache generate gives the model masks of four dimensions."""
+    model = tiny_model(name)
+    before = logits(model)
+    with pytest.raises(InputError, match="where each sequence begins cannot be told"):
+        generated(model, padded(ragged_tokens((9, 7)), "left"), text, cache_implementation="static")
+    assert torch.equal(logits(model), before)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "opt", "bloom", "gptj", "mpt"])
+def test_a_text_may_be_read_in_parts(name: str) -> None:
+    model = tiny_model(name)
+    for text in ("mask-sink:positions=0,5", "scale-sink-value:positions=0,7,factor=3"):
+        expected = under(model, text)
+        for cut in (4, 8):
+            with torch.no_grad(), intervening(model, text):
+                first = model(IDS[:, :cut], use_cache=True)
+                second = model(IDS[:, cut:], past_key_values=first.past_key_values).logits
+            assert_close(torch.cat([first.logits, second], dim=1), expected)
+    with torch.no_grad():
+        cache = model(IDS[:, :4], use_cache=True).past_key_values  # read before anything is changed
+        with intervening(model, "scale-sink-value:positions=5,factor=3"):
+            second = model(IDS[:, 4:], past_key_values=cache).logits
+    assert_close(second, under(model, "scale-sink-value:positions=5,factor=3")[:, 4:])
 
 
 # ------------------------------------------------------------------------------------------------ tracing
@@ -723,9 +793,314 @@ def test_two_weight_edits_are_a_model_edited_twice() -> None:
 
 def test_two_edits_of_one_parameter_are_both_there() -> None:
     model = tiny_model("gpt2")
-    ours = under(model, "nullify-query-bias:heads=0", "nullify-query-bias:heads=2", "replace-epe", "transplant-epe")
-    edited = without_query_bias(model, heads=(0, 2))
-    position_table(edited)[0] = position_table(model)[1]  # then they are the same, and exchanged all the same
+    before = Before(model)
+    ours = under(model, "nullify-query-bias:heads=0", "nullify-query-bias:layers=1,heads=2")
+    edited = without_query_bias(without_query_bias(model, heads=(0,)), (1,), (2,))
+    assert torch.equal(ours, logits(edited))
+    before.check("stacked")
+
+
+def test_each_is_done_to_what_those_before_it_have_left() -> None:
+    model = tiny_model("gpt2")
     with pytest.raises(InputError, match="transplant-epe would change nothing"):
-        under(model, "replace-epe", "transplant-epe")
-    assert ours is not None
+        under(model, "replace-epe", "transplant-epe")  # by then both positions have one vector
+    edited = copy.deepcopy(model)
+    table = position_table(edited)
+    table[:3] = position_table(model)[[2, 1, 1]]  # by way of 1, 1, 2
+    assert torch.equal(under(model, "replace-epe", "transplant-epe:target=2"), logits(edited))
+    table[:3] = position_table(model)[[1, 1, 0]]  # by way of 2, 1, 0
+    assert torch.equal(under(model, "transplant-epe:target=2", "replace-epe"), logits(edited))
+
+
+@pytest.mark.parametrize("name", ["llama", "bloom"])
+def test_of_two_on_the_same_place_the_later_one_wins(name: str) -> None:
+    model = tiny_model(name)
+    zero, mean = "zero-massive:layers=1,coordinates=3,17", "mean-massive:layers=1,coordinates=17,means=9"
+    assert torch.equal(under(model, zero, mean), logits(with_entries(model, {(1, 0, 3): 0.0, (1, 0, 17): 9.0})))
+    assert torch.equal(under(model, mean, zero), logits(with_entries(model, {(1, 0, 3): 0.0, (1, 0, 17): 0.0})))
+
+
+@pytest.mark.parametrize("name", ["llama", "gptj"])
+def test_two_masks_forbid_what_either_forbids_and_two_scales_multiply(name: str) -> None:
+    model = tiny_model(name)
+    both = under(model, "mask-sink:layers=0-1,heads=1", "mask-sink:layers=1,heads=1-2,positions=3")
+    parts = ("mask-sink:layers=0,heads=1", "mask-sink:layers=1,heads=1,positions=0,3")
+    assert torch.equal(both, under(model, *parts, "mask-sink:layers=1,heads=2,positions=3"))
+    assert not torch.equal(both, under(model, *parts))
+    scaled = under(model, "scale-sink-value:factor=4", "scale-sink-value:factor=0.5")
+    assert torch.equal(scaled, under(model, "scale-sink-value:factor=2"))
+
+
+# ------------------------------------------------------------------------------------------------- errors
+
+WRONG = [
+    ("llama", "mask-snk", "'mask-snk' is unknown; did you mean 'mask-sink'"),
+    ("llama", "", "'' is unknown"),
+    ("llama", "mask-sink:layer=1", "'layer' is unknown; did you mean 'layers'"),
+    ("llama", "mask-sink:3", "'3' is no key=value"),
+    ("llama", "mask-sink:layers=1,layers=2", "'layers' is given twice"),
+    ("llama", "mask-sink:layers=one", "layers: 'one' is no number"),
+    ("llama", "mask-sink:layers=", "layers: '' is no number"),
+    ("llama", "mask-sink:layers=-1", "layers: '-1' is no number"),
+    ("llama", "mask-sink:layers=2-1", "layers: the range 2-1 is empty"),
+    ("llama", "mask-sink:positions=all", "positions: all is not meant here"),
+    ("llama", "zero-massive:layers=all,coordinates=3", "layers: all is not meant here"),
+    ("llama", "zero-key-columns:coordinates=all", "coordinates: all is not meant here"),
+    ("llama", "scale-sink-value:factor=much", "factor: input should be a valid number"),
+    ("llama", "scale-sink-value:factor=nan", "factor: input should be a finite number"),
+    ("llama", "mean-massive:layers=0,coordinates=3,means=inf", "means: input should be a finite number"),
+    ("gpt2", "replace-epe:source=1,2", "source: input should be a valid integer"),
+    ("gpt2", "transplant-epe:target=-1", "target: input should be greater than or equal to 0"),
+    ("llama", "mask-sink:layers=0,3", "no layer 3: this model has 3, from 0 on"),
+    ("llama", "mask-sink:heads=4", "no query head 4: this model has 4"),
+    ("llama", "scale-sink-value:heads=2", "no value head 2: this model has 2"),
+    ("llama", "zero-key-columns:heads=2,coordinates=0", "no key head 2: this model has 2"),
+    ("llama", "zero-key-columns:coordinates=32", "no coordinate 32: this model has 32"),
+    ("llama", "zero-massive:layers=0,coordinates=40", "no coordinate 40: this model has 32"),
+    ("gpt2", "nullify-query-bias:layers=3", "no layer 3: this model has 3"),
+    ("gpt2", "nullify-query-bias:heads=1-9", "no query head 9: this model has 4"),
+    ("gpt2", "replace-epe:source=256", "no position 256: the sequences have 256"),
+    ("opt", "transplant-epe:target=256", "no position 256: the sequences have 256"),
+    ("llama", "nullify-query-bias", "its queries have no bias"),
+    ("llama", "replace-epe", "not learned vectors"),
+    ("gpt2", "replace-epe:positions=4,source=4", "would change nothing"),
+    ("gpt2", "transplant-epe:source=4,target=4", "would change nothing"),
+    ("llama", "scale-sink-value:factor=1", "would change nothing"),
+    ("llama", "zero-massive", "no massive activations at position 0 are known: name layers and coordinates"),
+    ("llama", "zero-massive:layers=1", "name layers and coordinates"),
+    ("llama", "mean-massive:layers=1,coordinates=3", "name the means"),
+    ("llama", "mean-massive:layers=0-1,positions=0,2,coordinates=3,17,means=1,2,3", "2 × 2 × 2 means are needed"),
+    ("llama", "zero-key-columns", "no massive activations at position 0 are known"),
+    ("gpt2", "zero-key-columns", "EPE_0 has no massive coordinates here"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "message"), WRONG, ids=[f"{name} {text}" for name, text, _ in WRONG])
+def test_what_cannot_be_done_is_refused_and_leaves_the_model_alone(name: str, text: str, message: str) -> None:
+    model = tiny_model(name)
+    before = Before(model)
+    with pytest.raises(InputError) as error, intervening(model, "mask-sink", text):
+        pytest.fail("entered")
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+    before.check(text)
+
+
+@pytest.mark.parametrize("text", ["nullify-query-bias", "perturb-query-bias", "zero-key-columns:coordinates=3"])
+def test_what_is_zero_already_is_not_zeroed_again(text: str) -> None:
+    model = without_key_columns("gpt2", without_query_bias(tiny_model("gpt2")), [3])
+    before = Before(model)
+    with pytest.raises(InputError, match="would change nothing"):
+        under(model, text)
+    before.check(text)
+    query_bias(attentions_of(model)[2])[0, 0] = 1.0
+    key_weight("gpt2", attentions_of(model)[2])[0, 0, 3] = 1.0
+    assert not torch.equal(under(model, text), logits(model))
+
+
+def test_a_layer_without_the_query_bias_that_is_asked_for_is_named() -> None:
+    model = tiny_model("qwen2")
+    attentions_of(model)[1].q_proj.bias = None
+    with pytest.raises(InputError, match="layer 1 has no query bias"):
+        under(model, "nullify-query-bias")
+    assert torch.equal(under(model, "nullify-query-bias:layers=0,2"), logits(without_query_bias(model, (0, 2))))
+
+
+def test_offloaded_weights_are_not_edited() -> None:
+    model = tiny_model("gpt2")
+    attention = attentions_of(model)[1]
+    attention.c_attn.to("meta")
+    for text in ("nullify-query-bias:layers=1", "zero-key-columns:layers=1,coordinates=3"):
+        with pytest.raises(InputError, match="offloaded"), intervening(model, text):
+            pytest.fail("entered")
+
+
+NEVER_REACHED = (
+    "nullify-first-embedding:positions=9,20",
+    "zero-massive:layers=0,positions=9,coordinates=3",
+    "mean-massive:layers=0,positions=9,coordinates=3,means=1",
+    "scale-sink-value:positions=9",
+    "mask-sink:positions=8",  # there, and no token behind it
+)
+
+
+@pytest.mark.parametrize("text", NEVER_REACHED)
+@pytest.mark.parametrize("name", ["llama", "bloom"])
+def test_a_position_that_no_pass_held_is_told_at_the_end(name: str, text: str) -> None:
+    model = tiny_model(name)
+    before = Before(model)
+    with pytest.raises(SinkscopeError, match=r"changed nothing: no forward pass held .*position (9|8)"):
+        under(model, text)
+    before.check(text)
+    with intervening(model, text):
+        logits(model)
+        logits(model, tiny_tokens(1, 10))  # one is enough
+
+
+# ------------------------------------------------------------------------------------------- as text
+
+TEXTS = {
+    "nullify-query-bias": {},
+    "mask-sink:layers=1-3,5,heads=0": {"layers": (1, 2, 3, 5), "heads": (0,)},
+    "mask-sink:layers=all,positions=0,2-3": {"layers": None, "positions": (0, 2, 3)},
+    "zero-massive: layers = 11 , coordinates = 138,447": {"layers": (11,), "coordinates": (138, 447)},
+    "zero-key-columns:coordinates=138+447+138": {"coordinates": (138, 447)},
+    "mean-massive:means=-1e3,2.5": {"means": (-1000.0, 2.5)},
+    "scale-sink-value:factor=1e-3,heads=1": {"factor": 1e-3, "heads": (1,)},
+    "transplant-epe:source=2,target=7": {"source": 2, "target": 7},
+    "perturb-query-bias:seed=4000000000": {"seed": 4000000000},
+    "streaming-window:window=64,128,keep=0": {"window": (64, 128), "keep": (0,)},
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_is_read(text: str) -> None:
+    made = parse(text)
+    assert made.name == text.partition(":")[0]
+    given = {key: value for key, value in made if value != type(made).model_fields[key].default}
+    assert {key: getattr(made, key) for key in TEXTS[text]} == TEXTS[text]
+    assert given.keys() <= TEXTS[text].keys()
+
+
+AWKWARD = {
+    "layers": (0, 5),
+    "heads": (3,),
+    "positions": (0, 1000000),
+    "coordinates": (138, 1234567),
+    "means": (1 / 3, -123456.789, 1e22, -1e-22),
+    "factor": -1 / 3,
+    "source": 1234567,
+    "target": 7654321,
+    "seed": 2**31 - 1,
+    "window": (64, 1234567),
+    "keep": (0, 3),
+}
+
+
+@pytest.mark.parametrize("name", INTERVENTIONS)
+def test_what_an_intervention_is_called_is_read_as_the_same(name: str) -> None:
+    kind = INTERVENTIONS[name]
+    assert str(kind()) == name
+    made = kind(**{key: AWKWARD[key] for key in kind.model_fields})
+    assert all(getattr(made, key) != entry.default for key, entry in kind.model_fields.items())
+    assert parse(str(made)) == made
+    for key in kind.model_fields:  # each alone, the others as they are
+        one = kind(**{key: AWKWARD[key]})
+        assert parse(str(one)) == one
+
+
+# ----------------------------------------------------------------------------- defaults and random controls
+
+
+def test_what_is_left_open_is_what_is_massive_in_most_sequences() -> None:
+    rows = [
+        # layer, sequence, position, coordinate, is_massive
+        (0, 0, 0, 30, True),  # in one sequence of three
+        (1, 0, 0, 5, True), (1, 1, 0, 5, True), (1, 2, 0, 5, True),
+        (1, 0, 0, 9, True), (1, 1, 0, 9, True), (1, 2, 0, 9, False),
+        (1, 0, 0, 7, False), (1, 1, 0, 7, False), (1, 2, 0, 7, False),
+        (1, 0, 4, 8, True), (1, 1, 4, 8, True),
+        (2, 0, 0, 11, True), (2, 1, 0, 11, True), (2, 2, 0, 11, True),
+    ]  # fmt: skip
+    columns = ["layer", "sequence", "position", "coordinate", "is_massive"]
+    tables = {"massive": pd.DataFrame(rows, columns=columns)}
+    means = lambda layer, position: torch.arange(32.0) + 100 * layer + 1000 * position  # noqa: E731
+    known = known_of(tiny_model("llama"), tables=tables, hidden_means=means)
+
+    def decided(text: str) -> Any:
+        return parse(text).resolved(known)
+
+    assert decided("zero-massive") == parse("zero-massive:layers=1,coordinates=5,9")
+    assert decided("zero-massive:layers=0,2") == parse("zero-massive:layers=0,2,coordinates=11")
+    assert decided("zero-massive:positions=4") == parse("zero-massive:layers=1,positions=4,coordinates=8")
+    assert decided("zero-massive:coordinates=3") == parse("zero-massive:layers=1,coordinates=3")
+    assert decided("zero-key-columns:layers=0") == parse("zero-key-columns:layers=0,coordinates=5,9")
+    assert decided("mean-massive").means == (105, 109)
+    assert decided("mean-massive:layers=1-2,positions=0,4,coordinates=3,7").means == (
+        103, 107, 4103, 4107, 203, 207, 4203, 4207,
+    )  # fmt: skip
+    assert decided("mean-massive:layers=1,coordinates=3,means=2").means == (2,)
+    with pytest.raises(InputError, match="no massive activations at position 6"):
+        decided("zero-massive:positions=6")
+
+
+def test_with_learned_positions_the_key_columns_are_those_massive_in_epe_0() -> None:
+    model = tiny_model("gpt2")
+    position_table(model)[0, [7, 21]] = torch.tensor([5e4, -8e4])
+    model.transformer.h[0].mlp.c_proj.weight.data.zero_()
+    assert parse("zero-key-columns").resolved(known_of(model)).coordinates == (7, 21)
+
+
+CONTROLLED = {
+    "replace-epe:positions=0,2,source=3": ("positions", "source"),
+    "transplant-epe:target=2": ("source",),
+    "nullify-first-embedding:positions=0,3": ("positions",),
+    "zero-key-columns:layers=1,heads=0,coordinates=3,17": ("coordinates",),
+    "zero-massive:layers=1,positions=0,2,coordinates=3,17": ("coordinates",),
+    "mean-massive:layers=1,positions=2,coordinates=3,17,means=1,2": ("coordinates",),
+    "scale-sink-value:layers=1,heads=1,positions=0,4,factor=3": ("positions",),
+    "mask-sink:layers=1,heads=2,positions=0,4": ("positions",),
+}
+
+
+def numbers_of(intervention: Intervention, keys: Sequence[str]) -> list[int]:
+    values = [getattr(intervention, key) for key in keys]
+    return [int(x) for value in values for x in (value if isinstance(value, tuple) else (value,))]
+
+
+@pytest.mark.parametrize("text", CONTROLLED)
+def test_a_control_is_the_same_at_as_many_random_places_elsewhere(text: str) -> None:
+    known = known_of(tiny_model("gpt2"), length=20)
+    original = parse(text)
+    moved = CONTROLLED[text]
+    mine = numbers_of(original, moved)
+    seen = set()
+    for seed in range(40):
+        made = original.control(known, torch.Generator().manual_seed(seed))
+        assert made is not None
+        assert made == original.control(known, torch.Generator().manual_seed(seed))
+        others = numbers_of(made, moved)
+        assert len(set(others)) == len(mine)
+        assert not set(others) & ({*mine} if "coordinates" in moved else {0, *mine, *original.watched})
+        assert max(others) < (known.target.width if "coordinates" in moved else 20)
+        kept = type(original).model_fields.keys() - {*moved, "means"}  # which are measured anew
+        assert {key: getattr(made, key) for key in kept} == {key: getattr(original, key) for key in kept}
+        assert type(made) is type(original)
+        seen.add(tuple(others))
+    assert len(seen) > 10
+    draw = torch.Generator().manual_seed(0)
+    assert original.control(known, draw) != original.control(known, draw)
+
+
+def test_the_mean_of_a_controls_own_coordinates_is_what_it_puts_there() -> None:
+    known = known_of(tiny_model("llama"), hidden_means=lambda layer, position: torch.arange(32.0))
+    control: Any = parse("mean-massive:layers=1,coordinates=3,17,means=1,2").control(known, torch.Generator())
+    assert control.resolved(known).means == control.coordinates
+
+
+def test_the_control_of_no_query_bias_is_another_one_at_the_same_heads() -> None:
+    model = tiny_model("gpt2")
+    draw = torch.Generator().manual_seed(1)
+    original = parse("nullify-query-bias:layers=0-1,heads=2")
+    first, second = (original.control(known_of(model), draw) for _ in range(2))
+    assert first is not None
+    assert second is not None
+    assert first.name == second.name == "perturb-query-bias"
+    assert str(first).startswith("perturb-query-bias:layers=0+1,heads=2,seed=")
+    assert first != second
+    assert first == original.control(known_of(model), torch.Generator().manual_seed(1))
+    assert first.control(known_of(model), draw) is None
+    assert not torch.equal(under(model, first), under(model, second))
+
+
+def test_a_control_without_room_is_refused() -> None:
+    known = known_of(tiny_model("llama"), length=3)
+    with pytest.raises(InputError, match="needs 2 other positions, and there are 1"):
+        parse("mask-sink:positions=0,1").control(known, torch.Generator())
+    assert parse("mask-sink:positions=1").control(known, torch.Generator()) == parse("mask-sink:positions=2")
+
+
+def test_where_an_intervention_should_show_is_where_it_acts() -> None:
+    watched = {text: parse(text).watched for text in ("replace-epe:source=4", "transplant-epe:target=3", *BY_POSITION)}
+    assert list(watched.values()) == [(0, 4), (0, 3), (0, 2), (0, 2), (2,), (0, 2), (0, 2)]
+    assert parse("zero-key-columns:coordinates=3").watched == parse("nullify-query-bias").watched == (0,)

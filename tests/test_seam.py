@@ -306,15 +306,16 @@ def test_the_chunk_of_rows_changes_nothing(chunk: int) -> None:
         torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-13)
 
 
-def test_the_last_queries_alone_see_all_keys_before_them() -> None:
-    """Fewer queries than keys: the queries are the last tokens."""
+def test_without_a_mask_a_lone_query_is_the_last_token_and_several_are_the_first() -> None:
+    """As transformers means it: several queries before more keys have a static cache, whose last places are empty."""
     query, key, value = random_qkv()
     call = AttentionCall(None, 0.7)
     mix, lse = dense(query, key, value, call)
     for kernel in seam.KERNELS.values():
-        last_mix, last_lse = kernel(query[:, :, 8:], key, value, call)
-        torch.testing.assert_close(last_mix, mix[:, :, 8:])
-        torch.testing.assert_close(last_lse, lse[:, :, 8:])
+        for rows in (slice(query.shape[2] - 1, None), slice(0, 3)):
+            some_mix, some_lse = kernel(query[:, :, rows], key, value, call)
+            torch.testing.assert_close(some_mix, mix[:, :, rows])
+            torch.testing.assert_close(some_lse, lse[:, :, rows])
 
 
 def test_value_heads_of_another_width_are_served() -> None:

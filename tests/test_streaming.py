@@ -23,7 +23,6 @@ from sinkscope.batch import Batch
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.families import find_family
 from sinkscope.figures import draw
-from sinkscope.figures import draw
 from sinkscope.inputs import TokenInputs
 from sinkscope.observables import OBSERVABLES
 from sinkscope.observables.observable import Settings
@@ -535,9 +534,10 @@ def streaming_table(windows: tuple[int, ...] = (8, 32), keep: tuple[int, ...] = 
 
 
 def drawn(table: pd.DataFrame) -> Any:
-    figure = draw("streaming-perplexity", Run({"model": {"name": "org/Tiny"}, "condition": "x"}, {"streaming": table}))
+    run = Run({"model": {"name": "org/Tiny"}, "condition": "x"}, {"streaming": table})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        figure = draw("streaming-perplexity", run)
         figure.draw_without_rendering()
     return figure
 
@@ -561,5 +561,6 @@ def test_the_figure_of_other_lists(windows: tuple, keep: tuple) -> None:
     drawn(streaming_table(windows, keep))
 
 
-def test_the_figure_of_a_model_that_needs_no_sink() -> None:
-    drawn(streaming_table().assign(perplexity=20.0))
+@pytest.mark.parametrize("perplexity", [20.0, 0.0, float("nan"), float("inf")])
+def test_the_figure_of_equal_or_no_values(perplexity: float) -> None:
+    drawn(streaming_table().assign(perplexity=perplexity))

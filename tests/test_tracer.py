@@ -23,7 +23,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.families import FAMILIES, find_family
 from sinkscope.observables import OBSERVABLES, activation, attention, geometry
 from sinkscope.observables.observable import Observable, Reading, Settings
-from sinkscope.tracer import Tracer, open_tracer
+from sinkscope.tracer import Tracer, loss_in_chunks, open_tracer, summed_loss
 
 POSITIONS, WINDOW, LENGTH = 12, 8, 24
 RAGGED = (LENGTH, 17, 5, 11)  # one shorter than WINDOW and POSITIONS
@@ -421,3 +421,23 @@ def test_what_padding_gives_does_not_matter(side: str) -> None:
     after = measured(model, [batch], Settings(4, 4))
     for table, rows in before.items():
         pd.testing.assert_frame_equal(after[table], rows)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bloom", "gemma2"])
+def test_the_loss_beside_the_forward_observables_is_plain_cross_entropy(name: str) -> None:
+    model = tiny_model(name, spread=3.0)
+    batch = padded(ragged_tokens((20, 7, 13)))
+    total = 0.0
+    for ids in ragged_tokens((20, 7, 13)):
+        ids = torch.as_tensor(ids)[None]
+        logits = model(ids).logits[0, :-1]
+        total += float(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum"))
+    with open_tracer(model, find_family(model)) as tracer:
+        assert tracer.forward_with_loss(batch, []) == pytest.approx(total, rel=1e-5)
+
+
+def test_the_loss_in_chunks_is_the_loss_at_once() -> None:
+    batch = padded(ragged_tokens((20, 7, 13)))
+    logits = torch.randn(3, 20, 96, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for tokens in (1, 6, 30, 1000):
+        torch.testing.assert_close(loss_in_chunks(logits, batch, tokens), summed_loss(logits, batch))

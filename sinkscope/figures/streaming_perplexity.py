@@ -4,6 +4,8 @@ Left, by token, for the shortest window, which slides the longest: dense attenti
 first tokens kept beside them. Right, over all tokens, by how many of the first are kept, for every window.
 """
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -43,13 +45,13 @@ def _by_token(ax: Axes, buckets: pd.DataFrame) -> None:
         curve = buckets[of_method].set_index("bucket")["perplexity"].sort_index()
         every = 1 + (len(curve) - 1) // MOST_MARKERS
         ax.plot(_middles(curve.index.to_numpy(float)), curve.to_numpy(), markevery=every, **look)
-    ax.axvline(window, color=GREY, linewidth=0.7, linestyle=(0, (1, 2)), zorder=1)
     ax.set_title(f"by token; the window of {window} slides from the dotted line on")
     ax.set_xlabel("token index")
     ax.set_ylabel("perplexity")
     ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    value_axis(ax, log=True)
-    _legend_above(ax, columns=3)
+    if value_axis(ax, log=True):
+        ax.axvline(window, color=GREY, linewidth=0.7, linestyle=(0, (1, 2)), zorder=1)
+        _legend_above(ax, columns=3)
 
 
 def _middles(starts: np.ndarray) -> np.ndarray:
@@ -66,7 +68,7 @@ def _by_kept(ax: Axes, totals: pd.DataFrame) -> None:
     ax.plot([-0.3, len(kept) - 0.7], [dense, dense], **DENSE)
     for nth, window in enumerate(windows):
         curve = streams[streams["window"] == window].set_index("keep")["perplexity"].reindex(kept)
-        look = {
+        look: dict[str, Any] = {
             "color": GRADUAL(1 - 0.65 * nth / max(len(windows) - 1, 1)),
             "marker": MARKERS[nth % len(MARKERS)],
             "linestyle": DASHES[nth % len(DASHES)],
@@ -76,8 +78,8 @@ def _by_kept(ax: Axes, totals: pd.DataFrame) -> None:
     ax.set_xticks(range(len(kept)), [str(n) for n in kept])
     ax.set_xlabel("first tokens kept")
     ax.set_ylabel("perplexity")
-    value_axis(ax, log=True)
-    _legend_above(ax, columns=2)
+    if value_axis(ax, log=True):
+        _legend_above(ax, columns=2)
 
 
 def _legend_above(ax: Axes, columns: int) -> None:

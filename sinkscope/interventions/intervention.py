@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.families import Family
 from sinkscope.projections import Projection, Role, projections
-from sinkscope.seam import Seam
+from sinkscope.seam import MASKED, Seam
 
 
 class Places:
@@ -38,15 +38,27 @@ class Places:
         kwargs = dict(zip(names, args, strict=False)) | kwargs
         mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
         tokens = next(x for x in map(kwargs.get, ("input_ids", "inputs_embeds")) if isinstance(x, torch.Tensor))
-        self.mask = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
-        self.past = cache.get_seq_length() if cache is not None else 0
+        if isinstance(mask, dict):  # generate has made them already, one for each type of layer
+            mask = mask.get("full_attention", next(iter(mask.values())))
+        self.mask = mask if isinstance(mask, torch.Tensor) else None
+        self.past = int(cache.get_seq_length()) if cache is not None else 0  # a static one's is a tensor that grows
         self.length = self.past + tokens.shape[1]
 
     def start(self, device: torch.device) -> torch.Tensor:
-        """(B,) or (1,): the column of each sequence's position 0, columns in the cache counted."""
-        if self.mask is None:
-            return torch.zeros(1, dtype=torch.long, device=device)
-        return self.mask.to(device).int().argmax(dim=1)
+        """(B,) or (1,): the column of each sequence's position 0, columns in the cache counted.
+
+        Errors: InputError for a mask (B,1,T,T) of a padded batch, which may be a sliding window's just as well.
+        """
+        if self.mask is not None and self.mask.dim() == 2:
+            return self.mask.to(device).int().argmax(dim=1)
+        if self.mask is not None:
+            seen = self.mask[:, 0, -1, 0]  # of the first column, by the last token
+            if not bool((seen if seen.dtype == torch.bool else seen > MASKED).all()):
+                raise InputError(
+                    "where each sequence begins cannot be told from a mask of four dimensions: pass an attention_mask "
+                    "of two, and no static cache with a padded batch or a sliding window"
+                )
+        return torch.zeros(1, dtype=torch.long, device=device)
 
     def find(self, x: torch.Tensor, position: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Of x (B,T,…): rows and columns at which sequences have this position."""

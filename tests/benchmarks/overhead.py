@@ -20,7 +20,9 @@ import torch
 
 import sinkscope.loading
 from sinkscope.batch import Batch
+from sinkscope.details import MeanMaps
 from sinkscope.families import find_family
+from sinkscope.interventions import parse
 from sinkscope.observables.activation import Activation
 from sinkscope.observables.attention import Attention
 from sinkscope.observables.geometry import Geometry
@@ -124,6 +126,35 @@ def backward_variants(model, shape: tuple[int, int]) -> dict[str, Variant]:
     }
 
 
+ARMS = (
+    "zero-key-columns:coordinates=507",
+    "zero-massive:layers=11,coordinates=507",
+    "scale-sink-value",
+    "mask-sink",
+)
+
+
+def arm_variants(model, shape: tuple[int, int]) -> dict[str, Variant]:
+    """Name → one pass of an arm of `intervene`: attention, massive activations, maps and the loss."""
+    ids = torch.randint(100, 40_000, shape, generator=torch.Generator().manual_seed(0))
+    batch = Batch(ids, torch.ones_like(ids))
+    family = find_family(model)
+    settings = Settings(positions=16, window=64)
+
+    def plain() -> None:
+        model(input_ids=ids, use_cache=False)
+
+    def arm(*do: str) -> Variant:
+        def timed() -> float:
+            with open_tracer(model, family, interventions=[parse(part) for part in do]) as tracer:
+                made = [Attention(settings), Massive(settings), MeanMaps()]
+                return seconds_of(lambda: tracer.forward_with_loss(batch, made))
+
+        return timed
+
+    return {"bare SDPA forward": bare(plain), "arm: before": arm()} | {f"arm: {do}": arm(do) for do in ARMS}
+
+
 def report_times(passes: dict[str, Variant], shape: tuple[int, int], rounds: int) -> None:
     times: dict[str, list[float]] = {name: [] for name in passes}
     for round_number in range(rounds + 1):
@@ -155,7 +186,7 @@ def report_memory(model_name: str | None, shape: tuple[int, int], names: list[st
 
 
 def all_variants(model, shape: tuple[int, int]) -> dict[str, Variant]:
-    return variants(model, shape) | backward_variants(model, shape)
+    return variants(model, shape) | backward_variants(model, shape) | arm_variants(model, shape)
 
 
 def print_peak(model, shape: tuple[int, int], name: str) -> None:
@@ -183,6 +214,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--shape", type=int, nargs=2)
+    parser.add_argument("--only", choices=["forward", "backward", "arms"])
     parser.add_argument("--peak-of")
     arguments = parser.parse_args()
     model = sinkscope.loading.load(arguments.model).model
@@ -190,7 +222,12 @@ def main() -> None:
         print_peak(model, tuple(arguments.shape), arguments.peak_of)
         return
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {model.config._attn_implementation}")
-    for make, shapes in ((variants, SHAPES), (backward_variants, BACKWARD_SHAPES)):
+    kinds = {
+        "forward": (variants, SHAPES),
+        "backward": (backward_variants, BACKWARD_SHAPES),
+        "arms": (arm_variants, SHAPES),
+    }
+    for make, shapes in kinds.values() if arguments.only is None else [kinds[arguments.only]]:
         for shape in shapes if arguments.shape is None else (tuple(arguments.shape),):
             passes = make(model, shape)
             report_times(passes, shape, arguments.rounds)
