@@ -144,31 +144,30 @@ def _measure_arms(
     length = min(len(ids) for ids in inputs.sequences)
     skipped = _check_arms(wanted, target, length, loaded.name, lenient)
     positions = [at + 1 for stack in wanted.values() for part in stack for at in part.watched]
-    bench = _Bench(loaded, family, inputs, config, console, positions=max(config.positions, *positions))
+    bench = _Bench(loaded, family, inputs, config, console, positions=max([config.positions, *positions]))
     records: dict[str, dict[str, Any]] = {}
 
-    before = bench.measure(BEFORE, ())
-    known = Known(target, length, before.tables, bench.hidden_mean)
+    alone = all(isinstance(stack[0], StreamingWindow) for stack in wanted.values())
+    before = None if alone else bench.measure(BEFORE, ())
+    known = Known(target, length, before.tables if before else {}, bench.hidden_mean)
     for place, (label, stack) in enumerate(wanted.items(), 1):
         if label in skipped:
             continue
         tell_place(console, label, place, len(wanted))
         try:
             decided = _decided(stack, known)
+            if isinstance(decided[0], StreamingWindow):
+                bench.measure_streaming(label, decided[0])
         except InputError as error:
             if not lenient:
                 raise
             skipped[label] = str(error).removeprefix(f"{label}: ")
             continue
         records[label] = _record(stack, decided)
-        if isinstance(decided[0], StreamingWindow):
-            bench.measure_streaming(label, decided[0])
+        if before is None or isinstance(decided[0], StreamingWindow):
             continue
         arms = [(BEFORE, -1, before), ("after", -1, bench.measure(label, decided))]
-        for draw in range(draws):
-            control = _control(decided, known, config.seed, draw)
-            if control is None:
-                break
+        for draw, control in enumerate(_controls(decided, known, config.seed, draws)):
             records[label]["controls"].append([str(part) for part in control])
             arms.append(("control", draw, bench.measure(f"{label} control {draw}", control, draw)))
         bench.note_effect(label, records[label], arms)
@@ -214,14 +213,22 @@ def _record(stack: Sequence[Intervention], decided: Sequence[Intervention]) -> d
     }
 
 
-def _control(stack: Sequence[Intervention], known: Known, seed: int, draw: int) -> tuple[Intervention, ...] | None:
-    """The stack with every part that has one replaced by its random control; None where none has."""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + draw)
-    controls = [part.control(known, generator) for part in stack]
-    if all(control is None for control in controls):
-        return None
-    parts = [control or part for part, control in zip(stack, controls, strict=True)]
-    return tuple(part.resolved(known) for part in parts)
+def _controls(stack: Sequence[Intervention], known: Known, seed: int, draws: int) -> list[tuple[Intervention, ...]]:
+    """The stack with every part that has one replaced by its random control, `draws` times, no two alike where there
+    are so many; none where no part has a control.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    found: list[tuple[Intervention, ...]] = []
+    for _ in range(20 * draws):
+        if len(found) == draws:
+            break
+        controls = [part.control(known, generator) for part in stack]
+        if all(control is None for control in controls):
+            break
+        chosen = tuple((control or part).resolved(known) for part, control in zip(stack, controls, strict=True))
+        if chosen not in found:
+            found.append(chosen)
+    return found
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ SMALLEST, GAP = 0.745, 0.045  # inches: a map, and the space between maps
 LEFT, RIGHT, BELOW = 0.32, 0.05, 0.2  # inches: margins
 BAR = 0.42  # inches: the colour bar, where it stands beside the maps
 HEADING, LINE = 0.17, 0.13  # inches: the title's first line, and another
-NAME_LINE, LETTER = 0.1, 0.058  # inches: a line of an arm's name, and a letter
+NAME_LINE, LETTER = 0.1, 0.053  # inches: a line of an arm's name, and a letter
 SMALL = 6.5  # points
 
 Maps = dict[str, dict[int, np.ndarray]]  # condition → layer → (query, key) weights, NaN where there are none
@@ -69,7 +69,7 @@ def draw(run: Run) -> Figure:
         weight = to_sink(maps[cell.condition].get(layer), cell.sink)
         if np.isfinite(weight):
             ax.text(0.98, 0.96, f"sink {weight:.2f}", transform=ax.transAxes, ha="right", va="top", fontsize=SMALL)
-        if cell.condition == BEFORE:
+        if cell.column == 0 and cell.row == (0 if has_room else down - 1):  # where there is room below
             _label(ax)
         if not cell.name and cell.column == (cell.row == 1):  # the first of its row
             ax.set_ylabel("random\ncontrol", fontsize=SMALL)
