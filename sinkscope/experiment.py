@@ -283,7 +283,8 @@ class _Bench:
                 done = pass_over(tracer, self.inputs, lambda: [_HiddenMean(position)], tracer.forward, size)
             (observable,) = done.observables
             assert isinstance(observable, _HiddenMean)
-            self._means[position] = {at: torch.from_numpy(observable.mean[at]) for at in observable.mean.keys()}  # noqa: SIM118
+            layers = observable.mean.keys()
+            self._means[position] = {layer: torch.from_numpy(observable.mean[layer]) for layer in layers}
         return self._means[position][layer]
 
     def measure_streaming(self, label: str, part: StreamingWindow) -> None:

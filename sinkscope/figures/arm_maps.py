@@ -5,7 +5,6 @@ its name is not repeated, and the colour bar has its place below the model as it
 in a map is the mean weight that its queries give the sink.
 """
 
-import textwrap
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +14,7 @@ from matplotlib.image import AxesImage
 from matplotlib.ticker import NullLocator
 
 from sinkscope.effects import arms
-from sinkscope.figures.labels import escape, title
+from sinkscope.figures.labels import title, wrapped
 from sinkscope.figures.style import COLUMN, SEQUENTIAL, Figure, new_figure
 from sinkscope.run import Run
 
@@ -152,12 +151,6 @@ def to_sink(weights: np.ndarray | None, sink: int) -> float:
     """Mean over the queries behind the sink, as far as the map reaches; NaN where it does not."""
     behind = np.empty(0) if weights is None or sink >= len(weights) else weights[sink + 1 :, sink]
     return float(behind.mean()) if len(behind) else float("nan")
-
-
-def wrapped(label: str, letters: int, lines: int = 4) -> str:
-    """An arm's label in lines, broken at hyphens and plus signs."""
-    parts = textwrap.wrap(label.replace("+", " + "), max(letters, 6), max_lines=lines, placeholder="…")
-    return escape("\n".join(parts))
 
 
 def axes_at(figure: Figure, left: float, top: float, width: float, height: float) -> Axes:

@@ -10,9 +10,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from sinkscope.effects import NO_POSITION, SPREAD, Effect, arms, effect_of
-from sinkscope.figures.arm_maps import wrapped
 from sinkscope.figures.axes import log_ticks
-from sinkscope.figures.labels import title
+from sinkscope.figures.labels import title, wrapped
 from sinkscope.figures.style import NAVY, WIDE, Figure, new_figure
 from sinkscope.run import Run
 

@@ -8,9 +8,8 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 
 from sinkscope.effects import SPREAD, arms
-from sinkscope.figures.arm_maps import wrapped
 from sinkscope.figures.axes import layer_axis, line_by_layer, value_axis
-from sinkscope.figures.labels import title
+from sinkscope.figures.labels import title, wrapped
 from sinkscope.figures.style import COLUMN, OTHERS, SINK, WIDE, Figure, new_figure
 from sinkscope.run import Run
 
