@@ -12,6 +12,7 @@ from sinkscope.analysis import family_of
 from sinkscope.attention_weights import AttentionRead
 from sinkscope.batch import Batch
 from sinkscope.families import RESIDUAL_SITES, Family, check_wiring, embedding_weight, read_sites
+from sinkscope.interventions import INTERVENTIONS, Target
 from sinkscope.loading import LoadedModel
 from sinkscope.observables import OBSERVABLES
 from sinkscope.observables.gradient import undefined_ratios
@@ -59,6 +60,10 @@ def doctor(model: str | PreTrainedModel | LoadedModel | None = None, **options: 
 
     report.notes += [f"gradients: {ratio} undefined: {reason}" for ratio, reason in undefined_ratios(family).items()]
     reasons = {name: item.inapplicable(loaded.model, family) for name, item in OBSERVABLES.items()}
+    target = Target(loaded.model, family, seams=[])
+    of_interventions = {name: item.inapplicable(target) for name, item in INTERVENTIONS.items() if not item.is_control}
+    report.facts["interventions"] = ", ".join(name for name, reason in of_interventions.items() if reason is None)
+    reasons |= of_interventions
     report.notes += [f"{name} does not apply: {reason}" for name, reason in reasons.items() if reason is not None]
 
     batch = _tokens(loaded.model)
