@@ -69,8 +69,8 @@ def no_query_bias(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def inputs_of(model: PreTrainedModel) -> list[np.ndarray]:
-    from sinkscope.analysis import inputs_for, loaded_model
     from sinkscope.config import make_config
+    from sinkscope.subject import inputs_for, loaded_model
 
     config = make_config(**SMALL)
     return list(inputs_for(loaded_model(model, None, config), config).sequences)

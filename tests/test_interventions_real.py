@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 
 import sinkscope
 from sinkscope import Run, recipes
-from sinkscope.analysis import inputs_for
 from sinkscope.config import make_config
 from sinkscope.effects import effect_of
 from sinkscope.loading import LoadedModel
+from sinkscope.subject import inputs_for
 
 pytestmark = pytest.mark.real_model
 
