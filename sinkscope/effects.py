@@ -110,9 +110,11 @@ def verdict(run: Run) -> str:
     given = run.manifest["input"]
     setting = (
         f"Measured on {given['sequences']} sequences of {run.manifest['config']['seq_len']} tokens "
-        f"({run.manifest['condition']}), position 0 being {given['token_zero']}. A control is a random change of the "
-        f"same kind, {run.manifest['draws']} draws, mean ± standard deviation."
+        f"({run.manifest['condition']}), position 0 being {given['token_zero']}."
     )
+    draws = max((len(arm["controls"]) for arm in arms(run).values()), default=0)
+    if draws:
+        setting += f" A control is a random change of the same kind, {draws} draws, mean ± standard deviation."
     return f"## {run.model}: interventions\n\n{_markdown(overview(run))}\n\n{setting}\n\n" + "\n".join(sentences)
 
 
@@ -149,7 +151,8 @@ def overview(run: Run) -> pd.DataFrame:
     for label in arms(run):
         if label not in measured:
             rows += _streaming_rows(run, label)
-    return pd.DataFrame(rows).fillna("").reindex(columns=["arm", *(name for name, *_ in columns)], fill_value="")
+    table = pd.DataFrame(rows).fillna("")
+    return table[["arm", *(name for name, *_ in columns if name in table)]]
 
 
 def _spread(controls: Sequence[float], form: str) -> str:
