@@ -26,6 +26,7 @@ from sinkscope.observables import OBSERVABLES
 from sinkscope.observables.observable import GradientObservable, Observable, Settings
 from sinkscope.passes import batches_of, pass_over
 from sinkscope.run import Run, check_output, new_folder, write_run
+from sinkscope.seam import registers_before
 from sinkscope.summary import summarise
 from sinkscope.tables import shape_table
 from sinkscope.tracer import Tracer, open_tracer
@@ -120,7 +121,7 @@ def inputs_for(loaded: LoadedModel, config: RunConfig) -> TokenInputs:
         vocab_size=embedding_weight(loaded.model).shape[0],
         tokenizer=loaded.tokenizer,
         dataset=config.dataset,
-        max_positions=next((limit for limit in limits if limit), None),
+        max_positions=next((limit - registers_before(loaded.model) for limit in limits if limit), None),
         num_seqs=config.num_seqs,
         seq_len=config.seq_len,
         bos=config.bos,

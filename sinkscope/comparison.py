@@ -92,7 +92,9 @@ def compare(
     opened = tuple(run if isinstance(run, Run) else Run.open(run) for run in runs)
     for run in opened:
         if run.is_experiment:
-            raise InputError(f"{run.folder or run.model} is a run of `intervene`: its arms are compared in its own tables")
+            raise InputError(
+                f"{run.folder or run.model} is a run of `intervene`: its arms are compared in its own tables"
+            )
     names = _labels(opened)
     differing = differing_settings([run.manifest for run in opened], names)
     comparison = Comparison(opened, _table(opened, names), _by_layer(opened, names), differing, folder)

@@ -115,7 +115,6 @@ class Content(BaseModel):
                 raise ValueError(f"'{name}' cannot be the name of a run, which is also its folder's: choose another")
         return runs
 
-
     @model_validator(mode="after")
     def _check_kind(self) -> "Content":
         if self.runs and self.arms:
