@@ -10,6 +10,7 @@ after any rotary rotation. `lse` is the log-sum-exp of each row of logits, with 
 attention weights is exp(logit - lse) (attention_weights.py): the weights themselves are never kept.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -73,6 +74,7 @@ class Seam(nn.Module):
         self.order = self.ORDER[door]
         self.call: AttentionCall | None = None
         self.forbidden: Forbidden | None = None
+        self.scaling: float | None = None  # found by the interceptor in its first call
         self.query, self.key, self.value = Tap(), Tap(), Tap()
         self.lse, self.mix = Tap(), Tap()
 
@@ -81,6 +83,8 @@ class Denominator(nn.Module, ABC):
     """A retrofit's own term in every row's denominator, a logit with no value; in an attention module as `RETROFIT`."""
 
     reads_query: ClassVar[bool] = False
+    scaling: float  # of q·k, where the model's own code makes the logits,
+    is_biased: bool  # and whether it adds to them by position (ALiBi)
 
     @abstractmethod
     def forward(self, query: torch.Tensor, call: AttentionCall) -> torch.Tensor:
@@ -286,12 +290,12 @@ class Interceptor(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.idle = Seam("sdpa", "interceptor")  # for a module that has none: a retrofit's, while nobody measures
+        self.idle.scaling = math.nan  # nobody asks
         self.seam = self.idle
         self.denominator: Denominator | None = None
         self.batch = 0
         self.kv_heads: int | None = None  # where the module says so
         self.query, self.key = torch.empty(0), torch.empty(0)  # of the call under way
-        self.scaling: float | None = None  # found in the first call
         self.awaited = "logits"  # then "softmax", then "mix", then nothing more in this call
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -354,13 +358,14 @@ class Interceptor(TorchFunctionMode):
 
     def _softmax(self, func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         scores = self._heads(args[0])
-        if self.scaling is None:
-            self.scaling = found_scaling(self.query, self.key, scores)
+        if self.seam.scaling is None:
+            self.seam.scaling = found_scaling(self.query, self.key, scores)
         if self.seam.forbidden is not None:
             scores = scores.masked_fill(self._forbidden(self.seam.forbidden, scores), torch.finfo(scores.dtype).min)
             args = (scores.reshape(args[0].shape), *args[1:])
-        call = AttentionCall(mask=None, scaling=self.scaling, scores=scores)
-        self.seam.call = call if self.denominator is None else self.denominator.added_to(call, self.query)
+        self.seam.call = AttentionCall(mask=None, scaling=self.seam.scaling, scores=scores)
+        if self.denominator is not None:
+            self.seam.call = self._with_denominator(self.denominator, self.seam.call, scores)
         self.query = self.key = torch.empty(0)
         self.seam.lse(row_lse(upcast(scores), self.seam.call.sink_logits))
         self.awaited = "mix"
@@ -369,6 +374,14 @@ class Interceptor(TorchFunctionMode):
         sinks = self.seam.call.sink_logits.to(scores.dtype)[..., None]  # a column more, whose weight nobody gets
         with_sinks = torch.cat([scores, sinks], dim=-1).reshape(*args[0].shape[:-1], -1)
         return func(with_sinks, *args[1:], **kwargs)[..., :-1]
+
+    def _with_denominator(self, term: Denominator, call: AttentionCall, scores: torch.Tensor) -> AttentionCall:
+        call = term.added_to(call, self.query)
+        if not term.is_biased or call.sink_logits is None:
+            return call
+        # ALiBi is given up to a constant a row, which MPT counts from the last key there is: beside a logit that has
+        # none it must be 0 for the query's own key
+        return replace(call, sink_logits=call.sink_logits + own_bias(self.query, self.key, scores, term.scaling))
 
     @staticmethod
     def _forbidden(forbidden: Forbidden, scores: torch.Tensor) -> torch.Tensor:
@@ -429,6 +442,19 @@ def found_scaling(query: torch.Tensor, key: torch.Tensor, scores: torch.Tensor) 
     scaling = dots @ found / dots.square().sum()
     is_exact = (found - scaling * dots).abs().max() < 1e-2 * found.abs().max()  # half precision is no more exact
     return float(scaling) if is_exact else float("nan")
+
+
+@torch.no_grad()
+def own_bias(query: torch.Tensor, key: torch.Tensor, scores: torch.Tensor, scaling: float) -> torch.Tensor:
+    """What a model's own code added to the logit of each query's own key, the last that it sees: (B,H,T).
+
+    query (B,H,T,d), key (B,K,S,d), scores (B,H,T,S) = scaling · q·k + bias, masked.
+    """
+    columns = torch.arange(scores.shape[-1], device=scores.device)
+    own = ((scores > MASKED) * columns).argmax(-1, keepdim=True)  # (B,H,T,1)
+    keys = repeat_heads(key, query.shape[1]).gather(2, own.expand(*own.shape[:3], key.shape[-1]))
+    dots = torch.linalg.vecdot(upcast(query), upcast(keys))
+    return upcast(scores).gather(-1, own).squeeze(-1) - scaling * dots
 
 
 @contextmanager

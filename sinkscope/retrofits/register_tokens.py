@@ -2,8 +2,8 @@
 
 They stand directly before each sequence's first token, behind any padding on the left, so that a padded batch gives
 what each sequence gives alone. What goes in and what comes out keeps the text's own length: masks and positions are
-widened on the way in, logits cut on the way out, and the first token is not a target, as nothing predicts it in the plain
-model. Hidden states and attentions, where they are asked for, have the registers in them.
+widened on the way in, logits cut on the way out, and the first token is not a target, as nothing predicts it in the
+plain model. Hidden states and attentions, where they are asked for, have the registers in them.
 """
 
 from collections.abc import Callable, Mapping

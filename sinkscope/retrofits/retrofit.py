@@ -35,6 +35,7 @@ class Layer:
     output: nn.Module  # its input is every head's mix, (B,T,H·d)
     heads: int  # H, query heads
     scaling: float  # of q·k
+    is_biased: bool  # ALiBi
     dtype: torch.dtype
     device: torch.device
 
@@ -72,6 +73,7 @@ def layers_of(model: PreTrainedModel, family: Family) -> list[Layer]:
                 attention.get_submodule(family.output),
                 config.num_attention_heads,
                 head_dim**-0.5 if family.scaling is None else family.scaling,
+                family.positions == "alibi",
                 model.dtype,
                 value.module.weight.device,
             )
@@ -170,6 +172,7 @@ class DenominatorPart(Part, Denominator):
     def __init__(self, layer: Layer) -> None:
         super().__init__()
         self.scaling = layer.scaling
+        self.is_biased = layer.is_biased
 
     def attach(self, layer: Layer, model: PreTrainedModel, family: Family) -> None:
         layer.attention.add_module(RETROFIT, self)
