@@ -90,9 +90,15 @@ class Denominator(nn.Module, ABC):
     def forward(self, query: torch.Tensor, call: AttentionCall) -> torch.Tensor:
         """query (B,H,T,d) → logits (B,H,T)."""
 
-    def added_to(self, call: AttentionCall, query: torch.Tensor) -> AttentionCall:
-        """The same call with this term in it, beside the model's own where it has one (gpt-oss)."""
+    def added_to(self, call: AttentionCall, query: torch.Tensor, own_bias: torch.Tensor | None = None) -> AttentionCall:
+        """The same call with this term in it, beside the model's own where it has one (gpt-oss).
+
+        own_bias (B|1,H,T): what ALiBi adds to the logit of the query's own key. Models give ALiBi up to a constant a
+        row, which MPT counts from the last key there is; beside a logit without position it is to be 0 at distance 0.
+        """
         logits = upcast(self(query, call))
+        if own_bias is not None:
+            logits = logits + own_bias
         if call.sink_logits is not None:
             logits = logits.logaddexp(call.sink_logits.to(logits.dtype)[:, None])
         return replace(call, sink_logits=logits)
@@ -333,7 +339,7 @@ class Interceptor(TorchFunctionMode):
         query, key, value = seam.query(query), seam.key(self._own_heads(key)), self._own_heads(value)
         seam.call = AttentionCall(attn_mask, scaling, forbidden=seam.forbidden, dropout=dropout_p)
         if self.denominator is not None:
-            seam.call = self.denominator.added_to(seam.call, query)
+            seam.call = self.denominator.added_to(seam.call, query, self._own_bias(attn_mask))
         # The taps run in one order whatever the model does, so lse (which needs no value) comes before value.
         mix, lse = seam.kernel(query, key, value, seam.call)
         seam.lse(lse)
@@ -365,7 +371,9 @@ class Interceptor(TorchFunctionMode):
             args = (scores.reshape(args[0].shape), *args[1:])
         self.seam.call = AttentionCall(mask=None, scaling=self.seam.scaling, scores=scores)
         if self.denominator is not None:
-            self.seam.call = self._with_denominator(self.denominator, self.seam.call, scores)
+            self.seam.call = self.denominator.added_to(
+                self.seam.call, self.query, self._own_bias(scores, has_dots=True)
+            )
         self.query = self.key = torch.empty(0)
         self.seam.lse(row_lse(upcast(scores), self.seam.call.sink_logits))
         self.awaited = "mix"
@@ -375,13 +383,22 @@ class Interceptor(TorchFunctionMode):
         with_sinks = torch.cat([scores, sinks], dim=-1).reshape(*args[0].shape[:-1], -1)
         return func(with_sinks, *args[1:], **kwargs)[..., :-1]
 
-    def _with_denominator(self, term: Denominator, call: AttentionCall, scores: torch.Tensor) -> AttentionCall:
-        call = term.added_to(call, self.query)
-        if not term.is_biased or call.sink_logits is None:
-            return call
-        # ALiBi is given up to a constant a row, which MPT counts from the last key there is: beside a logit that has
-        # none it must be 0 for the query's own key
-        return replace(call, sink_logits=call.sink_logits + own_bias(self.query, self.key, scores, term.scaling))
+    @torch.no_grad()
+    def _own_bias(self, scores: torch.Tensor | None, has_dots: bool = False) -> torch.Tensor | None:
+        """What ALiBi has added to the logit of each query's own key, (B|1,H,T); None where there is no ALiBi.
+
+        scores (B|1,H,T,S): biases under the mask, with scaling · q·k in them where `has_dots`.
+        """
+        term = self.denominator
+        if term is None or not term.is_biased or scores is None:
+            return None
+        columns = torch.arange(scores.shape[-1], device=scores.device)
+        own = ((scores > MASKED) * columns).argmax(-1, keepdim=True)  # the last that the query sees
+        bias = upcast(scores).gather(-1, own).squeeze(-1)
+        if not has_dots:
+            return bias
+        keys = repeat_heads(self.key, scores.shape[1]).gather(2, own.expand(*own.shape[:3], self.key.shape[-1]))
+        return bias - term.scaling * torch.linalg.vecdot(upcast(self.query), upcast(keys))
 
     @staticmethod
     def _forbidden(forbidden: Forbidden, scores: torch.Tensor) -> torch.Tensor:
@@ -442,19 +459,6 @@ def found_scaling(query: torch.Tensor, key: torch.Tensor, scores: torch.Tensor) 
     scaling = dots @ found / dots.square().sum()
     is_exact = (found - scaling * dots).abs().max() < 1e-2 * found.abs().max()  # half precision is no more exact
     return float(scaling) if is_exact else float("nan")
-
-
-@torch.no_grad()
-def own_bias(query: torch.Tensor, key: torch.Tensor, scores: torch.Tensor, scaling: float) -> torch.Tensor:
-    """What a model's own code added to the logit of each query's own key, the last that it sees: (B,H,T).
-
-    query (B,H,T,d), key (B,K,S,d), scores (B,H,T,S) = scaling · q·k + bias, masked.
-    """
-    columns = torch.arange(scores.shape[-1], device=scores.device)
-    own = ((scores > MASKED) * columns).argmax(-1, keepdim=True)  # (B,H,T,1)
-    keys = repeat_heads(key, query.shape[1]).gather(2, own.expand(*own.shape[:3], key.shape[-1]))
-    dots = torch.linalg.vecdot(upcast(query), upcast(keys))
-    return upcast(scores).gather(-1, own).squeeze(-1) - scaling * dots
 
 
 @contextmanager

@@ -17,7 +17,8 @@ from sinkscope.seam import AttentionCall, upcast
 
 def bias_logits(query: torch.Tensor, key: torch.Tensor, scaling: float, softcap: float | None = None) -> torch.Tensor:
     """scaling · q_t·k* of each head: query (B,H,T,d), key (H,d) → (B,H,T), float32 or better."""
-    logits = scaling * torch.einsum("bhtd,hd->bht", upcast(query), upcast(key))
+    query = upcast(query)
+    logits = scaling * torch.einsum("bhtd,hd->bht", query, key.to(query.dtype))
     return logits if softcap is None else softcap * (logits / softcap).tanh()
 
 

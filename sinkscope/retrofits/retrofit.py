@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import nn
 from transformers import PreTrainedModel
 
+from sinkscope.errors import SinkscopeError
 from sinkscope.families import Family
 from sinkscope.projections import Projection, projections
 from sinkscope.seam import NAME, RETROFIT, Denominator, Interceptor
@@ -163,7 +164,7 @@ class OutputPart(Part):
     def _was_used(self, module: nn.Module, args: tuple, output: Any) -> None:
         """BLOOM with `slow_but_exact` multiplies by slices of its projection's weight and never calls it."""
         if self.awaited is not None:
-            raise RuntimeError("the attention's output projection was not called: its gates would be without effect")
+            raise SinkscopeError("the attention's output projection was not called: its gates would be without effect")
 
 
 class DenominatorPart(Part, Denominator):
