@@ -23,6 +23,14 @@ def base_type(model_type: str) -> str:
     return model_type.removeprefix(PREFIX)
 
 
+def _named_base(model_type: object) -> str | None:
+    """The plain type that a `sinkscope_*` one names; None for any other, and for a retrofit's retrofit."""
+    if not isinstance(model_type, str) or not model_type.startswith(PREFIX):
+        return None
+    base = base_type(model_type)
+    return None if base.startswith(PREFIX) else base
+
+
 def is_retrofitted(config: Any) -> bool:
     return str(getattr(config, "model_type", "")).startswith(PREFIX)
 
@@ -72,11 +80,7 @@ def _knowing(table_class: Any) -> Any:
         knows_retrofits = True
 
         def __contains__(self, model_type: object) -> bool:
-            return super().__contains__(model_type) or (
-                isinstance(model_type, str)
-                and model_type.startswith(PREFIX)
-                and super().__contains__(base_type(model_type))
-            )
+            return super().__contains__(model_type) or super().__contains__(_named_base(model_type))
 
         def __getitem__(self, model_type: str) -> Any:
             if not super().__contains__(model_type) and model_type in self:

@@ -615,11 +615,15 @@ def test_tables_of_a_retrofitted_model_are_those_of_eager_attention(name: str, l
     sequences = ragged_tokens([10, 10, 7])
     with in_double(model):
         ours = measured(model, batched(sequences, 2), SETTINGS)
-        twin = as_the_plain_family(reference.eager_twin(model), name)
+        kernel = "sdpa" if name.startswith("falcon") else "eager"  # reference.py says why
+        config = copy.deepcopy(model.config)
+        twin = AutoModelForCausalLM.from_config(config, dtype=model.dtype, attn_implementation=kernel)
+        twin.load_state_dict(model.state_dict())
+        twin = as_the_plain_family(twin.eval().requires_grad_(False), name)
         with in_double(twin):
             found = [reference.record(twin, ids) for ids in sequences]
     expected = reference.tables(found, 8, 8, 0.3)
-    reference.assert_same(ours, expected, 1e-4 if name in ("bloom", "falcon-alibi", "mpt") else 1e-7)
+    reference.assert_same(ours, expected, 1e-4 if name in ("bloom", "falcon-alibi", "mpt") else 1e-6)
 
 
 @pytest.mark.parametrize("name", [name for name in TINY if TINY[name][0] not in ("bloom", "mpt", "gptj", "gpt_neo")])
