@@ -5,7 +5,7 @@ from functools import cached_property
 
 import torch
 
-REGISTER = -2  # token id of a learned embedding that stands before the text
+REGISTER = -1000  # token id of a learned embedding that stands before the text
 
 
 def insert_before(x: torch.Tensor, prefix: torch.Tensor, start: torch.Tensor | None) -> torch.Tensor:
