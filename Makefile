@@ -1,6 +1,7 @@
 # Everything from a fresh clone: `make demo`, `make test`, `make check`.
 PYTHON ?= python3
 BIN := .venv/bin
+MGM := .models/mgm --allow-pickle --input sampled
 
 .PHONY: install models demo test fast check format report clean
 
@@ -40,6 +41,11 @@ format: install
 report: install models  ## what reports/ holds
 	$(BIN)/sinkscope analyze --out reports/smollm2-135m --overwrite
 	$(BIN)/sinkscope analyze .models/gemma3-270m.gguf --out reports/gemma3-270m --overwrite
+	$(BIN)/sinkscope analyze $(MGM) --out reports/mgm --overwrite
+	$(BIN)/sinkscope run all-interventions --model $(MGM) --out reports/mgm-interventions --overwrite
+	$(BIN)/sinkscope run all-interventions --out reports/smollm2-135m-interventions --overwrite
+	$(BIN)/sinkscope run all-interventions --model .models/gemma3-270m.gguf --out reports/gemma3-270m-interventions --overwrite
+	$(BIN)/sinkscope run streaming-perplexity --out reports/smollm2-135m-streaming --overwrite
 
 clean:
 	rm -rf .venv .models runs

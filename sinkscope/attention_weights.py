@@ -48,19 +48,23 @@ class AttentionRead:
     @property
     def is_plain(self) -> bool:
         """Linear logits under the causal mask alone: no window, no padding. Sums then have cheaper forms."""
-        everything = self.call.mask is None and self.call.forbidden is None and self.batch.valid is None
-        return self.is_linear and everything
+        return self.is_plain_but_for_keys and not self.call.forbidden
+
+    @property
+    def is_plain_but_for_keys(self) -> bool:
+        """The same where an intervention may have forbidden a few keys."""
+        return self.is_linear and self.call.mask is None and self.batch.valid is None
 
     def allowed(self, rows: slice, cols: slice) -> torch.Tensor | None:
         """Which keys each real query may attend to, (B|1,H|1,R,C) bool; None where that is all of them."""
         call, device = self.call, self.query.device
         below_diagonal = rows.start >= cols.stop - 1
-        nothing_else = (call.mask, call.forbidden, call.scores, self.batch.valid) == (None, None, None, None)
+        nothing_else = (call.mask, call.scores, self.batch.valid) == (None, None, None) and not call.forbidden
         if below_diagonal and nothing_else:
             return None
         seen = causal(rows, cols, 0, device)[None, None]
-        if call.forbidden is not None:
-            seen = seen & ~call.forbidden(rows, cols, device)
+        for forbidden in call.forbidden:
+            seen = seen & ~forbidden.pairs(rows, cols, device)
         if call.scores is not None:
             seen = seen & (call.scores[:, :, rows, cols] > MASKED)
         elif call.mask is not None:
@@ -134,9 +138,10 @@ def column_sums(read: AttentionRead, columns: int, window: int, chunk: int = ROW
     windows = torch.zeros_like(read.lse)
     entropy = torch.zeros_like(read.lse) if whole else None
 
-    plain = not whole and read.is_plain
+    plain = not whole and read.is_plain_but_for_keys
     if plain:
         windows = plain_window_sums(read, window, max(chunk, window))
+        _forget_forbidden(read, windows)
     # few columns take more rows to the same memory
     for rows in row_chunks(length, chunk * max(1, length // columns) if plain else chunk):
         cols = slice(0, min(columns, rows.stop))
@@ -182,6 +187,16 @@ def plain_window_sums(read: AttentionRead, window: int, block: int) -> torch.Ten
         sums[..., places].unflatten(2, (-1, block))[..., :reach] += columns[..., :reach]
         sums[..., reach:][..., places] += columns[..., reach:].flatten(2)
     return sums[..., reach : reach + read.length]
+
+
+def _forget_forbidden(read: AttentionRead, windows: torch.Tensor) -> None:
+    """Of a key that is hidden from all later queries only its own token's weight is left."""
+    for forbidden in read.call.forbidden:
+        for column in forbidden.columns(windows.device)[0].tolist():  # no padding: the same in all sequences
+            if column < read.length:
+                itself = slice(column, column + 1)
+                own, _ = read.weights(itself, itself)
+                windows[:, forbidden.heads, column] = own[:, forbidden.heads, 0, 0]
 
 
 def _within(weights: torch.Tensor, rows: slice, cols: slice, window: int) -> torch.Tensor:

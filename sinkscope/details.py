@@ -64,8 +64,8 @@ class MeanMaps(Observable):
         self.maps.add(layer, read.weights(shown, shown)[0].mean(1))
 
     def tables(self) -> dict[str, pd.DataFrame]:
-        frames = []
-        for layer in self.maps.keys():
+        frames, layers = [], self.maps.keys()
+        for layer in layers:
             weights = self.maps[layer].astype(np.float32)
             places = range(len(weights))
             frame = long_form({"layer": layer, "query": places, "key": places}, {"weight": weights})

@@ -7,16 +7,16 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from sinkscope import loading
-from sinkscope.analysis import family_of
 from sinkscope.attention_weights import AttentionRead
 from sinkscope.batch import Batch
 from sinkscope.families import RESIDUAL_SITES, Family, check_wiring, embedding_weight, read_sites
+from sinkscope.interventions import INTERVENTIONS, Target
 from sinkscope.loading import LoadedModel
 from sinkscope.observables import OBSERVABLES
 from sinkscope.observables.gradient import undefined_ratios
 from sinkscope.observables.observable import Observable, Settings
 from sinkscope.seam import has_denominators
+from sinkscope.subject import ModelLike, config_of, family_of, loaded_model
 from sinkscope.tracer import open_tracer
 
 TOKENS = 64
@@ -44,14 +44,12 @@ class Report:
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
 
 
-def doctor(model: str | PreTrainedModel | LoadedModel | None = None, **options: Any) -> Report:
+def doctor(model: ModelLike = None, **options: Any) -> Report:
     """Examine one model; `options` are those of `load`. → Report, whose `ok` says whether every check passed.
 
     Errors: those of `load`; InputError where the architecture is unknown and cannot be calibrated.
     """
-    if isinstance(model, PreTrainedModel):
-        model = LoadedModel(model, None, model.config.name_or_path or type(model).__name__, "", None, None, ())
-    loaded = model if isinstance(model, LoadedModel) else loading.load(model, **options)
+    loaded = loaded_model(model, None, config_of(model, options))
     family, notices = family_of(loaded.model)
     report = Report(loaded.name, _facts(loaded, family), notes=[*loaded.notices, *notices])
     if notices:
@@ -60,6 +58,10 @@ def doctor(model: str | PreTrainedModel | LoadedModel | None = None, **options: 
 
     report.notes += [f"gradients: {ratio} undefined: {reason}" for ratio, reason in undefined_ratios(family).items()]
     reasons = {name: item.inapplicable(loaded.model, family) for name, item in OBSERVABLES.items()}
+    target = Target(loaded.model, family, seams=[])
+    of_interventions = {name: item.inapplicable(target) for name, item in INTERVENTIONS.items() if not item.is_control}
+    report.facts["interventions"] = ", ".join(name for name, reason in of_interventions.items() if reason is None)
+    reasons |= of_interventions
     report.notes += [f"{name} does not apply: {reason}" for name, reason in reasons.items() if reason is not None]
 
     batch = _tokens(loaded.model)

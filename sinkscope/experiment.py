@@ -10,19 +10,16 @@ from typing import Any, Literal
 import pandas as pd
 import torch
 from rich.console import Console
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from sinkscope.analysis import family_of, inputs_for, loaded_model, publish, status, tell, tell_place
+from sinkscope.analysis import publish
 from sinkscope.batch import Batch
-from sinkscope.config import DRAWS, RunConfig, make_config
+from sinkscope.config import DRAWS, RunConfig
 from sinkscope.details import MeanMaps
 from sinkscope.effects import arm_metrics
 from sinkscope.errors import InputError
-from sinkscope.families import Family
-from sinkscope.inputs import TokenInputs, check_source
 from sinkscope.interventions import INTERVENTIONS, Intervention, Known, Target, parse_all
 from sinkscope.interventions.streaming_window import StreamingWindow
-from sinkscope.loading import LoadedModel
 from sinkscope.manifest import Facts, make_manifest
 from sinkscope.observables import OBSERVABLES
 from sinkscope.observables.observable import Mean, Observable, Reading, Settings
@@ -30,6 +27,7 @@ from sinkscope.passes import pass_over
 from sinkscope.run import Run, check_output, new_folder, write_run
 from sinkscope.seam import upcast
 from sinkscope.streaming import measure_streaming
+from sinkscope.subject import ModelLike, Subject, config_of, status, subject_of, tell_place
 from sinkscope.tables import shape_table
 from sinkscope.tracer import open_tracer
 
@@ -41,7 +39,7 @@ Do = str | Intervention | Iterable[str | Intervention]
 
 
 def intervene(
-    model: str | os.PathLike[str] | PreTrainedModel | LoadedModel | None = None,
+    model: ModelLike = None,
     do: Do | None = None,
     *,
     arms: Mapping[str, Do] | Literal["all"] | None = None,
@@ -72,22 +70,13 @@ def intervene(
         raise InputError(f"--draws {draws}: it must be 0 or more")
     if options.get("observables") or (config and config.observables):
         raise InputError(f"`intervene` always measures {' and '.join(MEASURED)}: leave `observables` out")
-    if isinstance(model, os.PathLike):
-        model = os.fspath(model)
-    if config is None:
-        config = make_config(model=model if isinstance(model, str) else None, **options)
+    config = config or config_of(model, options)
     folder = None if out is None else check_output(out, overwrite)
     console = Console(stderr=True, quiet=quiet)
+    subject = subject_of(model, tokenizer, config, console)
 
-    check_source(config.input)
-    with status(console, "loading the model"):
-        loaded = loaded_model(model, tokenizer, config)
-    family, notices = family_of(loaded.model)
-    inputs = inputs_for(loaded, config)
-    tell(console, (*loaded.notices, *notices, *inputs.notices))
-
-    done = _measure_arms(loaded, family, inputs, config, wanted, draws, lenient=arms == "all", console=console)
-    manifest = make_manifest(loaded, family, inputs, config, Facts(done.batch_size), list(done.tables), start)
+    done = _measure_arms(subject, config, wanted, draws, lenient=arms == "all", console=console)
+    manifest = make_manifest(subject, config, Facts(done.batch_size), list(done.tables), start)
     manifest |= {"command": "intervene", "draws": draws, "arms": done.records, "skipped": done.skipped}
     run = Run(manifest, done.tables, folder)
     if folder is not None:
@@ -127,9 +116,7 @@ class _Measured:
 
 
 def _measure_arms(
-    loaded: LoadedModel,
-    family: Family,
-    inputs: TokenInputs,
+    subject: Subject,
     config: RunConfig,
     wanted: Mapping[str, tuple[Intervention, ...]],
     draws: int,
@@ -140,35 +127,34 @@ def _measure_arms(
 
     Errors: InputError for an arm that does not apply or names what there is not, before anything is measured.
     """
-    target = Target(loaded.model, family, seams=[])  # to plan by: no attention is touched
-    length = min(len(ids) for ids in inputs.sequences)
-    skipped = _check_arms(wanted, target, length, loaded.name, lenient)
+    target = Target(subject.loaded.model, subject.family, seams=[])  # to plan by: no attention is touched
+    length = min(len(ids) for ids in subject.inputs.sequences)
+    skipped = _check_arms(wanted, target, length, subject.loaded.name, lenient)
     positions = [at + 1 for stack in wanted.values() for part in stack for at in part.watched]
-    bench = _Bench(loaded, family, inputs, config, console, positions=max(config.positions, *positions))
+    bench = _Bench(subject, config, console, positions=max([config.positions, *positions]))
     records: dict[str, dict[str, Any]] = {}
 
-    before = bench.measure(BEFORE, ())
-    known = Known(target, length, before.tables, bench.hidden_mean)
+    alone = all(isinstance(stack[0], StreamingWindow) for stack in wanted.values())
+    before = None if alone else bench.measure(BEFORE, ())
+    known = Known(target, length, before.tables if before else {}, bench.hidden_mean)
     for place, (label, stack) in enumerate(wanted.items(), 1):
         if label in skipped:
             continue
         tell_place(console, label, place, len(wanted))
         try:
             decided = _decided(stack, known)
+            if isinstance(decided[0], StreamingWindow):
+                bench.measure_streaming(label, decided[0])
         except InputError as error:
             if not lenient:
                 raise
             skipped[label] = str(error).removeprefix(f"{label}: ")
             continue
         records[label] = _record(stack, decided)
-        if isinstance(decided[0], StreamingWindow):
-            bench.measure_streaming(label, decided[0])
+        if before is None or isinstance(decided[0], StreamingWindow):
             continue
         arms = [(BEFORE, -1, before), ("after", -1, bench.measure(label, decided))]
-        for draw in range(draws):
-            control = _control(decided, known, config.seed, draw)
-            if control is None:
-                break
+        for draw, control in enumerate(_controls(decided, known, config.seed, draws)):
             records[label]["controls"].append([str(part) for part in control])
             arms.append(("control", draw, bench.measure(f"{label} control {draw}", control, draw)))
         bench.note_effect(label, records[label], arms)
@@ -214,14 +200,22 @@ def _record(stack: Sequence[Intervention], decided: Sequence[Intervention]) -> d
     }
 
 
-def _control(stack: Sequence[Intervention], known: Known, seed: int, draw: int) -> tuple[Intervention, ...] | None:
-    """The stack with every part that has one replaced by its random control; None where none has."""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + draw)
-    controls = [part.control(known, generator) for part in stack]
-    if all(control is None for control in controls):
-        return None
-    parts = [control or part for part, control in zip(stack, controls, strict=True)]
-    return tuple(part.resolved(known) for part in parts)
+def _controls(stack: Sequence[Intervention], known: Known, seed: int, draws: int) -> list[tuple[Intervention, ...]]:
+    """The stack with every part that has one replaced by its random control, `draws` times, no two alike where there
+    are so many; none where no part has a control.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    found: list[tuple[Intervention, ...]] = []
+    for _ in range(20 * draws):
+        if len(found) == draws:
+            break
+        controls = [part.control(known, generator) for part in stack]
+        if all(control is None for control in controls):
+            break
+        chosen = tuple((control or part).resolved(known) for part, control in zip(stack, controls, strict=True))
+        if chosen not in found:
+            found.append(chosen)
+    return found
 
 
 @dataclass(frozen=True)
@@ -234,9 +228,7 @@ class _Arm:
 class _Bench:
     """One model on one input, where arm after arm is measured and its tables are collected."""
 
-    loaded: LoadedModel
-    family: Family
-    inputs: TokenInputs
+    subject: Subject
     config: RunConfig
     console: Console
     positions: int  # how many are reported
@@ -246,7 +238,7 @@ class _Bench:
 
     @property
     def settings(self) -> Settings:
-        longest = self.inputs.longest
+        longest = self.subject.inputs.longest
         return Settings(min(self.positions, longest), min(self.config.window, longest), self.config.epsilon)
 
     def measure(self, condition: str, stack: Sequence[Intervention], draw: int = -1) -> _Arm:
@@ -258,30 +250,33 @@ class _Bench:
             observables: list[Observable] = [OBSERVABLES[name](self.settings) for name in MEASURED]
             return observables + ([MeanMaps()] if draw < 1 else [])
 
-        with open_tracer(self.loaded.model, self.family, self.config.attn, stack) as tracer:
+        with open_tracer(self.subject.loaded.model, self.subject.family, self.config.attn, stack) as tracer:
             size = self.batch_size or self.config.batch_size
-            done = pass_over(tracer, self.inputs, fresh, tracer.forward_with_loss, size, console=self.console)
+            done = pass_over(tracer, self.subject.inputs, fresh, tracer.forward_with_loss, size, console=self.console)
         self.batch_size = done.batch_size
         raw = {name: table for observable in done.observables for name, table in observable.tables().items()}
         kept = raw if draw < 0 else {name: raw[name] for name in CONTROL_TABLES if name in raw}
-        for name, table in publish(kept, self.loaded, condition).items():
+        for name, table in publish(kept, self.subject.loaded, condition).items():
             self.collected[name].append(table)
-        return _Arm(raw, done.loss / (self.inputs.num_tokens - len(self.inputs)))
+        return _Arm(raw, done.loss / (self.subject.inputs.num_tokens - len(self.subject.inputs)))
 
     def hidden_mean(self, layer: int, position: int) -> torch.Tensor:
         """(D,): the hidden state behind a layer at a position of the model as it is, mean over sequences."""
         if position not in self._means:
-            with open_tracer(self.loaded.model, self.family, self.config.attn) as tracer:
+            with open_tracer(self.subject.loaded.model, self.subject.family, self.config.attn) as tracer:
                 size = self.batch_size or self.config.batch_size
-                done = pass_over(tracer, self.inputs, lambda: [_HiddenMean(position)], tracer.forward, size)
+                done = pass_over(tracer, self.subject.inputs, lambda: [_HiddenMean(position)], tracer.forward, size)
             (observable,) = done.observables
             assert isinstance(observable, _HiddenMean)
-            self._means[position] = {at: torch.from_numpy(observable.mean[at]) for at in observable.mean.keys()}  # noqa: SIM118
+            layers = observable.mean.keys()
+            self._means[position] = {layer: torch.from_numpy(observable.mean[layer]) for layer in layers}
         return self._means[position][layer]
 
     def measure_streaming(self, label: str, part: StreamingWindow) -> None:
-        table = measure_streaming(self.loaded.model, self.family, self.inputs, part.window or (), part.keep)
-        self.collected["streaming"].append(shape_table("streaming", table, self.loaded.name, label, {}))
+        table = measure_streaming(
+            self.subject.loaded.model, self.subject.family, self.subject.inputs, part.window or (), part.keep
+        )
+        self.collected["streaming"].append(shape_table("streaming", table, self.subject.loaded.name, label, {}))
 
     def note_effect(self, label: str, record: Mapping[str, Any], arms: Sequence[tuple[str, int, _Arm]]) -> None:
         parts = [
@@ -289,7 +284,7 @@ class _Bench:
             for arm, draw, measured in arms
         ]
         table = pd.concat(parts, ignore_index=True).assign(name=" ".join(record["do"]))
-        self.collected["effect"].append(shape_table("effect", table, self.loaded.name, label, {}))
+        self.collected["effect"].append(shape_table("effect", table, self.subject.loaded.name, label, {}))
 
     def tables(self) -> dict[str, pd.DataFrame]:
         return {name: pd.concat(parts, ignore_index=True) for name, parts in self.collected.items()}

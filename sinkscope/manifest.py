@@ -15,9 +15,7 @@ from typing import Any
 import torch
 
 from sinkscope.config import RunConfig
-from sinkscope.families import Family
-from sinkscope.inputs import TokenInputs
-from sinkscope.loading import LoadedModel
+from sinkscope.subject import Subject
 
 LIBRARIES = ("torch", "transformers", "nnsight", "accelerate", "pandas")
 
@@ -34,14 +32,13 @@ class Facts:
 
 
 def make_manifest(
-    loaded: LoadedModel,
-    family: Family,
-    inputs: TokenInputs,
+    subject: Subject,
     config: RunConfig,
     facts: Facts,
     tables: list[str],
     start: float,
 ) -> dict[str, Any]:
+    loaded, family, inputs = subject.loaded, subject.family, subject.inputs
     parameters = next(loaded.model.parameters())
     text = loaded.model.config.get_text_config()
     return {

@@ -35,8 +35,13 @@ MASKED = torch.finfo(torch.float16).min / 2  # a logit below this was put there 
 ROW_CHUNK = 64  # rows of attention weights in memory at once; more fall out of a CPU's cache
 
 
-# Pairs that an intervention forbids: absolute (rows, cols, device) → (B|1,H|1,R,C) bool
-Forbidden = Callable[[slice, slice, torch.device], torch.Tensor]
+@dataclass(frozen=True)
+class ForbiddenKeys:
+    """Keys that an intervention hides from every later query, each still seen by its own token."""
+
+    pairs: Callable[[slice, slice, torch.device], torch.Tensor]  # (rows, cols, device) → (B|1,H,R,C) bool
+    columns: Callable[[torch.device], torch.Tensor]  # (B|1,n): where they are in whole sequences
+    heads: tuple[int, ...]  # query heads from which they are hidden
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class AttentionCall:
     softcap: float | None = None
     sink_logits: torch.Tensor | None = None  # (H,) or (B,H,T): a learned logit in each row's denominator (gpt-oss)
     scores: torch.Tensor | None = None  # (B,H,T,T) logits after masking, where the model makes them itself
-    forbidden: Forbidden | None = None  # on top of the mask
+    forbidden: tuple[ForbiddenKeys, ...] = ()  # on top of the mask
     dropout: float = 0.0  # of the weights, in training
 
 
@@ -73,7 +78,7 @@ class Seam(nn.Module):
         self.kernel = KERNELS[kernel]
         self.order = self.ORDER[door]
         self.call: AttentionCall | None = None
-        self.forbidden: Forbidden | None = None
+        self.forbidden: tuple[ForbiddenKeys, ...] = ()
         self.scaling: float | None = None  # found by the interceptor in its first call
         self.query, self.key, self.value = Tap(), Tap(), Tap()
         self.lse, self.mix = Tap(), Tap()
@@ -166,15 +171,19 @@ def fused_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention by the kernel behind F.scaled_dot_product_attention, keeping the log-sum-exp that it computes.
 
-    → mix (B,H,T,d), lse (B,H,T) in float32 or better. Softcap, sink logits, forbidden pairs, dropout, other devices
-    and value heads of another width go the chunked way: no fused kernel serves them.
+    → mix (B,H,T,d), lse (B,H,T) in float32 or better. Softcap, sink logits, dropout, other devices and value heads of
+    another width go the chunked way: no fused kernel serves them.
     """
     causal = call.mask is None and query.shape[2] > 1
     plain = (
         call.softcap is None and call.sink_logits is None and not call.dropout and value.shape[-1] == query.shape[-1]
     )
-    if not plain or call.forbidden is not None or (causal and key.shape[2] != query.shape[2]):
+    whole = key.shape[2] == query.shape[2]
+    if not plain or ((causal or call.forbidden) and not whole):
         return chunked_attention(query, key, value, call)
+    if call.forbidden:
+        mix, lse = fused_attention(*_penalised(query, key, value, call), replace(call, forbidden=()))
+        return mix[..., : value.shape[-1]], lse
     if query.device.type == "cpu":
         mask = call.mask
         if mask is not None and mask.dtype == torch.bool:
@@ -190,6 +199,31 @@ def fused_attention(
         )
         return mix, lse[..., : query.shape[2]]
     return chunked_attention(query, key, value, call)
+
+
+PENALTY = 1e4  # on a logit: e^-10000 is 0, and half precision holds its square root
+
+
+def _penalised(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A further coordinate for each forbidden key, whose product is -PENALTY for the pairs that may not be and 0 for
+    all others: the fused kernel then needs no T × T mask to forbid them. Value gets zeros, to be cut off again.
+    """
+    place = torch.arange(query.shape[2], device=query.device)
+    size = (PENALTY / call.scaling) ** 0.5
+    queries, keys = [], []
+    for forbidden in call.forbidden:
+        columns = forbidden.columns(query.device)[:, None, None]  # (B|1,1,1,n)
+        hidden = torch.zeros(query.shape[1], 1, 1, dtype=torch.bool, device=query.device)
+        hidden[list(forbidden.heads)] = True
+        queries.append(((place[:, None] > columns) & hidden).expand(len(query), -1, -1, -1))
+        keys.append((place[:, None] == columns).expand(len(key), key.shape[1], -1, -1))
+    further = [torch.cat(parts, dim=-1).to(query.dtype) * size for parts in (queries, keys)]
+    width = -(-further[0].shape[-1] // 8) * 8  # kernels like multiples of 8
+    more_query, more_key = (F.pad(x, (0, width - x.shape[-1])) for x in further)
+    query, key = torch.cat([query, more_query], dim=-1), torch.cat([key, -more_key], dim=-1)
+    return query, key, F.pad(value, (0, width))
 
 
 def chunked_attention(
@@ -225,9 +259,9 @@ def masked_logits(query: torch.Tensor, key: torch.Tensor, call: AttentionCall, r
     """
     logits = raw_logits(query[:, :, rows], key, call)
     keys, offset = slice(0, key.shape[2]), key.shape[2] - query.shape[2]
-    if call.forbidden is not None:
-        forbidden = call.forbidden(slice(rows.start + offset, rows.stop + offset), keys, query.device)
-        logits = logits.masked_fill(forbidden, torch.finfo(logits.dtype).min)
+    for forbidden in call.forbidden:
+        pairs = forbidden.pairs(slice(rows.start + offset, rows.stop + offset), keys, query.device)
+        logits = logits.masked_fill(pairs, torch.finfo(logits.dtype).min)
     if call.mask is not None and call.mask.dtype != torch.bool:
         return logits + call.mask[:, :, rows]
     # no mask, and more keys than several queries: a static cache's empty places, which come behind
@@ -366,8 +400,10 @@ class Interceptor(TorchFunctionMode):
         scores = self._heads(args[0])
         if self.seam.scaling is None:
             self.seam.scaling = found_scaling(self.query, self.key, scores)
-        if self.seam.forbidden is not None:
-            scores = scores.masked_fill(self._forbidden(self.seam.forbidden, scores), torch.finfo(scores.dtype).min)
+        for forbidden in self.seam.forbidden:
+            keys, offset = slice(0, scores.shape[-1]), scores.shape[-1] - scores.shape[-2]
+            pairs = forbidden.pairs(slice(offset, scores.shape[-1]), keys, scores.device)
+            scores = scores.masked_fill(pairs, torch.finfo(scores.dtype).min)
             args = (scores.reshape(args[0].shape), *args[1:])
         self.seam.call = AttentionCall(mask=None, scaling=self.seam.scaling, scores=scores)
         if self.denominator is not None:
@@ -399,11 +435,6 @@ class Interceptor(TorchFunctionMode):
             return bias
         keys = repeat_heads(self.key, scores.shape[1]).gather(2, own.expand(*own.shape[:3], self.key.shape[-1]))
         return bias - term.scaling * torch.linalg.vecdot(upcast(self.query), upcast(keys))
-
-    @staticmethod
-    def _forbidden(forbidden: Forbidden, scores: torch.Tensor) -> torch.Tensor:
-        keys, offset = scores.shape[-1], scores.shape[-1] - scores.shape[-2]
-        return forbidden(slice(offset, keys), slice(0, keys), scores.device)
 
     def _mix(self, func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         weights, value = args

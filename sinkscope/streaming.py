@@ -167,7 +167,7 @@ class _Streaming:
     def kernel(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.sees is None or key.shape[2] != query.shape[2] or call.forbidden is not None:
+        if self.sees is None or key.shape[2] != query.shape[2] or call.forbidden:
             raise SinkscopeError("streaming is for whole sequences, use_cache=False and no attention forbidden beside")
         in_cache, sees = self.query_in_cache, self.sees
         self.query_in_cache = self.sees = self.seam.call = None  # weights read off the taps would be wrong: no call

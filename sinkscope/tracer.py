@@ -186,14 +186,17 @@ def summed_loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
     )
 
 
-def loss_in_chunks(logits: torch.Tensor, batch: Batch, tokens: int = 256) -> torch.Tensor:
-    """As `summed_loss`, `tokens` of them at a time: the logits (B,T,V) are not copied as a whole."""
-    step = max(1, tokens // len(logits))
+CHUNK = 8  # tokens whose logits are turned into a loss at once: few enough to stay in a CPU's cache
+
+
+def loss_in_chunks(logits: torch.Tensor, batch: Batch, chunk: int = CHUNK) -> torch.Tensor:
+    """As `summed_loss`, some tokens of one sequence at a time: the logits (B,T,V) are not copied as a whole."""
     total = torch.zeros((), dtype=torch.float64, device=logits.device)
-    for start in range(0, logits.shape[1] - 1, step):
-        seen = slice(start, min(start + step, logits.shape[1] - 1) + 1)  # the last one is only predicted
-        part = Batch(batch.token_ids[:, seen], batch.attention_mask[:, seen])
-        total += summed_loss(logits[:, seen], part)
+    for row in range(len(logits)):
+        for start in range(0, logits.shape[1] - 1, chunk):
+            seen = slice(start, start + chunk + 1)  # the last one is only predicted
+            part = Batch(batch.token_ids[row : row + 1, seen], batch.attention_mask[row : row + 1, seen])
+            total += summed_loss(logits[row : row + 1, seen], part)
     return total
 
 

@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import sinkscope
 from sinkscope import families, passes
-from sinkscope.analysis import inputs_for
 from sinkscope.config import make_config
 from sinkscope.details import OTHER_COORDINATES, TOP_COORDINATES, telling_heads
 from sinkscope.errors import InputError, SinkscopeError
@@ -23,6 +22,7 @@ from sinkscope.families import FAMILIES
 from sinkscope.loading import LoadedModel
 from sinkscope.passes import batches_of
 from sinkscope.run import Run
+from sinkscope.subject import inputs_for
 from sinkscope.tables import COLUMNS, LEADING
 from sinkscope.tracer import Tracer
 

@@ -230,7 +230,7 @@ def test_wrong_options(options: list[str], message: str, tiny: Path) -> None:
         (["anlyze"], "analyze"),
         (["--nope"], "--nope"),
         (["list", "figurs"], "'figurs' is unknown; did you mean 'figures'?"),
-        (["list", "nothing"], "known: observables, figures, families, recipes"),
+        (["list", "nothing"], "known: observables, interventions, figures, families, recipes"),
         (["run"], "Missing argument 'RECIPE'"),
         (
             ["run", "gradient-sink-figure-1"],
@@ -702,7 +702,7 @@ def test_compare(finished: tuple[Result, Path]) -> None:
     assert "nowhere is not a run folder: it does not exist" in refused(2, "compare", finished[1], "nowhere")
 
 
-@pytest.mark.parametrize("command", [(), ("analyze",), ("run",), ("doctor",), ("list",), ("compare",)])
+@pytest.mark.parametrize("command", [(), ("analyze",), ("intervene",), ("run",), ("doctor",), ("list",), ("compare",)])
 def test_help(command: tuple[str, ...]) -> None:
     result = command_line(*command, "--help")
     assert (result.exit_code, result.stderr) == (0, "")
@@ -720,6 +720,15 @@ def test_help_of_analyze_has_every_option_and_default() -> None:
         assert f"╭─ {panel} ─" in text
     for default in ("100", "natural", "0.3", "auto", "sdpa"):
         assert f"[default: {default}]" in text
+
+
+def test_help_of_intervene_has_the_options_of_analyze() -> None:
+    text = command_line("intervene", "--help").stdout
+    names = "do draws out revision gguf-file dtype device-map attn input dataset num-seqs seq-len batch-size positions "
+    names += "epsilon window bos seed trust-remote-code quiet allow-pickle overwrite from debug"
+    for name in names.split():
+        assert f"--{name} " in text
+    assert "--observables" not in text
 
 
 def test_without_a_command() -> None:

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import sinkscope
-from sinkscope.analysis import inputs_for
 from sinkscope.config import make_config
 from sinkscope.loading import LoadedModel
 from sinkscope.run import Run
+from sinkscope.subject import inputs_for
 
 pytestmark = pytest.mark.real_model
 

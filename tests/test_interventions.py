@@ -1094,7 +1094,7 @@ def test_the_control_of_no_query_bias_is_another_one_at_the_same_heads() -> None
 
 
 def test_a_control_without_room_is_refused() -> None:
-    known = known_of(tiny_model("llama"), length=3)
+    known = known_of(tiny_model("llama"), length=4)
     with pytest.raises(InputError, match="needs 2 other positions, and there are 1"):
         parse("mask-sink:positions=0,1").control(known, torch.Generator())
     assert parse("mask-sink:positions=1").control(known, torch.Generator()) == parse("mask-sink:positions=2")
@@ -1104,3 +1104,42 @@ def test_where_an_intervention_should_show_is_where_it_acts() -> None:
     watched = {text: parse(text).watched for text in ("replace-epe:source=4", "transplant-epe:target=3", *BY_POSITION)}
     assert list(watched.values()) == [(0, 4), (0, 3), (0, 2), (0, 2), (2,), (0, 2), (0, 2)]
     assert parse("zero-key-columns:coordinates=3").watched == parse("nullify-query-bias").watched == (0,)
+
+
+@pytest.mark.parametrize("columns", [4, 300])
+def test_a_hidden_key_of_a_long_text_has_the_statistics_of_a_dense_mask(columns: int) -> None:
+    """Past 256 tokens the window sums of a plain causal mask have a form of their own."""
+    model, ids = tiny_model("llama"), tiny_tokens(2, 300)
+    batch = Batch(ids, torch.ones_like(ids))
+    tables = {}
+    for kernel in ("sdpa", "eager"):
+        with open_tracer(model, find_family(model), kernel, [parse("mask-sink:positions=0,2,heads=0,3")]) as tracer:
+            observable = OBSERVABLES["attention"](Settings(columns, 64, 0.3))
+            tracer.forward(batch, [observable])
+        tables[kernel] = observable.tables()
+    with open_tracer(model, find_family(model), "eager", [parse("mask-sink:positions=0,2,heads=0,3")]) as tracer:
+        look = _WholeWeights()
+        tracer.forward(batch, [look])
+    for layer, weights in look.weights.items():
+        assert weights[:, [0, 3], 3:, 0].abs().max() == 0
+        expected = torch.stack([weights[:, :, s : s + 64, s].sum(2) / min(64, 300 - s) for s in range(columns)], dim=-1)
+        for table in tables.values():
+            rows = table["attention"][table["attention"]["layer"] == layer].sort_values(["head", "position"])
+            mine = torch.tensor(rows["window_mass"].to_numpy()).view(4, columns)
+            torch.testing.assert_close(mine, expected.mean(0).double(), rtol=1e-4, atol=1e-6)
+
+
+class _WholeWeights(Observable):
+    name = about = "whole-weights"
+    sites = ("attention",)
+
+    def __init__(self) -> None:
+        super().__init__(Settings())
+        self.weights: dict[int, torch.Tensor] = {}
+
+    def see_attention(self, layer, read, batch) -> None:
+        everything = slice(0, read.length)
+        self.weights[layer] = read.weights(everything, everything)[0]
+
+    def tables(self) -> dict:
+        return {}

@@ -14,7 +14,6 @@ import reference
 import torch
 
 import sinkscope
-from sinkscope.analysis import inputs_for
 from sinkscope.attention_weights import AttentionRead
 from sinkscope.batch import Batch
 from sinkscope.config import make_config
@@ -23,6 +22,7 @@ from sinkscope.families import check_wiring, find_family, read_sites
 from sinkscope.loading import LoadedModel
 from sinkscope.observables.observable import Observable, Settings
 from sinkscope.run import Run
+from sinkscope.subject import inputs_for
 from sinkscope.tracer import open_tracer
 
 pytestmark = pytest.mark.real_model

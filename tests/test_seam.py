@@ -259,9 +259,9 @@ def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Att
                 if call.mask is None:
                     logits[t + 1 :] = -torch.inf
                 elif call.mask.dtype == torch.bool:
-                    logits[~call.mask[b, 0, t]] = -torch.inf
+                    logits[~call.mask[b, h % call.mask.shape[1], t]] = -torch.inf
                 else:
-                    logits = logits + call.mask[b, 0, t]
+                    logits = logits + call.mask[b, h % call.mask.shape[1], t]
                 total = logits.exp().sum()
                 if call.sink_logits is not None:
                     total = total + call.sink_logits[h].exp()
@@ -316,6 +316,28 @@ def test_without_a_mask_a_lone_query_is_the_last_token_and_several_are_the_first
             some_mix, some_lse = kernel(query[:, :, rows], key, value, call)
             torch.testing.assert_close(some_mix, mix[:, :, rows])
             torch.testing.assert_close(some_lse, lse[:, :, rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_fused_kernel_forbids_keys_without_a_mask(dtype: torch.dtype) -> None:
+    """A further coordinate that is -10000 in the logits does what a mask does."""
+    query, key, value = (x.to(dtype) for x in random_qkv())
+    length, columns = query.shape[2], torch.tensor([[2, 5], [0, 3]])
+
+    def pairs(rows: slice, cols: slice, device: torch.device) -> torch.Tensor:
+        row, col = torch.arange(rows.start, rows.stop), torch.arange(cols.start, cols.stop)
+        hidden = torch.tensor([True, False, True, True])[:, None, None]
+        is_column = (col == columns[:, :, None]).any(1)
+        return (is_column[:, None] & (row[:, None] > col))[:, None] & hidden
+
+    forbidden = seam.ForbiddenKeys(pairs, lambda device: columns, (0, 2, 3))
+    call = AttentionCall(None, 0.7, forbidden=(forbidden,))
+    mix, lse = seam.fused_attention(query, key, value, call)
+    mask = torch.ones(length, length, dtype=torch.bool).tril() & ~pairs(slice(0, length), slice(0, length), mix.device)
+    expected, expected_lse = dense(*(x.double() for x in (query, key, value)), AttentionCall(mask, 0.7))
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 3e-2)
+    torch.testing.assert_close(mix.double(), expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=tolerance, atol=tolerance)
 
 
 def test_value_heads_of_another_width_are_served() -> None:

@@ -439,5 +439,5 @@ def test_the_loss_beside_the_forward_observables_is_plain_cross_entropy(name: st
 def test_the_loss_in_chunks_is_the_loss_at_once() -> None:
     batch = padded(ragged_tokens((20, 7, 13)))
     logits = torch.randn(3, 20, 96, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    for tokens in (1, 6, 30, 1000):
-        torch.testing.assert_close(loss_in_chunks(logits, batch, tokens), summed_loss(logits, batch))
+    for chunk in (1, 3, 8, 1000):
+        torch.testing.assert_close(loss_in_chunks(logits, batch, chunk), summed_loss(logits, batch))

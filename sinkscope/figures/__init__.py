@@ -53,6 +53,8 @@ def draw(name: str, run: Run) -> Figure:
     if run.is_experiment and not ARM_TABLES & set(FIGURES[name].TABLES):
         raise InputError(f"figure '{name}' is of one arm: draw it of run.at('before'), or of another arm")
     missing = [table for table in FIGURES[name].TABLES if not _has(run, table)]
+    if ARM_TABLES & set(missing):
+        raise InputError(f"figure '{name}' needs the table '{missing[0]}', which only some runs of `intervene` have")
     if missing:
         observables = dict.fromkeys(OBSERVABLE.get(table, table) for table in missing)
         for observable, reason in (run.manifest.get("not_measured") or {}).items():

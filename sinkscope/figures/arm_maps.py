@@ -5,7 +5,6 @@ its name is not repeated, and the colour bar has its place below the model as it
 in a map is the mean weight that its queries give the sink.
 """
 
-import textwrap
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +14,7 @@ from matplotlib.image import AxesImage
 from matplotlib.ticker import NullLocator
 
 from sinkscope.effects import arms
-from sinkscope.figures.labels import escape, title
+from sinkscope.figures.labels import title, wrapped
 from sinkscope.figures.style import COLUMN, SEQUENTIAL, Figure, new_figure
 from sinkscope.run import Run
 
@@ -30,7 +29,7 @@ SMALLEST, GAP = 0.745, 0.045  # inches: a map, and the space between maps
 LEFT, RIGHT, BELOW = 0.32, 0.05, 0.2  # inches: margins
 BAR = 0.42  # inches: the colour bar, where it stands beside the maps
 HEADING, LINE = 0.17, 0.13  # inches: the title's first line, and another
-NAME_LINE, LETTER = 0.1, 0.058  # inches: a line of an arm's name, and a letter
+NAME_LINE, LETTER = 0.1, 0.053  # inches: a line of an arm's name, and a letter
 SMALL = 6.5  # points
 
 Maps = dict[str, dict[int, np.ndarray]]  # condition → layer → (query, key) weights, NaN where there are none
@@ -69,7 +68,7 @@ def draw(run: Run) -> Figure:
         weight = to_sink(maps[cell.condition].get(layer), cell.sink)
         if np.isfinite(weight):
             ax.text(0.98, 0.96, f"sink {weight:.2f}", transform=ax.transAxes, ha="right", va="top", fontsize=SMALL)
-        if cell.condition == BEFORE:
+        if cell.column == 0 and cell.row == (0 if has_room else down - 1):  # where there is room below
             _label(ax)
         if not cell.name and cell.column == (cell.row == 1):  # the first of its row
             ax.set_ylabel("random\ncontrol", fontsize=SMALL)
@@ -152,12 +151,6 @@ def to_sink(weights: np.ndarray | None, sink: int) -> float:
     """Mean over the queries behind the sink, as far as the map reaches; NaN where it does not."""
     behind = np.empty(0) if weights is None or sink >= len(weights) else weights[sink + 1 :, sink]
     return float(behind.mean()) if len(behind) else float("nan")
-
-
-def wrapped(label: str, letters: int, lines: int = 4) -> str:
-    """An arm's label in lines, broken at hyphens and plus signs."""
-    parts = textwrap.wrap(label.replace("+", " + "), max(letters, 6), max_lines=lines, placeholder="…")
-    return escape("\n".join(parts))
 
 
 def axes_at(figure: Figure, left: float, top: float, width: float, height: float) -> Axes:

@@ -33,7 +33,7 @@ TABLES = ("arm_maps",)
 
 PAGE = 9.0  # inches, at most
 LEFT, RIGHT, TOP, BELOW = 1.05, 0.04, 0.36, 0.4  # inches: names; nothing; title and layers; colour bar
-BETWEEN = 0.09  # inches between arms; a control follows its arm without
+BETWEEN, BEFORE_CONTROL = 0.1, 0.03  # inches between arms, and between an arm and its control
 LETTERS = 18  # of a line of an arm's name
 CONTROL = "random control"
 LARGEST, LARGEST_WRAPPED = 0.71, 0.48  # inches a map, in a lone row and in one of several
@@ -111,7 +111,7 @@ def _largest(conditions: dict[str, str], layers: int) -> _Page:
 
 def _gaps(conditions: dict[str, str]) -> list[float]:
     """Inches above each condition."""
-    return [0.0 if name == CONTROL or condition == BEFORE else BETWEEN for condition, name in conditions.items()]
+    return [0.0, *(BEFORE_CONTROL if name == CONTROL else BETWEEN for name in list(conditions.values())[1:])]
 
 
 def _mosaic(ax: Axes, by_layer: dict[int, np.ndarray], layers: list[int], page: _Page) -> AxesImage:

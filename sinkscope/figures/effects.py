@@ -10,9 +10,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from sinkscope.effects import NO_POSITION, SPREAD, Effect, arms, effect_of
-from sinkscope.figures.arm_maps import wrapped
 from sinkscope.figures.axes import log_ticks
-from sinkscope.figures.labels import title
+from sinkscope.figures.labels import title, wrapped
 from sinkscope.figures.style import NAVY, WIDE, Figure, new_figure
 from sinkscope.run import Run
 
@@ -20,7 +19,7 @@ NAME = "effects"
 ABOUT = "what every arm does to sink, perplexity and massive activations, beside its control's spread"
 TABLES = ("effect",)
 
-ROW = 0.3  # inches an arm
+ROW, PAGE = 0.3, 9.0  # inches: an arm, and at most all of them with what is around
 LETTERS = 24  # of a line of an arm's name
 ABOVE, UNDER = -0.17, 0.17  # in a row of height 1: the arm, and its controls
 
@@ -56,7 +55,7 @@ PANELS = (
 def draw(run: Run) -> Figure:
     watched = {label: arm["watched"] for label, arm in arms(run).items() if arm["watched"]}
     panels = [panel for panel in PANELS if any(panel.positions(positions) for positions in watched.values())]
-    figure = new_figure(WIDE, ROW * len(watched) + 1.0)
+    figure = new_figure(WIDE, min(ROW * len(watched) + 1.0, PAGE))
     widths = [panel.width for panel in panels]
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False, width_ratios=widths)[0]
     axes[0].set_yticks(range(len(watched)), [wrapped(label, LETTERS, 2) for label in watched])
@@ -138,7 +137,7 @@ def _value_axis(ax: Axes, log: bool) -> None:
             ax.xaxis.set_major_locator(MaxNLocator(3))  # of numbers that are long here
     else:
         ax.set_xlim(min(low, 0) - 0.05 * max(high, 0.01), 1.1 * max(high, 0.01))
-        ax.xaxis.set_major_locator(MaxNLocator(3))
+        ax.xaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))
 
 
 def _legend(run: Run) -> list[Line2D]:

@@ -8,9 +8,8 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 
 from sinkscope.effects import SPREAD, arms
-from sinkscope.figures.arm_maps import wrapped
 from sinkscope.figures.axes import layer_axis, line_by_layer, value_axis
-from sinkscope.figures.labels import title
+from sinkscope.figures.labels import title, wrapped
 from sinkscope.figures.style import COLUMN, OTHERS, SINK, WIDE, Figure, new_figure
 from sinkscope.run import Run
 
@@ -18,6 +17,7 @@ NAME = "effects-by-layer"
 ABOUT = "sink rate by layer before and after every arm, beside its control's spread"
 TABLES = ("effect",)
 ACROSS = 4
+PAGE = 9.0  # inches, at most
 LETTERS = 24  # of a line of an arm's name
 
 BEFORE: dict[str, Any] = {"color": "0.35", "linewidth": 0.9, "linestyle": (0, (3, 1.5)), "zorder": 3}
@@ -33,7 +33,7 @@ def draw(run: Run) -> Figure:
     across = min(ACROSS, len(watched))
     down = -(-len(watched) // across)
     width = max(WIDE * across / ACROSS, COLUMN)
-    figure = new_figure(width, 1.3 * down + 0.75)
+    figure = new_figure(width, min(1.3 * down + 0.75, PAGE))
     axes = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
     for place, (ax, (label, positions)) in enumerate(zip(axes.flat, watched.items(), strict=False)):
         ax.set_title(wrapped(label, LETTERS, 2) + (f"\nposition {positions[0]}" if len(sinks) > 1 else ""))

@@ -1,5 +1,6 @@
 """Texts of a figure: its title, and tokens made printable."""
 
+import textwrap
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
@@ -72,3 +73,9 @@ def _printable(sign: str) -> bool:
 @cache
 def _glyphs() -> frozenset[int]:
     return frozenset(font_manager.get_font(font_manager.findfont(FONT)).get_charmap())
+
+
+def wrapped(label: str, letters: int, lines: int = 4) -> str:
+    """An arm's label in lines, broken at hyphens and plus signs."""
+    parts = textwrap.wrap(label.replace("+", " + "), max(letters, 6), max_lines=lines, placeholder="…")
+    return escape("\n".join(parts))

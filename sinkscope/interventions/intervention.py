@@ -330,8 +330,8 @@ def _edited_output(module: nn.Module, edit: Callable[[nn.Module, torch.Tensor], 
 
 
 def random_positions(count: int, known: Known, draw: torch.Generator, but: Iterable[int]) -> tuple[int, ...]:
-    """Positions other than these, for a control; never 0, where the sink usually is."""
-    return random_choice(count, known.length, draw, {0, *but}, "position")
+    """Positions other than these, for a control: not 0, where the sink usually is, nor the last, that nobody sees."""
+    return random_choice(count, known.length - 1, draw, {0, *but}, "position")
 
 
 def random_choice(count: int, total: int, draw: torch.Generator, but: Iterable[int], what: str) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from sinkscope.interventions.intervention import (
     chosen,
     random_positions,
 )
-from sinkscope.seam import Forbidden
+from sinkscope.seam import ForbiddenKeys
 
 
 class MaskSink(Intervention):
@@ -45,37 +45,35 @@ class MaskSink(Intervention):
             for layer in chosen(self.layers, len(target.layers)):
                 seam = target.seams[layer]
                 stack.callback(setattr, seam, "forbidden", seam.forbidden)
-                seam.forbidden = mine if seam.forbidden is None else _either(seam.forbidden, mine)
+                seam.forbidden = (*seam.forbidden, mine)
             yield
         if not touched.touched:
             where = ", ".join(map(str, self.positions))
             raise SinkscopeError(f"{self.name} changed nothing: no forward pass held a token behind position {where}")
 
-    def _forbidden(self, target: Target, heads: list[int], count: int, touched: Count) -> Forbidden:
+    def _forbidden(self, target: Target, heads: list[int], count: int, touched: Count) -> ForbiddenKeys:
         places = target.places
 
-        def forbidden(rows: slice, cols: slice, device: torch.device) -> torch.Tensor:
+        def columns(device: torch.device) -> torch.Tensor:
+            found = places.start(device)[:, None] + torch.tensor(self.positions, device=device)
+            touched.touched += int((found < places.length - 1).any())
+            return found
+
+        def pairs(rows: slice, cols: slice, device: torch.device) -> torch.Tensor:
             """(B,H,R,C): a later token's attention to one of the positions, in one of the heads."""
-            sinks = places.start(device)[:, None] + torch.tensor(self.positions, device=device)
             row, col = (torch.arange(at.start, at.stop, device=device) for at in (rows, cols))
             # The kernel counts from the first key that its cache still holds (a sliding window) has room for (a static
             # cache); here columns count from the first token of all.
             shift = places.length - cols.stop if places.past or cols.stop > places.length else 0
             row, col = row + shift, col + max(shift, 0)
-            is_sink = (col == sinks[:, :, None]).any(1)  # (B,C)
-            pairs = is_sink[:, None] & (row[:, None] > col)
-            touched.touched += int(pairs.any())
-            chosen = torch.zeros(count, dtype=torch.bool, device=device)
-            chosen[heads] = True
-            return pairs[:, None] & chosen[:, None, None]
+            is_sink = (col == columns(device)[:, :, None]).any(1)  # (B,C)
+            hidden = torch.zeros(count, dtype=torch.bool, device=device)
+            hidden[heads] = True
+            return (is_sink[:, None] & (row[:, None] > col))[:, None] & hidden[:, None, None]
 
-        return forbidden
+        return ForbiddenKeys(pairs, columns, tuple(heads))
 
     def control(self, known: Known, draw: torch.Generator) -> Intervention:
         """Attention to other positions forbidden."""
         others = random_positions(len(self.positions), known, draw, self.positions)
         return self.model_copy(update={"positions": others})
-
-
-def _either(first: Forbidden, second: Forbidden) -> Forbidden:
-    return lambda rows, cols, device: first(rows, cols, device) | second(rows, cols, device)
