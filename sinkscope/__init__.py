@@ -11,12 +11,17 @@ The verbs are those of the command line. They are imported when first used: `sin
 from importlib import import_module
 from typing import Any
 
+from sinkscope.model_types import teach_transformers
+
 _HOME = {
     "analyze": "sinkscope.analysis",
     "analyze_steps": "sinkscope.training_view",
     "intervene": "sinkscope.experiment",
     "intervening": "sinkscope.interventions",
     "load": "sinkscope.loading",
+    "retrofit_model": "sinkscope.retrofits",
+    "new_parameters": "sinkscope.retrofits",
+    "gate_displacement": "sinkscope.retrofits",
     "compare": "sinkscope.comparison",
     "doctor": "sinkscope.diagnosis",
     "run_recipe": "sinkscope.recipes",
@@ -26,6 +31,8 @@ _HOME = {
     "SinkscopeError": "sinkscope.errors",
 }
 __all__ = sorted(_HOME)
+
+teach_transformers()  # so that AutoModelForCausalLM.from_pretrained knows retrofitted models
 
 
 def __getattr__(name: str) -> Any:

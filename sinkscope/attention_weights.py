@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from sinkscope.batch import Batch
-from sinkscope.seam import MASKED, ROW_CHUNK, AttentionCall, causal, raw_logits, upcast
+from sinkscope.seam import MASKED, ROW_CHUNK, AttentionCall, causal, raw_logits, sink_rows, upcast
 
 SHORT = 256  # up to this length all columns are read, whatever was asked for: it costs little
 SMALLEST = -80.0  # a weight below e⁻⁸⁰ = 2e-35 counts as that
@@ -111,10 +111,9 @@ class AttentionRead:
 
     @cached_property
     def missing_mass(self) -> torch.Tensor:
-        """1 - Σ_s a[t,s] of each row (B,H,T): what a learned sink logit takes (gpt-oss); else 0."""
-        if self.call.sink_logits is None:
-            return torch.zeros_like(self.lse)
-        return (self.call.sink_logits.to(self.lse.dtype)[:, None] - self.lse).exp()
+        """1 - Σ_s a[t,s] of each row (B,H,T): what a learned sink logit takes (gpt-oss, retrofits); else 0."""
+        sinks = sink_rows(self.call, slice(0, self.length))
+        return torch.zeros_like(self.lse) if sinks is None else (sinks.to(self.lse.dtype) - self.lse).exp()
 
 
 @dataclass(frozen=True)

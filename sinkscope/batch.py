@@ -5,6 +5,20 @@ from functools import cached_property
 
 import torch
 
+REGISTER = -1000  # token id of a learned embedding that stands before the text
+
+
+def insert_before(x: torch.Tensor, prefix: torch.Tensor, start: torch.Tensor | None) -> torch.Tensor:
+    """x (B,T,…), prefix (n,…) → (B,T+n,…): the prefix in each row just before column `start` (B,); None: all 0."""
+    rows, columns = x.shape[:2]
+    both = torch.cat([prefix.expand(rows, *prefix.shape), x], dim=1)
+    if start is None:
+        return both
+    count = len(prefix)
+    column, start = torch.arange(columns + count, device=x.device), start.to(x.device)[:, None]
+    taken = torch.where(column < start, column + count, torch.where(column < start + count, column - start, column))
+    return both[torch.arange(rows, device=x.device)[:, None], taken]
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -39,6 +53,15 @@ class Batch:
     def position_ids(self) -> torch.Tensor:
         """(B,T): what a model with positions must be told when the padding is on the left."""
         return (self.attention_mask.cumsum(dim=1) - 1).clamp(min=0)
+
+    def behind(self, registers: int) -> "Batch":
+        """The same sequences with so many register tokens before each: what the layers of such a model see."""
+        if not registers:
+            return self
+        start = self.start
+        ids = insert_before(self.token_ids, self.token_ids.new_full((registers,), REGISTER), start)
+        mask = insert_before(self.attention_mask, self.attention_mask.new_ones(registers), start)
+        return Batch(ids, mask, self.first)
 
     def columns(self, positions: int) -> int:
         """How many columns hold the first `positions` positions of every sequence."""

@@ -15,6 +15,7 @@ from sinkscope.loading import LoadedModel
 from sinkscope.observables import OBSERVABLES
 from sinkscope.observables.gradient import undefined_ratios
 from sinkscope.observables.observable import Observable, Settings
+from sinkscope.seam import has_denominators
 from sinkscope.subject import ModelLike, config_of, family_of, loaded_model
 from sinkscope.tracer import open_tracer
 
@@ -67,7 +68,9 @@ def doctor(model: ModelLike = None, **options: Any) -> Report:
     report.checks.append(_wiring(loaded.model, family, batch))
     report.checks.append(_logits(loaded.model, family, batch, "sdpa"))
     report.checks.append(_logits(loaded.model, family, batch, "eager"))
-    if family.door == "interface":
+    if has_denominators(loaded.model):
+        report.notes.append("attention weights: transformers' own eager attention has not this retrofit's denominators")
+    elif family.door == "interface":
         report.checks.append(_weights(loaded.model, family, batch))
     else:
         report.notes.append("attention weights are those that the model's own code computes; there is no second way")

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from sinkscope.errors import InputError
+from sinkscope.model_types import base_type
 
 # In the order in which a forward pass reaches them (sites of definitions §1; attention's own sites are in seam.py).
 RESIDUAL_SITES = (
@@ -50,9 +51,11 @@ class Family:
     fused: str = (
         ""  # how one holds all: "blocks" (all of q, of k, of v) or "groups" (a key head with its queries, value)
     )
+    output: str = "o_proj"  # the projection in the attention module that reads every head's mix, heads in order
     mlp: tuple[str, ...] = ("mlp",)  # the feed-forward network: modules that run in a row, relative to a layer
     position_embedding: str = ""  # path of the learned positions' embedding
     position_offset: int = 0  # its row of position 0
+    scaling: float | None = None  # of q·k; None: 1/√d
     when: Mapping[str, Any] = field(default_factory=dict)  # config attributes that this row's wiring requires
 
     def layer_modules(self, model: nn.Module) -> list[nn.Module]:
@@ -109,6 +112,7 @@ _GPT2 = Family(
     qkv=("c_attn",),
     fused="blocks",
     position_embedding="transformer.wpe",
+    output="c_proj",
     sites=_sites(
         attn_norm="ln_1.output",
         attn_out="attn.output",
@@ -123,6 +127,7 @@ _GPT_NEOX = Family(
     attention="attention",
     qkv=("query_key_value",),
     fused="groups",
+    output="dense",
     sites=_sites(
         attn_norm="input_layernorm.output",
         attn_out="attention.output",
@@ -139,6 +144,7 @@ _OPT = Family(
     mlp=("fc1", "activation_fn", "fc2"),
     position_embedding="model.decoder.embed_positions",
     position_offset=2,
+    output="out_proj",
     sites=_sites(
         attn_norm="self_attn_layer_norm.output",
         attn_out="self_attn.output",
@@ -155,6 +161,7 @@ _BLOOM = Family(
     fused="groups",
     positions="alibi",
     door="interceptor",
+    output="dense",
     sites=_sites(
         attn_norm="input_layernorm.output",
         # the attention module and the MLP add the residual themselves: read their last projections
@@ -172,6 +179,7 @@ _FALCON = Family(
     fused="groups",
     wiring="parallel",
     door="interceptor",
+    output="dense",
     # mlp_out is read before the block adds attn_out into that very tensor
     sites=_sites(attn_norm="input_layernorm.output", attn_out="self_attention.output", mlp_out="mlp.output"),
 )
@@ -184,6 +192,7 @@ _MPT = Family(
     mlp=("ffn",),
     positions="alibi",
     door="interceptor",
+    output="out_proj",
     sites=_sites(
         attn_norm="norm_1.output",
         attn_out="resid_attn_dropout.output",
@@ -215,7 +224,7 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
             ),
         ),
     ),
-    "phi": (replace(_ONE_NORM_PARALLEL, name="phi"),),
+    "phi": (replace(_ONE_NORM_PARALLEL, name="phi", output="dense"),),
     "phi3": (replace(_LLAMA, name="phi3", qkv=("qkv_proj",), fused="blocks"),),
     "stablelm": (
         replace(_LLAMA, name="stablelm", when={"use_parallel_residual": False}),
@@ -280,12 +289,22 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
             door="interceptor",
             qkv=_LLAMA.qkv,
             fused="",
+            output="out_proj",
             position_embedding="",
             sites=_sites(attn_norm="ln_1.output", attn_out="attn.output", mlp_out="mlp.output"),
         ),
     ),
     "gpt_neo": (
-        replace(_GPT2, name="gpt_neo", attention="attn.attention", door="interceptor", qkv=_LLAMA.qkv, fused=""),
+        replace(
+            _GPT2,
+            name="gpt_neo",
+            attention="attn.attention",
+            door="interceptor",
+            qkv=_LLAMA.qkv,
+            fused="",
+            output="out_proj",
+            scaling=1.0,
+        ),
     ),
 }
 
@@ -296,15 +315,16 @@ def find_family(model: nn.Module) -> Family:
     Errors: InputError when the model type has no row, or none whose `when` holds for this configuration.
     """
     config: Any = model.config
-    rows = FAMILIES.get(config.model_type, ())
+    model_type = base_type(config.model_type)
+    rows = FAMILIES.get(model_type, ())
     for row in rows:
         if all(getattr(config, name, None) == value for name, value in row.when.items()):
             return replace(row, positions="alibi") if getattr(config, "alibi", False) else row
     if rows:
         wanted = " or ".join(str(dict(row.when)) for row in rows)
-        raise InputError(f"no row for a {config.model_type} wired like this one (there is one for {wanted})")
+        raise InputError(f"no row for a {model_type} wired like this one (there is one for {wanted})")
     raise InputError(
-        f"the architecture '{config.model_type}' has no row in sinkscope/families.py "
+        f"the architecture '{model_type}' has no row in sinkscope/families.py "
         f"(`sinkscope list families` shows those that have one)"
     )
 
@@ -425,7 +445,8 @@ def _different_rows() -> list[Family]:
 def _projections(attention: nn.Module) -> dict[str, Any]:
     """Fields of a row. How one projection holds all three cannot be seen from outside: then they stay unknown."""
     known = ("q_proj", "k_proj", "v_proj")
-    return {"qkv": known if all(_has(attention, name) for name in known) else (), "fused": ""}
+    output = next((name for name in ("o_proj", "out_proj", "c_proj", "dense") if _has(attention, name)), "")
+    return {"qkv": known if all(_has(attention, name) for name in known) else (), "fused": "", "output": output}
 
 
 def _learned_positions(model: nn.Module, config: Any) -> dict[str, Any]:

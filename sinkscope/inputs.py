@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from sinkscope.batch import REGISTER
 from sinkscope.errors import InputError
 
 if TYPE_CHECKING:
@@ -684,6 +685,8 @@ def _text_column(record: dict[str, Any], what: str) -> str:
 
 def token_text(tokenizer: "PreTrainedTokenizerBase | None", token_id: int) -> str:
     """How a token looks in a table: its text, the raw form of a piece of a character, or "<id 123>"."""
+    if token_id == REGISTER:
+        return "<register>"
     unknown = f"<id {token_id}>"
     if tokenizer is None or not 0 <= token_id < len(tokenizer):
         return unknown

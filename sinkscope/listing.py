@@ -25,6 +25,13 @@ def interventions() -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["intervention", "what it does", "whose", "parameters"])
 
 
+def retrofits() -> pd.DataFrame:
+    from sinkscope.retrofits import RETROFITS
+
+    rows = [(name, item.about, item.paper, ", ".join(item.model_fields)) for name, item in RETROFITS.items()]
+    return pd.DataFrame(rows, columns=["retrofit", "what is added", "whose", "parameters"])
+
+
 def figures() -> pd.DataFrame:
     from sinkscope.figures import FIGURES
 
@@ -69,6 +76,7 @@ def recipes() -> pd.DataFrame:
 KINDS: dict[str, Callable[[], pd.DataFrame]] = {
     "observables": observables,
     "interventions": interventions,
+    "retrofits": retrofits,
     "figures": figures,
     "families": families,
     "recipes": recipes,

@@ -439,6 +439,8 @@ def _build(
             ignore_mismatched_sizes=True,  # they are in the report then
             **options,
         )
+    except InputError as error:  # of a retrofit
+        raise InputError(f"{files.source}: {error}") from error
     except Exception as error:
         if _is_out_of_memory(error):
             raise SinkscopeError(

@@ -31,6 +31,16 @@ class Projection:
         return self.places.shape[0]
 
     @property
+    def width(self) -> int:
+        """D, of what it reads."""
+        return int(self._oriented(self.module.weight).shape[1])
+
+    @property
+    def is_whole(self) -> bool:
+        """The module's outputs are these places and no others, in order."""
+        return bool(torch.equal(self.places.flatten(), torch.arange(_outputs(self.module), device="cpu")))
+
+    @property
     def weight(self) -> torch.Tensor:
         """(heads, d, D), as in k = W x."""
         return self._oriented(self.module.weight)[self.places]
@@ -100,12 +110,20 @@ def _outputs(module: nn.Module) -> int:
     return weight.shape[1] if isinstance(module, Conv1D) else weight.shape[0]
 
 
+def known_positions(model: PreTrainedModel, family: Family) -> int | None:
+    """How many positions have a learned vector; None where positions are not learned."""
+    if not family.position_embedding:
+        return None
+    rows: torch.Tensor = model.get_submodule(family.position_embedding).weight  # type: ignore[assignment]
+    return rows.shape[0] - family.position_offset
+
+
 def position_vectors(model: PreTrainedModel, family: Family, count: int) -> torch.Tensor:
     """Learned absolute positions p_0 … p_{count-1}, (count, D). Errors: InputError where positions are not learned."""
-    if not family.position_embedding:
+    known = known_positions(model, family)
+    if known is None:
         raise InputError(f"'{family.name}' has no learned positions (its positions: {family.positions})")
     rows: torch.Tensor = model.get_submodule(family.position_embedding).weight  # type: ignore[assignment]
-    known = rows.shape[0] - family.position_offset
     if count > known:
         raise InputError(f"the model knows {known} positions, and {count} were asked for")
     return rows[family.position_offset : family.position_offset + count]

@@ -10,6 +10,8 @@ after any rotary rotation. `lse` is the log-sum-exp of each row of logits, with 
 attention weights is exp(logit - lse) (attention_weights.py): the weights themselves are never kept.
 """
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -19,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -27,6 +30,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.families import Family
 
 NAME = "sinkscope"  # of the attention implementation, and of the seam inside each attention module
+RETROFIT = "retrofit"  # of what a retrofit has added to a module, for good
 MASKED = torch.finfo(torch.float16).min / 2  # a logit below this was put there by a mask
 ROW_CHUNK = 64  # rows of attention weights in memory at once; more fall out of a CPU's cache
 
@@ -47,9 +51,10 @@ class AttentionCall:
     mask: torch.Tensor | None  # (B,1|H,T,T), bool (True = may attend) or additive; None: causal
     scaling: float  # NaN where the model makes the logits itself and not by scaling alone
     softcap: float | None = None
-    sink_logits: torch.Tensor | None = None  # (H,): a learned logit in each row's denominator (gpt-oss)
+    sink_logits: torch.Tensor | None = None  # (H,) or (B,H,T): a learned logit in each row's denominator (gpt-oss)
     scores: torch.Tensor | None = None  # (B,H,T,T) logits after masking, where the model makes them itself
     forbidden: tuple[ForbiddenKeys, ...] = ()  # on top of the mask
+    dropout: float = 0.0  # of the weights, in training
 
 
 class Tap(nn.Module):
@@ -74,8 +79,48 @@ class Seam(nn.Module):
         self.order = self.ORDER[door]
         self.call: AttentionCall | None = None
         self.forbidden: tuple[ForbiddenKeys, ...] = ()
+        self.scaling: float | None = None  # found by the interceptor in its first call
         self.query, self.key, self.value = Tap(), Tap(), Tap()
         self.lse, self.mix = Tap(), Tap()
+
+
+class Denominator(nn.Module, ABC):
+    """A retrofit's own term in every row's denominator, a logit with no value; in an attention module as `RETROFIT`."""
+
+    reads_query: ClassVar[bool] = False
+    scaling: float  # of q·k, where the model's own code makes the logits,
+    is_biased: bool  # and whether it adds to them by position (ALiBi)
+
+    @abstractmethod
+    def forward(self, query: torch.Tensor, call: AttentionCall) -> torch.Tensor:
+        """query (B,H,T,d) → logits (B,H,T)."""
+
+    def added_to(self, call: AttentionCall, query: torch.Tensor, own_bias: torch.Tensor | None = None) -> AttentionCall:
+        """The same call with this term in it, beside the model's own where it has one (gpt-oss).
+
+        own_bias (B|1,H,T): what ALiBi adds to the logit of the query's own key. Models give ALiBi up to a constant a
+        row, which MPT counts from the last key there is; beside a logit without position it is to be 0 at distance 0.
+        """
+        logits = upcast(self(query, call))
+        if own_bias is not None:
+            logits = logits + own_bias
+        if call.sink_logits is not None:
+            logits = logits.logaddexp(call.sink_logits.to(logits.dtype)[:, None])
+        return replace(call, sink_logits=logits)
+
+
+def denominator_of(module: nn.Module) -> Denominator | None:
+    found = getattr(module, RETROFIT, None)
+    return found if isinstance(found, Denominator) else None
+
+
+def has_denominators(model: nn.Module) -> bool:
+    return any(denominator_of(module) is not None for module in model.modules())
+
+
+def registers_before(model: nn.Module) -> int:
+    """How many register tokens a retrofit puts before every sequence: the layers see so many tokens more."""
+    return int(getattr(getattr(model, RETROFIT, None), "count", 0))
 
 
 def attend(
@@ -88,22 +133,29 @@ def attend(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
+    dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function registered with transformers: the fused kernel between the taps.
 
-    query (B,H,T,d), key and value (B,K,T,d) → (B,T,H,d). A module without a seam (a vision tower beside the
-    language model, say) gets plain SDPA.
+    query (B,H,T,d), key and value (B,K,T,d) → (B,T,H,d). A module with neither a seam nor a denominator of a
+    retrofit's (a vision tower beside the language model, say) gets plain SDPA.
     """
     seam: Seam | None = getattr(module, NAME, None)
-    if seam is None:
-        kwargs |= {"scaling": scaling, "position_bias": position_bias}
+    denominator = denominator_of(module)
+    if seam is None and denominator is None:
+        kwargs |= {"scaling": scaling, "position_bias": position_bias, "dropout": dropout}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     if position_bias is not None:
         raise SinkscopeError("attention with a learned position bias is not something that sinkscope can measure")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    seam.call = AttentionCall(attention_mask, scaling, softcap, s_aux, forbidden=seam.forbidden)
+    call = AttentionCall(attention_mask, scaling, softcap, s_aux, dropout=dropout)
+    if seam is None:
+        mix, _ = fused_attention(query, key, value, call if denominator is None else denominator.added_to(call, query))
+        return mix.transpose(1, 2).contiguous(), None
+    call = replace(call, forbidden=seam.forbidden)
     query, key, value = seam.query(query), seam.key(key), seam.value(value)
+    seam.call = call if denominator is None else denominator.added_to(call, query)
     mix, lse = seam.kernel(query, key, value, seam.call)
     seam.lse(lse)
     return seam.mix(mix.transpose(1, 2).contiguous()), None
@@ -119,11 +171,13 @@ def fused_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention by the kernel behind F.scaled_dot_product_attention, keeping the log-sum-exp that it computes.
 
-    → mix (B,H,T,d), lse (B,H,T) in float32 or better. Softcap, sink logits, other devices and value heads of
+    → mix (B,H,T,d), lse (B,H,T) in float32 or better. Softcap, sink logits, dropout, other devices and value heads of
     another width go the chunked way: no fused kernel serves them.
     """
     causal = call.mask is None and query.shape[2] > 1
-    plain = call.softcap is None and call.sink_logits is None and value.shape[-1] == query.shape[-1]
+    plain = (
+        call.softcap is None and call.sink_logits is None and not call.dropout and value.shape[-1] == query.shape[-1]
+    )
     whole = key.shape[2] == query.shape[2]
     if not plain or ((causal or call.forbidden) and not whole):
         return chunked_attention(query, key, value, call)
@@ -180,8 +234,8 @@ def chunked_attention(
     for start in range(0, query.shape[2], chunk):
         rows = slice(start, min(start + chunk, query.shape[2]))
         logits = masked_logits(query, key, call, rows)
-        lse = row_lse(logits, call.sink_logits)
-        weights = (logits - lse.unsqueeze(-1)).exp().to(value.dtype)
+        lse = row_lse(logits, sink_rows(call, rows))
+        weights = F.dropout((logits - lse.unsqueeze(-1)).exp().to(value.dtype), call.dropout)
         mixes.append(grouped_matmul(weights, value))
         lses.append(lse)
     return torch.cat(mixes, dim=2), torch.cat(lses, dim=2)
@@ -223,9 +277,17 @@ def raw_logits(query: torch.Tensor, key: torch.Tensor, call: AttentionCall) -> t
 
 
 def row_lse(logits: torch.Tensor, sink_logits: torch.Tensor | None) -> torch.Tensor:
-    """Log-sum-exp of each row (B,H,R), a learned sink logit per head included where there is one."""
+    """Log-sum-exp of each row (B,H,R), the learned sink logits (B|1,H,R|1) included where there are any."""
     lse = logits.logsumexp(-1)
-    return lse if sink_logits is None else lse.logaddexp(sink_logits.to(lse.dtype)[:, None])
+    return lse if sink_logits is None else lse.logaddexp(sink_logits.to(lse.dtype))
+
+
+def sink_rows(call: AttentionCall, rows: slice) -> torch.Tensor | None:
+    """The call's sink logits for these rows, (1,H,1) or (B,H,R)."""
+    sinks = call.sink_logits
+    if sinks is None or sinks.dim() == 3:
+        return sinks if sinks is None else sinks[:, :, rows]
+    return sinks[None, :, None]
 
 
 def grouped_matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -265,13 +327,15 @@ class Interceptor(TorchFunctionMode):
     }  # fmt: skip
     SOFTMAXES: ClassVar = {F.softmax, torch.softmax, torch.Tensor.softmax}
 
-    def __init__(self, seam: Seam) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.seam = seam
+        self.idle = Seam("sdpa", "interceptor")  # for a module that has none: a retrofit's, while nobody measures
+        self.idle.scaling = math.nan  # nobody asks
+        self.seam = self.idle
+        self.denominator: Denominator | None = None
         self.batch = 0
         self.kv_heads: int | None = None  # where the module says so
         self.query, self.key = torch.empty(0), torch.empty(0)  # of the call under way
-        self.scaling: float | None = None  # found in the first call
         self.awaited = "logits"  # then "softmax", then "mix", then nothing more in this call
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -306,8 +370,10 @@ class Interceptor(TorchFunctionMode):
             return F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=enable_gqa)
         seam = self.seam
         scaling = query.shape[-1] ** -0.5 if scale is None else scale
-        seam.call = AttentionCall(attn_mask, scaling, forbidden=seam.forbidden)
         query, key, value = seam.query(query), seam.key(self._own_heads(key)), self._own_heads(value)
+        seam.call = AttentionCall(attn_mask, scaling, forbidden=seam.forbidden, dropout=dropout_p)
+        if self.denominator is not None:
+            seam.call = self.denominator.added_to(seam.call, query, self._own_bias(attn_mask))
         # The taps run in one order whatever the model does, so lse (which needs no value) comes before value.
         mix, lse = seam.kernel(query, key, value, seam.call)
         seam.lse(lse)
@@ -332,18 +398,43 @@ class Interceptor(TorchFunctionMode):
 
     def _softmax(self, func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         scores = self._heads(args[0])
-        if self.scaling is None:
-            self.scaling = found_scaling(self.query, self.key, scores)
+        if self.seam.scaling is None:
+            self.seam.scaling = found_scaling(self.query, self.key, scores)
         for forbidden in self.seam.forbidden:
             keys, offset = slice(0, scores.shape[-1]), scores.shape[-1] - scores.shape[-2]
             pairs = forbidden.pairs(slice(offset, scores.shape[-1]), keys, scores.device)
             scores = scores.masked_fill(pairs, torch.finfo(scores.dtype).min)
             args = (scores.reshape(args[0].shape), *args[1:])
+        self.seam.call = AttentionCall(mask=None, scaling=self.seam.scaling, scores=scores)
+        if self.denominator is not None:
+            self.seam.call = self.denominator.added_to(
+                self.seam.call, self.query, self._own_bias(scores, has_dots=True)
+            )
         self.query = self.key = torch.empty(0)
-        self.seam.call = AttentionCall(mask=None, scaling=self.scaling, scores=scores)
-        self.seam.lse(upcast(scores).logsumexp(-1))
+        self.seam.lse(row_lse(upcast(scores), self.seam.call.sink_logits))
         self.awaited = "mix"
-        return func(*args, **kwargs)
+        if self.seam.call.sink_logits is None:
+            return func(*args, **kwargs)
+        sinks = self.seam.call.sink_logits.to(scores.dtype)[..., None]  # a column more, whose weight nobody gets
+        with_sinks = torch.cat([scores, sinks], dim=-1).reshape(*args[0].shape[:-1], -1)
+        return func(with_sinks, *args[1:], **kwargs)[..., :-1]
+
+    @torch.no_grad()
+    def _own_bias(self, scores: torch.Tensor | None, has_dots: bool = False) -> torch.Tensor | None:
+        """What ALiBi has added to the logit of each query's own key, (B|1,H,T); None where there is no ALiBi.
+
+        scores (B|1,H,T,S): biases under the mask, with scaling · q·k in them where `has_dots`.
+        """
+        term = self.denominator
+        if term is None or not term.is_biased or scores is None:
+            return None
+        columns = torch.arange(scores.shape[-1], device=scores.device)
+        own = ((scores > MASKED) * columns).argmax(-1, keepdim=True)  # the last that the query sees
+        bias = upcast(scores).gather(-1, own).squeeze(-1)
+        if not has_dots:
+            return bias
+        keys = repeat_heads(self.key, scores.shape[1]).gather(2, own.expand(*own.shape[:3], self.key.shape[-1]))
+        return bias - term.scaling * torch.linalg.vecdot(upcast(self.query), upcast(keys))
 
     def _mix(self, func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         weights, value = args
@@ -365,6 +456,8 @@ class Interceptor(TorchFunctionMode):
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Forward pre-hook of the attention module."""
+        self.seam = getattr(module, NAME, self.idle)
+        self.denominator = denominator_of(module)
         self.batch = (args[0] if args else kwargs["hidden_states"]).shape[0]
         names = ("num_kv_heads", "num_key_value_heads")
         self.kv_heads = next((getattr(module, name) for name in names if hasattr(module, name)), None)
@@ -374,6 +467,14 @@ class Interceptor(TorchFunctionMode):
     def leave(self, module: nn.Module, args: tuple, output: Any) -> None:
         """Forward hook of the attention module; runs also when its forward raised."""
         self.__exit__(None, None, None)
+        self.seam, self.idle.call = self.idle, None  # no graph is kept that nobody reads
+
+    def watch(self, attention: nn.Module) -> list[RemovableHandle]:
+        """Be there in every forward of this module."""
+        return [
+            attention.register_forward_pre_hook(self.enter, with_kwargs=True),
+            attention.register_forward_hook(self.leave, always_call=True),
+        ]
 
 
 @torch.no_grad()
@@ -402,14 +503,12 @@ def open_seam(model: PreTrainedModel, family: Family, kernel: str = "sdpa") -> I
         raise SinkscopeError("this model has its seams in already: close the tracer that is open on it first")
     seams = [Seam(kernel, family.door) for _ in attentions]
     door = attention_implementation(model, NAME) if family.door == "interface" else nullcontext()
-    handles = []
+    handles: list[RemovableHandle] = []
     try:
         for attention, seam in zip(attentions, seams, strict=True):
             attention.add_module(NAME, seam)
-            if family.door == "interceptor":
-                interceptor = Interceptor(seam)
-                handles.append(attention.register_forward_pre_hook(interceptor.enter, with_kwargs=True))
-                handles.append(attention.register_forward_hook(interceptor.leave, always_call=True))
+            if family.door == "interceptor" and denominator_of(attention) is None:  # else a retrofit's is there
+                handles += Interceptor().watch(attention)
         with door:
             yield seams
     finally:

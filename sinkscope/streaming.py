@@ -34,10 +34,13 @@ from sinkscope.seam import (
     Seam,
     attend,
     attention_implementation,
+    denominator_of,
     grouped_matmul,
     open_seam,
     raw_logits,
+    registers_before,
     row_lse,
+    sink_rows,
     upcast,
 )
 
@@ -102,7 +105,7 @@ def streamed_attention(
         visible = cache.visible(tokens[rows], torch.cat([tokens[first], tokens[band]]), sees)
         logits = torch.cat([to_first, to_band], dim=-1)
         logits = logits.masked_fill(~visible, torch.finfo(logits.dtype).min)
-        lse = row_lse(logits, call.sink_logits)
+        lse = row_lse(logits, sink_rows(call, rows))
         weights = (logits - lse.unsqueeze(-1)).exp().to(value.dtype)
         mixes.append(grouped_matmul(weights, torch.cat([value[:, :, first], value[:, :, band]], dim=2)))
         lses.append(lse)
@@ -224,6 +227,7 @@ def streaming(model: PreTrainedModel, family: Family, seams: list[Seam], keep: i
     positions are neither rotary nor learned; keep < 0 or window < 1.
     """
     _check_family(family)
+    _check_retrofit(model, family)
     if keep < 0 or window < 1:
         raise InputError(f"a cache of the first {keep} and the last {window} tokens: at least 0 and 1 are needed")
     cache = Cache(keep, window)
@@ -269,6 +273,14 @@ def _check_family(family: Family) -> None:
     why = inapplicable(family)
     if why is not None:
         raise _does_not_apply(family, why)
+
+
+def _check_retrofit(model: PreTrainedModel, family: Family) -> None:
+    """Errors: InputError for a retrofit whose logits depend on where the query stands, or that adds tokens."""
+    attentions = [layer.get_submodule(family.attention) for layer in family.layer_modules(model)]
+    denominators = [found for found in map(denominator_of, attentions) if found is not None]
+    if registers_before(model) or any(found.reads_query for found in denominators):
+        raise _does_not_apply(family, f"its {model.config.retrofit['method']} are no tokens of the text")
 
 
 def _does_not_apply(family: Family, why: str) -> InputError:

@@ -18,6 +18,7 @@ from sinkscope.errors import InputError
 from sinkscope.families import Family, calibrate, embedding_weight, find_family
 from sinkscope.inputs import TokenInputs, build_inputs, check_source
 from sinkscope.loading import LoadedModel
+from sinkscope.seam import registers_before
 
 SAMPLED_AT_ONCE = 64  # texts
 MOST_SAMPLES = 20  # for each that is needed
@@ -92,7 +93,7 @@ def inputs_for(loaded: LoadedModel, config: RunConfig) -> TokenInputs:
         vocab_size=embedding_weight(loaded.model).shape[0],
         tokenizer=loaded.tokenizer,
         dataset=config.dataset,
-        max_positions=next((limit for limit in limits if limit), None),
+        max_positions=next((limit - registers_before(loaded.model) for limit in limits if limit), None),
         num_seqs=config.num_seqs,
         seq_len=config.seq_len,
         bos=config.bos,

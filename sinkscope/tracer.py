@@ -20,7 +20,7 @@ from sinkscope.families import Family, embedding_weight, first_tensor
 from sinkscope.interventions.intervention import Intervention, Target, applied
 from sinkscope.observables.activation import token_norms
 from sinkscope.observables.observable import GradientObservable, Observable, Reading
-from sinkscope.seam import NAME, AttentionCall, Seam, open_seam, upcast
+from sinkscope.seam import NAME, AttentionCall, Seam, open_seam, registers_before, upcast
 
 IGNORED = -100  # the label of a token that is not predicted
 
@@ -33,6 +33,7 @@ class Tracer:
         self.family = family
         self.seams = seams
         self.traced = _Traced(model)
+        self.registers = registers_before(model)
         self._finite: list[tuple[int, torch.Tensor]] = []  # layer and verdict, of the forward pass under way
 
     def forward(self, batch: Batch, observables: Sequence[Observable]) -> None:
@@ -103,7 +104,11 @@ class Tracer:
         return {"logits_to_keep": 1} if "logits_to_keep" in self._parameters else {}
 
     def _read_layers(self, batch: Batch, observables: Sequence[Observable], wanted: set[str]) -> None:
-        """The body of the trace: ask for every site in the order in which the forward pass reaches it."""
+        """The body of the trace: ask for every site in the order in which the forward pass reaches it.
+
+        Register tokens before the text are its first positions here.
+        """
+        batch = batch.behind(self.registers)
         last_tensor: torch.Tensor | None = None
         for layer in range(len(self.seams)):
             for site in self._reading_order(wanted):

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.families import Family
 from sinkscope.projections import Projection, Role, projections
-from sinkscope.seam import MASKED, Seam
+from sinkscope.seam import MASKED, Seam, registers_before
 
 
 class Places:
@@ -42,7 +42,7 @@ class Places:
             mask = mask.get("full_attention", next(iter(mask.values())))
         self.mask = mask if isinstance(mask, torch.Tensor) else None
         self.past = int(cache.get_seq_length()) if cache is not None else 0  # a static one's is a tensor that grows
-        self.length = self.past + tokens.shape[1]
+        self.length = self.past + tokens.shape[1] + (0 if self.past else registers_before(module))
 
     def start(self, device: torch.device) -> torch.Tensor:
         """(B,) or (1,): the column of each sequence's position 0, columns in the cache counted.

@@ -1,0 +1,79 @@
+"""Gates on values or on heads' outputs, g = scale · sigmoid(F W): what VGA and IGA share (VGA §3.1, §3.2, appendix B).
+
+At W = 0 the sigmoid is ½ everywhere. The scale 2 makes that a gate of exactly 1: the retrofitted model starts as the
+pretrained one, bit for bit, where the sigmoid is steepest. A bias would come only near to 1, and where it is flat.
+Scale 1 is the papers' own gate, which halves everything at the start.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from transformers import PreTrainedModel
+
+from sinkscope.families import Family
+from sinkscope.retrofits.retrofit import Layer, OutputPart, Part, Retrofit, ValuePart, layers_of
+
+
+def gate(features: torch.Tensor, weight: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """g = scale · σ(F W), eq. 6, 9 and 16: features (…,F), weight (F,heads) → (…,heads)."""
+    return scale * torch.sigmoid(features @ weight)
+
+
+class _Gates(Part):
+    """The weight (F,heads), zero at the start, and what it reads."""
+
+    head_axis: ClassVar[int] = 1
+
+    def open(self, layer: Layer, reads: str, heads: int, scale: float) -> None:
+        self.reads, self.scale = reads, scale
+        width = layer.width if reads == "input" else layer.value_heads * layer.head_dim
+        self.weight = layer.empty(width, heads)
+
+    def start(self) -> Mapping[str, torch.Tensor]:
+        return {"weight": torch.zeros_like(self.weight)}
+
+    def gates(self, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        features = x if self.reads == "input" else value.flatten(-2)
+        return gate(features, self.weight, self.scale)
+
+
+class ValueGate(_Gates, ValuePart):
+    """v̂_j = g_j v_j at key position j, one gate for each key/value head (eq. 4 and 10)."""
+
+    def __init__(self, layer: Layer, reads: str, scale: float) -> None:
+        super().__init__(layer)
+        self.open(layer, reads, layer.value_heads, scale)
+
+    def forward(self, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return self.gates(x, value).unsqueeze(-1) * value
+
+
+class OutputGate(_Gates, OutputPart):
+    """O_i = g_i ⊙ Attention(Q, K, V)_i at query position i, one gate for each query head (eq. 17)."""
+
+    def __init__(self, layer: Layer, reads: str, scale: float) -> None:
+        super().__init__(layer)
+        self.open(layer, reads, layer.heads, scale)
+
+    def forward(self, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return self.gates(x, value)
+
+
+PLACEMENTS: dict[str, type[ValueGate] | type[OutputGate]] = {"value": ValueGate, "output": OutputGate}
+
+
+class Gated(Retrofit):
+    """`placement`: on the value at the key's position, or on the head's output at the query's."""
+
+    reads: ClassVar[str]  # what the gate is computed from: "value" or "input"
+
+    placement: Literal["value", "output"] = "value"
+    scale: float = Field(default=2.0, gt=0, allow_inf_nan=False)
+
+    def install(self, model: PreTrainedModel, family: Family) -> None:
+        for layer in layers_of(model, family):
+            part = PLACEMENTS[self.placement](layer, self.reads, self.scale)
+            part.reset()
+            part.attach(layer)

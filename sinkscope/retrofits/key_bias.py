@@ -1,0 +1,52 @@
+"""A learned key k* per head with a fixed zero value (WSE §7): one more place to attend to, from which nothing comes.
+
+Its logit is scaling · q_t·k*, with the model's softcap where it has one. k* is not rotated: it stands at no position.
+It starts at 0, a logit of 0 in every row: no other start brings every query's logit down without looking at data.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from transformers import PreTrainedModel
+
+from sinkscope.families import Family
+from sinkscope.retrofits.retrofit import DenominatorPart, Layer, Retrofit, layers_of
+from sinkscope.seam import AttentionCall, upcast
+
+
+def bias_logits(query: torch.Tensor, key: torch.Tensor, scaling: float, softcap: float | None = None) -> torch.Tensor:
+    """scaling · q_t·k* of each head: query (B,H,T,d), key (H,d) → (B,H,T), float32 or better."""
+    query = upcast(query)
+    logits = scaling * torch.einsum("bhtd,hd->bht", query, key.to(query.dtype))
+    return logits if softcap is None else softcap * (logits / softcap).tanh()
+
+
+class KeyBias(DenominatorPart):
+    """`key` (H,d): one for each query head."""
+
+    reads_query: ClassVar[bool] = True
+
+    def __init__(self, layer: Layer) -> None:
+        super().__init__(layer)
+        self.key = layer.empty(layer.heads, layer.head_dim)
+
+    def start(self) -> Mapping[str, torch.Tensor]:
+        return {"key": torch.zeros_like(self.key)}
+
+    def forward(self, query: torch.Tensor, call: AttentionCall) -> torch.Tensor:
+        # a call whose logits the model's own code has made does not say exactly how they were scaled
+        scaling = call.scaling if call.scores is None else self.scaling
+        return bias_logits(query, self.key, scaling, call.softcap)
+
+
+class KeyBiases(Retrofit):
+    name: ClassVar[str] = "key-bias"
+    about: ClassVar[str] = "a learned key per head whose value is zero"
+    paper: ClassVar[str] = "WSE §7"
+
+    def install(self, model: PreTrainedModel, family: Family) -> None:
+        for layer in layers_of(model, family):
+            part = KeyBias(layer)
+            part.reset()
+            part.attach(layer, model, family)

@@ -1,0 +1,52 @@
+"""A learned logit b in every row's softmax, with no value: a[t,s] = exp(l[t,s]) / (exp(b) + Σ exp(l[t,·])).
+
+At b = −∞ it is the pretrained attention, and untrainable: ∂a/∂b falls with exp(b). It starts in between.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+from transformers import PreTrainedModel
+
+from sinkscope.families import Family
+from sinkscope.retrofits.retrofit import DenominatorPart, Layer, Retrofit, layers_of
+from sinkscope.seam import AttentionCall
+
+
+class SinkLogit(DenominatorPart):
+    """`logit` (H,): one for each query head."""
+
+    def __init__(self, layer: Layer, first: float) -> None:
+        super().__init__(layer)
+        self.first = first
+        self.logit = layer.empty(layer.heads)
+
+    def start(self) -> Mapping[str, torch.Tensor]:
+        return {"logit": torch.full_like(self.logit, self.first)}
+
+    def forward(self, query: torch.Tensor, call: AttentionCall) -> torch.Tensor:
+        return self.logit[:, None].expand(query.shape[:3])
+
+
+class LearnableSink(Retrofit):
+    name: ClassVar[str] = "learnable-sink"
+    about: ClassVar[str] = (
+        "a learned logit per head in the softmax's denominator, with no value (first: where it starts)"
+    )
+    paper: ClassVar[str] = "S2M §1, gpt-oss"
+
+    first: float = Field(default=-5.0, allow_inf_nan=False)
+
+    @classmethod
+    def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
+        if any(hasattr(layer.get_submodule(family.attention), "sinks") for layer in family.layer_modules(model)):
+            return "it has learnable sinks of its own"
+        return super().inapplicable(model, family)
+
+    def install(self, model: PreTrainedModel, family: Family) -> None:
+        for layer in layers_of(model, family):
+            part = SinkLogit(layer, self.first)
+            part.reset()
+            part.attach(layer, model, family)

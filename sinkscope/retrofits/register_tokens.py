@@ -1,0 +1,131 @@
+"""n learned embeddings before the sequence (Darcet et al. 2023; VGA §1): tokens that every later one may attend to.
+
+They stand directly before each sequence's first token, behind any padding on the left, so that a padded batch gives
+what each sequence gives alone. What goes in and what comes out keeps the text's own length: masks and positions are
+widened on the way in, logits cut on the way out, and the first token is not a target, as nothing predicts it in the
+plain model. Hidden states and attentions, where they are asked for, have the registers in them.
+"""
+
+from collections.abc import Callable, Mapping
+from inspect import signature
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+from torch import nn
+from transformers import PreTrainedModel
+
+from sinkscope.batch import insert_before
+from sinkscope.errors import InputError
+from sinkscope.families import Family, embedding_weight
+from sinkscope.projections import known_positions
+from sinkscope.retrofits.retrofit import Part, Retrofit
+from sinkscope.seam import RETROFIT
+
+IGNORED = -100  # the label of a token that is not predicted
+CHUNK = 4096  # rows of the vocabulary at once
+
+
+class Registers(Part):
+    """`embeddings` (n,E), in the space of the token embeddings; `first`, where they started: that moves in training."""
+
+    def __init__(self, model: PreTrainedModel, count: int, limit: int | None) -> None:
+        super().__init__()
+        weight = embedding_weight(model)
+        self.count = count
+        self.limit = limit  # positions that the model has a vector for
+        self.takes_positions = "position_ids" in signature(model.forward).parameters
+        self.embeddings = nn.Parameter(weight.new_empty(count, weight.shape[1]))
+        self.register_buffer("first", weight.new_empty(count, weight.shape[1]))
+
+    def start(self) -> Mapping[str, torch.Tensor]:
+        return {"embeddings": self.get_buffer("first")}
+
+    def around(
+        self, forward: Callable[..., Any], embed: Callable[[torch.Tensor], torch.Tensor], inputs: dict[str, Any]
+    ) -> Any:
+        """The model's own `forward` on the text with the registers before it; `inputs` by name."""
+        _refuse(inputs)
+        return_dict = inputs.pop("return_dict", None)
+        embeds = inputs.pop("inputs_embeds", None)
+        ids = inputs.pop("input_ids", None)
+        embeds = embed(ids) if embeds is None else embeds
+        length = embeds.shape[1]
+        output = forward(inputs_embeds=self._widened(embeds, inputs), return_dict=True, **inputs)
+        output.logits = output.logits[:, -length:]
+        return output.to_tuple() if return_dict is False else output
+
+    def _widened(self, embeds: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+        """The embeddings that the model is to read, (B,T,E) → (B,n+T,E); only (B,T,E) where the registers are in the
+        cache already. Mask, positions and labels in `inputs` are widened in place.
+        """
+        mask, cache = inputs.get("attention_mask"), inputs.get("past_key_values")
+        past = 0 if cache is None else int(cache.get_seq_length())
+        start = None if mask is None else mask.int().argmax(dim=1)
+        if mask is not None:
+            inputs["attention_mask"] = insert_before(mask, mask.new_ones(self.count), start)
+        positions = inputs.get("position_ids")
+        if positions is not None:
+            positions = positions + self.count
+            inputs["position_ids"] = positions
+        if past:
+            return embeds
+        if self.limit is not None and self.count + embeds.shape[1] > self.limit:
+            raise InputError(
+                f"{embeds.shape[1]} tokens and {self.count} registers are beyond the model's {self.limit} positions"
+            )
+        if positions is not None:
+            places = torch.arange(self.count, device=positions.device)
+            inputs["position_ids"] = insert_before(positions.expand(len(embeds), -1), places, start)
+        if inputs.get("labels") is not None:
+            inputs["labels"] = self._labels(inputs["labels"], start)
+        return insert_before(embeds, self.embeddings.to(embeds.dtype), start)
+
+    def _labels(self, labels: torch.Tensor, start: torch.Tensor | None) -> torch.Tensor:
+        rows = torch.arange(len(labels), device=labels.device)
+        labels = labels.clone()
+        labels[rows, torch.zeros_like(rows) if start is None else start.to(rows.device)] = IGNORED
+        return insert_before(labels, labels.new_full((self.count,), IGNORED), start)
+
+
+def _refuse(inputs: dict[str, Any]) -> None:
+    """Errors: InputError for what cannot be widened."""
+    mask, cache = inputs.get("attention_mask"), inputs.get("past_key_values")
+    if getattr(cache, "is_compileable", False):
+        raise InputError("register tokens need a cache that grows: a static one has no place for them")
+    if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 2):
+        raise InputError("register tokens need an attention_mask of two dimensions (sequences, tokens)")
+    for name in ("pixel_values", "token_type_ids", "mm_token_type_ids"):
+        if inputs.get(name) is not None:
+            raise InputError(f"register tokens are for text alone: {name} is not widened")
+    keep = inputs.get("logits_to_keep")
+    if isinstance(keep, torch.Tensor):
+        raise InputError("with register tokens logits_to_keep is a number: the last so many")
+
+
+class RegisterTokens(Retrofit):
+    name: ClassVar[str] = "register-tokens"
+    about: ClassVar[str] = "learned embeddings before the sequence (count: 4), at first the vocabulary's mean"
+    paper: ClassVar[str] = "VGA §1, Darcet 2023"
+
+    count: int = Field(default=4, ge=1)
+
+    @classmethod
+    def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
+        return None
+
+    def install(self, model: PreTrainedModel, family: Family) -> None:
+        part = Registers(model, self.count, known_positions(model, family))
+        mean = mean_embedding(model)
+        with torch.no_grad():
+            part.get_buffer("first").copy_(mean.expand(self.count, -1))
+        part.reset()
+        model.add_module(RETROFIT, part)
+
+
+@torch.no_grad()
+def mean_embedding(model: PreTrainedModel) -> torch.Tensor:
+    """What the embedding module gives out, averaged over the vocabulary: (E,)."""
+    embedding: Any = model.get_input_embeddings()
+    ids = torch.arange(embedding.weight.shape[0], device=embedding.weight.device)
+    return torch.stack([embedding(part).double().sum(0) for part in ids.split(CHUNK)]).sum(0) / len(ids)

@@ -1,0 +1,202 @@
+"""What every retrofit is, and the three places at which one can act on attention.
+
+    values       behind the value projection, before anything is cached: `ValuePart`
+    output       in front of the output projection, on every head's mix: `OutputPart`
+    denominator  inside the softmax, a logit without a value: `seam.Denominator`
+
+The first two are hooks on modules that every family has, so the model keeps its own attention kernel and its own cache
+of whatever kind: what is cached is the changed value. Only a denominator needs the attention function of seam.py.
+
+What the taps of seam.py show: `value` is what is attended to, after V-scale or a gate, so that ∇v_s = Σ_t a[t,s] g_t
+holds there; `mix` is the heads' output before an output gate; the raw value is what the projection gives out.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import nn
+from transformers import PreTrainedModel
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.families import Family
+from sinkscope.projections import Projection, projections
+from sinkscope.seam import NAME, RETROFIT, Denominator, Interceptor
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One attention layer, as far as a retrofit needs to know it."""
+
+    attention: nn.Module
+    value: Projection
+    output: nn.Module  # its input is every head's mix, (B,T,H·d)
+    heads: int  # H, query heads
+    scaling: float  # of q·k
+    is_biased: bool  # ALiBi
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def value_heads(self) -> int:
+        """K, key/value heads."""
+        return self.value.heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.value.places.shape[1]
+
+    @property
+    def width(self) -> int:
+        """D, of what the attention reads."""
+        return self.value.width
+
+    def empty(self, *shape: int) -> nn.Parameter:
+        return nn.Parameter(torch.empty(*shape, dtype=self.dtype, device=self.device))
+
+
+def layers_of(model: PreTrainedModel, family: Family) -> list[Layer]:
+    """Every attention layer. Errors: InputError where the family's row does not say how its values are projected."""
+    config: Any = model.config.get_text_config()
+    layers = []
+    for index, module in enumerate(family.layer_modules(model)):
+        attention = module.get_submodule(family.attention)
+        with torch.device("cpu"):  # `from_pretrained` builds the model on meta, where places would be nowhere
+            value = projections(model, family, index)["value"]
+        head_dim = value.places.shape[1]
+        layers.append(
+            Layer(
+                attention,
+                value,
+                attention.get_submodule(family.output),
+                config.num_attention_heads,
+                head_dim**-0.5 if family.scaling is None else family.scaling,
+                family.positions == "alibi",
+                model.dtype,
+                value.module.weight.device,
+            )
+        )
+    return layers
+
+
+class Part(nn.Module):
+    """What a retrofit adds to one module: its new parameters, and where they start."""
+
+    head_axis: ClassVar[int] = 0  # of the parameters
+
+    def start(self) -> Mapping[str, torch.Tensor]:
+        """Parameter → its value before any training, of its shape."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        for name, value in self.start().items():
+            self.get_parameter(name).copy_(value)
+
+    @torch.no_grad()
+    def displacement(self) -> dict[str, torch.Tensor]:
+        """Parameter → how far each head's is from its start, ‖p − p₀‖, (heads,) in float64."""
+        moved = {name: self.get_parameter(name).double() - value.double() for name, value in self.start().items()}
+        return {name: _by_head(x, self.head_axis) for name, x in moved.items()}
+
+
+def _by_head(x: torch.Tensor, axis: int) -> torch.Tensor:
+    """Each head's norm, (heads,): of all other axes together."""
+    return torch.linalg.vector_norm(x.movedim(axis, 0).reshape(x.shape[axis], -1), dim=1)
+
+
+class ValuePart(Part):
+    """Changes values where they are made: `forward` is given what the layer's attention reads and the values."""
+
+    def __init__(self, layer: Layer) -> None:
+        super().__init__()
+        self.places = layer.value.places  # no buffer: nothing to save, and never on meta
+        self.is_whole = layer.value.is_whole
+
+    def forward(self, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """x (B,T,D), value (B,T,K,d) → (B,T,K,d)."""
+        raise NotImplementedError
+
+    def attach(self, layer: Layer) -> None:
+        layer.attention.add_module(RETROFIT, self)
+        layer.value.module.register_forward_hook(self._changed)
+
+    def _changed(self, module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+        if self.is_whole:
+            return self(args[0], output.unflatten(-1, self.places.shape)).flatten(-2)
+        if self.places.device != output.device:
+            self.places = self.places.to(output.device)
+        value = self(args[0], output[..., self.places])
+        return output.index_copy(-1, self.places.flatten(), value.flatten(-2))
+
+
+class OutputPart(Part):
+    """Gates each head's mix at the query's own position: `forward` is given what the attention reads there."""
+
+    def __init__(self, layer: Layer) -> None:
+        super().__init__()
+        self.places = layer.value.places
+        self.awaited: torch.Tensor | None = None  # the gates (B,T,H) between the value and the output projection
+
+    def forward(self, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """x (B,T,D), value (B,T,K,d) → gates (B,T,H)."""
+        raise NotImplementedError
+
+    def attach(self, layer: Layer) -> None:
+        layer.attention.add_module(RETROFIT, self)
+        layer.value.module.register_forward_hook(self._made)
+        layer.output.register_forward_pre_hook(self._gated)
+        layer.attention.register_forward_hook(self._was_used)
+
+    def _made(self, module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+        if self.places.device != output.device:
+            self.places = self.places.to(output.device)
+        self.awaited = self(args[0], output[..., self.places])
+
+    def _gated(self, module: nn.Module, args: tuple) -> tuple:
+        gates, self.awaited = self.awaited, None
+        assert gates is not None
+        return ((args[0].unflatten(-1, (gates.shape[-1], -1)) * gates.unsqueeze(-1)).flatten(-2), *args[1:])
+
+    def _was_used(self, module: nn.Module, args: tuple, output: Any) -> None:
+        """BLOOM with `slow_but_exact` multiplies by slices of its projection's weight and never calls it."""
+        if self.awaited is not None:
+            raise SinkscopeError("the attention's output projection was not called: its gates would be without effect")
+
+
+class DenominatorPart(Part, Denominator):
+    """A logit with no value in each row's softmax. `scaling` counts where the model's own code makes the logits."""
+
+    def __init__(self, layer: Layer) -> None:
+        super().__init__()
+        self.scaling = layer.scaling
+        self.is_biased = layer.is_biased
+
+    def attach(self, layer: Layer, model: PreTrainedModel, family: Family) -> None:
+        layer.attention.add_module(RETROFIT, self)
+        if family.door == "interceptor":
+            Interceptor().watch(layer.attention)
+        else:
+            model.set_attn_implementation(NAME)
+
+
+class Retrofit(BaseModel, ABC):
+    """One method, with its parameters. A file of this package with a subclass that has a name is listed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: ClassVar[str]
+    about: ClassVar[str]  # one line for `sinkscope list`
+    paper: ClassVar[str]  # whose method it is
+
+    @classmethod
+    def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
+        """Why this cannot be done to this model; None where it can."""
+        return None if family.qkv else f"how '{family.name}' keeps q, k and v is not known: its row needs `qkv`"
+
+    @abstractmethod
+    def install(self, model: PreTrainedModel, family: Family) -> None:
+        """Put the new parts in, at their start. Works on meta too, where `from_pretrained` builds."""

@@ -1,0 +1,73 @@
+"""V-scale (GS §5): v̂ = φ(‖v‖²) v with φ(r) = r / (r + C), so that a small value passes back hardly any gradient.
+
+C = (d σ)² λ for each key/value head: λ = exp(θ), learned, or fixed. λ = 0 is the identity.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from pydantic import Field, model_validator
+from torch import nn
+from transformers import PreTrainedModel
+
+from sinkscope.families import Family
+from sinkscope.retrofits.retrofit import Layer, Retrofit, ValuePart, layers_of
+from sinkscope.seam import upcast
+
+
+def shrink(r: torch.Tensor, c: torch.Tensor | float) -> torch.Tensor:
+    """φ(r) = r / (r + C), 0 at r = C = 0."""
+    return r / (r + c).clamp(min=torch.finfo(r.dtype).tiny)
+
+
+def v_scale(value: torch.Tensor, c: torch.Tensor | float) -> torch.Tensor:
+    """v̂ = φ(‖v‖²) v: value (…,d), C broadcast against (…,1) → (…,d); computed in float32 or better."""
+    v = upcast(value)
+    return (shrink(v.square().sum(-1, keepdim=True), c) * v).to(value.dtype)
+
+
+class ValueScale(ValuePart):
+    """V-scale of one layer; `theta` (K,) where λ is learned."""
+
+    def __init__(self, layer: Layer, sigma: float, strength: float, learned: bool) -> None:
+        super().__init__(layer)
+        self.base = (layer.head_dim * sigma) ** 2
+        self.strength = strength
+        self.theta: nn.Parameter | None = layer.empty(layer.value_heads) if learned else None
+
+    def start(self) -> Mapping[str, torch.Tensor]:
+        return {} if self.theta is None else {"theta": torch.full_like(self.theta, math.log(self.strength))}
+
+    def c(self) -> torch.Tensor | float:
+        """C = (d σ)² λ, (K,1); a number where λ is fixed."""
+        return self.base * (self.strength if self.theta is None else upcast(self.theta).exp()[:, None])
+
+    def forward(self, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return v_scale(value, self.c())
+
+
+class VScale(Retrofit):
+    name: ClassVar[str] = "vscale"
+    about: ClassVar[str] = (
+        "values times r/(r+C), r their squared norm: small ones pass back hardly any gradient "
+        "(sigma: 0.02, strength: λ at the start, learned)"
+    )
+    paper: ClassVar[str] = "GS §5"
+
+    sigma: float = Field(default=0.02, gt=0, allow_inf_nan=False)
+    strength: float = Field(default=1.0, ge=0, allow_inf_nan=False)  # λ, where it starts or where it stays
+    learned: bool = True
+
+    @model_validator(mode="after")
+    def _check_start(self) -> "VScale":
+        if self.learned and self.strength == 0:
+            raise ValueError("λ = exp(θ) is never 0: take a small strength, or learned=false")
+        return self
+
+    def install(self, model: PreTrainedModel, family: Family) -> None:
+        for layer in layers_of(model, family):
+            part = ValueScale(layer, self.sigma, self.strength, self.learned)
+            part.reset()
+            part.attach(layer)
