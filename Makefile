@@ -43,6 +43,7 @@ report: install models  ## what reports/ holds
 	$(BIN)/sinkscope analyze .models/gemma3-270m.gguf --out reports/gemma3-270m --overwrite
 	$(BIN)/sinkscope analyze $(MGM) --out reports/mgm --overwrite
 	$(BIN)/sinkscope run all-interventions --model $(MGM) --out reports/mgm-interventions --overwrite
+	$(BIN)/sinkscope run not-universal-position-or-token --model $(MGM) --out reports/mgm-position-or-token --overwrite
 	$(BIN)/sinkscope run all-interventions --out reports/smollm2-135m-interventions --overwrite
 	$(BIN)/sinkscope run all-interventions --model .models/gemma3-270m.gguf --out reports/gemma3-270m-interventions --overwrite
 	$(BIN)/sinkscope run streaming-perplexity --out reports/smollm2-135m-streaming --overwrite
