@@ -486,12 +486,14 @@ def list_(
     kind: Annotated[
         str | None,
         typer.Argument(
-            metavar="KIND", help="observables, interventions, figures, families or recipes.", show_default="all"
+            metavar="KIND",
+            help="observables, interventions, retrofits, figures, families or recipes.",
+            show_default="all",
         ),
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Show what can be named on the command line: observables, interventions, figures, families, recipes."""
+    """Show what can be named on the command line: observables, interventions, retrofits, figures, families, recipes."""
     from sinkscope.listing import listing
 
     for name, rows in listing(kind).items():
