@@ -1,0 +1,278 @@
+"""`quantize`: what simulated W8A8 costs, and which sites' outliers it is that cost so much.
+
+The settings that the verdict rests on are measured on all sequences, the search for the costly sites on the first PROBED:
+
+    full              nothing quantised
+    all               every input, weight and output of every linear layer but the LM head
+    weights, activations            one of the two
+    massive-kept      all but the sites that hold massive activations
+    costliest-kept    all but the sites that were found to cost most
+    alone             one kind of site quantised by itself, and of the costly kinds one layer
+    kept              all but one kind of site, of the costly kinds
+"""
+
+import os
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas as pd
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
+from sinkscope.config import BITS, CALIBRATION, RunConfig
+from sinkscope.errors import InputError
+from sinkscope.inputs import TokenInputs
+from sinkscope.manifest import Facts, make_manifest
+from sinkscope.quantisation.arithmetic import check_bits
+from sinkscope.quantisation.bench import Bench, Measured
+from sinkscope.quantisation.calibration import Bits, Range, Rounding
+from sinkscope.quantisation.sites import WEIGHT, Site, not_quantised
+from sinkscope.run import Run, check_output, new_folder, write_run
+from sinkscope.subject import ModelLike, Subject, config_of, status, subject_of
+from sinkscope.tables import shape_table
+
+PROBED = 16  # sequences that the search for costly sites looks at
+COSTLY = 0.01  # nats per token from which a kind of site, quantised alone, is worth a closer look
+BY_LAYER = 2  # of the costly kinds are looked at layer by layer …
+LAYERS = 8  # … in so many layers: those in which most entries become 0
+RESTORED = 0.1  # of the cost of quantising all, that may remain when the costliest sites are kept
+
+ALL_LAYERS = -1
+
+FULL, ALL, WEIGHTS, ACTIVATIONS = "full", "all", "weights", "activations"
+MASSIVE_KEPT, COSTLIEST_KEPT, ALONE, KEPT = "massive-kept", "costliest-kept", "alone", "kept"
+
+Ranges = Mapping[Site, Range]
+
+
+def quantize(
+    model: ModelLike = None,
+    *,
+    bits_weights: int = BITS,
+    bits_activations: int = BITS,
+    calibration: int = CALIBRATION,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    out: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    quiet: bool = True,
+    config: RunConfig | None = None,
+    figures: Iterable[str] | None = None,
+    **options: Any,
+) -> Run:
+    """Simulate post-training quantisation: weights symmetric and activations asymmetric, one static range a tensor, from
+    `calibration` sequences that follow those evaluated in the same input. `model` and `options` as for `analyze`.
+
+    → a Run with the tables `quantisation` (what every setting costs) and `quantisation_sites` (what every site holds).
+
+    Errors: InputError for wrong options, or an input with too few sequences, before anything is written. The model is
+    then bit for bit as it was, and so it is afterwards.
+    """
+    start = time.time()
+    bits = _checked(bits_weights, bits_activations, calibration)
+    if options.get("observables") or (config and config.observables):
+        raise InputError("`quantize` always measures perplexity and outliers: leave `observables` out")
+    config = config or config_of(model, options)
+    folder = None if out is None else check_output(out, overwrite)
+    console = Console(stderr=True, quiet=quiet)
+    subject, held_out = _split(
+        subject_of(
+            model, tokenizer, config.model_copy(update={"num_seqs": config.num_seqs + calibration}), console
+        ),
+        config,
+        calibration,
+    )
+
+    done = _Study(subject, held_out, Bench(subject, bits, config.attn, config.batch_size, console=console), console)
+    tables = done.run()
+    manifest = make_manifest(subject, config, Facts(done.bench.used_batch_size), list(tables), start)
+    manifest |= {"command": "quantize", "quantisation": done.record()}
+    run = Run(manifest, tables, folder)
+    if folder is not None:
+        with status(console, "drawing the figures"), new_folder(folder) as fresh:
+            write_run(run, fresh, figures)
+    return run
+
+
+def _checked(bits_weights: int, bits_activations: int, calibration: int) -> Bits:
+    check_bits(bits_weights, "--bits-weights")
+    check_bits(bits_activations, "--bits-activations")
+    if isinstance(calibration, bool) or not isinstance(calibration, int) or calibration < 1:
+        raise InputError(f"--calibration {calibration}: it must be a whole number of at least 1")
+    return Bits(bits_weights, bits_activations)
+
+
+def _split(subject: Subject, config: RunConfig, calibration: int) -> tuple[Subject, TokenInputs]:
+    """The first sequences to evaluate, those behind them to calibrate by. Errors: InputError where there are too few."""
+    inputs, wanted = subject.inputs, config.num_seqs + calibration
+    if len(inputs) < wanted:
+        what = f"--dataset {config.dataset}" if config.dataset else f"--input {config.input}"
+        raise InputError(
+            f"{what} holds {len(inputs)} sequences, fewer than the {config.num_seqs} to evaluate and {calibration} to "
+            "calibrate by: take a smaller --num-seqs or --calibration"
+        )
+    evaluated = Subject(subject.loaded, subject.family, inputs.part(0, config.num_seqs))
+    return evaluated, inputs.part(config.num_seqs, wanted)
+
+
+@dataclass
+class _Study:
+    """From the ranges to the sites that cost most, row by row of the table `quantisation`."""
+
+    subject: Subject
+    calibration: TokenInputs
+    bench: Bench
+    console: Console
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def run(self) -> dict[str, pd.DataFrame]:
+        self._tell(f"calibrating on {len(self.calibration)} sequences")
+        self.ranges = self.bench.ranges(self.calibration)
+        roundings = self.bench.roundings(self.calibration, self.ranges)
+        self._whole_model()
+        self._tell("looking for the sites that cost most")
+        costliest = self._costliest_sites(self._kinds(), roundings)
+        self._keep_costliest(costliest)
+        raw = {"quantisation": pd.DataFrame(self.rows), "quantisation_sites": self._sites(roundings)}
+        loaded, condition = self.subject.loaded, self.subject.inputs.condition
+        return {name: shape_table(name, table, loaded.name, condition, {}) for name, table in raw.items()}
+
+    def record(self) -> dict[str, Any]:
+        """For the manifest."""
+        bits, inputs = self.bench.bits, self.subject.inputs
+        return {
+            "bits_weights": bits.weights,
+            "bits_activations": bits.activations,
+            "calibration": len(self.calibration),
+            "calibration_sha256": self.calibration.sha256,
+            "split": f"sequences 0–{len(inputs) - 1} evaluated, the {len(self.calibration)} behind them calibrated by",
+            "probed": len(self.probes),
+            "linear_layers": sum(site.part == WEIGHT for site in self.ranges),
+            "not_quantised": not_quantised(self.subject.loaded.model, self.subject.family),
+        }
+
+    # --- what is measured
+
+    def _whole_model(self) -> None:
+        ranges = self.ranges
+        self._note(FULL, {}, outliers=True)
+        self._note(ALL, ranges, outliers=True)
+        self._note(WEIGHTS, {site: known for site, known in ranges.items() if site.part == WEIGHT})
+        self._note(ACTIVATIONS, {site: known for site, known in ranges.items() if site.part != WEIGHT})
+        massive = {site for site, known in ranges.items() if known.is_massive}
+        if massive:
+            self._note(MASSIVE_KEPT, _without(ranges, massive))
+
+    def _kinds(self) -> list[str]:
+        """Every kind of site alone, and each that is costly kept. → the costly ones, the costliest first."""
+        if len(self.probes) < len(self.subject.inputs):
+            self._note(FULL, {}, self.probes)
+            self._note(ALL, self.ranges, self.probes)
+        costs = {}
+        for role in dict.fromkeys(site.role for site in self.ranges):
+            alone = {site: known for site, known in self.ranges.items() if site.role == role}
+            costs[role] = self._note(ALONE, alone, self.probes, next(iter(alone)))
+        costly = sorted((role for role in costs if costs[role] >= COSTLY), key=lambda role: -costs[role])
+        for role in costly:
+            kept = {site for site in self.ranges if site.role == role}
+            self._note(KEPT, _without(self.ranges, kept), self.probes, next(iter(kept)))
+        return costly
+
+    def _costliest_sites(self, costly: list[str], roundings: Mapping[Site, Rounding]) -> list[Site]:
+        """Of the costliest kinds, one layer alone. → sites whose cost shows, the costliest first."""
+        costs: dict[Site, float] = {}
+        for role in costly[:BY_LAYER]:
+            sites = sorted((site for site in self.ranges if site.role == role), key=lambda site: -roundings[site].zeroed)
+            for site in sorted(sites[:LAYERS], key=lambda site: site.layer):
+                costs[site] = self._note(ALONE, {site: self.ranges[site]}, self.probes, site, site.layer)
+        return sorted((site for site in costs if costs[site] > 0), key=lambda site: -costs[site])
+
+    def _keep_costliest(self, costliest: list[Site]) -> None:
+        """One, two, four … of them in full precision, until all but a tenth of the cost is gone; this on all sequences."""
+        whole = self._cost(ALL, self.probes)
+        count = 1
+        while costliest and whole >= COSTLY:
+            kept = costliest[:count]
+            rest = _without(self.ranges, set(kept))
+            cost = self._note(COSTLIEST_KEPT, rest, self.probes, kept=kept)
+            if cost <= RESTORED * whole or count >= len(costliest):
+                if len(self.probes) < len(self.subject.inputs):
+                    self._note(COSTLIEST_KEPT, rest, kept=kept)
+                return
+            count *= 2
+
+    @property
+    def probes(self) -> TokenInputs:
+        return self.subject.inputs.part(0, PROBED)
+
+    # --- how it is written down
+
+    def _note(
+        self,
+        setting: str,
+        ranges: Ranges,
+        inputs: TokenInputs | None = None,
+        site: Site | None = None,
+        layer: int = ALL_LAYERS,
+        kept: Iterable[Site] = (),
+        outliers: bool = False,
+    ) -> float:
+        """Measure one setting as a row. → its cost: the loss above that of full precision on the same sequences."""
+        inputs = inputs or self.subject.inputs
+        measured = self.bench.measure(ranges, inputs, outliers)
+        cost = 0.0 if setting == FULL else measured.loss - self._row(FULL, inputs)["loss"]
+        self.rows.append(
+            {
+                "layer": layer,
+                "setting": setting,
+                "site": site.kind if site else "",
+                "part": site.part if site else "",
+                "quantised": len(ranges),
+                "kept": ", ".join(str(site) for site in kept),
+                "sequences": len(inputs),
+                **_numbers(measured),
+                "cost": cost,
+            }
+        )
+        return cost
+
+    def _cost(self, setting: str, inputs: TokenInputs) -> float:
+        return float(self._row(setting, inputs)["cost"])
+
+    def _row(self, setting: str, inputs: TokenInputs) -> dict[str, Any]:
+        return next(row for row in self.rows if row["setting"] == setting and row["sequences"] == len(inputs))
+
+    def _sites(self, roundings: Mapping[Site, Rounding]) -> pd.DataFrame:
+        rows = [
+            {
+                "layer": site.layer,
+                "site": site.kind,
+                "part": site.part,
+                "path": site.path,
+                "low": known.low,
+                "high": known.high,
+                "median_abs": known.median_abs,
+                "max_abs": known.max_abs,
+                "is_massive": known.is_massive,
+                "step": self.bench.bits.grid(site, known).step,
+                "zeroed": roundings[site].zeroed,
+                "sqnr": roundings[site].sqnr,
+            }
+            for site, known in self.ranges.items()
+        ]
+        return pd.DataFrame(rows)
+
+    def _tell(self, words: str) -> None:
+        self.console.print(words, markup=False, highlight=False)
+
+
+def _without(ranges: Ranges, kept: set[Site]) -> dict[Site, Range]:
+    return {site: known for site, known in ranges.items() if site not in kept}
+
+
+def _numbers(measured: Measured) -> dict[str, float]:
+    names = ("loss", "perplexity", "max_inf_norm", "kurtosis")
+    return {name: getattr(measured, name) for name in names}
+
+
