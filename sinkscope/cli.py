@@ -451,7 +451,11 @@ def quantize(
     but the LM head. The model itself is left as it is.
     """
     given = _options_given(ctx)
-    own = {"bits_weights": bits_weights, "bits_activations": bits_activations, "calibration": calibration}
+    own: dict[str, Any] = {
+        "bits_weights": bits_weights,
+        "bits_activations": bits_activations,
+        "calibration": calibration,
+    }
     with _all_or_nothing():
         if repeated:
             from sinkscope.run import to_repeat

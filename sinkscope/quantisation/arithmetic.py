@@ -3,8 +3,9 @@
     x̂ = step · clamp(round(x ÷ step), lowest, highest)        round: half to even
 
 The integers are counted from 0, so that 0 itself is on every grid and stays 0 exactly. This is the arithmetic of
-torch.fake_quantize_per_tensor_affine, which the tests hold it against; that takes three times as long on a CPU, and makes
-a number of NaN.
+torch.fake_quantize_per_tensor_affine, which the tests hold it against; that takes three times as long on a CPU, and
+makes a number of NaN. Its MinMaxObserver has the same ranges, but for symmetric weights a step by which the largest
+entry is clipped (± 127.5 steps, and 128 is not there).
 """
 
 import math

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,7 +18,7 @@ from sinkscope.quantisation.calibration import Bits, Range, Rounding, measured_r
 from sinkscope.quantisation.simulation import quantised_sites
 from sinkscope.quantisation.sites import Site
 from sinkscope.subject import Subject
-from sinkscope.tracer import open_tracer
+from sinkscope.tracer import Tracer, open_tracer
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,11 @@ class Bench:
     used_batch_size: int = field(default=0, init=False)
 
     def ranges(self, calibration: TokenInputs) -> dict[Site, Range]:
-        with open_tracer(*self._model, self.kernel, self.interventions) as tracer:
+        with self._tracer() as tracer:
             return measured_ranges(tracer, calibration.sequences)
 
     def roundings(self, calibration: TokenInputs, ranges: Mapping[Site, Range]) -> dict[Site, Rounding]:
-        with open_tracer(*self._model, self.kernel, self.interventions) as tracer:
+        with self._tracer() as tracer:
             return measured_roundings(tracer, calibration.sequences, ranges, self.bits)
 
     def measure(self, ranges: Mapping[Site, Range], inputs: TokenInputs, outliers: bool = False) -> Measured:
@@ -60,20 +61,15 @@ class Bench:
         def fresh() -> list[Observable]:
             return [Outlier(Settings())] if outliers else []
 
-        model, family = self._model
-        with (
-            quantised_sites(model, ranges, self.bits),
-            open_tracer(model, family, self.kernel, self.interventions) as tracer,
-        ):
+        with quantised_sites(self.subject.loaded.model, ranges, self.bits), self._tracer() as tracer:
             size = self.used_batch_size or self.batch_size
             done = pass_over(tracer, inputs, fresh, tracer.forward_with_loss, size, console=self.console)
         self.used_batch_size = self.used_batch_size or done.batch_size  # what fitted once fits again
         loss = done.loss / (inputs.num_tokens - len(inputs))
         return Measured(loss, **_outliers(done.observables))
 
-    @property
-    def _model(self) -> tuple:
-        return self.subject.loaded.model, self.subject.family
+    def _tracer(self) -> AbstractContextManager[Tracer]:
+        return open_tracer(self.subject.loaded.model, self.subject.family, self.kernel, self.interventions)
 
 
 def _outliers(observables: Iterable[Observable]) -> dict[str, float]:
@@ -99,7 +95,7 @@ def w8a8(
     `calibration`: other sequences than the subject's, that the static ranges come from.
     """
     bench = Bench(subject, bits or Bits(), kernel, batch_size, tuple(interventions))
-    arms = {"": {}, "_quantised": bench.ranges(calibration)}
+    arms: dict[str, dict[Site, Range]] = {"": {}, "_quantised": bench.ranges(calibration)}
     found: dict[str, float] = {}
     for ending, ranges in arms.items():
         measured = bench.measure(ranges, subject.inputs, outliers=True)

@@ -1,6 +1,6 @@
 """`quantize`: what simulated W8A8 costs, and which sites' outliers it is that cost so much.
 
-The settings that the verdict rests on are measured on all sequences, the search for the costly sites on the first PROBED:
+Settings of the whole model are measured on all sequences, the search for the costly sites on the first PROBED:
 
     full              nothing quantised
     all               every input, weight and output of every linear layer but the LM head
@@ -11,9 +11,10 @@ The settings that the verdict rests on are measured on all sequences, the search
     kept              all but one kind of site, of the costly kinds
 """
 
+import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +27,7 @@ from sinkscope.errors import InputError
 from sinkscope.inputs import TokenInputs
 from sinkscope.manifest import Facts, make_manifest
 from sinkscope.quantisation.arithmetic import check_bits
-from sinkscope.quantisation.bench import Bench, Measured
+from sinkscope.quantisation.bench import Bench
 from sinkscope.quantisation.calibration import Bits, Range, Rounding
 from sinkscope.quantisation.sites import WEIGHT, Site, not_quantised
 from sinkscope.run import Run, check_output, new_folder, write_run
@@ -61,8 +62,8 @@ def quantize(
     figures: Iterable[str] | None = None,
     **options: Any,
 ) -> Run:
-    """Simulate post-training quantisation: weights symmetric and activations asymmetric, one static range a tensor, from
-    `calibration` sequences that follow those evaluated in the same input. `model` and `options` as for `analyze`.
+    """Simulate post-training quantisation: weights symmetric and activations asymmetric, one static range a tensor,
+    from `calibration` sequences that follow those evaluated in the same input. `model` and `options` as for `analyze`.
 
     → a Run with the tables `quantisation` (what every setting costs) and `quantisation_sites` (what every site holds).
 
@@ -76,18 +77,19 @@ def quantize(
     config = config or config_of(model, options)
     folder = None if out is None else check_output(out, overwrite)
     console = Console(stderr=True, quiet=quiet)
-    subject, held_out = _split(
-        subject_of(
-            model, tokenizer, config.model_copy(update={"num_seqs": config.num_seqs + calibration}), console
-        ),
-        config,
-        calibration,
-    )
+    enough = config.model_copy(update={"num_seqs": config.num_seqs + calibration})
+    subject, held_out = _split(subject_of(model, tokenizer, enough, console), config, calibration)
+    bench = Bench(subject, bits, config.attn, config.batch_size, console=console)
 
-    done = _Study(subject, held_out, Bench(subject, bits, config.attn, config.batch_size, console=console), console)
-    tables = done.run()
-    manifest = make_manifest(subject, config, Facts(done.bench.used_batch_size), list(tables), start)
-    manifest |= {"command": "quantize", "quantisation": done.record()}
+    _tell(console, f"calibrating on {calibration} sequences")
+    ranges = bench.ranges(held_out)
+    study = _Study(subject.inputs, bench, ranges, bench.roundings(held_out, ranges), console)
+    tables = {
+        name: shape_table(name, table, subject.loaded.name, subject.inputs.condition, {})
+        for name, table in study.tables().items()
+    }
+    manifest = make_manifest(subject, config, Facts(bench.used_batch_size), list(tables), start)
+    manifest |= {"command": "quantize", "quantisation": _record(subject, bits, held_out, ranges)}
     run = Run(manifest, tables, folder)
     if folder is not None:
         with status(console, "drawing the figures"), new_folder(folder) as fresh:
@@ -104,7 +106,7 @@ def _checked(bits_weights: int, bits_activations: int, calibration: int) -> Bits
 
 
 def _split(subject: Subject, config: RunConfig, calibration: int) -> tuple[Subject, TokenInputs]:
-    """The first sequences to evaluate, those behind them to calibrate by. Errors: InputError where there are too few."""
+    """The first sequences to evaluate, those behind to calibrate by. Errors: InputError where there are too few."""
     inputs, wanted = subject.inputs, config.num_seqs + calibration
     if len(inputs) < wanted:
         what = f"--dataset {config.dataset}" if config.dataset else f"--input {config.input}"
@@ -116,95 +118,93 @@ def _split(subject: Subject, config: RunConfig, calibration: int) -> tuple[Subje
     return evaluated, inputs.part(config.num_seqs, wanted)
 
 
+def _record(subject: Subject, bits: Bits, held_out: TokenInputs, ranges: Ranges) -> dict[str, Any]:
+    """For the manifest."""
+    return {
+        "bits_weights": bits.weights,
+        "bits_activations": bits.activations,
+        "calibration": len(held_out),
+        "calibration_sha256": held_out.sha256,
+        "split": f"sequences 0–{len(subject.inputs) - 1} are evaluated, those behind them calibrated by",
+        "linear_layers": sum(site.part == WEIGHT for site in ranges),
+        "not_quantised": not_quantised(subject.loaded.model, subject.family),
+    }
+
+
 @dataclass
 class _Study:
     """From the ranges to the sites that cost most, row by row of the table `quantisation`."""
 
-    subject: Subject
-    calibration: TokenInputs
+    inputs: TokenInputs
     bench: Bench
+    ranges: Ranges
+    roundings: Mapping[Site, Rounding]
     console: Console
     rows: list[dict[str, Any]] = field(default_factory=list)
 
-    def run(self) -> dict[str, pd.DataFrame]:
-        self._tell(f"calibrating on {len(self.calibration)} sequences")
-        self.ranges = self.bench.ranges(self.calibration)
-        roundings = self.bench.roundings(self.calibration, self.ranges)
+    def tables(self) -> dict[str, pd.DataFrame]:
+        _tell(self.console, f"{self.bench.bits} on {len(self.inputs)} sequences")
         self._whole_model()
-        self._tell("looking for the sites that cost most")
-        costliest = self._costliest_sites(self._kinds(), roundings)
-        self._keep_costliest(costliest)
-        raw = {"quantisation": pd.DataFrame(self.rows), "quantisation_sites": self._sites(roundings)}
-        loaded, condition = self.subject.loaded, self.subject.inputs.condition
-        return {name: shape_table(name, table, loaded.name, condition, {}) for name, table in raw.items()}
-
-    def record(self) -> dict[str, Any]:
-        """For the manifest."""
-        bits, inputs = self.bench.bits, self.subject.inputs
-        return {
-            "bits_weights": bits.weights,
-            "bits_activations": bits.activations,
-            "calibration": len(self.calibration),
-            "calibration_sha256": self.calibration.sha256,
-            "split": f"sequences 0–{len(inputs) - 1} evaluated, the {len(self.calibration)} behind them calibrated by",
-            "probed": len(self.probes),
-            "linear_layers": sum(site.part == WEIGHT for site in self.ranges),
-            "not_quantised": not_quantised(self.subject.loaded.model, self.subject.family),
-        }
+        _tell(self.console, f"looking for the sites that cost most on {len(self.probes)} sequences")
+        self._keep_costliest(self._costliest_sites(self._costly_kinds()))
+        return {"quantisation": pd.DataFrame(self.rows), "quantisation_sites": self._sites()}
 
     # --- what is measured
 
     def _whole_model(self) -> None:
-        ranges = self.ranges
+        weights = {site for site in self.ranges if site.part == WEIGHT}
+        massive = {site for site, known in self.ranges.items() if known.is_massive}
         self._note(FULL, {}, outliers=True)
-        self._note(ALL, ranges, outliers=True)
-        self._note(WEIGHTS, {site: known for site, known in ranges.items() if site.part == WEIGHT})
-        self._note(ACTIVATIONS, {site: known for site, known in ranges.items() if site.part != WEIGHT})
-        massive = {site for site, known in ranges.items() if known.is_massive}
+        self._note(ALL, self.ranges, outliers=True)
+        self._note(WEIGHTS, self._without(self.ranges.keys() - weights))
+        self._note(ACTIVATIONS, self._without(weights))
         if massive:
-            self._note(MASSIVE_KEPT, _without(ranges, massive))
-
-    def _kinds(self) -> list[str]:
-        """Every kind of site alone, and each that is costly kept. → the costly ones, the costliest first."""
-        if len(self.probes) < len(self.subject.inputs):
+            self._note(MASSIVE_KEPT, self._without(massive))
+        if len(self.probes) < len(self.inputs):
             self._note(FULL, {}, self.probes)
             self._note(ALL, self.ranges, self.probes)
-        costs = {}
+
+    def _costly_kinds(self) -> list[str]:
+        """Every kind of site alone, and each that is costly kept. → the costly ones, the costliest first."""
+        costs: dict[str, float] = {}
         for role in dict.fromkeys(site.role for site in self.ranges):
             alone = {site: known for site, known in self.ranges.items() if site.role == role}
             costs[role] = self._note(ALONE, alone, self.probes, next(iter(alone)))
         costly = sorted((role for role in costs if costs[role] >= COSTLY), key=lambda role: -costs[role])
         for role in costly:
             kept = {site for site in self.ranges if site.role == role}
-            self._note(KEPT, _without(self.ranges, kept), self.probes, next(iter(kept)))
+            self._note(KEPT, self._without(kept), self.probes, next(iter(kept)))
         return costly
 
-    def _costliest_sites(self, costly: list[str], roundings: Mapping[Site, Rounding]) -> list[Site]:
+    def _costliest_sites(self, costly: list[str]) -> list[Site]:
         """Of the costliest kinds, one layer alone. → sites whose cost shows, the costliest first."""
         costs: dict[Site, float] = {}
         for role in costly[:BY_LAYER]:
-            sites = sorted((site for site in self.ranges if site.role == role), key=lambda site: -roundings[site].zeroed)
-            for site in sorted(sites[:LAYERS], key=lambda site: site.layer):
+            sites = [site for site in self.ranges if site.role == role]
+            coarsest = sorted(sites, key=lambda site: -self.roundings[site].zeroed)[:LAYERS]
+            for site in sorted(coarsest, key=lambda site: site.layer):
                 costs[site] = self._note(ALONE, {site: self.ranges[site]}, self.probes, site, site.layer)
         return sorted((site for site in costs if costs[site] > 0), key=lambda site: -costs[site])
 
     def _keep_costliest(self, costliest: list[Site]) -> None:
-        """One, two, four … of them in full precision, until all but a tenth of the cost is gone; this on all sequences."""
-        whole = self._cost(ALL, self.probes)
-        count = 1
-        while costliest and whole >= COSTLY:
+        """One, two, four … of them in full precision, until nearly all of the cost is gone; these on all sequences."""
+        whole = self._row(ALL, self.probes)["cost"]
+        if not costliest or whole < COSTLY:
+            return
+        count, cost = 0, math.inf
+        while cost > RESTORED * whole and count < len(costliest):
+            count = min(max(1, 2 * count), len(costliest))
             kept = costliest[:count]
-            rest = _without(self.ranges, set(kept))
-            cost = self._note(COSTLIEST_KEPT, rest, self.probes, kept=kept)
-            if cost <= RESTORED * whole or count >= len(costliest):
-                if len(self.probes) < len(self.subject.inputs):
-                    self._note(COSTLIEST_KEPT, rest, kept=kept)
-                return
-            count *= 2
+            cost = self._note(COSTLIEST_KEPT, self._without(set(kept)), self.probes, kept=kept)
+        if len(self.probes) < len(self.inputs):
+            self._note(COSTLIEST_KEPT, self._without(set(kept)), kept=kept)
 
     @property
     def probes(self) -> TokenInputs:
-        return self.subject.inputs.part(0, PROBED)
+        return self.inputs.part(0, PROBED)
+
+    def _without(self, kept: Set[Site]) -> dict[Site, Range]:
+        return {site: known for site, known in self.ranges.items() if site not in kept}
 
     # --- how it is written down
 
@@ -219,7 +219,7 @@ class _Study:
         outliers: bool = False,
     ) -> float:
         """Measure one setting as a row. → its cost: the loss above that of full precision on the same sequences."""
-        inputs = inputs or self.subject.inputs
+        inputs = inputs or self.inputs
         measured = self.bench.measure(ranges, inputs, outliers)
         cost = 0.0 if setting == FULL else measured.loss - self._row(FULL, inputs)["loss"]
         self.rows.append(
@@ -231,19 +231,19 @@ class _Study:
                 "quantised": len(ranges),
                 "kept": ", ".join(str(site) for site in kept),
                 "sequences": len(inputs),
-                **_numbers(measured),
+                "loss": measured.loss,
+                "perplexity": measured.perplexity,
                 "cost": cost,
+                "max_inf_norm": measured.max_inf_norm,
+                "kurtosis": measured.kurtosis,
             }
         )
         return cost
 
-    def _cost(self, setting: str, inputs: TokenInputs) -> float:
-        return float(self._row(setting, inputs)["cost"])
-
     def _row(self, setting: str, inputs: TokenInputs) -> dict[str, Any]:
         return next(row for row in self.rows if row["setting"] == setting and row["sequences"] == len(inputs))
 
-    def _sites(self, roundings: Mapping[Site, Rounding]) -> pd.DataFrame:
+    def _sites(self) -> pd.DataFrame:
         rows = [
             {
                 "layer": site.layer,
@@ -256,23 +256,13 @@ class _Study:
                 "max_abs": known.max_abs,
                 "is_massive": known.is_massive,
                 "step": self.bench.bits.grid(site, known).step,
-                "zeroed": roundings[site].zeroed,
-                "sqnr": roundings[site].sqnr,
+                "zeroed": self.roundings[site].zeroed,
+                "sqnr": self.roundings[site].sqnr,
             }
             for site, known in self.ranges.items()
         ]
         return pd.DataFrame(rows)
 
-    def _tell(self, words: str) -> None:
-        self.console.print(words, markup=False, highlight=False)
 
-
-def _without(ranges: Ranges, kept: set[Site]) -> dict[Site, Range]:
-    return {site: known for site, known in ranges.items() if site not in kept}
-
-
-def _numbers(measured: Measured) -> dict[str, float]:
-    names = ("loss", "perplexity", "max_inf_norm", "kurtosis")
-    return {name: getattr(measured, name) for name in names}
-
-
+def _tell(console: Console, words: str) -> None:
+    console.print(words, markup=False, highlight=False)

@@ -62,8 +62,8 @@ def _weight_edits(model: PreTrainedModel, paths: Iterable[str], bits: int) -> It
 
 @contextmanager
 def _snapped(module: nn.Module, before: Grid | None, after: Grid | None) -> Iterator[None]:
-    """module(x) with x on one grid and what comes out on another. As interventions do it: nnsight, which wraps `forward`
-    again, then sees what the next module sees.
+    """module(x) with x on one grid and what comes out on another. As interventions do it: nnsight, which wraps
+    `forward` again, then sees what the next module sees.
     """
     own = vars(module).get("forward")  # accelerate's, or an intervention's
     forward = module.forward
@@ -72,7 +72,7 @@ def _snapped(module: nn.Module, before: Grid | None, after: Grid | None) -> Iter
         output = forward(x if before is None else before.snap(x), *args, **kwargs)
         return output if after is None else after.snap(output)
 
-    module.forward = snapped  # type: ignore[method-assign]
+    module.forward = snapped
     try:
         yield
     finally:

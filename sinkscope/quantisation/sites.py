@@ -79,8 +79,10 @@ def not_quantised(model: PreTrainedModel, family: Family) -> dict[str, float]:
 
 
 def chosen_sites(sites: Collection[Site], named: Iterable[Site | str]) -> set[Site]:
-    """Those meant by name: a kind (mlp.down_proj), a kind's part (mlp.down_proj input), a module's path, with or without
-    the part, or one site as it is printed (layer 11 mlp.down_proj input). Errors: InputError for a name of none.
+    """Those meant by name: a kind (mlp.down_proj), a kind's part (mlp.down_proj input), a module's path, with or
+    without the part, or one site as it is printed (layer 11 mlp.down_proj input).
+
+    Errors: InputError for a name of none.
     """
     found: set[Site] = set()
     for name in [named] if isinstance(named, str) else named:
@@ -105,4 +107,4 @@ def _check_weight(path: str, module: Any) -> None:
     if weight.is_meta:
         raise InputError(f"{path}: its weights are offloaded and cannot be edited: load without --device-map auto")
     if not weight.is_floating_point():
-        raise InputError(f"{path}: its weights are quantised already ({weight.dtype}): load the model as it was trained")
+        raise InputError(f"{path}: its weights are quantised already ({weight.dtype}): load the model before that")

@@ -16,6 +16,7 @@ from sinkscope.quantisation.experiment import (
     MASSIVE_KEPT,
     WEIGHTS,
 )
+from sinkscope.quantisation.sites import NO_LAYER
 from sinkscope.run import Run
 
 SHOWN = 5  # of a ranking
@@ -99,6 +100,10 @@ def restored(run: Run, setting: str) -> float:
     return 1 - float(settings[setting] / settings[ALL])
 
 
+def _is_harmless(run: Run) -> bool:
+    return bool(whole(run)["cost"][ALL] < HARMLESS)
+
+
 def _number(value: float, form: str) -> str:
     return form.format(value) if np.isfinite(value) else ""
 
@@ -110,28 +115,28 @@ def _setting(run: Run) -> str:
     given, config, quantisation = run.manifest["input"], run.manifest["config"], run.manifest["quantisation"]
     return (
         f"Measured on {given['sequences']} sequences of {config['seq_len']} tokens ({run.condition}), position 0 being "
-        f"{given['token_zero']}; static ranges from the {quantisation['calibration']} sequences behind them. Quantised: "
-        f"input, weight and output of {quantisation['linear_layers']} linear layers, per tensor; not the LM head."
+        f"{given['token_zero']}; static ranges from the {quantisation['calibration']} sequences behind them. "
+        f"Quantised: input, weight and output of {quantisation['linear_layers']} linear layers, but not the LM head."
     )
 
 
 def _cost(run: Run) -> str:
     settings = whole(run)
-    loss = settings["cost"]
+    cost = settings["cost"]
     before, after = settings["perplexity"][FULL], settings["perplexity"][ALL]
     changed = f"{before:,.4g} → {after:,.4g}"
-    if loss[ALL] < HARMLESS:
+    if _is_harmless(run):
         return f"{bits(run)} is harmless: perplexity {changed}."
     parts = (
-        f"weights alone cost {loss[WEIGHTS]:.3f} nats per token, activations alone {loss[ACTIVATIONS]:.3f} "
-        f"of {loss[ALL]:.3f}"
+        f"weights alone cost {cost[WEIGHTS]:.3f} nats per token, activations alone {cost[ACTIVATIONS]:.3f}, "
+        f"both {cost[ALL]:.3f}"
     )
-    return f"{bits(run)} multiplies perplexity by {np.exp(loss[ALL]):,.4g} ({changed}); {parts}."
+    return f"{bits(run)} multiplies perplexity by {np.exp(cost[ALL]):,.4g} ({changed}); {parts}."
 
 
 def _kinds(run: Run) -> str | None:
     """Kinds of site, each by itself, and what is left when one stays in full precision."""
-    if whole(run)["cost"][ALL] < HARMLESS:
+    if _is_harmless(run):
         return None
     table = probed(run, ALONE)
     kinds = table[table["layer"] == ALL_LAYERS]
@@ -151,7 +156,7 @@ def _kinds(run: Run) -> str | None:
 def _layers(run: Run) -> str | None:
     table = probed(run, ALONE)
     sites = table[(table["layer"] != ALL_LAYERS) & (table["cost"] >= COSTLY)].head(SHOWN)
-    if sites.empty:
+    if sites.empty or _is_harmless(run):
         return None
     ranges = run.tables["quantisation_sites"].set_index(["layer", "site", "part"])
     listed = []
@@ -169,28 +174,47 @@ def _massive(run: Run) -> str:
     sites = sites[sites["is_massive"]]
     if sites.empty:
         return "No linear layer's input or output holds massive activations."
-    by_kind = sites.groupby(sites["site"] + " " + sites["part"], sort=False)["layer"]
-    where = ", ".join(f"`{kind}` of layer{_plural(layers)}" for kind, layers in by_kind)
-    words = f"Massive activations are held by {where}"
-    return f"{words}{_in_full_precision(run, MASSIVE_KEPT)}."
+    return f"Massive activations are held by {_grouped(sites)}{_in_full_precision(run, MASSIVE_KEPT)}."
 
 
 def _costliest(run: Run) -> str | None:
     if COSTLIEST_KEPT not in whole(run).index:
         return None
-    kept = whole(run).loc[COSTLIEST_KEPT, "kept"].split(", ")
-    total = len(run.tables["quantisation_sites"])
-    count = f"The costliest of {total} sites is" if len(kept) == 1 else f"The {len(kept)} costliest of {total} sites are"
-    return f"{count} {', '.join(f'`{site}`' for site in kept)}{_in_full_precision(run, COSTLIEST_KEPT)}."
+    names = whole(run).loc[COSTLIEST_KEPT, "kept"].split(", ")
+    sites = run.tables["quantisation_sites"]
+    kept = sites[site_names(sites).isin(names)]
+    massive = f", of which {kept['is_massive'].sum()} hold massive activations" if kept["is_massive"].any() else ""
+    which = "costliest" if len(kept) == 1 else f"{len(kept)} costliest"
+    return f"The {which} of {len(sites)} sites{massive}: {_grouped(kept)}{_in_full_precision(run, COSTLIEST_KEPT)}."
+
+
+def site_names(sites: pd.DataFrame) -> pd.Series:
+    """Of rows of `quantisation_sites`: as the sites are printed."""
+    layer = np.where(sites["layer"] == NO_LAYER, "", "layer " + sites["layer"].astype(str) + " ")
+    return layer + sites["site"] + " " + sites["part"]
+
+
+def _grouped(sites: pd.DataFrame) -> str:
+    """Kind by kind, with the layers."""
+    by_kind = sites.groupby(sites["site"] + " " + sites["part"], sort=False)["layer"]
+    return ", ".join(f"`{kind}`{_of_layers(layers)}" for kind, layers in by_kind)
+
+
+def _of_layers(layers: pd.Series) -> str:
+    numbers = sorted({layer for layer in layers if layer != NO_LAYER})
+    listed = ", ".join(map(str, numbers))
+    return f" of layer{'s' if len(numbers) > 1 else ''} {listed}" if numbers else ""
 
 
 def _in_full_precision(run: Run, setting: str) -> str:
-    settings = whole(run)
-    if settings["cost"][ALL] < HARMLESS:
+    if _is_harmless(run):
         return ""
-    share, perplexity = restored(run, setting), settings["perplexity"][setting]
-    how = "nearly restores" if share >= NEARLY else "does not restore"
-    return f"; leaving these in full precision {how} perplexity: {perplexity:,.4g}, {share:.0%} of the cost gone"
+    share, perplexity = restored(run, setting), whole(run)["perplexity"][setting]
+    if share <= 0:
+        return f"; leaving these in full precision wins nothing back (perplexity {perplexity:,.4g})"
+    some = "most" if share > 0.5 else "some"
+    how = "nearly restores perplexity" if share >= NEARLY else f"wins {some} of it back"
+    return f"; leaving these in full precision {how} ({perplexity:,.4g}: {share:.0%} of the cost gone)"
 
 
 def _not_quantised(run: Run) -> str | None:
@@ -199,11 +223,6 @@ def _not_quantised(run: Run) -> str | None:
         return None
     listed = ", ".join(f"`{kind}`" for kind in left)
     return f"Not quantised: {listed}, which are no linear layers ({sum(left.values()):.0%} of all parameters)."
-
-
-def _plural(layers: pd.Series) -> str:
-    numbers = sorted(layers)
-    return f"{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def _named(table: pd.DataFrame) -> list:
