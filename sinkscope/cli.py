@@ -468,7 +468,7 @@ def quantize(
         bits = f"W{own['bits_weights']}A{own['bits_activations']}"
         folder = out or Path("runs", f"{_folder_name(config)}-{bits}" + ("-repeated" if repeated else ""))
 
-        from sinkscope.quantisation import quantize
+        from sinkscope.quantisation.experiment import quantize
 
         run = quantize(config.model, config=config, out=folder, overwrite=overwrite, quiet=quiet, **own)
     if quiet:

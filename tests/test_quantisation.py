@@ -22,13 +22,13 @@ from sinkscope.cli import app
 from sinkscope.config import make_config
 from sinkscope.families import find_family
 from sinkscope.figures import applicable
-from sinkscope.quantisation import Range, Site, calibrate_ranges, quantised, quantize, w8a8
 from sinkscope.quantisation.arithmetic import asymmetric_grid, quantise_asymmetric, quantise_symmetric, symmetric_grid
-from sinkscope.quantisation.bench import Bench
-from sinkscope.quantisation.calibration import Bits, measured_roundings
-from sinkscope.quantisation.experiment import ALL, ALONE, COSTLIEST_KEPT, FULL, KEPT, MASSIVE_KEPT, WEIGHTS
-from sinkscope.quantisation.simulation import quantised_sites
-from sinkscope.quantisation.sites import PARTS, WEIGHT, linear_modules, not_quantised, sites_of
+from sinkscope.quantisation.bench import Bench, w8a8
+from sinkscope.quantisation.calibration import Bits, Range, calibrate_ranges, measured_roundings
+from sinkscope.quantisation.experiment import quantize
+from sinkscope.quantisation.settings import ALL, ALONE, COSTLIEST_KEPT, FULL, KEPT, MASSIVE_KEPT, WEIGHTS
+from sinkscope.quantisation.simulation import quantised, quantised_sites
+from sinkscope.quantisation.sites import PARTS, WEIGHT, Site, linear_modules, not_quantised, sites_of
 from sinkscope.quantisation.verdict import whole
 from sinkscope.subject import subject_of
 from sinkscope.tables import COLUMNS, LEADING

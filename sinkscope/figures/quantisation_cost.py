@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 from sinkscope.figures.axes import log_ticks
 from sinkscope.figures.labels import escape, shorten, title, wrapped
 from sinkscope.figures.style import NAVY, SKY, VERMILION, WIDE, Figure, new_figure
-from sinkscope.quantisation.experiment import ALL_LAYERS, ALONE, FULL
+from sinkscope.quantisation.settings import ALL_LAYERS, ALONE, FULL
 from sinkscope.quantisation.sites import INPUT, NO_LAYER, OUTPUT, WEIGHT
 from sinkscope.quantisation.verdict import label, probed, whole
 from sinkscope.run import Run

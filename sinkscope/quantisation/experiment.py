@@ -1,15 +1,4 @@
-"""`quantize`: what simulated W8A8 costs, and which sites' outliers it is that cost so much.
-
-Settings of the whole model are measured on all sequences, the search for the costly sites on the first PROBED:
-
-    full              nothing quantised
-    all               every input, weight and output of every linear layer but the LM head
-    weights, activations            one of the two
-    massive-kept      all but the sites that hold massive activations
-    costliest-kept    all but the sites that were found to cost most
-    alone             one kind of site quantised by itself, and of the costly kinds one layer
-    kept              all but one kind of site, of the costly kinds
-"""
+"""`quantize`: what simulated W8A8 costs, and which sites' outliers it is that cost so much (settings.py)."""
 
 import math
 import os
@@ -29,21 +18,26 @@ from sinkscope.manifest import Facts, make_manifest
 from sinkscope.quantisation.arithmetic import check_bits
 from sinkscope.quantisation.bench import Bench
 from sinkscope.quantisation.calibration import Bits, Range, Rounding
+from sinkscope.quantisation.settings import (
+    ACTIVATIONS,
+    ALL,
+    ALL_LAYERS,
+    ALONE,
+    BY_LAYER,
+    COSTLIEST_KEPT,
+    COSTLY,
+    FULL,
+    KEPT,
+    LAYERS,
+    MASSIVE_KEPT,
+    PROBED,
+    RESTORED,
+    WEIGHTS,
+)
 from sinkscope.quantisation.sites import WEIGHT, Site, not_quantised
 from sinkscope.run import Run, check_output, new_folder, write_run
 from sinkscope.subject import ModelLike, Subject, config_of, status, subject_of
 from sinkscope.tables import shape_table
-
-PROBED = 16  # sequences that the search for costly sites looks at
-COSTLY = 0.01  # nats per token from which a kind of site, quantised alone, is worth a closer look
-BY_LAYER = 2  # of the costly kinds are looked at layer by layer …
-LAYERS = 8  # … in so many layers: those in which most entries become 0
-RESTORED = 0.1  # of the cost of quantising all, that may remain when the costliest sites are kept
-
-ALL_LAYERS = -1
-
-FULL, ALL, WEIGHTS, ACTIVATIONS = "full", "all", "weights", "activations"
-MASSIVE_KEPT, COSTLIEST_KEPT, ALONE, KEPT = "massive-kept", "costliest-kept", "alone", "kept"
 
 Ranges = Mapping[Site, Range]
 

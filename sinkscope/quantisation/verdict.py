@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.paper_tables import as_markdown
-from sinkscope.quantisation.experiment import (
+from sinkscope.quantisation.settings import (
     ACTIVATIONS,
     ALL,
     ALL_LAYERS,
@@ -14,14 +14,13 @@ from sinkscope.quantisation.experiment import (
     FULL,
     KEPT,
     MASSIVE_KEPT,
+    RESTORED,
     WEIGHTS,
 )
 from sinkscope.quantisation.sites import NO_LAYER
 from sinkscope.run import Run
 
 SHOWN = 5  # of a ranking
-HARMLESS = COSTLY  # nats per token: 1 % of perplexity
-NEARLY = 0.9  # of the cost gone: nearly restored
 
 LABELS = {
     FULL: "full precision",
@@ -101,7 +100,7 @@ def restored(run: Run, setting: str) -> float:
 
 
 def _is_harmless(run: Run) -> bool:
-    return bool(whole(run)["cost"][ALL] < HARMLESS)
+    return bool(whole(run)["cost"][ALL] < COSTLY)
 
 
 def _number(value: float, form: str) -> str:
@@ -213,7 +212,7 @@ def _in_full_precision(run: Run, setting: str) -> str:
     if share <= 0:
         return f"; leaving these in full precision wins nothing back (perplexity {perplexity:,.4g})"
     some = "most" if share > 0.5 else "some"
-    how = "nearly restores perplexity" if share >= NEARLY else f"wins {some} of it back"
+    how = "nearly restores perplexity" if share >= 1 - RESTORED else f"wins {some} of it back"
     return f"; leaving these in full precision {how} ({perplexity:,.4g}: {share:.0%} of the cost gone)"
 
 
