@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
-from sinkscope.config import DRAWS, RunConfig, as_folder_name, make_config
+from sinkscope.config import BITS, CALIBRATION, DRAWS, RunConfig, as_folder_name, make_config
 from sinkscope.errors import InputError, SinkscopeError
 
 if TYPE_CHECKING:
@@ -208,6 +208,15 @@ Do = Annotated[
     _option("Intervening", "do", "NAME[:K=V,…]", "An intervention; more are stacked in their order. Or all.", False),
 ]
 Draws = Annotated[int, _option("Intervening", "draws", "N", "Random controls of each arm.")]
+
+BitsWeights = Annotated[int, _option("Quantising", "bits-weights", "B", "Of weights, symmetric per tensor.")]
+BitsActivations = Annotated[
+    int, _option("Quantising", "bits-activations", "B", "Of inputs and outputs, asymmetric per tensor, static ranges.")
+]
+Calibration = Annotated[
+    int,
+    _option("Quantising", "calibration", "N", "Sequences, behind those evaluated, that the ranges come from."),
+]
 
 Out = Annotated[Path | None, _option("Output", "out", "DIR", "Folder of the run.", "runs/MODEL-INPUT")]
 ComparisonOut = Annotated[Path | None, _option("Output", "out", "DIR", "Write tables and figures there, too.")]
@@ -407,6 +416,65 @@ def _arms(do: list[str]) -> Any:
     if "all" in do and len(do) > 1:
         raise InputError("--do all tries every intervention by itself, so no other goes with it")
     return "all" if do == ["all"] else {"+".join(part.partition(":")[0] for part in do): do}
+
+
+@app.command()
+def quantize(
+    ctx: typer.Context,
+    model: Model = None,
+    bits_weights: BitsWeights = BITS,
+    bits_activations: BitsActivations = BITS,
+    calibration: Calibration = CALIBRATION,
+    revision: Revision = None,
+    gguf_file: GgufFile = None,
+    dtype: Dtype = None,
+    device_map: DeviceMap = None,
+    attn: Attn = _DEFAULT.attn,
+    trust_remote_code: TrustRemoteCode = False,
+    allow_pickle: AllowPickle = False,
+    input: Input = _DEFAULT.input,
+    dataset: Dataset = None,
+    num_seqs: NumSeqs = _DEFAULT.num_seqs,
+    seq_len: SeqLen = _DEFAULT.seq_len,
+    bos: Bos = _DEFAULT.bos,
+    seed: Seed = _DEFAULT.seed,
+    batch_size: BatchSize = str(_DEFAULT.batch_size),
+    out: Out = None,
+    overwrite: Overwrite = False,
+    repeated: From = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Simulate W8A8: what it costs in perplexity, and which sites' outliers make it so.
+
+    Weights symmetric, activations asymmetric, one static range a tensor: input, weight and output of every linear layer
+    but the LM head. The model itself is left as it is.
+    """
+    given = _options_given(ctx)
+    own: dict[str, Any] = {
+        "bits_weights": bits_weights,
+        "bits_activations": bits_activations,
+        "calibration": calibration,
+    }
+    with _all_or_nothing():
+        if repeated:
+            from sinkscope.run import to_repeat
+
+            _refuse_beside_from(given | {name: value for name, value in own.items() if _was_given(ctx, name)})
+            config, then = to_repeat(repeated, "quantize")
+            own = {name: then["quantisation"][name] for name in own}
+        else:
+            config = make_config(**given)
+        bits = f"W{own['bits_weights']}A{own['bits_activations']}"
+        folder = out or Path("runs", f"{_folder_name(config)}-{bits}" + ("-repeated" if repeated else ""))
+
+        from sinkscope.quantisation.experiment import quantize
+
+        run = quantize(config.model, config=config, out=folder, overwrite=overwrite, quiet=quiet, **own)
+    if quiet:
+        return
+    _print_markdown(run.verdict)
+    print(f"written to {folder}", file=sys.stderr)
 
 
 @app.command()

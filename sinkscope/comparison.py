@@ -91,9 +91,9 @@ def compare(
     folder = None if out is None else check_output(out, overwrite, MANIFEST)
     opened = tuple(run if isinstance(run, Run) else Run.open(run) for run in runs)
     for run in opened:
-        if run.is_experiment:
+        if run.command != "analyze":
             raise InputError(
-                f"{run.folder or run.model} is a run of `intervene`: its arms are compared in its own tables"
+                f"{run.folder or run.model} is a run of `{run.command}`: what it compares is in its own tables"
             )
     names = _labels(opened)
     differing = differing_settings([run.manifest for run in opened], names)

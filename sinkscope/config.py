@@ -12,6 +12,7 @@ from sinkscope.errors import InputError
 
 POSITIONS, WINDOW = 16, 64  # where the sequences are long enough; GS fig. 1 and WSE
 DRAWS = 5  # random controls of an arm
+BITS, CALIBRATION = 8, 16  # of `quantize`: bits of weights and activations, sequences that ranges come from
 
 
 class RunConfig(BaseModel):

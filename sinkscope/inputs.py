@@ -14,7 +14,7 @@ import json
 import os
 import tokenize
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.resources import files
 from itertools import islice
@@ -67,6 +67,11 @@ class TokenInputs:
     @property
     def longest(self) -> int:
         return max(len(ids) for ids in self.sequences)
+
+    def part(self, first: int, last: int) -> "TokenInputs":
+        """Sequences first … last − 1 as inputs by themselves."""
+        sequences = self.sequences[first:last]
+        return replace(self, sequences=sequences, sha256=_sha256(sequences), notices=())
 
     def batches(
         self, batch_size: int, *, pad_id: int = 0, padding_side: str = "right"

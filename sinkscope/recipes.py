@@ -352,14 +352,16 @@ def _options(options: dict[str, Any]) -> dict[str, Any]:
 
 def _check_figures(names: tuple[str, ...], config: RunConfig, is_experiment: bool) -> None:
     """Before minutes of measuring: do the figures exist, and do the observables give their tables?"""
-    from sinkscope.figures import ARM_TABLES, FIGURES, OBSERVABLE
+    from sinkscope.figures import COMMAND, FIGURES, OBSERVABLE
     from sinkscope.observables import OBSERVABLES
 
     for name in names:
         if name not in FIGURES:
             raise InputError(f"figure {unknown(name, FIGURES)}")
-        of_arms = bool(ARM_TABLES & set(FIGURES[name].TABLES))
-        if of_arms != is_experiment:
+        commands = {COMMAND[table] for table in FIGURES[name].TABLES if table in COMMAND}
+        if "quantize" in commands:
+            raise InputError(f"figure '{name}' is of `sinkscope quantize`, which recipes do not run")
+        if bool(commands) != is_experiment:
             kind = "has" if is_experiment else "has no"
             raise InputError(f"figure '{name}' cannot be drawn: this recipe {kind} `arms`")
         needed = [OBSERVABLE.get(table, table) for table in FIGURES[name].TABLES]

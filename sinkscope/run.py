@@ -58,9 +58,14 @@ class Run:
         return self.manifest["condition"]
 
     @property
+    def command(self) -> str:
+        """That made it, as on the command line."""
+        return self.manifest.get("command", "analyze")
+
+    @property
     def is_experiment(self) -> bool:
         """Of `intervene`: its tables hold several arms, each with a `condition` of its own."""
-        return self.manifest.get("command") == "intervene"
+        return self.command == "intervene"
 
     def at(self, condition: str) -> "Run":
         """One arm of an experiment, as a run by itself. Errors: InputError if there is none of this name."""
@@ -81,8 +86,10 @@ class Run:
     def verdict(self) -> str:
         """The findings as text: a short table, and sentences."""
         from sinkscope import effects, verdict
+        from sinkscope.quantisation import verdict as quantisation
 
-        return effects.verdict(self) if self.is_experiment else verdict.verdict(self)
+        of_command = {"intervene": effects.verdict, "quantize": quantisation.verdict}
+        return of_command.get(self.command, verdict.verdict)(self)
 
     def metric(self, name: str, layer: int = -1) -> float:
         """One value of the table `summary`; NaN if it was not measured. Layer -1 is the whole model."""

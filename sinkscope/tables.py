@@ -35,6 +35,13 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "streaming": ("method", "window", "keep", "bucket", "tokens", "loss", "perplexity"),
     "effect": ("name", "arm", "draw", "metric", "position", "value"),
     "arm_maps": ("query", "key", "weight"),
+    "quantisation": (
+        "setting", "site", "part", "quantised", "kept", "sequences",
+        "loss", "perplexity", "cost", "max_inf_norm", "kurtosis",
+    ),
+    "quantisation_sites": (
+        "site", "part", "path", "low", "high", "median_abs", "max_abs", "is_massive", "step", "zeroed", "sqnr",
+    ),
     "summary": ("metric", "value"),
 }  # fmt: skip
 

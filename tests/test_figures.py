@@ -13,15 +13,15 @@ from matplotlib.colors import to_hex
 from test_gradient_figures import gradient_tables
 
 from sinkscope.errors import InputError
-from sinkscope.figures import ARM_TABLES, applicable, draw, save_all
+from sinkscope.figures import COMMAND, applicable, draw, save_all
 from sinkscope.figures import FIGURES as ALL_FIGURES
 from sinkscope.figures.comparison import draw_comparison
 from sinkscope.figures.labels import LONGEST_TOKEN, shorten, title, token_label
 from sinkscope.figures.style import SETTINGS, TEXT, WIDE, Figure
 from sinkscope.run import Run
 
-# those of one run; an experiment's have a file of their own
-FIGURES = {name: module for name, module in ALL_FIGURES.items() if not ARM_TABLES & set(module.TABLES)}
+# those of `analyze`; other commands' have files of their own
+FIGURES = {name: module for name, module in ALL_FIGURES.items() if not COMMAND.keys() & set(module.TABLES)}
 
 TOKENS = ["<s>", " the", "\n", ".", " $x$", "漢字", "\x00", None, "\t", " incomprehensibilities", "�", "  "]
 

@@ -43,7 +43,15 @@ OBSERVABLE = {
 }
 
 
-ARM_TABLES = {"effect", "arm_maps", "streaming"}  # with all arms of an experiment, for one figure
+# tables that other commands than `analyze` make; those of `intervene` hold all its arms, for one figure
+COMMAND = {
+    "effect": "intervene",
+    "arm_maps": "intervene",
+    "streaming": "intervene",
+    "quantisation": "quantize",
+    "quantisation_sites": "quantize",
+}
+ARM_TABLES = {table for table, command in COMMAND.items() if command == "intervene"}
 
 
 def draw(name: str, run: Run) -> Figure:
@@ -53,8 +61,9 @@ def draw(name: str, run: Run) -> Figure:
     if run.is_experiment and not ARM_TABLES & set(FIGURES[name].TABLES):
         raise InputError(f"figure '{name}' is of one arm: draw it of run.at('before'), or of another arm")
     missing = [table for table in FIGURES[name].TABLES if not _has(run, table)]
-    if ARM_TABLES & set(missing):
-        raise InputError(f"figure '{name}' needs the table '{missing[0]}', which only some runs of `intervene` have")
+    if missing and missing[0] in COMMAND:
+        runs = f"only some runs of `{COMMAND[missing[0]]}` have"
+        raise InputError(f"figure '{name}' needs the table '{missing[0]}', which {runs}")
     if missing:
         observables = dict.fromkeys(OBSERVABLE.get(table, table) for table in missing)
         for observable, reason in (run.manifest.get("not_measured") or {}).items():
