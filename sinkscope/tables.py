@@ -35,6 +35,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "streaming": ("method", "window", "keep", "bucket", "tokens", "loss", "perplexity"),
     "effect": ("name", "arm", "draw", "metric", "position", "value"),
     "arm_maps": ("query", "key", "weight"),
+    "training": ("step", "metric", "value"),
     "summary": ("metric", "value"),
 }  # fmt: skip
 
