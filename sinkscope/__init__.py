@@ -19,6 +19,7 @@ _HOME = {
     "intervene": "sinkscope.experiment",
     "intervening": "sinkscope.interventions",
     "load": "sinkscope.loading",
+    "retrofit": "sinkscope.retrofitting",
     "retrofit_model": "sinkscope.retrofits",
     "new_parameters": "sinkscope.retrofits",
     "gate_displacement": "sinkscope.retrofits",

@@ -36,6 +36,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "effect": ("name", "arm", "draw", "metric", "position", "value"),
     "arm_maps": ("query", "key", "weight"),
     "training": ("step", "metric", "value"),
+    "gates": ("head", "parameter", "displacement"),
     "summary": ("metric", "value"),
 }  # fmt: skip
 

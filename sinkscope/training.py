@@ -20,19 +20,18 @@ import numpy as np
 import pandas as pd
 import torch
 from accelerate import PartialState
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.console import Console
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging as transformers_logging
 
 from sinkscope.blocks import Blocks
-from sinkscope.config import complaint
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.model_types import is_retrofitted
 from sinkscope.retrofits import gate_displacement, new_parameters
 from sinkscope.retrofits.register_tokens import IGNORED
 from sinkscope.summary import WHOLE_MODEL
+from sinkscope.training_config import TrainingConfig
 
 RECORD = "training.json"
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -40,42 +39,6 @@ KEPT = 2  # checkpoints
 HOUR = 3600
 # what may differ when a training is resumed: none of these decides its weights
 FREE = ("save_every", "log_every")
-
-
-class TrainingConfig(BaseModel):
-    """How a model is trained. 6,000 steps are VGA's (appendix C).
-
-    Gates start at zero weights and hardly move at the learning rate of pretrained ones: they have their own.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    steps: int = Field(default=6000, ge=1)  # of the optimiser
-    block_length: int = Field(default=256, ge=2)
-    batch_size: int = Field(default=8, ge=1)  # blocks at once on each GPU
-    accumulation: int = Field(default=1, ge=1)  # batches a step
-    learning_rate: float = Field(default=5e-5, gt=0, allow_inf_nan=False)
-    new_learning_rate: float = Field(default=1e-3, gt=0, allow_inf_nan=False)
-    weight_decay: float = Field(default=0.01, ge=0, allow_inf_nan=False)  # not of the new parameters, norms and biases
-    warmup: float = Field(default=0.05, ge=0, lt=1)  # share of the steps; then down to 0 in a line
-    only_new: bool = False
-    bf16: bool = False  # in mixed precision: the weights stay in float32
-    seed: int = Field(default=0, ge=0)
-    save_every: int = Field(default=500, ge=1)
-    log_every: int = Field(default=10, ge=1)
-    eval_share: float = Field(default=0.1, gt=0, lt=1)  # of the text, its end: never trained on
-
-    def blocks_wanted(self, processes: int = 1) -> int:
-        """So many that none is seen twice."""
-        return self.steps * self.batch_size * self.accumulation * processes
-
-
-def make_training_config(**options: Any) -> TrainingConfig:
-    """TrainingConfig with its first complaint as one clear line. Errors: InputError."""
-    try:
-        return TrainingConfig(**options)
-    except ValidationError as error:
-        raise InputError(complaint(error.errors()[0], TrainingConfig.model_fields)) from None
 
 
 def train(
@@ -98,12 +61,14 @@ def train(
     or disk, and for a loss that is no number. Checkpoints then stay.
     """
     folder = Path(out)
-    _check(model, blocks, config)
+    if len(blocks.train) == 0:
+        raise InputError("there is no block to train on: give a longer text")
+    check_trainable(model, config.only_new)
     last = _claim(folder, _record(model, blocks, config), resume)
     _check_room(model, config, folder)
     was_cached = model.config.use_cache if hasattr(model.config, "use_cache") else None
     _unfreeze(model, config.only_new)
-    with _failures(folder), no_bars(), torch.random.fork_rng():
+    with failures(folder), no_bars(), torch.random.fork_rng():
         trainer = _Trainer(
             model=model,
             args=_arguments(config, folder, cpu, console),
@@ -129,10 +94,9 @@ def train(
 # -------------------------------------------------------------------------------------------- what is checked
 
 
-def _check(model: PreTrainedModel, blocks: Blocks, config: TrainingConfig) -> None:
-    if len(blocks.train) == 0:
-        raise InputError("there is no block to train on: give a longer text")
-    if config.only_new and not new_parameters(model):
+def check_trainable(model: PreTrainedModel, only_new: bool) -> None:
+    """Errors: InputError where there is nothing to train."""
+    if only_new and not new_parameters(model):
         method = model.config.retrofit["method"] if is_retrofitted(model.config) else "none"
         raise InputError(f"--only-new leaves nothing to train: {method} adds no parameters to this model")
 
@@ -246,7 +210,7 @@ def _check_room(model: PreTrainedModel, config: TrainingConfig, folder: Path) ->
 
 
 @contextmanager
-def _failures(folder: Path) -> Iterator[None]:
+def failures(folder: Path) -> Iterator[None]:
     """What can happen in hours of training, in words. A checkpoint that could not be finished goes, as it is no good
     and takes up room.
     """
@@ -256,7 +220,7 @@ def _failures(folder: Path) -> Iterator[None]:
         raise
     except Exception as error:
         gist = " ".join(str(error).split())[:200]
-        last = _last_checkpoint(folder)
+        last = _last_checkpoint(folder) if folder.is_dir() else None
         kept = f"the training up to step {_step(last)} is kept" if last else "nothing was trained so far"
         if "out of memory" in gist.lower() or "allocate memory" in gist or isinstance(error, MemoryError):
             raise SinkscopeError(
@@ -265,7 +229,8 @@ def _failures(folder: Path) -> Iterator[None]:
             ) from error
         signs = ("No space left", "I/O error", "file write failed", "PytorchStreamWriter", "enforce fail", "os error")
         if isinstance(error, OSError) or any(sign in gist for sign in signs):
-            _clear(folder, everything=False)
+            if folder.is_dir():
+                _clear(folder, everything=False)
             raise SinkscopeError(
                 f"writing to {folder} failed [{gist}]: {kept}; make room and repeat the command to go on"
             ) from error
@@ -315,6 +280,7 @@ def _arguments(config: TrainingConfig, folder: Path, cpu: bool, console: Console
 
 
 class _Trainer(Trainer):
+    model: Any
     new_learning_rate: float
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
@@ -362,7 +328,7 @@ class _TrainingBlocks(Dataset):
 
 
 class _Watch(TrainerCallback):
-    """Adds how far the gates have moved to each log, which checkpoints keep; ends a training whose loss is no number."""
+    """Adds to each log, which checkpoints keep, how far the gates have moved; refuses a loss that is no number."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
