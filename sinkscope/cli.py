@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from pydantic import BaseModel
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.table import Table
@@ -246,9 +245,7 @@ OnlyNew = Annotated[bool, _flag("Training", "only-new", "Train only what the ret
 Bf16 = Annotated[bool, _flag("Training", "bf16", "Compute in bfloat16; the weights stay in float32.")]
 SaveEvery = Annotated[int, _option("Training", "save-every", "N", "Steps between checkpoints, to resume from.")]
 LogEvery = Annotated[int, _option("Training", "log-every", "N", "Steps between logs of loss and gates.")]
-EvalShare = Annotated[
-    float, _option("Training", "eval-share", "SHARE", "Of the text, its end: held out to measure by.")
-]
+EvalShare = Annotated[float, _option("Training", "eval-share", "SHARE", "Of the text: its end, to measure by.")]
 HeldOutSeqs = Annotated[int, _option("Measuring", "num-seqs", "N", "Held-out blocks that are measured, at most.")]
 RetrofitOut = Annotated[Path | None, _option("Output", "out", "DIR", "Folder of all arms.", "runs/MODEL-retrofit")]
 
@@ -264,9 +261,10 @@ Quiet = Annotated[bool, _flag("Output", "quiet", "Print nothing but errors.")]
 Debug = Annotated[bool, _flag("Output", "debug", "Show tracebacks, and the warnings of libraries.")]
 
 
-def _options_given(ctx: typer.Context, *more: type[BaseModel]) -> dict[str, Any]:
+def _options_given(ctx: typer.Context, *more: Any) -> dict[str, Any]:
     """Those of RunConfig (and `more`) that were typed: the defaults of the others are RunConfig's to choose."""
-    fields = {name for config in (RunConfig, *more) for name in config.model_fields}
+    configs: tuple[Any, ...] = (RunConfig, *more)
+    fields = {name for config in configs for name in config.model_fields}
     return {name: value for name, value in ctx.params.items() if name in fields and _was_given(ctx, name)}
 
 

@@ -9,6 +9,7 @@ OUT/vga/tables/training.parquet   loss and gates by step
 OUT/vga/tables/gates.parquet      how far each head's gate is from its start
 OUT/vga/training/                 checkpoints, until the arm is finished
 OUT/comparison/                   the runs side by side
+OUT/figures/retrofit-training.*   loss and gates by step, all arms
 
 The same command again goes on where it was broken off, and adds methods to those that are there.
 """
@@ -22,7 +23,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -40,7 +41,7 @@ from sinkscope.families import Family
 from sinkscope.loading import LoadedModel
 from sinkscope.manifest import make_manifest
 from sinkscope.retrofits import gate_displacement, make_retrofit, retrofit_model
-from sinkscope.run import Run, check_output, new_folder, write_run
+from sinkscope.run import Run, check_output, new_folder, save_figures, write_run
 from sinkscope.subject import (
     ModelLike,
     Subject,
@@ -56,6 +57,9 @@ from sinkscope.subject import (
 from sinkscope.tables import read_table, shape_table, write_table
 from sinkscope.training import check_trainable, failures, no_bars, train
 from sinkscope.training_config import TrainingConfig, make_training_config
+
+if TYPE_CHECKING:
+    from sinkscope.figures.style import Figure
 
 MANIFEST = "retrofit.json"
 UNTOUCHED = "untouched"
@@ -97,6 +101,10 @@ class Retrofitting:
         """How far each arm's gates have moved, a line each."""
         return [_moved(label, self.gates) for label in self.manifest["arms"] if label in set(self.gates["condition"])]
 
+    def figures(self) -> "dict[str, Figure]":
+        """By name: loss and gates by step."""
+        return _figures(self.training)
+
     @property
     def is_main(self) -> bool:
         """Of several processes, the one that prints."""
@@ -105,6 +113,12 @@ class Retrofitting:
     def model(self, label: str) -> Path:
         """The folder of a trained model."""
         return self.folder / label / "model"
+
+
+def _figures(training: pd.DataFrame) -> "dict[str, Figure]":
+    from sinkscope.figures.retrofit_training import draw_retrofit_training
+
+    return {} if training.empty else {"retrofit-training": draw_retrofit_training(training)}
 
 
 def _moved(label: str, gates: pd.DataFrame) -> str:
@@ -345,8 +359,7 @@ class _Bench:
             )
             subject = subject_of(None, None, config, self.console)
             subject = replace(subject, loaded=replace(subject.loaded, name=self.loaded.name))
-            table = read_table(folder / "tables" / "training.parquet")
-            self._measure(subject, config, method.label, folder / "run", {"training": table})
+            self._measure(subject, config, method.label, folder / "run")
         if self.is_main:
             shutil.rmtree(folder / "training", ignore_errors=True)  # its checkpoints have done their work
         PartialState().wait_for_everyone()
@@ -376,18 +389,10 @@ class _Bench:
         count = min(self.config.num_seqs, len(self.blocks.held_out))
         return make_config(**options | {"num_seqs": count, "dataset": None})
 
-    def _measure(
-        self,
-        subject: Subject,
-        config: RunConfig,
-        label: str,
-        target: Path,
-        more: Mapping[str, pd.DataFrame] | None = None,
-    ) -> None:
+    def _measure(self, subject: Subject, config: RunConfig, label: str, target: Path) -> None:
         start = time.time()
         subject = replace(subject, inputs=replace(subject.inputs, condition=label))
         tables, facts = measure(subject, config, self.console)
-        tables |= dict(more or {})
         manifest = make_manifest(subject, config, facts, list(tables), start)
         manifest["input"]["text"] = f"{self.blocks.name}, held out"
         with status(self.console, "drawing the figures"), new_folder(target) as fresh:
@@ -407,4 +412,6 @@ class _Bench:
         comparison = compare(*runs.values())
         if self.is_main:
             compare(*runs.values(), out=self.folder / "comparison", overwrite=True)
+            (self.folder / "figures").mkdir(exist_ok=True)
+            save_figures(_figures(training), self.folder / "figures")
         return Retrofitting(self.folder, self.manifest, runs, comparison, training, gates)
