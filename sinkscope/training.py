@@ -66,7 +66,7 @@ def train(
     check_trainable(model, config.only_new)
     last = _claim(folder, _record(model, blocks, config), resume)
     _check_room(model, config, folder)
-    was_cached = model.config.use_cache if hasattr(model.config, "use_cache") else None
+    was_cached = getattr(model.config, "use_cache", None)
     _unfreeze(model, config.only_new)
     with failures(folder), no_bars(), torch.random.fork_rng():
         trainer = _Trainer(
@@ -83,7 +83,9 @@ def train(
         else:
             trainer.train(resume_from_checkpoint=None if last is None else str(last))
             logs = trainer.state.log_history
-        trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_fp32_wrapper=False)  # or bf16 would stay
+        # accelerate's bf16 stays on the model, and its own way of taking it off takes a retrofit's `forward` with it
+        for name in ("forward", "_original_forward"):
+            vars(model).pop(name, None)
     if was_cached is not None:
         model.config.use_cache = was_cached
     model.zero_grad(set_to_none=True)
