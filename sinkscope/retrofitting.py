@@ -186,15 +186,16 @@ def parse_methods(methods: str | Iterable[str]) -> list[Method]:
     found: list[tuple[str, dict[str, str]]] = []
     for text in [methods] if isinstance(methods, str) else methods:
         for part in filter(None, (part.strip() for part in text.split(","))):
-            name, colon, rest = part.partition(":")
+            name, colon, assigned = part.partition(":")
             if colon or "=" not in part:
                 found.append((name.strip(), {}))
-                part = rest
-            if not part or (part == name and not colon):
+            else:  # the method's parameters go on
+                assigned = part
+            if not assigned:
                 continue
-            key, equals, value = part.partition("=")
+            key, equals, value = assigned.partition("=")
             if not equals or not found:
-                raise InputError(f"--method {text}: '{part}' is no key=value of a method")
+                raise InputError(f"--method {text}: '{assigned}' is no key=value of a method")
             found[-1][1][key.strip().replace("-", "_")] = value.strip()
     wanted = [Method(name, parameters) for name, parameters in found]
     if not wanted:
