@@ -55,7 +55,7 @@ from sinkscope.subject import (
     tell_place,
 )
 from sinkscope.tables import read_table, shape_table, write_table
-from sinkscope.training import check_trainable, failures, no_bars, train
+from sinkscope.training import check_trainable, failures, launched, no_bars, train
 from sinkscope.training_config import TrainingConfig, make_training_config
 
 if TYPE_CHECKING:
@@ -154,6 +154,7 @@ def retrofit(
     """
     wanted = parse_methods(methods)
     training, config = _configs(model, options)
+    launched(cpu=config.device_map == "cpu")
     text = os.fspath(text)
     check_text(text)
     manifest = _manifest(config, training, text, dataset)

@@ -13,6 +13,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ def train(
     or disk, and for a loss that is no number. Checkpoints then stay.
     """
     folder = Path(out)
+    launched(cpu)
     if len(blocks.train) == 0:
         raise InputError("there is no block to train on: give a longer text")
     check_trainable(model, config.only_new)
@@ -91,6 +93,13 @@ def train(
     model.zero_grad(set_to_none=True)
     model.eval().requires_grad_(False)
     return _history(logs)
+
+
+def launched(cpu: bool = False) -> PartialState:
+    """The processes that `accelerate launch` has started, or this one alone. To be asked before any other question
+    of accelerate's: its own first answer does not see the others on a machine without a GPU.
+    """
+    return PartialState(cpu=cpu or not torch.cuda.is_available(), timeout=timedelta(seconds=24 * HOUR))
 
 
 # -------------------------------------------------------------------------------------------- what is checked
