@@ -22,6 +22,7 @@ _HOME = {
     "quantised": "sinkscope.quantisation.simulation",
     "calibrate_ranges": "sinkscope.quantisation.calibration",
     "load": "sinkscope.loading",
+    "retrofit": "sinkscope.retrofitting",
     "retrofit_model": "sinkscope.retrofits",
     "new_parameters": "sinkscope.retrofits",
     "gate_displacement": "sinkscope.retrofits",

@@ -24,6 +24,7 @@ from typer.core import TyperGroup
 
 from sinkscope.config import BITS, CALIBRATION, DRAWS, RunConfig, as_folder_name, make_config
 from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.training_config import TrainingConfig
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -116,6 +117,7 @@ def _all_or_nothing() -> Iterator[None]:
 # --------------------------------------------------------------------------------------------- the options
 
 _DEFAULT = RunConfig()
+_TRAINING = TrainingConfig()
 
 
 def _option(panel: str, name: str, metavar: str, text: str, default: str | bool = True) -> Any:
@@ -217,6 +219,43 @@ Calibration = Annotated[
     int,
     _option("Quantising", "calibration", "N", "Sequences, behind those evaluated, that the ranges come from."),
 ]
+Method = Annotated[
+    list[str] | None,
+    _option(
+        "Retrofitting",
+        "method",
+        "NAME[:K=V],…",
+        "What is built in, an arm each; none is a plain fine-tune.",
+        "vga,none",
+    ),
+]
+TrainedDtype = Annotated[
+    str, _option("Model", "dtype", "D", "float32 or bfloat16: of the weights. For speed alone take --bf16.")
+]
+OneDevice = Annotated[str | None, _option("Model", "device-map", "MAP", "cpu or cuda.", "cuda if there is one")]
+TrainingText = Annotated[
+    str,
+    _option("Training", "text", "FILE", "natural, sampled, or a file: .txt, .jsonl with `text`, .npy of token ids."),
+]
+TrainingDataset = Annotated[
+    str | None,
+    _option("Training", "dataset", "NAME", "A HuggingFace dataset instead: NAME, NAME:CONFIG or NAME:CONFIG:SPLIT."),
+]
+Steps = Annotated[int, _option("Training", "steps", "N", "Of the optimiser, in each arm.")]
+BlockLength = Annotated[int, _option("Training", "block-length", "T", "Tokens in each block, the BOS included.")]
+TrainingBatchSize = Annotated[int, _option("Training", "batch-size", "N", "Blocks at once, on each GPU.")]
+Accumulation = Annotated[int, _option("Training", "accumulation", "N", "Batches in a step.")]
+LearningRate = Annotated[float, _option("Training", "learning-rate", "R", "Of the pretrained weights, by AdamW.")]
+NewLearningRate = Annotated[float, _option("Training", "new-learning-rate", "R", "Of what the retrofit adds.")]
+WeightDecay = Annotated[float, _option("Training", "weight-decay", "W", "Of pretrained matrices.")]
+Warmup = Annotated[float, _option("Training", "warmup", "SHARE", "Of the steps; from then on rates fall to 0.")]
+OnlyNew = Annotated[bool, _flag("Training", "only-new", "Train only what the retrofit adds.")]
+Bf16 = Annotated[bool, _flag("Training", "bf16", "Compute in bfloat16; the weights stay in float32.")]
+SaveEvery = Annotated[int, _option("Training", "save-every", "N", "Steps between checkpoints, to resume from.")]
+LogEvery = Annotated[int, _option("Training", "log-every", "N", "Steps between logs of loss and gates.")]
+EvalShare = Annotated[float, _option("Training", "eval-share", "SHARE", "Of the text: its end, to measure by.")]
+HeldOutSeqs = Annotated[int, _option("Measuring", "num-seqs", "N", "Held-out blocks that are measured, at most.")]
+RetrofitOut = Annotated[Path | None, _option("Output", "out", "DIR", "Folder of all arms.", "runs/MODEL-retrofit")]
 
 Out = Annotated[Path | None, _option("Output", "out", "DIR", "Folder of the run.", "runs/MODEL-INPUT")]
 ComparisonOut = Annotated[Path | None, _option("Output", "out", "DIR", "Write tables and figures there, too.")]
@@ -230,11 +269,11 @@ Quiet = Annotated[bool, _flag("Output", "quiet", "Print nothing but errors.")]
 Debug = Annotated[bool, _flag("Output", "debug", "Show tracebacks, and the warnings of libraries.")]
 
 
-def _options_given(ctx: typer.Context) -> dict[str, Any]:
-    """Those of RunConfig that were typed: the defaults of the others are RunConfig's to choose."""
-    return {
-        name: value for name, value in ctx.params.items() if name in RunConfig.model_fields and _was_given(ctx, name)
-    }
+def _options_given(ctx: typer.Context, *more: Any) -> dict[str, Any]:
+    """Those of RunConfig (and `more`) that were typed: the defaults of the others are RunConfig's to choose."""
+    configs: tuple[Any, ...] = (RunConfig, *more)
+    fields = {name for config in configs for name in config.model_fields}
+    return {name: value for name, value in ctx.params.items() if name in fields and _was_given(ctx, name)}
 
 
 def _was_given(ctx: typer.Context, name: str) -> bool:
@@ -478,6 +517,69 @@ def quantize(
 
 
 @app.command()
+def retrofit(
+    ctx: typer.Context,
+    model: Model = None,
+    method: Method = None,
+    text: TrainingText = "natural",
+    dataset: TrainingDataset = None,
+    steps: Steps = _TRAINING.steps,
+    block_length: BlockLength = _TRAINING.block_length,
+    batch_size: TrainingBatchSize = _TRAINING.batch_size,
+    accumulation: Accumulation = _TRAINING.accumulation,
+    learning_rate: LearningRate = _TRAINING.learning_rate,
+    new_learning_rate: NewLearningRate = _TRAINING.new_learning_rate,
+    weight_decay: WeightDecay = _TRAINING.weight_decay,
+    warmup: Warmup = _TRAINING.warmup,
+    only_new: OnlyNew = False,
+    bf16: Bf16 = False,
+    save_every: SaveEvery = _TRAINING.save_every,
+    log_every: LogEvery = _TRAINING.log_every,
+    eval_share: EvalShare = _TRAINING.eval_share,
+    seed: Seed = _TRAINING.seed,
+    revision: Revision = None,
+    gguf_file: GgufFile = None,
+    dtype: TrainedDtype = "float32",
+    device_map: OneDevice = None,
+    attn: Attn = _DEFAULT.attn,
+    trust_remote_code: TrustRemoteCode = False,
+    allow_pickle: AllowPickle = False,
+    num_seqs: HeldOutSeqs = _DEFAULT.num_seqs,
+    observables: Observables = None,
+    positions: Positions = _DEFAULT.positions,
+    window: Window = _DEFAULT.window,
+    epsilon: Epsilon = _DEFAULT.epsilon,
+    out: RetrofitOut = None,
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Build something into a model, train it with that, and compare with a plain fine-tune and with the model as it is.
+
+    Writes a folder with a trained model and a run of each arm, and their comparison, which is printed. The same command
+    goes on where it was broken off. `accelerate launch -m sinkscope retrofit …` trains on several GPUs.
+
+    `sinkscope list retrofits` shows the methods and their parameters.
+    """
+    given = _options_given(ctx, TrainingConfig)
+    given |= {name: value for name, value in (("text", text), ("dataset", dataset)) if _was_given(ctx, name)}
+    folder = out or Path("runs", as_folder_name(RunConfig(model=model, gguf_file=gguf_file).folder_name, "retrofit"))
+    try:
+        from sinkscope.retrofitting import METHODS, retrofit
+
+        source = given.pop("model", None)
+        done = retrofit(source, method or METHODS, out=folder, overwrite=overwrite, quiet=quiet, **given)
+    except KeyboardInterrupt:
+        raise SinkscopeError("interrupted: what was reached is kept, and the same command goes on from there") from None
+    if quiet or not done.is_main:
+        return
+    _print_numbers(done.comparison.table)
+    for note in (*done.notes, *done.comparison.warnings):
+        _note(note)
+    print(f"written to {folder}", file=sys.stderr)
+
+
+@app.command()
 def run(
     ctx: typer.Context,
     recipe: Annotated[
@@ -561,7 +663,7 @@ def list_(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Show what can be named on the command line: observables, interventions, retrofits, figures, families, recipes."""
+    """Show what can be named: observables, interventions, retrofits, figures, families, recipes."""
     from sinkscope.listing import listing
 
     for name, rows in listing(kind).items():

@@ -29,7 +29,8 @@ MANIFEST = "comparison.json"
 
 # What two runs must share for their numbers to be comparable, and where run.json has it.
 SETTINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "input": lambda manifest: manifest["condition"],
+    # the arms of a retrofit have their method for a condition
+    "input": lambda manifest: manifest["input"].get("text", manifest["condition"]),
     "input tokens": lambda manifest: str(manifest["input"]["sha256"])[:12],
     "token 0": lambda manifest: manifest["input"]["token_zero"],
     "sequences": lambda manifest: manifest["input"]["sequences"],

@@ -116,12 +116,14 @@ def make_config(**options: Any) -> RunConfig:
     try:
         return RunConfig(**options)
     except ValidationError as error:
-        raise InputError(_complaint(error.errors()[0])) from None
+        raise InputError(complaint(error.errors()[0], RunConfig.model_fields)) from None
 
 
 # pydantic's kind of error → what to say of the value; the rest is left in pydantic's words
 _NEEDED = {
     "greater_than_equal": "it must be at least {ge:g}",
+    "greater_than": "it must be more than {gt:g}",
+    "less_than": "it must be less than {lt:g}",
     "less_than_equal": "it must be at most {le:g}",
     "finite_number": "it must be a number",
     "float_parsing": "it must be a number",
@@ -132,7 +134,7 @@ _NEEDED = {
 }
 
 
-def _complaint(error: Any) -> str:
+def complaint(error: Any, fields: Any) -> str:
     """One of pydantic's errors, for someone who typed the option on the command line."""
     message, value, context = str(error["msg"]), error["input"], error.get("ctx", {})
     own_words = message.removeprefix("Value error, ")
@@ -140,9 +142,9 @@ def _complaint(error: Any) -> str:
         return own_words
     name = str(error["loc"][0])
     if error["type"] == "extra_forbidden":
-        return f"option {unknown(name, RunConfig.model_fields)}"
+        return f"option {unknown(name, fields)}"
     option = f"--{name.replace('_', '-')}"
-    if name == "batch_size" and error["type"] != "value_error":
+    if len(error["loc"]) > 1 and name == "batch_size":  # a number or a word
         return f"{option} {value}: it must be a whole number or auto"
     if error["type"] == "literal_error":
         choices = re.findall(r"'([^']+)'", context["expected"])

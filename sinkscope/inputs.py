@@ -125,12 +125,12 @@ class _Plan:
         """What the BOS policy puts in front of text."""
         if self.bos == "never":
             return ()
-        prefix = _own_prefix(self.tokenizer)
+        prefix = own_prefix(self.tokenizer)
         if not prefix and self.bos == "always":
             prefix = (_known_bos(self),)
         if len(prefix) >= self.seq_len:
             raise InputError(f"--seq-len {self.seq_len}: {len(prefix)} tokens stand in front of every text")
-        _check_ids(prefix, self.vocab_size, "what stands in front of every sequence")
+        check_ids(prefix, self.vocab_size, "what stands in front of every sequence")
         return prefix
 
     @property
@@ -307,7 +307,7 @@ def _from_text(text: str, what: str, plan: _Plan) -> _Cut:
             f"{what} has {len(prefix) + len(ids)} tokens, fewer than one sequence of {plan.seq_len}: "
             "give a longer text or a smaller --seq-len"
         )
-    _check_ids(ids, plan.vocab_size, f"{what} through this tokenizer")
+    check_ids(ids, plan.vocab_size, f"{what} through this tokenizer")
     windows = [_sequence([*prefix, *ids[at * step : (at + 1) * step]]) for at in range(count)]
     return _Cut(windows, _text_token_zero(prefix, plan), [])
 
@@ -329,13 +329,13 @@ def _first_tokens(text: str, count: int, plan: _Plan) -> list[int]:
     spare = 64
     size = 8 * (count + spare)
     while True:
-        ids = _encode(plan.tokenizer, text[:size], special=False)
+        ids = encode(plan.tokenizer, text[:size], special=False)
         if len(ids) >= count + spare or size >= len(text):
             return ids[:count]
         size *= 2
 
 
-def _encode(tokenizer: Any, text: str, *, special: bool) -> list[int]:
+def encode(tokenizer: Any, text: str, *, special: bool) -> list[int]:
     # verbose=False: a text longer than the model's context is cut in windows here, which needs no warning
     return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
@@ -362,12 +362,12 @@ def _decode(content: bytes, what: str) -> str:
 # ---------------------------------------------------------------------------------------------------- token 0
 
 
-def _own_prefix(tokenizer: Any) -> tuple[int, ...]:
+def own_prefix(tokenizer: Any) -> tuple[int, ...]:
     """What a tokenizer puts in front of a text by itself: mostly one BOS or nothing; never its EOS."""
     if tokenizer is None:
         return ()
-    plain = _encode(tokenizer, "x", special=False)
-    full = _encode(tokenizer, "x", special=True)
+    plain = encode(tokenizer, "x", special=False)
+    full = encode(tokenizer, "x", special=True)
     for start in range(len(full) - len(plain) + 1):
         if plain and full[start : start + len(plain)] == plain:
             return tuple(full[:start])
@@ -464,7 +464,7 @@ def _from_npy(path: Path, plan: _Plan) -> _Cut:
     rows = rows[: plan.num_seqs, : plan.seq_len]
     _refuse_bos(plan, path.name)
     for index, row in enumerate(rows):
-        _check_ids(row.tolist(), plan.vocab_size, f"{path.name}, row {index}")
+        check_ids(row.tolist(), plan.vocab_size, f"{path.name}, row {index}")
     notices = [f"{path.name}: its sequences of {width} ids are cut to {plan.seq_len}"] * (width > plan.seq_len)
     if array.ndim == 1 and plan.num_seqs > 1:
         notices.append(f"{path.name} has one dimension, so it is one sequence; more are an array (N, T)")
@@ -559,7 +559,7 @@ def _given_ids(ids: Any, where: str, plan: _Plan) -> list[int]:
     for at, token in enumerate(ids):
         if type(token) is not int:  # not isinstance: true and false are ints to Python
             raise InputError(f"{where}: input_ids[{at}] is a JSON {_json_type(token)}: token ids are integers")
-    _check_ids(ids, plan.vocab_size, where)
+    check_ids(ids, plan.vocab_size, where)
     if len(ids) < 2:
         raise InputError(f"{where}: input_ids holds {_count(len(ids), 'token')}; attention needs at least 2")
     return ids
@@ -576,7 +576,7 @@ def _document_ids(text: Any, where: str, plan: _Plan) -> list[int]:
     _need_tokenizer(plan, where)
     prefix = plan.text_prefix
     ids = _first_tokens(text, plan.seq_len - len(prefix), plan)
-    _check_ids(ids, plan.vocab_size, f"{where}, through this tokenizer")
+    check_ids(ids, plan.vocab_size, f"{where}, through this tokenizer")
     return [*prefix, *ids]
 
 
@@ -685,6 +685,31 @@ def _text_column(record: dict[str, Any], what: str) -> str:
     raise InputError(f"{what}: no column `text`, and {found}, among {_keys(record)}; take another dataset")
 
 
+def documents(source: str, dataset: str | None = None) -> tuple[str, Iterator[str]]:
+    """The name of a text and its documents, to train on: "natural" and FILE.txt are one each.
+
+    Errors: InputError, some of them only when a document is asked for.
+    """
+    if dataset is not None:
+        if source != "natural":
+            raise InputError(f"--text {source} and --dataset {dataset}: give one of the two")
+        name, config, split = _dataset_spec(dataset)
+        return name, _dataset_texts(name, config, split, f"--dataset {dataset}")
+    if source == "natural":
+        return source, iter([files("sinkscope").joinpath("data", "corpus.txt").read_text(encoding="utf-8")])
+    path = _existing_file(source)
+    if path.suffix.lower() == ".txt":
+        return path.stem, iter([_decode(_file_bytes(path), path.name)])
+    return path.stem, _json_texts(path)
+
+
+def _json_texts(path: Path) -> Iterator[str]:
+    for where, record in _json_records(path):
+        if not isinstance(record.get("text"), str):
+            raise InputError(f"{where}: a record needs `text` to train on; this one has {_keys(record)}")
+        yield record["text"]
+
+
 # ----------------------------------------------------------------------------------------------- small things
 
 
@@ -705,7 +730,7 @@ def _sequence(ids: Iterable[int]) -> np.ndarray:
     return np.array(list(ids), dtype=np.int64)
 
 
-def _check_ids(ids: Sequence[int], vocab_size: int, where: str) -> None:
+def check_ids(ids: Sequence[int], vocab_size: int, where: str) -> None:
     for at, token in enumerate(ids):
         if not 0 <= token < vocab_size:
             raise InputError(

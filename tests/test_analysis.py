@@ -29,7 +29,7 @@ from sinkscope.tracer import Tracer
 LENGTHS = (20, 7, 13, 20, 3)
 POSITIONS, WINDOW = 10, 6
 QUERY_BIAS = {"query_bias", "gamma", "delta_distribution"}  # which a Llama does not have
-ARMS = {"effect", "arm_maps", "streaming"}  # of `intervene`
+ARMS = {"effect", "arm_maps", "streaming", "training", "gates"}  # of `intervene` and `retrofit`
 
 
 @pytest.fixture(scope="module")
