@@ -230,7 +230,7 @@ def test_wrong_options(options: list[str], message: str, tiny: Path) -> None:
         (["anlyze"], "analyze"),
         (["--nope"], "--nope"),
         (["list", "figurs"], "'figurs' is unknown; did you mean 'figures'?"),
-        (["list", "nothing"], "known: observables, interventions, figures, families, recipes"),
+        (["list", "nothing"], "known: observables, interventions, retrofits, figures, families, recipes"),
         (["run"], "Missing argument 'RECIPE'"),
         (
             ["run", "gradient-sink-figure-1"],
