@@ -29,7 +29,15 @@ from sinkscope.tracer import Tracer
 LENGTHS = (20, 7, 13, 20, 3)
 POSITIONS, WINDOW = 10, 6
 QUERY_BIAS = {"query_bias", "gamma", "delta_distribution"}  # which a Llama does not have
-ARMS = {"effect", "arm_maps", "streaming", "training", "gates"}  # of `intervene` and `retrofit`
+ARMS = {
+    "effect",
+    "arm_maps",
+    "streaming",
+    "training",
+    "gates",
+    "quantisation",
+    "quantisation_sites",
+}  # of other commands
 
 
 @pytest.fixture(scope="module")
