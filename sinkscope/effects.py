@@ -114,7 +114,8 @@ def verdict(run: Run) -> str:
     )
     draws = max((len(arm["controls"]) for arm in arms(run).values()), default=0)
     if draws:
-        setting += f" A control is a random change of the same kind, {draws} draws, mean ± standard deviation."
+        count = "1 draw" if draws == 1 else f"{draws} draws, mean ± standard deviation"
+        setting += f" A control is a random change of the same kind, {count}."
     return f"## {run.model}: interventions\n\n{_markdown(overview(run))}\n\n{setting}\n\n" + "\n".join(sentences)
 
 
@@ -208,7 +209,9 @@ def _sink_sentence(run: Run, label: str, position: int) -> str:
 
 def _within(effect: Effect) -> str:
     return (
-        "changes no more than under the control" if len(effect.controls) > 1 else "changes, with no control to judge by"
+        "changes no more than under the control"
+        if len(effect.controls) > 1
+        else "changes, with too few controls to judge by"
     )
 
 
