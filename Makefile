@@ -46,6 +46,7 @@ report: install models  ## what reports/ holds
 	$(BIN)/sinkscope run not-universal-position-or-token --model $(MGM) --out reports/mgm-position-or-token --overwrite
 	$(BIN)/sinkscope run all-interventions --out reports/smollm2-135m-interventions --overwrite
 	$(BIN)/sinkscope run all-interventions --model .models/gemma3-270m.gguf --out reports/gemma3-270m-interventions --overwrite
+	$(BIN)/sinkscope quantize --out reports/smollm2-135m-w8a8 --overwrite
 	$(BIN)/sinkscope run streaming-perplexity --out reports/smollm2-135m-streaming --overwrite
 
 clean:
