@@ -18,8 +18,8 @@ from sinkscope.manifest import Facts, make_manifest
 from sinkscope.observables import OBSERVABLES
 from sinkscope.observables.observable import GradientObservable, Observable, Settings
 from sinkscope.passes import batches_of, pass_over
-from sinkscope.run import Run, check_output, new_folder, write_run
-from sinkscope.subject import ModelLike, Subject, config_of, status, subject_of, tell
+from sinkscope.run import Run, check_output
+from sinkscope.subject import ModelLike, Subject, config_of, finished, subject_of, tell
 from sinkscope.summary import summarise
 from sinkscope.tables import shape_table
 from sinkscope.tracer import Tracer, open_tracer
@@ -54,11 +54,7 @@ def analyze(
     tables, facts = measure(subject, config, console)
     tell(console, facts.notices)
     manifest = make_manifest(subject, config, facts, list(tables), start)
-    run = Run(manifest, tables, folder)
-    if folder is not None:
-        with status(console, "drawing the figures"), new_folder(folder) as fresh:
-            write_run(run, fresh)
-    return run
+    return finished(Run(manifest, tables, folder), console)
 
 
 def measure(
@@ -114,7 +110,7 @@ def _pass(
 ) -> list[Observable]:
     """Every batch through the tracer: forward, and backward where an observable asks for it."""
     backward = any(issubclass(OBSERVABLES[name], GradientObservable) for name in names)
-    predicted = inputs.num_tokens - len(inputs)  # all but each sequence's first
+    predicted = inputs.num_predicted
 
     def fresh() -> list[Observable]:
         observables = [OBSERVABLES[name](settings) for name in names]

@@ -3,8 +3,9 @@
 import difflib
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -13,6 +14,8 @@ from sinkscope.errors import InputError
 POSITIONS, WINDOW = 16, 64  # where the sequences are long enough; GS fig. 1 and WSE
 DRAWS = 5  # random controls of an arm
 BITS, CALIBRATION = 8, 16  # of `quantize`: bits of weights and activations, sequences that ranges come from
+
+Named = TypeVar("Named", bound=BaseModel)
 
 
 class RunConfig(BaseModel):
@@ -154,6 +157,24 @@ def complaint(error: Any, fields: Any) -> str:
     if isinstance(value, tuple | list):  # the message names the one that is wrong
         return f"{option}: {own_words}"
     return f"{option} {value}: {own_words[0].lower() + own_words[1:]}"
+
+
+def filled_in(kind: type[Named], parameters: Mapping[str, Any], what: str, whole: str = "") -> Named:
+    """One of a registry's models with its parameters, as numbers or as the command line has them.
+
+    `what` begins every complaint; `whole` stands for the parameter where one is about all of them. Errors: InputError.
+    """
+    for key in parameters:
+        if key not in kind.model_fields:
+            known = f"parameter {unknown(key, kind.model_fields)}" if kind.model_fields else "it has no parameters"
+            raise InputError(f"{what}: {known}")
+    try:
+        return kind(**parameters)
+    except ValidationError as error:
+        worst = error.errors()[0]
+        where = str(worst["loc"][0]) if worst["loc"] else whole
+        message = worst["msg"].removeprefix("Value error, ")
+        raise InputError(f"{what}: {where and where + ': '}{message[0].lower() + message[1:]}") from None
 
 
 def unknown(name: str, known: Any) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from sinkscope.paper_tables import as_markdown
 from sinkscope.run import Run
 from sinkscope.summary import WHOLE_MODEL
 
@@ -116,7 +117,9 @@ def verdict(run: Run) -> str:
     if draws:
         count = "1 draw" if draws == 1 else f"{draws} draws, mean ± standard deviation"
         setting += f" A control is a random change of the same kind, {count}."
-    return f"## {run.model}: interventions\n\n{_markdown(overview(run))}\n\n{setting}\n\n" + "\n".join(sentences)
+    return f"## {run.model}: interventions\n\n{as_markdown(overview(run), numbers=True)}\n\n{setting}\n\n" + "\n".join(
+        sentences
+    )
 
 
 def overview(run: Run) -> pd.DataFrame:
@@ -129,31 +132,27 @@ def overview(run: Run) -> pd.DataFrame:
         columns.append((f"window mass @{position}", "window_mass", position, "{:.3f}"))
     columns.append(("massive", "massive_magnitude", NO_POSITION, "{:,.0f}"))
     columns.append(("perplexity", "perplexity", NO_POSITION, "{:,.4g}"))
-    rows: list[dict[str, str]] = []
+    before: dict[str, str] = {"arm": "before"}
+    rows = [before] if measured else []
     for label in measured:
         cells = {name: (effect_of(run, label, metric, position), form) for name, metric, position, form in columns}
-        if not rows:
-            rows.append({"arm": "before"})
-        rows[0] |= {
-            name: form.format(effect.before) for name, (effect, form) in cells.items() if effect.before == effect.before
+        before |= {
+            name: form.format(effect.before) for name, (effect, form) in cells.items() if _is_known(effect.before)
         }
-        rows.append(
-            {"arm": label}
-            | {
-                name: form.format(effect.after)
-                for name, (effect, form) in cells.items()
-                if effect.after == effect.after
-            }
-        )
+        after = {name: form.format(effect.after) for name, (effect, form) in cells.items() if _is_known(effect.after)}
+        rows.append({"arm": label} | after)
         if cells["perplexity"][0].controls:
-            rows.append(
-                {"arm": "  control"} | {name: _spread(effect.controls, form) for name, (effect, form) in cells.items()}
-            )
+            spreads = {name: _spread(effect.controls, form) for name, (effect, form) in cells.items()}
+            rows.append({"arm": "  control"} | spreads)
     for label in arms(run):
         if label not in measured:
             rows += _streaming_rows(run, label)
     table = pd.DataFrame(rows).fillna("")
     return table[["arm", *(name for name, *_ in columns if name in table)]]
+
+
+def _is_known(value: float) -> bool:
+    return not np.isnan(value)
 
 
 def _spread(controls: Sequence[float], form: str) -> str:
@@ -164,20 +163,20 @@ def _spread(controls: Sequence[float], form: str) -> str:
 
 
 def _streaming_rows(run: Run, label: str) -> list[dict[str, str]]:
-    table = run.tables["streaming"].query("bucket == -1")
-    return [{"arm": _streaming_name(row), "perplexity": f"{row.perplexity:,.4g}"} for row in table.itertuples()]
+    rows = _streamed(run, label).itertuples()
+    return [{"arm": _streaming_name(row), "perplexity": f"{row.perplexity:,.4g}"} for row in rows]
+
+
+def _streamed(run: Run, label: str) -> pd.DataFrame:
+    """Of one streaming arm, its ways of reading over all tokens."""
+    table = run.tables["streaming"]
+    return table[(table["condition"] == label) & (table["bucket"] == -1)]
 
 
 def _streaming_name(row: Any) -> str:
     if row.method == "dense":
         return "dense, as streaming measures it"
     return f"last {row.window} tokens" + (f" and the first {row.keep}" if row.keep else "")
-
-
-def _markdown(table: pd.DataFrame) -> str:
-    head = f"| {' | '.join(table.columns)} |\n| --- |" + " ---: |" * (len(table.columns) - 1)
-    lines = [f"| {' | '.join(row)} |" for row in table.itertuples(index=False)]
-    return "\n".join([head, *lines])
 
 
 def finding(run: Run, label: str) -> str:
@@ -188,9 +187,9 @@ def finding(run: Run, label: str) -> str:
     sink, *others = arm["watched"]
     parts = [_sink_sentence(run, label, sink), *(_target_sentence(run, label, target) for target in others)]
     perplexity = effect_of(run, label, "perplexity")
-    parts.append(
-        f"perplexity {perplexity.before:,.4g} → {perplexity.after:,.4g}{_control_words(perplexity, '{:,.4g}')}"
-    )
+    control = _control_words(perplexity, "{:,.4g}")
+    words = f"perplexity {perplexity.before:,.4g} → {perplexity.after:,.4g}"
+    parts.append(f"{words} ({control})" if control else words)
     said = "; ".join(parts)
     outcome = EXPECTATIONS[arm["expects"]](run, label) if arm["expects"] in EXPECTATIONS else None
     verdict = f" {arm['paper']} found: {arm['expects']}. Here: {outcome}." if outcome else ""
@@ -199,12 +198,12 @@ def finding(run: Run, label: str) -> str:
 
 def _sink_sentence(run: Run, label: str, position: int) -> str:
     rate = effect_of(run, label, "sink_rate", position)
-    words = f"the sink rate at position {position}"
     if rate.before < NO_SINK and rate.after < NO_SINK:
         return f"there is no sink at position {position}, before or after"
     moved = "falls" if rate.falls else "rises" if rate.rises else _within(rate)
     layers = _layers_that_changed(run, label, position) if rate.falls or rate.rises else ""
-    return f"{words} {moved} ({rate.before:.1%} → {rate.after:.1%}{_control_words(rate, '{:.1%}', ', ')}{layers})"
+    details = [f"{rate.before:.1%} → {rate.after:.1%}", _control_words(rate, "{:.1%}"), layers]
+    return f"the sink rate at position {position} {moved} ({', '.join(filter(None, details))})"
 
 
 def _within(effect: Effect) -> str:
@@ -218,13 +217,12 @@ def _within(effect: Effect) -> str:
 def _target_sentence(run: Run, label: str, position: int) -> str:
     mass = effect_of(run, label, "window_mass", position)
     moved = "rises" if mass.rises else "falls" if mass.falls else _within(mass)
-    words = f"the window mass at position {position} {moved}"
-    return f"{words} ({mass.before:.3f} → {mass.after:.3f}{_control_words(mass, '{:.3f}', ', ')})"
+    details = [f"{mass.before:.3f} → {mass.after:.3f}", _control_words(mass, "{:.3f}")]
+    return f"the window mass at position {position} {moved} ({', '.join(filter(None, details))})"
 
 
-def _control_words(effect: Effect, form: str, before: str = " ") -> str:
-    spread = _spread(effect.controls, form)
-    return f"{before}control {spread}" if before == ", " and spread else f"{before}(control {spread})" if spread else ""
+def _control_words(effect: Effect, form: str) -> str:
+    return f"control {_spread(effect.controls, form)}" if effect.controls else ""
 
 
 def _layers_that_changed(run: Run, label: str, position: int) -> str:
@@ -235,11 +233,11 @@ def _layers_that_changed(run: Run, label: str, position: int) -> str:
     change = by_arm["after"] - by_arm["before"]
     change = change * np.sign(change.sum())
     most = sorted(change.sort_values(ascending=False, kind="stable").head(3).index)
-    return f", most in layers {', '.join(str(layer) for layer in most)}" if len(change) > 3 else ""
+    return f"most in layers {', '.join(str(layer) for layer in most)}" if len(change) > 3 else ""
 
 
 def _streaming_finding(run: Run, label: str) -> str:
-    table = run.tables["streaming"].query("bucket == -1")
+    table = _streamed(run, label)
     dense = float(table.query("method == 'dense'")["perplexity"].iloc[0])
     words = []
     for window, rows in table.query("method != 'dense'").groupby("window"):

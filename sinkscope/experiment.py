@@ -24,10 +24,10 @@ from sinkscope.manifest import Facts, make_manifest
 from sinkscope.observables import OBSERVABLES
 from sinkscope.observables.observable import Mean, Observable, Reading, Settings
 from sinkscope.passes import pass_over
-from sinkscope.run import Run, check_output, new_folder, write_run
+from sinkscope.run import Run, check_output
 from sinkscope.seam import upcast
 from sinkscope.streaming import measure_streaming
-from sinkscope.subject import ModelLike, Subject, config_of, status, subject_of, tell_place
+from sinkscope.subject import ModelLike, Subject, config_of, finished, subject_of, tell_place
 from sinkscope.tables import shape_table
 from sinkscope.tracer import open_tracer
 
@@ -78,11 +78,7 @@ def intervene(
     done = _measure_arms(subject, config, wanted, draws, lenient=arms == "all", console=console)
     manifest = make_manifest(subject, config, Facts(done.batch_size), list(done.tables), start)
     manifest |= {"command": "intervene", "draws": draws, "arms": done.records, "skipped": done.skipped}
-    run = Run(manifest, done.tables, folder)
-    if folder is not None:
-        with status(console, "drawing the figures"), new_folder(folder) as fresh:
-            write_run(run, fresh, figures)
-    return run
+    return finished(Run(manifest, done.tables, folder), console, figures)
 
 
 def wanted_arms(do: Do | None, arms: Mapping[str, Do] | Literal["all"] | None) -> dict[str, tuple[Intervention, ...]]:
@@ -258,7 +254,7 @@ class _Bench:
         kept = raw if draw < 0 else {name: raw[name] for name in CONTROL_TABLES if name in raw}
         for name, table in publish(kept, self.subject.loaded, condition).items():
             self.collected[name].append(table)
-        return _Arm(raw, done.loss / (self.subject.inputs.num_tokens - len(self.subject.inputs)))
+        return _Arm(raw, done.loss / self.subject.inputs.num_predicted)
 
     def hidden_mean(self, layer: int, position: int) -> torch.Tensor:
         """(D,): the hidden state behind a layer at a position of the model as it is, mean over sequences."""

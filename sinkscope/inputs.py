@@ -65,6 +65,11 @@ class TokenInputs:
         return sum(len(ids) for ids in self.sequences)
 
     @property
+    def num_predicted(self) -> int:
+        """Tokens that have one before them: all but each sequence's first."""
+        return self.num_tokens - len(self)
+
+    @property
     def longest(self) -> int:
         return max(len(ids) for ids in self.sequences)
 

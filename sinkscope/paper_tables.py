@@ -40,7 +40,8 @@ def _gamma_row(layer: int, rows: pd.DataFrame) -> dict[str, str | float]:
 _TABLES: dict[str, Callable[[Run], pd.DataFrame | None]] = {"gamma": gamma_table}
 
 
-def as_markdown(table: pd.DataFrame) -> str:
-    """A Markdown table, its columns' names as the head."""
-    rows = [table.columns, ["---"] * len(table.columns), *table.itertuples(index=False)]
+def as_markdown(table: pd.DataFrame, numbers: bool = False) -> str:
+    """A Markdown table, its columns' names as the head. `numbers`: all columns but the first to the right."""
+    rule = ["---"] + ["---:" if numbers else "---"] * (len(table.columns) - 1)
+    rows = [table.columns, rule, *table.itertuples(index=False)]
     return "\n".join(f"| {' | '.join(str(cell) for cell in row)} |" for row in rows)

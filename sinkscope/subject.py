@@ -1,4 +1,4 @@
-"""What a run is about: a model, its family, and the tokens that it reads. Every command begins here."""
+"""What a run is about: a model, its family, and the tokens that it reads. Every command begins here, and ends here."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -18,6 +18,7 @@ from sinkscope.errors import InputError
 from sinkscope.families import Family, calibrate, embedding_weight, find_family
 from sinkscope.inputs import TokenInputs, build_inputs, check_source
 from sinkscope.loading import LoadedModel
+from sinkscope.run import Run, new_folder, write_run
 from sinkscope.seam import registers_before
 
 SAMPLED_AT_ONCE = 64  # texts
@@ -51,6 +52,14 @@ def subject_of(
     inputs = inputs_for(loaded, config)
     tell(console, (*loaded.notices, *notices, *inputs.notices))
     return Subject(loaded, family, inputs)
+
+
+def finished(run: Run, console: Console, figures: Iterable[str] | None = None) -> Run:
+    """The run, written to its folder where it has one. `figures`: these, or all that apply."""
+    if run.folder is not None:
+        with status(console, "drawing the figures"), new_folder(run.folder) as fresh:
+            write_run(run, fresh, figures)
+    return run
 
 
 def loaded_model(model: ModelLike, tokenizer: PreTrainedTokenizerBase | None, config: RunConfig) -> LoadedModel:
@@ -137,12 +146,16 @@ def _sample(model: PreTrainedModel, first: int, count: int, length: int, seed: i
 
 def tell(console: Console, notices: Iterable[str]) -> None:
     for notice in notices:
-        console.print(f"note: {notice}", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"note: {notice}")
 
 
 def tell_place(console: Console, label: str, place: int, count: int) -> None:
     """Of a run in several parts, which one begins."""
-    console.print(f"{label} ({place} of {count})", markup=False, highlight=False)
+    say(console, f"{label} ({place} of {count})")
+
+
+def say(console: Console, words: str) -> None:
+    console.print(words, markup=False, highlight=False, soft_wrap=True)
 
 
 def status(console: Console, words: str) -> AbstractContextManager:

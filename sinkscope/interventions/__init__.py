@@ -8,23 +8,16 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from pydantic import ValidationError
 from transformers import PreTrainedModel
 
-from sinkscope.config import unknown
-from sinkscope.discovery import modules_of
+from sinkscope.config import filled_in, unknown
+from sinkscope.discovery import named_subclasses
 from sinkscope.errors import InputError
 from sinkscope.families import find_family
 from sinkscope.interventions.intervention import Intervention, Known, Target, applied
 from sinkscope.seam import open_seam
 
-INTERVENTIONS: dict[str, type[Intervention]] = {
-    item.name: item
-    for module in modules_of(sys.modules[__name__])
-    for item in vars(module).values()
-    if isinstance(item, type) and issubclass(item, Intervention) and item.__module__ == module.__name__
-    if hasattr(item, "name")
-}
+INTERVENTIONS: dict[str, type[Intervention]] = named_subclasses(sys.modules[__name__], Intervention)
 
 
 def parse(text: str) -> Intervention:
@@ -36,7 +29,6 @@ def parse(text: str) -> Intervention:
     name = name.strip()
     if name not in INTERVENTIONS:
         raise InputError(f"intervention {unknown(name, INTERVENTIONS)}")
-    kind = INTERVENTIONS[name]
     parameters: dict[str, str] = {}
     last = None
     for part in filter(None, (part.strip() for part in rest.split(","))):
@@ -50,17 +42,13 @@ def parse(text: str) -> Intervention:
             raise InputError(f"--do {text}: '{part}' is no key=value")
         else:  # a list goes on
             parameters[last] += f",{part}"
-    for key in parameters:
-        if key not in kind.model_fields:
-            known = f"parameter {unknown(key, kind.model_fields)}" if kind.model_fields else "it has no parameters"
-            raise InputError(f"--do {text}: {known}")
-    try:
-        return kind(**parameters)
-    except ValidationError as error:
-        worst = error.errors()[0]
-        where = str(worst["loc"][0]) if worst["loc"] else name
-        message = worst["msg"].removeprefix("Value error, ")
-        raise InputError(f"--do {text}: {where}: {message[0].lower() + message[1:]}") from None
+    return filled_in(INTERVENTIONS[name], parameters, f"--do {text}", whole=name)
+
+
+def parse_all(do: str | Intervention | Iterable[str | Intervention]) -> tuple[Intervention, ...]:
+    """One or several, as text or made already."""
+    parts = [do] if isinstance(do, str | Intervention) else list(do)
+    return tuple(parse(part) if isinstance(part, str) else part for part in parts)
 
 
 @contextmanager
@@ -74,22 +62,15 @@ def intervening(model: PreTrainedModel, *do: str | Intervention) -> Iterator[Non
     family = find_family(model)
     with open_seam(model, family) as seams:
         target = Target(model, family, seams)
-        parts = [_decided(part, target) for part in do]
+        parts = [_decided(part, target) for part in parse_all(do)]
         with applied(target, parts):
             yield
 
 
-def _decided(part: str | Intervention, target: Target) -> Intervention:
-    chosen = parse(part) if isinstance(part, str) else part
+def _decided(part: Intervention, target: Target) -> Intervention:
     longest = getattr(target.model.config.get_text_config(), "max_position_embeddings", None) or 1
-    reason = chosen.inapplicable(target)
-    return chosen if reason else chosen.resolved(Known(target, longest))
+    reason = part.inapplicable(target)
+    return part if reason else part.resolved(Known(target, longest))
 
 
-__all__ = ["INTERVENTIONS", "Intervention", "Known", "Target", "applied", "intervening", "parse"]
-
-
-def parse_all(do: str | Intervention | Iterable[str | Intervention]) -> tuple[Intervention, ...]:
-    """One or several, as text or made already."""
-    parts = [do] if isinstance(do, str | Intervention) else list(do)
-    return tuple(parse(part) if isinstance(part, str) else part for part in parts)
+__all__ = ["INTERVENTIONS", "Intervention", "Known", "Target", "applied", "intervening", "parse", "parse_all"]

@@ -65,8 +65,7 @@ class Bench:
             size = self.used_batch_size or self.batch_size
             done = pass_over(tracer, inputs, fresh, tracer.forward_with_loss, size, console=self.console)
         self.used_batch_size = self.used_batch_size or done.batch_size  # what fitted once fits again
-        loss = done.loss / (inputs.num_tokens - len(inputs))
-        return Measured(loss, **_outliers(done.observables))
+        return Measured(done.loss / inputs.num_predicted, **_outliers(done.observables))
 
     def _tracer(self) -> AbstractContextManager[Tracer]:
         return open_tracer(self.subject.loaded.model, self.subject.family, self.kernel, self.interventions)

@@ -35,8 +35,8 @@ from sinkscope.quantisation.settings import (
     WEIGHTS,
 )
 from sinkscope.quantisation.sites import WEIGHT, Site, not_quantised
-from sinkscope.run import Run, check_output, new_folder, write_run
-from sinkscope.subject import ModelLike, Subject, config_of, status, subject_of
+from sinkscope.run import Run, check_output
+from sinkscope.subject import ModelLike, Subject, config_of, finished, say, subject_of
 from sinkscope.tables import shape_table
 
 Ranges = Mapping[Site, Range]
@@ -75,7 +75,7 @@ def quantize(
     subject, held_out = _split(subject_of(model, tokenizer, enough, console), config, calibration)
     bench = Bench(subject, bits, config.attn, config.batch_size, console=console)
 
-    _tell(console, f"calibrating on {calibration} sequences")
+    say(console, f"calibrating on {calibration} sequences")
     ranges = bench.ranges(held_out)
     study = _Study(subject.inputs, bench, ranges, bench.roundings(held_out, ranges), console)
     tables = {
@@ -84,11 +84,7 @@ def quantize(
     }
     manifest = make_manifest(subject, config, Facts(bench.used_batch_size), list(tables), start)
     manifest |= {"command": "quantize", "quantisation": _record(subject, bits, held_out, ranges)}
-    run = Run(manifest, tables, folder)
-    if folder is not None:
-        with status(console, "drawing the figures"), new_folder(folder) as fresh:
-            write_run(run, fresh, figures)
-    return run
+    return finished(Run(manifest, tables, folder), console, figures)
 
 
 def _checked(bits_weights: int, bits_activations: int, calibration: int) -> Bits:
@@ -137,9 +133,9 @@ class _Study:
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def tables(self) -> dict[str, pd.DataFrame]:
-        _tell(self.console, f"{self.bench.bits} on {len(self.inputs)} sequences")
+        say(self.console, f"{self.bench.bits} on {len(self.inputs)} sequences")
         self._whole_model()
-        _tell(self.console, f"looking for the sites that cost most on {len(self.probes)} sequences")
+        say(self.console, f"looking for the sites that cost most on {len(self.probes)} sequences")
         self._keep_costliest(self._costliest_sites(self._costly_kinds()))
         return {"quantisation": pd.DataFrame(self.rows), "quantisation_sites": self._sites()}
 
@@ -256,7 +252,3 @@ class _Study:
             for site, known in self.ranges.items()
         ]
         return pd.DataFrame(rows)
-
-
-def _tell(console: Console, words: str) -> None:
-    console.print(words, markup=False, highlight=False)

@@ -11,12 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
-from pydantic import ValidationError
 from torch import nn
 from transformers import PreTrainedModel
 
-from sinkscope.config import unknown
-from sinkscope.discovery import modules_of
+from sinkscope.config import filled_in, unknown
+from sinkscope.discovery import named_subclasses
 from sinkscope.errors import InputError
 from sinkscope.families import Family, find_family
 from sinkscope.model_types import is_retrofitted
@@ -24,13 +23,7 @@ from sinkscope.retrofits.retrofit import Part, Retrofit
 from sinkscope.retrofits.saving import become_retrofitted
 from sinkscope.seam import NAME
 
-RETROFITS: dict[str, type[Retrofit]] = {
-    item.name: item
-    for module in modules_of(sys.modules[__name__])
-    for item in vars(module).values()
-    if isinstance(item, type) and issubclass(item, Retrofit) and item.__module__ == module.__name__
-    if hasattr(item, "name")
-}
+RETROFITS: dict[str, type[Retrofit]] = named_subclasses(sys.modules[__name__], Retrofit)
 
 
 def retrofit_model(model: PreTrainedModel, family: Family | None, method: str, **parameters: Any) -> PreTrainedModel:
@@ -60,18 +53,7 @@ def make_retrofit(method: str, parameters: Mapping[str, Any]) -> Retrofit:
     """The method with its parameters, as numbers or as the command line has them. Errors: InputError."""
     if method not in RETROFITS:
         raise InputError(f"retrofit {unknown(method, RETROFITS)}")
-    kind = RETROFITS[method]
-    for name in parameters:
-        if name not in kind.model_fields:
-            known = f"parameter {unknown(name, kind.model_fields)}" if kind.model_fields else "it has no parameters"
-            raise InputError(f"{method}: {known}")
-    try:
-        return kind(**parameters)
-    except ValidationError as error:
-        worst = error.errors()[0]
-        where = f"{worst['loc'][0]}: " if worst["loc"] else ""
-        message = worst["msg"].removeprefix("Value error, ")
-        raise InputError(f"{method}: {where}{message[0].lower() + message[1:]}") from None
+    return filled_in(RETROFITS[method], parameters, method)
 
 
 def check_unretrofitted(model: PreTrainedModel, method: str) -> None:
