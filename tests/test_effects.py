@@ -174,3 +174,16 @@ def test_an_effect_is_read_from_the_table() -> None:
     assert effect_of(run, "x", "sink_rate", 0) == Effect(0.7, 0.1, (0.7, 0.69, 0.71))
     assert effect_of(run, "x", "sink_rate", 0, layer=3).after == 0.1
     assert np.isnan(effect_of(run, "x", "sink_rate", 5).after)
+
+
+def test_each_streaming_arm_speaks_of_its_own_windows() -> None:
+    columns = ["condition", "method", "window", "keep", "bucket", "perplexity"]
+    rows = [("near", "dense", -1, 0, -1, 20.0), ("near", "window", 8, 0, -1, 90.0)]
+    rows += [("far", "dense", -1, 0, -1, 20.0), ("far", "window", 32, 0, -1, 40.0), ("far", "window", 32, 0, 4, 1.0)]
+    run = run_of({0: (0.7, 0.1, ())})
+    arm = {"do": [], "paper": "S2M", "expects": "", "watched": [], "controls": []}
+    manifest = run.manifest | {"arms": {"near": arm, "far": arm}}
+    run = Run(manifest, {"streaming": pd.DataFrame(rows, columns=columns)})
+    assert list(overview(run)["perplexity"]) == ["20", "90", "20", "40"]
+    assert "the last 32 tokens" in finding(run, "far")
+    assert "the last 8 tokens" not in finding(run, "far")
