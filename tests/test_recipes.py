@@ -5,9 +5,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
-from tiny import tiny_model
+from tiny import VOCAB, tiny_model
 
 import sinkscope
 from sinkscope import InputError, Run, recipes
@@ -17,7 +18,12 @@ from sinkscope.listing import listing
 from sinkscope.recipes import find_recipe, known_recipes, read_recipe, run_recipe
 
 SHIPPED = sorted((Path(__file__).parent.parent / "recipes").iterdir())
+TRAINING = [path for path in SHIPPED if read_recipe(path).content.methods]
+MEASURING = [path for path in SHIPPED if path not in TRAINING]
 SMALL: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 16, "positions": 16, "window": 16}
+TRAINED: dict[str, Any] = {
+    "input": "ids.npy", "steps": 1, "block_length": 16, "batch_size": 2, "num_seqs": 2, "observables": "attention",
+}  # fmt: skip
 ONE = """
 title: A small one
 reproduces: nothing
@@ -97,7 +103,7 @@ def test_a_recipe_that_comes_with_sinkscope(path: Path) -> None:
     assert max(map(len, path.read_text(encoding="utf-8").splitlines())) <= 120
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", MEASURING, ids=lambda path: path.stem)
 def test_it_runs(path: Path, tiny: Path, tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[str] = []
     tiny = tiny_gpt2 if path.stem.startswith("not-universal") else tiny
@@ -112,6 +118,21 @@ def test_it_runs(path: Path, tiny: Path, tiny_gpt2: Path, monkeypatch: pytest.Mo
     assert set(drawn) == set(done.recipe.content.figures)
     table = "summary" if done.recipe.content.arms is None else "effect"
     assert all(len(run.tables[table]) for run in done.runs.values())
+
+
+@pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.stem)
+def test_it_trains(path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sinkscope.figures.save_all", lambda run, folder: None)
+    np.save("ids.npy", np.random.default_rng(0).integers(3, VOCAB, (12, 16)))
+    content = read_recipe(path).content
+    done = run_recipe(path.stem, None if content.architecture else tiny, out="out", **TRAINED)
+    assert set(done.runs) >= set(content.methods)
+    record = json.loads(Path("out/recipe.json").read_text())["recipe"]
+    assert record == done.recipe.record
+    assert run_recipe(path.stem, None if content.architecture else tiny, out="out", **TRAINED).runs  # goes on
+    if content.architecture:
+        with pytest.raises(InputError, match="from random weights: --model does not go with it"):
+            run_recipe(path.stem, tiny, out="other", **TRAINED)
 
 
 # --- what comes out
