@@ -74,7 +74,7 @@ def train(
         trainer = _Trainer(
             model=model,
             args=_arguments(config, folder, cpu, console),
-            train_dataset=_TrainingBlocks(blocks.train),
+            train_dataset=_TrainingBlocks(blocks.train, config.blocks_wanted(PartialState().num_processes), config.seed),
             callbacks=[_Watch(model), *([_Bar()] if _has_bar(console) else [])],
         )
         trainer.new_learning_rate = config.new_learning_rate
@@ -276,6 +276,7 @@ def _arguments(config: TrainingConfig, folder: Path, cpu: bool, console: Console
         bf16=config.bf16,
         use_cpu=cpu or not torch.cuda.is_available(),
         seed=config.seed,
+        train_sampling_strategy="sequential",  # _TrainingBlocks has the order
         save_strategy="steps",
         save_steps=config.save_every,
         save_total_limit=KEPT,
@@ -325,17 +326,29 @@ def parameter_groups(model: PreTrainedModel, args: TrainingArguments, new_learni
 
 
 class _TrainingBlocks(Dataset):
-    def __init__(self, blocks: np.ndarray) -> None:
+    """Every block that is read from the first step to the last, in that order: each step's the same ones however many
+    processes share them, and no batch smaller for being an epoch's last.
+    """
+
+    def __init__(self, blocks: np.ndarray, wanted: int, seed: int) -> None:
         self.blocks = blocks
+        self.order = shuffled(len(blocks), wanted, seed)
 
     def __len__(self) -> int:
-        return len(self.blocks)
+        return len(self.order)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        ids = torch.from_numpy(self.blocks[index].copy())
+        ids = torch.from_numpy(self.blocks[self.order[index]].copy())
         labels = ids.clone()
         labels[0] = IGNORED  # nothing predicts it, and the Trainer divides by the number of labels
         return {"input_ids": ids, "labels": labels}
+
+
+def shuffled(count: int, wanted: int, seed: int) -> np.ndarray:
+    """`wanted` indices below `count`, all of them once before any comes again: each epoch in an order of its own."""
+    generator = torch.Generator()
+    epochs = [torch.randperm(count, generator=generator.manual_seed(seed + at)) for at in range(-(-wanted // count))]
+    return torch.cat(epochs)[:wanted].numpy()
 
 
 class _Watch(TrainerCallback):
