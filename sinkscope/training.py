@@ -6,6 +6,8 @@ FOLDER/checkpoint-500/  as the Trainer writes them; the newest two are kept
 On one process of the CPU, a training that was killed and resumed ends with the very weights of an unbroken one.
 """
 
+import atexit
+import copy
 import json
 import math
 import os
@@ -31,6 +33,7 @@ from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.model_types import is_retrofitted
 from sinkscope.retrofits import gate_displacement, new_parameters
 from sinkscope.retrofits.register_tokens import IGNORED
+from sinkscope.sharding import check_sharding, is_sharded
 from sinkscope.summary import WHOLE_MODEL
 from sinkscope.training_config import TrainingConfig
 
@@ -74,20 +77,26 @@ def train(
     was_cached = getattr(model.config, "use_cache", None)
     _unfreeze(model, config.only_new)
     with failures(folder), no_bars(), torch.random.fork_rng():
+        if last is not None:
+            _load(model, last)
+        trained = copy.deepcopy(model) if is_sharded() else model  # FSDP cuts it up for good
         trainer = _Trainer(
-            model=model,
+            model=trained,
             args=_arguments(config, folder, kept, cpu),
-            train_dataset=_TrainingBlocks(blocks.train),
-            callbacks=[_Watch(model), *([_Bar()] if _has_bar(console) else [])],
+            train_dataset=_TrainingBlocks(
+                blocks.train, config.blocks_wanted(PartialState().num_processes), config.seed
+            ),
+            callbacks=[_Watch(trained), *([_Bar()] if _has_bar(console) else [])],
         )
         trainer.new_learning_rate = config.new_learning_rate
         trainer.remove_callback(PrinterCallback)  # it would print on stdout
         if last is not None and _step(last) == config.steps:  # killed afterwards: the Trainer would take one step more
-            trainer._load_from_checkpoint(str(last))
             logs = _logs(last)
         else:
             trainer.train(resume_from_checkpoint=None if last is None else str(last))
             logs = trainer.state.log_history
+            if trained is not model:
+                _load_last(model, folder)
         # accelerate's bf16 stays on the model, and its own way of taking it off takes a retrofit's `forward` with it
         for name in ("forward", "_original_forward"):
             vars(model).pop(name, None)
@@ -102,7 +111,10 @@ def launched(cpu: bool = False) -> PartialState:
     """The processes that `accelerate launch` has started, or this one alone. To be asked before any other question
     of accelerate's: its own first answer does not see the others on a machine without a GPU.
     """
-    return PartialState(cpu=cpu or not torch.cuda.is_available(), timeout=timedelta(seconds=24 * HOUR))
+    state = PartialState(cpu=cpu or not torch.cuda.is_available(), timeout=timedelta(seconds=24 * HOUR))
+    check_sharding()
+    atexit.register(state.destroy_process_group)  # left to the interpreter's end, gloo can abort
+    return state
 
 
 # -------------------------------------------------------------------------------------------- what is checked
@@ -129,6 +141,7 @@ def _record(model: PreTrainedModel, blocks: Blocks, config: TrainingConfig) -> d
         "retrofit": model.config.retrofit if is_retrofitted(model.config) else None,
         "text": blocks.sha256,
         "processes": PartialState().num_processes,
+        "sharded": is_sharded(),
     }
 
 
@@ -139,7 +152,7 @@ def _claim(folder: Path, record: dict[str, Any], resume: bool) -> Path | None:
     """
     state = PartialState()
     path = folder / RECORD
-    before = _read(path) if resume else None
+    before = _filled(_read(path)) if resume else None
     if before is not None and before != record:
         differing = sorted(key for key in record if before.get(key) != record[key])
         raise InputError(
@@ -155,6 +168,14 @@ def _claim(folder: Path, record: dict[str, Any], resume: bool) -> Path | None:
     except OSError as error:
         raise InputError(f"{folder} cannot be written: {error.strerror}") from None
     return _last_checkpoint(folder)
+
+
+def _filled(before: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A record as today's sinkscope would have written it: what an older one did not know was as it is by default."""
+    if before is None:
+        return None
+    known = TrainingConfig().model_dump(exclude=set(FREE))
+    return {"sharded": False} | before | {"config": known | (before.get("config") or {})}
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> str:
@@ -176,9 +197,8 @@ def _last_checkpoint(folder: Path) -> Path | None:
 
 def _is_whole(checkpoint: Path) -> bool:
     """The state is what the Trainer writes last, and of what it deletes anything may be gone."""
-    needed = ("config.json", "optimizer.pt", "scheduler.pt")
-    weights = any(checkpoint.glob("model*.safetensors"))
-    return weights and all((checkpoint / name).is_file() for name in needed) and _read_state(checkpoint) is not None
+    needed = ("config.json", "model*.safetensors", "optimizer.*", "scheduler.pt")  # FSDP's is optimizer.bin
+    return all(any(checkpoint.glob(name)) for name in needed) and _read_state(checkpoint) is not None
 
 
 def _read_state(checkpoint: Path) -> dict[str, Any] | None:
@@ -213,7 +233,8 @@ def _check_room(model: PreTrainedModel, config: TrainingConfig, folder: Path, ke
     """Errors: InputError where the disk cannot hold the checkpoints and the model: not after hours, but now."""
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     trained = sum(p.numel() * p.element_size() for p in new_parameters(model).values()) if config.only_new else weights
-    needed = (kept + 1) * (weights + 2 * trained) + weights  # AdamW's two moments; a new one before an old one goes
+    model_files = 2 * weights if is_sharded() else weights  # FSDP's own besides
+    needed = (kept + 1) * (model_files + 2 * trained) + weights  # AdamW's two moments; one more before an old one goes
     held = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     free = shutil.disk_usage(folder).free + held
     if free < needed:
@@ -279,6 +300,7 @@ def _arguments(config: TrainingConfig, folder: Path, kept: int, cpu: bool) -> Tr
         bf16=config.bf16,
         use_cpu=cpu or not torch.cuda.is_available(),
         seed=config.seed,
+        train_sampling_strategy="sequential",  # _TrainingBlocks has the order
         save_strategy="steps",
         save_steps=config.save_every,
         save_total_limit=kept,
@@ -305,11 +327,23 @@ class _Trainer(Trainer):
         return self.optimizer
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """As the model is loaded anywhere else: mixtures of experts are saved under other names than they have here,
-        which the Trainer takes for weights that are missing, and warns of.
-        """
-        kept: Any = type(self.model).from_pretrained(resume_from_checkpoint, dtype=self.model.dtype)
-        self.model.load_state_dict(kept.state_dict())
+        """`train` has done that."""
+
+
+def _load(model: PreTrainedModel, checkpoint: Path) -> None:
+    """As a model is loaded anywhere else: mixtures of experts are saved under other names than they have here, which
+    the Trainer takes for weights that are missing, and warns of.
+    """
+    kept: Any = type(model).from_pretrained(checkpoint, dtype=model.dtype)
+    model.load_state_dict(kept.state_dict())
+
+
+def _load_last(model: PreTrainedModel, folder: Path) -> None:
+    """What the processes have each a part of comes back whole to all of them."""
+    PartialState().wait_for_everyone()
+    last = _last_checkpoint(folder)
+    assert last is not None  # the Trainer's last step writes one
+    _load(model, last)
 
 
 def parameter_groups(model: PreTrainedModel, args: TrainingArguments, new_learning_rate: float) -> list[dict[str, Any]]:
@@ -328,17 +362,29 @@ def parameter_groups(model: PreTrainedModel, args: TrainingArguments, new_learni
 
 
 class _TrainingBlocks(Dataset):
-    def __init__(self, blocks: np.ndarray) -> None:
+    """Every block that is read from the first step to the last, in that order: each step's the same ones however many
+    processes share them, and no batch smaller for being an epoch's last.
+    """
+
+    def __init__(self, blocks: np.ndarray, wanted: int, seed: int) -> None:
         self.blocks = blocks
+        self.order = shuffled(len(blocks), wanted, seed)
 
     def __len__(self) -> int:
-        return len(self.blocks)
+        return len(self.order)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        ids = torch.from_numpy(self.blocks[index].copy())
+        ids = torch.from_numpy(self.blocks[self.order[index]].copy())
         labels = ids.clone()
         labels[0] = IGNORED  # nothing predicts it, and the Trainer divides by the number of labels
         return {"input_ids": ids, "labels": labels}
+
+
+def shuffled(count: int, wanted: int, seed: int) -> np.ndarray:
+    """`wanted` indices below `count`, all of them once before any comes again: each epoch in an order of its own."""
+    generator = torch.Generator()
+    epochs = [torch.randperm(count, generator=generator.manual_seed(seed + at)) for at in range(-(-wanted // count))]
+    return torch.cat(epochs)[:wanted].numpy()
 
 
 class _Watch(TrainerCallback):

@@ -98,9 +98,17 @@ class Part(nn.Module):
 
     @torch.no_grad()
     def displacement(self) -> dict[str, torch.Tensor]:
-        """Parameter → how far each head's is from its start, ‖p − p₀‖, (heads,) in float64."""
-        moved = {name: self.get_parameter(name).double() - value.double() for name, value in self.start().items()}
+        """Parameter → how far each head's is from its start, ‖p − p₀‖, (heads,) in float64.
+
+        Where FSDP has shared the parameters out, every process must ask.
+        """
+        moved = {name: _whole(self.get_parameter(name)) - _whole(value) for name, value in self.start().items()}
         return {name: _by_head(x, self.head_axis) for name, x in moved.items()}
+
+
+def _whole(x: torch.Tensor) -> torch.Tensor:
+    """In float64; of a DTensor all of it."""
+    return (x.full_tensor() if hasattr(x, "full_tensor") else x).double()
 
 
 def _by_head(x: torch.Tensor, axis: int) -> torch.Tensor:
