@@ -18,6 +18,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         "head", "kv_head", "position",
         "query_norm", "key_norm", "value_norm", "qk_cosine", "qk_norm_product", "sink_logit_gap",
     ),
+    "gate": ("head", "kv_head", "position", "gate", "raw_value_norm"),
     "activation": ("site", "position", "norm_mean", "norm_max"),
     "massive": (
         "sequence", "position", "token_id", "token", "coordinate", "value", "median", "ratio", "is_massive",
@@ -44,6 +45,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     ),
     "training": ("seed", "step", "metric", "value"),
     "gates": ("head", "parameter", "displacement"),
+    "retrofit": ("metric", "value"),
     "summary": ("metric", "value"),
 }  # fmt: skip
 

@@ -149,7 +149,9 @@ def _read(tracer: Tracer, sites: Iterable[Site], sequences: Iterable[Any], see: 
 
 @contextmanager
 def _watched(model: nn.Module, sites: Iterable[Site], see: See) -> Iterator[None]:
-    """What goes into these linear layers and comes out of them is seen, in float32 or better."""
+    """What goes into these linear layers and comes out of them is seen, in float32 or better: before any hook of a
+    retrofit's changes the output, as that is what is quantised.
+    """
 
     def look(mine: dict[str, Site], module: nn.Module, args: tuple, output: torch.Tensor) -> None:
         for part, x in ((INPUT, args[0]), (OUTPUT, output)):
@@ -161,7 +163,8 @@ def _watched(model: nn.Module, sites: Iterable[Site], see: See) -> Iterator[None
         by_path[site.path][site.part] = site
     with ExitStack() as hooks:
         for path, mine in by_path.items():
-            hooks.callback(model.get_submodule(path).register_forward_hook(partial(look, mine)).remove)
+            handle = model.get_submodule(path).register_forward_hook(partial(look, mine), prepend=True)
+            hooks.callback(handle.remove)
         yield
 
 
