@@ -13,14 +13,14 @@ from typing import Any
 
 from accelerate import PartialState
 from rich.console import Console
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from sinkscope.architectures import ARCHITECTURES, architecture, fresh_model
 from sinkscope.arms import one_each, parse_methods, with_seeds
 from sinkscope.blocks import DOCUMENTS, check_text, read_blocks
 from sinkscope.errors import InputError
 from sinkscope.inputs import documents
-from sinkscope.loading import LoadedModel
+from sinkscope.loading import LoadedModel, load_tokenizer
 from sinkscope.own_tokenizer import tokenizer_of
 from sinkscope.retrofitting import split_options
 from sinkscope.subject import family_of, status, tell
@@ -127,10 +127,7 @@ def _tokenizer(
     if isinstance(wanted, PreTrainedTokenizerBase):
         return wanted
     if wanted is not None:
-        try:
-            return AutoTokenizer.from_pretrained(os.fspath(wanted))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InputError(f"--tokenizer {wanted} does not load: {' '.join(str(error).split())[:200]}") from None
+        return load_tokenizer(os.fspath(wanted))
     if dataset is None and text != "natural" and Path(text).suffix.lower() not in DOCUMENTS:
         return None
     return tokenizer_of(documents(text, dataset)[1], vocab_size)

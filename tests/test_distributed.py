@@ -202,11 +202,7 @@ def test_every_family_says_what_its_decoder_layers_are(kind: str) -> None:
     family = find_family(changed)
     layers = family.layer_modules(changed)
     retrofit_model(changed, family, "vscale")
-    cut = [
-        module
-        for module in changed.modules()
-        if type(module).__name__ in changed._no_split_modules
-    ]
+    cut = [module for module in changed.modules() if type(module).__name__ in changed._no_split_modules]
     assert {id(module) for module in cut} == {id(layer) for layer in layers}
 
 
