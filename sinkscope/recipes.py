@@ -192,12 +192,17 @@ class Recipe:
         return options
 
     def _training_config(self, given: Mapping[str, Any]) -> RunConfig:
+        from sinkscope.architectures import architecture
         from sinkscope.arms import parse_methods
+        from sinkscope.blocks import check_text
         from sinkscope.retrofitting import split_options
 
         content, options = self.content, self.training_options(given)
         try:
             parse_methods(content.methods)
+            check_text(os.fspath(options.get("text", "natural")))
+            if content.architecture:
+                architecture(content.architecture)
             ours = {name: value for name, value in options.items() if name not in BESIDE_TRAINING}
             return split_options("run", given.get("model", content.model), ours)[1]
         except InputError as error:
@@ -391,8 +396,10 @@ _NEEDED = {  # pydantic's kind of error → what to say of the value
 
 def _complaint(error: Any) -> str:
     """One of pydantic's errors, for someone who wrote the file."""
-    where, key = ".".join(str(part) for part in error["loc"]), str(error["loc"][0])
     message = str(error["msg"]).removeprefix("Value error, ")
+    if not error["loc"]:  # of keys that do not go together
+        return message
+    where, key = ".".join(str(part) for part in error["loc"]), str(error["loc"][0])
     if error["type"] == "missing":
         return f"it has no `{key}`"
     if error["type"] == "extra_forbidden":

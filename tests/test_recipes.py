@@ -254,6 +254,7 @@ def test_a_file_that_does_not_parse(content: str | bytes, message: str) -> None:
         ("title: x\nruns: {a: {}}", "`runs`: there is only one"),
         ("title: x\nruns: {a: {}, ../b: {}}", "`runs`: '../b' cannot be the name of a run"),
         ("title: x\nruns: {a: {}, comparison: {}}", "`runs`: 'comparison' cannot be the name of a run"),
+        ("title: x\nruns: {a: {}, b: {}}\narms: all", "it has `runs` and `arms`: an experiment is one run"),
         ("title: x\nruns: {a: {}, b: 5}", "`runs.b`: it must hold keys and values"),
     ],
 )
@@ -292,6 +293,25 @@ def test_figures_that_cannot_be_drawn() -> None:
 
 def test_a_recipe_is_of_one_model() -> None:
     assert "a recipe measures one model" in refused("title: x", revision="step0,step512")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("methods: [vgaa]", "retrofit 'vgaa' is unknown; did you mean 'vga'?"),
+        ("methods: [vga]\nruns: {a: {}, b: {}}", "`methods` train a model: it has no `runs` or `arms`"),
+        ("methods: [vga]\nfigures: [sink-map]", "`methods` train a model"),
+        ("architecture: tiny-llama", "`architecture` is trained with `methods`, and it has none"),
+        ("architecture: tiny-llama\nmodel: a/b\nmethods: [none]", "it has a `model` and an `architecture`"),
+        ("architecture: tiny-lama\nmethods: [none]", "--config 'tiny-lama' is unknown; did you mean 'tiny-llama'?"),
+        ("methods: [vga]\noptions: {steps: 0}", "--steps 0: it must be at least 1"),
+        ("methods: [vga]\noptions: {stepz: 5}", "option 'stepz' is unknown"),
+        ("methods: [vga]\noptions: {text: random}", "--text random: nothing can be learned from it"),
+        ("methods: [vga]\noptions: {trust-remote-code: true}", "option 'trust_remote_code' is for you to give"),
+    ],
+)
+def test_trainings_that_are_wrong(content: str, message: str) -> None:
+    assert message in refused(f"title: x\n{content}")
 
 
 # --- finding them
