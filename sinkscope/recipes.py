@@ -273,12 +273,12 @@ def _trained(
     from sinkscope.retrofitting import retrofit
 
     content, options = recipe.content, recipe.training_options(given)
+    config = recipe.configs(**given)[""]
     model = given.get("model", content.model)
     if content.architecture and model is not None:
         raise InputError(
             f"{recipe.path} trains {content.architecture} from random weights: --model does not go with it"
         )
-    config = recipe.configs(**given)[""]
     name = content.architecture or config.folder_name
     folder = Path(out or content.out or Path("runs", as_folder_name(recipe.name, name)))
     verb = partial(train, content.architecture) if content.architecture else partial(retrofit, model)
