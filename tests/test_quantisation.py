@@ -352,6 +352,11 @@ def test_a_model_that_gives_nan_is_refused() -> None:
 # --- the quantised model
 
 
+def test_ranges_need_a_sequence(llama: PreTrainedModel) -> None:
+    with pytest.raises(InputError, match="at least one sequence to calibrate by"):
+        calibrate_ranges(llama, [])
+
+
 def test_sixteen_bits_are_nearly_none_and_two_are_bad(llama: PreTrainedModel) -> None:
     """Ranges from the very sequences: what lies beyond a static range is clipped, however many bits there are."""
     subject = subject_of(llama, None, make_config(input="random", num_seqs=8, seq_len=20), Console(quiet=True))
