@@ -44,6 +44,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     ),
     "training": ("step", "metric", "value"),
     "gates": ("head", "parameter", "displacement"),
+    "value_norms": ("sequence", "position", "token_id", "token", "is_trigger", "norm", "attended_norm"),
     "summary": ("metric", "value"),
 }  # fmt: skip
 

@@ -35,6 +35,7 @@ ARMS = {
     "streaming",
     "training",
     "gates",
+    "value_norms",
     "quantisation",
     "quantisation_sites",
 }  # of other commands
