@@ -32,11 +32,14 @@ METRICS = {
     "backcopy_risk": "loss above the optimum, 0, at triggers, nats",
     "attention_to_start": "weight that queries which are no triggers give to <s>",
     "attention_to_start_max": "the same, of the head that gives most",
+    "attention_to_triggers": "weight that queries which are no triggers give to triggers, all together",
     "trigger_attention_to_start": "weight that triggers give to <s>",
     "delta_logit": "logit of <s> minus the mean of the query's other keys; queries that are no triggers",
     "start_value_norm": "‖v‖ of <s> as the projection makes it, all heads together",
+    "trigger_value_norm": "the same, of triggers",
     "other_value_norm": "the same, of the other tokens",
     "start_attended_norm": "‖v‖ of <s> as it is attended to: behind a gate on the values, where there is one",
+    "trigger_attended_norm": "the same, of triggers",
     "other_attended_norm": "the same, of the other tokens",
     "plain_output_gate": "what a gate on the heads' outputs leaves of their norm, at queries that are no triggers",
     "trigger_output_gate": "the same, at triggers",
@@ -71,11 +74,13 @@ def measure(task: BigramBackcopy, model: PreTrainedModel, family: Family, held_o
 
 
 @torch.no_grad()
-def example(model: PreTrainedModel, family: Family, sequence: np.ndarray) -> dict[str, pd.DataFrame]:
+def example(
+    task: BigramBackcopy, model: PreTrainedModel, family: Family, sequence: np.ndarray
+) -> dict[str, pd.DataFrame]:
     """One sequence (T,) seen closely, as VGA figures 4 and 6 show it.
 
     → `attention_maps`, every head's weights as that table has them elsewhere, and `value_norms`: layer, sequence,
-    position, token_id, norm as the projection makes it, attended_norm behind a gate on the values.
+    position, token_id, is_trigger, norm as the projection makes it, attended_norm behind a gate on the values.
     """
     batch = _batch(sequence[None])
     layers = layers_of(model, family)
@@ -89,6 +94,7 @@ def example(model: PreTrainedModel, family: Family, sequence: np.ndarray) -> dic
                 "sequence": 0,
                 "position": range(len(sequence)),
                 "token_id": sequence,
+                "is_trigger": task.is_trigger(sequence),
                 "norm": _norms(ends[index]["value"])[0],
                 "attended_norm": _norms(ends[index]["attended"])[0],
             }
@@ -145,7 +151,8 @@ def _in_layers(
     for layer, end in enumerate(ends):
         for name, norms in (("value", _norms(end["value"])), ("attended", _norms(end["attended"]))):
             yield layer, f"start_{name}_norm", norms[:, 0]
-            yield layer, f"other_{name}_norm", norms[:, 1:].flatten()
+            yield layer, f"trigger_{name}_norm", norms[trigger]
+            yield layer, f"other_{name}_norm", norms[plain]
         before, after = (torch.linalg.vector_norm(upcast(end[name]), dim=-1).cpu() for name in ("mix", "gated"))
         left = after / before.clamp(min=torch.finfo(before.dtype).tiny)
         yield layer, "plain_output_gate", left[plain]
@@ -158,7 +165,7 @@ def _norms(value: torch.Tensor) -> torch.Tensor:
 
 
 class _ToStart(Observable):
-    """Each query's weight on <s> and its logit's lead over the others."""
+    """Each query's weight on <s> and on triggers, and the lead of <s> in the logits."""
 
     name = "to-start"
     sites = ("attention",)
@@ -170,11 +177,16 @@ class _ToStart(Observable):
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
         whole = slice(0, read.length)
-        weight = read.weights(whole, slice(0, 1))[0][..., 0].movedim(1, -1).cpu()  # (B,T,H)
-        lead = start_lead(read.logits(whole, whole), read.allowed(whole, whole)).movedim(1, -1).cpu()
+        weights = read.weights(whole, whole)[0].movedim(1, -1).cpu()  # (B,T,T,H)
+        to_start = weights[:, :, 0]
+        to_triggers = weights.masked_fill(~self.trigger[:, None, :, None], 0.0).sum(2)
+        allowed = read.allowed(whole, whole)
+        assert allowed is not None  # causal, of more than one token
+        lead = start_lead(read.logits(whole, whole), allowed).movedim(1, -1).cpu()
         self.found += [
-            (layer, "attention_to_start", weight[self.plain]),
-            (layer, "trigger_attention_to_start", weight[self.trigger]),
+            (layer, "attention_to_start", to_start[self.plain]),
+            (layer, "attention_to_triggers", to_triggers[self.plain]),
+            (layer, "trigger_attention_to_start", to_start[self.trigger]),
             (layer, "delta_logit", lead[self.plain]),
         ]
 

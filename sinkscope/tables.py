@@ -44,8 +44,9 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         "site", "part", "path", "low", "high", "median_abs", "max_abs", "is_massive", "step", "zeroed", "sqnr",
     ),
     "training": ("seed", "step", "metric", "value"),
-    "gates": ("head", "parameter", "displacement"),
-    "retrofit": ("metric", "value"),
+    "gates": ("seed", "head", "parameter", "displacement"),
+    "retrofit": ("seed", "metric", "value"),
+    "value_norms": ("sequence", "position", "token_id", "token", "is_trigger", "norm", "attended_norm"),
     "summary": ("metric", "value"),
 }  # fmt: skip
 

@@ -36,6 +36,7 @@ ARMS = {
     "training",
     "gates",
     "retrofit",
+    "value_norms",
     "quantisation",
     "quantisation_sites",
 }  # of other commands

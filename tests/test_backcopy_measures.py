@@ -84,18 +84,21 @@ def by_hand(model: Any, arm: str) -> dict[str, float]:
     for n in range(count):
         for t in range(length):
             token = int(ids[n, t])
+            trigger = token in TASK.triggers
             norms = (heads[2][n, :, t].norm().item(), values[n, :, t].norm().item())
             for name, norm in zip(("value", "attended"), norms, strict=True):
-                found[f"{'start' if t == 0 else 'other'}_{name}_norm"].append(norm)
+                kind = "start" if t == 0 else "trigger" if trigger else "other"
+                found[f"{kind}_{name}_norm"].append(norm)
             if t == 0:
                 continue
-            trigger = token in TASK.triggers
             for head in (0, 1):
                 weight = weights[n, head, t, 0].item()
                 found[f"{'trigger_' if trigger else ''}attention_to_start"].append(weight)
                 found[f"{'trigger' if trigger else 'plain'}_output_gate"].append(gates[n, t, head].item())
                 if not trigger:
                     to_start[head].append(weight)
+                    seen = [s for s in range(t) if int(ids[n, s]) in TASK.triggers]
+                    found["attention_to_triggers"].append(weights[n, head, t, seen].sum().item())
                     row = logits[n, head, t]
                     found["delta_logit"].append((row[0] - row[1 : t + 1].mean()).item())
             if trigger:
@@ -171,7 +174,7 @@ def test_the_lead_of_the_start() -> None:
 @pytest.mark.parametrize("arm", ["vanilla", "vga-value", "iga-output"])
 def test_one_sequence_seen_closely(arm: str) -> None:
     model = built("gpt2", GPT2, arm)
-    tables = example(model, find_family(model), HELD_OUT[0])
+    tables = example(TASK, model, find_family(model), HELD_OUT[0])
     with torch.no_grad():
         weights = model(torch.from_numpy(HELD_OUT[:1]), output_attentions=True).attentions[0][0]
     maps = tables["attention_maps"]
@@ -183,5 +186,7 @@ def test_one_sequence_seen_closely(arm: str) -> None:
     assert norms["position"].tolist() == list(range(12))
     for column, name in (("norm", "value"), ("attended_norm", "attended")):
         assert norms[column][0] == pytest.approx(all_norms[0, f"start_{name}_norm"])
-        assert norms[column][1:].mean() == pytest.approx(all_norms[0, f"other_{name}_norm"])
+        triggers = norms["is_trigger"]
+        assert norms[column][triggers].mean() == pytest.approx(all_norms[0, f"trigger_{name}_norm"])
+        assert norms[column][~triggers][1:].mean() == pytest.approx(all_norms[0, f"other_{name}_norm"])
     assert np.allclose(norms["norm"], norms["attended_norm"]) == (arm != "vga-value")
