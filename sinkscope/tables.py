@@ -42,7 +42,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "quantisation_sites": (
         "site", "part", "path", "low", "high", "median_abs", "max_abs", "is_massive", "step", "zeroed", "sqnr",
     ),
-    "training": ("step", "metric", "value"),
+    "training": ("seed", "step", "metric", "value"),
     "gates": ("head", "parameter", "displacement"),
     "summary": ("metric", "value"),
 }  # fmt: skip

@@ -52,6 +52,7 @@ def train(
     out: str | os.PathLike[str],
     *,
     resume: bool = True,
+    keep_all: bool = False,
     cpu: bool = False,
     console: Console | None = None,
 ) -> pd.DataFrame:
@@ -59,7 +60,8 @@ def train(
     model), step, metric, value.
 
     With `resume`, a training that was broken off goes on from its last whole checkpoint. Afterwards the model is in
-    eval mode with its parameters frozen, as it was loaded. `cpu`: even where there is a GPU.
+    eval mode with its parameters frozen, as it was loaded. `keep_all`: every checkpoint stays, and not the last two
+    only. `cpu`: even where there is a GPU.
 
     Errors: InputError for what cannot be trained so, before anything is written; SinkscopeError for want of memory
     or disk, and for a loss that is no number. Checkpoints then stay.
@@ -70,7 +72,8 @@ def train(
         raise InputError("there is no block to train on: give a longer text")
     check_trainable(model, config.only_new)
     last = _claim(folder, _record(model, blocks, config), resume)
-    _check_room(model, config, folder)
+    kept = math.ceil(config.steps / config.save_every) if keep_all else KEPT
+    _check_room(model, config, folder, kept)
     was_cached = getattr(model.config, "use_cache", None)
     _unfreeze(model, config.only_new)
     with failures(folder), no_bars(), torch.random.fork_rng():
@@ -79,8 +82,10 @@ def train(
         trained = copy.deepcopy(model) if is_sharded() else model  # FSDP cuts it up for good
         trainer = _Trainer(
             model=trained,
-            args=_arguments(config, folder, cpu, console),
-            train_dataset=_TrainingBlocks(blocks.train, config.blocks_wanted(PartialState().num_processes), config.seed),
+            args=_arguments(config, folder, kept, cpu),
+            train_dataset=_TrainingBlocks(
+                blocks.train, config.blocks_wanted(PartialState().num_processes), config.seed
+            ),
             callbacks=[_Watch(trained), *([_Bar()] if _has_bar(console) else [])],
         )
         trainer.new_learning_rate = config.new_learning_rate
@@ -224,12 +229,12 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
     os.replace(temporary, path)
 
 
-def _check_room(model: PreTrainedModel, config: TrainingConfig, folder: Path) -> None:
+def _check_room(model: PreTrainedModel, config: TrainingConfig, folder: Path, kept: int) -> None:
     """Errors: InputError where the disk cannot hold the checkpoints and the model: not after hours, but now."""
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     trained = sum(p.numel() * p.element_size() for p in new_parameters(model).values()) if config.only_new else weights
-    kept = 2 * weights if is_sharded() else weights  # FSDP's own besides
-    needed = (KEPT + 1) * (kept + 2 * trained) + weights  # AdamW's two moments; a new one before an old one goes
+    written = 2 * weights if is_sharded() else weights  # FSDP's own besides
+    needed = (kept + 1) * (written + 2 * trained) + weights  # AdamW's two moments; a new one before an old one goes
     held = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     free = shutil.disk_usage(folder).free + held
     if free < needed:
@@ -282,7 +287,7 @@ def no_bars() -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------ the Trainer
 
 
-def _arguments(config: TrainingConfig, folder: Path, cpu: bool, console: Console | None) -> TrainingArguments:
+def _arguments(config: TrainingConfig, folder: Path, kept: int, cpu: bool) -> TrainingArguments:
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=config.steps,
@@ -298,7 +303,7 @@ def _arguments(config: TrainingConfig, folder: Path, cpu: bool, console: Console
         train_sampling_strategy="sequential",  # _TrainingBlocks has the order
         save_strategy="steps",
         save_steps=config.save_every,
-        save_total_limit=KEPT,
+        save_total_limit=kept,
         logging_steps=config.log_every,
         logging_nan_inf_filter=False,  # it would hide a loss that is no number
         report_to="none",

@@ -128,6 +128,8 @@ def step(self, model, *args, **rest):
     wrapped = {path: type(module).__name__ for path, module in model.named_modules() if isinstance(module, FSDPModule)}
     parts = {name: list(p.to_local().shape) for name, p in new_parameters(model).items() if isinstance(p, DTensor)}
     Path(sys.argv[0]).with_name("wrapped.json").write_text(json.dumps([wrapped, parts]))
+    with open(Path(sys.argv[0]).with_name(f"steps-{os.environ['RANK']}.txt"), "a") as steps:
+        print(self.state.global_step, file=steps)
     return plain_step(self, model, *args, **rest)
 
 plain_step, Trainer.training_step = Trainer.training_step, step
@@ -173,6 +175,8 @@ def test_retrofit_with_shards_is_retrofit_on_one_process(
     done = launch(SHARDED, RETROFIT, tmp_path, *command)
     assert done.returncode == 0, done.stdout[-4000:]
     assert done.stdout.count(f"written to {out}") == 1
+    steps = [int(step) for step in (tmp_path / "steps-1.txt").read_text().split()]
+    assert steps[::2] == [0, 1, 2, 3, 4, *range(4, 8), *range(8)]  # killed in step 5, before it was noted
 
     wrapped, parts = json.loads((tmp_path / "wrapped.json").read_text())
     assert {f"model.layers.{layer}" for layer in range(3)} < wrapped.keys()
@@ -202,11 +206,7 @@ def test_every_family_says_what_its_decoder_layers_are(kind: str) -> None:
     family = find_family(changed)
     layers = family.layer_modules(changed)
     retrofit_model(changed, family, "vscale")
-    cut = [
-        module
-        for module in changed.modules()
-        if type(module).__name__ in changed._no_split_modules
-    ]
+    cut = [module for module in changed.modules() if type(module).__name__ in changed._no_split_modules]
     assert {id(module) for module in cut} == {id(layer) for layer in layers}
 
 

@@ -16,7 +16,8 @@ from typer.testing import CliRunner, Result
 
 import sinkscope
 import sinkscope.figures
-import sinkscope.retrofitting
+import sinkscope.workshop
+from sinkscope.arms import parse_methods
 from sinkscope.blocks import read_blocks
 from sinkscope.cli import app
 from sinkscope.comparison import compare
@@ -24,7 +25,7 @@ from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.figures.retrofit_training import draw_retrofit_training
 from sinkscope.loading import LoadedModel
 from sinkscope.retrofits import retrofit_model
-from sinkscope.retrofitting import parse_methods, retrofit
+from sinkscope.retrofitting import retrofit
 from sinkscope.run import Run
 from sinkscope.tables import COLUMNS, LEADING
 
@@ -161,7 +162,7 @@ def test_with_as_many_steps_none_is_a_plain_fine_tune(finished: tuple[Result, Pa
 def test_it_goes_on_where_it_was_broken_off(
     tiny: Path, text: Path, tmp_path: Path, no_figures: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measure, train = sinkscope.retrofitting.measure, sinkscope.retrofitting.train
+    measure, train = sinkscope.workshop.measure, sinkscope.workshop.train
     trained: list[str] = []
 
     def breaks(subject: Any, *rest: Any) -> Any:
@@ -173,9 +174,9 @@ def test_it_goes_on_where_it_was_broken_off(
         trained.append(folder.parent.name)
         return train(model, blocks, training, folder, **rest)
 
-    monkeypatch.setattr(sinkscope.retrofitting, "train", watched)
+    monkeypatch.setattr(sinkscope.workshop, "train", watched)
     with monkeypatch.context() as patched:
-        patched.setattr(sinkscope.retrofitting, "measure", breaks)
+        patched.setattr(sinkscope.workshop, "measure", breaks)
         result = command_line("retrofit", tiny, "--text", text, *TYPED, "--out", tmp_path / "out")
         assert result.exit_code == 1
         assert "interrupted: what was reached is kept" in result.stderr
@@ -186,11 +187,11 @@ def test_it_goes_on_where_it_was_broken_off(
     assert trained == ["vga", "none", "iga"]
     assert list(done.runs) == ["untouched", "vga", "none", "iga"]
     assert [note.partition(":")[0] for note in done.notes] == ["vga", "iga"]
-    with pytest.raises(InputError, match=r"holds a retrofit with other options .steps was 3"):
+    with pytest.raises(InputError, match=r"holds what `retrofit` made with other options .steps was 3"):
         retrofit(str(tiny), "vga", text=text, out=tmp_path / "out", **SMALL | {"steps": 4})
     text_2 = tmp_path / "drains.txt"
     text_2.write_text("of the drain " * 200)
-    with pytest.raises(InputError, match="holds a retrofit with other options"):
+    with pytest.raises(InputError, match="made with other options"):
         retrofit(str(tiny), "vga", text=text_2, out=tmp_path / "out", **SMALL)
     assert (tmp_path / "out" / "iga" / "run" / "run.json").is_file()
 
@@ -201,7 +202,7 @@ def test_a_training_that_fails_keeps_the_arms_that_are_done(
     def full(*args: Any, **rest: Any) -> None:
         raise SinkscopeError("writing failed")
 
-    monkeypatch.setattr(sinkscope.retrofitting, "train", full)
+    monkeypatch.setattr(sinkscope.workshop, "train", full)
     with pytest.raises(SinkscopeError, match="writing failed"):
         retrofit(str(tiny), "vga", text=text, out=tmp_path / "out", **SMALL)
     assert (tmp_path / "out" / "untouched" / "run" / "run.json").is_file()
@@ -326,7 +327,7 @@ def test_methods_as_they_are_typed() -> None:
 
 
 def test_the_figure_without_gates() -> None:
-    rows = [("tiny", "none", -1, step, "loss", 1 / step) for step in range(1, 5)]
+    rows = [("tiny", "none", -1, 0, step, "loss", 1 / step) for step in range(1, 5)]
     table = pd.DataFrame(rows, columns=[*LEADING, *COLUMNS["training"]])
     left, right = draw_retrofit_training(table).axes
     assert left.lines[0].get_ydata().tolist() == pytest.approx([1, 1 / 2, 1 / 3, 1 / 4])

@@ -1,0 +1,70 @@
+"""The arms of a training: a method each, as it is typed, and for trainings from scratch also a seed."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sinkscope.config import as_folder_name
+from sinkscope.errors import InputError
+from sinkscope.retrofits import make_retrofit
+
+
+@dataclass(frozen=True)
+class Method:
+    """A retrofit as it was asked for: `vga:placement=output`."""
+
+    name: str
+    parameters: Mapping[str, Any]
+
+    @property
+    def label(self) -> str:
+        """Its condition in the tables."""
+        return as_folder_name(self.name, *(f"{key}={value}" for key, value in self.parameters.items()))
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A method, trained once. `label` is its folder's name: the method's, and the seed where there are several."""
+
+    method: Method
+    seed: int
+    label: str
+
+
+def one_each(methods: Iterable[Method], seed: int) -> list[Arm]:
+    """An arm a method, as a retrofit has them."""
+    return [Arm(method, seed, method.label) for method in methods]
+
+
+def with_seeds(methods: Iterable[Method], seeds: Iterable[int]) -> list[Arm]:
+    """Every method with every seed, seed after seed: what is broken off has whole comparisons."""
+    methods = list(methods)
+    return [Arm(method, seed, f"{method.label}-seed{seed}") for seed in seeds for method in methods]
+
+
+def parse_methods(methods: str | Iterable[str]) -> list[Method]:
+    """NAME[:key=value,…], several behind commas, or several such texts. Errors: InputError."""
+    found: list[tuple[str, dict[str, str]]] = []
+    for text in [methods] if isinstance(methods, str) else methods:
+        for part in filter(None, (part.strip() for part in text.split(","))):
+            name, colon, assigned = part.partition(":")
+            if colon or "=" not in part:
+                found.append((name.strip(), {}))
+            else:  # the method's parameters go on
+                assigned = part
+            if not assigned:
+                continue
+            key, equals, value = assigned.partition("=")
+            if not equals or not found:
+                raise InputError(f"--method {text}: '{assigned}' is no key=value of a method")
+            found[-1][1][key.strip().replace("-", "_")] = value.strip()
+    wanted = [Method(name, parameters) for name, parameters in found]
+    if not wanted:
+        raise InputError("name a method: --method NAME[:key=value,…]; `sinkscope list retrofits` shows the names")
+    for method in wanted:
+        make_retrofit(method.name, method.parameters)
+    labels = [method.label for method in wanted]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise InputError(f"--method {label} is given twice")
+    return wanted

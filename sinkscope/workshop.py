@@ -1,0 +1,364 @@
+"""Where arms are trained and measured, on one text, and what came of each is put side by side.
+
+OUT/retrofit.json                 the whole configuration, and how far each arm has got; of `train`: train.json
+OUT/held-out.npy                  the blocks that nothing is trained on
+OUT/vga/model/                    the trained model: AutoModelForCausalLM loads it where sinkscope is imported
+OUT/vga/run/                      its run folder
+OUT/vga/tables/training.parquet   loss and gates by step
+OUT/vga/tables/gates.parquet      how far each head's gate is from its start
+OUT/vga/training/                 checkpoints to resume from, until the arm is finished
+OUT/vga/checkpoints/              of `train`: the model at every so many steps, from 0 on
+OUT/comparison/                   the runs side by side
+OUT/figures/                      of all arms together
+
+The same command again goes on where it was broken off, and adds arms to those that are there.
+"""
+
+import copy
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import torch
+from accelerate import PartialState
+from rich.console import Console
+from transformers import PreTrainedModel
+
+from sinkscope.analysis import measure
+from sinkscope.arms import Arm
+from sinkscope.blocks import Blocks
+from sinkscope.comparison import Comparison, compare
+from sinkscope.config import RunConfig, make_config
+from sinkscope.errors import InputError
+from sinkscope.families import Family
+from sinkscope.loading import LoadedModel
+from sinkscope.manifest import make_manifest
+from sinkscope.projections import known_positions
+from sinkscope.retrofits import gate_displacement, retrofit_model
+from sinkscope.run import Run, check_output, clear_unfinished, new_folder, save_figures, write_run
+from sinkscope.seam import registers_before
+from sinkscope.subject import Subject, inputs_for, status, subject_of, tell_place
+from sinkscope.tables import read_table, shape_table, write_table
+from sinkscope.training import CHECKPOINT, check_trainable, failures, no_bars, train
+from sinkscope.training_config import TrainingConfig
+
+if TYPE_CHECKING:
+    from sinkscope.figures.style import Figure
+
+UNTOUCHED = "untouched"
+# what a checkpoint has beside the model: of one process, of several, of FSDP
+RESUMED_FROM = (
+    *("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin", "trainer_state.json"),
+    *("rng_state_*.pth", "optimizer.bin", "pytorch_model_fsdp.bin"),
+)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What came of `retrofit` or `train`.
+
+    runs         a run an arm; of `retrofit` also "untouched"
+    comparison   of these, on held-out text; None where there is only one
+    training     model, condition (the method), layer (-1: the whole model), seed, step, metric, value
+    gates        how far each head's new parameters have moved
+    """
+
+    folder: Path
+    manifest: dict[str, Any]
+    runs: dict[str, Run] = field(repr=False)
+    comparison: Comparison | None
+    training: pd.DataFrame = field(repr=False)
+    gates: pd.DataFrame = field(repr=False)
+
+    @property
+    def notes(self) -> list[str]:
+        """How far each arm's gates have moved, a line each."""
+        return [_moved(label, self.gates) for label in self.gates["condition"].unique()]
+
+    def figures(self) -> "dict[str, Figure]":
+        """By name: loss and gates by step."""
+        return _figures(self.training)
+
+    @property
+    def is_main(self) -> bool:
+        """Of several processes, the one that prints."""
+        return PartialState().is_main_process
+
+    def model(self, label: str) -> Path:
+        """The folder of a trained model."""
+        return self.folder / label / "model"
+
+
+def _figures(training: pd.DataFrame) -> "dict[str, Figure]":
+    from sinkscope.figures.retrofit_training import draw_retrofit_training
+
+    return {} if training.empty else {"retrofit-training": draw_retrofit_training(training)}
+
+
+def _moved(label: str, gates: pd.DataFrame) -> str:
+    mine = gates[gates["condition"] == label]
+    most = mine.loc[mine["displacement"].idxmax()]
+    where = "" if most["layer"] < 0 else f", in layer {most['layer']}"
+    mean = mine["displacement"].mean()
+    return f"{label}: new parameters moved by {mean:.3g} on average, by {most['displacement']:.3g} at most{where}"
+
+
+@dataclass
+class Workshop:
+    """One model, fresh or pretrained, and one text.
+
+    `begin` gives an arm its model before the method is built in; `loaded` is how it looks, on the CPU, with its
+    tokenizer. `keeps_steps`: the model at every so many steps stays, for the view of training.
+    """
+
+    folder: Path
+    file: str  # the manifest's name
+    loaded: LoadedModel
+    family: Family
+    blocks: Blocks
+    training: TrainingConfig
+    config: RunConfig
+    console: Console
+    begin: Callable[[Arm], PreTrainedModel]
+    keeps_steps: bool = False
+    manifest: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def held_out(self) -> Path:
+        return self.folder / "held-out.npy"
+
+    @property
+    def is_main(self) -> bool:
+        return PartialState().is_main_process
+
+    def finish(self, arms: Iterable[Arm], manifest: dict[str, Any], overwrite: bool, untouched: bool) -> Trained:
+        """Everything that is not done yet. `untouched`: also the model as it was, measured."""
+        arms = list(arms)
+        check_methods(arms, self.loaded.model, self.family, self.training)
+        self._claim(manifest, arms, overwrite)
+        if untouched:
+            self._measure_untouched()
+        for place, arm in enumerate(arms, 1):
+            tell_place(self.console, arm.label, place, len(arms))
+            self._finish(arm)
+        return self._conclude()
+
+    # ------------------------------------------------------------------------------------------- the folder
+
+    def _claim(self, manifest: dict[str, Any], wanted: Iterable[Arm], overwrite: bool) -> None:
+        """The folder is this training's from now on. Errors: InputError where its text has changed."""
+        sha256 = self.blocks.sha256
+        arms: dict[str, Any] = {}
+        if (self.folder / self.file).exists() and not overwrite:
+            before = read_manifest(self.folder / self.file)
+            arms = before.get("arms", {})
+            if before.get("text_sha256") != sha256:
+                raise InputError(f"--out {self.folder}: its text has changed since; name another folder")
+        for arm in wanted:
+            method = {"method": arm.method.name, "parameters": dict(arm.method.parameters), "seed": arm.seed}
+            arms.setdefault(arm.label, method)
+        self.manifest = manifest | {"text_sha256": sha256, "arms": arms}
+        PartialState().wait_for_everyone()  # all have looked
+        if self.is_main:
+            with failures(self.folder):
+                if overwrite and self.folder.exists():
+                    shutil.rmtree(self.folder)
+                self.folder.mkdir(parents=True, exist_ok=True)
+                clear_unfinished(self.folder)
+                self._note()  # first: by it the folder is known as ours
+                np.save(self.held_out, self.blocks.held_out)
+        PartialState().wait_for_everyone()
+
+    def _note(self) -> None:
+        path = self.folder / self.file
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(self.manifest, indent=2) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+
+    # ------------------------------------------------------------------------------------------- arm by arm
+
+    def _finish(self, arm: Arm) -> None:
+        """What is not done yet of an arm."""
+        folder = self.folder / arm.label
+        if not (folder / "model" / "config.json").exists():
+            self._train(arm, folder)
+        PartialState().wait_for_everyone()
+        if self.is_main and not (folder / "run" / "run.json").exists():
+            config = self._measuring(
+                str(folder / "model"), revision=None, gguf_file=None, trust_remote_code=False, allow_pickle=False
+            )
+            subject = subject_of(None, None, config, self.console)
+            subject = replace(subject, loaded=replace(subject.loaded, name=self.loaded.name))
+            self._measure(subject, config, arm.label, folder / "run")
+        if self.is_main:
+            if self.keeps_steps:
+                self._keep_steps(folder / "training", folder / "checkpoints")
+            shutil.rmtree(folder / "training", ignore_errors=True)  # its checkpoints have done their work
+        PartialState().wait_for_everyone()
+
+    def _train(self, arm: Arm, folder: Path) -> None:
+        model = retrofit_model(self.begin(arm), self.family, arm.method.name, **arm.method.parameters)
+        if self.keeps_steps and self.is_main:
+            with failures(folder), no_bars():
+                self._save(model, folder / "checkpoints" / "checkpoint-0")
+        history = train(
+            model,
+            self.blocks,
+            self.training.model_copy(update={"seed": arm.seed}),
+            folder / "training",
+            keep_all=self.keeps_steps,
+            cpu=self.config.device_map == "cpu",
+            console=self.console,
+        )
+        if not self.is_main:
+            return
+        gates = gate_displacement(model)
+        self.manifest["arms"][arm.label]["moved"] = float(gates["displacement"].max()) if len(gates) else 0.0
+        with failures(folder / "training"), no_bars():
+            (folder / "tables").mkdir(exist_ok=True)
+            for name, table in (("training", history.assign(seed=arm.seed)), ("gates", gates)):
+                shaped = shape_table(name, table, self.loaded.name, arm.method.label, {})
+                write_table(shaped, folder / "tables" / f"{name}.parquet")
+            self._note()
+            self._save(model, folder / "model")  # last: what is there is whole
+
+    def _save(self, model: PreTrainedModel, folder: Path) -> None:
+        with new_folder(folder) as fresh:
+            model.save_pretrained(fresh)
+            self._save_tokenizer(fresh)
+
+    def _save_tokenizer(self, folder: Path) -> None:
+        if self.loaded.tokenizer is not None:
+            self.loaded.tokenizer.save_pretrained(folder)
+
+    def _keep_steps(self, training: Path, kept: Path) -> None:
+        """The checkpoints of a training as models only: what is there to resume from is three times their size."""
+        for checkpoint in sorted(training.glob("checkpoint-*")):
+            if CHECKPOINT.fullmatch(checkpoint.name) is None:
+                continue
+            for path in (path for name in RESUMED_FROM for path in checkpoint.glob(name)):
+                path.unlink()
+            self._save_tokenizer(checkpoint)
+            os.replace(checkpoint, kept / checkpoint.name)
+
+    # --------------------------------------------------------------------------------------------- measuring
+
+    def _measure_untouched(self) -> None:
+        target = self.folder / UNTOUCHED / "run"
+        if not self.is_main or (target / "run.json").exists():
+            return
+        on_gpu = torch.cuda.is_available() and self.config.device_map != "cpu"
+        self.loaded.model.to("cuda" if on_gpu else "cpu")  # type: ignore[arg-type]
+        config = self._measuring(self.config.model)
+        subject = Subject(self.loaded, self.family, inputs_for(self.loaded, config))
+        self._measure(subject, config, UNTOUCHED, target)
+        self.loaded.model.to("cpu")  # type: ignore[arg-type]
+
+    def _measuring(self, model: str | None, **others: Any) -> RunConfig:
+        """Held-out blocks as they are: `analyze --from` repeats it."""
+        options = self.config.model_dump() | {"model": model, "input": str(self.held_out), "bos": "auto"} | others
+        count = min(self.config.num_seqs, len(self.blocks.held_out))
+        return make_config(**options | {"num_seqs": count, "dataset": None})
+
+    def _measure(self, subject: Subject, config: RunConfig, label: str, target: Path) -> None:
+        start = time.time()
+        subject = replace(subject, inputs=replace(subject.inputs, condition=label))
+        tables, facts = measure(subject, config, self.console)
+        manifest = make_manifest(subject, config, facts, list(tables), start)
+        manifest["input"]["text"] = f"{self.blocks.name}, held out"
+        with status(self.console, "drawing the figures"), new_folder(target) as fresh:
+            write_run(Run(manifest, tables, target), fresh)
+
+    # ------------------------------------------------------------------------------------------- the whole
+
+    def _conclude(self) -> Trained:
+        """Everything that is there, side by side."""
+        folders = [label for label in (UNTOUCHED, *self.manifest["arms"]) if self._is_measured(label)]
+        runs = {label: Run.open(self.folder / label / "run") for label in folders}
+        training, gates = (self._all_arms(name, folders) for name in ("training", "gates"))
+        comparison = compare(*runs.values()) if len(runs) > 1 else None
+        if self.is_main:
+            if comparison is not None:
+                compare(*runs.values(), out=self.folder / "comparison", overwrite=True)
+            with new_folder(self.folder / "figures") as fresh:
+                save_figures(_figures(training), fresh)
+        return Trained(self.folder, self.manifest, runs, comparison, training, gates)
+
+    def _is_measured(self, label: str) -> bool:
+        return (self.folder / label / "run" / "run.json").exists()
+
+    def _all_arms(self, name: str, labels: Iterable[str]) -> pd.DataFrame:
+        """A table of training, of all arms."""
+        paths = [self.folder / label / "tables" / f"{name}.parquet" for label in labels if label != UNTOUCHED]
+        return pd.concat([read_table(path) for path in paths], ignore_index=True)
+
+
+# ---------------------------------------------------------------------------------- what is checked beforehand
+
+
+def check_methods(arms: Iterable[Arm], model: PreTrainedModel, family: Family, training: TrainingConfig) -> None:
+    """Errors: InputError for a method that cannot be trained on this model, before hours of training another."""
+    limit = known_positions(model, family)
+    for method in {arm.method.label: arm.method for arm in arms}.values():
+        trial = retrofit_model(copy.deepcopy(model), family, method.name, **method.parameters)
+        try:
+            check_trainable(trial, training.only_new)
+        except InputError as error:
+            raise InputError(f"--method {method.label}: {error}") from None
+        registers = registers_before(trial)
+        if limit is not None and training.block_length + registers > limit:
+            raise InputError(
+                f"--method {method.label}: blocks of {training.block_length} tokens and {registers} registers are beyond "
+                f"the model's {limit} positions: take a --block-length of at most {limit - registers}"
+            )
+
+
+def check_folder(path: Path, manifest: Mapping[str, Any], overwrite: bool) -> Path:
+    """`path`: of the manifest. → its folder. Errors: InputError where it cannot be written, or is of other options."""
+    folder = path.parent
+    if overwrite or not path.exists():
+        return check_output(folder, overwrite, path.name)
+    before = _filled(read_manifest(path))
+    differing = _flat(before).items() ^ _flat(manifest).items()
+    names = sorted({name for name, _ in differing if not name.startswith(("sinkscope", "arms", "text_sha256"))})
+    if names:
+        told = ", ".join(f"{name} was {_flat(before).get(name, 'none')}" for name in names[:3])
+        raise InputError(
+            f"--out {folder} holds what `{path.stem}` made with other options ({told}): repeat them to go on with it, "
+            "--overwrite replaces it, or name another folder"
+        )
+    return folder
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """OUT/retrofit.json or OUT/train.json. Errors: InputError."""
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from None
+    if not isinstance(manifest, dict) or manifest.get("command") != path.stem:
+        raise InputError(f"{path} is not the manifest of a {path.stem}: it is another JSON file")
+    if not all(isinstance(manifest.get(name), dict) for name in ("config", "training", "arms")):
+        raise InputError(f"{path} is damaged: --overwrite begins anew, or name another folder")
+    return manifest
+
+
+def _filled(manifest: dict[str, Any]) -> dict[str, Any]:
+    """As today's sinkscope would have written it: options that an older one did not have are as they are by default."""
+    defaults = {"config": RunConfig(), "training": TrainingConfig()}
+    return manifest | {name: config.model_dump(mode="json") | manifest[name] for name, config in defaults.items()}
+
+
+def _flat(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """Name of an option → its value as text."""
+    flat: dict[str, str] = {}
+    for key, value in manifest.items():
+        flat |= {name: str(part) for name, part in value.items()} if isinstance(value, dict) else {key: str(value)}
+    return {name: value for name, value in flat.items() if name not in manifest.get("arms", {})}
