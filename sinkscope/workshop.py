@@ -315,8 +315,8 @@ def check_methods(arms: Iterable[Arm], model: PreTrainedModel, family: Family, t
         registers = registers_before(trial)
         if limit is not None and training.block_length + registers > limit:
             raise InputError(
-                f"--method {method.label}: blocks of {training.block_length} tokens and {registers} registers are beyond "
-                f"the model's {limit} positions: take a --block-length of at most {limit - registers}"
+                f"--method {method.label}: blocks of {training.block_length} tokens and {registers} registers are "
+                f"beyond the model's {limit} positions: take a --block-length of at most {limit - registers}"
             )
 
 

@@ -1,4 +1,4 @@
-"""`retrofit` that is killed between its stages, or whose disk is full: nothing is lost, and the same command goes on."""
+"""`retrofit` that is killed between its stages, or whose disk is full, loses nothing: the same command goes on."""
 
 import errno
 import json
