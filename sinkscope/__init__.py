@@ -23,6 +23,7 @@ _HOME = {
     "calibrate_ranges": "sinkscope.quantisation.calibration",
     "load": "sinkscope.loading",
     "retrofit": "sinkscope.retrofitting",
+    "train": "sinkscope.pretraining",
     "retrofit_model": "sinkscope.retrofits",
     "new_parameters": "sinkscope.retrofits",
     "gate_displacement": "sinkscope.retrofits",

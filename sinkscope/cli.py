@@ -24,10 +24,12 @@ from typer.core import TyperGroup
 
 from sinkscope.config import BITS, CALIBRATION, DRAWS, RunConfig, as_folder_name, make_config
 from sinkscope.errors import InputError, SinkscopeError
-from sinkscope.training_config import TrainingConfig
+from sinkscope.training_config import PRETRAINING, TrainingConfig
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from sinkscope.workshop import Trained
 
 DONE, FAILED, WRONG_INPUT = 0, 1, 2  # exit status
 
@@ -114,10 +116,20 @@ def _all_or_nothing() -> Iterator[None]:
         raise SinkscopeError("interrupted: nothing was written") from None
 
 
+@contextlib.contextmanager
+def _kept_when_interrupted() -> Iterator[None]:
+    """Around what goes on where it was broken off."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise SinkscopeError("interrupted: what was reached is kept, and the same command goes on from there") from None
+
+
 # --------------------------------------------------------------------------------------------- the options
 
 _DEFAULT = RunConfig()
 _TRAINING = TrainingConfig()
+_PRETRAINING = TrainingConfig(**PRETRAINING)
 
 
 def _option(panel: str, name: str, metavar: str, text: str, default: str | bool = True) -> Any:
@@ -255,6 +267,23 @@ SaveEvery = Annotated[int, _option("Training", "save-every", "N", "Steps between
 LogEvery = Annotated[int, _option("Training", "log-every", "N", "Steps between logs of loss and gates.")]
 EvalShare = Annotated[float, _option("Training", "eval-share", "SHARE", "Of the text: its end, to measure by.")]
 HeldOutSeqs = Annotated[int, _option("Measuring", "num-seqs", "N", "Held-out blocks that are measured, at most.")]
+Architecture = Annotated[
+    str, _option("Model", "config", "NAME", "See `sinkscope list architectures`; or a config.json.")
+]
+OwnTokenizer = Annotated[
+    str | None, _option("Model", "tokenizer", "M", "A hub id or a folder.", "made from the text: byte-level BPE")
+]
+TrainedMethod = Annotated[
+    list[str] | None,
+    _option("Training", "method", "NAME[:K=V],…", "What is built in, an arm each; none is plain.", "none,vscale"),
+]
+EqualRate = Annotated[
+    float | None, _option("Training", "new-learning-rate", "R", "Of what a method adds.", "--learning-rate")
+]
+AllLearningRate = Annotated[float, _option("Training", "learning-rate", "R", "Of all weights, by AdamW.")]
+Seeds = Annotated[int, _option("Training", "seeds", "N", "How often, from --seed on: weights and order of the text.")]
+KeepEvery = Annotated[int, _option("Training", "save-every", "N", "Steps between checkpoints, which are kept.")]
+TrainOut = Annotated[Path | None, _option("Output", "out", "DIR", "Folder of all arms.", "runs/CONFIG-train")]
 RetrofitOut = Annotated[Path | None, _option("Output", "out", "DIR", "Folder of all arms.", "runs/MODEL-retrofit")]
 
 Out = Annotated[Path | None, _option("Output", "out", "DIR", "Folder of the run.", "runs/MODEL-INPUT")]
@@ -564,19 +593,64 @@ def retrofit(
     given = _options_given(ctx, TrainingConfig)
     given |= {name: value for name, value in (("text", text), ("dataset", dataset)) if _was_given(ctx, name)}
     folder = out or Path("runs", as_folder_name(RunConfig(model=model, gguf_file=gguf_file).folder_name, "retrofit"))
-    try:
+    with _kept_when_interrupted():
         from sinkscope.retrofitting import METHODS, retrofit
 
         source = given.pop("model", None)
         done = retrofit(source, method or METHODS, out=folder, overwrite=overwrite, quiet=quiet, **given)
-    except KeyboardInterrupt:
-        raise SinkscopeError("interrupted: what was reached is kept, and the same command goes on from there") from None
-    if quiet or not done.is_main:
-        return
-    _print_numbers(done.comparison.table)
-    for note in (*done.notes, *done.comparison.warnings):
-        _note(note)
-    print(f"written to {folder}", file=sys.stderr)
+    if not quiet and done.is_main:
+        _print_trained(done)
+
+
+@app.command()
+def train(
+    ctx: typer.Context,
+    config: Architecture = "tiny-llama",
+    method: TrainedMethod = None,
+    text: TrainingText = "natural",
+    dataset: TrainingDataset = None,
+    tokenizer: OwnTokenizer = None,
+    seeds: Seeds = 1,
+    steps: Steps = _PRETRAINING.steps,
+    block_length: BlockLength = _PRETRAINING.block_length,
+    batch_size: TrainingBatchSize = _PRETRAINING.batch_size,
+    accumulation: Accumulation = _PRETRAINING.accumulation,
+    learning_rate: AllLearningRate = _PRETRAINING.learning_rate,
+    new_learning_rate: EqualRate = None,
+    weight_decay: WeightDecay = _PRETRAINING.weight_decay,
+    warmup: Warmup = _PRETRAINING.warmup,
+    bf16: Bf16 = False,
+    save_every: KeepEvery = _PRETRAINING.save_every,
+    log_every: LogEvery = _PRETRAINING.log_every,
+    eval_share: EvalShare = _PRETRAINING.eval_share,
+    seed: Seed = _PRETRAINING.seed,
+    device_map: OneDevice = None,
+    attn: Attn = _DEFAULT.attn,
+    num_seqs: HeldOutSeqs = _DEFAULT.num_seqs,
+    observables: Observables = None,
+    positions: Positions = _DEFAULT.positions,
+    window: Window = _DEFAULT.window,
+    epsilon: Epsilon = _DEFAULT.epsilon,
+    out: TrainOut = None,
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Train a small model from random weights, plainly and with each method, and compare.
+
+    Writes a folder with the trained model, its run and its checkpoints of each arm; `sinkscope analyze ARM/checkpoints`
+    shows sinks and gradients by step. The same command goes on where it was broken off.
+    """
+    given = _options_given(ctx, TrainingConfig)
+    beside = {"text": text, "dataset": dataset, "tokenizer": tokenizer, "seeds": seeds}
+    given |= {name: value for name, value in beside.items() if _was_given(ctx, name)}
+    folder = out or Path("runs", as_folder_name(Path(config).stem, "train"))
+    with _kept_when_interrupted():
+        from sinkscope.pretraining import METHODS, train
+
+        done = train(config, method or METHODS, out=folder, overwrite=overwrite, quiet=quiet, **given)
+    if not quiet and done.is_main:
+        _print_trained(done)
 
 
 @app.command()
@@ -613,6 +687,8 @@ def run(
         _print_markdown(done.runs[""].verdict)
     else:
         _print_numbers(done.comparison.table)
+    for note in done.notes:
+        _note(note)
     print(f"written to {done.folder}", file=sys.stderr)
 
 
@@ -657,13 +733,13 @@ def list_(
         str | None,
         typer.Argument(
             metavar="KIND",
-            help="observables, interventions, retrofits, figures, families or recipes.",
+            help="observables, interventions, retrofits, architectures, figures, families or recipes.",
             show_default="all",
         ),
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Show what can be named: observables, interventions, retrofits, figures, families, recipes."""
+    """Show what can be named: observables, interventions, retrofits, architectures, figures, families, recipes."""
     from sinkscope.listing import listing
 
     for name, rows in listing(kind).items():
@@ -732,6 +808,16 @@ def _print_markdown(text: str) -> None:
         console.print(Markdown(text))
     else:
         print(text)
+
+
+def _print_trained(done: "Trained") -> None:
+    if done.comparison is not None:
+        _print_numbers(done.comparison.table)
+        for warning in done.comparison.warnings:
+            _note(warning)
+    for note in done.notes:
+        _note(note)
+    print(f"written to {done.folder}", file=sys.stderr)
 
 
 def _print_numbers(table: "pd.DataFrame") -> None:

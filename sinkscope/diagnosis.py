@@ -14,7 +14,7 @@ from sinkscope.interventions import INTERVENTIONS, Target
 from sinkscope.loading import LoadedModel
 from sinkscope.observables import OBSERVABLES
 from sinkscope.observables.gradient import undefined_ratios
-from sinkscope.observables.observable import Observable, Settings
+from sinkscope.observables.observable import ATTENTION_SITES, Observable, Settings
 from sinkscope.seam import has_denominators
 from sinkscope.subject import ModelLike, config_of, family_of, loaded_model
 from sinkscope.tracer import open_tracer
@@ -101,7 +101,7 @@ def _facts(loaded: LoadedModel, family: Family) -> dict[str, str]:
 
 
 def _applies(observable: type[Observable], model: PreTrainedModel, family: Family) -> bool:
-    has_a_site = any(site == "attention" or site in family.sites for site in observable.sites)
+    has_a_site = any(site in ATTENTION_SITES or site in family.sites for site in observable.sites)
     return has_a_site and observable.inapplicable(model, family) is None
 
 

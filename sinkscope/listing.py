@@ -32,6 +32,18 @@ def retrofits() -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["retrofit", "what is added", "whose", "parameters"])
 
 
+def architectures() -> pd.DataFrame:
+    """What `train` knows by name."""
+    from sinkscope.architectures import ARCHITECTURES
+
+    rows = [(name, model_type, _told(fields)) for name, (model_type, fields) in ARCHITECTURES.items()]
+    return pd.DataFrame(rows, columns=["architecture", "model type", "configuration"])
+
+
+def _told(fields: dict) -> str:
+    return ", ".join(f"{name}={value}" for name, value in fields.items() if not name.endswith("_token_id"))
+
+
 def figures() -> pd.DataFrame:
     from sinkscope.figures import FIGURES
 
@@ -77,6 +89,7 @@ KINDS: dict[str, Callable[[], pd.DataFrame]] = {
     "observables": observables,
     "interventions": interventions,
     "retrofits": retrofits,
+    "architectures": architectures,
     "figures": figures,
     "families": families,
     "recipes": recipes,

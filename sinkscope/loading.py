@@ -128,6 +128,24 @@ def load(
     return LoadedModel(network, tokenizer, files.name, files.source, files.revision, files.commit, notices)
 
 
+def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
+    """The tokenizer alone of a folder or of a hub repository.
+
+    Raises InputError where there is none, or one that does not load; SinkscopeError where the network fails.
+    """
+    path = Path(source).expanduser()
+    if not path.is_dir() and _is_path(source):
+        raise InputError(f"{source}: no such folder (and a hub id looks like org/name)")
+    with _quiet():
+        folder = path if path.is_dir() else _fetch(source, None, [f"*{ending}" for ending in SMALL_FILES])[0]
+        if not _has_tokenizer(folder):
+            raise InputError(f"{source} has no tokenizer")
+        try:
+            return AutoTokenizer.from_pretrained(folder)
+        except Exception as error:
+            raise InputError(f"the tokenizer of {source} does not load [{_gist(error)}]") from error
+
+
 def _check_arguments(dtype: str | None, device_map: str | None) -> None:
     if dtype is not None and dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r} is unknown: choose one of {', '.join(DTYPES)}")
@@ -168,9 +186,14 @@ def _find(model: str | None, revision: str | None, gguf_file: str | None, allow_
         if revision is not None:
             raise InputError(f"{model} is on disk, so revision {revision!r} does not apply: leave it out")
         return _from_disk(path, gguf_file, allow_pickle)
-    if model.endswith(".gguf") or model.startswith((".", "/", "~")) or model.count("/") > 1:
+    if _is_path(model):
         raise InputError(f"{model}: no such file or folder (and a hub id looks like org/name)")
     return _from_hub(model, revision, gguf_file, allow_pickle)
+
+
+def _is_path(name: str) -> bool:
+    """It can be no hub id."""
+    return name.endswith(".gguf") or name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 def _find_demo(revision: str | None, gguf_file: str | None) -> _Files:
@@ -513,9 +536,13 @@ def _check_finite(files: _Files, model: PreTrainedModel) -> None:
 # --- tokenizer ---
 
 
+def _has_tokenizer(folder: Path) -> bool:
+    return any(entry.name.endswith(TOKENIZER_FILES) for entry in folder.iterdir())
+
+
 def _read_tokenizer(files: _Files, config: PreTrainedConfig, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
     """The tokenizer, or None where the source has none. Raises InputError for one that does not load."""
-    if not files.gguf and not any(entry.name.endswith(TOKENIZER_FILES) for entry in files.folder.iterdir()):
+    if not files.gguf and not _has_tokenizer(files.folder):
         return None
     config.name_or_path = files.source  # transformers knows some faulty tokenizers by their hub id
     options: dict[str, Any] = {"gguf_file": files.gguf} if files.gguf else {"config": config}

@@ -21,8 +21,14 @@ random controls to draw; `arms: all` tries every intervention that applies:
       one-coordinate: [zero-massive:coordinates=507]
     draws: 5
 
+One of `retrofit` has `methods`, and those of `train` also an `architecture`; their options are those of these commands:
+
+    architecture: tiny-llama
+    methods: [none, vscale]
+    options: {steps: 2000, seeds: 3}
+
 OUT/ is a run folder, whose run.json has the recipe, too. With several `runs` it holds a run folder each, their
-comparison, and recipe.json.
+comparison, and recipe.json; with `methods` it is what `retrofit` or `train` leave, and recipe.json.
 """
 
 import difflib
@@ -30,7 +36,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -52,6 +58,8 @@ MANIFEST = "recipe.json"  # of a recipe with several runs
 ENDINGS = (".yaml", ".yml")
 COMPARISON = "comparison"
 
+BESIDE_TRAINING = ("text", "dataset", "tokenizer", "seeds")  # options of `retrofit` and `train` only
+
 # what a recipe, which may come from anywhere, cannot decide, and why
 NOT_OPTIONS = {
     "model": "belongs beside `options`, not among them",
@@ -72,6 +80,8 @@ class Content(BaseModel):
     runs: dict[str, dict[str, Any]] = {}
     arms: dict[str, tuple[str, ...]] | Literal["all"] | None = None
     draws: int = Field(default=DRAWS, ge=0)
+    methods: tuple[str, ...] = ()
+    architecture: str | None = None
     figures: tuple[str, ...] = ()
     out: str | None = None
 
@@ -97,7 +107,7 @@ class Content(BaseModel):
             return arms
         return {name: [do] if isinstance(do, str) else do for name, do in arms.items()}
 
-    @field_validator("figures", mode="before")
+    @field_validator("figures", "methods", mode="before")
     @classmethod
     def _split(cls, names: Any) -> Any:
         """As on the command line: `a,b`."""
@@ -121,6 +131,12 @@ class Content(BaseModel):
             raise ValueError("it has `runs` and `arms`: an experiment is one run")
         if self.arms is None and "draws" in self.model_fields_set:
             raise ValueError("`draws` is of an experiment, which has `arms`")
+        if self.methods and (self.runs or self.arms or self.figures):
+            raise ValueError("`methods` train a model: it has no `runs` or `arms`, and all its figures are drawn")
+        if self.architecture and not self.methods:
+            raise ValueError("`architecture` is trained with `methods`, and it has none: `methods: [none]` is plain")
+        if self.architecture and self.model:
+            raise ValueError("it has a `model` and an `architecture`, which begins with random weights")
         return self
 
 
@@ -146,6 +162,8 @@ class Recipe:
         from sinkscope.training_view import is_series
 
         content = self.content
+        if content.methods:
+            return {"": self._training_config(given)}
         try:
             if content.arms is not None:
                 wanted_arms(None, content.arms)  # for its complaints
@@ -163,6 +181,33 @@ class Recipe:
             raise InputError(f"{self.path}: {error}") from None
         return configs
 
+    def training_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """For `retrofit` or `train`, where it has `methods`. Errors: InputError."""
+        try:
+            options = _options(self.content.options) | {name: given[name] for name in given if name != "model"}
+        except InputError as error:
+            raise InputError(f"{self.path}: {error}") from None
+        if "input" in options:  # as `run` calls it
+            options["text"] = options.pop("input")
+        return options
+
+    def _training_config(self, given: Mapping[str, Any]) -> RunConfig:
+        from sinkscope.architectures import architecture
+        from sinkscope.arms import parse_methods
+        from sinkscope.blocks import check_text
+        from sinkscope.retrofitting import split_options
+
+        content, options = self.content, self.training_options(given)
+        try:
+            parse_methods(content.methods)
+            check_text(os.fspath(options.get("text", "natural")))
+            if content.architecture:
+                architecture(content.architecture)
+            ours = {name: value for name, value in options.items() if name not in BESIDE_TRAINING}
+            return split_options("run", given.get("model", content.model), ours)[1]
+        except InputError as error:
+            raise InputError(f"{self.path}: {error}") from None
+
 
 @dataclass(frozen=True)
 class RecipeRun:
@@ -172,6 +217,7 @@ class RecipeRun:
     runs: Mapping[str, Run]
     comparison: "Comparison | None"
     folder: Path
+    notes: list[str] = field(default_factory=list)
 
 
 def run_recipe(
@@ -194,6 +240,8 @@ def run_recipe(
 
     found = read_recipe(find_recipe(recipe))
     given = options if model is None else options | {"model": os.fspath(model)}
+    if found.content.methods:
+        return _trained(found, given, out, overwrite, quiet)
     configs = found.configs(**given)
     several = bool(found.content.runs)
     model_name = next(iter(configs.values())).folder_name
@@ -215,6 +263,28 @@ def run_recipe(
         if not several:
             write_run(runs[""], fresh, found.content.figures)
     return RecipeRun(found, runs, comparison and replace(comparison, folder=folder / COMPARISON), folder)
+
+
+def _trained(
+    recipe: Recipe, given: Mapping[str, Any], out: str | os.PathLike[str] | None, overwrite: bool, quiet: bool
+) -> RecipeRun:
+    """By `retrofit` or `train`. What was broken off goes on, as with these."""
+    from sinkscope.pretraining import train
+    from sinkscope.retrofitting import retrofit
+
+    content, options = recipe.content, recipe.training_options(given)
+    config = recipe.configs(**given)[""]
+    model = given.get("model", content.model)
+    if content.architecture and model is not None:
+        raise InputError(
+            f"{recipe.path} trains {content.architecture} from random weights: --model does not go with it"
+        )
+    name = content.architecture or config.folder_name
+    folder = Path(out or content.out or Path("runs", as_folder_name(recipe.name, name)))
+    verb = partial(train, content.architecture) if content.architecture else partial(retrofit, model)
+    done = verb(content.methods, out=folder, overwrite=overwrite, quiet=quiet, **options)
+    (folder / MANIFEST).write_text(json.dumps({"command": "run", "recipe": recipe.record}, indent=2) + "\n", "utf-8")
+    return RecipeRun(recipe, done.runs, done.comparison, folder, done.notes)
 
 
 def _write_several(recipe: Recipe, runs: Mapping[str, Run], folder: Path) -> "Comparison":
@@ -326,8 +396,10 @@ _NEEDED = {  # pydantic's kind of error → what to say of the value
 
 def _complaint(error: Any) -> str:
     """One of pydantic's errors, for someone who wrote the file."""
-    where, key = ".".join(str(part) for part in error["loc"]), str(error["loc"][0])
     message = str(error["msg"]).removeprefix("Value error, ")
+    if not error["loc"]:  # of keys that do not go together
+        return message
+    where, key = ".".join(str(part) for part in error["loc"]), str(error["loc"][0])
     if error["type"] == "missing":
         return f"it has no `{key}`"
     if error["type"] == "extra_forbidden":

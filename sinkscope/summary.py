@@ -28,6 +28,8 @@ def summarise(
     sink_rate_later      share of (head, sequence) pairs with a sink at some later position
     window_mass, sink_mass, attention_entropy, missing_mass    means over heads
     value_drain          value norm ÷ mean over the other positions, mean over heads
+    gate_first, gate_later    what a retrofit multiplies values or heads' outputs by: at position 0, at later ones
+    raw_value_drain      as value_drain, of the values before that
     norm_ratio           norm of the layer's output ÷ mean over the other positions
     massive_count        massive activations per sequence
     max_inf_norm         largest over sites (the model's: over layers too)
@@ -58,6 +60,8 @@ def summarise(
         repeated = inputs.condition == "repeated" and all((ids == ids[0]).all() for ids in inputs.sequences)
         if repeated and family.positions == "rotary":
             per_layer["repeated_bound"] = _repeated_bound(tables["geometry"], scaling, inputs.longest)
+    if "gate" in tables:
+        per_layer |= _gate(tables["gate"])
     if "activation" in tables:
         per_layer["norm_ratio"] = _ratio_to_others(
             tables["activation"].query("site == 'layer_out'"), "norm_mean", ["layer"]
@@ -113,6 +117,16 @@ def _geometry(geometry: pd.DataFrame) -> dict[str, pd.Series]:
         "value_drain": drain.groupby("layer").mean(),
         "sink_logit_gap": first["sink_logit_gap"].mean(),
         "qk_cosine": first["qk_cosine"].mean(),
+    }
+
+
+def _gate(gate: pd.DataFrame) -> dict[str, pd.Series]:
+    first, later = (gate[at].groupby("layer")["gate"] for at in _first_and_later(gate))
+    drain = _ratio_to_others(gate, "raw_value_norm", ["layer", "head"])
+    return {
+        "gate_first": first.mean(),
+        "gate_later": later.mean(),
+        "raw_value_drain": drain.groupby("layer").mean(),
     }
 
 

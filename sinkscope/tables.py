@@ -18,6 +18,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         "head", "kv_head", "position",
         "query_norm", "key_norm", "value_norm", "qk_cosine", "qk_norm_product", "sink_logit_gap",
     ),
+    "gate": ("head", "kv_head", "position", "gate", "raw_value_norm"),
     "activation": ("site", "position", "norm_mean", "norm_max"),
     "massive": (
         "sequence", "position", "token_id", "token", "coordinate", "value", "median", "ratio", "is_massive",
@@ -43,7 +44,9 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         "site", "part", "path", "low", "high", "median_abs", "max_abs", "is_massive", "step", "zeroed", "sqnr",
     ),
     "training": ("seed", "step", "metric", "value"),
-    "gates": ("head", "parameter", "displacement"),
+    "gates": ("seed", "head", "parameter", "displacement"),
+    "retrofit": ("seed", "metric", "value"),
+    "value_norms": ("sequence", "position", "token_id", "token", "is_trigger", "norm", "attended_norm"),
     "summary": ("metric", "value"),
 }  # fmt: skip
 

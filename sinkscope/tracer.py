@@ -19,8 +19,8 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.families import Family, embedding_weight, first_tensor
 from sinkscope.interventions.intervention import Intervention, Target, applied
 from sinkscope.observables.activation import token_norms
-from sinkscope.observables.observable import GradientObservable, Observable, Reading
-from sinkscope.seam import NAME, AttentionCall, Seam, open_seam, registers_before, upcast
+from sinkscope.observables.observable import ATTENTION_SITES, GradientObservable, Observable, Reading
+from sinkscope.seam import NAME, RETROFIT, AttentionCall, Seam, open_seam, registers_before, upcast
 
 IGNORED = -100  # the label of a token that is not predicted
 
@@ -113,6 +113,9 @@ class Tracer:
         for layer in range(len(self.seams)):
             for site in self._reading_order(wanted):
                 watching = [observable for observable in observables if site in observable.sites]
+                if site == "gate":
+                    self._see_gate(layer, watching, batch)
+                    continue
                 if site == "attention":
                     self._see_attention(layer, watching, batch)
                     continue
@@ -127,6 +130,16 @@ class Tracer:
                         observable.watch(layer, site, tensor, batch)
                     else:
                         observable.see(layer, site, reading, batch)
+
+    def _see_gate(self, layer: int, watching: Sequence[Observable], batch: Batch) -> None:
+        """Of a retrofit that multiplies values or heads' outputs: its module is given the raw values and gives the
+        factors.
+        """
+        part = self._envoy(layer).get(f"{self.family.attention}.{RETROFIT}")
+        (_, value), _ = part.inputs
+        value, gate = value.detach(), part.output.detach()
+        for observable in watching:
+            observable.see_gate(layer, gate, value, batch)
 
     def _see_attention(self, layer: int, watching: Sequence[Observable], batch: Batch) -> None:
         read = self._attention(layer, batch)
@@ -153,9 +166,10 @@ class Tracer:
                 raise SinkscopeError(f"layer {layer}: the model itself gives NaN or infinite numbers; {advice}")
 
     def _reading_order(self, wanted: set[str]) -> list[str]:
-        """The wanted sites that this family has, attention just before its output."""
+        """The wanted sites that this family has, gates and attention just before its output."""
         order = list(self.family.sites)
-        order.insert(order.index("attn_out"), "attention")
+        place = order.index("attn_out")
+        order[place:place] = ATTENTION_SITES
         return [site for site in order if site in wanted]
 
     def _envoy(self, layer: int) -> Any:

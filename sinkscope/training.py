@@ -13,7 +13,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -44,6 +44,8 @@ HOUR = 3600
 # what may differ when a training is resumed: none of these decides its weights
 FREE = ("save_every", "log_every")
 
+Probe = Callable[[PreTrainedModel], pd.DataFrame]  # → layer (-1: the whole model), metric, value
+
 
 def train(
     model: PreTrainedModel,
@@ -55,9 +57,12 @@ def train(
     keep_all: bool = False,
     cpu: bool = False,
     console: Console | None = None,
+    probe: Probe | None = None,
 ) -> pd.DataFrame:
     """Train a model in place, retrofitted or not, and leave checkpoints in `out`. → its history: layer (-1: the whole
     model), step, metric, value.
+
+    `probe` measures the model at step 0 and at every log, in eval mode; the training does not see that it was there.
 
     With `resume`, a training that was broken off goes on from its last whole checkpoint. Afterwards the model is in
     eval mode with its parameters frozen, as it was loaded. `keep_all`: every checkpoint stays, and not the last two
@@ -71,6 +76,8 @@ def train(
     if len(blocks.train) == 0:
         raise InputError("there is no block to train on: give a longer text")
     check_trainable(model, config.only_new)
+    if probe is not None and is_sharded():
+        raise InputError("a probe needs the model whole, and FSDP has cut it up: launch without its configuration")
     last = _claim(folder, _record(model, blocks, config), resume)
     kept = math.ceil(config.steps / config.save_every) if keep_all else KEPT
     _check_room(model, config, folder, kept)
@@ -86,7 +93,7 @@ def train(
             train_dataset=_TrainingBlocks(
                 blocks.train, config.blocks_wanted(PartialState().num_processes), config.seed
             ),
-            callbacks=[_Watch(trained), *([_Bar()] if _has_bar(console) else [])],
+            callbacks=[_Watch(trained, probe), *([_Bar()] if _has_bar(console) else [])],
         )
         trainer.new_learning_rate = config.new_learning_rate
         trainer.remove_callback(PrinterCallback)  # it would print on stdout
@@ -233,8 +240,8 @@ def _check_room(model: PreTrainedModel, config: TrainingConfig, folder: Path, ke
     """Errors: InputError where the disk cannot hold the checkpoints and the model: not after hours, but now."""
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     trained = sum(p.numel() * p.element_size() for p in new_parameters(model).values()) if config.only_new else weights
-    written = 2 * weights if is_sharded() else weights  # FSDP's own besides
-    needed = (kept + 1) * (written + 2 * trained) + weights  # AdamW's two moments; a new one before an old one goes
+    model_files = 2 * weights if is_sharded() else weights  # FSDP's own besides
+    needed = (kept + 1) * (model_files + 2 * trained) + weights  # AdamW's two moments; one more before an old one goes
     held = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     free = shutil.disk_usage(folder).free + held
     if free < needed:
@@ -388,10 +395,18 @@ def shuffled(count: int, wanted: int, seed: int) -> np.ndarray:
 
 
 class _Watch(TrainerCallback):
-    """Adds to each log, which checkpoints keep, how far the gates have moved; refuses a loss that is no number."""
+    """Adds to each log, which checkpoints keep, how far the gates have moved and what the probe finds; refuses a loss
+    that is no number.
+    """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, probe: Probe | None) -> None:
         self.model = model
+        self.probe = probe
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        if self.probe is not None and state.global_step == 0:
+            state.log_history.append({"step": 0})
+            self._probe(state)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
         if "loss" not in logs:  # the last one, of times
@@ -404,6 +419,18 @@ class _Watch(TrainerCallback):
         state.log_history[-1]["gates"] = [
             [int(layer), float(distance.mean()), float(distance.max())]
             for layer, distance in moved.groupby("layer")["displacement"]
+        ]
+        self._probe(state)
+
+    def _probe(self, state: Any) -> None:
+        if self.probe is None or not state.is_world_process_zero:
+            return
+        self.model.eval()
+        with torch.random.fork_rng(), torch.no_grad():
+            found = self.probe(self.model)
+        self.model.train()
+        state.log_history[-1]["probe"] = [
+            [int(row.layer), str(row.metric), float(row.value)] for row in found.itertuples()
         ]
 
 
@@ -431,11 +458,10 @@ LOGGED = {"loss": "loss", "learning_rate": "learning_rate", "grad_norm": "gradie
 def _history(logs: list[dict[str, Any]]) -> pd.DataFrame:
     rows: list[tuple[int, int, str, float]] = []
     for log in logs:
-        if "loss" not in log:
-            continue
         step = int(log["step"])
         rows += [(WHOLE_MODEL, step, name, float(log[key])) for key, name in LOGGED.items() if key in log]
         for layer, mean, most in log.get("gates", ()):
             rows.append((layer, step, "gate_displacement_mean", mean))
             rows.append((layer, step, "gate_displacement_max", most))
+        rows += [(layer, step, metric, value) for layer, metric, value in log.get("probe", ())]
     return pd.DataFrame(rows, columns=["layer", "step", "metric", "value"])

@@ -35,12 +35,14 @@ from sinkscope.analysis import measure
 from sinkscope.arms import Arm
 from sinkscope.blocks import Blocks
 from sinkscope.comparison import Comparison, compare
-from sinkscope.config import RunConfig, make_config
+from sinkscope.config import CALIBRATION, RunConfig, make_config
 from sinkscope.errors import InputError
 from sinkscope.families import Family
+from sinkscope.inputs import TokenInputs
 from sinkscope.loading import LoadedModel
 from sinkscope.manifest import make_manifest
 from sinkscope.projections import known_positions
+from sinkscope.quantisation.bench import w8a8
 from sinkscope.retrofits import gate_displacement, retrofit_model
 from sinkscope.run import Run, check_output, clear_unfinished, new_folder, save_figures, write_run
 from sinkscope.seam import registers_before
@@ -271,10 +273,17 @@ class Workshop:
         start = time.time()
         subject = replace(subject, inputs=replace(subject.inputs, condition=label))
         tables, facts = measure(subject, config, self.console)
-        manifest = make_manifest(subject, config, facts, list(tables), start)
+        with status(self.console, "quantising"):
+            costs = w8a8(subject, self._calibration(subject), kernel=config.attn, batch_size=facts.batch_size)
+        manifest = make_manifest(subject, config, facts, list(tables), start) | {"w8a8": costs}
         manifest["input"]["text"] = f"{self.blocks.name}, held out"
         with status(self.console, "drawing the figures"), new_folder(target) as fresh:
             write_run(Run(manifest, tables, target), fresh)
+
+    def _calibration(self, subject: Subject) -> TokenInputs:
+        """For the ranges of W8A8: text that was trained on, the same for all arms."""
+        everything = replace(subject.inputs, sequences=tuple(self.blocks.train))
+        return everything.part(0, CALIBRATION)
 
     # ------------------------------------------------------------------------------------------- the whole
 

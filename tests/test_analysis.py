@@ -28,13 +28,15 @@ from sinkscope.tracer import Tracer
 
 LENGTHS = (20, 7, 13, 20, 3)
 POSITIONS, WINDOW = 10, 6
-QUERY_BIAS = {"query_bias", "gamma", "delta_distribution"}  # which a Llama does not have
+ABSENT = {"query_bias", "gamma", "delta_distribution", "gate"}  # of what a plain Llama does not have
 ARMS = {
     "effect",
     "arm_maps",
     "streaming",
     "training",
     "gates",
+    "retrofit",
+    "value_norms",
     "quantisation",
     "quantisation_sites",
 }  # of other commands
@@ -138,7 +140,7 @@ def test_repeated_tokens_are_all_alike_to_a_rotary_model_and_not_to_one_with_lea
         (("attention",), {"attention", "attention_heads", "sink_positions", "attention_maps"}),
         (("massive",), {"massive", "massive_map"}),
         (("geometry", "outlier"), {"geometry", "outlier"}),
-        (None, set(COLUMNS) - {"summary"} - QUERY_BIAS - ARMS),
+        (None, set(COLUMNS) - {"summary"} - ABSENT - ARMS),
     ],
 )
 def test_only_the_chosen_observables_are_measured(

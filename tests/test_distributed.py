@@ -17,6 +17,7 @@ from tiny import TINY, VOCAB, tiny_model
 from transformers import AutoModelForCausalLM
 
 import sinkscope.figures
+import sinkscope.sharding
 from sinkscope.blocks import Blocks
 from sinkscope.errors import InputError
 from sinkscope.families import find_family
@@ -223,3 +224,13 @@ def test_configurations_that_would_train_otherwise_are_refused(monkeypatch: pyte
     monkeypatch.delenv("FSDP_VERSION")
     with pytest.raises(InputError, match="fsdp_version is not given, and only 2"):
         check_sharding()
+
+
+def test_a_probe_is_refused_with_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would run on the first process alone, and wait for the others' parts for ever."""
+    for name, value in {"ACCELERATE_USE_FSDP": "true", **NEEDED}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sinkscope.sharding, "check_device", lambda: None)
+    with pytest.raises(InputError, match="a probe needs the model whole"):
+        train(model(), random_blocks(4), config(), tmp_path / "out", probe=lambda model: pd.DataFrame())
+    assert not (tmp_path / "out").exists()

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedToken
 
 from sinkscope import loading
 from sinkscope.errors import InputError, SinkscopeError
-from sinkscope.loading import load
+from sinkscope.loading import load, load_tokenizer
 
 ROOT = Path(__file__).parents[1]
 
@@ -636,7 +636,7 @@ def test_demo_from_the_hub(hub: Hub, saved: Path, monkeypatch: pytest.MonkeyPatc
 SCRIPT = """
 import sys, transformers
 from sinkscope.errors import SinkscopeError
-from sinkscope.loading import load
+from sinkscope.loading import load, load_tokenizer
 for name in sys.argv[1:]:
     try:
         print(load(name).source)
@@ -688,3 +688,29 @@ def test_smollm2_cut_short(tmp_path: Path) -> None:
     with smollm2().open("rb") as file:
         (tmp_path / "cut.gguf").write_bytes(file.read(1 << 20))
     assert "damaged or cut short" in refusal(tmp_path / "cut.gguf")
+
+
+# --- a tokenizer alone ---
+
+
+def test_a_tokenizer_comes_without_its_weights(hub: Hub, tmp_path: Path) -> None:
+    save_tokenizer(save_model(tmp_path / "tiny"))
+    hub.repos["org/tiny"] = Repo({"main": tmp_path / "tiny"})
+    for source in ("org/tiny", str(tmp_path / "tiny")):
+        assert load_tokenizer(source)("sinks drain")["input_ids"] == [2, 3]
+    assert not any("safetensors" in request and "resolve" in request for request in map(str, hub.requests))
+
+
+def test_no_tokenizer_there(hub: Hub, tmp_path: Path) -> None:
+    save_model(tmp_path / "tiny")
+    hub.repos["org/tiny"] = Repo({"main": tmp_path / "tiny"})
+    for source, message in (
+        ("org/tiny", "org/tiny has no tokenizer"),
+        ("org/none", "org/none is neither a folder here nor a repository"),
+        ("./none", "no such folder"),
+    ):
+        with pytest.raises(InputError, match=message):
+            load_tokenizer(source)
+    (tmp_path / "tiny" / "tokenizer.json").write_text("{")
+    with pytest.raises(InputError, match="does not load"):
+        load_tokenizer(str(tmp_path / "tiny"))

@@ -17,7 +17,7 @@ from sinkscope.observables.activation import SITES, token_norms, value_norms
 from sinkscope.observables.attention import Attention, mean_over_queries, window_means
 from sinkscope.observables.geometry import causal_pair_means, masked_pair_means, pair_means, sum_from
 from sinkscope.observables.massive import Massive, is_massive, largest_entries, middle
-from sinkscope.observables.observable import Mean, Reading, Settings, long_form
+from sinkscope.observables.observable import ATTENTION_SITES, Mean, Reading, Settings, long_form
 from sinkscope.observables.outlier import infinity_norm, kurtosis
 from sinkscope.seam import AttentionCall, chunked_attention
 from sinkscope.tables import COLUMNS
@@ -540,7 +540,7 @@ def test_every_observable_is_listed_and_says_what_it_is() -> None:
     for name, observable in OBSERVABLES.items():
         assert observable.name == name
         assert observable.about
-        assert set(observable.sites) <= {*SITES, "attn_norm", "mlp_norm", "attention"}
+        assert set(observable.sites) <= {*SITES, "attn_norm", "mlp_norm", *ATTENTION_SITES}
 
 
 def test_tables_have_the_columns_that_are_published() -> None:

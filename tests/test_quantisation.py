@@ -2,6 +2,7 @@
 
 import copy
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pandas as pd
 import pytest
 import torch
 from rich.console import Console
+from test_retrofits import METHODS, retrofitted
 from tiny import TINY, ragged_tokens, tiny_model, tiny_tokens
 from torch import nn
 from transformers import PreTrainedModel
@@ -22,6 +24,7 @@ from sinkscope.cli import app
 from sinkscope.config import make_config
 from sinkscope.families import find_family
 from sinkscope.figures import applicable
+from sinkscope.projections import projections
 from sinkscope.quantisation.arithmetic import asymmetric_grid, quantise_asymmetric, quantise_symmetric, symmetric_grid
 from sinkscope.quantisation.bench import Bench, w8a8
 from sinkscope.quantisation.calibration import Bits, Range, calibrate_ranges, measured_roundings
@@ -30,6 +33,7 @@ from sinkscope.quantisation.settings import ALL, ALONE, COSTLIEST_KEPT, FULL, KE
 from sinkscope.quantisation.simulation import quantised, quantised_sites
 from sinkscope.quantisation.sites import PARTS, WEIGHT, Site, linear_modules, not_quantised, sites_of
 from sinkscope.quantisation.verdict import whole
+from sinkscope.retrofits import parts_of
 from sinkscope.subject import subject_of
 from sinkscope.tables import COLUMNS, LEADING
 from sinkscope.tracer import Tracer, open_tracer
@@ -348,6 +352,11 @@ def test_a_model_that_gives_nan_is_refused() -> None:
 # --- the quantised model
 
 
+def test_ranges_need_a_sequence(llama: PreTrainedModel) -> None:
+    with pytest.raises(InputError, match="at least one sequence to calibrate by"):
+        calibrate_ranges(llama, [])
+
+
 def test_sixteen_bits_are_nearly_none_and_two_are_bad(llama: PreTrainedModel) -> None:
     """Ranges from the very sequences: what lies beyond a static range is clipped, however many bits there are."""
     subject = subject_of(llama, None, make_config(input="random", num_seqs=8, seq_len=20), Console(quiet=True))
@@ -522,6 +531,55 @@ def test_plain_numbers_for_other_commands(llama: PreTrainedModel, coarse: Run) -
         assert numbers[f"{name}_quantised"] == pytest.approx(settings[name][ALL])
     masked = w8a8(evaluated, subject.inputs.part(20, 24), interventions=sinkscope.interventions.parse_all("mask-sink"))
     assert masked["loss"] != numbers["loss"]
+
+
+# --- retrofitted models
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "falcon-new"])  # q, k and v apart, and fused in two ways
+@pytest.mark.parametrize("label", METHODS)
+def test_a_retrofitted_model_is_quantised_as_the_plain_one(name: str, label: str) -> None:
+    """The same sites; and with 16 bits hardly anything is lost."""
+    model = retrofitted(name, label, torch.float32)
+    before = state(model)
+    assert sites_of(model, find_family(model)) == sites_of(tiny_model(name), find_family(model))
+    subject = subject_of(model, None, make_config(input="random", num_seqs=6, seq_len=20), Console(quiet=True))
+    numbers = w8a8(subject, subject.inputs, bits=Bits(16, 16))
+    assert numbers["loss_quantised"] == pytest.approx(numbers["loss"], rel=1e-4)
+    assert numbers["loss_quantised"] != numbers["loss"]
+    analysed = sinkscope.analyze(model, input="random", num_seqs=6, seq_len=20, observables=("outlier", "gradient"))
+    for metric in ("loss", "max_inf_norm", "kurtosis"):
+        assert numbers[metric] == pytest.approx(analysed.metric(metric), rel=1e-5)
+    assert_untouched(model, before)
+
+
+def note_input(read: list[torch.Tensor], module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+    read.append(args[0])
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "falcon-new"])
+@pytest.mark.parametrize("label", ["vga", "vga-output", "iga", "vscale", "vscale-fixed"])
+def test_ranges_are_of_values_before_their_gates_and_of_mixes_behind_them(name: str, label: str) -> None:
+    model = retrofitted(name, label, torch.float32)
+    with torch.no_grad():
+        for part in parts_of(model).values():
+            for parameter in part.parameters():
+                parameter.mul_(8)  # far from 1
+    family, sequences = find_family(model), tiny_tokens(3, 24, seed=7)
+    ranges = {(site.path, site.part): known for site, known in calibrate_ranges(model, list(sequences)).items()}
+    paths = {module: path for path, module in model.named_modules()}
+    for layer, block in enumerate(family.layer_modules(model)):
+        value = projections(model, family, layer)["value"].module
+        output = block.get_submodule(family.attention).get_submodule(family.output)
+        read: list[torch.Tensor] = []
+        hooks = [module.register_forward_hook(partial(note_input, read)) for module in (value, output)]
+        with torch.no_grad():
+            model(sequences)
+            raw, mix = type(value).forward(value, read[0]), read[1]
+        for hook in hooks:
+            hook.remove()
+        for known, x in ((ranges[paths[value], "output"], raw), (ranges[paths[output], "input"], mix)):
+            assert (known.low, known.high) == pytest.approx(tuple(map(float, x.aminmax())), rel=1e-4)
 
 
 def test_max_norm_and_kurtosis_are_those_of_analyze(llama: PreTrainedModel, coarse: Run) -> None:

@@ -5,9 +5,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
-from tiny import tiny_model
+from tiny import VOCAB, tiny_model
 
 import sinkscope
 from sinkscope import InputError, Run, recipes
@@ -17,7 +18,12 @@ from sinkscope.listing import listing
 from sinkscope.recipes import find_recipe, known_recipes, read_recipe, run_recipe
 
 SHIPPED = sorted((Path(__file__).parent.parent / "recipes").iterdir())
+TRAINING = [path for path in SHIPPED if read_recipe(path).content.methods]
+MEASURING = [path for path in SHIPPED if path not in TRAINING]
 SMALL: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 16, "positions": 16, "window": 16}
+TRAINED: dict[str, Any] = {
+    "input": "ids.npy", "steps": 1, "block_length": 16, "batch_size": 2, "num_seqs": 2, "observables": "attention",
+}  # fmt: skip
 ONE = """
 title: A small one
 reproduces: nothing
@@ -97,7 +103,7 @@ def test_a_recipe_that_comes_with_sinkscope(path: Path) -> None:
     assert max(map(len, path.read_text(encoding="utf-8").splitlines())) <= 120
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", MEASURING, ids=lambda path: path.stem)
 def test_it_runs(path: Path, tiny: Path, tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[str] = []
     tiny = tiny_gpt2 if path.stem.startswith("not-universal") else tiny
@@ -112,6 +118,21 @@ def test_it_runs(path: Path, tiny: Path, tiny_gpt2: Path, monkeypatch: pytest.Mo
     assert set(drawn) == set(done.recipe.content.figures)
     table = "summary" if done.recipe.content.arms is None else "effect"
     assert all(len(run.tables[table]) for run in done.runs.values())
+
+
+@pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.stem)
+def test_it_trains(path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sinkscope.figures.save_all", lambda run, folder: None)
+    np.save("ids.npy", np.random.default_rng(0).integers(3, VOCAB, (12, 16)))
+    content = read_recipe(path).content
+    done = run_recipe(path.stem, None if content.architecture else tiny, out="out", **TRAINED)
+    assert set(done.runs) >= set(content.methods)
+    record = json.loads(Path("out/recipe.json").read_text())["recipe"]
+    assert record == done.recipe.record
+    assert run_recipe(path.stem, None if content.architecture else tiny, out="out", **TRAINED).runs  # goes on
+    if content.architecture:
+        with pytest.raises(InputError, match="from random weights: --model does not go with it"):
+            run_recipe(path.stem, tiny, out="other", **TRAINED)
 
 
 # --- what comes out
@@ -233,6 +254,7 @@ def test_a_file_that_does_not_parse(content: str | bytes, message: str) -> None:
         ("title: x\nruns: {a: {}}", "`runs`: there is only one"),
         ("title: x\nruns: {a: {}, ../b: {}}", "`runs`: '../b' cannot be the name of a run"),
         ("title: x\nruns: {a: {}, comparison: {}}", "`runs`: 'comparison' cannot be the name of a run"),
+        ("title: x\nruns: {a: {}, b: {}}\narms: all", "it has `runs` and `arms`: an experiment is one run"),
         ("title: x\nruns: {a: {}, b: 5}", "`runs.b`: it must hold keys and values"),
     ],
 )
@@ -271,6 +293,25 @@ def test_figures_that_cannot_be_drawn() -> None:
 
 def test_a_recipe_is_of_one_model() -> None:
     assert "a recipe measures one model" in refused("title: x", revision="step0,step512")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("methods: [vgaa]", "retrofit 'vgaa' is unknown; did you mean 'vga'?"),
+        ("methods: [vga]\nruns: {a: {}, b: {}}", "`methods` train a model: it has no `runs` or `arms`"),
+        ("methods: [vga]\nfigures: [sink-map]", "`methods` train a model"),
+        ("architecture: tiny-llama", "`architecture` is trained with `methods`, and it has none"),
+        ("architecture: tiny-llama\nmodel: a/b\nmethods: [none]", "it has a `model` and an `architecture`"),
+        ("architecture: tiny-lama\nmethods: [none]", "--config 'tiny-lama' is unknown; did you mean 'tiny-llama'?"),
+        ("methods: [vga]\noptions: {steps: 0}", "--steps 0: it must be at least 1"),
+        ("methods: [vga]\noptions: {stepz: 5}", "option 'stepz' is unknown"),
+        ("methods: [vga]\noptions: {text: random}", "--text random: nothing can be learned from it"),
+        ("methods: [vga]\noptions: {trust-remote-code: true}", "option 'trust_remote_code' is for you to give"),
+    ],
+)
+def test_trainings_that_are_wrong(content: str, message: str) -> None:
+    assert message in refused(f"title: x\n{content}")
 
 
 # --- finding them

@@ -30,8 +30,8 @@ from sinkscope.projections import projections
 from sinkscope.retrofits import RETROFITS, gate_displacement, new_parameters, retrofit_model
 from sinkscope.retrofits.gates import gate
 from sinkscope.retrofits.key_bias import bias_logits
-from sinkscope.retrofits.retrofit import layers_of
-from sinkscope.retrofits.vscale import ValueScale, shrink, v_scale
+from sinkscope.retrofits.retrofit import gated, layers_of
+from sinkscope.retrofits.vscale import ValueScale, shrink, squared_norm
 from sinkscope.seam import NAME, Seam, open_seam
 from sinkscope.streaming import streaming
 from sinkscope.tracer import open_tracer
@@ -102,6 +102,10 @@ def assert_close(ours: torch.Tensor, expected: torch.Tensor, tolerance: float = 
 # ------------------------------------------------------------------------------------------ the mathematics
 
 
+def v_scale(value: torch.Tensor, c: float) -> torch.Tensor:
+    return gated(value, shrink(squared_norm(value), c))
+
+
 def test_v_scale_has_the_papers_jacobian_and_eigenvalues() -> None:
     """GS §5.1: φ(r) I + 2C/(r+C)² v vᵀ; r/(r+C) across v, (r²+3Cr)/(r+C)² along it."""
     torch.manual_seed(0)
@@ -139,7 +143,7 @@ def test_c_is_as_defined_for_each_layer_and_key_value_head() -> None:
     with torch.no_grad():
         scales[1].theta.copy_(torch.tensor([1.0, -2.0]))
     expected = (8 * 0.1) ** 2 * torch.tensor([1.0, -2.0]).exp()
-    torch.testing.assert_close(scales[1].c(), expected[:, None])
+    torch.testing.assert_close(scales[1].c(), expected)
     fixed = retrofit_model(tiny_model("llama"), None, "vscale", learned=False)
     assert [module.c() for module in fixed.modules() if isinstance(module, ValueScale)] == [(8 * 0.02) ** 2] * 3
     assert not new_parameters(fixed)

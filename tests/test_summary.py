@@ -133,6 +133,19 @@ def test_norms_massive_activations_and_outliers_are_summed_up() -> None:
     assert [found["kurtosis", layer] for layer in (0, 1, WHOLE_MODEL)] == [4.0, 15.0, 9.5]
 
 
+def test_gates_and_the_drain_before_them() -> None:
+    """Means over heads; the drain is each head's own."""
+    table = grid(gate=1.0, raw_value_norm=2.0)
+    first, head_0 = table["position"] == 0, table["head"] == 0
+    table.loc[first & head_0, ["gate", "raw_value_norm"]] = [0.2, 1.0]
+    table.loc[~first & ~head_0, ["gate", "raw_value_norm"]] = [0.8, 4.0]
+    found = metrics({"gate": table})
+    for layer in (0, 1, WHOLE_MODEL):
+        assert found["gate_first", layer] == pytest.approx(0.6)
+        assert found["gate_later", layer] == pytest.approx(0.9)
+        assert found["raw_value_drain", layer] == pytest.approx(0.5)  # 1 ÷ 2 and 2 ÷ 4
+
+
 def test_what_was_not_measured_is_not_summed_up() -> None:
     assert metrics({}) == {}
     assert {metric for metric, _ in metrics({"massive": pd.DataFrame({"layer": [0], "is_massive": [False]})})} == {

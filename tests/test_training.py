@@ -14,14 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from tiny import VOCAB, tiny_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
+from sinkscope.batch import Batch
 from sinkscope.blocks import Blocks
 from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.families import find_family
 from sinkscope.retrofits import gate_displacement, new_parameters, retrofit_model
+from sinkscope.tracer import open_tracer
 from sinkscope.training import parameter_groups, train
 from sinkscope.training_config import TrainingConfig, make_training_config
 
@@ -139,6 +143,49 @@ def test_bf16_computes_in_it_and_keeps_the_weights(tmp_path: Path) -> None:
     assert not same(fine, coarse)
     assert coarse.forward.__func__ is forward  # nothing of accelerate's stays on it
     assert coarse.config.use_cache == tiny_model("llama").config.use_cache
+
+
+# --- measured meanwhile ---
+
+
+def probe(seen: Any) -> pd.DataFrame:
+    """Through the tracer, and with random numbers drawn; a row of the whole model, and one of a layer."""
+    assert not seen.training
+    assert not torch.is_grad_enabled()
+    torch.rand(7)
+    ids = torch.from_numpy(repetitive().held_out)
+    with open_tracer(seen, find_family(seen)) as tracer:
+        logits = tracer.logits(Batch(ids, torch.ones_like(ids)))
+    rows = [(-1, "mean", logits.double().mean().item()), (1, "largest", logits.max().item())]
+    return pd.DataFrame(rows, columns=["layer", "metric", "value"])
+
+
+@pytest.mark.parametrize("options", [{}, {"bf16": True}, {"accumulation": 2}], ids=["plain", "bf16", "accumulation"])
+def test_a_training_does_not_see_that_it_is_measured(options: dict[str, Any], tmp_path: Path) -> None:
+    """GPT-2 has dropout: a probe that draws random numbers must not take them from the training."""
+    alone, measured = model("gpt2"), model("gpt2")
+    expected = train(alone, repetitive(), config(**options), tmp_path / "alone")
+    history = train(measured, repetitive(), config(**options), tmp_path / "measured", probe=probe)
+    assert same(alone, measured)
+    of_probe = history["metric"].isin(["mean", "largest"])
+    assert history[~of_probe].reset_index(drop=True).equals(expected)
+    found = history[of_probe]
+    assert found[found["metric"] == "mean"]["step"].tolist() == list(range(0, 13, 2))
+    assert set(found[found["metric"] == "largest"]["layer"]) == {1}
+    with torch.no_grad():
+        first, last = probe(model("gpt2").eval()), probe(measured)
+    if "bf16" not in options:
+        assert found[found["step"] == 0]["value"].tolist() == first["value"].tolist()
+        assert found[found["step"] == 12]["value"].tolist() == last["value"].tolist()
+
+
+def test_resumed_it_keeps_what_was_measured(tmp_path: Path) -> None:
+    unbroken, resumed = model(), model()
+    expected = train(unbroken, repetitive(), config(), tmp_path, probe=probe)
+    shutil.rmtree(tmp_path / "checkpoint-12")
+    history = train(resumed, repetitive(), config(), tmp_path, probe=probe)  # from step 8
+    assert history.equals(expected)
+    assert history[history["metric"] == "mean"]["step"].tolist() == list(range(0, 13, 2))
 
 
 # --- broken off and resumed ---

@@ -3,20 +3,16 @@
 Not one run's figure, so `sinkscope list` does not show it.
 """
 
-from itertools import cycle
-
 import pandas as pd
 from matplotlib.axes import Axes
 
 from sinkscope.errors import InputError
+from sinkscope.figures.arms import NAME_LENGTH, arm_looks
 from sinkscope.figures.axes import MOST_MARKERS, say, value_axis
-from sinkscope.figures.comparison import COLOURS, DASHES, MARKERS
 from sinkscope.figures.labels import escape, shorten
 from sinkscope.figures.style import WIDE, Figure, in_style, new_figure
 from sinkscope.figures.training import step_axis
 from sinkscope.summary import WHOLE_MODEL
-
-NAME_LENGTH = 40  # characters of an arm's name
 
 
 def draw_retrofit_training(training: pd.DataFrame) -> Figure:
@@ -30,9 +26,7 @@ def draw_retrofit_training(training: pd.DataFrame) -> Figure:
         left, right = figure.subplots(1, 2, sharex=True)
         left.set_title("training loss")
         right.set_title("new parameters, ‖p − p₀‖ per head, mean")
-        arms = list(training["condition"].unique())
-        for arm, colour, dashes, marker in zip(arms, cycle(COLOURS), cycle(DASHES), cycle(MARKERS), strict=False):
-            look = {"label": escape(shorten(arm, NAME_LENGTH)), "color": colour, "linestyle": dashes, "marker": marker}
+        for arm, look in arm_looks(training["condition"].unique()).items():
             for ax, table in ((left, loss), (right, gates)):
                 _line(ax, table[table["condition"] == arm], look)
         for ax in (left, right):

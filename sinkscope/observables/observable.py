@@ -14,6 +14,8 @@ from sinkscope.attention_weights import AttentionRead
 from sinkscope.batch import Batch
 from sinkscope.families import Family
 
+ATTENTION_SITES = ("gate", "attention")  # of the attention modules, in the order in which a forward pass reaches them
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -46,7 +48,7 @@ class Observable(ABC):
 
     name: ClassVar[str]
     about: ClassVar[str]  # one line for `sinkscope list`
-    sites: ClassVar[tuple[str, ...]]  # residual-stream sites (families.py) and "attention"
+    sites: ClassVar[tuple[str, ...]]  # residual-stream sites (families.py) and ATTENTION_SITES
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -61,6 +63,9 @@ class Observable(ABC):
 
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:  # noqa: B027 (optional)
         """One residual-stream site of one layer, the moment it exists."""
+
+    def see_gate(self, layer: int, gate: torch.Tensor, value: torch.Tensor, batch: Batch) -> None:  # noqa: B027
+        """One layer's gates (B,T,heads), of a retrofitted model, and its raw values (B,T,K,d)."""
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:  # noqa: B027 (optional)
         """One layer's attention."""

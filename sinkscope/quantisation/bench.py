@@ -92,6 +92,10 @@ def w8a8(
     perplexity, max_inf_norm and kurtosis in full precision, and the same quantised (loss_quantised, …).
 
     `calibration`: other sequences than the subject's, that the static ranges come from.
+
+    Of a retrofitted model the same layers are quantised: what a retrofit has added (the weights of gates, λ, logits,
+    keys, registers) is no linear layer and stays in full precision, and so does its arithmetic. The value projection's
+    output is quantised in front of a gate on values, the output projection's input behind one on heads' outputs.
     """
     bench = Bench(subject, bits or Bits(), kernel, batch_size, tuple(interventions))
     arms: dict[str, dict[Site, Range]] = {"": {}, "_quantised": bench.ranges(calibration)}

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sinkscope.batch import Batch
-from sinkscope.errors import SinkscopeError
+from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.observables.massive import is_massive, middle
 from sinkscope.quantisation.arithmetic import Grid, asymmetric_grid, symmetric_grid
 from sinkscope.quantisation.sites import INPUT, OUTPUT, WEIGHT, Site, sites_of
@@ -74,10 +74,15 @@ def calibrate_ranges(model: PreTrainedModel, sequences: Iterable[Any]) -> dict[S
 
 
 def measured_ranges(tracer: Tracer, sequences: Iterable[Any]) -> dict[Site, Range]:
-    """A linear layer that no token reaches, as an expert never chosen, has a range of its weight only."""
+    """A linear layer that no token reaches, as an expert never chosen, has a range of its weight only.
+
+    Errors: InputError without a sequence.
+    """
     seen: dict[Site, _Seen] = defaultdict(_Seen)
     sites = sites_of(tracer.model, tracer.family)
     _read(tracer, sites, sequences, lambda site, x: seen[site].add(site, x))
+    if not seen:
+        raise InputError("static ranges need at least one sequence to calibrate by")
     for site, weight in _weights(tracer.model, sites):
         seen[site].add(site, weight)
     return {site: seen[site].range(site) for site in sites if site in seen}
@@ -149,7 +154,9 @@ def _read(tracer: Tracer, sites: Iterable[Site], sequences: Iterable[Any], see: 
 
 @contextmanager
 def _watched(model: nn.Module, sites: Iterable[Site], see: See) -> Iterator[None]:
-    """What goes into these linear layers and comes out of them is seen, in float32 or better."""
+    """What goes into these linear layers and comes out of them is seen, in float32 or better: before any hook of a
+    retrofit's changes the output, as that is what is quantised.
+    """
 
     def look(mine: dict[str, Site], module: nn.Module, args: tuple, output: torch.Tensor) -> None:
         for part, x in ((INPUT, args[0]), (OUTPUT, output)):
@@ -161,7 +168,8 @@ def _watched(model: nn.Module, sites: Iterable[Site], see: See) -> Iterator[None
         by_path[site.path][site.part] = site
     with ExitStack() as hooks:
         for path, mine in by_path.items():
-            hooks.callback(model.get_submodule(path).register_forward_hook(partial(look, mine)).remove)
+            handle = model.get_submodule(path).register_forward_hook(partial(look, mine), prepend=True)
+            hooks.callback(handle.remove)
         yield
 
 

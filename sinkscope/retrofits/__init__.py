@@ -19,7 +19,7 @@ from sinkscope.discovery import named_subclasses
 from sinkscope.errors import InputError
 from sinkscope.families import Family, find_family
 from sinkscope.model_types import is_retrofitted
-from sinkscope.retrofits.retrofit import Part, Retrofit
+from sinkscope.retrofits.retrofit import GatePart, Part, Retrofit
 from sinkscope.retrofits.saving import become_retrofitted
 from sinkscope.seam import NAME
 
@@ -85,6 +85,11 @@ def parts_of(model: nn.Module) -> dict[str, Part]:
     return {path: module for path, module in model.named_modules() if isinstance(module, Part)}
 
 
+def has_gates(model: nn.Module) -> bool:
+    """Does a retrofit multiply its values, or its heads' outputs?"""
+    return any(isinstance(part, GatePart) for part in parts_of(model).values())
+
+
 def new_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Name, as in `named_parameters` → parameter, of all that a retrofit has added. Empty for `none`."""
     return {
@@ -109,4 +114,12 @@ def gate_displacement(model: nn.Module) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["layer", "head", "parameter", "displacement"])
 
 
-__all__ = ["RETROFITS", "Retrofit", "gate_displacement", "make_retrofit", "new_parameters", "retrofit_model"]
+__all__ = [
+    "RETROFITS",
+    "Retrofit",
+    "gate_displacement",
+    "has_gates",
+    "make_retrofit",
+    "new_parameters",
+    "retrofit_model",
+]

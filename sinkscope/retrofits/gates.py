@@ -13,7 +13,7 @@ from pydantic import Field
 from transformers import PreTrainedModel
 
 from sinkscope.families import Family
-from sinkscope.retrofits.retrofit import Layer, OutputPart, Part, Retrofit, ValuePart, layers_of
+from sinkscope.retrofits.retrofit import GatePart, Layer, OutputPart, Retrofit, ValuePart, layers_of
 
 
 def gate(features: torch.Tensor, weight: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
@@ -21,7 +21,7 @@ def gate(features: torch.Tensor, weight: torch.Tensor, scale: float = 1.0) -> to
     return scale * torch.sigmoid(features @ weight)
 
 
-class _Gates(Part):
+class _Gates(GatePart):
     """The weight (F,heads), zero at the start, and what it reads."""
 
     head_axis: ClassVar[int] = 1
@@ -34,7 +34,7 @@ class _Gates(Part):
     def start(self) -> Mapping[str, torch.Tensor]:
         return {"weight": torch.zeros_like(self.weight)}
 
-    def gates(self, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         features = x if self.reads == "input" else value.flatten(-2)
         return gate(features, self.weight, self.scale)
 
@@ -46,9 +46,6 @@ class ValueGate(_Gates, ValuePart):
         super().__init__(layer)
         self.open(layer, reads, layer.value_heads, scale)
 
-    def forward(self, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return self.gates(x, value).unsqueeze(-1) * value
-
 
 class OutputGate(_Gates, OutputPart):
     """O_i = g_i ⊙ Attention(Q, K, V)_i at query position i, one gate for each query head (eq. 17)."""
@@ -56,9 +53,6 @@ class OutputGate(_Gates, OutputPart):
     def __init__(self, layer: Layer, reads: str, scale: float) -> None:
         super().__init__(layer)
         self.open(layer, reads, layer.heads, scale)
-
-    def forward(self, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return self.gates(x, value)
 
 
 PLACEMENTS: dict[str, type[ValueGate] | type[OutputGate]] = {"value": ValueGate, "output": OutputGate}

@@ -116,17 +116,31 @@ def _by_head(x: torch.Tensor, axis: int) -> torch.Tensor:
     return torch.linalg.vector_norm(x.movedim(axis, 0).reshape(x.shape[axis], -1), dim=1)
 
 
-class ValuePart(Part):
-    """Changes values where they are made: `forward` is given what the layer's attention reads and the values."""
+class GatePart(Part):
+    """A factor for every head and position, made where the values are made. What goes into this module and what comes
+    out of it is read by the tracer: the raw values and the factors.
+    """
 
     def __init__(self, layer: Layer) -> None:
         super().__init__()
         self.places = layer.value.places  # no buffer: nothing to save, and never on meta
-        self.is_whole = layer.value.is_whole
 
     def forward(self, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """x (B,T,D), value (B,T,K,d) → (B,T,K,d)."""
+        """What the attention reads x (B,T,D), raw values (B,T,K,d) → factors (B,T,heads)."""
         raise NotImplementedError
+
+
+def gated(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Each head's vectors x (…,heads,d) times its factor (…,heads), in x's dtype."""
+    return (factor.unsqueeze(-1) * x).to(x.dtype)
+
+
+class ValuePart(GatePart):
+    """Its factors, one a key/value head, are on the values: what is cached and attended to."""
+
+    def __init__(self, layer: Layer) -> None:
+        super().__init__(layer)
+        self.is_whole = layer.value.is_whole
 
     def attach(self, layer: Layer) -> None:
         layer.attention.add_module(RETROFIT, self)
@@ -134,24 +148,20 @@ class ValuePart(Part):
 
     def _changed(self, module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
         if self.is_whole:
-            return self(args[0], output.unflatten(-1, self.places.shape)).flatten(-2)
+            value = output.unflatten(-1, self.places.shape)
+            return gated(value, self(args[0], value)).flatten(-2)
         if self.places.device != output.device:
             self.places = self.places.to(output.device)
-        value = self(args[0], output[..., self.places])
-        return output.index_copy(-1, self.places.flatten(), value.flatten(-2))
+        value = output[..., self.places]
+        return output.index_copy(-1, self.places.flatten(), gated(value, self(args[0], value)).flatten(-2))
 
 
-class OutputPart(Part):
-    """Gates each head's mix at the query's own position: `forward` is given what the attention reads there."""
+class OutputPart(GatePart):
+    """Its factors, one a query head, are on each head's mix at the query's own position."""
 
     def __init__(self, layer: Layer) -> None:
-        super().__init__()
-        self.places = layer.value.places
-        self.awaited: torch.Tensor | None = None  # the gates (B,T,H) between the value and the output projection
-
-    def forward(self, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """x (B,T,D), value (B,T,K,d) → gates (B,T,H)."""
-        raise NotImplementedError
+        super().__init__(layer)
+        self.awaited: torch.Tensor | None = None  # the factors (B,T,H) between the value and the output projection
 
     def attach(self, layer: Layer) -> None:
         layer.attention.add_module(RETROFIT, self)
@@ -165,9 +175,9 @@ class OutputPart(Part):
         self.awaited = self(args[0], output[..., self.places])
 
     def _gated(self, module: nn.Module, args: tuple) -> tuple:
-        gates, self.awaited = self.awaited, None
-        assert gates is not None
-        return ((args[0].unflatten(-1, (gates.shape[-1], -1)) * gates.unsqueeze(-1)).flatten(-2), *args[1:])
+        factor, self.awaited = self.awaited, None
+        assert factor is not None
+        return (gated(args[0].unflatten(-1, (factor.shape[-1], -1)), factor).flatten(-2), *args[1:])
 
     def _was_used(self, module: nn.Module, args: tuple, output: Any) -> None:
         """BLOOM with `slow_but_exact` multiplies by slices of its projection's weight and never calls it."""

@@ -22,10 +22,9 @@ def shrink(r: torch.Tensor, c: torch.Tensor | float) -> torch.Tensor:
     return r / (r + c).clamp(min=torch.finfo(r.dtype).tiny)
 
 
-def v_scale(value: torch.Tensor, c: torch.Tensor | float) -> torch.Tensor:
-    """v̂ = φ(‖v‖²) v: value (…,d), C broadcast against (…,1) → (…,d); computed in float32 or better."""
-    v = upcast(value)
-    return (shrink(v.square().sum(-1, keepdim=True), c) * v).to(value.dtype)
+def squared_norm(value: torch.Tensor) -> torch.Tensor:
+    """‖v‖²: (…,d) → (…), in float32 or better."""
+    return upcast(value).square().sum(-1)
 
 
 class ValueScale(ValuePart):
@@ -41,11 +40,11 @@ class ValueScale(ValuePart):
         return {} if self.theta is None else {"theta": torch.full_like(self.theta, math.log(self.strength))}
 
     def c(self) -> torch.Tensor | float:
-        """C = (d σ)² λ, (K,1); a number where λ is fixed."""
-        return self.base * (self.strength if self.theta is None else upcast(self.theta).exp()[:, None])
+        """C = (d σ)² λ, (K,); a number where λ is fixed."""
+        return self.base * (self.strength if self.theta is None else upcast(self.theta).exp())
 
     def forward(self, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return v_scale(value, self.c())
+        return shrink(squared_norm(value), self.c())
 
 
 class VScale(Retrofit):

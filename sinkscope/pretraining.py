@@ -1,0 +1,142 @@
+"""`train`: a small model from scratch, plainly and with each method, as in GS's and VGA's comparisons of pretraining.
+
+OUT/ is a workshop's folder (workshop.py). Each arm keeps the model at every so many steps in OUT/ARM/checkpoints/,
+which `sinkscope analyze OUT/ARM/checkpoints` reads one after another. With several seeds an arm is none-seed0,
+none-seed1, …; all methods start from the same weights of each seed, and read the same text.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from rich.console import Console
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from sinkscope.architectures import ARCHITECTURES, architecture, fresh_model
+from sinkscope.arms import one_each, parse_methods, with_seeds
+from sinkscope.blocks import DOCUMENTS, check_text, read_blocks
+from sinkscope.errors import InputError
+from sinkscope.inputs import documents
+from sinkscope.loading import LoadedModel, load_tokenizer
+from sinkscope.own_tokenizer import tokenizer_of
+from sinkscope.retrofitting import split_options
+from sinkscope.subject import family_of, status, tell
+from sinkscope.training import launched
+from sinkscope.training_config import PRETRAINING
+from sinkscope.workshop import Trained, Workshop, check_folder
+
+MANIFEST = "train.json"
+METHODS = ("none", "vscale")  # GS's figure 5
+NOT_OPTIONS = ("model", "revision", "gguf_file", "trust_remote_code", "allow_pickle", "only_new")
+
+
+def train(
+    config: str | os.PathLike[str] = "tiny-llama",
+    methods: str | Iterable[str] = METHODS,
+    *,
+    out: str | os.PathLike[str],
+    text: str | os.PathLike[str] = "natural",
+    dataset: str | None = None,
+    tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None,
+    seeds: int = 1,
+    overwrite: bool = False,
+    quiet: bool = True,
+    **options: Any,
+) -> Trained:
+    """Train a model from random weights with each of the `methods`, and measure all of them on held-out text.
+
+    `config` is a name of `ARCHITECTURES` or a config.json; `text` and `dataset` are as for `retrofit`. The tokenizer is
+    one of the hub's or a folder's, or else is made from the text, with as many tokens as the configuration has.
+    `seeds`: how often everything is repeated, from `seed` on. `options` are those of TrainingConfig, with the defaults
+    of PRETRAINING, and those of `analyze` for measuring. New parameters learn as fast as all others unless
+    `new_learning_rate` is given.
+
+    Errors: as for `retrofit`; also InputError for a configuration or tokenizer that does not exist.
+    """
+    wanted = parse_methods(methods)
+    _check_options(options, seeds)
+    training, measuring = split_options("train", None, with_defaults(options))
+    launched(cpu=measuring.device_map == "cpu")
+    text = os.fspath(text)
+    check_text(text)
+    if text == "sampled":
+        raise InputError("--text sampled: a model with random weights has nothing to say; name a text file")
+    shape = architecture(config)
+    name = config if config in ARCHITECTURES else Path(config).expanduser().resolve().stem
+    manifest = {
+        "sinkscope": version("sinkscope"),
+        "command": "train",
+        "architecture": shape.to_diff_dict(),
+        "config": measuring.model_dump(mode="json"),
+        "training": training.model_dump(mode="json"),
+        "text": text,
+        "dataset": dataset,
+        "tokenizer": getattr(tokenizer, "name_or_path", tokenizer and os.fspath(tokenizer)),
+        "seeds": seeds,
+        "processes": PartialState().num_processes,
+    }
+    folder = check_folder(Path(out) / MANIFEST, manifest, overwrite)
+    console = Console(stderr=True, quiet=quiet or not PartialState().is_main_process)
+    with status(console, "making the tokenizer"):
+        tokens = _tokenizer(tokenizer, text, dataset, shape.vocab_size)
+    _fit(shape, tokens)
+    loaded = LoadedModel(fresh_model(shape, training.seed), tokens, str(name), str(config), None, None, ())
+    family, notices = family_of(loaded.model)
+    tell(console, notices)
+    count = training.blocks_wanted(PartialState().num_processes)
+    with status(console, "reading the text"):
+        blocks = read_blocks(loaded, text, dataset, training.block_length, count, training.eval_share)
+    workshop = Workshop(
+        folder,
+        MANIFEST,
+        loaded,
+        family,
+        blocks,
+        training,
+        measuring,
+        console,
+        lambda arm: fresh_model(shape, arm.seed),
+        keeps_steps=True,
+    )
+    drawn = range(training.seed, training.seed + seeds)
+    arms = with_seeds(wanted, drawn) if seeds > 1 else one_each(wanted, training.seed)
+    return workshop.finish(arms, manifest, overwrite, untouched=False)
+
+
+def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of training from scratch, where they are not given."""
+    rate = options.get("learning_rate", PRETRAINING["learning_rate"])
+    return PRETRAINING | {"new_learning_rate": rate} | dict(options)
+
+
+def _check_options(options: dict[str, Any], seeds: int) -> None:
+    for name in NOT_OPTIONS:
+        if name in options:
+            raise InputError(f"--{name.replace('_', '-')} does not go with `train`, which begins with random weights")
+    if seeds < 1:
+        raise InputError(f"--seeds {seeds}: it must be at least 1")
+
+
+def _tokenizer(
+    wanted: str | os.PathLike[str] | PreTrainedTokenizerBase | None, text: str, dataset: str | None, vocab_size: int
+) -> PreTrainedTokenizerBase | None:
+    """As named, or made from the text; None where the text is token ids."""
+    if isinstance(wanted, PreTrainedTokenizerBase):
+        return wanted
+    if wanted is not None:
+        return load_tokenizer(os.fspath(wanted))
+    if dataset is None and text != "natural" and Path(text).suffix.lower() not in DOCUMENTS:
+        return None
+    return tokenizer_of(documents(text, dataset)[1], vocab_size)
+
+
+def _fit(shape: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """The vocabulary and its special tokens are the tokenizer's."""
+    if tokenizer is None:
+        return
+    shape.vocab_size = len(tokenizer)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(shape, name, getattr(tokenizer, name))
