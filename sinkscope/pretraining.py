@@ -50,8 +50,8 @@ def train(
 ) -> Trained:
     """Train a model from random weights with each of the `methods`, and measure all of them on held-out text.
 
-    `config` is a name of `ARCHITECTURES` or a config.json. `text` and `dataset` are as for `retrofit`, and `text` may be
-    "bigram-backcopy", the lab's task. The tokenizer is one of the hub's or a folder's, or else is made from the text,
+    `config` is a name of `ARCHITECTURES` or a config.json. `text` and `dataset` are as for `retrofit`, and `text` may
+    be "bigram-backcopy", the lab's task. The tokenizer is one of the hub's or a folder's, or else made from the text,
     with as many tokens as the configuration has. `seeds`: how often everything is repeated, from `seed` on. `options`
     are those of TrainingConfig, with the defaults of PRETRAINING, and those of `analyze` for measuring. New parameters
     learn as fast as all others unless `new_learning_rate` is given.

@@ -233,6 +233,12 @@ def new_folder(folder: Path) -> Iterator[Path]:
         raise
 
 
+def clear_unfinished(folder: Path) -> None:
+    """Away with what kills have left of `new_folder` anywhere in a folder that is ours alone."""
+    for path in list(folder.rglob(f"{_TEMPORARY}*")):
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def _put_in_place(temporary: Path, folder: Path) -> None:
     """Rename, with what was there before put aside: at no time is there neither."""
     if not folder.exists():

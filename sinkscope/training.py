@@ -76,6 +76,8 @@ def train(
     if len(blocks.train) == 0:
         raise InputError("there is no block to train on: give a longer text")
     check_trainable(model, config.only_new)
+    if probe is not None and is_sharded():
+        raise InputError("a probe needs the model whole, and FSDP has cut it up: launch without its configuration")
     last = _claim(folder, _record(model, blocks, config), resume)
     kept = math.ceil(config.steps / config.save_every) if keep_all else KEPT
     _check_room(model, config, folder, kept)

@@ -44,18 +44,23 @@ from sinkscope.families import Family
 from sinkscope.inputs import TokenInputs
 from sinkscope.loading import LoadedModel
 from sinkscope.manifest import make_manifest
+from sinkscope.projections import known_positions
 from sinkscope.quantisation.bench import w8a8
 from sinkscope.retrofit_table import UNTOUCHED
 from sinkscope.retrofits import gate_displacement, retrofit_model
-from sinkscope.run import Run, check_output, new_folder, save_figures, write_run
+from sinkscope.run import Run, check_output, clear_unfinished, new_folder, save_figures, write_run
+from sinkscope.seam import registers_before
 from sinkscope.subject import Subject, inputs_for, status, subject_of, tell_place
 from sinkscope.tables import read_table, write_table
 from sinkscope.trained import Trained, first_runs, retrofit_tables
 from sinkscope.training import CHECKPOINT, check_trainable, failures, no_bars, train
 from sinkscope.training_config import TrainingConfig
 
-# what a checkpoint has beside the model
-RESUMED_FROM = ("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin", "trainer_state.json")
+# what a checkpoint has beside the model: of one process, of several, of FSDP
+RESUMED_FROM = (
+    *("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin", "trainer_state.json"),
+    *("rng_state_*.pth", "optimizer.bin", "pytorch_model_fsdp.bin"),
+)
 
 
 @dataclass
@@ -91,7 +96,7 @@ class Workshop:
     def finish(self, arms: Iterable[Arm], manifest: dict[str, Any], overwrite: bool, untouched: bool) -> Trained:
         """Everything that is not done yet. `untouched`: also the model as it was, measured."""
         arms = list(arms)
-        check_methods(arms, self.loaded.model, self.family, self.training.only_new)
+        check_methods(arms, self.loaded.model, self.family, self.training)
         self._claim(manifest, arms, overwrite)
         if untouched:
             self._measure_untouched()
@@ -114,7 +119,7 @@ class Workshop:
         for arm in wanted:
             method, parameters = arm.method.name, dict(arm.method.parameters)
             record = {"method": method, "parameters": parameters, "label": arm.method.label, "seed": arm.seed}
-            arms.setdefault(arm.label, record)
+            arms[arm.label] = arms.get(arm.label, {}) | record
         self.manifest = manifest | {"text_sha256": sha256, "arms": arms}
         PartialState().wait_for_everyone()  # all have looked
         if self.is_main:
@@ -122,6 +127,7 @@ class Workshop:
                 if overwrite and self.folder.exists():
                     shutil.rmtree(self.folder)
                 self.folder.mkdir(parents=True, exist_ok=True)
+                clear_unfinished(self.folder)
                 self._note()  # first: by it the folder is known as ours
                 np.save(self.held_out, self.blocks.held_out)
         PartialState().wait_for_everyone()
@@ -179,8 +185,8 @@ class Workshop:
             (folder / "tables").mkdir(exist_ok=True)
             for name, table in publish(raw, self.loaded, arm.method.label).items():
                 write_table(table, folder / "tables" / f"{name}.parquet")
-            self._save(model, folder / "model")  # last: what is there is whole
             self._note()
+            self._save(model, folder / "model")  # last: what is there is whole
 
     def _probe(self, model: PreTrainedModel) -> pd.DataFrame:
         assert self.lab is not None
@@ -200,8 +206,8 @@ class Workshop:
         for checkpoint in sorted(training.glob("checkpoint-*")):
             if CHECKPOINT.fullmatch(checkpoint.name) is None:
                 continue
-            for name in RESUMED_FROM:
-                (checkpoint / name).unlink(missing_ok=True)
+            for path in (path for name in RESUMED_FROM for path in checkpoint.glob(name)):
+                path.unlink()
             self._save_tokenizer(checkpoint)
             os.replace(checkpoint, kept / checkpoint.name)
 
@@ -260,12 +266,12 @@ class Workshop:
         return done
 
     def _write(self, done: Trained, firsts: Mapping[str, Run]) -> None:
-        for name in ("tables", "figures"):
-            (self.folder / name).mkdir(exist_ok=True)
+        (self.folder / "tables").mkdir(exist_ok=True)
         for name, table in done.tables.items():
             write_table(table, self.folder / "tables" / f"{name}.parquet")
         (self.folder / "retrofit.md").write_text(done.verdict, encoding="utf-8")
-        save_figures(done.figures(), self.folder / "figures")
+        with new_folder(self.folder / "figures") as fresh:
+            save_figures(done.figures(), fresh)
         if done.comparison is not None:
             compare(*firsts.values(), out=self.folder / "comparison", overwrite=True)
 
@@ -281,14 +287,21 @@ class Workshop:
 # ---------------------------------------------------------------------------------- what is checked beforehand
 
 
-def check_methods(arms: Iterable[Arm], model: PreTrainedModel, family: Family, only_new: bool) -> None:
+def check_methods(arms: Iterable[Arm], model: PreTrainedModel, family: Family, training: TrainingConfig) -> None:
     """Errors: InputError for a method that cannot be trained on this model, before hours of training another."""
+    limit = known_positions(model, family)
     for method in {arm.method.label: arm.method for arm in arms}.values():
         trial = retrofit_model(copy.deepcopy(model), family, method.name, **method.parameters)
         try:
-            check_trainable(trial, only_new)
+            check_trainable(trial, training.only_new)
         except InputError as error:
             raise InputError(f"--method {method.label}: {error}") from None
+        registers = registers_before(trial)
+        if limit is not None and training.block_length + registers > limit:
+            raise InputError(
+                f"--method {method.label}: blocks of {training.block_length} tokens and {registers} registers are "
+                f"beyond the model's {limit} positions: take a --block-length of at most {limit - registers}"
+            )
 
 
 def check_folder(path: Path, manifest: Mapping[str, Any], overwrite: bool) -> Path:
@@ -296,7 +309,7 @@ def check_folder(path: Path, manifest: Mapping[str, Any], overwrite: bool) -> Pa
     folder = path.parent
     if overwrite or not path.exists():
         return check_output(folder, overwrite, path.name)
-    before = read_manifest(path)
+    before = _filled(read_manifest(path))
     differing = _flat(before).items() ^ _flat(manifest).items()
     names = sorted({name for name, _ in differing if not name.startswith(("sinkscope", "arms", "text_sha256"))})
     if names:
@@ -316,7 +329,15 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise InputError(f"{path} cannot be read: {error}") from None
     if not isinstance(manifest, dict) or manifest.get("command") != path.stem:
         raise InputError(f"{path} is not the manifest of a {path.stem}: it is another JSON file")
+    if not all(isinstance(manifest.get(name), dict) for name in ("config", "training", "arms")):
+        raise InputError(f"{path} is damaged: --overwrite begins anew, or name another folder")
     return manifest
+
+
+def _filled(manifest: dict[str, Any]) -> dict[str, Any]:
+    """As today's sinkscope would have written it: options that an older one did not have are as they are by default."""
+    defaults = {"config": RunConfig(), "training": TrainingConfig()}
+    return manifest | {name: config.model_dump(mode="json") | manifest[name] for name, config in defaults.items()}
 
 
 def _flat(manifest: Mapping[str, Any]) -> dict[str, str]:

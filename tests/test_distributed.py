@@ -17,6 +17,7 @@ from tiny import TINY, VOCAB, tiny_model
 from transformers import AutoModelForCausalLM
 
 import sinkscope.figures
+import sinkscope.sharding
 from sinkscope.blocks import Blocks
 from sinkscope.errors import InputError
 from sinkscope.families import find_family
@@ -128,6 +129,8 @@ def step(self, model, *args, **rest):
     wrapped = {path: type(module).__name__ for path, module in model.named_modules() if isinstance(module, FSDPModule)}
     parts = {name: list(p.to_local().shape) for name, p in new_parameters(model).items() if isinstance(p, DTensor)}
     Path(sys.argv[0]).with_name("wrapped.json").write_text(json.dumps([wrapped, parts]))
+    with open(Path(sys.argv[0]).with_name(f"steps-{os.environ['RANK']}.txt"), "a") as steps:
+        print(self.state.global_step, file=steps)
     return plain_step(self, model, *args, **rest)
 
 plain_step, Trainer.training_step = Trainer.training_step, step
@@ -173,6 +176,8 @@ def test_retrofit_with_shards_is_retrofit_on_one_process(
     done = launch(SHARDED, RETROFIT, tmp_path, *command)
     assert done.returncode == 0, done.stdout[-4000:]
     assert done.stdout.count(f"written to {out}") == 1
+    steps = [int(step) for step in (tmp_path / "steps-1.txt").read_text().split()]
+    assert steps[::2] == [0, 1, 2, 3, 4, *range(4, 8), *range(8)]  # killed in step 5, before it was noted
 
     wrapped, parts = json.loads((tmp_path / "wrapped.json").read_text())
     assert {f"model.layers.{layer}" for layer in range(3)} < wrapped.keys()
@@ -219,3 +224,13 @@ def test_configurations_that_would_train_otherwise_are_refused(monkeypatch: pyte
     monkeypatch.delenv("FSDP_VERSION")
     with pytest.raises(InputError, match="fsdp_version is not given, and only 2"):
         check_sharding()
+
+
+def test_a_probe_is_refused_with_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would run on the first process alone, and wait for the others' parts for ever."""
+    for name, value in {"ACCELERATE_USE_FSDP": "true", **NEEDED}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sinkscope.sharding, "check_device", lambda: None)
+    with pytest.raises(InputError, match="a probe needs the model whole"):
+        train(model(), random_blocks(4), config(), tmp_path / "out", probe=lambda model: pd.DataFrame())
+    assert not (tmp_path / "out").exists()

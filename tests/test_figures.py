@@ -17,7 +17,7 @@ from sinkscope.figures import COMMAND, applicable, draw, save_all
 from sinkscope.figures import FIGURES as ALL_FIGURES
 from sinkscope.figures.comparison import draw_comparison
 from sinkscope.figures.labels import LONGEST_TOKEN, shorten, title, token_label
-from sinkscope.figures.style import SETTINGS, TEXT, WIDE, Figure
+from sinkscope.figures.style import SETTINGS, TEXT, WIDE, Figure, new_figure
 from sinkscope.run import Run
 
 # those of `analyze`; other commands' have files of their own
@@ -546,3 +546,11 @@ def test_many_runs_look_different() -> None:
     ax = draw_comparison([make_run(condition=str(place)) for place in range(12)])["by-layer"].axes[0]
     looks = {(to_hex(line.get_color()), str(line.get_linestyle()), line.get_marker()) for line in ax.lines}
     assert len(looks) == 12
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the device that is always full is Linux's")
+@pytest.mark.parametrize("kind", ["png", "pdf"])
+def test_a_full_disk_is_called_that(kind: str, tmp_path: Path) -> None:
+    (tmp_path / f"figure.{kind}").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device"):
+        new_figure(1, 1).savefig(tmp_path / f"figure.{kind}")

@@ -307,6 +307,17 @@ def test_another_training_is_not_resumed(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
+def test_a_folder_of_an_older_sinkscope_is_resumed(tmp_path: Path) -> None:
+    """What its training.json does not know was as it is by default."""
+    train(model(), repetitive(), config(steps=4), tmp_path)
+    record = json.loads((tmp_path / "training.json").read_text())
+    del record["sharded"], record["config"]["weight_decay"]
+    (tmp_path / "training.json").write_text(json.dumps(record))
+    with pytest.raises(InputError, match=r"holds another training .unlike in weight_decay: 0.01, now 0.1"):
+        train(model(), repetitive(), config(steps=4, weight_decay=0.1), tmp_path)
+    train(model(), repetitive(), config(steps=4), tmp_path)
+
+
 def test_a_disk_that_is_too_small_is_noticed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(100, 50, 50))

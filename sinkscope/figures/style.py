@@ -7,6 +7,7 @@ import io
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import matplotlib.style
@@ -92,8 +93,13 @@ class Figure(MatplotlibFigure):
         undated = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}.get(kind)
         if undated is not None:
             kwargs["metadata"] = undated | kwargs.get("metadata", {})
-        with in_style():
-            super().savefig(fname, **kwargs)
+        if not kind or not isinstance(fname, str | os.PathLike):
+            with in_style():
+                super().savefig(fname, **kwargs)
+            return
+        drawn = io.BytesIO()  # at a full disk matplotlib's own writing ends in an error that says nothing of the disk
+        self.savefig(drawn, **kwargs | {"format": kind})
+        Path(fname).write_bytes(drawn.getvalue())
 
     def _repr_png_(self) -> bytes:
         """What a notebook shows: it knows only pyplot's figures by itself."""
