@@ -29,7 +29,7 @@ from sinkscope.training_config import PRETRAINING, TrainingConfig
 if TYPE_CHECKING:
     import pandas as pd
 
-    from sinkscope.workshop import Trained
+    from sinkscope.trained import Trained
 
 DONE, FAILED, WRONG_INPUT = 0, 1, 2  # exit status
 
@@ -811,10 +811,7 @@ def _print_markdown(text: str) -> None:
 
 
 def _print_trained(done: "Trained") -> None:
-    if done.comparison is not None:
-        _print_numbers(done.comparison.table)
-        for warning in done.comparison.warnings:
-            _note(warning)
+    _print_markdown(done.verdict)
     for note in done.notes:
         _note(note)
     print(f"written to {done.folder}", file=sys.stderr)

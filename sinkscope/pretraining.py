@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from sinkscope.architectures import ARCHITECTURES, architecture, fresh_model
 from sinkscope.arms import one_each, parse_methods, with_seeds
+from sinkscope.backcopy_lab import BackcopyLab
 from sinkscope.blocks import DOCUMENTS, check_text, read_blocks
 from sinkscope.errors import InputError
 from sinkscope.inputs import documents
@@ -24,9 +25,10 @@ from sinkscope.loading import LoadedModel, load_tokenizer
 from sinkscope.own_tokenizer import tokenizer_of
 from sinkscope.retrofitting import split_options
 from sinkscope.subject import family_of, status, tell
+from sinkscope.trained import Trained
 from sinkscope.training import launched
 from sinkscope.training_config import PRETRAINING
-from sinkscope.workshop import Trained, Workshop, check_folder
+from sinkscope.workshop import Workshop, check_folder
 
 MANIFEST = "train.json"
 METHODS = ("none", "vscale")  # GS's figure 5
@@ -48,11 +50,11 @@ def train(
 ) -> Trained:
     """Train a model from random weights with each of the `methods`, and measure all of them on held-out text.
 
-    `config` is a name of `ARCHITECTURES` or a config.json; `text` and `dataset` are as for `retrofit`. The tokenizer is
-    one of the hub's or a folder's, or else is made from the text, with as many tokens as the configuration has.
-    `seeds`: how often everything is repeated, from `seed` on. `options` are those of TrainingConfig, with the defaults
-    of PRETRAINING, and those of `analyze` for measuring. New parameters learn as fast as all others unless
-    `new_learning_rate` is given.
+    `config` is a name of `ARCHITECTURES` or a config.json. `text` and `dataset` are as for `retrofit`, and `text` may be
+    "bigram-backcopy", the lab's task. The tokenizer is one of the hub's or a folder's, or else is made from the text,
+    with as many tokens as the configuration has. `seeds`: how often everything is repeated, from `seed` on. `options`
+    are those of TrainingConfig, with the defaults of PRETRAINING, and those of `analyze` for measuring. New parameters
+    learn as fast as all others unless `new_learning_rate` is given.
 
     Errors: as for `retrofit`; also InputError for a configuration or tokenizer that does not exist.
     """
@@ -61,7 +63,9 @@ def train(
     training, measuring = split_options("train", None, with_defaults(options))
     launched(cpu=measuring.device_map == "cpu")
     text = os.fspath(text)
-    check_text(text)
+    lab = BackcopyLab() if text == BackcopyLab.name else None
+    if lab is None:
+        check_text(text)
     if text == "sampled":
         raise InputError("--text sampled: a model with random weights has nothing to say; name a text file")
     shape = architecture(config)
@@ -81,14 +85,17 @@ def train(
     folder = check_folder(Path(out) / MANIFEST, manifest, overwrite)
     console = Console(stderr=True, quiet=quiet or not PartialState().is_main_process)
     with status(console, "making the tokenizer"):
-        tokens = _tokenizer(tokenizer, text, dataset, shape.vocab_size)
+        tokens = lab.tokenizer if lab else _tokenizer(tokenizer, text, dataset, shape.vocab_size)
     _fit(shape, tokens)
     loaded = LoadedModel(fresh_model(shape, training.seed), tokens, str(name), str(config), None, None, ())
     family, notices = family_of(loaded.model)
     tell(console, notices)
     count = training.blocks_wanted(PartialState().num_processes)
     with status(console, "reading the text"):
-        blocks = read_blocks(loaded, text, dataset, training.block_length, count, training.eval_share)
+        if lab:
+            blocks = lab.blocks(training.block_length, count, measuring.num_seqs, training.seed)
+        else:
+            blocks = read_blocks(loaded, text, dataset, training.block_length, count, training.eval_share)
     workshop = Workshop(
         folder,
         MANIFEST,
@@ -100,6 +107,7 @@ def train(
         console,
         lambda arm: fresh_model(shape, arm.seed),
         keeps_steps=True,
+        lab=lab,
     )
     drawn = range(training.seed, training.seed + seeds)
     arms = with_seeds(wanted, drawn) if seeds > 1 else one_each(wanted, training.seed)

@@ -63,10 +63,10 @@ MARKDOWN: dict[str, tuple[tuple[str, str, str], ...]] = {
 
 
 def retrofit_table(
-    runs: Mapping[str, Run], quantised: Mapping[str, Mapping[str, float]], gates: pd.DataFrame
+    runs: Mapping[str, Run], quantised: Mapping[str, Mapping[str, float]], gates: pd.DataFrame, seed: int = 0
 ) -> pd.DataFrame:
-    """Table `retrofit`: model, condition (the arm), layer −1, metric (of METRICS), value; what was not measured is
-    left out.
+    """Table `retrofit`: model, condition (the arm), layer −1, seed, metric (of METRICS), value; what was not measured
+    is left out.
 
     runs        arm → its run, on held-out text
     quantised   arm → what `w8a8` gives on the same text. Its numbers in full precision take the run's place, so that
@@ -82,7 +82,7 @@ def retrofit_table(
         if arm in farthest:
             numbers["gate_displacement_max"] = float(farthest[arm])
         rows += [
-            (run.model, arm, WHOLE_MODEL, metric, numbers[metric])
+            (run.model, arm, WHOLE_MODEL, seed, metric, numbers[metric])
             for metric in METRICS
             if not np.isnan(numbers[metric])
         ]
@@ -90,16 +90,28 @@ def retrofit_table(
 
 
 def retrofit_markdown(table: pd.DataFrame) -> str:
-    """The table `retrofit` in the columns of VGA's tables, an arm a row; a dash where a number is missing. Columns that
-    no arm has are left out, and so are tables without any.
+    """The table `retrofit` in the columns of VGA's tables, an arm a row; of several seeds the mean ± the standard
+    deviation (n − 1). A dash where a number is missing; columns that no arm has are left out, and so are tables without
+    any.
     """
-    wide = table.pivot(index="condition", columns="metric", values="value").reindex(table["condition"].unique())
+    arms = table["condition"].unique()
+    wide, spread = (
+        table.pivot_table(index="condition", columns="metric", values="value", aggfunc=how, dropna=False).reindex(arms)
+        for how in ("mean", "std")
+    )
     parts = [f"# {model}" for model in table["model"].unique()]
     for heading, columns in MARKDOWN.items():
         there = [column for column in columns if column[0] in wide]
         if there:
             written = pd.DataFrame({"Method": wide.index})
             for metric, name, form in there:
-                written[name] = [form.format(value) if not np.isnan(value) else "–" for value in wide[metric]]
+                cells = zip(wide[metric], spread[metric], strict=True)
+                written[name] = [_cell(value, deviation, form) for value, deviation in cells]
             parts += [f"## {heading}", as_markdown(written, numbers=True)]
     return "\n\n".join(parts) + "\n"
+
+
+def _cell(value: float, deviation: float, form: str) -> str:
+    if np.isnan(value):
+        return "–"
+    return form.format(value) + ("" if np.isnan(deviation) else f" ± {form.format(deviation).lstrip('+')}")

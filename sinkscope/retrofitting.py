@@ -21,9 +21,10 @@ from sinkscope.blocks import check_text, read_blocks
 from sinkscope.config import RunConfig
 from sinkscope.errors import InputError
 from sinkscope.subject import ModelLike, config_of, family_of, loaded_model, status, tell
+from sinkscope.trained import Trained
 from sinkscope.training import launched
 from sinkscope.training_config import TrainingConfig, make_training_config
-from sinkscope.workshop import Trained, Workshop, check_folder
+from sinkscope.workshop import Workshop, check_folder
 
 MANIFEST = "retrofit.json"
 METHODS = ("vga", "none")  # VGA's table 3

@@ -8,8 +8,10 @@ OUT/vga/tables/training.parquet   loss and gates by step
 OUT/vga/tables/gates.parquet      how far each head's gate is from its start
 OUT/vga/training/                 checkpoints to resume from, until the arm is finished
 OUT/vga/checkpoints/              of `train`: the model at every so many steps, from 0 on
-OUT/comparison/                   the runs side by side
+OUT/tables/                       of all arms together: training, gates, retrofit
+OUT/retrofit.md                   the last of these in the columns of VGA's tables
 OUT/figures/                      of all arms together
+OUT/comparison/                   the runs side by side
 
 The same command again goes on where it was broken off, and adds arms to those that are there.
 """
@@ -22,7 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -31,10 +33,11 @@ from accelerate import PartialState
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from sinkscope.analysis import measure
+from sinkscope.analysis import measure, publish
 from sinkscope.arms import Arm
+from sinkscope.backcopy_lab import BackcopyLab
 from sinkscope.blocks import Blocks
-from sinkscope.comparison import Comparison, compare
+from sinkscope.comparison import compare
 from sinkscope.config import CALIBRATION, RunConfig, make_config
 from sinkscope.errors import InputError
 from sinkscope.families import Family
@@ -43,18 +46,16 @@ from sinkscope.loading import LoadedModel
 from sinkscope.manifest import make_manifest
 from sinkscope.projections import known_positions
 from sinkscope.quantisation.bench import w8a8
+from sinkscope.retrofit_table import UNTOUCHED
 from sinkscope.retrofits import gate_displacement, retrofit_model
 from sinkscope.run import Run, check_output, clear_unfinished, new_folder, save_figures, write_run
 from sinkscope.seam import registers_before
 from sinkscope.subject import Subject, inputs_for, status, subject_of, tell_place
-from sinkscope.tables import read_table, shape_table, write_table
+from sinkscope.tables import read_table, write_table
+from sinkscope.trained import Trained, first_runs, retrofit_tables
 from sinkscope.training import CHECKPOINT, check_trainable, failures, no_bars, train
 from sinkscope.training_config import TrainingConfig
 
-if TYPE_CHECKING:
-    from sinkscope.figures.style import Figure
-
-UNTOUCHED = "untouched"
 # what a checkpoint has beside the model: of one process, of several, of FSDP
 RESUMED_FROM = (
     *("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin", "trainer_state.json"),
@@ -62,62 +63,13 @@ RESUMED_FROM = (
 )
 
 
-@dataclass(frozen=True)
-class Trained:
-    """What came of `retrofit` or `train`.
-
-    runs         a run an arm; of `retrofit` also "untouched"
-    comparison   of these, on held-out text; None where there is only one
-    training     model, condition (the method), layer (-1: the whole model), seed, step, metric, value
-    gates        how far each head's new parameters have moved
-    """
-
-    folder: Path
-    manifest: dict[str, Any]
-    runs: dict[str, Run] = field(repr=False)
-    comparison: Comparison | None
-    training: pd.DataFrame = field(repr=False)
-    gates: pd.DataFrame = field(repr=False)
-
-    @property
-    def notes(self) -> list[str]:
-        """How far each arm's gates have moved, a line each."""
-        return [_moved(label, self.gates) for label in self.gates["condition"].unique()]
-
-    def figures(self) -> "dict[str, Figure]":
-        """By name: loss and gates by step."""
-        return _figures(self.training)
-
-    @property
-    def is_main(self) -> bool:
-        """Of several processes, the one that prints."""
-        return PartialState().is_main_process
-
-    def model(self, label: str) -> Path:
-        """The folder of a trained model."""
-        return self.folder / label / "model"
-
-
-def _figures(training: pd.DataFrame) -> "dict[str, Figure]":
-    from sinkscope.figures.retrofit_training import draw_retrofit_training
-
-    return {} if training.empty else {"retrofit-training": draw_retrofit_training(training)}
-
-
-def _moved(label: str, gates: pd.DataFrame) -> str:
-    mine = gates[gates["condition"] == label]
-    most = mine.loc[mine["displacement"].idxmax()]
-    where = "" if most["layer"] < 0 else f", in layer {most['layer']}"
-    mean = mine["displacement"].mean()
-    return f"{label}: new parameters moved by {mean:.3g} on average, by {most['displacement']:.3g} at most{where}"
-
-
 @dataclass
 class Workshop:
     """One model, fresh or pretrained, and one text.
 
     `begin` gives an arm its model before the method is built in; `loaded` is how it looks, on the CPU, with its
-    tokenizer. `keeps_steps`: the model at every so many steps stays, for the view of training.
+    tokenizer. `keeps_steps`: the model at every so many steps stays, for the view of training. `lab`: of the task,
+    where the text is one.
     """
 
     folder: Path
@@ -130,6 +82,7 @@ class Workshop:
     console: Console
     begin: Callable[[Arm], PreTrainedModel]
     keeps_steps: bool = False
+    lab: BackcopyLab | None = None
     manifest: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -164,8 +117,9 @@ class Workshop:
             if before.get("text_sha256") != sha256:
                 raise InputError(f"--out {self.folder}: its text has changed since; name another folder")
         for arm in wanted:
-            method = {"method": arm.method.name, "parameters": dict(arm.method.parameters), "seed": arm.seed}
-            arms.setdefault(arm.label, method)
+            method, parameters = arm.method.name, dict(arm.method.parameters)
+            record = {"method": method, "parameters": parameters, "label": arm.method.label, "seed": arm.seed}
+            arms.setdefault(arm.label, record)
         self.manifest = manifest | {"text_sha256": sha256, "arms": arms}
         PartialState().wait_for_everyone()  # all have looked
         if self.is_main:
@@ -218,18 +172,25 @@ class Workshop:
             keep_all=self.keeps_steps,
             cpu=self.config.device_map == "cpu",
             console=self.console,
+            probe=None if self.lab is None else self._probe,
         )
         if not self.is_main:
             return
         gates = gate_displacement(model)
+        raw = {"training": history.assign(seed=arm.seed), "gates": gates.assign(seed=arm.seed)}
+        if self.lab is not None:
+            raw |= self.lab.tables(model, self.family, self.blocks.held_out)
         self.manifest["arms"][arm.label]["moved"] = float(gates["displacement"].max()) if len(gates) else 0.0
         with failures(folder / "training"), no_bars():
             (folder / "tables").mkdir(exist_ok=True)
-            for name, table in (("training", history.assign(seed=arm.seed)), ("gates", gates)):
-                shaped = shape_table(name, table, self.loaded.name, arm.method.label, {})
-                write_table(shaped, folder / "tables" / f"{name}.parquet")
+            for name, table in publish(raw, self.loaded, arm.method.label).items():
+                write_table(table, folder / "tables" / f"{name}.parquet")
             self._note()
             self._save(model, folder / "model")  # last: what is there is whole
+
+    def _probe(self, model: PreTrainedModel) -> pd.DataFrame:
+        assert self.lab is not None
+        return self.lab.probe(model, self.family, self.blocks.held_out)
 
     def _save(self, model: PreTrainedModel, folder: Path) -> None:
         with new_folder(folder) as fresh:
@@ -289,22 +250,36 @@ class Workshop:
 
     def _conclude(self) -> Trained:
         """Everything that is there, side by side."""
-        folders = [label for label in (UNTOUCHED, *self.manifest["arms"]) if self._is_measured(label)]
-        runs = {label: Run.open(self.folder / label / "run") for label in folders}
-        training, gates = (self._all_arms(name, folders) for name in ("training", "gates"))
-        comparison = compare(*runs.values()) if len(runs) > 1 else None
+        labels = [label for label in (UNTOUCHED, *self.manifest["arms"]) if self._is_measured(label)]
+        runs = {label: Run.open(self.folder / label / "run") for label in labels}
+        tables = {name: self._all_arms(name, labels) for name in ("training", "gates")}
+        tables["retrofit"] = retrofit_tables(self.manifest, runs, tables["gates"])
+        firsts = first_runs(self.manifest, runs)
+        if self.lab is not None:
+            alike = [label for label in labels if runs[label] in firsts.values()]
+            tables |= {name: self._all_arms(name, alike) for name in ("attention_maps", "value_norms")}
+        comparison = compare(*firsts.values()) if len(firsts) > 1 else None
+        done = Trained(self.folder, self.manifest, runs, comparison, tables)
         if self.is_main:
-            if comparison is not None:
-                compare(*runs.values(), out=self.folder / "comparison", overwrite=True)
-            with new_folder(self.folder / "figures") as fresh:
-                save_figures(_figures(training), fresh)
-        return Trained(self.folder, self.manifest, runs, comparison, training, gates)
+            with failures(self.folder):
+                self._write(done, firsts)
+        return done
+
+    def _write(self, done: Trained, firsts: Mapping[str, Run]) -> None:
+        for name in ("tables", "figures"):
+            (self.folder / name).mkdir(exist_ok=True)
+        for name, table in done.tables.items():
+            write_table(table, self.folder / "tables" / f"{name}.parquet")
+        (self.folder / "retrofit.md").write_text(done.verdict, encoding="utf-8")
+        save_figures(done.figures(), self.folder / "figures")
+        if done.comparison is not None:
+            compare(*firsts.values(), out=self.folder / "comparison", overwrite=True)
 
     def _is_measured(self, label: str) -> bool:
         return (self.folder / label / "run" / "run.json").exists()
 
     def _all_arms(self, name: str, labels: Iterable[str]) -> pd.DataFrame:
-        """A table of training, of all arms."""
+        """A table that each arm has."""
         paths = [self.folder / label / "tables" / f"{name}.parquet" for label in labels if label != UNTOUCHED]
         return pd.concat([read_table(path) for path in paths], ignore_index=True)
 

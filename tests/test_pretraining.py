@@ -70,7 +70,9 @@ def test_its_folder(finished: tuple[Result, Path]) -> None:
     result, out = finished
     assert result.exit_code == 0, result.output
     arms = ["none-seed0", "vga-seed0", "none-seed1", "vga-seed1"]
-    assert {path.name for path in out.iterdir()} == {"train.json", "held-out.npy", "comparison", "figures", *arms}
+    assert {path.name for path in out.iterdir()} == {
+        "train.json", "retrofit.md", "held-out.npy", "comparison", "figures", "tables", *arms,
+    }  # fmt: skip
     for arm in arms:
         assert {path.name for path in (out / arm).iterdir()} == {"model", "run", "tables", "checkpoints"}
         assert {path.name for path in (out / arm / "checkpoints").iterdir()} == {
@@ -147,7 +149,8 @@ def test_one_method_alone_has_nothing_to_compare_with(shape: Path) -> None:
 
 def test_it_learns(shape: Path) -> None:
     done = train(shape, "none", out="out", **SMALL | {"steps": 60, "batch_size": 8, "save_every": 60}, **FEW)
-    loss = done.training[done.training["metric"] == "loss"].sort_values("step")["value"].to_numpy()
+    table = done.tables["training"]
+    loss = table[table["metric"] == "loss"].sort_values("step")["value"].to_numpy()
     assert loss[-5:].mean() < loss[:5].mean() - 0.3
 
 

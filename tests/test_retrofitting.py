@@ -86,7 +86,7 @@ def loaded() -> LoadedModel:
 def test_it_prints_the_comparison_and_how_far_the_gates_moved(finished: tuple[Result, Path]) -> None:
     result, out = finished
     assert result.exit_code == 0, result.output
-    for column in ("untouched", "vga-placement=output", "none", "perplexity", "max_inf_norm", "kurtosis"):
+    for column in ("untouched", "vga-placement=output", "none", "Perplexity", "Max I+O norm", "Avg. kurtosis", "INT8"):
         assert column in result.stdout
     assert "note: vga-placement=output: new parameters moved by" in result.stderr
     assert "differs" not in result.stderr
@@ -97,7 +97,8 @@ def test_it_prints_the_comparison_and_how_far_the_gates_moved(finished: tuple[Re
 def test_its_folder(finished: tuple[Result, Path]) -> None:
     out = finished[1]
     assert {path.name for path in out.iterdir()} == {
-        "retrofit.json", "held-out.npy", "untouched", "vga-placement=output", "none", "comparison", "figures",
+        "retrofit.json", "retrofit.md", "held-out.npy", "untouched", "vga-placement=output", "none",
+        "comparison", "figures", "tables",
     }  # fmt: skip
     for arm in ("vga-placement=output", "none"):
         assert {path.name for path in (out / arm).iterdir()} == {"model", "run", "tables"}  # no checkpoints

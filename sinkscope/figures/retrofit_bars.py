@@ -1,6 +1,7 @@
 """What VGA's tables 1 to 3 hold, as bars: an arm of a retrofit a bar, a metric a panel, every number written out.
 
-Bars begin at 0. Not one run's figure, so `sinkscope list` does not show it.
+Bars begin at 0, and are means over seeds where there are several. Not one run's figure, so `sinkscope list` does not
+show it.
 """
 
 import numpy as np
@@ -36,7 +37,7 @@ def draw_retrofit_bars(table: pd.DataFrame) -> Figure:
         figure = new_figure(WIDE, 2 * ROW * len(looks) + AROUND)
         axes = figure.subplots(2, 3, sharey=True)
         for ax, (metric, name) in zip(axes.flat, PANELS.items(), strict=True):
-            values = table[table["metric"] == metric].set_index("condition")["value"].reindex(list(looks))
+            values = table[table["metric"] == metric].groupby("condition")["value"].mean().reindex(list(looks))
             ax.set_title(name)
             _bars(ax, values.to_numpy(float), [look["color"] for look in looks.values()])
         axes[0, 0].set_yticks(range(len(looks)), [wrapped(arm, LETTERS, 2) for arm in looks])
