@@ -263,7 +263,7 @@ def failures(folder: Path) -> Iterator[None]:
     except Exception as error:
         gist = " ".join(str(error).split())[:200]
         last = _last_checkpoint(folder) if folder.is_dir() else None
-        kept = f"the training up to step {_step(last)} is kept" if last else "nothing was trained so far"
+        kept = f"the training up to step {_step(last)} is kept" if last else "what was reached is kept"
         if "out of memory" in gist.lower() or "allocate memory" in gist or isinstance(error, MemoryError):
             raise SinkscopeError(
                 "memory ran out: take a smaller --batch-size with more --accumulation, a shorter --block-length, or "

@@ -134,13 +134,13 @@ def test_a_full_disk_at_any_stage_says_so_and_loses_nothing(
     )
     arguments = ("retrofit", tiny, "--method", "vga", "--text", text, *TYPED, "--out", tmp_path / "out")
     stages: list[tuple[Any, str, Any, str]] = [
-        (sinkscope.workshop.np, "save", full, "nothing was trained so far"),  # the held-out blocks
+        (sinkscope.workshop.np, "save", full, "what was reached is kept"),  # the held-out blocks
         (sinkscope.run, "write_table", full, "untouched/run failed"),
-        (Trainer, "_save_rng_state", full, "nothing was trained so far"),  # a checkpoint
+        (Trainer, "_save_rng_state", full, "what was reached is kept"),  # a checkpoint
         (sinkscope.workshop, "write_table", full, "the training up to step 3 is kept"),
         (PreTrainedModel, "save_pretrained", full_in_rust, "the training up to step 3 is kept"),
         (sinkscope.workshop, "write_run", full, "vga/run failed"),
-        (sinkscope.workshop, "save_figures", full, "figures failed"),
+        (sinkscope.workshop, "save_figures", full, "what was reached is kept"),
     ]
     for place, name, fails, told in stages:
         with monkeypatch.context() as patched:
