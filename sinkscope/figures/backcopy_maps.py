@@ -1,6 +1,6 @@
 """What the arms of the Bigram-Backcopy lab have become, on one sequence: VGA figures 4 and 6.
 
-Above, attention weights, a map an arm; below, the norm of each token's value: filled as the projection makes it, the
+Above, attention weights, a map an arm; below, the norm of each token's value: the bar as the projection makes it, the
 line where it stands behind a gate on the values. Not one run's figure, so `sinkscope list` does not show it.
 """
 
@@ -49,7 +49,7 @@ def draw_backcopy_maps(attention_maps: pd.DataFrame, value_norms: pd.DataFrame) 
         axes[1, 0].set_ylabel("norm of value")
         bar = figure.colorbar(image, ax=axes[0], label="attention weight", aspect=20, pad=0.01)
         bar.outline.set_linewidth(0.5)
-        figure.supxlabel("token, triggers in red")
+        figure.supxlabel("token, triggers in red (bars: values as projected; lines: as attended to, behind a gate)")
         figure.suptitle(escape(shorten(str(attention_maps["model"].iloc[0]).rstrip("/").split("/")[-1], 60)))
     return figure
 
