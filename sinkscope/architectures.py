@@ -48,6 +48,20 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             **_SMALL_VOCABULARY,
         },
     ),
+    # one head in one layer, as in Guo et al.'s lab, which VGA §4.1 takes over
+    "bigram-backcopy": (
+        "gpt2",
+        {
+            "n_embd": 64,
+            "n_layer": 1,
+            "n_head": 1,
+            "n_inner": 256,
+            "n_positions": 64,
+            "activation_function": "relu",
+            "tie_word_embeddings": False,
+            **_NO_DROPOUT,
+        },
+    ),
     # of about GS's smaller size, which the paper gives no more of
     "llama-0.1b": (
         "llama",

@@ -1,12 +1,15 @@
 """The arms of a training: a method each, as it is typed, and for trainings from scratch also a seed."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sinkscope.config import as_folder_name
 from sinkscope.errors import InputError
 from sinkscope.retrofits import make_retrofit
+
+Methods = str | Iterable[str] | Mapping[str, str]
+RESERVED = ("untouched", "comparison", "figures", "tables")  # other folders of a workshop
 
 
 @dataclass(frozen=True)
@@ -15,10 +18,13 @@ class Method:
 
     name: str
     parameters: Mapping[str, Any]
+    called: str | None = None  # in a recipe
 
     @property
     def label(self) -> str:
         """Its condition in the tables."""
+        if self.called is not None:
+            return self.called
         return as_folder_name(self.name, *(f"{key}={value}" for key, value in self.parameters.items()))
 
 
@@ -42,8 +48,35 @@ def with_seeds(methods: Iterable[Method], seeds: Iterable[int]) -> list[Arm]:
     return [Arm(method, seed, f"{method.label}-seed{seed}") for seed in seeds for method in methods]
 
 
-def parse_methods(methods: str | Iterable[str]) -> list[Method]:
-    """NAME[:key=value,…], several behind commas, or several such texts. Errors: InputError."""
+def parse_methods(methods: Methods) -> list[Method]:
+    """NAME[:key=value,…], several behind commas, or several such texts; or one each by what it is to be called.
+
+    Errors: InputError.
+    """
+    if isinstance(methods, Mapping):
+        wanted = [_called(name, _parse(text)) for name, text in methods.items()]
+    else:
+        wanted = _parse(methods)
+    if not wanted:
+        raise InputError("name a method: --method NAME[:key=value,…]; `sinkscope list retrofits` shows the names")
+    for method in wanted:
+        make_retrofit(method.name, method.parameters)
+    labels = [method.label for method in wanted]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise InputError(f"--method {label} is given twice")
+    return wanted
+
+
+def _called(name: str, methods: list[Method]) -> Method:
+    if len(methods) != 1:
+        raise InputError(f"method '{name}': it must be one, as vga:placement=output")
+    if not name or as_folder_name(name) != name or name in RESERVED:
+        raise InputError(f"'{name}' cannot be what a method is called, which is also its folder's name: choose another")
+    return replace(methods[0], called=name)
+
+
+def _parse(methods: str | Iterable[str]) -> list[Method]:
     found: list[tuple[str, dict[str, str]]] = []
     for text in [methods] if isinstance(methods, str) else methods:
         for part in filter(None, (part.strip() for part in text.split(","))):
@@ -58,13 +91,4 @@ def parse_methods(methods: str | Iterable[str]) -> list[Method]:
             if not equals or not found:
                 raise InputError(f"--method {text}: '{assigned}' is no key=value of a method")
             found[-1][1][key.strip().replace("-", "_")] = value.strip()
-    wanted = [Method(name, parameters) for name, parameters in found]
-    if not wanted:
-        raise InputError("name a method: --method NAME[:key=value,…]; `sinkscope list retrofits` shows the names")
-    for method in wanted:
-        make_retrofit(method.name, method.parameters)
-    labels = [method.label for method in wanted]
-    for label in labels:
-        if labels.count(label) > 1:
-            raise InputError(f"--method {label} is given twice")
-    return wanted
+    return [Method(name, parameters) for name, parameters in found]

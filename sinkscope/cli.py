@@ -683,12 +683,13 @@ def run(
         done = run_recipe(recipe, out=out, overwrite=overwrite, quiet=quiet, **given)
     if quiet:
         return
+    if done.trained is not None:
+        _print_trained(done.trained)
+        return
     if done.comparison is None:
         _print_markdown(done.runs[""].verdict)
     else:
         _print_numbers(done.comparison.table)
-    for note in done.notes:
-        _note(note)
     print(f"written to {done.folder}", file=sys.stderr)
 
 

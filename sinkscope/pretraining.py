@@ -6,7 +6,7 @@ none-seed1, …; all methods start from the same weights of each seed, and read 
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from rich.console import Console
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from sinkscope.architectures import ARCHITECTURES, architecture, fresh_model
-from sinkscope.arms import one_each, parse_methods, with_seeds
+from sinkscope.arms import Methods, one_each, parse_methods, with_seeds
 from sinkscope.backcopy_lab import BackcopyLab
 from sinkscope.blocks import DOCUMENTS, check_text, read_blocks
 from sinkscope.errors import InputError
@@ -37,7 +37,7 @@ NOT_OPTIONS = ("model", "revision", "gguf_file", "trust_remote_code", "allow_pic
 
 def train(
     config: str | os.PathLike[str] = "tiny-llama",
-    methods: str | Iterable[str] = METHODS,
+    methods: Methods = METHODS,
     *,
     out: str | os.PathLike[str],
     text: str | os.PathLike[str] = "natural",
@@ -63,11 +63,8 @@ def train(
     training, measuring = split_options("train", None, with_defaults(options))
     launched(cpu=measuring.device_map == "cpu")
     text = os.fspath(text)
+    check_source(text)
     lab = BackcopyLab() if text == BackcopyLab.name else None
-    if lab is None:
-        check_text(text)
-    if text == "sampled":
-        raise InputError("--text sampled: a model with random weights has nothing to say; name a text file")
     shape = architecture(config)
     name = config if config in ARCHITECTURES else Path(config).expanduser().resolve().stem
     manifest = {
@@ -118,6 +115,14 @@ def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
     """Those of training from scratch, where they are not given."""
     rate = options.get("learning_rate", PRETRAINING["learning_rate"])
     return PRETRAINING | {"new_learning_rate": rate} | dict(options)
+
+
+def check_source(text: str) -> None:
+    """Cheap, before anything is made. Errors: InputError for a text that `train` cannot read."""
+    if text == "sampled":
+        raise InputError("--text sampled: a model with random weights has nothing to say; name a text file")
+    if text != BackcopyLab.name:
+        check_text(text)
 
 
 def _check_options(options: dict[str, Any], seeds: int) -> None:

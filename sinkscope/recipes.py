@@ -27,6 +27,8 @@ One of `retrofit` has `methods`, and those of `train` also an `architecture`; th
     methods: [none, vscale]
     options: {steps: 2000, seeds: 3}
 
+`methods` may say what they are to be called, as in {VGA: "vga:placement=output"}.
+
 OUT/ is a run folder, whose run.json has the recipe, too. With several `runs` it holds a run folder each, their
 comparison, and recipe.json; with `methods` it is what `retrofit` or `train` leave, and recipe.json.
 """
@@ -36,7 +38,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -53,6 +55,7 @@ from sinkscope.run import Run, check_output, new_folder, write_run
 
 if TYPE_CHECKING:
     from sinkscope.comparison import Comparison
+    from sinkscope.trained import Trained
 
 MANIFEST = "recipe.json"  # of a recipe with several runs
 ENDINGS = (".yaml", ".yml")
@@ -80,7 +83,7 @@ class Content(BaseModel):
     runs: dict[str, dict[str, Any]] = {}
     arms: dict[str, tuple[str, ...]] | Literal["all"] | None = None
     draws: int = Field(default=DRAWS, ge=0)
-    methods: tuple[str, ...] = ()
+    methods: tuple[str, ...] | dict[str, str] = ()
     architecture: str | None = None
     figures: tuple[str, ...] = ()
     out: str | None = None
@@ -195,12 +198,14 @@ class Recipe:
         from sinkscope.architectures import architecture
         from sinkscope.arms import parse_methods
         from sinkscope.blocks import check_text
+        from sinkscope.pretraining import check_source
         from sinkscope.retrofitting import split_options
 
         content, options = self.content, self.training_options(given)
         try:
             parse_methods(content.methods)
-            check_text(os.fspath(options.get("text", "natural")))
+            check = check_source if content.architecture else check_text
+            check(os.fspath(options.get("text", "natural")))
             if content.architecture:
                 architecture(content.architecture)
             ours = {name: value for name, value in options.items() if name not in BESIDE_TRAINING}
@@ -217,7 +222,7 @@ class RecipeRun:
     runs: Mapping[str, Run]
     comparison: "Comparison | None"
     folder: Path
-    notes: list[str] = field(default_factory=list)
+    trained: "Trained | None" = None  # where it has `methods`
 
 
 def run_recipe(
@@ -284,7 +289,7 @@ def _trained(
     verb = partial(train, content.architecture) if content.architecture else partial(retrofit, model)
     done = verb(content.methods, out=folder, overwrite=overwrite, quiet=quiet, **options)
     (folder / MANIFEST).write_text(json.dumps({"command": "run", "recipe": recipe.record}, indent=2) + "\n", "utf-8")
-    return RecipeRun(recipe, done.runs, done.comparison, folder, done.notes)
+    return RecipeRun(recipe, done.runs, done.comparison, folder, done)
 
 
 def _write_several(recipe: Recipe, runs: Mapping[str, Run], folder: Path) -> "Comparison":

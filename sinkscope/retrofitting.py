@@ -7,7 +7,7 @@ OUT/untouched/run/    a run folder of the model as it is
 
 import copy
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from accelerate import PartialState
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from sinkscope.arms import one_each, parse_methods
+from sinkscope.arms import Methods, one_each, parse_methods
 from sinkscope.blocks import check_text, read_blocks
 from sinkscope.config import RunConfig
 from sinkscope.errors import InputError
@@ -32,7 +32,7 @@ METHODS = ("vga", "none")  # VGA's table 3
 
 def retrofit(
     model: ModelLike = None,
-    methods: str | Iterable[str] = METHODS,
+    methods: Methods = METHODS,
     *,
     out: str | os.PathLike[str],
     text: str | os.PathLike[str] = "natural",

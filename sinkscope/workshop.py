@@ -108,18 +108,23 @@ class Workshop:
     # ------------------------------------------------------------------------------------------- the folder
 
     def _claim(self, manifest: dict[str, Any], wanted: Iterable[Arm], overwrite: bool) -> None:
-        """The folder is this training's from now on. Errors: InputError where its text has changed."""
+        """The folder is this training's from now on. Errors: InputError where its text has changed, or an arm of this
+        name is another one.
+        """
         sha256 = self.blocks.sha256
         arms: dict[str, Any] = {}
         if (self.folder / self.file).exists() and not overwrite:
-            before = read_manifest(self.folder / self.file)
-            arms = before.get("arms", {})
-            if before.get("text_sha256") != sha256:
+            found = read_manifest(self.folder / self.file)
+            arms = found.get("arms", {})
+            if found.get("text_sha256") != sha256:
                 raise InputError(f"--out {self.folder}: its text has changed since; name another folder")
         for arm in wanted:
             method, parameters = arm.method.name, dict(arm.method.parameters)
             record = {"method": method, "parameters": parameters, "label": arm.method.label, "seed": arm.seed}
-            arms[arm.label] = arms.get(arm.label, {}) | record
+            before = arms.get(arm.label, record)
+            if (before["method"], before["parameters"]) != (method, parameters):
+                raise InputError(f"--out {self.folder}: its {arm.label} is another method; name another folder")
+            arms[arm.label] = before | record
         self.manifest = manifest | {"text_sha256": sha256, "arms": arms}
         PartialState().wait_for_everyone()  # all have looked
         if self.is_main:

@@ -327,6 +327,21 @@ def test_methods_as_they_are_typed() -> None:
             parsed(wrong)
 
 
+def test_methods_that_are_called_something() -> None:
+    plain, gated = parse_methods({"plain": "none", "VGA": "vga:placement=output,scale=1"})
+    assert (plain.name, plain.label) == ("none", "plain")
+    assert (gated.name, gated.label, gated.parameters) == ("vga", "VGA", {"placement": "output", "scale": "1"})
+    for name, method in (("a/b", "vga"), ("untouched", "vga"), ("", "vga"), ("both", "vga,iga"), ("x", "vgaa")):
+        with pytest.raises(InputError):
+            parse_methods({name: method})
+
+
+def test_a_name_stays_with_its_method(tiny: Path, text: Path, tmp_path: Path, no_figures: None) -> None:
+    retrofit(str(tiny), {"mine": "vga"}, text=text, out=tmp_path / "out", observables="attention", **SMALL)
+    with pytest.raises(InputError, match="its mine is another method"):
+        retrofit(str(tiny), {"mine": "iga"}, text=text, out=tmp_path / "out", observables="attention", **SMALL)
+
+
 def test_the_figure_without_gates() -> None:
     rows = [("tiny", "none", -1, 0, step, "loss", 1 / step) for step in range(1, 5)]
     table = pd.DataFrame(rows, columns=[*LEADING, *COLUMNS["training"]])
