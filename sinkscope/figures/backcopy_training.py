@@ -23,6 +23,7 @@ ROWS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {  # what a row shows: 
     "attention\nof others": {
         "attention_to_start": ("on <s>", SINK),
         "attention_to_triggers": ("on triggers", OTHERS),
+        "early_attention_to_start": ("on <s>, before\nany trigger", HIGHEST),
     },
     "norm of\nvalue": {
         "start_value_norm": ("<s>", SINK),
