@@ -32,6 +32,7 @@ METRICS = {
     "backcopy_risk": "loss above the optimum, 0, at triggers, nats",
     "attention_to_start": "weight that queries which are no triggers give to <s>",
     "attention_to_start_max": "the same, of the head that gives most",
+    "early_attention_to_start": "the same, of queries before their sequence's first trigger, which is another sink",
     "attention_to_triggers": "weight that queries which are no triggers give to triggers, all together",
     "trigger_attention_to_start": "weight that triggers give to <s>",
     "delta_logit": "logit of <s> minus the mean of the query's other keys; queries that are no triggers",
@@ -185,6 +186,7 @@ class _ToStart(Observable):
         lead = start_lead(read.logits(whole, whole), allowed).movedim(1, -1).cpu()
         self.found += [
             (layer, "attention_to_start", to_start[self.plain]),
+            (layer, "early_attention_to_start", to_start[self.plain & (self.trigger.cumsum(1) == 0)]),
             (layer, "attention_to_triggers", to_triggers[self.plain]),
             (layer, "trigger_attention_to_start", to_start[self.trigger]),
             (layer, "delta_logit", lead[self.plain]),

@@ -99,6 +99,8 @@ def by_hand(model: Any, arm: str) -> dict[str, float]:
                     to_start[head].append(weight)
                     seen = [s for s in range(t) if int(ids[n, s]) in TASK.triggers]
                     found["attention_to_triggers"].append(weights[n, head, t, seen].sum().item())
+                    if not seen:
+                        found["early_attention_to_start"].append(weight)
                     row = logits[n, head, t]
                     found["delta_logit"].append((row[0] - row[1 : t + 1].mean()).item())
             if trigger:

@@ -8,21 +8,24 @@ from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from sinkscope.errors import InputError
 from sinkscope.figures.axes import value_axis
 from sinkscope.figures.labels import escape, shorten
 from sinkscope.figures.style import HIGHEST, OTHERS, SINK, WIDE, Figure, in_style, new_figure
-from sinkscope.figures.training import step_axis
+from sinkscope.figures.training import step_label
 from sinkscope.summary import WHOLE_MODEL
 
 NAME_LENGTH = 20  # characters of an arm's name
 FEW_MARKERS = 5  # of one line, in a narrow panel
+TICKS = 15  # of all panels in a row
 ROWS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {  # what a row shows: metric → its name, its look
     "loss above\nthe optimum": {"backcopy_risk": ("backcopy", SINK), "bigram_risk": ("bigram", OTHERS)},
     "attention\nof others": {
         "attention_to_start": ("on <s>", SINK),
         "attention_to_triggers": ("on triggers", OTHERS),
+        "early_attention_to_start": ("on <s>, before\nany trigger", HIGHEST),
     },
     "norm of\nvalue": {
         "start_value_norm": ("<s>", SINK),
@@ -52,7 +55,7 @@ def draw_backcopy_training(training: pd.DataFrame) -> Figure:
             for ax, curves in zip(axes[:, column], ROWS.values(), strict=True):
                 _panel(ax, rows, curves)
             axes[0, column].set_title(escape(shorten(arm, NAME_LENGTH)))
-        _finish(axes, sorted(table["step"].unique().tolist()))
+        _finish(axes)
         figure.supxlabel("training step")
         figure.suptitle(_title(table, layer))
     return figure
@@ -73,14 +76,16 @@ def _panel(ax: Axes, rows: pd.DataFrame, curves: dict[str, tuple[str, dict[str, 
         ax.fill_between(by_step.index, by_step["min"], by_step["max"], color=look["color"], alpha=0.25, linewidth=0)
 
 
-def _finish(axes: Any, steps: list[int]) -> None:
+def _finish(axes: Any) -> None:
     for row, (name, curves) in zip(axes, ROWS.items(), strict=True):
         for ax in row:
             value_axis(ax, log="backcopy_risk" in curves, share="attention_to_start" in curves)
         row[0].set_ylabel(name)
         if len(curves) > 1:
             row[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5), handlelength=1.8, borderaxespad=0.2)
-    step_axis(axes[-1, 0], steps)
+    ticks = max(2, min(5, TICKS // axes.shape[1]))  # of a panel: steps are logged evenly
+    axes[-1, 0].xaxis.set_major_locator(MaxNLocator(ticks, integer=True))
+    axes[-1, 0].xaxis.set_major_formatter(FuncFormatter(lambda step, _: step_label(step)))
 
 
 def _title(table: pd.DataFrame, layer: int) -> str:
