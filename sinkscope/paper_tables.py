@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pandas as pd
 
 from sinkscope.run import Run
@@ -45,3 +46,10 @@ def as_markdown(table: pd.DataFrame, numbers: bool = False) -> str:
     rule = ["---"] + ["---:" if numbers else "---"] * (len(table.columns) - 1)
     rows = [table.columns, rule, *table.itertuples(index=False)]
     return "\n".join(f"| {' | '.join(str(cell) for cell in row)} |" for row in rows)
+
+
+def with_spread(value: float, deviation: float, form: str) -> str:
+    """«16.94 ± 0.01», a dash where there is no value, and no ± where there is no spread."""
+    if np.isnan(value):
+        return "–"
+    return form.format(value) + ("" if np.isnan(deviation) else f" ± {form.format(deviation).lstrip('+')}")

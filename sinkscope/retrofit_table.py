@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 
-from sinkscope.paper_tables import as_markdown
+from sinkscope.paper_tables import as_markdown, with_spread
 from sinkscope.run import Run
 from sinkscope.summary import WHOLE_MODEL
 from sinkscope.tables import COLUMNS, LEADING
@@ -106,12 +106,6 @@ def retrofit_markdown(table: pd.DataFrame) -> str:
             written = pd.DataFrame({"Method": wide.index})
             for metric, name, form in there:
                 cells = zip(wide[metric], spread[metric], strict=True)
-                written[name] = [_cell(value, deviation, form) for value, deviation in cells]
+                written[name] = [with_spread(value, deviation, form) for value, deviation in cells]
             parts += [f"## {heading}", as_markdown(written, numbers=True)]
     return "\n\n".join(parts) + "\n"
-
-
-def _cell(value: float, deviation: float, form: str) -> str:
-    if np.isnan(value):
-        return "–"
-    return form.format(value) + ("" if np.isnan(deviation) else f" ± {form.format(deviation).lstrip('+')}")
