@@ -78,7 +78,7 @@ def measure(
 
 
 def chosen_observables(subject: Subject, config: RunConfig) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The observables that were named, else all that apply; and those left out, with the reason.
+    """The observables that were named, else all that apply; and those left out that one would expect, with the reason.
 
     Errors: InputError where one that was named does not apply to this model.
     """
@@ -89,7 +89,8 @@ def chosen_observables(subject: Subject, config: RunConfig) -> tuple[tuple[str, 
     if config.observables is not None and left_out:
         name, reason = next(iter(left_out.items()))
         raise InputError(f"--observables {name} does not apply to {subject.loaded.name}: {reason}")
-    return tuple(name for name in wanted if name not in left_out), left_out
+    expected = {name: reason for name, reason in left_out.items() if OBSERVABLES[name].expected}
+    return tuple(name for name in wanted if name not in left_out), expected
 
 
 def publish(raw: dict[str, pd.DataFrame], loaded: LoadedModel, condition: str) -> dict[str, pd.DataFrame]:

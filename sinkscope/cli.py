@@ -273,6 +273,10 @@ Architecture = Annotated[
 OwnTokenizer = Annotated[
     str | None, _option("Model", "tokenizer", "M", "A hub id or a folder.", "made from the text: byte-level BPE")
 ]
+FreshText = Annotated[
+    str,
+    _option("Training", "text", "FILE", "natural, a file (.txt, .jsonl, .npy), or a task: bigram-backcopy."),
+]
 TrainedMethod = Annotated[
     list[str] | None,
     _option("Training", "method", "NAME[:K=V],…", "What is built in, an arm each; none is plain.", "none,vscale"),
@@ -607,7 +611,7 @@ def train(
     ctx: typer.Context,
     config: Architecture = "tiny-llama",
     method: TrainedMethod = None,
-    text: TrainingText = "natural",
+    text: FreshText = "natural",
     dataset: TrainingDataset = None,
     tokenizer: OwnTokenizer = None,
     seeds: Seeds = 1,

@@ -28,7 +28,7 @@ from sinkscope.subject import family_of, status, tell
 from sinkscope.trained import Trained
 from sinkscope.training import launched
 from sinkscope.training_config import PRETRAINING
-from sinkscope.workshop import Workshop, check_folder
+from sinkscope.workshop import Workshop, check_folder, check_methods
 
 MANIFEST = "train.json"
 METHODS = ("none", "vscale")  # GS's figure 5
@@ -64,7 +64,7 @@ def train(
     launched(cpu=measuring.device_map == "cpu")
     text = os.fspath(text)
     check_source(text)
-    lab = BackcopyLab() if text == BackcopyLab.name else None
+    lab = _lab(text, dataset, tokenizer)
     shape = architecture(config)
     name = config if config in ARCHITECTURES else Path(config).expanduser().resolve().stem
     manifest = {
@@ -87,12 +87,14 @@ def train(
     loaded = LoadedModel(fresh_model(shape, training.seed), tokens, str(name), str(config), None, None, ())
     family, notices = family_of(loaded.model)
     tell(console, notices)
+    check_methods(wanted, loaded.model, family, training)
     count = training.blocks_wanted(PartialState().num_processes)
     with status(console, "reading the text"):
-        if lab:
-            blocks = lab.blocks(training.block_length, count, measuring.num_seqs, training.seed)
-        else:
-            blocks = read_blocks(loaded, text, dataset, training.block_length, count, training.eval_share)
+        blocks = (
+            lab.blocks(training.block_length, count, measuring.num_seqs, training.seed)
+            if lab
+            else read_blocks(loaded, text, dataset, training.block_length, count, training.eval_share)
+        )
     workshop = Workshop(
         folder,
         MANIFEST,
@@ -131,6 +133,16 @@ def _check_options(options: dict[str, Any], seeds: int) -> None:
             raise InputError(f"--{name.replace('_', '-')} does not go with `train`, which begins with random weights")
     if seeds < 1:
         raise InputError(f"--seeds {seeds}: it must be at least 1")
+
+
+def _lab(text: str, dataset: str | None, tokenizer: object) -> BackcopyLab | None:
+    """Where the text is a task. Errors: InputError for what it has of its own."""
+    if text != BackcopyLab.name:
+        return None
+    for name, given in (("dataset", dataset), ("tokenizer", tokenizer)):
+        if given is not None:
+            raise InputError(f"--text {text} has its own {name}: leave --{name} out")
+    return BackcopyLab()
 
 
 def _tokenizer(

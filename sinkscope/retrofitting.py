@@ -24,7 +24,7 @@ from sinkscope.subject import ModelLike, config_of, family_of, loaded_model, sta
 from sinkscope.trained import Trained
 from sinkscope.training import launched
 from sinkscope.training_config import TrainingConfig, make_training_config
-from sinkscope.workshop import Workshop, check_folder
+from sinkscope.workshop import Workshop, check_folder, check_methods
 
 MANIFEST = "retrofit.json"
 METHODS = ("vga", "none")  # VGA's table 3
@@ -65,6 +65,7 @@ def retrofit(
         loaded = loaded_model(model, tokenizer, config.model_copy(update={"device_map": "cpu"}))
     family, notices = family_of(loaded.model)
     tell(console, (*loaded.notices, *notices))
+    check_methods(wanted, loaded.model, family, training)
     count = training.blocks_wanted(PartialState().num_processes)
     with status(console, "reading the text"):
         blocks = read_blocks(

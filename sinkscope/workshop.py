@@ -34,7 +34,7 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from sinkscope.analysis import measure, publish
-from sinkscope.arms import Arm
+from sinkscope.arms import Arm, Method
 from sinkscope.backcopy_lab import BackcopyLab
 from sinkscope.blocks import Blocks
 from sinkscope.comparison import compare
@@ -96,7 +96,6 @@ class Workshop:
     def finish(self, arms: Iterable[Arm], manifest: dict[str, Any], overwrite: bool, untouched: bool) -> Trained:
         """Everything that is not done yet. `untouched`: also the model as it was, measured."""
         arms = list(arms)
-        check_methods(arms, self.loaded.model, self.family, self.training)
         self._claim(manifest, arms, overwrite)
         if untouched:
             self._measure_untouched()
@@ -292,10 +291,10 @@ class Workshop:
 # ---------------------------------------------------------------------------------- what is checked beforehand
 
 
-def check_methods(arms: Iterable[Arm], model: PreTrainedModel, family: Family, training: TrainingConfig) -> None:
+def check_methods(methods: Iterable[Method], model: PreTrainedModel, family: Family, training: TrainingConfig) -> None:
     """Errors: InputError for a method that cannot be trained on this model, before hours of training another."""
     limit = known_positions(model, family)
-    for method in {arm.method.label: arm.method for arm in arms}.values():
+    for method in methods:
         trial = retrofit_model(copy.deepcopy(model), family, method.name, **method.parameters)
         try:
             check_trainable(trial, training.only_new)

@@ -181,6 +181,6 @@ def test_a_model_without_gates_is_refused_with_the_reason(label: str) -> None:
     with pytest.raises(InputError, match=r"--observables gate does not apply to .*: it has no gates, as vga"):
         sinkscope.analyze(model, input="random", num_seqs=2, seq_len=8, observables="gate")
     run = sinkscope.analyze(model, input="random", num_seqs=2, seq_len=8, positions=8, window=8)
-    assert run.manifest["not_measured"]["gate"] == "it has no gates, as vga, iga and vscale build in"
+    assert "gate" not in run.manifest["not_measured"]  # nobody misses it
     assert "gate" not in run.tables
     assert np.isnan(run.metric("gate_first"))

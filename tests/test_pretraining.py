@@ -190,6 +190,29 @@ def test_token_ids_need_none(shape: Path) -> None:
     assert not (done.model("none") / "tokenizer.json").exists()
 
 
+# --- the lab
+
+
+def test_the_lab(tmp_path: Path) -> None:
+    methods = {"plain": "none", "VGA": "vga:placement=output,scale=1"}
+    small = SMALL | {"block_length": 24, "batch_size": 4, "log_every": 2}
+    done = train("bigram-backcopy", methods, text="bigram-backcopy", seeds=2, out="out", **small, num_seqs=4)
+    assert list(done.runs) == ["plain-seed0", "VGA-seed0", "plain-seed1", "VGA-seed1"]
+    training = done.tables["training"]
+    probed = training[training["metric"] == "attention_to_start"]
+    assert set(probed["step"]) == {0, 2, 4}
+    assert set(zip(probed["condition"], probed["seed"], strict=True)) == {(m, s) for m in methods for s in (0, 1)}
+    assert set(done.tables["value_norms"]["condition"]) == set(methods)
+    assert len(done.tables["value_norms"]) == 2 * 20  # of the first seed
+    assert {"backcopy-maps", "backcopy-training"} <= set(done.figures())
+    last = probed[(probed["condition"] == "VGA") & (probed["step"] == 4)]["value"]
+    row = next(
+        line for line in done.verdict.split("Non-trigger queries at step 4")[1].splitlines() if "| VGA |" in line
+    )
+    assert f"{last.mean():.3f} ± {last.std():.3f}" in row
+    assert AutoTokenizer.from_pretrained(done.model("VGA-seed1")).decode([0]) == "<s>"
+
+
 # --- architectures
 
 
@@ -230,6 +253,7 @@ def test_random_weights_are_the_seeds() -> None:
         (("--steps", "0"), "--steps 0: it must be at least 1"),
         (("--text", "sampled"), "--text sampled: a model with random weights has nothing to say"),
         (("--text", "nothing.txt"), "--text nothing.txt: no such file"),
+        (("--text", "bigram-backcopy", "--tokenizer", "."), "--text bigram-backcopy has its own tokenizer"),
         (("--tokenizer", "./nowhere"), "./nowhere: no such folder"),
         (("--config", "small.json", "--block-length", "65"), "--block-length 65 is beyond the model's 64 positions"),
     ],

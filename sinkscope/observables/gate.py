@@ -24,6 +24,7 @@ class Gate(Observable):
     name = "gate"
     about = "a retrofit's gates, and the norms of the values before them, per head and position"
     sites = ("gate",)
+    expected = False  # only retrofits have gates
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)

@@ -48,6 +48,7 @@ class Observable(ABC):
 
     name: ClassVar[str]
     about: ClassVar[str]  # one line for `sinkscope list`
+    expected: ClassVar[bool] = True  # of any model: where it does not apply, a run says so
     sites: ClassVar[tuple[str, ...]]  # residual-stream sites (families.py) and ATTENTION_SITES
 
     def __init__(self, settings: Settings) -> None:
