@@ -678,12 +678,15 @@ def run(
 ) -> None:
     """Run a recipe: an experiment or a paper's figure, with all its options, on any model.
 
-    Writes a run folder with the recipe's figures and prints the verdict, or a comparison of its runs.
+    Writes a run folder with the recipe's figures and prints the verdict, or a comparison of its runs. A recipe that
+    trains leaves what `retrofit` or `train` do, and goes on where it was broken off.
     """
     given = _options_given(ctx)
-    with _all_or_nothing():
-        from sinkscope.recipes import run_recipe
 
+    from sinkscope.recipes import find_recipe, read_recipe, run_recipe
+
+    goes_on = bool(read_recipe(find_recipe(recipe)).content.methods)
+    with _kept_when_interrupted() if goes_on else _all_or_nothing():
         done = run_recipe(recipe, out=out, overwrite=overwrite, quiet=quiet, **given)
     if quiet:
         return
