@@ -48,6 +48,9 @@ report: install models  ## what reports/ holds
 	$(BIN)/sinkscope run all-interventions --model .models/gemma3-270m.gguf --out reports/gemma3-270m-interventions --overwrite
 	$(BIN)/sinkscope quantize --out reports/smollm2-135m-w8a8 --overwrite
 	$(BIN)/sinkscope run streaming-perplexity --out reports/smollm2-135m-streaming --overwrite
+	$(BIN)/sinkscope run retrofit-in-an-hour --out reports/smollm2-135m-retrofit --overwrite
+	$(BIN)/sinkscope run bigram-backcopy --out reports/bigram-backcopy --overwrite
+	$(BIN)/sinkscope run bigram-backcopy-equal-rate --out reports/bigram-backcopy-equal-rate --overwrite
 
 clean:
 	rm -rf .venv .models runs
