@@ -229,7 +229,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
             for path in made:
                 path.rmdir()
         if isinstance(error, OSError):
-            raise SinkscopeError(f"nothing was written: writing {folder} failed: {_one_line(error)}") from error
+            raise SinkscopeError(f"writing {folder} failed, and nothing of it is left: {_one_line(error)}") from error
         raise
 
 

@@ -230,7 +230,10 @@ def test_wrong_options(options: list[str], message: str, tiny: Path) -> None:
         (["anlyze"], "analyze"),
         (["--nope"], "--nope"),
         (["list", "figurs"], "'figurs' is unknown; did you mean 'figures'?"),
-        (["list", "nothing"], "known: observables, interventions, retrofits, figures, families, recipes"),
+        (
+            ["list", "nothing"],
+            "known: observables, interventions, retrofits, architectures, figures, families, recipes",
+        ),
         (["run"], "Missing argument 'RECIPE'"),
         (
             ["run", "gradient-sink-figure-1"],
@@ -552,7 +555,7 @@ def test_interrupted(bare: Path, failing: Any, where: str) -> None:
 def test_a_disk_that_refuses(bare: Path, failing: Any, where: str, number: int) -> None:
     failing(where, OSError(number, "the disk says no"))
     message = refused(1, "analyze", bare, *RANDOM)
-    assert "nothing was written: writing deep/down/run failed" in message
+    assert "writing deep/down/run failed, and nothing of it is left" in message
     assert "the disk says no" in message
 
 

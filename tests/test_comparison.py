@@ -133,7 +133,7 @@ def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("sinkscope.comparison.write_table", full)
-    with pytest.raises(SinkscopeError, match=r"nothing was written: .* No space left on device"):
+    with pytest.raises(SinkscopeError, match=r"nothing of it is left: .* No space left on device"):
         compare(made_up(), made_up(), out=tmp_path / "deep" / "both")
     assert not list(tmp_path.iterdir())
 

@@ -215,7 +215,7 @@ def test_a_disk_that_refuses(tiny: Path, content: str, monkeypatch: pytest.Monke
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("sinkscope.run.write_table", full)
-    with pytest.raises(sinkscope.SinkscopeError, match="nothing was written: writing out failed"):
+    with pytest.raises(sinkscope.SinkscopeError, match="writing out failed, and nothing of it is left"):
         run_recipe(written(content), tiny, out="out")
     assert [path.name for path in Path().iterdir()] == ["mine.yaml"]
 

@@ -272,7 +272,7 @@ def test_a_disk_that_refuses(trained: Path, tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr("sinkscope.training_view.save_figures", full)
     message = refused(trained, out=tmp_path / "out", error=SinkscopeError)
-    assert message.startswith(f"nothing was written: writing {tmp_path / 'out'} failed")
+    assert message.startswith(f"writing {tmp_path / 'out'} failed, and nothing of it is left")
     assert not list(tmp_path.iterdir())
 
 

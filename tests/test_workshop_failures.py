@@ -140,7 +140,7 @@ def test_a_full_disk_at_any_stage_says_so_and_loses_nothing(
         (sinkscope.workshop, "write_table", full, "the training up to step 3 is kept"),
         (PreTrainedModel, "save_pretrained", full_in_rust, "the training up to step 3 is kept"),
         (sinkscope.workshop, "write_run", full, "vga/run failed"),
-        (sinkscope.workshop, "save_figures", full, "what was reached is kept"),
+        (sinkscope.workshop, "save_figures", full, "figures failed, and nothing of it is left"),
     ]
     for place, name, fails, told in stages:
         with monkeypatch.context() as patched:
