@@ -97,7 +97,7 @@ def figures_of(tables: Mapping[str, pd.DataFrame], runs: Mapping[str, Run]) -> "
     figures = {"retrofit-bars": draw_retrofit_bars(tables["retrofit"])}
     if not tables["training"].empty:
         figures["retrofit-training"] = draw_retrofit_training(tables["training"])
-    if {"attention", "activation"} <= measured:
+    if {"attention", "activation"} <= measured and _layers(runs) > 1:
         figures["retrofit-layers"] = draw_retrofit_layers(runs)
     if "geometry" in measured:
         figures["retrofit-values"] = draw_retrofit_values(runs)
@@ -105,6 +105,10 @@ def figures_of(tables: Mapping[str, pd.DataFrame], runs: Mapping[str, Run]) -> "
         figures["backcopy-maps"] = draw_backcopy_maps(tables["attention_maps"], tables["value_norms"])
         figures["backcopy-training"] = draw_backcopy_training(tables["training"])
     return figures
+
+
+def _layers(runs: Mapping[str, Run]) -> int:
+    return next(iter(runs.values())).tables["activation"]["layer"].nunique()
 
 
 def _moved(label: str, gates: pd.DataFrame) -> str:

@@ -204,7 +204,9 @@ def test_the_lab(tmp_path: Path) -> None:
     assert set(zip(probed["condition"], probed["seed"], strict=True)) == {(m, s) for m in methods for s in (0, 1)}
     assert set(done.tables["value_norms"]["condition"]) == set(methods)
     assert len(done.tables["value_norms"]) == 2 * 20  # of the first seed
-    assert {"backcopy-maps", "backcopy-training"} <= set(done.figures())
+    assert set(done.figures()) == {
+        "backcopy-maps", "backcopy-training", "retrofit-training", "retrofit-values", "retrofit-bars",
+    }  # fmt: skip
     last = probed[(probed["condition"] == "VGA") & (probed["step"] == 4)]["value"]
     row = next(
         line for line in done.verdict.split("Non-trigger queries at step 4")[1].splitlines() if "| VGA |" in line
