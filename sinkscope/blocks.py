@@ -52,6 +52,11 @@ def check_text(text: str) -> None:
         raise InputError(str(error).replace("--input", "--text")) from None
 
 
+def is_written(text: str, dataset: str | None) -> bool:
+    """Words that a tokenizer reads, and not token ids or what the model says itself."""
+    return dataset is not None or text == "natural" or Path(text).suffix.lower() in DOCUMENTS
+
+
 def read_blocks(
     loaded: LoadedModel, text: str, dataset: str | None, length: int, wanted: int, share: float, seed: int = 0
 ) -> Blocks:
@@ -63,7 +68,7 @@ def read_blocks(
     Errors: InputError for a text that cannot be read, or holds fewer than two blocks.
     """
     needed = wanted + max(1, math.ceil(wanted * share / (1 - share)))
-    if dataset is not None or text == "natural" or Path(text).suffix.lower() in DOCUMENTS:
+    if is_written(text, dataset):
         name, rows = _packed(loaded, text, dataset, length, needed)
     else:
         config = make_config(input=text, seq_len=length, num_seqs=needed, seed=seed)

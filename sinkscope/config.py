@@ -116,10 +116,15 @@ def as_folder_name(*parts: str | None) -> str:
 
 def make_config(**options: Any) -> RunConfig:
     """RunConfig with its first complaint as one clear line. Errors: InputError."""
+    return checked(RunConfig, options)
+
+
+def checked(kind: type[Named], options: Mapping[str, Any]) -> Named:
+    """A configuration, or its first complaint as one clear line. Errors: InputError."""
     try:
-        return RunConfig(**options)
+        return kind(**options)
     except ValidationError as error:
-        raise InputError(complaint(error.errors()[0], RunConfig.model_fields)) from None
+        raise InputError(complaint(error.errors()[0], kind.model_fields)) from None
 
 
 # pydantic's kind of error → what to say of the value; the rest is left in pydantic's words

@@ -141,7 +141,7 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
         if not _has_tokenizer(folder):
             raise InputError(f"{source} has no tokenizer")
         try:
-            return AutoTokenizer.from_pretrained(folder)
+            return _tokenizer_in(folder)
         except Exception as error:
             raise InputError(f"the tokenizer of {source} does not load [{_gist(error)}]") from error
 
@@ -547,17 +547,19 @@ def _read_tokenizer(files: _Files, config: PreTrainedConfig, trust_remote_code: 
     config.name_or_path = files.source  # transformers knows some faulty tokenizers by their hub id
     options: dict[str, Any] = {"gguf_file": files.gguf} if files.gguf else {"config": config}
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            files.folder, trust_remote_code=trust_remote_code, **options
-        )
-        if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-            raise ValueError("its vocabulary is empty")  # some classes make do without their files
-        return tokenizer
+        return _tokenizer_in(files.folder, trust_remote_code=trust_remote_code, **options)
     except Exception as error:
         raise InputError(
             f"{files.source}: the model loads, but its tokenizer does not; repair its files or remove them "
             f"[{_gist(error)}]"
         ) from error
+
+
+def _tokenizer_in(folder: Path, **options: Any) -> PreTrainedTokenizerBase:
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, **options)
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        raise ValueError("its vocabulary is empty")  # some classes make do without their files
+    return tokenizer
 
 
 def _gist(error: BaseException) -> str:

@@ -1,12 +1,13 @@
 """Tables as the papers print them, from a run's own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import pandas as pd
 
 from sinkscope.run import Run
 
+Columns = Iterable[tuple[str, str, str]]
 DIGITS = 3  # behind the decimal point, as NU prints
 
 
@@ -46,6 +47,15 @@ def as_markdown(table: pd.DataFrame, numbers: bool = False) -> str:
     rule = ["---"] + ["---:" if numbers else "---"] * (len(table.columns) - 1)
     rows = [table.columns, rule, *table.itertuples(index=False)]
     return "\n".join(f"| {' | '.join(str(cell) for cell in row)} |" for row in rows)
+
+
+def table_with_spread(mean: pd.DataFrame, spread: pd.DataFrame, columns: Columns) -> pd.DataFrame:
+    """Rows of `mean` and `spread` are methods, their columns metrics; `columns`: metric, heading, how it is written."""
+    table = pd.DataFrame({"Method": mean.index})
+    for metric, heading, form in columns:
+        cells = zip(mean[metric], spread[metric], strict=True)
+        table[heading] = [with_spread(value, deviation, form) for value, deviation in cells]
+    return table
 
 
 def with_spread(value: float, deviation: float, form: str) -> str:

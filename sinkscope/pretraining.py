@@ -7,7 +7,6 @@ none-seed1, …; all methods start from the same weights of each seed, and read 
 
 import os
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,12 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from sinkscope.architectures import ARCHITECTURES, architecture, fresh_model
 from sinkscope.arms import Methods, one_each, parse_methods, with_seeds
 from sinkscope.backcopy_lab import BackcopyLab
-from sinkscope.blocks import DOCUMENTS, check_text, read_blocks
+from sinkscope.blocks import check_text, is_written, read_blocks
 from sinkscope.errors import InputError
 from sinkscope.inputs import documents
 from sinkscope.loading import LoadedModel, load_tokenizer
 from sinkscope.own_tokenizer import tokenizer_of
-from sinkscope.retrofitting import split_options
+from sinkscope.retrofitting import manifest_of, split_options
 from sinkscope.subject import family_of, status, tell
 from sinkscope.trained import Trained
 from sinkscope.training import launched
@@ -67,17 +66,10 @@ def train(
     lab = _lab(text, dataset, tokenizer)
     shape = architecture(config)
     name = config if config in ARCHITECTURES else Path(config).expanduser().resolve().stem
-    manifest = {
-        "sinkscope": version("sinkscope"),
-        "command": "train",
+    manifest = manifest_of("train", measuring, training, text, dataset) | {
         "architecture": shape.to_diff_dict(),
-        "config": measuring.model_dump(mode="json"),
-        "training": training.model_dump(mode="json"),
-        "text": text,
-        "dataset": dataset,
         "tokenizer": getattr(tokenizer, "name_or_path", tokenizer and os.fspath(tokenizer)),
         "seeds": seeds,
-        "processes": PartialState().num_processes,
     }
     folder = check_folder(Path(out) / MANIFEST, manifest, overwrite)
     console = Console(stderr=True, quiet=quiet or not PartialState().is_main_process)
@@ -153,9 +145,7 @@ def _tokenizer(
         return wanted
     if wanted is not None:
         return load_tokenizer(os.fspath(wanted))
-    if dataset is None and text != "natural" and Path(text).suffix.lower() not in DOCUMENTS:
-        return None
-    return tokenizer_of(documents(text, dataset)[1], vocab_size)
+    return tokenizer_of(documents(text, dataset)[1], vocab_size) if is_written(text, dataset) else None
 
 
 def _fit(shape: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 
-from sinkscope.paper_tables import as_markdown, with_spread
+from sinkscope.paper_tables import as_markdown, table_with_spread
 from sinkscope.run import Run
 from sinkscope.summary import WHOLE_MODEL
 from sinkscope.tables import COLUMNS, LEADING
@@ -103,9 +103,5 @@ def retrofit_markdown(table: pd.DataFrame) -> str:
     for heading, columns in MARKDOWN.items():
         there = [column for column in columns if column[0] in wide]
         if there:
-            written = pd.DataFrame({"Method": wide.index})
-            for metric, name, form in there:
-                cells = zip(wide[metric], spread[metric], strict=True)
-                written[name] = [with_spread(value, deviation, form) for value, deviation in cells]
-            parts += [f"## {heading}", as_markdown(written, numbers=True)]
+            parts += [f"## {heading}", as_markdown(table_with_spread(wide, spread, there), numbers=True)]
     return "\n\n".join(parts) + "\n"

@@ -58,7 +58,7 @@ def retrofit(
     launched(cpu=config.device_map == "cpu")
     text = os.fspath(text)
     check_text(text)
-    manifest = _manifest(config, training, text, dataset)
+    manifest = manifest_of("retrofit", config, training, text, dataset)
     folder = check_folder(Path(out) / MANIFEST, manifest, overwrite)
     console = Console(stderr=True, quiet=quiet or not PartialState().is_main_process)
     with status(console, "loading the model"):
@@ -97,11 +97,13 @@ def split_options(command: str, model: ModelLike, options: Mapping[str, Any]) ->
     return training, config
 
 
-def _manifest(config: RunConfig, training: TrainingConfig, text: str, dataset: str | None) -> dict[str, Any]:
-    """All that decides the numbers."""
+def manifest_of(
+    command: str, config: RunConfig, training: TrainingConfig, text: str, dataset: str | None
+) -> dict[str, Any]:
+    """All that decides the numbers of either command."""
     return {
         "sinkscope": version("sinkscope"),
-        "command": "retrofit",
+        "command": command,
         "config": config.model_dump(mode="json"),
         "training": training.model_dump(mode="json"),
         "text": text,

@@ -210,6 +210,13 @@ def _check_target(folder: Path, overwrite: bool, manifest: str) -> None:
 _TEMPORARY = ".sinkscope-"  # how the names of unfinished folders begin
 
 
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Under a temporary name and then renamed: a kill leaves the file as it was."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
     """A temporary folder that becomes `folder` when the block ends well, and vanishes when it does not.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 from accelerate import PartialState
 
-from sinkscope.backcopy_lab import lab_markdown
+from sinkscope.backcopy_table import backcopy_markdown
 from sinkscope.comparison import Comparison
 from sinkscope.retrofit_table import UNTOUCHED, retrofit_markdown, retrofit_table
 from sinkscope.run import Run
@@ -36,7 +36,7 @@ class Trained:
     def verdict(self) -> str:
         """VGA's tables, as Markdown; of a task also what the lab found."""
         whole = retrofit_markdown(self.tables["retrofit"])
-        return f"{whole}\n{lab_markdown(self.tables['training'])}" if "value_norms" in self.tables else whole
+        return f"{whole}\n{backcopy_markdown(self.tables['training'])}" if "value_norms" in self.tables else whole
 
     @property
     def notes(self) -> list[str]:

@@ -13,7 +13,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -33,6 +33,7 @@ from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.model_types import is_retrofitted
 from sinkscope.retrofits import gate_displacement, new_parameters
 from sinkscope.retrofits.register_tokens import IGNORED
+from sinkscope.run import write_json
 from sinkscope.sharding import check_sharding, is_sharded
 from sinkscope.summary import WHOLE_MODEL
 from sinkscope.training_config import TrainingConfig
@@ -170,7 +171,7 @@ def _claim(folder: Path, record: dict[str, Any], resume: bool) -> Path | None:
         if state.is_main_process:
             folder.mkdir(parents=True, exist_ok=True)
             _clear(folder, everything=not resume)
-            _write(path, record)
+            write_json(path, record)
         state.wait_for_everyone()
     except OSError as error:
         raise InputError(f"{folder} cannot be written: {error.strerror}") from None
@@ -228,12 +229,6 @@ def _read(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) else None
-
-
-def _write(path: Path, content: Mapping[str, Any]) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def _check_room(model: PreTrainedModel, config: TrainingConfig, folder: Path, kept: int) -> None:

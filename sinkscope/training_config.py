@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from sinkscope.config import complaint
-from sinkscope.errors import InputError
+from sinkscope.config import checked
 
 
 class TrainingConfig(BaseModel):
@@ -42,7 +41,4 @@ PRETRAINING: dict[str, Any] = {"steps": 2000, "learning_rate": 1e-3, "weight_dec
 
 def make_training_config(**options: Any) -> TrainingConfig:
     """TrainingConfig with its first complaint as one clear line. Errors: InputError."""
-    try:
-        return TrainingConfig(**options)
-    except ValidationError as error:
-        raise InputError(complaint(error.errors()[0], TrainingConfig.model_fields)) from None
+    return checked(TrainingConfig, options)

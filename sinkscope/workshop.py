@@ -48,7 +48,7 @@ from sinkscope.projections import known_positions
 from sinkscope.quantisation.bench import w8a8
 from sinkscope.retrofit_table import UNTOUCHED
 from sinkscope.retrofits import gate_displacement, retrofit_model
-from sinkscope.run import Run, check_output, clear_unfinished, new_folder, save_figures, write_run
+from sinkscope.run import Run, check_output, clear_unfinished, new_folder, save_figures, write_json, write_run
 from sinkscope.seam import registers_before
 from sinkscope.subject import Subject, inputs_for, status, subject_of, tell_place
 from sinkscope.tables import read_table, write_table
@@ -137,10 +137,7 @@ class Workshop:
         PartialState().wait_for_everyone()
 
     def _note(self) -> None:
-        path = self.folder / self.file
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(self.manifest, indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        write_json(self.folder / self.file, self.manifest)
 
     # ------------------------------------------------------------------------------------------- arm by arm
 
@@ -262,22 +259,21 @@ class Workshop:
         if self.lab is not None:
             alike = [label for label in labels if runs[label] in firsts.values()]
             tables |= {name: self._all_arms(name, alike) for name in ("attention_maps", "value_norms")}
-        comparison = compare(*firsts.values()) if len(firsts) > 1 else None
+        beside = self.folder / "comparison" if self.is_main else None
+        comparison = compare(*firsts.values(), out=beside, overwrite=True) if len(firsts) > 1 else None
         done = Trained(self.folder, self.manifest, runs, comparison, tables)
         if self.is_main:
             with failures(self.folder):
-                self._write(done, firsts)
+                self._write(done)
         return done
 
-    def _write(self, done: Trained, firsts: Mapping[str, Run]) -> None:
+    def _write(self, done: Trained) -> None:
         (self.folder / "tables").mkdir(exist_ok=True)
         for name, table in done.tables.items():
             write_table(table, self.folder / "tables" / f"{name}.parquet")
         (self.folder / "retrofit.md").write_text(done.verdict, encoding="utf-8")
         with new_folder(self.folder / "figures") as fresh:
             save_figures(done.figures(), fresh)
-        if done.comparison is not None:
-            compare(*firsts.values(), out=self.folder / "comparison", overwrite=True)
 
     def _is_measured(self, label: str) -> bool:
         return (self.folder / label / "run" / "run.json").exists()

@@ -10,6 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from sinkscope.backcopy_table import sinking_layer
 from sinkscope.errors import InputError
 from sinkscope.figures.axes import value_axis
 from sinkscope.figures.labels import escape, shorten
@@ -59,13 +60,6 @@ def draw_backcopy_training(training: pd.DataFrame) -> Figure:
         figure.supxlabel("training step")
         figure.suptitle(_title(table, layer))
     return figure
-
-
-def sinking_layer(table: pd.DataFrame) -> int:
-    """Where the first arm's attention goes most to <s> in the end."""
-    rows = table[(table["condition"] == table["condition"].iloc[0]) & (table["metric"] == "attention_to_start")]
-    last = rows[rows["step"] == rows["step"].max()]
-    return int(last.groupby("layer")["value"].mean().idxmax())
 
 
 def _panel(ax: Axes, rows: pd.DataFrame, curves: dict[str, tuple[str, dict[str, Any]]]) -> None:
