@@ -18,7 +18,7 @@ from sinkscope.errors import InputError
 from sinkscope.families import embedding_weight
 from sinkscope.inputs import check_ids, check_source, documents, encode, own_prefix
 from sinkscope.loading import LoadedModel
-from sinkscope.subject import inputs_for
+from sinkscope.subject import inputs_for, position_limit
 
 PIECE = 1 << 20  # characters that are tokenised at once
 DOCUMENTS = (".txt", ".jsonl", ".json")
@@ -92,7 +92,7 @@ def _packed(
     tokenizer = loaded.tokenizer
     if tokenizer is None:
         raise InputError("training on text needs a tokenizer, and this model has none: give token ids (.npy)")
-    limit = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None)
+    limit = position_limit(loaded.model)
     if limit and length > limit:
         raise InputError(f"--block-length {length} is beyond the model's {limit} positions: take at most {limit}")
     prefix = own_prefix(tokenizer)

@@ -95,14 +95,13 @@ def family_of(model: PreTrainedModel) -> tuple[Family, list[str]]:
 def inputs_for(loaded: LoadedModel, config: RunConfig) -> TokenInputs:
     """The run's token sequences, fitted to the model's vocabulary and positions."""
     text = loaded.model.config.get_text_config()
-    limits = (getattr(text, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len"))
     ends = text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]
     return build_inputs(
         config.input,
         vocab_size=embedding_weight(loaded.model).shape[0],
         tokenizer=loaded.tokenizer,
         dataset=config.dataset,
-        max_positions=next((limit - registers_before(loaded.model) for limit in limits if limit), None),
+        max_positions=position_limit(loaded.model),
         num_seqs=config.num_seqs,
         seq_len=config.seq_len,
         bos=config.bos,
@@ -111,6 +110,13 @@ def inputs_for(loaded: LoadedModel, config: RunConfig) -> TokenInputs:
         seed=config.seed,
         sampler=partial(_sample, loaded.model),
     )
+
+
+def position_limit(model: PreTrainedModel) -> int | None:
+    """The longest sequence that a model's configuration allows, registers left out; None where it names none."""
+    text = model.config.get_text_config()
+    limits = (getattr(text, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len"))
+    return next((limit - registers_before(model) for limit in limits if limit), None)
 
 
 @torch.no_grad()
