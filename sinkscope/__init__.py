@@ -11,33 +11,29 @@ The verbs are those of the command line. They are imported when first used: `sin
 from importlib import import_module
 from typing import Any
 
-from sinkscope.model_types import teach_transformers
-
 _HOME = {
-    "analyze": "sinkscope.analysis",
-    "analyze_steps": "sinkscope.training_view",
-    "intervene": "sinkscope.experiment",
+    "analyze": "sinkscope.commands.analyze",
+    "analyze_steps": "sinkscope.commands.series",
+    "intervene": "sinkscope.commands.intervene",
     "intervening": "sinkscope.interventions",
-    "quantize": "sinkscope.quantisation.experiment",
-    "quantised": "sinkscope.quantisation.simulation",
-    "calibrate_ranges": "sinkscope.quantisation.calibration",
-    "load": "sinkscope.loading",
-    "retrofit": "sinkscope.retrofitting",
-    "train": "sinkscope.pretraining",
+    "quantize": "sinkscope.commands.quantize",
+    "quantised": "sinkscope.quantization.simulation",
+    "calibrate_ranges": "sinkscope.quantization.calibration",
+    "load": "sinkscope.models.loading",
+    "retrofit": "sinkscope.commands.retrofit",
+    "train": "sinkscope.commands.train",
     "retrofit_model": "sinkscope.retrofits",
     "new_parameters": "sinkscope.retrofits",
     "gate_displacement": "sinkscope.retrofits",
-    "compare": "sinkscope.comparison",
-    "doctor": "sinkscope.diagnosis",
-    "run_recipe": "sinkscope.recipes",
-    "Run": "sinkscope.run",
-    "Series": "sinkscope.training_view",
+    "compare": "sinkscope.report.comparison",
+    "doctor": "sinkscope.commands.doctor",
+    "run_recipe": "sinkscope.commands.run",
+    "Run": "sinkscope.report.run",
+    "Series": "sinkscope.commands.series",
     "InputError": "sinkscope.errors",
     "SinkscopeError": "sinkscope.errors",
 }
 __all__ = sorted(_HOME)
-
-teach_transformers()  # so that AutoModelForCausalLM.from_pretrained knows retrofitted models
 
 
 def __getattr__(name: str) -> Any:

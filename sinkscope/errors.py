@@ -1,4 +1,10 @@
-"""The two ways a run can end badly. Both carry one or two lines for a person; neither needs a traceback."""
+"""The two ways a run can end badly, and the words that all messages share.
+
+Both exceptions carry one or two lines for a person; neither needs a traceback.
+"""
+
+import difflib
+from collections.abc import Iterable
 
 
 class SinkscopeError(Exception):
@@ -7,3 +13,36 @@ class SinkscopeError(Exception):
 
 class InputError(SinkscopeError):
     """Wrong arguments or input (exit status 2): nothing was computed and nothing was written."""
+
+
+def unknown(name: str, known: Iterable[str]) -> str:
+    """Say that a name is unknown, with the closest known one and the whole list.
+
+    Args:
+        name: what was given.
+        known: the names there are.
+
+    Returns:
+        "'x' is unknown; did you mean 'y'? known: …"
+    """
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean '{close[0]}'? " if close else ""
+    return f"'{name}' is unknown; {hint}known: {', '.join(known)}"
+
+
+def one_line(error: object, longest: int = 200) -> str:
+    """The text of an error (its type's name where it has none) on one line of at most `longest` characters."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= longest else text[: longest - 1] + "…"
+
+
+def described(error: BaseException) -> str:
+    """The type and text of another library's error on one line, to end one of our messages."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}".removesuffix(": ")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that memory ran out; PyTorch's CPU allocator raises a bare RuntimeError."""
+    signs = ("out of memory", "not enough memory", "allocate memory")
+    return isinstance(error, MemoryError) or any(sign in str(error).lower() for sign in signs)

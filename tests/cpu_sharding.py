@@ -5,7 +5,7 @@ from typing import Any
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
-from sinkscope import sharding
+from sinkscope.training import sharding
 
 
 def shard_on_cpu() -> None:

@@ -12,11 +12,11 @@ import pandas as pd
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from sinkscope.batch import Batch
-from sinkscope.families import find_family
-from sinkscope.observables import OBSERVABLES
-from sinkscope.observables.observable import Settings
-from sinkscope.tracer import open_tracer
+from sinkscope.measuring.observables import OBSERVABLES
+from sinkscope.measuring.observables.observable import Settings
+from sinkscope.measuring.tracer import open_tracer
+from sinkscope.models.families import find_family
+from sinkscope.text.batch import Batch
 
 torch.set_num_threads(1)  # nothing here is large enough to share; threads waiting for each other take seconds
 gc.freeze()  # `analyze` collects garbage before every pass, which takes 0.2 s with all of the libraries to look at

@@ -1,23 +1,44 @@
-"""What is taken away, moved or replaced, one mechanism a file. A file with an `Intervention` that has a name is listed.
+"""What is taken away, moved or replaced, one mechanism a file. A new one is a file here, and a line in the register.
 
 with intervening(model, "zero-massive:layers=11,coordinates=507"):
     model.generate(…)
 """
 
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from transformers import PreTrainedModel
 
-from sinkscope.config import filled_in, unknown
-from sinkscope.discovery import named_subclasses
-from sinkscope.errors import InputError
-from sinkscope.families import find_family
+from sinkscope.attention.seam import open_seam
+from sinkscope.errors import InputError, unknown
+from sinkscope.interventions.first_embedding import NullifyFirstEmbedding
 from sinkscope.interventions.intervention import Intervention, Known, Target, applied
-from sinkscope.seam import open_seam
+from sinkscope.interventions.key_columns import ZeroKeyColumns
+from sinkscope.interventions.massive import MeanMassive, ZeroMassive
+from sinkscope.interventions.positional_encoding import ReplaceEpe, TransplantEpe
+from sinkscope.interventions.query_bias import NullifyQueryBias, PerturbQueryBias
+from sinkscope.interventions.sink_mask import MaskSink
+from sinkscope.interventions.sink_value import ScaleSinkValue
+from sinkscope.interventions.streaming_window import StreamingWindow
+from sinkscope.models.families import find_family
+from sinkscope.options.measuring import filled_in
 
-INTERVENTIONS: dict[str, type[Intervention]] = named_subclasses(sys.modules[__name__], Intervention)
+INTERVENTIONS: dict[str, type[Intervention]] = {
+    intervention.name: intervention
+    for intervention in (
+        NullifyFirstEmbedding,
+        ZeroKeyColumns,
+        ZeroMassive,
+        MeanMassive,
+        ReplaceEpe,
+        TransplantEpe,
+        NullifyQueryBias,
+        PerturbQueryBias,
+        MaskSink,
+        ScaleSinkValue,
+        StreamingWindow,
+    )
+}
 
 
 def parse(text: str) -> Intervention:

@@ -7,21 +7,11 @@ from typing import ClassVar, Self
 import torch
 
 from sinkscope.errors import InputError
-from sinkscope.interventions.intervention import (
-    Chosen,
-    Edit,
-    Intervention,
-    Known,
-    Open,
-    Target,
-    check_changes,
-    chosen,
-    random_choice,
-    replaced,
-)
+from sinkscope.interventions.intervention import Chosen, Intervention, Known, Open, Target, chosen, random_choice
 from sinkscope.interventions.massive import first_massive
-from sinkscope.observables.query_bias import massive_coordinates
-from sinkscope.projections import Role, effective_positions
+from sinkscope.models.edits import Edit, check_changes, replaced
+from sinkscope.models.positions import effective_positions, massive_coordinates
+from sinkscope.models.projections import Role
 
 
 class ZeroKeyColumns(Intervention):

@@ -7,17 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from sinkscope.interventions.intervention import (
-    Edit,
-    Index,
-    Indices,
-    Intervention,
-    Known,
-    Target,
-    check_changes,
-    random_positions,
-    replaced,
-)
+from sinkscope.interventions.intervention import Index, Indices, Intervention, Known, Target, random_positions
+from sinkscope.models.edits import Edit, check_changes, replaced
 
 
 class _PositionVectors(Intervention):

@@ -8,17 +8,8 @@ from typing import ClassVar
 import torch
 
 from sinkscope.errors import InputError
-from sinkscope.interventions.intervention import (
-    Chosen,
-    Edit,
-    Index,
-    Intervention,
-    Known,
-    Target,
-    check_changes,
-    chosen,
-    replaced,
-)
+from sinkscope.interventions.intervention import Chosen, Index, Intervention, Known, Target, chosen
+from sinkscope.models.edits import Edit, check_changes, replaced
 
 
 class _QueryBias(Intervention):

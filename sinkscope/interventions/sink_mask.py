@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import torch
 
+from sinkscope.attention.kernels import ForbiddenKeys
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.intervention import (
     Chosen,
@@ -17,7 +18,6 @@ from sinkscope.interventions.intervention import (
     chosen,
     random_positions,
 )
-from sinkscope.seam import ForbiddenKeys
 
 
 class MaskSink(Intervention):

@@ -18,7 +18,7 @@ from sinkscope.interventions.intervention import (
     edited_positions,
     random_positions,
 )
-from sinkscope.projections import Role
+from sinkscope.models.projections import Role
 
 
 class ScaleSinkValue(Intervention):

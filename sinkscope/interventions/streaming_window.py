@@ -3,9 +3,18 @@
 from contextlib import AbstractContextManager
 from typing import ClassVar, Self
 
+from transformers import PreTrainedModel
+
+from sinkscope.attention.streaming import inapplicable, streaming
 from sinkscope.errors import InputError
 from sinkscope.interventions.intervention import Indices, Intervention, Known, Target
-from sinkscope.streaming import inapplicable, streaming
+from sinkscope.models.families import Family
+from sinkscope.retrofits.registers import registers_before
+
+
+def cannot_stream(model: PreTrainedModel, family: Family) -> str | None:
+    """Why this model cannot stream here; None where it can."""
+    return "its register tokens are no tokens of the text" if registers_before(model) else inapplicable(family)
 
 
 class StreamingWindow(Intervention):
@@ -20,7 +29,7 @@ class StreamingWindow(Intervention):
 
     @classmethod
     def inapplicable(cls, target: Target) -> str | None:
-        return inapplicable(target.family)
+        return cannot_stream(target.model, target.family)
 
     def resolved(self, known: Known) -> Self:
         return self if self.window else self.model_copy(update={"window": (max(1, known.length // 4),)})

@@ -3,10 +3,9 @@
     retrofit_model(model, None, "vga", placement="output")
     model.save_pretrained(folder)                              # AutoModelForCausalLM loads it again
 
-A file with a `Retrofit` that has a name is listed.
+A new one is a file here, and a line in the register.
 """
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,16 +13,24 @@ import pandas as pd
 from torch import nn
 from transformers import PreTrainedModel
 
-from sinkscope.config import filled_in, unknown
-from sinkscope.discovery import named_subclasses
-from sinkscope.errors import InputError
-from sinkscope.families import Family, find_family
-from sinkscope.model_types import is_retrofitted
+from sinkscope.attention.taps import NAME
+from sinkscope.errors import InputError, unknown
+from sinkscope.models.families import Family, find_family, is_retrofitted
+from sinkscope.options.measuring import filled_in
+from sinkscope.retrofits.iga import IGA
+from sinkscope.retrofits.key_bias import KeyBiases
+from sinkscope.retrofits.learnable_sink import LearnableSink
+from sinkscope.retrofits.model_types import teach_transformers
+from sinkscope.retrofits.none import Plain
+from sinkscope.retrofits.register_tokens import RegisterTokens
 from sinkscope.retrofits.retrofit import GatePart, Part, Retrofit
 from sinkscope.retrofits.saving import become_retrofitted
-from sinkscope.seam import NAME
+from sinkscope.retrofits.vga import VGA
+from sinkscope.retrofits.vscale import VScale
 
-RETROFITS: dict[str, type[Retrofit]] = named_subclasses(sys.modules[__name__], Retrofit)
+RETROFITS: dict[str, type[Retrofit]] = {
+    retrofit.name: retrofit for retrofit in (IGA, KeyBiases, LearnableSink, Plain, RegisterTokens, VGA, VScale)
+}
 
 
 def retrofit_model(model: PreTrainedModel, family: Family | None, method: str, **parameters: Any) -> PreTrainedModel:
@@ -123,3 +130,5 @@ __all__ = [
     "new_parameters",
     "retrofit_model",
 ]
+
+teach_transformers()  # so that AutoModelForCausalLM.from_pretrained knows retrofitted models

@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 from transformers import PreTrainedModel
 
-from sinkscope.families import Family
+from sinkscope.models.families import Family
 from sinkscope.retrofits.retrofit import GatePart, Layer, OutputPart, Retrofit, ValuePart, layers_of
 
 

@@ -10,9 +10,9 @@ from typing import ClassVar
 import torch
 from transformers import PreTrainedModel
 
-from sinkscope.families import Family
+from sinkscope.attention.kernels import AttentionCall, upcast
+from sinkscope.models.families import Family
 from sinkscope.retrofits.retrofit import DenominatorPart, Layer, Retrofit, layers_of
-from sinkscope.seam import AttentionCall, upcast
 
 
 def bias_logits(query: torch.Tensor, key: torch.Tensor, scaling: float, softcap: float | None = None) -> torch.Tensor:

@@ -10,9 +10,9 @@ import torch
 from pydantic import Field
 from transformers import PreTrainedModel
 
-from sinkscope.families import Family
+from sinkscope.attention.kernels import AttentionCall
+from sinkscope.models.families import Family
 from sinkscope.retrofits.retrofit import DenominatorPart, Layer, Retrofit, layers_of
-from sinkscope.seam import AttentionCall
 
 
 class SinkLogit(DenominatorPart):

@@ -15,12 +15,12 @@ from pydantic import Field
 from torch import nn
 from transformers import PreTrainedModel
 
-from sinkscope.batch import insert_before
+from sinkscope.attention.taps import RETROFIT
 from sinkscope.errors import InputError
-from sinkscope.families import Family, embedding_weight
-from sinkscope.projections import known_positions
+from sinkscope.models.families import Family, embedding_weight
+from sinkscope.models.positions import known_positions
 from sinkscope.retrofits.retrofit import Part, Retrofit
-from sinkscope.seam import RETROFIT
+from sinkscope.text.batch import insert_before
 
 IGNORED = -100  # the label of a token that is not predicted
 CHUNK = 4096  # rows of the vocabulary at once

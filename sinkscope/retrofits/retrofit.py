@@ -21,10 +21,11 @@ from pydantic import BaseModel, ConfigDict
 from torch import nn
 from transformers import PreTrainedModel
 
+from sinkscope.attention.interceptor import Interceptor
+from sinkscope.attention.taps import NAME, RETROFIT, Denominator
 from sinkscope.errors import SinkscopeError
-from sinkscope.families import Family
-from sinkscope.projections import Projection, projections
-from sinkscope.seam import NAME, RETROFIT, Denominator, Interceptor
+from sinkscope.models.families import Family
+from sinkscope.models.projections import Projection, projections
 
 
 @dataclass(frozen=True)

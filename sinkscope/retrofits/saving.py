@@ -17,9 +17,11 @@ from transformers.conversion_mapping import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from sinkscope.attention.seam import attend
+from sinkscope.attention.taps import RETROFIT, has_denominators
 from sinkscope.errors import InputError
-from sinkscope.model_types import PREFIX, base_type, config_class
-from sinkscope.seam import RETROFIT, attend, has_denominators
+from sinkscope.models.families import PREFIX, base_type
+from sinkscope.retrofits.model_types import config_class
 
 
 @cache

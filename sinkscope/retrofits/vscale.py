@@ -12,9 +12,9 @@ from pydantic import Field, model_validator
 from torch import nn
 from transformers import PreTrainedModel
 
-from sinkscope.families import Family
+from sinkscope.attention.kernels import upcast
+from sinkscope.models.families import Family
 from sinkscope.retrofits.retrofit import Layer, Retrofit, ValuePart, layers_of
-from sinkscope.seam import upcast
 
 
 def shrink(r: torch.Tensor, c: torch.Tensor | float) -> torch.Tensor:

@@ -18,19 +18,19 @@ from collections.abc import Callable
 
 import torch
 
-import sinkscope.loading
-from sinkscope.batch import Batch
-from sinkscope.details import MeanMaps
-from sinkscope.families import find_family
+import sinkscope.models.loading
 from sinkscope.interventions import parse
-from sinkscope.observables.activation import Activation
-from sinkscope.observables.attention import Attention
-from sinkscope.observables.geometry import Geometry
-from sinkscope.observables.gradient import Gradient
-from sinkscope.observables.massive import Massive
-from sinkscope.observables.observable import Settings
-from sinkscope.observables.outlier import Outlier
-from sinkscope.tracer import Tracer, open_tracer
+from sinkscope.measuring.observables.activation import Activation
+from sinkscope.measuring.observables.attention import Attention
+from sinkscope.measuring.observables.close_ups import MeanMaps
+from sinkscope.measuring.observables.geometry import Geometry
+from sinkscope.measuring.observables.gradient import Gradient
+from sinkscope.measuring.observables.massive import Massive
+from sinkscope.measuring.observables.observable import Settings
+from sinkscope.measuring.observables.outlier import Outlier
+from sinkscope.measuring.tracer import Tracer, open_tracer
+from sinkscope.models.families import find_family
+from sinkscope.text.batch import Batch
 
 Variant = Callable[[], float]  # runs one pass and gives its seconds
 
@@ -217,7 +217,7 @@ def main() -> None:
     parser.add_argument("--only", choices=["forward", "backward", "arms"])
     parser.add_argument("--peak-of")
     arguments = parser.parse_args()
-    model = sinkscope.loading.load(arguments.model).model
+    model = sinkscope.models.loading.load(arguments.model).model
     if arguments.peak_of:
         print_peak(model, tuple(arguments.shape), arguments.peak_of)
         return

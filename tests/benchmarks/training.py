@@ -15,11 +15,11 @@ from collections.abc import Callable
 import torch
 from transformers import PreTrainedModel, Trainer
 
-import sinkscope.loading
-from sinkscope.arms import Method, parse_methods
+import sinkscope.models.loading
+from sinkscope.options.training import TrainingConfig
 from sinkscope.retrofits import retrofit_model
-from sinkscope.training import _arguments, parameter_groups
-from sinkscope.training_config import TrainingConfig
+from sinkscope.training.arms import Method, parse_methods
+from sinkscope.training.trainer import _arguments, parameter_groups
 
 METHODS = "vscale,vga,vga:placement=output,iga,iga:placement=output,none"  # the last: plain again, how exact this is
 SHAPES = ((8, 64), (4, 256))
@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--shape", type=int, nargs=2)
     arguments = parser.parse_args()
-    model = sinkscope.loading.load(arguments.model, dtype="float32").model
+    model = sinkscope.models.loading.load(arguments.model, dtype="float32").model
     shapes = list(SHAPES) if arguments.shape is None else [tuple(arguments.shape)]
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32, median of {arguments.rounds} rounds")
     print(f"  {'':<36} {'plain':>8} {'retrofitted':>14}")

@@ -1,5 +1,0 @@
-"""`python -m sinkscope`: the command line where its script is not on the path."""
-
-from sinkscope.cli import main
-
-main()

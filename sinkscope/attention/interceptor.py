@@ -1,0 +1,191 @@
+"""Attention found inside a model's own code, for families that are not on transformers' AttentionInterface."""
+
+import math
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from sinkscope.attention.kernels import MASKED, AttentionCall, repeat_heads, row_lse, upcast
+from sinkscope.attention.taps import NAME, Denominator, Seam, denominator_of
+
+
+class Interceptor(TorchFunctionMode):
+    """Finds attention inside one attention module's own code, for families that are not on the interface.
+
+    Knows F.scaled_dot_product_attention, and matmul (q, kᵀ) → softmax → matmul (weights, v). Torch runs
+    `__torch_function__` with the mode switched off, so whatever an observer computes at a tap is not intercepted.
+    """
+
+    MATMULS: ClassVar = {
+        torch.matmul, torch.bmm, torch.baddbmm,
+        torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.bmm, torch.Tensor.baddbmm,
+    }  # fmt: skip
+    SOFTMAXES: ClassVar = {F.softmax, torch.softmax, torch.Tensor.softmax}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = Seam("sdpa", "interceptor")  # for a module that has none: a retrofit's, while nobody measures
+        self.idle.scaling = math.nan  # nobody asks
+        self.seam = self.idle
+        self.denominator: Denominator | None = None
+        self.batch = 0
+        self.kv_heads: int | None = None  # where the module says so
+        self.query, self.key = torch.empty(0), torch.empty(0)  # of the call under way
+        self.awaited = "logits"  # then "softmax", then "mix", then nothing more in this call
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return self._fused(*args, **kwargs)
+        if func in self.MATMULS and self.awaited == "logits" and self._batched(args, kwargs):
+            return self._logits(func, args, kwargs)
+        if func in self.SOFTMAXES and self.awaited == "softmax":
+            return self._softmax(func, args, kwargs)
+        if func in self.MATMULS and self.awaited == "mix" and self._batched(args, kwargs):
+            return self._mix(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    @staticmethod
+    def _batched(args: tuple, kwargs: dict) -> bool:
+        """Both factors vary over the batch; a projection written as x @ W.T (Falcon) does not."""
+        return kwargs.get("batch2", args[-1]).dim() >= 3
+
+    def _fused(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        if attn_mask is None and not is_causal and query.shape[2] > 1:  # not causal: nothing that a tap should see
+            return F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=enable_gqa)
+        seam = self.seam
+        scaling = query.shape[-1] ** -0.5 if scale is None else scale
+        query, key, value = seam.query(query), seam.key(self._own_heads(key)), self._own_heads(value)
+        seam.call = AttentionCall(attn_mask, scaling, forbidden=seam.forbidden, dropout=dropout_p)
+        if self.denominator is not None:
+            seam.call = self.denominator.added_to(seam.call, query, self._own_bias(attn_mask))
+        # The taps run in one order whatever the model does, so lse (which needs no value) comes before value.
+        mix, lse = seam.kernel(query, key, value, seam.call)
+        seam.lse(lse)
+        tapped = seam.value(value)
+        if tapped is not value:
+            mix, _ = seam.kernel(query, key, tapped, seam.call)
+        return seam.mix(mix.transpose(1, 2)).transpose(1, 2)
+
+    def _logits(self, func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+        # baddbmm has the bias (ALiBi) in front and may name its two factors
+        names = ("batch1", "batch2")
+        named = all(name in kwargs for name in names)
+        query, key_t = (kwargs[name] for name in names) if named else args[-2:]
+        key_heads = self._heads(key_t.transpose(-1, -2))
+        self.query = self.seam.query(self._heads(query))
+        self.key = repeat_heads(self.seam.key(self._own_heads(key_heads)), key_heads.shape[1])
+        query, key_t = self.query.reshape(query.shape), self.key.transpose(-1, -2).reshape(key_t.shape)
+        self.awaited = "softmax"
+        if named:
+            return func(*args, **kwargs | dict(zip(names, (query, key_t), strict=True)))
+        return func(*args[:-2], query, key_t, **kwargs)
+
+    def _softmax(self, func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+        scores = self._heads(args[0])
+        if self.seam.scaling is None:
+            self.seam.scaling = found_scaling(self.query, self.key, scores)
+        for forbidden in self.seam.forbidden:
+            keys, offset = slice(0, scores.shape[-1]), scores.shape[-1] - scores.shape[-2]
+            pairs = forbidden.pairs(slice(offset, scores.shape[-1]), keys, scores.device)
+            scores = scores.masked_fill(pairs, torch.finfo(scores.dtype).min)
+            args = (scores.reshape(args[0].shape), *args[1:])
+        self.seam.call = AttentionCall(mask=None, scaling=self.seam.scaling, scores=scores)
+        if self.denominator is not None:
+            self.seam.call = self.denominator.added_to(
+                self.seam.call, self.query, self._own_bias(scores, has_dots=True)
+            )
+        self.query = self.key = torch.empty(0)
+        self.seam.lse(row_lse(upcast(scores), self.seam.call.sink_logits))
+        self.awaited = "mix"
+        if self.seam.call.sink_logits is None:
+            return func(*args, **kwargs)
+        sinks = self.seam.call.sink_logits.to(scores.dtype)[..., None]  # a column more, whose weight nobody gets
+        with_sinks = torch.cat([scores, sinks], dim=-1).reshape(*args[0].shape[:-1], -1)
+        return func(with_sinks, *args[1:], **kwargs)[..., :-1]
+
+    @torch.no_grad()
+    def _own_bias(self, scores: torch.Tensor | None, has_dots: bool = False) -> torch.Tensor | None:
+        """What ALiBi has added to the logit of each query's own key, (B|1,H,T); None where there is no ALiBi.
+
+        scores (B|1,H,T,S): biases under the mask, with scaling · q·k in them where `has_dots`.
+        """
+        term = self.denominator
+        if term is None or not term.is_biased or scores is None:
+            return None
+        columns = torch.arange(scores.shape[-1], device=scores.device)
+        own = ((scores > MASKED) * columns).argmax(-1, keepdim=True)  # the last that the query sees
+        bias = upcast(scores).gather(-1, own).squeeze(-1)
+        if not has_dots:
+            return bias
+        keys = repeat_heads(self.key, scores.shape[1]).gather(2, own.expand(*own.shape[:3], self.key.shape[-1]))
+        return bias - term.scaling * torch.linalg.vecdot(upcast(self.query), upcast(keys))
+
+    def _mix(self, func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+        weights, value = args
+        value_heads = self._heads(value)
+        value_heads = repeat_heads(self.seam.value(self._own_heads(value_heads)), value_heads.shape[1])
+        value = value_heads.reshape(value.shape)
+        mix = func(weights, value, **kwargs)
+        self.awaited = "nothing"
+        heads = self.seam.mix(self._heads(mix).transpose(1, 2))
+        return heads.transpose(1, 2).reshape(mix.shape)
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        """(B·H,T,d) or (B,H,T,d) → (B,H,T,d)."""
+        return x.reshape(self.batch, -1, *x.shape[-2:])
+
+    def _own_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """Key or value heads without the copies that the model's own code has made of them (Falcon 40B and on)."""
+        return x if self.kv_heads is None else x[:, :: max(1, x.shape[1] // self.kv_heads)]
+
+    def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Forward pre-hook of the attention module."""
+        self.seam = getattr(module, NAME, self.idle)
+        self.denominator = denominator_of(module)
+        self.batch = (args[0] if args else kwargs["hidden_states"]).shape[0]
+        names = ("num_kv_heads", "num_key_value_heads")
+        self.kv_heads = next((getattr(module, name) for name in names if hasattr(module, name)), None)
+        self.awaited = "logits"
+        self.__enter__()
+
+    def leave(self, module: nn.Module, args: tuple, output: Any) -> None:
+        """Forward hook of the attention module; runs also when its forward raised."""
+        self.__exit__(None, None, None)
+        self.seam, self.idle.call = self.idle, None  # no graph is kept that nobody reads
+
+    def watch(self, attention: nn.Module) -> list[RemovableHandle]:
+        """Be there in every forward of this module."""
+        return [
+            attention.register_forward_pre_hook(self.enter, with_kwargs=True),
+            attention.register_forward_hook(self.leave, always_call=True),
+        ]
+
+
+@torch.no_grad()
+def found_scaling(query: torch.Tensor, key: torch.Tensor, scores: torch.Tensor) -> float:
+    """What a model's own code multiplied q·k by on the way to its scores (B,H,T,T), read off their diagonal; NaN where
+    it also added something (ALiBi).
+    """
+    cached = key.shape[2] - query.shape[2]
+    dots = torch.linalg.vecdot(upcast(query), upcast(repeat_heads(key, query.shape[1]))[:, :, cached:])
+    found = upcast(scores).diagonal(cached, dim1=-2, dim2=-1)
+    seen = found > MASKED  # not padding
+    dots, found = dots[seen].double(), found[seen].double()
+    scaling = dots @ found / dots.square().sum()
+    is_exact = (found - scaling * dots).abs().max() < 1e-2 * found.abs().max()  # half precision is no more exact
+    return float(scaling) if is_exact else float("nan")

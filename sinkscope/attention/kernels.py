@@ -1,0 +1,184 @@
+"""The attention of one layer from query, key and value, in several ways that agree: fused, chunked and eager."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+MASKED = torch.finfo(torch.float16).min / 2  # a logit below this was put there by a mask
+
+
+ROW_CHUNK = 64  # rows of attention weights in memory at once; more fall out of a CPU's cache
+
+
+@dataclass(frozen=True)
+class ForbiddenKeys:
+    """Keys that an intervention hides from every later query, each still seen by its own token."""
+
+    pairs: Callable[[slice, slice, torch.device], torch.Tensor]  # (rows, cols, device) → (B|1,H,R,C) bool
+    columns: Callable[[torch.device], torch.Tensor]  # (B|1,n): where they are in whole sequences
+    heads: tuple[int, ...]  # query heads from which they are hidden
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """How one attention call came from query and key to logits; what cannot be read off its taps."""
+
+    mask: torch.Tensor | None  # (B,1|H,T,T), bool (True = may attend) or additive; None: causal
+    scaling: float  # NaN where the model makes the logits itself and not by scaling alone
+    softcap: float | None = None
+    sink_logits: torch.Tensor | None = None  # (H,) or (B,H,T): a learned logit in each row's denominator (gpt-oss)
+    scores: torch.Tensor | None = None  # (B,H,T,T) logits after masking, where the model makes them itself
+    forbidden: tuple[ForbiddenKeys, ...] = ()  # on top of the mask
+    dropout: float = 0.0  # of the weights, in training
+
+
+def fused_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention by the kernel behind F.scaled_dot_product_attention, keeping the log-sum-exp that it computes.
+
+    → mix (B,H,T,d), lse (B,H,T) in float32 or better. Softcap, sink logits, dropout, other devices and value heads of
+    another width go the chunked way: no fused kernel serves them.
+    """
+    causal = call.mask is None and query.shape[2] > 1
+    plain = (
+        call.softcap is None and call.sink_logits is None and not call.dropout and value.shape[-1] == query.shape[-1]
+    )
+    whole = key.shape[2] == query.shape[2]
+    if not plain or ((causal or call.forbidden) and not whole):
+        return chunked_attention(query, key, value, call)
+    if call.forbidden:
+        mix, lse = fused_attention(*_penalised(query, key, value, call), replace(call, forbidden=()))
+        return mix[..., : value.shape[-1]], lse
+    if query.device.type == "cpu":
+        mask = call.mask
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, is_causal=causal, attn_mask=mask, scale=call.scaling
+        )
+    if query.device.type == "cuda" and call.mask is None:
+        # One kernel for all dtypes; the flash kernel has no float32. Its lse is padded to a multiple of 32.
+        key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
+        mix, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, None, True, is_causal=causal, scale=call.scaling
+        )
+        return mix, lse[..., : query.shape[2]]
+    return chunked_attention(query, key, value, call)
+
+
+PENALTY = 1e4  # on a logit: e^-10000 is 0, and half precision holds its square root
+
+
+def _penalised(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A further coordinate for each forbidden key, whose product is -PENALTY for the pairs that may not be and 0 for
+    all others: the fused kernel then needs no T × T mask to forbid them. Value gets zeros, to be cut off again.
+    """
+    place = torch.arange(query.shape[2], device=query.device)
+    size = (PENALTY / call.scaling) ** 0.5
+    queries, keys = [], []
+    for forbidden in call.forbidden:
+        columns = forbidden.columns(query.device)[:, None, None]  # (B|1,1,1,n)
+        hidden = torch.zeros(query.shape[1], 1, 1, dtype=torch.bool, device=query.device)
+        hidden[list(forbidden.heads)] = True
+        queries.append(((place[:, None] > columns) & hidden).expand(len(query), -1, -1, -1))
+        keys.append((place[:, None] == columns).expand(len(key), key.shape[1], -1, -1))
+    further = [torch.cat(parts, dim=-1).to(query.dtype) * size for parts in (queries, keys)]
+    width = -(-further[0].shape[-1] // 8) * 8  # kernels like multiples of 8
+    more_query, more_key = (F.pad(x, (0, width - x.shape[-1])) for x in further)
+    query, key = torch.cat([query, more_query], dim=-1), torch.cat([key, -more_key], dim=-1)
+    return query, key, F.pad(value, (0, width))
+
+
+def chunked_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall, chunk: int = ROW_CHUNK
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention with softcap and sink logits, `chunk` rows of weights in memory at a time. As `fused_attention`."""
+    mixes, lses = [], []
+    for start in range(0, query.shape[2], chunk):
+        rows = slice(start, min(start + chunk, query.shape[2]))
+        logits = masked_logits(query, key, call, rows)
+        lse = row_lse(logits, sink_rows(call, rows))
+        weights = F.dropout((logits - lse.unsqueeze(-1)).exp().to(value.dtype), call.dropout)
+        mixes.append(grouped_matmul(weights, value))
+        lses.append(lse)
+    return torch.cat(mixes, dim=2), torch.cat(lses, dim=2)
+
+
+def eager_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The textbook way, all weights at once: a reference. As `fused_attention`."""
+    return chunked_attention(query, key, value, call, chunk=query.shape[2])
+
+
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionCall], tuple[torch.Tensor, torch.Tensor]]
+
+
+KERNELS: dict[str, Kernel] = {"sdpa": fused_attention, "eager": eager_attention}
+
+
+def masked_logits(query: torch.Tensor, key: torch.Tensor, call: AttentionCall, rows: slice) -> torch.Tensor:
+    """Rows of pre-softmax logits over all keys, (B,H,R,T), the dtype's minimum where the query may not attend.
+
+    Not -inf: a row that is masked everywhere (a padding query) must stay finite.
+    """
+    logits = raw_logits(query[:, :, rows], key, call)
+    keys, offset = slice(0, key.shape[2]), key.shape[2] - query.shape[2]
+    for forbidden in call.forbidden:
+        pairs = forbidden.pairs(slice(rows.start + offset, rows.stop + offset), keys, query.device)
+        logits = logits.masked_fill(pairs, torch.finfo(logits.dtype).min)
+    if call.mask is not None and call.mask.dtype != torch.bool:
+        return logits + call.mask[:, :, rows]
+    # no mask, and more keys than several queries: a static cache's empty places, which come behind
+    ahead = 0 if query.shape[2] > 1 else offset
+    seen = causal(rows, keys, ahead, query.device) if call.mask is None else call.mask[:, :, rows]
+    return logits.masked_fill(~seen, torch.finfo(logits.dtype).min)
+
+
+def raw_logits(query: torch.Tensor, key: torch.Tensor, call: AttentionCall) -> torch.Tensor:
+    """scaling · q·k with the softcap applied and no mask: query (B,H,R,d), key (B,K,C,d) → (B,H,R,C), float32+."""
+    logits = grouped_matmul(upcast(query), upcast(key).transpose(-1, -2)).mul_(call.scaling)
+    return logits if call.softcap is None else call.softcap * (logits / call.softcap).tanh()
+
+
+def row_lse(logits: torch.Tensor, sink_logits: torch.Tensor | None) -> torch.Tensor:
+    """Log-sum-exp of each row (B,H,R), the learned sink logits (B|1,H,R|1) included where there are any."""
+    lse = logits.logsumexp(-1)
+    return lse if sink_logits is None else lse.logaddexp(sink_logits.to(lse.dtype))
+
+
+def sink_rows(call: AttentionCall, rows: slice) -> torch.Tensor | None:
+    """The call's sink logits for these rows, (1,H,1) or (B,H,R)."""
+    sinks = call.sink_logits
+    if sinks is None or sinks.dim() == 3:
+        return sinks if sinks is None else sinks[:, :, rows]
+    return sinks[None, :, None]
+
+
+def grouped_matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """(B,H,R,X) @ (B,K,X,C) → (B,H,R,C): query head h reads key/value head h // (H/K), without repeating heads."""
+    batch, heads, rows, inner = left.shape
+    groups = right.shape[1]
+    grouped = left.reshape(batch, groups, heads // groups * rows, inner)
+    return (grouped @ right).view(batch, heads, rows, right.shape[-1])
+
+
+def repeat_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """(B,K,T,d) → (B,H,T,d)."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def causal(rows: slice, cols: slice, offset: int, device: torch.device) -> torch.Tensor:
+    """(R,C) bool: query row + offset may see key column."""
+    row = torch.arange(rows.start, rows.stop, device=device)[:, None] + offset
+    return row >= torch.arange(cols.start, cols.stop, device=device)
+
+
+def upcast(x: torch.Tensor) -> torch.Tensor:
+    """Half precision to float32; float32 and float64 as they are."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

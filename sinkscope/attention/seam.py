@@ -1,0 +1,125 @@
+"""The one door into attention: small identity modules, kept in every attention module, that nnsight can read.
+
+A model whose family is on transformers' `AttentionInterface` calls `attend` below in place of its own attention
+function. Any other family keeps its own code, and `Interceptor` recognises in it either a fused SDPA call or
+matmul → softmax → matmul. Both ways pass the same tensors through the same taps:
+
+    query (B,H,T,d)   key, value (B,K,T,d)   lse (B,H,T)   mix (B,T,H,d)
+
+after any rotary rotation. `lse` is the log-sum-exp of each row of logits, with which any rectangle of the
+attention weights is exp(logit - lse) (attention_weights.py): the weights themselves are never kept.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from sinkscope.attention.interceptor import Interceptor
+from sinkscope.attention.kernels import AttentionCall, fused_attention
+from sinkscope.attention.taps import NAME, Seam, denominator_of
+from sinkscope.errors import SinkscopeError
+from sinkscope.models.families import Family
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function registered with transformers: the fused kernel between the taps.
+
+    query (B,H,T,d), key and value (B,K,T,d) → (B,T,H,d). A module with neither a seam nor a denominator of a
+    retrofit's (a vision tower beside the language model, say) gets plain SDPA.
+    """
+    seam: Seam | None = getattr(module, NAME, None)
+    denominator = denominator_of(module)
+    if seam is None and denominator is None:
+        kwargs |= {"scaling": scaling, "position_bias": position_bias, "dropout": dropout}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    if position_bias is not None:
+        raise SinkscopeError("attention with a learned position bias is not something that sinkscope can measure")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    call = AttentionCall(attention_mask, scaling, softcap, s_aux, dropout=dropout)
+    if seam is None:
+        mix, _ = fused_attention(query, key, value, call if denominator is None else denominator.added_to(call, query))
+        return mix.transpose(1, 2).contiguous(), None
+    call = replace(call, forbidden=seam.forbidden)
+    query, key, value = seam.query(query), seam.key(key), seam.value(value)
+    seam.call = call if denominator is None else denominator.added_to(call, query)
+    mix, lse = seam.kernel(query, key, value, seam.call)
+    seam.lse(lse)
+    return seam.mix(mix.transpose(1, 2).contiguous()), None
+
+
+AttentionInterface.register(NAME, attend)
+# Without a mask function of its own an implementation gets no mask at all: no causality, no padding.
+AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+@contextmanager
+def open_seam(model: PreTrainedModel, family: Family, kernel: str = "sdpa") -> Iterator[list[Seam]]:
+    """Put a seam into every attention layer, and take all of it out again at the end, also after an exception.
+
+    → the seams, one a layer. `kernel` is "sdpa" (fused) or "eager" (the reference).
+    """
+    attentions = [layer.get_submodule(family.attention) for layer in family.layer_modules(model)]
+    if any(hasattr(attention, NAME) for attention in attentions):
+        raise SinkscopeError("this model has its seams in already: close the tracer that is open on it first")
+    seams = [Seam(kernel, family.door) for _ in attentions]
+    door = attention_implementation(model, NAME) if family.door == "interface" else nullcontext()
+    handles: list[RemovableHandle] = []
+    try:
+        for attention, seam in zip(attentions, seams, strict=True):
+            attention.add_module(NAME, seam)
+            if family.door == "interceptor" and denominator_of(attention) is None:  # else a retrofit's is there
+                handles += Interceptor().watch(attention)
+        with door:
+            yield seams
+    finally:
+        for handle in handles:
+            handle.remove()
+        for attention in attentions:
+            attention._modules.pop(NAME, None)
+
+
+@contextmanager
+def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """The model with a registered attention function, and with its own again at the end."""
+    before = _implementations(model)
+    try:
+        model.set_attn_implementation(name)
+        yield
+    finally:
+        for config, implementation in before:
+            config._attn_implementation = implementation
+
+
+def _implementations(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str]]:
+    """Every configuration that `set_attn_implementation` writes to, and what stands there; a whole before its parts,
+    which a write to the whole reaches too.
+    """
+    waiting = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    found: dict[int, PreTrainedConfig] = {}
+    while waiting:
+        config = waiting.pop(0)
+        if id(config) not in found:
+            found[id(config)] = config
+            parts = (getattr(config, name, None) for name in config.sub_configs)
+            waiting += [part for part in parts if part is not None]
+    return [(config, config._attn_implementation) for config in found.values()]

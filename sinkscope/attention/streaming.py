@@ -1,0 +1,271 @@
+"""Attention over a cache of the last tokens, with or without the first: StreamingLLM, Xiao et al. 2024.
+
+When token t is processed the cache holds the first `keep` tokens and the last `window`, itself included:
+
+    t sees s   iff   s ≤ t  and  (s < keep  or  t − s < window)
+
+Keys and values are those made when a token entered, so that deeper layers see through them what has left since.
+Positions are places in the cache. The query's is c(t) = min(t, keep + window − 1), that of first token i is i, and a
+token in the window is t − s places behind the query, as ever. So only the pairs with a first token change: with rotary
+positions these take the query rotated to c(t); with learned ones each token enters with the vector of position c(t).
+
+The whole text goes through the model in one pass, blocks of queries against the keys that their caches hold: time grows
+with T · (keep + window), memory with T. It is what a cache gives token by token (tests/test_streaming.py). Dense
+attention beside it is the seam's own: where a model has sliding windows transformers makes a T × T boolean mask for it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from sinkscope.attention.kernels import AttentionCall, grouped_matmul, raw_logits, row_lse, sink_rows
+from sinkscope.attention.seam import attend, attention_implementation
+from sinkscope.attention.taps import Seam, denominator_of
+from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.models.families import Family
+
+NAME = "sinkscope-streaming"  # of the attention implementation
+
+
+BLOCK = 128  # queries at a time
+
+
+# (sequence, head, query's position, key's position) → bool, broadcasting: what transformers makes its masks from
+Sees = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Cache(NamedTuple):
+    """What is kept when token t has been processed: the first `keep` tokens and the last `window`."""
+
+    keep: int
+    window: int
+
+    def positions(self, tokens: torch.Tensor) -> torch.Tensor:
+        """c(t), the place in the cache of each token (any shape) when it enters."""
+        return tokens.clamp(max=self.keep + self.window - 1)
+
+    def band(self, rows: slice) -> slice:
+        """The tokens behind the first ones that any of these queries' windows hold."""
+        return slice(max(self.keep, rows.start - self.window + 1), max(self.keep, rows.stop))
+
+    def visible(self, queries: torch.Tensor, keys: torch.Tensor, sees: Sees) -> torch.Tensor:
+        """Tokens (R,) and (C,) → (R,C) bool: the key is in the cache, and the model looks that far back in it."""
+        query, key = queries[:, None], keys[None]
+        is_first = key < self.keep
+        place = self.positions(query)
+        key_place = torch.where(is_first, key, place - (query - key))
+        none = torch.zeros_like(place)
+        return (is_first | (query - key < self.window)) & sees(none, none, place, key_place)
+
+
+def streamed_attention(
+    query: torch.Tensor,
+    query_in_cache: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    call: AttentionCall,
+    cache: Cache,
+    sees: Sees,
+    block: int = BLOCK,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of every token over its cache, `block` queries at a time.
+
+    query (B,H,T,d) is rotated to t and meets the window; query_in_cache (B,H,T,d), rotated to c(t), meets the first
+    tokens; they are one softmax. key, value (B,K,T,d). → mix (B,H,T,d), lse (B,H,T) in float32 or better.
+    """
+    mixes, lses = [], []
+    length = query.shape[2]
+    for start in range(0, length, block):
+        rows = slice(start, min(start + block, length))
+        first, band = slice(0, min(cache.keep, rows.stop)), cache.band(rows)
+        to_first = raw_logits(query_in_cache[:, :, rows], key[:, :, first], call)
+        to_band = raw_logits(query[:, :, rows], key[:, :, band], call)
+        tokens = torch.arange(rows.stop, device=query.device)
+        visible = cache.visible(tokens[rows], torch.cat([tokens[first], tokens[band]]), sees)
+        logits = torch.cat([to_first, to_band], dim=-1)
+        logits = logits.masked_fill(~visible, torch.finfo(logits.dtype).min)
+        lse = row_lse(logits, sink_rows(call, rows))
+        weights = (logits - lse.unsqueeze(-1)).exp().to(value.dtype)
+        mixes.append(grouped_matmul(weights, torch.cat([value[:, :, first], value[:, :, band]], dim=2)))
+        lses.append(lse)
+    return torch.cat(mixes, dim=2), torch.cat(lses, dim=2)
+
+
+class _QueryKnown(Exception):
+    """Ends an attention module's forward where its query is known."""
+
+    def __init__(self, query: torch.Tensor) -> None:
+        super().__init__()
+        self.query = query
+
+
+class _Streaming:
+    """One attention layer while it streams: a hook in front of it, and the kernel in its seam."""
+
+    def __init__(self, seam: Seam, family: Family, cache: Cache) -> None:
+        self.seam = seam
+        self.family = family
+        self.cache = cache
+        self.sees: Sees | None = None  # of the forward under way, as are the next
+        self.query_in_cache: torch.Tensor | None = None
+
+    def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Forward pre-hook of the attention module: keep the model's mask function, and get the other query."""
+        self.sees = kwargs.get("attention_mask")
+        if not callable(self.sees):
+            raise does_not_apply(self.family, "it does not ask transformers for the mask of its attention")
+        kwargs = kwargs | {"attention_mask": None}
+        self.query_in_cache = None
+        if self.family.positions == "rotary":
+            tables = kwargs.get("position_embeddings")
+            if tables is None:
+                raise does_not_apply(self.family, "its attention is not given its rotary positions from outside")
+            if self.cache.keep:  # else no pair has another distance than that in the text
+                self.query_in_cache = self._query(module, args, kwargs | {"position_embeddings": self._moved(tables)})
+        return args, kwargs
+
+    def _moved(self, tables: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Cosines and sines (…,T,d) of c(t) in place of t's: they are rows of the same tables."""
+        return tuple(
+            table.index_select(-2, self.cache.positions(torch.arange(table.shape[-2], device=table.device)))
+            for table in tables
+        )
+
+    def _query(self, module: nn.Module, args: tuple, kwargs: dict) -> torch.Tensor:
+        """The query (B,H,T,d) that the module's own code makes of these arguments; it is stopped at its kernel."""
+        kernel = self.seam.kernel
+        self.seam.kernel = _stop
+        try:
+            module.forward(*args, **kwargs)
+        except _QueryKnown as known:
+            return known.query
+        finally:
+            self.seam.kernel = kernel
+        raise SinkscopeError("an attention layer did not come to its kernel: see `sinkscope doctor`")
+
+    def kernel(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.sees is None or key.shape[2] != query.shape[2] or call.forbidden:
+            raise SinkscopeError("streaming is for whole sequences, use_cache=False and no attention forbidden beside")
+        in_cache, sees = self.query_in_cache, self.sees
+        self.query_in_cache = self.sees = self.seam.call = None  # weights read off the taps would be wrong: no call
+        return streamed_attention(query, query if in_cache is None else in_cache, key, value, call, self.cache, sees)
+
+
+def _stop(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> Any:
+    raise _QueryKnown(query)
+
+
+def _mask_function(
+    *,
+    config: PreTrainedConfig,
+    mask_function: Sees,
+    q_length: int,
+    kv_length: int,
+    attention_mask: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> Sees:
+    """In place of a mask, T × T, the function that transformers would make it from: the kernel asks it block by block.
+
+    Errors: InputError for a padded batch or a cache, and for a text that the model reads with other rotary
+    frequencies than the cache's few positions have.
+    """
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise InputError("streaming reads sequences of one length, without padding")
+    if q_length != kv_length:
+        raise InputError("streaming reads whole sequences: call the model with use_cache=False")
+    text = config.get_text_config()
+    rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
+    for row in [rope, *(row for row in rope.values() if isinstance(row, dict))]:  # one, or one for each type of layer
+        limits = {
+            "dynamic": text.max_position_embeddings,
+            "longrope": row.get("original_max_position_embeddings"),
+        }
+        limit = limits.get(row.get("rope_type", ""))
+        if limit is not None and q_length > limit:
+            raise InputError(
+                f"streaming does not apply to {q_length} tokens, because past {limit} the rotary frequencies of this "
+                f"{text.model_type} are others than those of a short cache: take a --seq-len of at most {limit}"
+            )
+    return mask_function
+
+
+@contextmanager
+def streaming(model: PreTrainedModel, family: Family, seams: list[Seam], keep: int, window: int) -> Iterator[None]:
+    """While this is open the model reads a text as if its cache held the first `keep` and the last `window` tokens.
+
+    `seams` are those of `open_seam` on this model. Whole sequences of one length, use_cache=False. Leaves the model
+    and the seams as they were, also after an exception.
+
+    Errors: InputError where it does not apply, with the reason: a model with attention code of its own, or whose
+    positions are neither rotary nor learned; keep < 0 or window < 1.
+    """
+    _check_family(family)
+    _check_denominators(model, family)
+    if keep < 0 or window < 1:
+        raise InputError(f"a cache of the first {keep} and the last {window} tokens: at least 0 and 1 are needed")
+    cache = Cache(keep, window)
+    kernels = [seam.kernel for seam in seams]
+    attentions = [layer.get_submodule(family.attention) for layer in family.layer_modules(model)]
+    with attention_implementation(model, NAME), ExitStack() as hooks:
+        try:
+            for attention, seam in zip(attentions, seams, strict=True):
+                layer = _Streaming(seam, family, cache)
+                seam.kernel = layer.kernel
+                hooks.callback(attention.register_forward_pre_hook(layer.enter, with_kwargs=True).remove)
+            if family.positions == "learned":
+                hooks.callback(_clamp_learned(model, family, cache))
+            yield
+        finally:
+            for seam, kernel in zip(seams, kernels, strict=True):
+                seam.kernel = kernel
+
+
+def _clamp_learned(model: PreTrainedModel, family: Family, cache: Cache) -> Callable[[], None]:
+    """Every token enters with the vector of position c(t) in place of t's. → what undoes it."""
+
+    def moved(module: nn.Module, args: tuple, vectors: torch.Tensor) -> torch.Tensor:  # (1|B,T,D)
+        return vectors.index_select(-2, cache.positions(torch.arange(vectors.shape[-2], device=vectors.device)))
+
+    return model.get_submodule(family.position_embedding).register_forward_hook(moved).remove
+
+
+def inapplicable(family: Family) -> str | None:
+    """Why a model of this family cannot stream here; None where it can."""
+    reasons = {
+        "alibi": "its positions are a bias on the logits (ALiBi)",
+        "unknown": "how it has positions is not known",
+    }
+    if family.positions in reasons:
+        return reasons[family.positions]
+    if family.door != "interface":
+        return "it has attention code of its own, where sinkscope can put no other window"
+    return None
+
+
+def _check_family(family: Family) -> None:
+    why = inapplicable(family)
+    if why is not None:
+        raise does_not_apply(family, why)
+
+
+def _check_denominators(model: PreTrainedModel, family: Family) -> None:
+    """Errors: InputError for a further term in the denominator that depends on where the query stands."""
+    attentions = [layer.get_submodule(family.attention) for layer in family.layer_modules(model)]
+    denominators = [found for found in map(denominator_of, attentions) if found is not None]
+    if any(found.reads_query for found in denominators):
+        raise does_not_apply(family, "a term of its softmax's denominator depends on where the query stands")
+
+
+def does_not_apply(family: Family, why: str) -> InputError:
+    return InputError(f"streaming does not apply to {family.name}, because {why}")
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, _mask_function)

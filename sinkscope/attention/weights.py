@@ -1,0 +1,212 @@
+"""Any rectangle of one layer's attention weights, from query, key and log-sum-exp; never all of them at once.
+
+    a[t,s] = exp(logit[t,s] - lse[t])
+
+so a few columns cost O(T·d), a diagonal band O(T·W·d), and all columns one more Q·Kᵀ in row chunks.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+
+from sinkscope.attention.kernels import MASKED, ROW_CHUNK, AttentionCall, causal, raw_logits, sink_rows, upcast
+from sinkscope.text.batch import Batch
+
+SHORT = 256  # up to this length all columns are read, whatever was asked for: it costs little
+SMALLEST = -80.0  # a weight below e⁻⁸⁰ = 2e-35 counts as that
+
+
+@dataclass(frozen=True)
+class AttentionRead:
+    """One layer's attention on one batch, as its taps saw it (shapes: seam.py)."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    lse: torch.Tensor
+    call: AttentionCall
+    batch: Batch
+
+    def detached(self) -> "AttentionRead":
+        """The same without its graph."""
+        tensors = (self.query.detach(), self.key.detach(), self.value.detach(), self.lse.detach())
+        return AttentionRead(*tensors, self.call, self.batch)
+
+    @property
+    def length(self) -> int:
+        return self.query.shape[2]
+
+    @property
+    def is_linear(self) -> bool:
+        """Logits are scaling · q·k and nothing else: no softcap, no additive bias (ALiBi)."""
+        additive = self.call.mask is not None and self.call.mask.dtype != torch.bool
+        return self.call.scores is None and self.call.softcap is None and not additive
+
+    @property
+    def is_plain(self) -> bool:
+        """Linear logits under the causal mask alone: no window, no padding. Sums then have cheaper forms."""
+        return self.is_plain_but_for_keys and not self.call.forbidden
+
+    @property
+    def is_plain_but_for_keys(self) -> bool:
+        """The same where an intervention may have forbidden a few keys."""
+        return self.is_linear and self.call.mask is None and self.batch.valid is None
+
+    def allowed(self, rows: slice, cols: slice) -> torch.Tensor | None:
+        """Which keys each real query may attend to, (B|1,H|1,R,C) bool; None where that is all of them."""
+        call, device = self.call, self.query.device
+        below_diagonal = rows.start >= cols.stop - 1
+        nothing_else = (call.mask, call.scores, self.batch.valid) == (None, None, None) and not call.forbidden
+        if below_diagonal and nothing_else:
+            return None
+        seen = causal(rows, cols, 0, device)[None, None]
+        for forbidden in call.forbidden:
+            seen = seen & ~forbidden.pairs(rows, cols, device)
+        if call.scores is not None:
+            seen = seen & (call.scores[:, :, rows, cols] > MASKED)
+        elif call.mask is not None:
+            mask = call.mask[:, :, rows, cols]
+            seen = seen & (mask if mask.dtype == torch.bool else mask > MASKED)
+        if self.batch.valid is not None:
+            valid = self.batch.valid.to(device)
+            seen = seen & valid[:, None, rows, None] & valid[:, None, None, cols]
+        return seen
+
+    def logits(self, rows: slice, cols: slice) -> torch.Tensor:
+        """Pre-softmax logits (B,H,R,C), float32 or better; meaningless but finite where `allowed` is False."""
+        if self.length <= ROW_CHUNK:  # the whole matrix is one chunk: made once for all observables
+            return self._all_logits[:, :, rows, cols]
+        return self._logits(rows, cols)
+
+    @cached_property
+    def _all_logits(self) -> torch.Tensor:
+        return self._logits(slice(0, self.length), slice(0, self.length))
+
+    def _logits(self, rows: slice, cols: slice) -> torch.Tensor:
+        if self.call.scores is not None:
+            return upcast(self.call.scores[:, :, rows, cols]).clamp(min=MASKED)
+        logits = raw_logits(self.query[:, :, rows], self.key[:, :, cols], self.call)
+        mask = self.call.mask
+        if mask is None or mask.dtype == torch.bool:
+            return logits
+        return (logits + mask[:, :, rows, cols]).clamp_(min=MASKED)
+
+    def weights(self, rows: slice, cols: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """a[t,s] and its logarithm, (B,H,R,C) each. Where the query may not attend or is padding the weight is 0 and
+        the logarithm anything finite.
+        """
+        # The clamp costs nothing; below it exp would take its slow path (denormals), 30 times slower.
+        log_weights = (self.logits(rows, cols) - self.lse[:, :, rows, None]).clamp_(SMALLEST, 0.0)
+        weights = log_weights.exp()
+        allowed = self.allowed(rows, cols)
+        if allowed is not None:
+            weights.mul_(allowed)
+        if self.batch.valid is not None:  # a padding query may see nothing, and have no lse
+            weights.nan_to_num_(0.0)
+            log_weights.nan_to_num_(0.0)
+        return weights, log_weights
+
+    @cached_property
+    def missing_mass(self) -> torch.Tensor:
+        """1 - Σ_s a[t,s] of each row (B,H,T): what a learned sink logit takes (gpt-oss, retrofits); else 0."""
+        sinks = sink_rows(self.call, slice(0, self.length))
+        return torch.zeros_like(self.lse) if sinks is None else (sinks.to(self.lse.dtype) - self.lse).exp()
+
+
+@dataclass(frozen=True)
+class ColumnSums:
+    """Sums down the columns of one layer's attention weights over the real queries t ≥ s."""
+
+    mass: torch.Tensor  # (B,H,C): Σ_t a[t,s] for the first C columns
+    second: torch.Tensor  # (B,H,C): Σ_t a[t,s]²
+    window: torch.Tensor  # (B,H,T): Σ a[t,s] over t = s … s+W-1, for every column
+    entropy: torch.Tensor | None  # (B,H,T): -Σ_s a[t,s] log a[t,s] of each row; None unless all columns were read
+
+
+def column_sums(read: AttentionRead, columns: int, window: int, chunk: int = ROW_CHUNK) -> ColumnSums:
+    """Column statistics in row chunks of `chunk`: all columns if that is what `columns` asks for, or if the sequence
+    is SHORT; else the first `columns` and, for the window sums of the rest, the diagonal band.
+    """
+    length = read.length
+    whole = columns >= length or length <= SHORT
+    columns = length if whole else columns
+    mass = read.lse.new_zeros(*read.lse.shape[:2], columns)
+    second = torch.zeros_like(mass)
+    windows = torch.zeros_like(read.lse)
+    entropy = torch.zeros_like(read.lse) if whole else None
+
+    plain = not whole and read.is_plain_but_for_keys
+    if plain:
+        windows = plain_window_sums(read, window, max(chunk, window))
+        _forget_forbidden(read, windows)
+    # few columns take more rows to the same memory
+    for rows in row_chunks(length, chunk * max(1, length // columns) if plain else chunk):
+        cols = slice(0, min(columns, rows.stop))
+        weights, log_weights = read.weights(rows, cols)
+        mass[..., cols] += weights.sum(2)
+        second[..., cols] += (weights * weights).sum(2)  # square() is several times slower
+        if plain:
+            continue
+        band = slice(max(0, rows.start - window + 1), rows.stop)
+        if entropy is not None:
+            entropy[..., rows] = -torch.linalg.vecdot(weights, log_weights)
+            band_weights = weights[..., band]
+        else:
+            band_weights, _ = read.weights(rows, band)
+        windows[..., band] += _within(band_weights, rows, band, window).sum(2)
+    return ColumnSums(mass, second, windows, entropy)
+
+
+BLOCKS = 8  # of the diagonal band in one product
+
+
+def plain_window_sums(read: AttentionRead, window: int, block: int) -> torch.Tensor:
+    """Σ a[t,s] over t = s … s+W-1 for every key (B,H,T), under the plain causal mask: `BLOCKS` blocks of `block` ≥ W
+    queries at a time, each against its own keys and the W-1 before them.
+    """
+    reach = window - 1
+    blocks = -(-read.length // block)
+    padding = blocks * block - read.length
+    query = F.pad(upcast(read.query) * read.call.scaling, (0, 0, 0, padding)).unflatten(2, (blocks, block))
+    lse = F.pad(read.lse, (0, padding), value=torch.inf).unflatten(2, (blocks, block))
+    keys = F.pad(upcast(read.key), (0, 0, reach, padding)).unfold(2, block + reach, block)  # (B,K,blocks,d,C)
+    heads_per_key = read.query.shape[1] // read.key.shape[1]
+    # query r of a block sees column c = r … r + W-1 of its keys
+    behind = torch.arange(block + reach, device=lse.device) - torch.arange(block, device=lse.device)[:, None]
+    near = ((behind >= 0) & (behind <= reach)).to(lse.dtype)
+    sums = lse.new_zeros(*lse.shape[:2], blocks * block + reach)  # `reach` places for what stands before the first key
+    for first in range(0, blocks, BLOCKS):
+        group = slice(first, min(first + BLOCKS, blocks))
+        seen = keys[:, :, group].repeat_interleave(heads_per_key, dim=1)
+        log_weights = (query[:, :, group] @ seen - lse[:, :, group, :, None]).clamp_(SMALLEST, 0.0)
+        columns = (log_weights.exp_().mul_(near)).sum(3)  # (B,H,group,C)
+        places = slice(group.start * block, group.stop * block)
+        sums[..., places].unflatten(2, (-1, block))[..., :reach] += columns[..., :reach]
+        sums[..., reach:][..., places] += columns[..., reach:].flatten(2)
+    return sums[..., reach : reach + read.length]
+
+
+def _forget_forbidden(read: AttentionRead, windows: torch.Tensor) -> None:
+    """Of a key that is hidden from all later queries only its own token's weight is left."""
+    for forbidden in read.call.forbidden:
+        for column in forbidden.columns(windows.device)[0].tolist():  # no padding: the same in all sequences
+            if column < read.length:
+                itself = slice(column, column + 1)
+                own, _ = read.weights(itself, itself)
+                windows[:, forbidden.heads, column] = own[:, forbidden.heads, 0, 0]
+
+
+def _within(weights: torch.Tensor, rows: slice, cols: slice, window: int) -> torch.Tensor:
+    """Zero where the query is `window` or more behind the key."""
+    if rows.stop - 1 - cols.start < window:
+        return weights
+    row = torch.arange(rows.start, rows.stop, device=weights.device)[:, None]
+    return weights * (row - torch.arange(cols.start, cols.stop, device=weights.device) < window)
+
+
+def row_chunks(length: int, chunk: int = ROW_CHUNK) -> Iterator[slice]:
+    for start in range(0, length, chunk):
+        yield slice(start, min(start + chunk, length))

@@ -1,0 +1,167 @@
+"""`doctor`: how sinkscope sees a model, and whether what it would measure is right, before a long run."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import PreTrainedModel
+
+from sinkscope.attention.taps import has_denominators
+from sinkscope.attention.weights import AttentionRead
+from sinkscope.interventions import INTERVENTIONS, Target
+from sinkscope.measuring.observables import OBSERVABLES
+from sinkscope.measuring.observables.gradient import undefined_ratios
+from sinkscope.measuring.observables.observable import ATTENTION_SITES, Observable, Settings
+from sinkscope.measuring.subject import ModelLike, config_of, family_of, loaded_model
+from sinkscope.measuring.tracer import open_tracer
+from sinkscope.models.families import RESIDUAL_SITES, Family, embedding_weight
+from sinkscope.models.loading import LoadedModel
+from sinkscope.models.wiring import check_wiring, read_sites
+from sinkscope.text.batch import Batch
+
+TOKENS = 64
+# Relative disagreement that is round-off: the whole network's, between two kernels
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 2e-1}
+
+
+@dataclass
+class Report:
+    """What the doctor found. `checks` are (what, passed, detail); `facts` and `notes` are for people."""
+
+    name: str
+    facts: dict[str, str] = field(default_factory=dict)
+    checks: list[tuple[str, bool, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return all(passed for _, passed, _ in self.checks)
+
+    def __str__(self) -> str:
+        lines = [self.name]
+        lines += [f"  {name:<14} {value}" for name, value in self.facts.items()]
+        lines += [f"  {'ok  ' if passed else 'FAIL'} {what}: {detail}" for what, passed, detail in self.checks]
+        return "\n".join(lines + [f"  note: {note}" for note in self.notes])
+
+
+def doctor(model: ModelLike = None, **options: Any) -> Report:
+    """Examine one model; `options` are those of `load`. → Report, whose `ok` says whether every check passed.
+
+    Errors: those of `load`; InputError where the architecture is unknown and cannot be calibrated.
+    """
+    loaded = loaded_model(model, None, config_of(model, options))
+    family, notices = family_of(loaded.model)
+    report = Report(loaded.name, _facts(loaded, family), notes=[*loaded.notices, *notices])
+    if notices:
+        report.notes.append(f"the calibrated row: {family}")
+    report.notes += [f"no site '{site}': {reason}" for site, reason in family.absent_sites().items()]
+
+    report.notes += [f"gradients: {ratio} undefined: {reason}" for ratio, reason in undefined_ratios(family).items()]
+    reasons = {name: item.inapplicable(loaded.model, family) for name, item in OBSERVABLES.items()}
+    target = Target(loaded.model, family, seams=[])
+    of_interventions = {name: item.inapplicable(target) for name, item in INTERVENTIONS.items() if not item.is_control}
+    report.facts["interventions"] = ", ".join(name for name, reason in of_interventions.items() if reason is None)
+    reasons |= of_interventions
+    report.notes += [f"{name} does not apply: {reason}" for name, reason in reasons.items() if reason is not None]
+
+    batch = _tokens(loaded.model)
+    report.checks.append(_wiring(loaded.model, family, batch))
+    report.checks.append(_logits(loaded.model, family, batch, "sdpa"))
+    report.checks.append(_logits(loaded.model, family, batch, "eager"))
+    if has_denominators(loaded.model):
+        report.notes.append("attention weights: transformers' own eager attention has not this retrofit's denominators")
+    elif family.door == "interface":
+        report.checks.append(_weights(loaded.model, family, batch))
+    else:
+        report.notes.append("attention weights are those that the model's own code computes; there is no second way")
+    return report
+
+
+def print_report(report: Report, console: Console) -> None:
+    console.print(str(report), markup=False, highlight=False, soft_wrap=True)
+
+
+def _facts(loaded: LoadedModel, family: Family) -> dict[str, str]:
+    text = loaded.model.config.get_text_config()
+    parameter = next(loaded.model.parameters())
+    layers = family.layer_modules(loaded.model)
+    windows = getattr(text, "layer_types", None) or []
+    sliding = sum(kind == "sliding_attention" for kind in windows)
+    present = [site for site in RESIDUAL_SITES if site in family.sites]
+    return {
+        "architecture": f"{type(loaded.model).__name__}, {len(layers)} layers, family '{family.name}'",
+        "wiring": f"{family.wiring}, positions {family.positions}",
+        "attention": f"{loaded.model.config._attn_implementation} by itself; seam through the {family.door}"
+        + (f"; {sliding} layers slide a window of {text.sliding_window}" if sliding else ""),
+        "dtype": f"{str(parameter.dtype).removeprefix('torch.')} on {parameter.device}",
+        "tokenizer": type(loaded.tokenizer).__name__ if loaded.tokenizer else "none: only token ids, random, repeated",
+        "sites": ", ".join((*present, "query", "key", "value", "attn_mix")),
+        "observables": ", ".join(name for name, item in OBSERVABLES.items() if _applies(item, loaded.model, family)),
+    }
+
+
+def _applies(observable: type[Observable], model: PreTrainedModel, family: Family) -> bool:
+    has_a_site = any(site in ATTENTION_SITES or site in family.sites for site in observable.sites)
+    return has_a_site and observable.inapplicable(model, family) is None
+
+
+def _tokens(model: PreTrainedModel) -> Batch:
+    """One sequence of random ids: enough to compare, and no tokenizer needed."""
+    vocabulary = embedding_weight(model).shape[0]
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocabulary // 10, vocabulary, (1, TOKENS), generator=generator)
+    return Batch(ids, torch.ones_like(ids))
+
+
+def _wiring(model: PreTrainedModel, family: Family, batch: Batch) -> tuple[str, bool, str]:
+    records = read_sites(model, family, batch.token_ids.to(model.device))
+    worst = max(check_wiring(family, sites) for sites in records)
+    tolerance = 20 * torch.finfo(next(model.parameters()).dtype).eps
+    return ("residual stream", worst < tolerance, f"the {family.wiring} equation holds to {worst:.1e} at every layer")
+
+
+@torch.no_grad()
+def _logits(model: PreTrainedModel, family: Family, batch: Batch, kernel: str) -> tuple[str, bool, str]:
+    bare = model(batch.token_ids.to(model.device), use_cache=False).logits
+    with open_tracer(model, family, kernel) as tracer:
+        traced = tracer.logits(batch)
+    error = float((traced - bare).abs().max() / bare.abs().max())
+    detail = "bit for bit" if torch.equal(traced, bare) else f"within {error:.1e}"
+    return (f"logits through the seam ({kernel}) are the bare model's", error < TOLERANCE[bare.dtype], detail)
+
+
+class _FirstColumn(Observable):
+    """Attention that each query pays to position 0, by layer: (H,T)."""
+
+    name = "first-column"
+    about = "the doctor's own"
+    sites = ("attention",)
+
+    def __init__(self) -> None:
+        super().__init__(Settings())
+        self.columns: list[torch.Tensor] = []
+
+    def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
+        weights, _ = read.weights(slice(0, read.length), slice(0, 1))
+        self.columns.append(weights[0, :, :, 0].float().cpu())
+
+    def tables(self) -> dict:
+        return {}
+
+
+@torch.no_grad()
+def _weights(model: PreTrainedModel, family: Family, batch: Batch) -> tuple[str, bool, str]:
+    """Fused weights against transformers' eager ones, which it returns whole."""
+    observable = _FirstColumn()
+    with open_tracer(model, family) as tracer:
+        tracer.forward(batch, [observable])
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        eager = model(batch.token_ids.to(model.device), use_cache=False, output_attentions=True).attentions
+    finally:
+        model.set_attn_implementation(before)
+    pairs = zip(observable.columns, eager, strict=True)
+    worst = max(float((mine - theirs[0, :, :, 0].float().cpu()).abs().max()) for mine, theirs in pairs)
+    return ("attention to position 0 is transformers' eager", worst < TOLERANCE[eager[0].dtype], f"within {worst:.1e}")

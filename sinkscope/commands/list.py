@@ -1,0 +1,102 @@
+"""What `sinkscope list` shows: all that can be named on the command line, each kind from its register.
+
+Each kind is one function that returns a DataFrame, imported when it is asked for.
+"""
+
+from collections.abc import Callable
+
+import pandas as pd
+
+from sinkscope.errors import InputError, unknown
+
+
+def observables() -> pd.DataFrame:
+    from sinkscope.measuring.observables import OBSERVABLES
+
+    rows = [(name, observable.about) for name, observable in OBSERVABLES.items()]
+    return pd.DataFrame(rows, columns=["observable", "what it measures"])
+
+
+def interventions() -> pd.DataFrame:
+    from sinkscope.interventions import INTERVENTIONS
+
+    rows = [(name, item.about, item.paper, ", ".join(item.model_fields)) for name, item in INTERVENTIONS.items()]
+    return pd.DataFrame(rows, columns=["intervention", "what it does", "whose", "parameters"])
+
+
+def retrofits() -> pd.DataFrame:
+    from sinkscope.retrofits import RETROFITS
+
+    rows = [(name, item.about, item.paper, ", ".join(item.model_fields)) for name, item in RETROFITS.items()]
+    return pd.DataFrame(rows, columns=["retrofit", "what is added", "whose", "parameters"])
+
+
+def architectures() -> pd.DataFrame:
+    """What `train` knows by name."""
+    from sinkscope.training.architectures import ARCHITECTURES
+
+    rows = [(name, model_type, _told(fields)) for name, (model_type, fields) in ARCHITECTURES.items()]
+    return pd.DataFrame(rows, columns=["architecture", "model type", "configuration"])
+
+
+def _told(fields: dict) -> str:
+    return ", ".join(f"{name}={value}" for name, value in fields.items() if not name.endswith("_token_id"))
+
+
+def figures() -> pd.DataFrame:
+    from sinkscope.report.figures import FIGURES
+
+    rows = [(name, module.ABOUT) for name, module in FIGURES.items()]
+    return pd.DataFrame(rows, columns=["figure", "what it shows"])
+
+
+def families() -> pd.DataFrame:
+    """A model type has several rows where its configuration decides its wiring: `where` says which."""
+    from sinkscope.models.families import FAMILIES
+
+    rows = [
+        (
+            model_type,
+            ", ".join(f"{option}={value}" for option, value in row.when.items()),
+            row.wiring,
+            row.positions,
+            row.door,
+            ", ".join(row.absent_sites()),
+        )
+        for model_type, rows in FAMILIES.items()
+        for row in rows
+    ]
+    columns = ["model type", "where", "wiring", "positions", "door", "sites absent"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def recipes() -> pd.DataFrame:
+    """Those in recipes/ here, and of the checkout that sinkscope runs from. Of other YAML there, why it is none."""
+    from sinkscope.commands.run import known_recipes, read_recipe
+
+    rows = []
+    for name, path in known_recipes().items():
+        try:
+            content = read_recipe(path).content
+            rows.append((name, content.title, content.reproduces or ""))
+        except InputError as error:
+            rows.append((name, f"not a recipe: {error}", ""))
+    return pd.DataFrame(rows, columns=["recipe", "title", "reproduces"])
+
+
+KINDS: dict[str, Callable[[], pd.DataFrame]] = {
+    "observables": observables,
+    "interventions": interventions,
+    "retrofits": retrofits,
+    "architectures": architectures,
+    "figures": figures,
+    "families": families,
+    "recipes": recipes,
+}
+
+
+def listing(kind: str | None = None) -> dict[str, pd.DataFrame]:
+    """Kind → its table, of one kind or of all. Errors: InputError for a kind that is unknown."""
+    if kind is not None and kind not in KINDS:
+        raise InputError(unknown(kind, KINDS))
+    return {name: rows() for name, rows in KINDS.items() if kind in (None, name)}

@@ -1,0 +1,143 @@
+"""What each site holds on the calibration sequences: its range, its median, massive activations, and what a grid does.
+
+One sequence at a time, so that there is no padding to leave out, and reduced at once: no tensor is kept.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from sinkscope.attention.kernels import upcast
+from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.measuring.observables.massive import is_massive, middle
+from sinkscope.measuring.subject import family_of
+from sinkscope.measuring.tracer import Tracer, open_tracer
+from sinkscope.quantization.arithmetic import Grid
+from sinkscope.quantization.ranges import Bits, Range, Rounding
+from sinkscope.quantization.sites import INPUT, OUTPUT, WEIGHT, Site, sites_of
+from sinkscope.text.batch import Batch
+
+See = Callable[[Site, torch.Tensor], None]
+
+
+def calibrate_ranges(model: PreTrainedModel, sequences: Iterable[Any]) -> dict[Site, Range]:
+    """Static ranges of a loaded model: those of its weights, and of activations on these sequences of token ids.
+
+    Errors: InputError for weights that cannot be quantised; SinkscopeError where the model gives NaN.
+    """
+    with open_tracer(model, family_of(model)[0]) as tracer:
+        return measured_ranges(tracer, sequences)
+
+
+def measured_ranges(tracer: Tracer, sequences: Iterable[Any]) -> dict[Site, Range]:
+    """A linear layer that no token reaches, as an expert never chosen, has a range of its weight only.
+
+    Errors: InputError without a sequence.
+    """
+    seen: dict[Site, _Seen] = defaultdict(_Seen)
+    sites = sites_of(tracer.model, tracer.family)
+    _read(tracer, sites, sequences, lambda site, x: seen[site].add(site, x))
+    if not seen:
+        raise InputError("static ranges need at least one sequence to calibrate by")
+    for site, weight in _weights(tracer.model, sites):
+        seen[site].add(site, weight)
+    return {site: seen[site].range(site) for site in sites if site in seen}
+
+
+def measured_roundings(
+    tracer: Tracer, sequences: Iterable[Any], ranges: Mapping[Site, Range], bits: Bits
+) -> dict[Site, Rounding]:
+    """Each site by itself, of the model in full precision."""
+    grids = {site: bits.grid(site, known) for site, known in ranges.items()}
+    sums: dict[Site, np.ndarray] = defaultdict(lambda: np.zeros(4))
+
+    def see(site: Site, x: torch.Tensor) -> None:
+        sums[site] += _rounding_sums(x, grids[site])
+
+    _read(tracer, ranges, sequences, see)
+    for site, weight in _weights(tracer.model, ranges):
+        see(site, weight)
+    return {site: _rounding(*map(float, sums[site])) for site in ranges}
+
+
+class _Seen:
+    """Running reductions of one site."""
+
+    def __init__(self) -> None:
+        self.low, self.high = math.inf, -math.inf
+        self.medians: list[float] = []
+        self.has_massive = False
+
+    def add(self, site: Site, x: torch.Tensor) -> None:
+        low, high = (float(end) for end in x.aminmax())
+        if not (math.isfinite(low) and math.isfinite(high)):
+            raise SinkscopeError(f"{site}: the model itself gives NaN or infinite numbers; try --dtype float32")
+        magnitude = x.abs().flatten()
+        median = middle(magnitude)
+        self.low, self.high = min(self.low, low), max(self.high, high)
+        self.medians.append(float(median))
+        self.has_massive |= site.part != WEIGHT and bool(is_massive(magnitude.max(), median))
+
+    def range(self, site: Site) -> Range:
+        return Range(self.low, self.high, float(np.mean(self.medians)), self.has_massive)
+
+
+def _rounding_sums(x: torch.Tensor, grid: Grid) -> np.ndarray:
+    """Entries other than 0, those of them that become 0, energy of the signal, and of the noise."""
+    snapped = grid.snap(x)
+    there = x != 0
+    lost = there & (snapped == 0)
+    noise = snapped.sub_(x)
+    counts = (there.sum(), lost.sum(), _energy(x), _energy(noise))
+    return np.array([float(count) for count in counts])
+
+
+def _energy(x: torch.Tensor) -> torch.Tensor:
+    return x.double().square_().sum()
+
+
+def _rounding(there: float, lost: float, signal: float, noise: float) -> Rounding:
+    sqnr = 10 * math.log10(signal / noise) if signal and noise else math.inf
+    return Rounding(lost / there if there else 0.0, sqnr)
+
+
+def _read(tracer: Tracer, sites: Iterable[Site], sequences: Iterable[Any], see: See) -> None:
+    with _watched(tracer.model, sites, see):
+        for place, sequence in enumerate(sequences):
+            ids = torch.as_tensor(np.array(sequence))[None]
+            tracer.forward(Batch(ids, torch.ones_like(ids), place), [])
+
+
+@contextmanager
+def _watched(model: nn.Module, sites: Iterable[Site], see: See) -> Iterator[None]:
+    """What goes into these linear layers and comes out of them is seen, in float32 or better: before any hook of a
+    retrofit's changes the output, as that is what is quantised.
+    """
+
+    def look(mine: dict[str, Site], module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+        for part, x in ((INPUT, args[0]), (OUTPUT, output)):
+            if part in mine and x.numel():  # an expert may be given no token
+                see(mine[part], upcast(x.detach()))
+
+    by_path: dict[str, dict[str, Site]] = defaultdict(dict)
+    for site in sites:
+        by_path[site.path][site.part] = site
+    with ExitStack() as hooks:
+        for path, mine in by_path.items():
+            handle = model.get_submodule(path).register_forward_hook(partial(look, mine), prepend=True)
+            hooks.callback(handle.remove)
+        yield
+
+
+def _weights(model: nn.Module, sites: Iterable[Site]) -> Iterator[tuple[Site, torch.Tensor]]:
+    for site in sites:
+        if site.part == WEIGHT:
+            yield site, upcast(model.get_parameter(f"{site.path}.weight").detach())

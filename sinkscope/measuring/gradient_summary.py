@@ -1,0 +1,79 @@
+"""The gradient metrics of the table `summary` (names: summary.py): GS figures 2 and 3 as numbers."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import pandas as pd
+
+from sinkscope.measuring.observables.gradient import ALL_HEADS
+
+SETTLED = 5  # from this position on, a token counts as an ordinary one
+# Token groups of GS figure 3, by position: (name, first, last)
+TOKEN_GROUPS = (("0", 0, 0), ("1", 1, 1), ("2-3", 2, 3), ("4-7", 4, 7), ("8-15", 8, 15))
+
+
+def gradient_summary(tables: Mapping[str, pd.DataFrame]) -> tuple[dict[str, pd.Series], dict[str, float]]:
+    """→ metrics by layer, and those of the whole model that are not their means."""
+    per_layer: dict[str, pd.Series] = {}
+    totals: dict[str, float] = {}
+    for pathway in ("value", "key"):
+        norms = pathway_norms(tables["gradient"], pathway)  # layers × positions
+        per_layer[f"{pathway}_gradient_ratio"] = _against_settled(norms)
+        # GS averages the norms over layers first
+        totals[f"{pathway}_gradient_ratio"] = float(_against_settled(norms.mean().to_frame().T).iloc[0])
+
+    ratios = tables["gradient_ratio"].query("branch == 'attn'")
+    for name in ("bloat", "compress", "change"):
+        by_position = ratios.pivot(index="layer", columns="position", values=name)
+        per_layer[name] = by_position[0]
+        per_layer[f"{name}_later"] = _settled(by_position).median(axis=1)
+        totals |= {metric: float(per_layer[metric].median()) for metric in (name, f"{name}_later")}
+    totals |= compress_fits(ratios)
+
+    check = tables["gradient_check"]
+    per_layer["identity_residual"] = check.groupby("layer")["identity_residual"].max()
+    totals["identity_residual"] = float(per_layer["identity_residual"].max())
+    per_layer["theorem1_holds"] = check.groupby("layer")["holds"].mean()
+    if len(tables["norm_bound"]):
+        by_layer = tables["norm_bound"].groupby("layer")
+        per_layer["theorem2_holds"] = by_layer["holds"].mean()
+        per_layer["theorem2_tightness"] = by_layer["tightness"].mean()
+    return per_layer, totals
+
+
+def pathway_norms(gradient: pd.DataFrame, pathway: str) -> pd.DataFrame:
+    """Gradient norms of all heads together: layers × positions."""
+    chosen = gradient[(gradient["pathway"] == pathway) & (gradient["head"] == ALL_HEADS)]
+    return chosen.pivot(index="layer", columns="position", values="grad_norm")
+
+
+def fit_points(ratios: pd.DataFrame, first: int = 0, last: int | None = None) -> pd.DataFrame:
+    """The points of GS figure 3 that a line is fitted to: one a layer ≥ 1 and position, with a finite ratio.
+
+    The first layer reads the bare embeddings, all of one scale: the paper sets it apart too.
+    """
+    last = int(ratios["position"].max()) if last is None else last
+    points = ratios[(ratios["layer"] >= 1) & ratios["position"].between(first, last)]
+    return points[(points["compress"] > 0) & (points["input_norm"] > 0)]
+
+
+def compress_fits(ratios: pd.DataFrame) -> dict[str, float]:
+    """Slope and correlation of log₁₀ compress on log₁₀‖x‖, over all positions and by token group."""
+    fits: dict[str, float] = {}
+    for name, first, last in (("", 0, None), *((f"_{name}", first, last) for name, first, last in TOKEN_GROUPS)):
+        points = fit_points(ratios, first, last)
+        x, y = np.log10(points["input_norm"]), np.log10(points["compress"])
+        if len(points) >= 3 and x.std() > 0 and y.std() > 0:
+            fits[f"compress_slope{name}"] = float(np.polyfit(x, y, 1)[0])
+            fits[f"compress_correlation{name}"] = float(np.corrcoef(x, y)[0, 1])
+    return fits
+
+
+def _settled(by_position: pd.DataFrame) -> pd.DataFrame:
+    """Columns of ordinary tokens; where a run has too few positions, all but the first."""
+    later = by_position.columns[by_position.columns >= SETTLED]
+    return by_position[later if len(later) else by_position.columns[1:]]
+
+
+def _against_settled(norms: pd.DataFrame) -> pd.Series:
+    return norms[0] / _settled(norms).mean(axis=1)

@@ -1,0 +1,31 @@
+"""What is measured, one phenomenon a file. A new one is a file here, and a line below."""
+
+from collections.abc import Iterable
+
+from sinkscope.errors import InputError, unknown
+from sinkscope.measuring.observables.activation import Activation
+from sinkscope.measuring.observables.attention import Attention
+from sinkscope.measuring.observables.gate import Gate
+from sinkscope.measuring.observables.geometry import Geometry
+from sinkscope.measuring.observables.gradient import Gradient
+from sinkscope.measuring.observables.massive import Massive
+from sinkscope.measuring.observables.observable import Observable
+from sinkscope.measuring.observables.outlier import Outlier
+from sinkscope.measuring.observables.query_bias import QueryBias
+
+# in the order of `sinkscope list` and of the tables
+OBSERVABLES: dict[str, type[Observable]] = {
+    observable.name: observable
+    for observable in (Activation, Attention, Gate, Geometry, Gradient, Massive, Outlier, QueryBias)
+}
+
+
+def check_names(names: Iterable[str] | None) -> None:
+    """Refuse observables that do not exist.
+
+    Raises:
+        InputError: a name is unknown.
+    """
+    for name in names or ():
+        if name not in OBSERVABLES:
+            raise InputError(f"--observables {unknown(name, OBSERVABLES)}")

@@ -1,0 +1,95 @@
+"""Attention sinks: how much attention each key position receives (GS eq. 1 and 2; WSE §3)."""
+
+from collections import defaultdict
+
+import numpy as np
+import pandas as pd
+import torch
+
+from sinkscope.attention.weights import AttentionRead, column_sums
+from sinkscope.measuring.observables.observable import Mean, Observable, Settings, by_head
+from sinkscope.text.batch import Batch
+
+
+class Attention(Observable):
+    """Tables `attention`, `attention_heads` and `sink_positions`.
+
+    Where fewer than W queries follow a key, window_mass is their mean: with T = W = 64 this is WSE's α, the mean
+    over all t ≥ s. The indicator is taken per sequence, layer and head before any averaging.
+    """
+
+    name = "attention"
+    about = "sink rate, window mass, sink mass and second moment per head and position; where the sinks are"
+    sites = ("attention",)
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.columns = {name: Mean() for name in ("window_mass", "sink_fraction", "sink_mass", "sink_second_moment")}
+        self.heads = {name: Mean() for name in ("attention_entropy", "missing_mass")}
+        self.sinks: dict[str, list[np.ndarray]] = defaultdict(list)
+        self.groups: dict[int, int] = {}  # layer → query heads to a key/value head
+
+    def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
+        positions, window = self.settings.positions, self.settings.window
+        self.groups[layer] = read.query.shape[1] // read.key.shape[1]
+        sums = column_sums(read, batch.columns(positions), window)
+
+        window_mass = window_means(sums.window, batch, window, positions)
+        queries = batch.queries_from(positions)[:, None].to(read.lse.device)
+        statistics = {
+            "window_mass": window_mass,
+            "sink_fraction": window_mass > self.settings.epsilon,
+            "sink_mass": batch.at_positions(sums.mass, positions) / queries,
+            "sink_second_moment": batch.at_positions(sums.second, positions) / queries,
+        }
+        present = batch.present(positions)
+        for name, statistic in statistics.items():
+            self.columns[name].add(layer, statistic, present)
+        # one sequence too long to be read whole leaves no mean over all of them
+        entropy = torch.full_like(read.lse, torch.nan) if sums.entropy is None else sums.entropy
+        self.heads["attention_entropy"].add(layer, mean_over_queries(entropy, batch))
+        self.heads["missing_mass"].add(layer, mean_over_queries(read.missing_mass, batch))
+        self._list_sinks(layer, window_means(sums.window, batch, window, read.length), batch)
+
+    def _list_sinks(self, layer: int, window_mass: torch.Tensor, batch: Batch) -> None:
+        is_sink = window_mass > self.settings.epsilon
+        present = batch.present(window_mass.shape[-1])
+        if present is not None:
+            is_sink &= present[:, None].to(is_sink.device)
+        sequence, head, position = is_sink.nonzero(as_tuple=True)
+        found = {
+            "layer": torch.full_like(head, layer),
+            "head": head,
+            "sequence": sequence + batch.first,
+            "position": position,
+            "token_id": batch.token_ids[sequence.cpu(), position.cpu() + batch.start[sequence.cpu()]],
+            "window_mass": window_mass[sequence, head, position],
+        }
+        for name, column in found.items():
+            self.sinks[name].append(column.cpu().numpy())
+
+    def tables(self) -> dict[str, pd.DataFrame]:
+        return {
+            "attention": by_head(self.columns, self.groups),
+            "attention_heads": by_head(self.heads, self.groups),
+            "sink_positions": self._by_sink(),
+        }
+
+    def _by_sink(self) -> pd.DataFrame:
+        found = pd.DataFrame({name: np.concatenate(parts) for name, parts in self.sinks.items()})
+        # batch by batch they came: the batch size shall change nothing
+        return found.sort_values(["layer", "head", "sequence", "position"], ignore_index=True)
+
+
+def window_means(window_sums: torch.Tensor, batch: Batch, window: int, positions: int) -> torch.Tensor:
+    """α_s (GS eq. 1): sums over t = s … s+W-1 by column (B,H,T) → means by position (B,H,P)."""
+    queries = batch.queries_from(positions).clamp(max=window)
+    return batch.at_positions(window_sums, positions) / queries[:, None].to(window_sums.device)
+
+
+def mean_over_queries(rows: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """(B,H,T) → (B,H), over real queries."""
+    if batch.valid is None:
+        return rows.mean(-1)
+    valid = batch.valid[:, None].to(rows.device)
+    return rows.masked_fill(~valid, 0.0).sum(-1) / valid.sum(-1)

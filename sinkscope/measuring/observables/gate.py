@@ -1,0 +1,48 @@
+"""Do the gates of a retrofit close at the sink, and has the value drain gone? (VGA §3.2, GS §5)
+
+    gate             what is multiplied in: g = scale · σ(·) of VGA and IGA, φ(‖v‖²) of V-scale
+    raw_value_norm   ‖v‖ as the value projection gives it out, before that; table `geometry` has what is attended to
+
+Heads are those that have a gate each: key/value heads where values are gated at the key's position, query heads where
+a head's output is gated at the query's.
+"""
+
+import pandas as pd
+import torch
+from transformers import PreTrainedModel
+
+from sinkscope.attention.kernels import repeat_heads, upcast
+from sinkscope.measuring.observables.observable import Mean, Observable, Settings, by_head
+from sinkscope.models.families import Family
+from sinkscope.retrofits import has_gates
+from sinkscope.text.batch import Batch
+
+
+class Gate(Observable):
+    """Table `gate`: means over sequences."""
+
+    name = "gate"
+    about = "a retrofit's gates, and the norms of the values before them, per head and position"
+    sites = ("gate",)
+    expected = False  # only retrofits have gates
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.columns = {name: Mean() for name in ("gate", "raw_value_norm")}
+        self.groups: dict[int, int] = {}
+
+    @classmethod
+    def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
+        return None if has_gates(model) else "it has no gates, as vga, iga and vscale build in"
+
+    def see_gate(self, layer: int, gate: torch.Tensor, value: torch.Tensor, batch: Batch) -> None:
+        positions = self.settings.positions
+        heads = gate.shape[-1]
+        self.groups[layer] = heads // value.shape[2]
+        norms = torch.linalg.vector_norm(upcast(value), dim=-1).transpose(1, 2)
+        present = batch.present(positions)
+        for name, x in (("gate", upcast(gate).transpose(1, 2)), ("raw_value_norm", repeat_heads(norms, heads))):
+            self.columns[name].add(layer, batch.at_positions(x, positions), present)
+
+    def tables(self) -> dict[str, pd.DataFrame]:
+        return {"gate": by_head(self.columns, self.groups)}

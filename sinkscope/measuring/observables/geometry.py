@@ -1,0 +1,135 @@
+"""Why a key is a sink: norms and angles of q, k, v (WSE fig. 2) and the logit gap (VGA §4.1)."""
+
+import pandas as pd
+import torch
+
+from sinkscope.attention.kernels import grouped_matmul, repeat_heads, upcast
+from sinkscope.attention.weights import AttentionRead, row_chunks
+from sinkscope.measuring.observables.observable import Mean, Observable, Settings, by_head
+from sinkscope.text.batch import Batch
+
+COLUMNS = ("query_norm", "key_norm", "value_norm", "qk_cosine", "qk_norm_product", "sink_logit_gap")
+
+
+class Geometry(Observable):
+    """Table `geometry`. Norms are those after rotary; pairs (t, s) are those in which t may attend to s."""
+
+    name = "geometry"
+    about = "norms of query, key and value, query–key cosine and the sink's logit gap per head and position"
+    sites = ("attention",)
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.columns = {name: Mean() for name in COLUMNS}
+        self.groups: dict[int, int] = {}
+
+    def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
+        positions = self.settings.positions
+        heads = read.query.shape[1]
+        self.groups[layer] = heads // read.key.shape[1]
+        query_norm, key_norm, value_norm = (
+            repeat_heads(torch.linalg.vector_norm(upcast(x), dim=-1, keepdim=True), heads).squeeze(-1)
+            for x in (read.query, read.key, read.value)
+        )
+        pairs = pair_means(read, query_norm, key_norm, batch.columns(positions))
+        by_column = {"query_norm": query_norm, "key_norm": key_norm, "value_norm": value_norm} | pairs
+        present = batch.present(positions)
+        for name, statistic in by_column.items():
+            self.columns[name].add(layer, batch.at_positions(statistic, positions), present)
+
+    def tables(self) -> dict[str, pd.DataFrame]:
+        return {"geometry": by_head(self.columns, self.groups)}
+
+
+def pair_means(
+    read: AttentionRead, query_norm: torch.Tensor, key_norm: torch.Tensor, columns: int
+) -> dict[str, torch.Tensor]:
+    """Means over the queries that see key s, for the first `columns` keys: → qk_cosine, qk_norm_product and
+    sink_logit_gap, (B,H,C) each.
+
+    The gap is the logit of s minus the mean logit of the other allowed keys; a query that sees s alone has no
+    gap and does not count, and a key that no query sees beside another has the gap NaN.
+    """
+    if read.is_plain:
+        return causal_pair_means(read, query_norm, key_norm, columns)
+    return masked_pair_means(read, query_norm, key_norm, columns)
+
+
+def causal_pair_means(
+    read: AttentionRead, query_norm: torch.Tensor, key_norm: torch.Tensor, columns: int
+) -> dict[str, torch.Tensor]:
+    """`pair_means` under the plain causal mask, in O(T·d): Σ_{t≥s} q_t·k_s = k_s · Σ_{t≥s} q_t."""
+    query, heads, length = upcast(read.query), read.query.shape[1], read.length
+    tiny = torch.finfo(query.dtype).tiny
+    key = repeat_heads(upcast(read.key[:, :, :columns]), heads)
+    seen = torch.arange(1, length + 1, device=query.device, dtype=query.dtype)  # keys that query t sees
+    others = (seen - 1).clamp(min=1)
+    has_others = (seen > 1).to(query.dtype)
+
+    cosine = torch.linalg.vecdot(
+        key / key_norm[:, :, :columns, None].clamp(min=tiny),
+        sum_from(query / query_norm[..., None].clamp(min=tiny), columns),
+    )
+    # in float64: the last positions' sums are small differences of large ones
+    product = key_norm[:, :, :columns] * sum_from(query_norm.double()[..., None], columns).squeeze(-1)
+    # logit - (row sum - logit) / others = logit · seen / others - row sum / others
+    key_sum = repeat_heads(upcast(read.key).cumsum(2), heads)
+    row_sum = torch.linalg.vecdot(query, key_sum) * read.call.scaling
+    weighted = sum_from(query * (has_others * seen / others)[:, None], columns)
+    gap = torch.linalg.vecdot(key, weighted) * read.call.scaling
+    gap = gap - sum_from((row_sum * has_others / others)[..., None], columns).squeeze(-1)
+    pairs = seen.flip(0)[:columns]
+    return {
+        "qk_cosine": cosine / pairs,
+        "qk_norm_product": product / pairs,
+        "sink_logit_gap": gap / has_others.flip(0).cumsum(0).flip(0)[:columns],
+    }
+
+
+def sum_from(x: torch.Tensor, columns: int) -> torch.Tensor:
+    """(B,H,T,d) → (B,H,C,d): Σ over t ≥ s, for the first `columns` s."""
+    first = x[:, :, :columns]
+    return x.sum(2, keepdim=True) - first.cumsum(2) + first
+
+
+def masked_pair_means(
+    read: AttentionRead, query_norm: torch.Tensor, key_norm: torch.Tensor, columns: int
+) -> dict[str, torch.Tensor]:
+    """`pair_means` under any mask, softcap or bias, in row chunks."""
+    row_sum, row_count = row_logits(read)
+    shape = (*read.lse.shape[:2], columns)
+    cosine, product, gap = (read.lse.new_zeros(shape) for _ in range(3))
+    pairs, gaps = (read.lse.new_zeros(shape) for _ in range(2))
+    for rows in row_chunks(read.length):
+        cols = slice(0, min(columns, rows.stop))
+        logits = read.logits(rows, cols)
+        norms = query_norm[:, :, rows, None] * key_norm[:, :, None, cols]
+        allowed = read.allowed(rows, cols)
+        seen = torch.ones_like(logits[:1, :1]) if allowed is None else allowed.to(logits.dtype)
+        dots = logits / read.call.scaling if read.is_linear else query_dot_key(read, rows, cols)
+        cosine[..., cols] += (dots / norms.clamp(min=torch.finfo(norms.dtype).tiny) * seen).sum(2)
+        product[..., cols] += (norms * seen).sum(2)
+        pairs[..., cols] += seen.sum(2)
+        others = row_count[..., rows, None] - 1
+        rest = (row_sum[..., rows, None] - logits) / others.clamp(min=1)
+        with_others = seen * (others > 0)
+        gap[..., cols] += ((logits - rest) * with_others).sum(2)
+        gaps[..., cols] += with_others.sum(2)
+    pairs = pairs.clamp(min=1)
+    return {"qk_cosine": cosine / pairs, "qk_norm_product": product / pairs, "sink_logit_gap": gap / gaps}
+
+
+def query_dot_key(read: AttentionRead, rows: slice, cols: slice) -> torch.Tensor:
+    return grouped_matmul(upcast(read.query[:, :, rows]), upcast(read.key[:, :, cols]).transpose(-1, -2))
+
+
+def row_logits(read: AttentionRead) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum (B,H,T) and number (B,H,T) of the logits of each query's allowed keys."""
+    total, count = torch.zeros_like(read.lse), torch.zeros_like(read.lse)
+    for rows in row_chunks(read.length):
+        cols = slice(0, rows.stop)
+        allowed = read.allowed(rows, cols)
+        logits = read.logits(rows, cols)
+        total[..., rows] = (logits if allowed is None else logits.masked_fill(~allowed, 0.0)).sum(-1)
+        count[..., rows] = cols.stop if allowed is None else allowed.sum(-1).to(count.dtype)
+    return total, count

@@ -1,0 +1,377 @@
+"""Gradient sinks: what backpropagation sees at each token (GS §2, eq. 3; §3 and §4).
+
+The loss is the causal-LM loss exactly as in training: cross-entropy summed over the predicted tokens of the whole run
+÷ their number, so that the batch size changes nothing. Every gradient is reduced the moment it appears.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import pandas as pd
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from sinkscope.attention.kernels import upcast
+from sinkscope.attention.weights import AttentionRead, row_chunks
+from sinkscope.errors import SinkscopeError
+from sinkscope.measuring.observables.observable import GradientObservable, Mean, Settings, long_form
+from sinkscope.models.families import RESIDUAL_SITES, Family
+from sinkscope.text.batch import Batch
+
+ALL_HEADS = -1
+GRAM_QUERIES = 64  # queries, evenly spaced, on which theorem 1's μ, σ² and ρ are measured
+ROUND_OFF = 1e-5  # relative, allowed to theorem 1: equal g make its bounds equalities
+RATIOS = ("input_norm", "bloat", "compress", "change")
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A branch's sites in the roles of GS eq. 3; None where this wiring has no such thing."""
+
+    x: str  # its input
+    y: str | None  # its norm's output, read by this branch alone
+    r: str  # its own output
+    z: str | None  # the residual stream behind it, z = x + r
+
+
+def branches_of(family: Family) -> dict[str, Branch]:
+    """Which sites play which part in this family's wiring."""
+    attn_norm, mlp_norm = (site if site in family.sites else None for site in ("attn_norm", "mlp_norm"))
+    if family.wiring == "sequential":
+        return {
+            "attn": Branch("layer_in", attn_norm, "attn_out", "mid"),
+            "mlp": Branch("mid", mlp_norm, "mlp_out", "layer_out"),
+        }
+    if family.wiring == "parallel":
+        own = mlp_norm is not None  # else attention and MLP read one norm, and its gradient mixes both
+        return {
+            "attn": Branch("layer_in", attn_norm if own else None, "attn_out", None),
+            "mlp": Branch("layer_in", mlp_norm, "mlp_out", None),
+        }
+    return {"attn": Branch("layer_in", None, "attn_out", "mid")}  # post-norm: the MLP's sum is inside the layer
+
+
+def undefined_ratios(family: Family) -> dict[str, str]:
+    """Ratios of GS eq. 3 that this wiring does not define, with the reason: for the doctor."""
+    reasons = {}
+    branches = branches_of(family)
+    if family.wiring == "parallel":
+        reasons["compress and change"] = "attention and MLP read the same input, so there is no h+½ between them"
+        if branches["attn"].y is None:
+            reasons["bloat"] = "attention and MLP read one norm, whose gradient is the sum of both"
+    elif branches["attn"].y is None:
+        reasons["bloat and compress"] = "no norm stands in front of the branches"
+    if "mlp" not in branches:
+        reasons["the MLP's ratios"] = "the layer normalises behind its residual sums"
+    return reasons
+
+
+class Gradient(GradientObservable):
+    """Tables `gradient`, `gradient_ratio`, `gradient_check` (theorem 1) and `norm_bound` (theorem 2).
+
+    Ratios are taken per sequence and token; a row is their mean over sequences. Tokens without any gradient (the last
+    ones predict nothing) have no ratio.
+    """
+
+    name = "gradient"
+    about = "gradients of query, key and value by token; bloat, compress and change; GS's two theorems checked"
+    sites = (*RESIDUAL_SITES, "attention")
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.pathways: dict[tuple[int, str], torch.Tensor] = {}  # Σ over all sequences of the gradient, (heads,P,d)
+        self.ratios = {name: Mean() for name in RATIOS}
+        self.bounds = {name: Mean() for name in ("measured", "bound", "holds", "tightness")}
+        self.gains: dict[tuple[int, str], NormGain] = {}
+        self.branches: dict[str, Branch] = {}
+        self.vanished = self.counted = 0  # tokens whose gradient at a layer's input is 0, of all that predict
+        self.finite = True
+        self.theorem = TheoremOne(settings.positions)
+        self._seen: dict[tuple[int, str], torch.Tensor] = {}  # gradients of this batch that a later one is held against
+        self._norms: dict[tuple[int, str], torch.Tensor] = {}  # ‖x‖ of the branches' inputs, (B,T)
+        self._scales: dict[tuple[int, str], torch.Tensor] = {}  # what the branches' norms divide by, (B,T)
+        self._routed: dict[int, torch.Tensor] = {}  # Σ_t a[t,s] g_t by layer, until ∇v_s comes
+
+    def prepare(self, model: PreTrainedModel, family: Family, predicted: int) -> None:
+        self.loss_scale = 1.0 / predicted
+        self.branches = branches_of(family)
+        for layer, module in enumerate(family.layer_modules(model)):
+            for name, branch in self.branches.items():
+                if branch.y is not None and branch.z is not None:
+                    norm = module.get_submodule(family.sites[branch.y].removesuffix(".output"))
+                    self.gains[layer, name] = norm_gain(norm, model.config.get_text_config().hidden_size)
+
+    # ------------------------------------------------------------------ the forward pass: hang up the hooks
+
+    def watch(self, layer: int, site: str, tensor: torch.Tensor, batch: Batch) -> None:
+        for name, branch in self.branches.items():
+            if site == branch.x:
+                entries = upcast(tensor.detach()).view(*batch.token_ids.shape, -1)
+                self._norms[layer, name] = torch.linalg.vector_norm(entries, dim=-1)
+                if (layer, name) in self.gains:
+                    self._scales[layer, name] = self.gains[layer, name].divisor(entries)
+        tensor.register_hook(partial(self._on_stream, layer, site, batch))
+
+    def watch_attention(self, layer: int, read: AttentionRead, mix: torch.Tensor, batch: Batch) -> None:
+        for pathway in ("query", "key", "value"):
+            # a softmax over one key is constant: the fused kernel leaves round-off in that query's gradient, exactly 0
+            constant = pathway == "query" and read.call.sink_logits is None
+            getattr(read, pathway).register_hook(partial(self._on_pathway, layer, pathway, batch, constant))
+        mix.register_hook(partial(self._on_mix, layer, read.detached()))
+
+    # -------------------------------------------------------------- the backward pass: last layer first
+
+    def _on_pathway(self, layer: int, pathway: str, batch: Batch, first_is_zero: bool, gradient: torch.Tensor) -> None:
+        """∇ of query (B,H,T,d), key or value (B,K,T,d): summed over the batch as an optimiser step would see it."""
+        gradient = batch.tokens_at(upcast(gradient).transpose(1, 2), self.settings.positions)
+        if first_is_zero:
+            gradient = torch.cat([torch.zeros_like(gradient[:, :1]), gradient[:, 1:]], dim=1)
+        total = gradient.sum(0, dtype=torch.float64).transpose(0, 1)  # (heads,P,d)
+        known = self.pathways.get((layer, pathway))
+        self.pathways[layer, pathway] = total if known is None else known + total
+        if pathway == "value":
+            self.theorem.add_value_gradient(layer, gradient.transpose(1, 2), self._routed.pop(layer), batch)
+
+    def _on_mix(self, layer: int, read: AttentionRead, gradient: torch.Tensor) -> None:
+        """g = ∇y (B,T,H,d), the gradient of each head's mix."""
+        upstream = upcast(gradient).transpose(1, 2)
+        self._routed[layer] = self.theorem.add_upstream(layer, read, upstream)
+
+    def _on_stream(self, layer: int, site: str, batch: Batch, gradient: torch.Tensor) -> None:
+        """∇ at a site of the residual stream, (B,T,D)."""
+        self._seen[layer, site] = upcast(gradient).view(*batch.token_ids.shape, -1)
+        for name, branch in self.branches.items():
+            if site == branch.x:  # the last of a branch's gradients to come
+                self._add_ratios(layer, name, branch, batch)
+        if site == "layer_in":
+            self._look_for_underflow(self._seen[layer, site], batch)
+            for key in [key for key in self._seen if key[0] == layer]:
+                del self._seen[key]
+
+    def _add_ratios(self, layer: int, name: str, branch: Branch, batch: Batch) -> None:
+        """GS eq. 3 for one branch: what of it this family's wiring defines, the rest NaN."""
+        x, r = self._seen[layer, branch.x], self._seen[layer, branch.r]
+        y, z = (None if site is None else self._seen[layer, site] for site in (branch.y, branch.z))
+        norm = partial(torch.linalg.vector_norm, dim=-1)
+        input_norm = self._norms.pop((layer, name))
+        undefined = torch.full_like(input_norm, torch.nan)
+        compress = undefined if y is None or z is None else norm(x - z) / norm(y)
+        statistics = {
+            "input_norm": input_norm,
+            "bloat": undefined if y is None else norm(y) / norm(r),
+            "compress": compress,
+            "change": undefined if z is None else norm(x) / norm(z),
+        }
+        for ratio, statistic in statistics.items():
+            self._add(self.ratios[ratio], (layer, name), statistic, batch)
+        if (layer, name) in self.gains:
+            bound = self.gains[layer, name].largest / self._scales.pop((layer, name))
+            defined = compress.isfinite()
+            # half a per cent for the round-off of the two gradients' difference
+            holds = torch.where(defined, (compress <= 1.005 * bound).to(bound.dtype), torch.nan)
+            checks = {"measured": compress, "bound": bound, "holds": holds, "tightness": compress / bound}
+            for check, statistic in checks.items():
+                self._add(self.bounds[check], (layer, name), statistic, batch)
+
+    def _add(self, mean: Mean, key: tuple[int, str], statistic: torch.Tensor, batch: Batch) -> None:
+        """Into the mean over sequences, where there is a value: a token without any gradient has no ratio."""
+        statistic = batch.at_positions(statistic, self.settings.positions)
+        defined = statistic.isfinite()
+        present = batch.present(self.settings.positions)
+        mean.add(key, statistic, defined if present is None else defined & present.to(defined.device))
+
+    def _look_for_underflow(self, gradient: torch.Tensor, batch: Batch) -> None:
+        norms = torch.linalg.vector_norm(gradient, dim=-1)
+        predicting = batch.predicting.to(norms.device)
+        self.counted += int(predicting.sum())
+        self.vanished += int(((norms == 0) & predicting).sum())
+        self.finite &= bool(norms.isfinite().all())
+
+    def notices(self) -> list[str]:
+        if not self.finite:
+            raise SinkscopeError("a gradient overflowed: take --dtype bfloat16 or float32")
+        if self.vanished:
+            share = self.vanished / self.counted
+            return [f"{share:.1%} of the tokens' gradients underflowed to zero: take --dtype bfloat16 or float32"]
+        return []
+
+    # ------------------------------------------------------------------------------------------ the tables
+
+    def tables(self) -> dict[str, pd.DataFrame]:
+        return {
+            "gradient": self._pathway_table(),
+            "gradient_ratio": self._mean_table(self.ratios),
+            "gradient_check": self.theorem.table(),
+            "norm_bound": self._mean_table(self.bounds),
+        }
+
+    def _pathway_table(self) -> pd.DataFrame:
+        frames = []
+        for (layer, pathway), total in sorted(self.pathways.items()):
+            norms = torch.linalg.vector_norm(total, dim=-1) * self.loss_scale
+            together = norms.square().sum(0, keepdim=True).sqrt()
+            heads = [ALL_HEADS, *range(len(norms))]
+            frames.append(
+                long_form(
+                    {"layer": layer, "pathway": pathway, "head": heads, "position": range(norms.shape[1])},
+                    {"grad_norm": torch.cat([together, norms]).cpu().numpy()},
+                )
+            )
+        return pd.concat(frames, ignore_index=True)
+
+    def _mean_table(self, means: dict[str, Mean]) -> pd.DataFrame:
+        keys = next(iter(means.values())).keys()
+        if not keys:
+            return pd.DataFrame(columns=["layer", "branch", "position", *means])
+        frames = [
+            long_form(
+                {"layer": layer, "branch": branch, "position": range(self.settings.positions)},
+                {name: mean[layer, branch] for name, mean in means.items()},
+            )
+            for layer, branch in keys
+        ]
+        return pd.concat(frames, ignore_index=True)
+
+
+@dataclass(frozen=True)
+class NormGain:
+    """What bounds a norm's Jacobian: ‖J‖ ≤ ‖γ‖∞ ÷ rms(x) for RMSNorm (GS theorem 2), ÷ std(x) for LayerNorm."""
+
+    largest: float  # ‖γ‖∞
+    centred: bool  # LayerNorm
+    epsilon: float
+
+    def divisor(self, x: torch.Tensor) -> torch.Tensor:
+        """(B,T,D) → (B,T): √(mean square + ε), of the centred entries for LayerNorm."""
+        if self.centred:
+            x = x - x.mean(-1, keepdim=True)
+        return (x.square().mean(-1) + self.epsilon).sqrt()
+
+
+@torch.no_grad()
+def norm_gain(module: nn.Module, width: int) -> NormGain:
+    """A norm's gain, found by probing it, so that no family's way of storing γ (Gemma's is 1 + weight) matters.
+
+    Entries of ±1 have mean 0 and mean square 1: half the difference of the norm's answers to them and to their
+    negative is γ, with any bias gone. A constant input is centred away by LayerNorm and not by RMSNorm.
+    """
+    weight = next(module.parameters(), torch.zeros(1))
+    signs = torch.ones(1, 1, width, dtype=weight.dtype, device=weight.device)
+    centred = torch.equal(module(signs.clone()), module(-signs))
+    signs[..., 1::2] = -1
+    gain = float(upcast(module(signs) - module(-signs)).abs().max()) / 2
+    epsilon = next((value for name in ("variance_epsilon", "eps") if (value := getattr(module, name, None))), 0.0)
+    return NormGain(gain * (1 + epsilon) ** 0.5, centred, epsilon)
+
+
+class TheoremOne:
+    """∇v_s = Σ_t a[t,s] g_t, and the bounds that follow from g_t = μ + ε_t (GS theorem 1), per layer and query head.
+
+    Under grouped queries ∇v_s sums the heads of a group; the bounds are those of one query head's share of it.
+    μ is the mean of g over sequences and queries, σ² the largest mean ‖g_t - μ‖² of any query t, ρ the largest
+    |mean (g_t - μ)·(g_t' - μ)| of any two: means over the run's longest sequences. A shorter one has no g at some t.
+    """
+
+    def __init__(self, positions: int) -> None:
+        self.positions = positions
+        self.sums: dict[int, dict[str, torch.Tensor]] = {}
+        self.moments: dict[int, dict[str, torch.Tensor]] = {}  # those of the bounds, by layer
+        self.longest: dict[int, int] = {}  # the length of the sequences in `moments`
+        self.groups: dict[int, int] = {}
+
+    def add_upstream(self, layer: int, read: AttentionRead, upstream: torch.Tensor) -> torch.Tensor:
+        """g (B,H,T,d) of one batch → each query head's Σ_t a[t,s] g_t, (B,H,P,d)."""
+        batch, columns = read.batch, read.batch.columns(self.positions)
+        shape = (*upstream.shape[:2], columns)
+        routed = upstream.new_zeros(*shape, upstream.shape[-1])
+        mass, second = upstream.new_zeros(shape), upstream.new_zeros(shape)
+        for rows in row_chunks(read.length):
+            cols = slice(0, min(columns, rows.stop))
+            weights, _ = read.weights(rows, cols)
+            weights = weights.to(upstream.dtype)
+            routed[:, :, cols] += weights.transpose(-1, -2) @ upstream[:, :, rows]
+            mass[..., cols] += weights.sum(2)
+            second[..., cols] += (weights * weights).sum(2)
+        routed = batch.tokens_at(routed.transpose(1, 2), self.positions).transpose(1, 2)
+        self.groups[layer] = read.query.shape[1] // read.key.shape[1]
+        if read.length > self.longest.get(layer, 0):
+            self.longest[layer], self.moments[layer] = read.length, {}
+        if read.length == self.longest[layer]:
+            self._add_moments(layer, batch, upstream, mass, second, routed)
+        return routed
+
+    def _add_moments(
+        self,
+        layer: int,
+        batch: Batch,
+        upstream: torch.Tensor,
+        mass: torch.Tensor,
+        second: torch.Tensor,
+        routed: torch.Tensor,
+    ) -> None:
+        """Of the batch's sequences without padding: g (B,H,T,d), M and S (B,H,C), Σ_t a[t,s] g_t (B,H,P,d)."""
+        if batch.valid is not None:
+            full = batch.valid.all(1).to(upstream.device)
+            upstream, mass, second, routed = upstream[full], mass[full], second[full], routed[full]
+        length = upstream.shape[2]
+        queries = torch.linspace(0, length - 1, min(GRAM_QUERIES, length)).round().long()
+        chosen = upstream[:, :, queries.to(upstream.device)].double()
+        _accumulate(
+            self.moments[layer],
+            sequences=torch.tensor(float(len(upstream)), dtype=torch.float64),
+            mean=chosen.sum(0),
+            gram=(chosen @ chosen.transpose(-1, -2)).sum(0),
+            mass_squared=mass[..., : self.positions].double().square().sum(0),
+            second=second[..., : self.positions].double().sum(0),
+            measured=routed.double().square().sum((0, 3)),
+        )
+
+    def add_value_gradient(self, layer: int, gradient: torch.Tensor, routed: torch.Tensor, batch: Batch) -> None:
+        """∇v (B,K,P,d), as autograd has it, against the sum over its group of what the heads route there."""
+        summed = routed.unflatten(1, (gradient.shape[1], -1)).sum(2)
+        present = batch.present(self.positions)
+        error, size = (gradient - summed).double().square().sum(-1), gradient.double().square().sum(-1)
+        if present is not None:
+            absent = ~present[:, None].to(error.device)
+            error, size = error.masked_fill(absent, 0.0), size.masked_fill(absent, 0.0)
+        _accumulate(self.sums.setdefault(layer, {}), identity_error=error.sum(0), identity_size=size.sum(0))
+
+    def table(self) -> pd.DataFrame:
+        frames = []
+        for layer, sums in sorted(self.sums.items()):
+            residual = (sums["identity_error"] / sums["identity_size"]).sqrt()
+            residual = residual.repeat_interleave(self.groups[layer], dim=0)
+            columns = {"identity_residual": residual} | _bounds(self.moments[layer])
+            heads, positions = residual.shape
+            frames.append(
+                long_form(
+                    {"layer": layer, "head": range(heads), "position": range(positions)},
+                    {name: value.cpu().numpy() for name, value in columns.items()},
+                )
+            )
+        table = pd.concat(frames, ignore_index=True)
+        lower, measured, upper = table["lower_bound"], table["measured"], table["upper_bound"]
+        slack = ROUND_OFF * upper
+        return table.assign(holds=(lower - slack <= measured) & (measured <= upper + slack))
+
+
+def _accumulate(sums: dict[str, torch.Tensor], **terms: torch.Tensor) -> None:
+    for name, term in terms.items():
+        sums[name] = sums[name] + term if name in sums else term
+
+
+def _bounds(sums: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """M²‖μ‖² ≤ ‖∇v_s‖² ≤ M²‖μ‖² + σ²S + ρ(M² - S), of the loss summed over the run (lengths squared)."""
+    count = sums["sequences"].item()
+    mean = sums["mean"] / count  # (H,T',d)
+    mu = mean.mean(1, keepdim=True)
+    across = (mean @ mu.transpose(-1, -2)).squeeze(-1)  # m_t·μ
+    mu_squared = mu.square().sum((1, 2))  # (H,)
+    gram = sums["gram"] / count - across[:, :, None] - across[:, None, :] + mu_squared[:, None, None]
+    variance = gram.diagonal(dim1=1, dim2=2).amax(1)
+    covariance = (gram - torch.diag_embed(gram.diagonal(dim1=1, dim2=2))).abs().amax((1, 2))
+    mass_squared, second = sums["mass_squared"] / count, sums["second"] / count
+    lower = mass_squared * mu_squared[:, None]
+    upper = lower + variance[:, None] * second + covariance[:, None] * (mass_squared - second)
+    return {"lower_bound": lower, "measured": sums["measured"] / count, "upper_bound": upper}

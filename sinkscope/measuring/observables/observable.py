@@ -1,0 +1,150 @@
+"""What every observable is, and the running sums that it is made of."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import pandas as pd
+import torch
+from transformers import PreTrainedModel
+
+from sinkscope.attention.weights import AttentionRead
+from sinkscope.models.families import Family
+from sinkscope.text.batch import Batch
+
+ATTENTION_SITES = ("gate", "attention")  # of the attention modules, in the order in which a forward pass reaches them
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured: the options of a run that observables read."""
+
+    positions: int = 16  # columns reported, counted from each sequence's first token
+    window: int = 64  # W of window_mass
+    epsilon: float = 0.3  # threshold of the sink indicator
+
+
+class Reading:
+    """One site's tensor (B,T,D) on one batch; several observables share what they compute of it."""
+
+    def __init__(self, tensor: torch.Tensor, batch: Batch) -> None:
+        self.tensor = tensor
+        self.batch = batch
+        self._known: dict[Callable, Any] = {}
+
+    def once(self, statistic: Callable[[torch.Tensor, Batch], Any]) -> Any:
+        if statistic not in self._known:
+            self._known[statistic] = statistic(self.tensor, self.batch)
+        return self._known[statistic]
+
+
+class Observable(ABC):
+    """A phenomenon, reduced at once to small running sums while the trace runs.
+
+    A file of this package with a subclass is an observable: nothing else needs to know of it.
+    """
+
+    name: ClassVar[str]
+    about: ClassVar[str]  # one line for `sinkscope list`
+    expected: ClassVar[bool] = True  # of any model: where it does not apply, a run says so
+    sites: ClassVar[tuple[str, ...]]  # residual-stream sites (families.py) and ATTENTION_SITES
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    @classmethod
+    def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
+        """Why this model does not have what is measured here; None where it has."""
+        return None
+
+    def prepare(self, model: PreTrainedModel, family: Family, predicted: int) -> None:  # noqa: B027 (optional)
+        """Before the first batch of a run that predicts this many tokens in all."""
+
+    def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:  # noqa: B027 (optional)
+        """One residual-stream site of one layer, the moment it exists."""
+
+    def see_gate(self, layer: int, gate: torch.Tensor, value: torch.Tensor, batch: Batch) -> None:  # noqa: B027
+        """One layer's gates (B,T,heads), of a retrofitted model, and its raw values (B,T,K,d)."""
+
+    def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:  # noqa: B027 (optional)
+        """One layer's attention."""
+
+    def notices(self) -> list[str]:
+        """What the user should know of the measurement. Errors: SinkscopeError if it cannot be used."""
+        return []
+
+    @abstractmethod
+    def tables(self) -> dict[str, pd.DataFrame]:
+        """The tables so far, each beginning with `layer` (tables.py puts model and condition in front)."""
+
+
+class GradientObservable(Observable):
+    """An observable of the backward pass: it hangs hooks on the sites' own tensors, which reduce what arrives."""
+
+    loss_scale = 1.0  # 1 ÷ the number of predicted tokens of the run: gradients arrive for the sum of the loss
+
+    @abstractmethod
+    def watch(self, layer: int, site: str, tensor: torch.Tensor, batch: Batch) -> None:
+        """One residual-stream site of one layer, with its graph."""
+
+    @abstractmethod
+    def watch_attention(self, layer: int, read: AttentionRead, mix: torch.Tensor, batch: Batch) -> None:
+        """One layer's attention and its heads' mix (B,T,H,d), with their graph."""
+
+
+class Mean:
+    """Running mean over sequences of statistics (…,P), one accumulator per key, summed in float64 where they arise."""
+
+    def __init__(self) -> None:
+        self._sum: dict[Any, torch.Tensor] = {}
+        self._count: dict[Any, torch.Tensor | int] = {}
+
+    def add(self, key: Any, x: torch.Tensor, present: torch.Tensor | None = None) -> None:
+        """x (B,…,P); `present` (B,P) says which sequences have which position (None: all)."""
+        count: torch.Tensor | int = x.shape[0]
+        if present is not None:
+            present = present.to(x.device)
+            x = x.masked_fill(~present.view(present.shape[0], *[1] * (x.dim() - 2), present.shape[-1]), 0.0)
+            count = present.sum(0)
+        total = x.sum(0, dtype=torch.float64)
+        self._sum[key] = self._sum[key] + total if key in self._sum else total
+        self._count[key] = self._count.get(key, 0) + count
+
+    def __getitem__(self, key: Any) -> np.ndarray:
+        """NaN where no sequence had the position."""
+        return (self._sum[key] / self._count[key]).cpu().numpy()
+
+    def keys(self) -> list[Any]:
+        return sorted(self._sum)
+
+
+def long_form(axes: dict[str, Any], columns: dict[str, np.ndarray]) -> pd.DataFrame:
+    """One row an observation: arrays of one shape → columns, with an index column for each axis.
+
+    A scalar in `axes` is a constant column; a sequence is that axis's labels, in the arrays' axis order.
+    """
+    shape = next(iter(columns.values())).shape
+    labels = [np.asarray(label) for label in axes.values() if not np.isscalar(label)]
+    grids = iter(np.meshgrid(*labels, indexing="ij")) if labels else iter(())
+    frame = {
+        name: np.full(int(np.prod(shape)), label) if np.isscalar(label) else next(grids).ravel()
+        for name, label in axes.items()
+    }
+    return pd.DataFrame(frame | {name: array.ravel() for name, array in columns.items()})
+
+
+def by_head(columns: dict[str, Mean], groups: dict[int, int]) -> pd.DataFrame:
+    """Means (H,P) or (H,) by layer → rows of layer, head, kv_head and, where there are any, positions.
+
+    `groups` is each layer's number of query heads to a key/value head.
+    """
+    frames = []
+    for layer, group in sorted(groups.items()):
+        arrays = {name: mean[layer] for name, mean in columns.items()}
+        axes = zip(("head", "position"), next(iter(arrays.values())).shape, strict=False)
+        frame = long_form({"layer": layer} | {axis: range(size) for axis, size in axes}, arrays)
+        frame.insert(2, "kv_head", frame["head"] // group)
+        frames.append(frame)
+    return pd.concat(frames, ignore_index=True)

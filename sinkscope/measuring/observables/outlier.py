@@ -1,0 +1,60 @@
+"""Outliers as quantisation feels them: infinity norm and kurtosis (VGA table 1; Bondarenko et al. 2023)."""
+
+import pandas as pd
+import torch
+
+from sinkscope.attention.kernels import upcast
+from sinkscope.measuring.observables.activation import SITES
+from sinkscope.measuring.observables.observable import Mean, Observable, Reading, Settings, long_form
+from sinkscope.text.batch import Batch
+
+
+class Outlier(Observable):
+    """Table `outlier`: means over sequences. A model's figures (table `summary`) are the maximum of max_inf_norm and
+    the mean of kurtosis over sites and layers.
+    """
+
+    name = "outlier"
+    about = "largest absolute entry and kurtosis of each site, by layer"
+    sites = SITES
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.columns = {"max_inf_norm": Mean(), "kurtosis": Mean()}
+
+    def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
+        self.columns["max_inf_norm"].add((layer, site), reading.once(infinity_norm))
+        self.columns["kurtosis"].add((layer, site), reading.once(kurtosis))
+
+    def tables(self) -> dict[str, pd.DataFrame]:
+        frames = [
+            long_form(
+                {"layer": layer, "site": site},
+                {name: mean[layer, site].reshape(1) for name, mean in self.columns.items()},
+            )
+            for layer, site in self.columns["kurtosis"].keys()  # noqa: SIM118 (not a dict)
+        ]
+        return {"outlier": pd.concat(frames, ignore_index=True)}
+
+
+def infinity_norm(x: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """(B,T,D) → (B,): the largest absolute entry of each sequence."""
+    if batch.valid is not None:
+        x = x.masked_fill(~batch.valid[..., None].to(x.device), 0.0)
+    return upcast(x.abs().flatten(1).amax(1))
+
+
+def kurtosis(x: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """(B,T,D) → (B,): mean((x-μ)⁴) ÷ σ⁴ over the T·D entries of each sequence, not excess."""
+    x = upcast(x)
+    if batch.valid is None:
+        entries: float | torch.Tensor = x.shape[1] * x.shape[2]
+    else:
+        x = x.masked_fill(~batch.valid[..., None].to(x.device), 0.0)
+        entries = (batch.lengths * x.shape[2]).to(x.device)
+    mean = x.sum((1, 2)) / entries
+    centred = x - mean[:, None, None]
+    if batch.valid is not None:
+        centred = centred.masked_fill(~batch.valid[..., None].to(x.device), 0.0)
+    squares = centred.square_().flatten(1)
+    return entries * torch.linalg.vecdot(squares, squares) / squares.sum(1).square()

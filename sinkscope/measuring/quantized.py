@@ -1,0 +1,108 @@
+"""One model on one input, measured in full precision and quantised, whatever the sites."""
+
+import math
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from rich.console import Console
+
+from sinkscope.interventions import Intervention
+from sinkscope.measuring.calibration import measured_ranges, measured_roundings
+from sinkscope.measuring.observables.observable import Observable, Settings
+from sinkscope.measuring.observables.outlier import Outlier
+from sinkscope.measuring.passes import pass_over
+from sinkscope.measuring.subject import Subject
+from sinkscope.measuring.tracer import Tracer, open_tracer
+from sinkscope.quantization.ranges import Bits, Range, Rounding
+from sinkscope.quantization.simulation import quantised_sites
+from sinkscope.quantization.sites import Site
+from sinkscope.text.inputs import TokenInputs
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one setting. The last two as in the table `summary`: the largest and the mean over sites and layers."""
+
+    loss: float  # per predicted token, in nats
+    max_inf_norm: float = math.nan
+    kurtosis: float = math.nan
+
+    @property
+    def perplexity(self) -> float:
+        with np.errstate(over="ignore"):
+            return float(np.exp(self.loss))
+
+
+@dataclass
+class Bench:
+    """`interventions` are on the model throughout, calibration included."""
+
+    subject: Subject
+    bits: Bits
+    kernel: str = "sdpa"
+    batch_size: int | Literal["auto"] = "auto"
+    interventions: tuple[Intervention, ...] = ()
+    console: Console | None = None
+    used_batch_size: int = field(default=0, init=False)
+
+    def ranges(self, calibration: TokenInputs) -> dict[Site, Range]:
+        with self._tracer() as tracer:
+            return measured_ranges(tracer, calibration.sequences)
+
+    def roundings(self, calibration: TokenInputs, ranges: Mapping[Site, Range]) -> dict[Site, Rounding]:
+        with self._tracer() as tracer:
+            return measured_roundings(tracer, calibration.sequences, ranges, self.bits)
+
+    def measure(self, ranges: Mapping[Site, Range], inputs: TokenInputs, outliers: bool = False) -> Measured:
+        """With these sites quantised. `outliers`: infinity norm and kurtosis, too."""
+
+        def fresh() -> list[Observable]:
+            return [Outlier(Settings())] if outliers else []
+
+        with quantised_sites(self.subject.loaded.model, ranges, self.bits), self._tracer() as tracer:
+            size = self.used_batch_size or self.batch_size
+            done = pass_over(tracer, inputs, fresh, tracer.forward_with_loss, size, console=self.console)
+        self.used_batch_size = self.used_batch_size or done.batch_size  # what fitted once fits again
+        return Measured(done.loss / inputs.num_predicted, **_outliers(done.observables))
+
+    def _tracer(self) -> AbstractContextManager[Tracer]:
+        return open_tracer(self.subject.loaded.model, self.subject.family, self.kernel, self.interventions)
+
+
+def _outliers(observables: Iterable[Observable]) -> dict[str, float]:
+    for observable in observables:
+        by_site = observable.tables()["outlier"]
+        by_layer = by_site.groupby("layer")["kurtosis"].mean()
+        return {"max_inf_norm": float(by_site["max_inf_norm"].max()), "kurtosis": float(by_layer.mean())}
+    return {}
+
+
+def w8a8(
+    subject: Subject,
+    calibration: TokenInputs,
+    *,
+    bits: Bits | None = None,
+    kernel: str = "sdpa",
+    batch_size: int | Literal["auto"] = "auto",
+    interventions: Iterable[Intervention] = (),
+) -> dict[str, float]:
+    """What quantising every linear layer but the LM head costs on the subject's input, in plain numbers: loss,
+    perplexity, max_inf_norm and kurtosis in full precision, and the same quantised (loss_quantised, …).
+
+    `calibration`: other sequences than the subject's, that the static ranges come from.
+
+    Of a retrofitted model the same layers are quantised: what a retrofit has added (the weights of gates, λ, logits,
+    keys, registers) is no linear layer and stays in full precision, and so does its arithmetic. The value projection's
+    output is quantised in front of a gate on values, the output projection's input behind one on heads' outputs.
+    """
+    bench = Bench(subject, bits or Bits(), kernel, batch_size, tuple(interventions))
+    arms: dict[str, dict[Site, Range]] = {"": {}, "_quantised": bench.ranges(calibration)}
+    found: dict[str, float] = {}
+    for ending, ranges in arms.items():
+        measured = bench.measure(ranges, subject.inputs, outliers=True)
+        for name in ("loss", "perplexity", "max_inf_norm", "kurtosis"):
+            found[name + ending] = getattr(measured, name)
+    return found

@@ -1,0 +1,147 @@
+"""Perplexity when only the last tokens are cached, with or without the first (attention/streaming.py)."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+
+from sinkscope.attention.kernels import upcast
+from sinkscope.attention.seam import open_seam
+from sinkscope.attention.streaming import BLOCK, does_not_apply, streaming
+from sinkscope.attention.taps import Seam
+from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.interventions.streaming_window import cannot_stream
+from sinkscope.models.families import Family, embedding_weight
+from sinkscope.text.inputs import TokenInputs
+
+BUCKETS = 32  # of tokens, over the length of the text
+
+
+# ------------------------------------------------------------------------------------------------- attention
+
+
+# ------------------------------------------------------------------------------------------------- perplexity
+
+
+class Method(NamedTuple):
+    """One way of reading the text. Dense attention has window −1."""
+
+    name: str  # "dense", "window" or "sinks kept"
+    window: int
+    keep: int
+
+    def open(self, model: PreTrainedModel, family: Family, seams: list[Seam]) -> AbstractContextManager[None]:
+        return nullcontext() if self.window < 0 else streaming(model, family, seams, self.keep, self.window)
+
+
+def measure_streaming(
+    model: PreTrainedModel,
+    family: Family,
+    inputs: TokenInputs,
+    windows: tuple[int, ...],
+    keep: tuple[int, ...],
+    batch_size: int = 1,
+    advance: Callable[[int, int], None] | None = None,
+) -> pd.DataFrame:
+    """Loss and perplexity of a long text with dense attention, with each window, and with the first tokens kept too.
+
+    windows: how many of the last tokens are kept. keep: how many of the first; 0, the plain window, is always there.
+    advance(done, total): called after each batch with the number of sequences read, once for each way of reading.
+
+    → the raw table `streaming`: method, window (−1: dense), keep, bucket (first token index of a bucket of tokens;
+    −1: all tokens), tokens (how many were predicted in it), loss (nats a token) and perplexity = exp(loss). A token
+    counts where it is predicted, so that token 0 never does.
+
+    Errors: InputError where streaming does not apply to the model, for sequences of several lengths, and for a cache
+    that holds the whole text, which would change nothing.
+    """
+    reason = cannot_stream(model, family)
+    if reason is not None:
+        raise does_not_apply(family, reason)
+    length = _one_length(inputs)
+    methods = _methods(windows, keep, length)
+    losses = {method: torch.zeros(length - 1, dtype=torch.float64) for method in methods}
+    done = 0
+    with open_seam(model, family) as seams, torch.no_grad():
+        for ids, _ in inputs.batches(batch_size):
+            for method in methods:
+                with method.open(model, family, seams):
+                    losses[method] += token_losses(_logits(model, ids), ids).sum(0, dtype=torch.float64).cpu()
+                done += len(ids)
+                if advance is not None:
+                    advance(done, len(methods) * len(inputs))
+    if not all(bool(loss.isfinite().all()) for loss in losses.values()):
+        raise SinkscopeError("the model itself gives NaN or infinite losses; try --dtype float32")
+    return pd.DataFrame([row for method in methods for row in _rows(method, losses[method], len(inputs))])
+
+
+def _one_length(inputs: TokenInputs) -> int:
+    lengths = {len(ids) for ids in inputs.sequences}
+    if len(lengths) > 1:
+        raise InputError(f"streaming reads sequences of one length: these have {min(lengths)} to {max(lengths)} tokens")
+    return lengths.pop()
+
+
+def _methods(windows: tuple[int, ...], keep: tuple[int, ...], length: int) -> list[Method]:
+    if not windows or min(windows) < 1:
+        raise InputError("at least one window is needed, and each of at least 1 token")
+    if min(keep, default=0) < 0:
+        raise InputError(f"{min(keep)} of the first tokens cannot be kept: at least 0 are needed")
+    kept = sorted({0, *keep})
+    most = kept[-1] + max(windows)
+    if most > length - 2:  # the last token predicts none
+        raise InputError(
+            f"a cache of {kept[-1]} + {max(windows)} tokens never slides over a text of {length}, and changes nothing: "
+            f"take a window of at most {max(length - 2 - kept[-1], 0)} or a longer text"
+        )
+    streams = [Method("sinks kept" if n else "window", window, n) for window in sorted(set(windows)) for n in kept]
+    return [Method("dense", -1, 0), *streams]
+
+
+def _logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    device = embedding_weight(model).device
+    if device.type == "meta":  # offloaded: accelerate moves the inputs itself
+        device = torch.device("cpu")
+    return model(input_ids=ids.to(device), use_cache=False).logits
+
+
+def token_losses(logits: torch.Tensor, token_ids: torch.Tensor, chunk: int = BLOCK) -> torch.Tensor:
+    """Cross-entropy (B,T−1), in nats, of each token given those before it: logits (B,T,V), token_ids (B,T).
+
+    `chunk` tokens at a time: the log-softmax is as large as the logits, which are the largest thing in memory.
+    """
+    labels = token_ids[:, 1:].to(logits.device)
+    pieces = [
+        F.cross_entropy(
+            upcast(logits[:, start : min(start + chunk, labels.shape[1])]).transpose(1, 2),
+            labels[:, start : start + chunk],
+            reduction="none",
+        )
+        for start in range(0, labels.shape[1], chunk)
+    ]
+    return torch.cat(pieces, dim=1)
+
+
+def _rows(method: Method, losses: torch.Tensor, sequences: int) -> Iterator[dict[str, Any]]:
+    """losses (T−1,) of tokens 1 … T−1, summed over the sequences → the method's rows of the table."""
+    length = len(losses) + 1
+    size = max(1, round(length / BUCKETS))
+    buckets = {start: losses[max(start, 1) - 1 : start + size - 1] for start in range(0, length, size)}
+    for bucket, part in ({-1: losses} | buckets).items():
+        if len(part):
+            loss = float(part.sum()) / (len(part) * sequences)
+            yield {
+                "layer": -1,
+                "method": method.name,
+                "window": method.window,
+                "keep": method.keep,
+                "bucket": bucket,
+                "tokens": len(part) * sequences,
+                "loss": loss,
+                "perplexity": math.exp(loss),
+            }

@@ -1,0 +1,146 @@
+"""What a run is about: a model, its family, and the tokens that it reads. Every command begins here, and ends here."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from sinkscope.errors import InputError
+from sinkscope.measuring.console import status, tell
+from sinkscope.measuring.observables import check_names
+from sinkscope.models import loading
+from sinkscope.models.families import Family, embedding_weight, find_family
+from sinkscope.models.loading import LoadedModel
+from sinkscope.models.wiring import calibrate
+from sinkscope.options.measuring import RunConfig, make_config
+from sinkscope.retrofits.registers import registers_before
+from sinkscope.text.inputs import TokenInputs, build_inputs, check_source
+
+SAMPLED_AT_ONCE = 64  # texts
+MOST_SAMPLES = 20  # for each that is needed
+
+# as users name one: hub id, folder, .gguf file, a model loaded already; None is the demo model
+ModelLike = str | os.PathLike[str] | PreTrainedModel | LoadedModel | None
+
+
+@dataclass(frozen=True)
+class Subject:
+    loaded: LoadedModel
+    family: Family
+    inputs: TokenInputs
+
+
+def config_of(model: ModelLike, options: Mapping[str, Any]) -> RunConfig:
+    """The configuration of a run of `model`. Errors: InputError for wrong options."""
+    named = model if isinstance(model, str | os.PathLike) else None
+    config = make_config(model=named and os.fspath(named), **options)
+    check_names(config.observables)
+    return config
+
+
+def subject_of(
+    model: ModelLike, tokenizer: PreTrainedTokenizerBase | None, config: RunConfig, console: Console
+) -> Subject:
+    """Load the model and make its inputs; what the user should know of that is said."""
+    check_names(config.observables)  # before minutes of loading
+    check_source(config.input)
+    with status(console, "loading the model"):
+        loaded = loaded_model(model, tokenizer, config)
+    family, notices = family_of(loaded.model)
+    inputs = inputs_for(loaded, config)
+    tell(console, (*loaded.notices, *notices, *inputs.notices))
+    return Subject(loaded, family, inputs)
+
+
+def loaded_model(model: ModelLike, tokenizer: PreTrainedTokenizerBase | None, config: RunConfig) -> LoadedModel:
+    if isinstance(model, LoadedModel):
+        return model
+    if isinstance(model, PreTrainedModel):
+        name = model.config.name_or_path or type(model).__name__
+        return LoadedModel(model, tokenizer, name, name, None, None, ())
+    return loading.load(
+        config.model,
+        revision=config.revision,
+        gguf_file=config.gguf_file,
+        dtype=config.dtype,
+        device_map=config.device_map,
+        trust_remote_code=config.trust_remote_code,
+        allow_pickle=config.allow_pickle,
+    )
+
+
+def family_of(model: PreTrainedModel) -> tuple[Family, list[str]]:
+    """The model's row in the table of families, or one calibrated now, which is said."""
+    try:
+        return find_family(model), []
+    except InputError as missing:
+        try:
+            family = calibrate(model, torch.arange(3, 11, device=model.device)[None])
+        except InputError as error:
+            raise InputError(f"{missing}\n{error}") from None
+        note = f"'{family.name}' has no row in the table of families: wired numerically as {family.wiring}"
+        return family, [note]
+
+
+def inputs_for(loaded: LoadedModel, config: RunConfig) -> TokenInputs:
+    """The run's token sequences, fitted to the model's vocabulary and positions."""
+    text = loaded.model.config.get_text_config()
+    ends = text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]
+    return build_inputs(
+        config.input,
+        vocab_size=embedding_weight(loaded.model).shape[0],
+        tokenizer=loaded.tokenizer,
+        dataset=config.dataset,
+        max_positions=position_limit(loaded.model),
+        num_seqs=config.num_seqs,
+        seq_len=config.seq_len,
+        bos=config.bos,
+        bos_token_id=text.bos_token_id,
+        special_ids=(text.bos_token_id, text.pad_token_id, *ends),
+        seed=config.seed,
+        sampler=partial(_sample, loaded.model),
+    )
+
+
+def position_limit(model: PreTrainedModel) -> int | None:
+    """The longest sequence that a model's configuration allows, registers left out; None where it names none."""
+    text = model.config.get_text_config()
+    limits = (getattr(text, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len"))
+    return next((limit - registers_before(model) for limit in limits if limit), None)
+
+
+@torch.no_grad()
+def _sample(model: PreTrainedModel, first: int, count: int, length: int, seed: int) -> np.ndarray:
+    """Texts (count, length) that the model makes after the token `first`, drawn from its own distribution.
+
+    Texts that end sooner are left out. (Forbidding the end instead gives text that the model finds most unlikely.)
+    Errors: InputError where hardly any text gets so long.
+    """
+    # all settings are given here: a checkpoint's own (top-k, temperature) would make the text less its own
+    ends = model.generation_config.eos_token_id
+    settings = GenerationConfig(
+        do_sample=True, top_k=0, max_new_tokens=length - 1, pad_token_id=first, eos_token_id=ends
+    )  # fmt: skip
+    start = torch.full((SAMPLED_AT_ONCE, 1), first, device=model.device)
+    texts: list[np.ndarray] = []
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        for _ in range(MOST_SAMPLES * count // SAMPLED_AT_ONCE + 1):
+            mask = torch.ones_like(start)
+            drawn = model.generate(start, attention_mask=mask, generation_config=settings)  # type: ignore[operator]
+            if drawn.shape[1] == length:
+                ended = torch.isin(
+                    drawn[:, 1:-1], torch.as_tensor(ends if ends is not None else [], device=drawn.device)
+                )
+                texts += list(drawn[~ended.any(1)].cpu().numpy())
+            if len(texts) >= count:
+                return np.stack(texts[:count])
+    raise InputError(
+        f"--input sampled: only {len(texts)} of {count} texts reached {length} tokens: take a shorter --seq-len"
+    )

@@ -1,0 +1,273 @@
+"""One nnsight trace per batch over the sites of every layer; observables reduce what passes at once."""
+
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from nnsight import NNsight, save
+from nnsight.intervention.interleaver import OutOfOrderError
+from transformers import PreTrainedModel
+
+from sinkscope.attention.kernels import AttentionCall, upcast
+from sinkscope.attention.seam import open_seam
+from sinkscope.attention.taps import NAME, RETROFIT, Seam
+from sinkscope.attention.weights import AttentionRead
+from sinkscope.errors import SinkscopeError
+from sinkscope.interventions.intervention import Intervention, Target, applied
+from sinkscope.measuring.observables.activation import token_norms
+from sinkscope.measuring.observables.observable import ATTENTION_SITES, GradientObservable, Observable, Reading
+from sinkscope.models.families import Family, embedding_weight, first_tensor
+from sinkscope.retrofits.registers import registers_before
+from sinkscope.text.batch import Batch
+
+IGNORED = -100  # the label of a token that is not predicted
+
+
+class Tracer:
+    """A model with its seams in, wrapped by nnsight. Made by `open_tracer`."""
+
+    def __init__(self, model: PreTrainedModel, family: Family, seams: list[Seam]) -> None:
+        self.model = model
+        self.family = family
+        self.seams = seams
+        self.traced = _Traced(model)
+        self.registers = registers_before(model)
+        self._finite: list[tuple[int, torch.Tensor]] = []  # layer and verdict, of the forward pass under way
+
+    def forward(self, batch: Batch, observables: Sequence[Observable]) -> None:
+        """One forward pass, every observable fed as the sites come by. No logits are made: none is read."""
+        wanted = {site for observable in observables for site in observable.sites}
+        inputs = self.model_inputs(batch) | self._no_logits
+        self._finite.clear()
+        with torch.no_grad(), self.traced.trace(**inputs):
+            self._read_layers(batch, observables, wanted)
+        self._refuse_nonsense()
+
+    def forward_with_loss(self, batch: Batch, observables: Sequence[Observable]) -> float:
+        """As `forward`, logits and all. → the summed cross-entropy of the batch's predicted tokens."""
+        wanted = {site for observable in observables for site in observable.sites}
+        self._finite.clear()
+        with torch.no_grad(), self.traced.trace(**self.model_inputs(batch)):
+            self._read_layers(batch, observables, wanted)
+            value = save(loss_in_chunks(self.traced.output.logits, batch))
+        self._refuse_nonsense()
+        return float(value)
+
+    def forward_backward(self, batch: Batch, observables: Sequence[Observable]) -> float:
+        """One forward and backward pass. → the summed cross-entropy of the batch's predicted tokens.
+
+        Parameters stay frozen: gradients flow from the embeddings, so that no weight gradient is ever made.
+        """
+        wanted = {site for observable in observables for site in observable.sites}
+        inputs = self.model_inputs(batch)
+        self._finite.clear()
+        with torch.enable_grad(), self.traced.trace(**inputs):
+            embeddings = self.traced.get(self._embedding_path).output.requires_grad_(True)
+            self._read_layers(batch, observables, wanted)
+            loss = summed_loss(self.traced.output.logits, batch)
+            torch.autograd.grad(loss, embeddings)
+            value = save(loss.detach())
+        self._refuse_nonsense()
+        return float(value)
+
+    def logits(self, batch: Batch) -> torch.Tensor:
+        """The model's own logits (B,T,V), read in a trace with the seams in: for checks of parity."""
+        inputs = self.model_inputs(batch)
+        with torch.no_grad(), self.traced.trace(**inputs):
+            logits = self.traced.output.logits.save()
+        return logits
+
+    def model_inputs(self, batch: Batch) -> dict[str, Any]:
+        device = embedding_weight(self.model).device
+        if device.type == "meta":  # offloaded: accelerate moves the inputs itself
+            device = torch.device("cpu")
+        inputs: dict[str, Any] = {"input_ids": batch.token_ids.to(device), "use_cache": False}
+        if batch.valid is not None:
+            inputs["attention_mask"] = batch.attention_mask.to(device)
+            if "position_ids" in self._parameters:
+                inputs["position_ids"] = batch.position_ids.to(device)
+        return inputs
+
+    @cached_property
+    def _embedding_path(self) -> str:
+        embedding = self.model.get_input_embeddings()
+        return next(path for path, module in self.model.named_modules() if module is embedding)
+
+    @cached_property
+    def _parameters(self) -> frozenset[str]:
+        return frozenset(inspect.signature(self.model.forward).parameters)
+
+    @cached_property
+    def _no_logits(self) -> dict[str, Any]:
+        return {"logits_to_keep": 1} if "logits_to_keep" in self._parameters else {}
+
+    def _read_layers(self, batch: Batch, observables: Sequence[Observable], wanted: set[str]) -> None:
+        """The body of the trace: ask for every site in the order in which the forward pass reaches it.
+
+        Register tokens before the text are its first positions here.
+        """
+        batch = batch.behind(self.registers)
+        last_tensor: torch.Tensor | None = None
+        for layer in range(len(self.seams)):
+            for site in self._reading_order(wanted):
+                watching = [observable for observable in observables if site in observable.sites]
+                if site == "gate":
+                    self._see_gate(layer, watching, batch)
+                    continue
+                if site == "attention":
+                    self._see_attention(layer, watching, batch)
+                    continue
+                tensor = first_tensor(self._envoy(layer).get(self.family.sites[site]))
+                if tensor is not last_tensor:  # a layer's input is the last one's output: reduce it once
+                    reading = Reading(tensor.detach().view(*batch.token_ids.shape, -1), batch)
+                    last_tensor = tensor
+                if site == "layer_out":
+                    self._finite.append((layer, _all_finite(reading.once(token_norms)[:, None], batch)))
+                for observable in watching:
+                    if isinstance(observable, GradientObservable):
+                        observable.watch(layer, site, tensor, batch)
+                    else:
+                        observable.see(layer, site, reading, batch)
+
+    def _see_gate(self, layer: int, watching: Sequence[Observable], batch: Batch) -> None:
+        """Of a retrofit that multiplies values or heads' outputs: its module is given the raw values and gives the
+        factors.
+        """
+        part = self._envoy(layer).get(f"{self.family.attention}.{RETROFIT}")
+        (_, value), _ = part.inputs
+        value, gate = value.detach(), part.output.detach()
+        for observable in watching:
+            observable.see_gate(layer, gate, value, batch)
+
+    def _see_attention(self, layer: int, watching: Sequence[Observable], batch: Batch) -> None:
+        read = self._attention(layer, batch)
+        plain = read.detached()
+        self._finite.append((layer, _all_finite(plain.lse, batch)))
+        for observable in watching:
+            if not isinstance(observable, GradientObservable):
+                observable.see_attention(layer, plain, batch)
+        backward = [observable for observable in watching if isinstance(observable, GradientObservable)]
+        if backward:
+            mix = self._taps(layer).mix.output
+            for observable in backward:
+                observable.watch_attention(layer, read, mix, batch)
+
+    def _taps(self, layer: int) -> Any:
+        return self._envoy(layer).get(f"{self.family.attention}.{NAME}")
+
+    def _refuse_nonsense(self) -> None:
+        """NaN in the model would be a head without a sink in the tables."""
+        for layer, finite in self._finite:  # looked at only now: on a GPU each look waits
+            if not finite:
+                halves = self.model.dtype in (torch.float16, torch.bfloat16)
+                advice = "try --dtype float32" if halves else "are its weights what they should be?"
+                raise SinkscopeError(f"layer {layer}: the model itself gives NaN or infinite numbers; {advice}")
+
+    def _reading_order(self, wanted: set[str]) -> list[str]:
+        """The wanted sites that this family has, gates and attention just before its output."""
+        order = list(self.family.sites)
+        place = order.index("attn_out")
+        order[place:place] = ATTENTION_SITES
+        return [site for site in order if site in wanted]
+
+    def _envoy(self, layer: int) -> Any:
+        return self.traced.get(self.family.layers)[layer]
+
+    def _attention(self, layer: int, batch: Batch) -> AttentionRead:
+        taps = self._taps(layer)
+        seam = self.seams[layer]
+        try:
+            seen = {name: getattr(taps, name).output for name in seam.order if name != "mix"}
+        except OutOfOrderError as error:  # a tap that never ran
+            raise _unrecognised(layer) from error
+        sequences, length = batch.token_ids.shape
+        expected = (sequences, seen["query"].shape[1], length)
+        if seam.call is None or seen["lse"].shape != expected or seen["key"].shape[2] != length:
+            raise _unrecognised(layer)
+        call = _detached(seam.call)
+        seam.call = replace(call, scores=None)  # T × T, and with its graph: no longer than it is read
+        return AttentionRead(**seen, call=call, batch=batch)
+
+
+def summed_loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Cross-entropy of each token given those before it, summed over the batch's predicted tokens."""
+    labels = batch.token_ids[:, 1:].masked_fill(~batch.predicting[:, :-1], IGNORED)
+    logits = upcast(logits[:, :-1])
+    return F.cross_entropy(
+        logits.flatten(0, 1), labels.flatten().to(logits.device), ignore_index=IGNORED, reduction="sum"
+    )
+
+
+CHUNK = 8  # tokens whose logits are turned into a loss at once: few enough to stay in a CPU's cache
+
+
+def loss_in_chunks(logits: torch.Tensor, batch: Batch, chunk: int = CHUNK) -> torch.Tensor:
+    """As `summed_loss`, some tokens of one sequence at a time: the logits (B,T,V) are not copied as a whole."""
+    total = torch.zeros((), dtype=torch.float64, device=logits.device)
+    for row in range(len(logits)):
+        for start in range(0, logits.shape[1] - 1, chunk):
+            seen = slice(start, start + chunk + 1)  # the last one is only predicted
+            part = Batch(batch.token_ids[row : row + 1, seen], batch.attention_mask[row : row + 1, seen])
+            total += summed_loss(logits[row : row + 1, seen], part)
+    return total
+
+
+def _detached(call: AttentionCall) -> AttentionCall:
+    """The same without a graph: no observable differentiates what is in it."""
+    tensors = {name: getattr(call, name) for name in ("mask", "sink_logits", "scores")}
+    return replace(call, **{name: x.detach() for name, x in tensors.items() if x is not None})
+
+
+def _all_finite(x: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Is (B,H,T) finite at every real token? On the device still. One sum: it is finite if its terms are."""
+    if batch.valid is not None:
+        x = x.masked_fill(~batch.valid[:, None].to(x.device), 0.0)
+    return x.sum(dtype=torch.float64).isfinite()
+
+
+def _unrecognised(layer: int) -> SinkscopeError:
+    return SinkscopeError(
+        f"layer {layer}: its attention is not one softmax of q·k over the whole sequence, or not in a form that "
+        "sinkscope recognises; see `sinkscope doctor`"
+    )
+
+
+class _Traced(NNsight):
+    # nnsight would move the inputs to the first parameter's device: wrong when accelerate has offloaded it
+    device = None
+
+
+@contextmanager
+def open_tracer(
+    model: PreTrainedModel, family: Family, kernel: str = "sdpa", interventions: Iterable[Intervention] = ()
+) -> Iterator[Tracer]:
+    """Put the seams in, apply the interventions and wrap the model; at the end, also after an exception, leave the
+    model as it was.
+    """
+    with (
+        open_seam(model, family, kernel) as seams,
+        applied(Target(model, family, seams), interventions),
+        _unwrapped_after(
+            model
+        ),  # innermost: nnsight wraps what the interventions have wrapped, and sees what they give
+    ):
+        yield Tracer(model, family, seams)
+
+
+@contextmanager
+def _unwrapped_after(model: torch.nn.Module) -> Iterator[None]:
+    """nnsight leaves a controller in the `forward` of every module that it wraps: take them out again."""
+    before = [(module, dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            for name in set(vars(module)) - set(attributes):
+                del vars(module)[name]
+            if "forward" in attributes:  # accelerate's, of a model spread over devices
+                vars(module)["forward"] = attributes["forward"]

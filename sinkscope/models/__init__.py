@@ -1,0 +1,1 @@
+"""A name becomes a wired model."""

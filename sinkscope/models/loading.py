@@ -1,0 +1,298 @@
+"""From a name to a model: a hub id, a local folder or a .gguf file becomes a frozen causal language model.
+
+`load` is the whole interface. It finds the files (downloading those that are missing), checks them, lets
+transformers build the model, and checks what came out. Every failure is one or two lines: an `InputError`
+where what was named is at fault, a `SinkscopeError` where its surroundings are (network, memory, packages).
+
+transformers always reads from a folder on disk, the hub's cache included: one path through it, one place
+where downloads can fail, and no fallback of its own to pickled weights.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from sinkscope.errors import InputError, SinkscopeError, described, is_out_of_memory
+from sinkscope.models.files import SMALL_FILES, ModelFiles, check_weights, fetch, find_files, is_path, quiet, read_json
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DEVICE_MAPS = ("auto", "cpu", "cuda")
+
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt", "tekken.json"),
+    *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", ".tiktoken"),
+)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to be read: in eval mode, its parameters frozen, on its device or devices."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None  # None where the source has none
+    name: str  # for people: hub id, folder name, or the stem of the .gguf file
+    source: str  # hub id, folder or file actually loaded
+    revision: str | None
+    commit: str | None  # of the hub repository
+    notices: tuple[str, ...]  # what the user should know, such as a redirect
+
+
+def load(
+    model: str | None = None,
+    *,
+    revision: str | None = None,
+    gguf_file: str | None = None,
+    dtype: str | None = None,
+    device_map: str | None = None,
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
+) -> LoadedModel:
+    """Load a pretrained causal language model and its tokenizer.
+
+    `model` is a hub id, a folder or a .gguf file; without one, SmolLM2-135M. `gguf_file` names a file inside
+    the folder or repository. `dtype` is float32, bfloat16 or float16; without one, float32 on the CPU and the
+    checkpoint's own on an accelerator. `device_map` is cpu, cuda or auto (accelerate spreads the model);
+    without one, cuda where there is one. Code from the hub runs only with `trust_remote_code`; weights are
+    read from pickles only with `allow_pickle`.
+
+    Raises InputError where an argument is wrong, or the model named does not exist, is gated, damaged,
+    incomplete or not a causal language model; SinkscopeError where network, memory or a package fails.
+    """
+    _check_arguments(dtype, device_map)
+    with quiet():
+        files = find_files(model, revision, gguf_file, allow_pickle)
+        check_weights(files)
+        config = _read_config(files, trust_remote_code)
+        _check_causal(files, config, trust_remote_code)
+        network, ignored = _build(files, config, dtype, device_map, trust_remote_code)
+        _check_finite(files, network)
+        tokenizer = _read_tokenizer(files, config, trust_remote_code)
+    network.eval().requires_grad_(False)
+    notices = (*files.notices, *ignored)
+    return LoadedModel(network, tokenizer, files.name, files.source, files.revision, files.commit, notices)
+
+
+def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
+    """The tokenizer alone of a folder or of a hub repository.
+
+    Raises InputError where there is none, or one that does not load; SinkscopeError where the network fails.
+    """
+    path = Path(source).expanduser()
+    if not path.is_dir() and is_path(source):
+        raise InputError(f"{source}: no such folder (and a hub id looks like org/name)")
+    with quiet():
+        folder = path if path.is_dir() else fetch(source, None, [f"*{ending}" for ending in SMALL_FILES])[0]
+        if not _has_tokenizer(folder):
+            raise InputError(f"{source} has no tokenizer")
+        try:
+            return _tokenizer_in(folder)
+        except Exception as error:
+            raise InputError(f"the tokenizer of {source} does not load [{described(error)}]") from error
+
+
+def _check_arguments(dtype: str | None, device_map: str | None) -> None:
+    if dtype is not None and dtype not in DTYPES:
+        raise InputError(f"dtype {dtype!r} is unknown: choose one of {', '.join(DTYPES)}")
+    if device_map is not None and device_map not in DEVICE_MAPS:
+        raise InputError(f"device map {device_map!r} is unknown: choose one of {', '.join(DEVICE_MAPS)}")
+    if device_map == "cuda" and not torch.cuda.is_available():
+        raise InputError("device map 'cuda' was asked for, but PyTorch sees no GPU here: use cpu or auto")
+
+
+# --- finding the files ---
+
+
+# --- checking the files ---
+
+
+# --- configuration ---
+
+
+def _read_config(files: ModelFiles, trust_remote_code: bool) -> PreTrainedConfig:
+    """Raises InputError for a configuration that is damaged or that transformers does not know."""
+    if files.gguf:
+        try:
+            return AutoConfig.from_pretrained(files.folder, gguf_file=files.gguf)
+        except Exception as error:
+            raise _gguf_error(files, error) from error
+    raw = read_json(files.source, files.folder / "config.json")
+    kind, has_code = raw.get("model_type"), "AutoConfig" in (raw.get("auto_map") or {})
+    if kind not in CONFIG_MAPPING and not has_code:
+        raise InputError(
+            f"{files.source}: transformers {transformers.__version__} does not know the architecture in its "
+            f"config.json ({kind}); --trust-remote-code would not help, as it brings no code of its own"
+        )
+    if kind not in CONFIG_MAPPING and not trust_remote_code:
+        raise _needs_trust(files)
+    if raw.get("transformers_weights"):
+        raise InputError(f"{files.source}: weights under another name (transformers_weights) are not read")
+    try:
+        return AutoConfig.from_pretrained(files.folder, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise InputError(f"{files.source}: transformers cannot use its config.json [{described(error)}]") from error
+
+
+def _check_causal(files: ModelFiles, config: PreTrainedConfig, trust_remote_code: bool) -> None:
+    """Raises InputError unless the model predicts each token from the ones before it alone."""
+    kind, refused = type(config), f"{files.source} ({config.model_type}) is not a causal language model"
+    has_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if getattr(config, "is_encoder_decoder", False):
+        raise InputError(f"{refused}: it is an encoder–decoder")
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING and has_code and not trust_remote_code:
+        raise _needs_trust(files)
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING and not has_code:
+        raise InputError(f"{refused}: transformers has no such class for it")
+    # BERT and its like do have one, but their checkpoints attend both ways unless they say otherwise.
+    causal = getattr(config, "is_decoder", False) or getattr(config, "causal", False)
+    if kind in MODEL_FOR_MASKED_LM_MAPPING and not causal:
+        raise InputError(f"{refused}: it is an encoder, and attends both ways")
+
+
+def _needs_trust(files: ModelFiles) -> InputError:
+    return InputError(
+        f"{files.source} runs only with the Python code that comes with it: read that code, and if you trust "
+        "it add --trust-remote-code"
+    )
+
+
+# --- building the model ---
+
+
+def _build(
+    files: ModelFiles,
+    config: PreTrainedConfig,
+    dtype: str | None,
+    device_map: str | None,
+    trust_remote_code: bool,
+) -> tuple[PreTrainedModel, tuple[str, ...]]:
+    """Let transformers build the model; with it, what the user should know of its weights.
+
+    Raises InputError for a checkpoint that does not fill it, SinkscopeError for want of memory or a package.
+    """
+    on_cpu = device_map == "cpu" or not torch.cuda.is_available()
+    if dtype is None:
+        dtype = "float32" if on_cpu or files.gguf else "auto"  # a GGUF file is unpacked to float32 anyway
+    options: dict[str, Any] = {"use_safetensors": files.weights[0].endswith(".safetensors")}
+    if files.gguf:
+        # Unpacked for good, or the model would count as quantized and refuse to be cast or saved.
+        options = {"gguf_file": files.gguf, "quantization_config": GgufConfig(dequantize=True)}
+    try:
+        built: Any = AutoModelForCausalLM.from_pretrained(
+            files.folder,
+            config=config,
+            dtype=DTYPES.get(dtype, dtype),
+            device_map=device_map or (None if on_cpu else "cuda"),
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are in the report then
+            **options,
+        )
+    except InputError as error:  # of a retrofit
+        raise InputError(f"{files.source}: {error}") from error
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise SinkscopeError(
+                f"{files.source} does not fit into memory here; try --dtype bfloat16 or --device-map auto"
+            ) from error
+        if files.gguf:
+            raise _gguf_error(files, error) from error
+        if "conversion of the weights" in str(error):  # the details went to stderr
+            raise SinkscopeError(
+                f"{files.source}: the model could not be put together from its weights: some are missing or "
+                "of another shape, or memory ran out"
+            ) from error
+        raise SinkscopeError(f"transformers could not load {files.source} [{described(error)}]") from error
+    model, report = built
+    _check_report(files, report)
+    if "disk" in (getattr(model, "hf_device_map", None) or {}).values():
+        raise SinkscopeError(f"{files.source} does not fit into memory here: part of it would stay on disk")
+    model.config.name_or_path = files.source
+    surplus = sorted(report["unexpected_keys"])
+    if surplus:
+        return model, (f"ignored weights that the model has no place for: {_some(surplus)}",)
+    return model, ()
+
+
+def _gguf_error(files: ModelFiles, error: Exception) -> InputError:
+    if "not supported" in str(error):
+        return InputError(f"{files.source}: transformers cannot read GGUF files of this kind [{described(error)}]")
+    return InputError(f"{files.source} is damaged or cut short; download it again [{described(error)}]")
+
+
+def _check_report(files: ModelFiles, report: dict[str, Any]) -> None:
+    """Raises InputError for weights that the checkpoint lacks: transformers warns, and makes them random."""
+    missing, mismatched = sorted(report["missing_keys"]), sorted(report["mismatched_keys"])
+    if mismatched:
+        name, found, expected = mismatched[0]
+        raise InputError(
+            f"{files.source}: its weights do not fit its config.json: {name} has shape {tuple(found)}, "
+            f"not {tuple(expected)} ({len(mismatched)} such)"
+        )
+    if missing:
+        raise InputError(
+            f"{files.source} lacks weights of the model ({_some(missing)}): it is incomplete, or was saved "
+            "from another kind of model"
+        )
+    if report.get("error_msgs"):
+        raise InputError(f"{files.source}: some weights cannot be read [{report['error_msgs'][0]}]")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _check_finite(files: ModelFiles, model: PreTrainedModel) -> None:
+    """Raises InputError naming the first parameter with a NaN or an infinity."""
+    for name, parameter in model.named_parameters():
+        if parameter.dtype not in DTYPES.values() or parameter.is_meta or parameter.numel() == 0:
+            continue
+        # The two ends of the range: one pass, no copy, and a NaN shows up in both.
+        if not torch.stack(torch.aminmax(parameter.detach())).isfinite().all():
+            hint = " (too large for float16? try bfloat16)" if parameter.dtype == torch.float16 else ""
+            raise InputError(f"{files.source} has NaN or infinite weights, the first in {name}{hint}")
+
+
+# --- tokenizer ---
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any(entry.name.endswith(TOKENIZER_FILES) for entry in folder.iterdir())
+
+
+def _read_tokenizer(
+    files: ModelFiles, config: PreTrainedConfig, trust_remote_code: bool
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer, or None where the source has none. Raises InputError for one that does not load."""
+    if not files.gguf and not _has_tokenizer(files.folder):
+        return None
+    config.name_or_path = files.source  # transformers knows some faulty tokenizers by their hub id
+    options: dict[str, Any] = {"gguf_file": files.gguf} if files.gguf else {"config": config}
+    try:
+        return _tokenizer_in(files.folder, trust_remote_code=trust_remote_code, **options)
+    except Exception as error:
+        raise InputError(
+            f"{files.source}: the model loads, but its tokenizer does not; repair its files or remove them "
+            f"[{described(error)}]"
+        ) from error
+
+
+def _tokenizer_in(folder: Path, **options: Any) -> PreTrainedTokenizerBase:
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, **options)
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        raise ValueError("its vocabulary is empty")  # some classes make do without their files
+    return tokenizer

@@ -1,0 +1,110 @@
+"""Query, key and value projections of one attention layer, whatever form a family keeps them in.
+
+Separate or fused, weights stored (out, in) or (in, out) as GPT-2 does, as many key/value heads as query heads or
+fewer: here each is a set of output places, head by head, of one module.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from sinkscope.errors import InputError
+from sinkscope.models.families import Family
+
+Role = Literal["query", "key", "value"]
+ROLES: tuple[Role, ...] = ("query", "key", "value")
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One of a layer's three. `places` (heads, d): the module's outputs that are each head's."""
+
+    module: Any  # a Linear or Conv1D
+    places: torch.Tensor
+
+    @property
+    def heads(self) -> int:
+        return self.places.shape[0]
+
+    @property
+    def width(self) -> int:
+        """D, of what it reads."""
+        return int(self._oriented(self.module.weight).shape[1])
+
+    @property
+    def is_whole(self) -> bool:
+        """The module's outputs are these places and no others, in order."""
+        return bool(torch.equal(self.places.flatten(), torch.arange(_outputs(self.module), device="cpu")))
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """(heads, d, D), as in k = W x."""
+        return self._oriented(self.module.weight)[self.places]
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """(heads, d); None where the module has none."""
+        return None if self.module.bias is None else self.module.bias[self.places]
+
+    def with_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        """The module's whole weight, in its own form, with these (heads, d, D) in place: a copy."""
+        whole = self.module.weight.detach().clone()
+        self._oriented(whole)[self.places] = weight.to(whole.dtype)
+        return whole
+
+    def with_bias(self, bias: torch.Tensor) -> torch.Tensor:
+        """The module's whole bias with these (heads, d) in place: a copy."""
+        whole = self.module.bias.detach().clone()
+        whole[self.places] = bias.to(whole.dtype)
+        return whole
+
+    def _oriented(self, weight: torch.Tensor) -> torch.Tensor:
+        """As a view (out, in)."""
+        return weight.T if isinstance(self.module, Conv1D) else weight
+
+
+def projections(model: PreTrainedModel, family: Family, layer: int) -> dict[Role, Projection]:
+    """Query, key and value projection of a layer.
+
+    Errors: InputError where the family's row does not say how they are kept.
+    """
+    if not family.qkv:
+        raise InputError(f"'{family.name}' keeps q, k and v together in a way that is not known: its row needs `qkv`")
+    config: Any = model.config.get_text_config()
+    attention = family.layer_modules(model)[layer].get_submodule(family.attention)
+    modules = [attention.get_submodule(name) for name in family.qkv]
+    heads = config.num_attention_heads
+    if not family.fused:
+        width = _outputs(modules[0]) // heads
+        return {
+            role: Projection(module, torch.arange(_outputs(module)).view(-1, width))
+            for role, module in zip(ROLES, modules, strict=True)
+        }
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    key_heads = (_outputs(modules[0]) // width - heads) // 2
+    places = torch.arange(_outputs(modules[0])).view(-1, width)
+    return {role: Projection(modules[0], places[rows]) for role, rows in _FUSED[family.fused](heads, key_heads).items()}
+
+
+def _blocks(heads: int, key_heads: int) -> dict[Role, torch.Tensor]:
+    """All query heads, then all key heads, then all value heads."""
+    query, key, value = torch.arange(heads + 2 * key_heads).split([heads, key_heads, key_heads])
+    return {"query": query, "key": key, "value": value}
+
+
+def _groups(heads: int, key_heads: int) -> dict[Role, torch.Tensor]:
+    """A key head's query heads, the key head, its value head; then the next key head's."""
+    rows = torch.arange(heads + 2 * key_heads).view(key_heads, -1)
+    return {"query": rows[:, :-2].flatten(), "key": rows[:, -2], "value": rows[:, -1]}
+
+
+_FUSED = {"blocks": _blocks, "groups": _groups}
+
+
+def _outputs(module: nn.Module) -> int:
+    weight: torch.Tensor = module.weight  # type: ignore[assignment]
+    return weight.shape[1] if isinstance(module, Conv1D) else weight.shape[0]

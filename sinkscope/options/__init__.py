@@ -1,0 +1,1 @@
+"""What was asked, as pydantic models. Nothing here imports torch."""

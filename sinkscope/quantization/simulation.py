@@ -1,0 +1,81 @@
+"""A model as it would run quantised: a context manager around any use of it."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from sinkscope.models.edits import Edit, replaced
+from sinkscope.quantization.arithmetic import Grid, quantise_symmetric
+from sinkscope.quantization.ranges import Bits, Range
+from sinkscope.quantization.sites import INPUT, OUTPUT, WEIGHT, Site, chosen_sites
+
+
+@contextmanager
+def quantised(
+    model: PreTrainedModel,
+    ranges: Mapping[Site, Range],
+    *,
+    except_sites: Iterable[Site | str] = (),
+    bits_weights: int = 8,
+    bits_activations: int = 8,
+) -> Iterator[None]:
+    """Until the end of the block the model computes with quantised weights and activations (simulated: the numbers lie
+    on the grids, the arithmetic is the model's own). Then it is bit for bit what it was.
+
+    `ranges` as `calibrate_ranges` gives them; of `except_sites` (see `chosen_sites`) nothing is quantised.
+
+    Errors: InputError for sites that there are not, and for bits out of range.
+    """
+    kept = chosen_sites(ranges.keys(), except_sites)
+    rest = {site: known for site, known in ranges.items() if site not in kept}
+    with quantised_sites(model, rest, Bits(bits_weights, bits_activations)):
+        yield
+
+
+@contextmanager
+def quantised_sites(model: PreTrainedModel, ranges: Mapping[Site, Range], bits: Bits) -> Iterator[None]:
+    """These sites quantised, and no others."""
+    grids: dict[str, dict[str, Grid]] = defaultdict(dict)
+    weights = []
+    for site, known in ranges.items():
+        if site.part == WEIGHT:
+            weights.append(site.path)
+        else:
+            grids[site.path][site.part] = bits.grid(site, known)
+    with ExitStack() as stack:
+        stack.enter_context(replaced(_weight_edits(model, weights, bits.weights)))
+        for path, mine in grids.items():
+            stack.enter_context(_snapped(model.get_submodule(path), mine.get(INPUT), mine.get(OUTPUT)))
+        yield
+
+
+def _weight_edits(model: PreTrainedModel, paths: Iterable[str], bits: int) -> Iterator[Edit]:
+    for path in paths:
+        module = model.get_submodule(path)
+        yield module, "weight", quantise_symmetric(module.get_parameter("weight").detach(), bits)
+
+
+@contextmanager
+def _snapped(module: nn.Module, before: Grid | None, after: Grid | None) -> Iterator[None]:
+    """module(x) with x on one grid and what comes out on another. As interventions do it: nnsight, which wraps
+    `forward` again, then sees what the next module sees.
+    """
+    own = vars(module).get("forward")  # accelerate's, or an intervention's
+    forward = module.forward
+
+    def snapped(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        output = forward(x if before is None else before.snap(x), *args, **kwargs)
+        return output if after is None else after.snap(output)
+
+    module.forward = snapped
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own

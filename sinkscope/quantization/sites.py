@@ -1,0 +1,109 @@
+"""Where a model is quantised: input, weight and output of every linear layer but the LM head."""
+
+import re
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from sinkscope.errors import InputError, unknown
+from sinkscope.models.families import Family
+
+LINEAR = (nn.Linear, Conv1D)  # the second is GPT-2's, with its weight stored (in, out)
+INPUT, WEIGHT, OUTPUT = "input", "weight", "output"
+PARTS = (INPUT, WEIGHT, OUTPUT)
+NO_LAYER = -1  # of a linear layer that is in none of the model's layers
+
+
+@dataclass(frozen=True)
+class Site:
+    """One tensor that is quantised."""
+
+    path: str  # of the linear module in the model
+    part: str
+    layer: int
+    kind: str  # the path within a layer, as mlp.down_proj; experts that are modules of their own are one kind
+
+    @property
+    def role(self) -> str:
+        return f"{self.kind} {self.part}"
+
+    def __str__(self) -> str:
+        return self.role if self.layer == NO_LAYER else f"layer {self.layer} {self.role}"
+
+    @property
+    def names(self) -> set[str]:
+        """By which a user may mean it, others too."""
+        return {self.kind, self.role, self.path, f"{self.path} {self.part}", str(self)}
+
+
+def sites_of(model: PreTrainedModel, family: Family) -> list[Site]:
+    """In the model's order. Errors: InputError where weights are not there as floating-point numbers."""
+    sites = []
+    for path, module in linear_modules(model):
+        _check_weight(path, module)
+        layer, kind = _place(path, family)
+        sites += [Site(path, part, layer, kind) for part in PARTS]
+    if not sites:
+        raise InputError("this model has no linear layers that could be quantised")
+    return sites
+
+
+def linear_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
+    """All but the LM head, which is what gives the logits, or whatever shares its weight with the embeddings."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    for path, module in model.named_modules():
+        is_head = module is head or getattr(module, "weight", None) is getattr(embedding, "weight", embedding)
+        if isinstance(module, LINEAR) and not is_head:
+            yield path, module
+
+
+def not_quantised(model: PreTrainedModel, family: Family) -> dict[str, float]:
+    """Matrices in the layers that belong to no linear layer → their share of the model's parameters.
+
+    Such are the routers and experts of mixtures, which transformers keeps as one tensor for all of a layer.
+    """
+    covered = {f"{path}.weight" for path, _ in linear_modules(model)}
+    total = sum(parameter.numel() for parameter in model.parameters())
+    shares: dict[str, float] = {}
+    for path, parameter in model.named_parameters():
+        layer, kind = _place(path, family)
+        if layer != NO_LAYER and parameter.dim() > 1 and path not in covered and not path.endswith("bias"):
+            shares[kind] = shares.get(kind, 0.0) + parameter.numel() / total
+    return shares
+
+
+def chosen_sites(sites: Collection[Site], named: Iterable[Site | str]) -> set[Site]:
+    """Those meant by name: a kind (mlp.down_proj), a kind's part (mlp.down_proj input), a module's path, with or
+    without the part, or one site as it is printed (layer 11 mlp.down_proj input).
+
+    Errors: InputError for a name of none.
+    """
+    found: set[Site] = set()
+    for name in [named] if isinstance(named, str) else named:
+        meant = {site for site in sites if name == site or name in site.names}
+        if not meant:
+            known = {known for site in sites for known in (site.kind, site.role)}
+            raise InputError(f"site {unknown(str(name), sorted(known))}")
+        found |= meant
+    return found
+
+
+def _place(path: str, family: Family) -> tuple[int, str]:
+    """Layer and path within it."""
+    match = re.fullmatch(rf"{re.escape(family.layers)}\.(\d+)\.(.+)", path)
+    if not match:
+        return NO_LAYER, path
+    return int(match[1]), re.sub(r"(?<=\.)\d+(?=\.|$)", "*", match[2])
+
+
+def _check_weight(path: str, module: Any) -> None:
+    weight: torch.Tensor = module.weight
+    if weight.is_meta:
+        raise InputError(f"{path}: its weights are offloaded and cannot be edited: load without --device-map auto")
+    if not weight.is_floating_point():
+        raise InputError(f"{path}: its weights are quantised already ({weight.dtype}): load the model before that")

@@ -1,0 +1,1 @@
+"""Tables become words and pictures."""

@@ -1,0 +1,178 @@
+"""`compare`: runs side by side, from their folders alone: no model is loaded.
+
+OUT/comparison.json                      which runs, and the settings in which they differ
+OUT/tables/comparison.parquet            one row a metric of the whole model, one column a run
+OUT/tables/comparison_by_layer.parquet   the same metrics by layer, one row a value
+OUT/figures/*.png|pdf
+"""
+
+import html
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from sinkscope.errors import InputError
+from sinkscope.measuring.summary import WHOLE_MODEL
+from sinkscope.report.run import Run
+from sinkscope.results.folders import check_output, new_folder
+from sinkscope.results.tables import write_table
+
+if TYPE_CHECKING:
+    from sinkscope.report.figures.style import Figure
+
+MANIFEST = "comparison.json"
+
+# What two runs must share for their numbers to be comparable, and where run.json has it.
+SETTINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    # the arms of a retrofit have their method for a condition
+    "input": lambda manifest: manifest["input"].get("text", manifest["condition"]),
+    "input tokens": lambda manifest: str(manifest["input"]["sha256"])[:12],
+    "token 0": lambda manifest: manifest["input"]["token_zero"],
+    "sequences": lambda manifest: manifest["input"]["sequences"],
+    "seq-len": lambda manifest: manifest["config"]["seq_len"],
+    "window": lambda manifest: manifest["config"]["window"],
+    "positions": lambda manifest: manifest["config"]["positions"],
+    "epsilon": lambda manifest: manifest["config"]["epsilon"],
+    "dtype": lambda manifest: manifest["dtype"],
+    "kernel": lambda manifest: manifest["kernel"],
+    "sinkscope": lambda manifest: manifest["sinkscope"],
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs side by side.
+
+    table        rows metrics of the whole model, columns runs; of two runs also `difference` (second − first)
+                 and `ratio` (second ÷ first)
+    by_layer     model, condition, layer, run, metric, value
+    differing    rows settings in which the runs differ, columns runs: these stand in the way of comparing
+    """
+
+    runs: tuple[Run, ...]
+    table: pd.DataFrame
+    by_layer: pd.DataFrame = field(repr=False)
+    differing: pd.DataFrame
+    folder: Path | None = None
+
+    def figures(self) -> "dict[str, Figure]":
+        """The comparison's figures, by name."""
+        from sinkscope.report.figures.comparison import draw_comparison
+
+        return draw_comparison(list(self.runs))
+
+    @property
+    def warnings(self) -> list[str]:
+        """One line a setting in which the runs differ."""
+        return [
+            f"{setting} differs: {', '.join(f'{value} ({run})' for run, value in row.items())}"
+            for setting, row in self.differing.iterrows()
+        ]
+
+    def _repr_html_(self) -> str:  # what a notebook shows
+        warned = "".join(f"<li>{html.escape(line)}</li>" for line in self.warnings)
+        return self.table.to_html(float_format="{:.4g}".format, na_rep="–") + (warned and f"<ul>{warned}</ul>")
+
+
+def compare(
+    *runs: Run | str | os.PathLike[str], out: str | os.PathLike[str] | None = None, overwrite: bool = False
+) -> Comparison:
+    """Compare runs, or run folders; with `out`, also write the tables and figures there.
+
+    Errors: InputError for fewer than two runs, for a folder that holds none, or for an `out` that is taken;
+    SinkscopeError where writing fails.
+    """
+    if len(runs) < 2:
+        raise InputError(f"a comparison needs at least two runs; {len(runs) or 'none'} was given")
+    folder = None if out is None else check_output(out, overwrite, MANIFEST)
+    opened = tuple(run if isinstance(run, Run) else Run.open(run) for run in runs)
+    for run in opened:
+        if run.command != "analyze":
+            raise InputError(
+                f"{run.folder or run.model} is a run of `{run.command}`: what it compares is in its own tables"
+            )
+    names = _labels(opened)
+    differing = differing_settings([run.manifest for run in opened], names)
+    comparison = Comparison(opened, _table(opened, names), _by_layer(opened, names), differing, folder)
+    if folder is not None:
+        with new_folder(folder) as fresh:
+            _write(comparison, names, fresh)
+    return comparison
+
+
+def differing_settings(manifests: list[dict[str, Any]], names: list[str]) -> pd.DataFrame:
+    """Rows the settings in which runs are not all alike, by their manifests; columns the runs."""
+    rows = {setting: [_setting(read, manifest) for manifest in manifests] for setting, read in SETTINGS.items()}
+    differing = {setting: values for setting, values in rows.items() if len(set(values)) > 1}
+    if "input" in differing:
+        differing.pop("input tokens", None)  # goes without saying
+    return pd.DataFrame.from_dict(differing, orient="index", columns=names)
+
+
+def _setting(read: Callable[[dict[str, Any]], Any], manifest: dict[str, Any]) -> str:
+    try:
+        return str(read(manifest))
+    except (KeyError, TypeError):
+        return "not recorded"
+
+
+def _labels(runs: tuple[Run, ...]) -> list[str]:
+    """As in the figures' legends: of model, revision and condition those that differ."""
+    from sinkscope.report.figures.comparison import labels
+
+    return labels(list(runs))[0]
+
+
+def _table(runs: tuple[Run, ...], names: list[str]) -> pd.DataFrame:
+    columns = []
+    for run in runs:
+        summary = run.tables["summary"]
+        whole = summary[summary["layer"] == WHOLE_MODEL]
+        columns.append(whole.set_index("metric")["value"])
+    table = pd.concat(columns, axis=1, keys=names, sort=False).rename_axis("metric")
+    if len(runs) == 2:
+        first, second = table.iloc[:, 0], table.iloc[:, 1]
+        table["difference"] = second - first
+        table["ratio"] = second / first.where(first != 0)
+    return table
+
+
+def _by_layer(runs: tuple[Run, ...], names: list[str]) -> pd.DataFrame:
+    parts = []
+    for run, name in zip(runs, names, strict=True):
+        summary = run.tables["summary"]
+        parts.append(summary[summary["layer"] != WHOLE_MODEL].assign(run=name))
+    return pd.concat(parts, ignore_index=True)[["model", "condition", "layer", "run", "metric", "value"]]
+
+
+def _write(comparison: Comparison, names: list[str], folder: Path) -> None:
+    """Tables, figures and manifest into an empty folder; the manifest last."""
+    (folder / "tables").mkdir()
+    write_table(comparison.table.reset_index(), folder / "tables" / "comparison.parquet")
+    write_table(comparison.by_layer, folder / "tables" / "comparison_by_layer.parquet")
+    (folder / "figures").mkdir()
+    for name, figure in comparison.figures().items():
+        for kind in ("png", "pdf"):
+            figure.savefig(folder / "figures" / f"{name}.{kind}")
+    manifest = {
+        "sinkscope": version("sinkscope"),
+        "command": "compare",
+        "runs": [
+            {
+                "label": name,
+                "folder": run.folder and str(run.folder),
+                "model": run.model,
+                "condition": run.condition,
+            }
+            for run, name in zip(comparison.runs, names, strict=True)
+        ],
+        "differing": comparison.differing.to_dict(orient="index"),
+    }
+    text = json.dumps(manifest, indent=2, ensure_ascii=False)
+    (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")

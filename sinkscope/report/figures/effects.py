@@ -1,0 +1,150 @@
+"""What every arm does, and what random changes of the same kind do: a row an arm, a panel a metric."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from sinkscope.report.effects import NO_POSITION, SPREAD, Effect, arms, effect_of
+from sinkscope.report.figures.axes import log_ticks
+from sinkscope.report.figures.labels import title, wrapped
+from sinkscope.report.figures.style import NAVY, WIDE, Figure, new_figure
+from sinkscope.results.run import RunData
+
+NAME = "effects"
+ABOUT = "what every arm does to sink, perplexity and massive activations, beside its control's spread"
+TABLES = ("effect",)
+
+ROW, PAGE = 0.3, 9.0  # inches: an arm, and at most all of them with what is around
+LETTERS = 24  # of a line of an arm's name
+ABOVE, UNDER = -0.17, 0.17  # in a row of height 1: the arm, and its controls
+
+BEFORE: dict[str, Any] = {"color": "0.35", "linewidth": 0.9, "linestyle": (0, (3, 1.5))}
+AFTER: dict[str, Any] = {"color": NAVY, "linewidth": 0.8, "marker": "o", "markersize": 4, "markevery": [-1]}
+DRAWS: dict[str, Any] = {
+    "color": "black",
+    "linestyle": "none",
+    "marker": "|",
+    "markersize": 4.5,
+    "markeredgewidth": 0.6,
+}
+SPREAD_BAR: dict[str, Any] = {"color": "0.72", "linewidth": 3.5, "solid_capstyle": "butt"}
+
+
+@dataclass(frozen=True)
+class _Panel:
+    name: str
+    metric: str
+    positions: Callable[[list[int]], list[int]]  # of those that an arm watches, its sink first
+    log: bool = False
+    width: float = 1.0
+
+
+PANELS = (
+    _Panel("sink rate", "sink_rate", lambda watched: watched[:1]),
+    _Panel("window mass", "window_mass", lambda watched: watched[1:], width=0.75),
+    _Panel("perplexity", "perplexity", lambda watched: [NO_POSITION], log=True),
+    _Panel("largest |activation|", "massive_magnitude", lambda watched: [NO_POSITION], log=True),
+)
+
+
+def draw(run: RunData) -> Figure:
+    watched = {label: arm["watched"] for label, arm in arms(run).items() if arm["watched"]}
+    panels = [panel for panel in PANELS if any(panel.positions(positions) for positions in watched.values())]
+    figure = new_figure(WIDE, min(ROW * len(watched) + 1.0, PAGE))
+    widths = [panel.width for panel in panels]
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False, width_ratios=widths)[0]
+    axes[0].set_yticks(range(len(watched)), [wrapped(label, LETTERS, 2) for label in watched])
+    axes[0].set_ylim(len(watched) - 0.5, -0.5)
+    for ax, panel in zip(axes, panels, strict=True):
+        for row in range(0, len(watched), 2):
+            ax.axhspan(row - 0.5, row + 0.5, color="0.955", linewidth=0)
+        ax.tick_params(axis="y", length=0)
+        _draw_panel(ax, run, panel, {label: panel.positions(positions) for label, positions in watched.items()})
+        _value_axis(ax, panel.log)
+    figure.legend(handles=_legend(run), loc="outside lower center", ncols=4)
+    figure.suptitle(title(run, WIDE))
+    return figure
+
+
+def _draw_panel(ax: Axes, run: RunData, panel: _Panel, positions: dict[str, list[int]]) -> None:
+    """One metric of all arms, a row each; in it, one below the other, where an arm has several positions."""
+    different = {position for some in positions.values() for position in some}
+    ax.set_title(f"{panel.name}\n{_where(different)}" if different != {NO_POSITION} else panel.name)
+    for row, (label, some) in enumerate(positions.items()):
+        if not some:
+            ax.text(0.5, row, "–", transform=ax.get_yaxis_transform(), ha="center", va="center", color="0.5")
+        for place, position in enumerate(some):
+            height = 1 / len(some)
+            middle = row - 0.5 + height * (place + 0.5)
+            _draw_effect(ax, effect_of(run, label, panel.metric, position), middle, height, panel.log)
+            if len(different) > 1:
+                ax.text(1.02, middle, f"@{position}", transform=ax.get_yaxis_transform(), va="center", fontsize=6)
+
+
+def _where(positions: set[int]) -> str:
+    return f"at position {next(iter(positions))}" if len(positions) == 1 else "at @position"
+
+
+def _draw_effect(ax: Axes, effect: Effect, middle: float, height: float, log: bool) -> None:
+    """Before, an arm's value and its controls, around `middle`. Rows next to one another make one line of before."""
+    above, under = middle + ABOVE * height, middle + UNDER * height
+    before, after = _drawable([effect.before], log), _drawable([effect.after], log)
+    controls = _drawable(effect.controls, log)
+    if len(controls) > 1:
+        ax.plot(_spread(controls, log), [under, under], **SPREAD_BAR)
+    ax.plot(controls, np.full(len(controls), under), **DRAWS)
+    for value in before:
+        ax.plot([value, value], [middle - height / 2, middle + height / 2], **BEFORE)
+    if len(after):
+        ends = np.concatenate([before, after])
+        ax.plot(ends, np.full(len(ends), above), **AFTER)
+    else:
+        transform = ax.get_yaxis_transform()
+        ax.text(0.98, above, f"after: {effect.after:g}", transform=transform, ha="right", va="center", fontsize=6)
+
+
+def _drawable(values: Sequence[float], log: bool) -> np.ndarray:
+    array = np.array(values, float)
+    return array[np.isfinite(array) & (array > 0 if log else True)]
+
+
+def _spread(controls: np.ndarray, log: bool) -> np.ndarray:
+    """Mean ± 2 standard deviations; of the logarithms on a log axis, where it is symmetric then."""
+    values = np.log(controls) if log else controls
+    ends = values.mean() + SPREAD * values.std(ddof=1) * np.array([-1, 1])
+    return np.exp(ends) if log else ends
+
+
+def _value_axis(ax: Axes, log: bool) -> None:
+    """Called when all is drawn. A log scale by which small changes are seen, or shares from 0 on."""
+    values = np.concatenate([np.asarray(line.get_xdata(), float) for line in ax.lines] or [np.empty(0)])
+    if not len(values):
+        ax.set_xticks([])
+        ax.text(0.5, 0.5, "no values", transform=ax.transAxes, ha="center", va="center", color="0.4", fontsize=7)
+        return
+    low, high = values.min(), values.max()
+    if log:
+        ax.set_xscale("log")
+        room = 1.04 * (high / low) ** 0.06
+        ax.set_xlim(low / room, high * room)
+        log_ticks(ax.xaxis, *ax.get_xlim())
+        if high / low < 5:
+            ax.xaxis.set_major_locator(MaxNLocator(3))  # of numbers that are long here
+    else:
+        ax.set_xlim(min(low, 0) - 0.05 * max(high, 0.01), 1.1 * max(high, 0.01))
+        ax.xaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))
+
+
+def _legend(run: RunData) -> list[Line2D]:
+    handles = [Line2D([], [], label="before", **BEFORE), Line2D([], [], label="after", **AFTER | {"markevery": None})]
+    draws = run.tables["effect"]["draw"].max() + 1
+    if draws > 0:
+        handles.append(Line2D([], [], label=f"random control, {draws} draws", **DRAWS))
+    if draws > 1:
+        handles.append(Line2D([], [], label=f"their mean ± {SPREAD:g} standard deviations", **SPREAD_BAR))
+    return handles

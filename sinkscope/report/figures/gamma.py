@@ -1,0 +1,58 @@
+"""Does the query bias read the coordinates where EPE_0 is massive? |γ| there beside all of γ: NU tables 1 and 2."""
+
+from typing import Any
+
+import numpy as np
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from sinkscope.report.figures.axes import layer_axis, line_by_layer, value_axis
+from sinkscope.report.figures.labels import title
+from sinkscope.report.figures.style import COLUMN, GREY, HIGHEST, OTHERS, SINK, Figure, new_figure
+from sinkscope.results.run import RunData
+
+NAME = "gamma"
+ABOUT = "|γ| at the massive coordinates of EPE₀ beside all others, by layer (NU tables 1 and 2)"
+TABLES = ("gamma",)
+BAND: dict[str, Any] = {"color": GREY, "alpha": 0.3, "linewidth": 0}
+MEAN: dict[str, Any] = {"color": "0.35", "linewidth": 0.9}
+LOOKS = (SINK, OTHERS, HIGHEST, {"color": "#4f9a6b", "linestyle": "-.", "marker": "D", "markersize": 2.4, "zorder": 5})
+
+
+def lacking(run: RunData) -> str | None:
+    gamma = run.tables["gamma"]
+    if gamma["is_massive_epe"].any():
+        return None
+    if gamma["epe_0"].notna().any():
+        return "its EPE_0 has no massive coordinate"
+    return "its positions are not learned vectors, so that there is no EPE_0"
+
+
+def draw(run: RunData) -> Figure:
+    gamma = run.tables["gamma"].replace([np.inf, -np.inf], np.nan)
+    gamma = gamma.assign(magnitude=gamma["gamma"].abs())
+    by_layer = gamma.groupby("layer")["magnitude"]
+    mean, spread = by_layer.mean(), 2 * by_layer.std(ddof=0)
+    massive = gamma[gamma["is_massive_epe"]]
+    largest = massive.groupby("coordinate")["epe_0"].first().abs().sort_values(ascending=False).index
+    width = COLUMN * 1.25
+    figure = new_figure(width, 2.5)
+    ax = figure.subplots()
+    low = (mean - spread).clip(lower=0)
+    ax.bar(mean.index, mean + spread - low, bottom=low, width=0.6, **BAND)
+    line_by_layer(ax, mean, **MEAN)
+    handles: list[Any] = []
+    for coordinate, look in zip(largest, LOOKS, strict=False):
+        at = massive[massive["coordinate"] == coordinate].set_index("layer")["magnitude"]
+        handles.append(line_by_layer(ax, at, label=f"d = {coordinate}", **look))
+    layer_axis(ax)
+    ax.set_ylabel("|γ|")
+    if value_axis(ax):
+        ax.set_ylim(bottom=0)
+    beyond = len(largest) - len(handles)
+    all_of_it = "mean of all" + (f" ({beyond} massive not drawn)" if beyond > 0 else "")
+    handles += [Line2D([], [], label=all_of_it, **MEAN), Patch(label="mean ± 2 std", **BAND)]
+    columns = len(handles) if len(handles) <= 4 else 3
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, columnspacing=1.0, handlelength=2)
+    figure.suptitle(title(run, width))
+    return figure

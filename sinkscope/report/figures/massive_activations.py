@@ -1,0 +1,60 @@
+"""Massive activations by layer: after the layer-wise figure of Sun et al. 2024.
+
+The three largest magnitudes of each layer's output and the median magnitude, means over sequences. Shaded:
+layers where most sequences have an entry that is massive by the definition, above 100 and 1000 × the median.
+"""
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+
+from sinkscope.report.figures.axes import layer_axis, line_by_layer, value_axis
+from sinkscope.report.figures.labels import title
+from sinkscope.report.figures.style import HIGHEST, OTHERS, SINK, TEXT, Figure, new_figure
+from sinkscope.results.run import RunData
+
+NAME = "massive-activations"
+ABOUT = "the three largest activations and the median by layer, and where they are massive (Sun et al. 2024)"
+TABLES = ("massive",)
+LOOKS = (("largest", SINK), ("second", OTHERS), ("third", HIGHEST))
+MEDIAN = {"color": "0.45", "linestyle": "-.", "marker": "D"}
+
+
+def draw(run: RunData) -> Figure:
+    massive = run.tables["massive"]
+    figure = new_figure(TEXT, 2.5)
+    ax = figure.subplots()
+    for rank, (label, look) in enumerate(LOOKS):
+        by_layer = top_magnitudes(massive, rank)
+        if len(by_layer):
+            line_by_layer(ax, by_layer, label=label, **look)
+    sequences = massive.drop_duplicates(["layer", "sequence"])
+    line_by_layer(ax, sequences.groupby("layer")["median"].mean(), label="median", **MEDIAN)
+    layer_axis(ax)
+    ax.set_ylabel("mean magnitude")
+    ax.margins(x=0.02)
+    value_axis(ax, log=True)
+    handles, labels = ax.get_legend_handles_labels()
+    if _shade(ax, massive):
+        handles.append(Patch(color=SHADE, linewidth=0))
+        labels.append("massive in most sequences")
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, columnspacing=1.2)
+    figure.suptitle(title(run, TEXT))
+    return figure
+
+
+def top_magnitudes(massive: pd.DataFrame, rank: int) -> pd.Series:
+    """By layer: the mean over sequences of the largest (rank 0), second or third magnitude."""
+    magnitude = massive.assign(value=massive["value"].abs()).sort_values("value", ascending=False)
+    return magnitude.groupby(["layer", "sequence"]).nth(rank).groupby("layer")["value"].mean()
+
+
+SHADE = "0.9"
+
+
+def _shade(ax: Axes, massive: pd.DataFrame) -> bool:
+    having = massive[massive["is_massive"].astype(bool)].groupby("layer")["sequence"].nunique()
+    layers = sorted(having[having > massive["sequence"].nunique() / 2].index)
+    for layer in layers:
+        ax.axvspan(layer - 0.5, layer + 0.5, color=SHADE, linewidth=0, zorder=0)
+    return bool(layers)

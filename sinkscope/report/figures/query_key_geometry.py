@@ -1,0 +1,58 @@
+"""Why the first key is a sink: WSE figure 2. There its norm is small, and its angle to the queries decides.
+
+Norms of query, key and value, cosine and norm product of query and key, and what they come to, the logit gap
+(VGA §4.1). Position 0 against the mean over the other positions; lines are means over heads, bands span the
+10 % to 90 % quantiles over heads.
+"""
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+
+from sinkscope.report.figures.axes import layer_axis, line_by_layer, value_axis
+from sinkscope.report.figures.labels import title
+from sinkscope.report.figures.style import GREY, OTHERS, SINK, WIDE, Figure, new_figure
+from sinkscope.results.run import RunData
+
+NAME = "query-key-geometry"
+ABOUT = "norms and angles of queries, keys and values by layer: position 0 against the rest (WSE fig. 2)"
+TABLES = ("geometry",)
+PANELS = (  # column, name, log scale
+    ("query_norm", "query norm ‖q‖", True),
+    ("key_norm", "key norm ‖k‖", True),
+    ("value_norm", "value norm ‖v‖", True),
+    ("qk_cosine", "cosine cos(q, k)", False),
+    ("qk_norm_product", "norm product ‖q‖ ‖k‖", True),
+    ("sink_logit_gap", "logit gap to the other keys", False),
+)
+BAND = (0.1, 0.9)
+
+
+def draw(run: RunData) -> Figure:
+    geometry = run.tables["geometry"]
+    figure = new_figure(WIDE, 3.7)
+    axes = figure.subplots(2, 3, sharex=True)
+    for ax, (column, name, log) in zip(axes.flat, PANELS, strict=True):
+        ax.set_title(name)
+        _lines(ax, geometry, column)
+        layer_axis(ax, "layer" if ax in axes[-1] else "")
+        value_axis(ax, log)
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    handles.append(Patch(color=GREY, alpha=0.35, linewidth=0))
+    figure.legend(handles, [*labels, "10–90 % of heads"], loc="outside lower center", ncols=3)
+    figure.suptitle(title(run, WIDE))
+    return figure
+
+
+def _lines(ax: Axes, geometry: pd.DataFrame, column: str) -> None:
+    at_first = geometry["position"] == 0
+    for rows, label, look in (
+        (geometry[at_first], "position 0", SINK),
+        (geometry[~at_first], "mean over the other positions", OTHERS),
+    ):
+        if rows.empty:  # --positions 1
+            continue
+        by_layer = rows.groupby(["layer", "head"])[column].mean().groupby("layer")
+        low, high = by_layer.quantile(BAND[0]), by_layer.quantile(BAND[1])
+        ax.fill_between(low.index, low, high, color=look["color"], alpha=0.2, linewidth=0)
+        line_by_layer(ax, by_layer.mean(), label=label, **look)

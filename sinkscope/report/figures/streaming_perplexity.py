@@ -1,0 +1,90 @@
+"""Perplexity of a long text read through a short cache: StreamingLLM, Xiao et al. 2024, figure 3 and table 1.
+
+Left, by token, for the shortest window, which slides the longest: dense attention, the last tokens alone, and the most
+first tokens kept beside them. Right, over all tokens, by how many of the first are kept, for every window.
+"""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+from sinkscope.report.figures.axes import MOST_MARKERS, value_axis
+from sinkscope.report.figures.labels import title
+from sinkscope.report.figures.style import GRADUAL, GREY, HIGHEST, OTHERS, SINK, WIDE, Figure, new_figure
+from sinkscope.results.run import RunData
+
+NAME = "streaming-perplexity"
+ABOUT = "perplexity with a cache of the last tokens, and of the first ones too, against dense attention (StreamingLLM)"
+TABLES = ("streaming",)
+
+DENSE = SINK | {"marker": "", "label": "dense"}
+MARKERS = "os^Dv"
+DASHES = ("--", ":", "-.", "-")
+
+
+def draw(run: RunData) -> Figure:
+    table = run.tables["streaming"]
+    figure = new_figure(WIDE, 2.4)
+    by_token, by_kept = figure.subplots(1, 2, width_ratios=(3, 2))
+    _by_token(by_token, table[table["bucket"] >= 0])
+    _by_kept(by_kept, table[table["bucket"] < 0])
+    figure.suptitle(title(run, WIDE))
+    return figure
+
+
+def _by_token(ax: Axes, buckets: pd.DataFrame) -> None:
+    window, most = int(buckets.loc[buckets["window"] > 0, "window"].min()), int(buckets["keep"].max())
+    ways = [("dense", -1, 0, DENSE), ("window", window, 0, OTHERS | {"label": f"last {window}"})]
+    if most:
+        ways.append(("sinks kept", window, most, HIGHEST | {"label": f"first {most} and last {window}"}))
+    for method, last, keep, look in ways:
+        of_method = (buckets["method"] == method) & (buckets["window"] == last) & (buckets["keep"] == keep)
+        curve = buckets[of_method].set_index("bucket")["perplexity"].sort_index()
+        every = 1 + (len(curve) - 1) // MOST_MARKERS
+        ax.plot(_middles(curve.index.to_numpy(float)), curve.to_numpy(), markevery=every, **look)
+    ax.set_title(f"by token; the window of {window} slides from the dotted line on")
+    ax.set_xlabel("token index")
+    ax.set_ylabel("perplexity")
+    ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    if value_axis(ax, log=True):
+        ax.axvline(window, color=GREY, linewidth=0.7, linestyle=(0, (1, 2)), zorder=1)
+        _legend_above(ax, columns=3)
+
+
+def _middles(starts: np.ndarray) -> np.ndarray:
+    """Of the buckets that begin here, all but the last of one width."""
+    width = np.diff(starts).min() if len(starts) > 1 else 1.0
+    return starts + (width - 1) / 2
+
+
+def _by_kept(ax: Axes, totals: pd.DataFrame) -> None:
+    streams = totals[totals["window"] > 0]
+    kept = sorted(streams["keep"].unique())  # 0, 1, 2, 4, 8: drawn at even distances
+    windows = sorted(streams["window"].unique())
+    dense = float(totals.loc[totals["method"] == "dense", "perplexity"].iloc[0])
+    ax.plot([-0.3, len(kept) - 0.7], [dense, dense], **DENSE)
+    for nth, window in enumerate(windows):
+        curve = streams[streams["window"] == window].set_index("keep")["perplexity"].reindex(kept)
+        look: dict[str, Any] = {
+            "color": GRADUAL(1 - 0.65 * nth / max(len(windows) - 1, 1)),
+            "marker": MARKERS[nth % len(MARKERS)],
+            "linestyle": DASHES[nth % len(DASHES)],
+        }
+        ax.plot(range(len(kept)), curve.to_numpy(float), zorder=3, label=f"last {window}", **look)
+    ax.set_title("over all tokens")
+    ax.set_xticks(range(len(kept)), [str(n) for n in kept])
+    ax.set_xlabel("first tokens kept")
+    ax.set_ylabel("perplexity")
+    if value_axis(ax, log=True):
+        _legend_above(ax, columns=2)
+
+
+def _legend_above(ax: Axes, columns: int) -> None:
+    """Where no line is: room is made above the highest."""
+    low, high = ax.get_ylim()
+    rows = -(-len(ax.get_legend_handles_labels()[1]) // columns)
+    ax.set_ylim(low, high * (high / low) ** (0.1 + 0.12 * rows))
+    ax.legend(loc="upper center", ncols=columns, columnspacing=1.2, borderaxespad=0.1)

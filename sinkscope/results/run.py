@@ -1,0 +1,94 @@
+"""A run: its tables and manifest, in memory or in a folder.
+
+RUN/run.json          the manifest: whole configuration, what was loaded, versions, time and memory
+RUN/tables/*.parquet  one row one observation
+RUN/figures/*.png|pdf
+RUN/verdict.md        the verdict as printed
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import pandas as pd
+
+from sinkscope.errors import InputError, one_line, unknown
+from sinkscope.results.manifest import folder_of, read_manifest
+from sinkscope.results.tables import read_table
+
+
+@dataclass(frozen=True)
+class RunData:
+    """One analysis. `tables` maps a table's name to its DataFrame."""
+
+    manifest: dict[str, Any]
+    tables: Mapping[str, pd.DataFrame] = field(repr=False)
+    folder: Path | None = None
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike[str]) -> Self:
+        """Open a run: its folder, or the run.json in it. Errors: InputError if it is none."""
+        folder = folder_of(folder)
+        manifest = read_manifest(folder)
+        paths = {name: folder / "tables" / f"{name}.parquet" for name in manifest["tables"]}
+        missing = [str(path) for path in paths.values() if not path.is_file()]
+        if missing:
+            raise InputError(f"{folder} is incomplete: {missing[0]} is missing")
+        return cls(manifest, _TablesOnDisk(paths), folder)
+
+    @property
+    def model(self) -> str:
+        return self.manifest["model"]["name"]
+
+    @property
+    def condition(self) -> str:
+        return self.manifest["condition"]
+
+    @property
+    def command(self) -> str:
+        """That made it, as on the command line."""
+        return self.manifest.get("command", "analyze")
+
+    @property
+    def is_experiment(self) -> bool:
+        """Of `intervene`: its tables hold several arms, each with a `condition` of its own."""
+        return self.command == "intervene"
+
+    def at(self, condition: str) -> Self:
+        """One arm of an experiment, as a run by itself. Errors: InputError if there is none of this name."""
+        tables = {name: table[table["condition"] == condition] for name, table in self.tables.items()}
+        tables = {name: table for name, table in tables.items() if len(table)}
+        if not tables:
+            known = sorted({condition for table in self.tables.values() for condition in table["condition"].unique()})
+            raise InputError(f"arm {unknown(condition, known)}")
+        return type(self)(self.manifest | {"command": "analyze", "condition": condition}, tables, self.folder)
+
+    def metric(self, name: str, layer: int = -1) -> float:
+        """One value of the table `summary`; NaN if it was not measured. Layer -1 is the whole model."""
+        summary = self.tables["summary"]
+        found = summary[(summary["metric"] == name) & (summary["layer"] == layer)]["value"]
+        return float(found.iloc[0]) if len(found) else float("nan")
+
+
+class _TablesOnDisk(Mapping[str, pd.DataFrame]):
+    """Tables read when they are first asked for."""
+
+    def __init__(self, paths: dict[str, Path]) -> None:
+        self._paths = paths
+        self._read: dict[str, pd.DataFrame] = {}
+
+    def __getitem__(self, name: str) -> pd.DataFrame:
+        if name not in self._read:
+            try:
+                self._read[name] = read_table(self._paths[name])
+            except (OSError, ValueError) as error:  # pyarrow's are both
+                raise InputError(f"{self._paths[name]} is damaged: {one_line(error)}") from error
+        return self._read[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._paths)
+
+    def __len__(self) -> int:
+        return len(self._paths)

@@ -1,0 +1,1 @@
+"""Weights change: the Trainer, blocks of text, tokenizer, architectures, tasks."""

@@ -1,0 +1,120 @@
+"""Models to train from scratch, by name: configurations of transformers', small enough for a laptop.
+
+A row is a model type and what differs from its defaults. Any other architecture is given as a config.json.
+Vocabularies and special tokens are the tokenizer's (pretraining.py).
+"""
+
+import copy
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+
+from sinkscope.errors import InputError, unknown
+
+_SMALL_VOCABULARY = {"vocab_size": 4096, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+_TINY_LLAMA = {
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 2048,
+    **_SMALL_VOCABULARY,
+}
+
+# name → (model type, what differs from its defaults)
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "tiny-llama": ("llama", _TINY_LLAMA),
+    "tiny-gpt2": (
+        "gpt2",
+        {"n_embd": 256, "n_layer": 6, "n_head": 4, "n_positions": 1024, **_NO_DROPOUT, **_SMALL_VOCABULARY},
+    ),
+    "tiny-opt": (
+        "opt",
+        {
+            "hidden_size": 256,
+            "word_embed_proj_dim": 256,
+            "ffn_dim": 1024,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 1024,
+            "dropout": 0.0,
+            **_SMALL_VOCABULARY,
+        },
+    ),
+    # one head in one layer, as in Guo et al.'s lab, which VGA §4.1 takes over
+    "bigram-backcopy": (
+        "gpt2",
+        {
+            "n_embd": 64,
+            "n_layer": 1,
+            "n_head": 1,
+            "n_inner": 256,
+            "n_positions": 64,
+            "activation_function": "relu",
+            "tie_word_embeddings": False,
+            **_NO_DROPOUT,
+        },
+    ),
+    # of about GS's smaller size, which the paper gives no more of
+    "llama-0.1b": (
+        "llama",
+        {
+            "hidden_size": 768,
+            "intermediate_size": 2048,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 12,
+            "max_position_embeddings": 2048,
+            **_SMALL_VOCABULARY,
+            "vocab_size": 32000,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+
+
+def architecture(source: str | os.PathLike[str]) -> PreTrainedConfig:
+    """A name of the table above, or a config.json (or its folder) in HuggingFace's format.
+
+    Errors: InputError for a name that does not exist, a file that is damaged, or no causal language model.
+    """
+    name = os.fspath(source)
+    if name in ARCHITECTURES:
+        model_type, fields = ARCHITECTURES[name]
+        return CONFIG_MAPPING[model_type](**fields)
+    path = Path(name).expanduser()
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise InputError(f"--config {unknown(name, ARCHITECTURES)}, or a config.json")
+    return _read(path)
+
+
+def _read(path: Path) -> PreTrainedConfig:
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        model_type = fields.pop("model_type")
+        config = CONFIG_MAPPING[model_type].from_dict(fields)
+    except KeyError as error:
+        what = "it has no model_type" if error.args == ("model_type",) else f"{error} is no model type of transformers"
+        raise InputError(f"--config {path}: {what}") from None
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"--config {path} is not a model's config.json: {' '.join(str(error).split())[:200]}"
+        ) from None
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise InputError(f"--config {path}: {model_type} is no causal language model in transformers")
+    return config
+
+
+def fresh_model(config: PreTrainedConfig, seed: int) -> Any:
+    """A model with random weights, which the seed decides; in eval mode and frozen, as a loaded one is."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))  # a retrofit writes itself into it
+    return model.float().eval().requires_grad_(False)

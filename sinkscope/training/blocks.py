@@ -1,0 +1,135 @@
+"""What a model is trained on: text packed into blocks of one length, the last of them held out to measure by.
+
+Documents follow one another with the end-of-sequence token between them. Every block begins as a sequence does that
+is measured (inputs.py): with what the tokenizer puts in front of a text by itself.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from sinkscope.errors import InputError
+from sinkscope.measuring.subject import inputs_for, position_limit
+from sinkscope.models.families import embedding_weight
+from sinkscope.models.loading import LoadedModel
+from sinkscope.options.measuring import make_config
+from sinkscope.text.inputs import check_ids, check_source, documents, encode, own_prefix
+
+PIECE = 1 << 20  # characters that are tokenised at once
+DOCUMENTS = (".txt", ".jsonl", ".json")
+NO_TEXT = ("random", "repeated")
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """train, held_out: token ids (N,T), int64. `name`: of the text."""
+
+    train: np.ndarray
+    held_out: np.ndarray
+    name: str
+
+    @property
+    def sha256(self) -> str:
+        digest = hashlib.sha256()
+        for part in (self.train, self.held_out):
+            digest.update(np.array(part.shape, dtype="<i8").tobytes())
+            digest.update(part.astype("<i8").tobytes())
+        return digest.hexdigest()
+
+
+def check_text(text: str) -> None:
+    """Cheap, so that it can be asked before a model is loaded. Errors: InputError."""
+    if text in NO_TEXT:
+        raise InputError(f"--text {text}: nothing can be learned from it; name a text file or a --dataset")
+    try:
+        check_source(text)
+    except InputError as error:
+        raise InputError(str(error).replace("--input", "--text")) from None
+
+
+def is_written(text: str, dataset: str | None) -> bool:
+    """Words that a tokenizer reads, and not token ids or what the model says itself."""
+    return dataset is not None or text == "natural" or Path(text).suffix.lower() in DOCUMENTS
+
+
+def read_blocks(
+    loaded: LoadedModel, text: str, dataset: str | None, length: int, wanted: int, share: float, seed: int = 0
+) -> Blocks:
+    """Blocks of `length` tokens: at most `wanted` to train on, and a `share` of all held out, from the text's end.
+
+    `text`: "natural", a .txt or .jsonl file, token ids in an .npy file, or "sampled" by the model itself; `dataset`
+    takes its place. No more of it is read than is needed.
+
+    Errors: InputError for a text that cannot be read, or holds fewer than two blocks.
+    """
+    needed = wanted + max(1, math.ceil(wanted * share / (1 - share)))
+    if is_written(text, dataset):
+        name, rows = _packed(loaded, text, dataset, length, needed)
+    else:
+        config = make_config(input=text, seq_len=length, num_seqs=needed, seed=seed)
+        inputs = inputs_for(loaded, config)
+        name, rows = inputs.condition, list(inputs.sequences)
+    if len(rows) < 2:
+        what = f"--dataset {dataset}" if dataset else f"--text {text}"
+        raise InputError(
+            f"{what} holds {len(rows)} blocks of {length} tokens, and at least 2 are needed, one to train on and one "
+            "to measure by: give a longer text or a smaller --block-length"
+        )
+    blocks = np.stack(rows)
+    held_out = min(len(blocks) - 1, max(1, round(len(blocks) * share)))
+    return Blocks(blocks[:-held_out], blocks[-held_out:], name)
+
+
+def _packed(
+    loaded: LoadedModel, text: str, dataset: str | None, length: int, needed: int
+) -> tuple[str, list[np.ndarray]]:
+    """The text's name, and its first blocks."""
+    tokenizer = loaded.tokenizer
+    if tokenizer is None:
+        raise InputError("training on text needs a tokenizer, and this model has none: give token ids (.npy)")
+    limit = position_limit(loaded.model)
+    if limit and length > limit:
+        raise InputError(f"--block-length {length} is beyond the model's {limit} positions: take at most {limit}")
+    prefix = own_prefix(tokenizer)
+    step = length - len(prefix)
+    if step < 1:
+        raise InputError(f"--block-length {length}: {len(prefix)} tokens stand in front of every block")
+    name, texts = documents(text, dataset)
+    vocabulary = embedding_weight(loaded.model).shape[0]
+
+    def tokens() -> Iterator[int]:
+        for document in texts:
+            for piece in _pieces(document):
+                ids = encode(tokenizer, piece, special=False)
+                check_ids(ids, vocabulary, f"{name} through this tokenizer")
+                yield from ids
+            if tokenizer.eos_token_id is not None:
+                yield tokenizer.eos_token_id
+
+    return name, list(_blocks(tokens(), prefix, step, needed))
+
+
+def _pieces(document: str) -> Iterator[str]:
+    """A long text in parts, cut behind line ends, where hardly any tokenizer has a token across."""
+    start = 0
+    while len(document) - start > PIECE:
+        end = document.rfind("\n", start, start + PIECE) + 1
+        end = end if end > start else start + PIECE
+        yield document[start:end]
+        start = end
+    yield document[start:]
+
+
+def _blocks(tokens: Iterable[int], prefix: tuple[int, ...], step: int, most: int) -> Iterator[np.ndarray]:
+    """Whole blocks only: what is left at the end is no block."""
+    ids = iter(tokens)
+    for _ in range(most):
+        block = np.fromiter(islice(ids, step), dtype=np.int64)
+        if len(block) < step:
+            return
+        yield np.concatenate([np.array(prefix, dtype=np.int64), block])

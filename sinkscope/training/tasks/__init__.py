@@ -1,0 +1,1 @@
+"""Tasks in place of a text."""

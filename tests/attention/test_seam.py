@@ -1,0 +1,623 @@
+"""The door into attention: it goes in, changes nothing, comes out again, and never lets a wrong number through."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import TINY, measured, padded, ragged_tokens, tiny_model, tiny_tokens
+from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+from transformers import AutoModelForCausalLM, Gemma3Config, PreTrainedModel
+
+from sinkscope.attention import seam
+from sinkscope.attention.interceptor import found_scaling
+from sinkscope.attention.kernels import AttentionCall
+from sinkscope.attention.seam import open_seam
+from sinkscope.attention.weights import AttentionRead
+from sinkscope.errors import SinkscopeError
+from sinkscope.measuring.observables import OBSERVABLES
+from sinkscope.measuring.observables.observable import Observable, Settings
+from sinkscope.measuring.tracer import open_tracer
+from sinkscope.models.families import find_family
+from sinkscope.text.batch import Batch
+
+SETTINGS = Settings(positions=4, window=4)
+ONE_OF_EACH_DOOR = ("llama", "gemma2", "gpt_oss", "falcon", "bloom", "gptj")
+
+
+def batch() -> Batch:
+    return padded(ragged_tokens((9, 9)))
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel) -> torch.Tensor:
+    return model(tiny_tokens(2, 9), use_cache=False).logits
+
+
+# ------------------------------------------------------------------------------------------- restoring
+
+
+def state_of(model: PreTrainedModel) -> dict[str, Any]:
+    """All that a seam or nnsight could leave behind."""
+    hooks = [name for name in vars(nn.Module()) if "hooks" in name]
+    return {
+        "modules": [(name, id(module)) for name, module in model.named_modules()],
+        "attributes": [sorted(vars(module)) for module in model.modules()],
+        "hooks": [len(vars(module)[name]) for module in model.modules() for name in hooks],
+        "forwards": [vars(module).get("forward") for module in model.modules()],
+        "parameters": [
+            (name, id(p), p.data_ptr(), p.requires_grad) for name, p in model.named_parameters(remove_duplicate=False)
+        ],
+        "keys": list(model.state_dict()),
+        "attention": [module.config._attn_implementation for module in model.modules() if hasattr(module, "config")],
+        "modes": len(_get_current_function_mode_stack()),
+        "logits": logits(model),
+    }
+
+
+def assert_as_before(model: PreTrainedModel, before: dict[str, Any]) -> None:
+    after = state_of(model)
+    assert torch.equal(before.pop("logits"), after.pop("logits"))
+    assert after == before
+
+
+class Failing(Observable):
+    """Raises in the middle of a trace."""
+
+    name = "failing"
+    about = "a test's own"
+
+    def __init__(self, site: str) -> None:
+        super().__init__(SETTINGS)
+        self.sites = (site,)
+
+    def see(self, layer: int, *args: Any) -> None:
+        if layer == 1:
+            raise ZeroDivisionError("in the trace")
+
+    def see_attention(self, layer: int, *args: Any) -> None:
+        self.see(layer)
+
+    def tables(self) -> dict:
+        return {}
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_model_is_as_before(name: str) -> None:
+    model = tiny_model(name)
+    before = state_of(model)
+    with open_tracer(model, find_family(model)) as tracer:
+        assert state_of_seams(model) == len(tracer.seams) == 3  # it was in
+        tracer.forward(batch(), [OBSERVABLES["attention"](SETTINGS)])
+    assert_as_before(model, before)
+
+
+def state_of_seams(model: PreTrainedModel) -> int:
+    return sum(isinstance(module, seam.Seam) for module in model.modules())
+
+
+@pytest.mark.parametrize("site", ["attention", "layer_out"])
+@pytest.mark.parametrize("name", ONE_OF_EACH_DOOR)
+def test_the_model_is_as_before_after_an_exception_in_the_trace(name: str, site: str) -> None:
+    model = tiny_model(name)
+    before = state_of(model)
+    with pytest.raises(ZeroDivisionError, match="in the trace"), open_tracer(model, find_family(model)) as tracer:
+        tracer.forward(batch(), [Failing(site)])
+    assert_as_before(model, before)
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH_DOOR)
+@pytest.mark.parametrize("where", ["MLP", "attention", "tap"])
+def test_the_model_is_as_before_after_an_exception_in_the_model(name: str, where: str) -> None:
+    """Inside an attention module too, where an interceptor is on the watch."""
+    model = tiny_model(name)
+    before = state_of(model)
+    family = find_family(model)
+
+    def fail(*args: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def run() -> None:
+        with open_tracer(model, family) as tracer:
+            layer = family.layer_modules(model)[1]
+            attention = layer.get_submodule(family.attention)
+            place = {"MLP": layer.mlp, "attention": next(attention.children()), "tap": tracer.seams[1].value}[where]
+            handle = place.register_forward_hook(fail)
+            try:
+                tracer.forward(batch(), [OBSERVABLES["attention"](SETTINGS)])
+            finally:
+                handle.remove()
+
+    with pytest.raises(torch.OutOfMemoryError):
+        run()
+    assert_as_before(model, before)
+
+
+def test_a_seam_that_could_not_be_put_in_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    before = state_of(model)
+
+    def refuse(*args: Any) -> None:
+        raise ValueError("not this one")
+
+    monkeypatch.setattr(model, "set_attn_implementation", refuse)
+    with pytest.raises(ValueError, match="not this one"), open_seam(model, find_family(model)):
+        pass
+    monkeypatch.undo()
+    assert_as_before(model, before)
+
+
+def test_a_tracer_inside_a_tracer_is_refused_and_the_outer_one_lives_on() -> None:
+    model = tiny_model("llama")
+    family = find_family(model)
+    alone = measured(model, [batch()], SETTINGS, ("attention",))["attention"]
+    with open_tracer(model, family) as outer:
+        with pytest.raises(SinkscopeError, match="already"), open_tracer(model, family):
+            pass
+        observable = OBSERVABLES["attention"](SETTINGS)
+        outer.forward(batch(), [observable])
+    assert observable.tables()["attention"].equals(alone)
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH_DOOR)
+def test_two_tracers_one_after_the_other_measure_the_same(name: str) -> None:
+    model = tiny_model(name)
+    first, second = (measured(model, [batch()], SETTINGS) for _ in range(2))
+    for table in first:
+        assert first[table].equals(second[table])
+
+
+def test_one_tracer_serves_forward_after_forward() -> None:
+    """What the last batch left in the seams is not taken for the next one's."""
+    model = tiny_model("mistral")
+    family = find_family(model)
+    tables = []
+    for warm_up in ([], [padded(ragged_tokens((7, 3), seed=5), "left")]):
+        with open_tracer(model, family) as tracer:
+            for other in warm_up:
+                tracer.forward(other, [OBSERVABLES["attention"](SETTINGS)])
+            observable = OBSERVABLES["attention"](SETTINGS)
+            tracer.forward(batch(), [observable])
+            tables.append(observable.tables()["attention"])
+    assert tables[0].equals(tables[1])
+
+
+# ------------------------------------------------------------------------------- modules without a seam
+
+
+def gemma_with_eyes() -> PreTrainedModel:
+    """Gemma 3 with its vision tower, whose attention is not causal and gets no seam."""
+    _, text = TINY["gemma3"]
+    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = Gemma3Config(
+        text_config=text,
+        vision_config=vision | {"image_size": 28, "patch_size": 7},
+        mm_tokens_per_image=4,
+        image_token_index=95,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def test_a_vision_tower_beside_the_language_model_keeps_its_attention() -> None:
+    model = gemma_with_eyes()
+    pixels = torch.randn(1, 3, 28, 28, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        before = model.model.get_image_features(pixels).pooler_output
+        with open_seam(model, find_family(model)):
+            assert model.config.vision_config._attn_implementation == seam.NAME
+            during = model.model.get_image_features(pixels).pooler_output
+    assert torch.equal(before, during)
+    assert before.std() > 1e-3  # there is something to compare
+
+
+def test_a_vision_tower_gets_its_own_kernel_back() -> None:
+    model = gemma_with_eyes()
+    model.set_attn_implementation({"vision_config": "eager", "text_config": "sdpa"})
+    with open_tracer(model, find_family(model)) as tracer:
+        tracer.forward(batch(), [OBSERVABLES["attention"](SETTINGS)])
+    assert model.config.vision_config._attn_implementation == "eager"
+    assert model.config.text_config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_attend_without_a_seam_is_plain_sdpa() -> None:
+    query, key, value = torch.randn(3, 1, 2, 5, 4).unbind()
+    module = nn.Module()
+    module.is_causal = False
+    mix, _ = seam.attend(module, query, key, value, None, scaling=0.3, is_causal=False)
+    expected = F.scaled_dot_product_attention(query, key, value, scale=0.3)
+    assert torch.equal(mix, expected.transpose(1, 2))
+
+
+# ------------------------------------------------------------------------------------------ kernels
+
+
+def random_qkv(heads: int = 4, kv_heads: int = 2, length: int = 11) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, heads, length, 6), (2, kv_heads, length, 6), (2, kv_heads, length, 6)]
+    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+
+
+def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> tuple:
+    """Attention by loops: mix and log-sum-exp."""
+    sequences, heads, length, _ = query.shape
+    groups = heads // key.shape[1]
+    mix, lse = torch.zeros_like(query), torch.zeros(query.shape[:3], dtype=query.dtype)
+    for b in range(sequences):
+        for h in range(heads):
+            for t in range(length):
+                logits = call.scaling * key[b, h // groups] @ query[b, h, t]
+                if call.softcap is not None:
+                    logits = call.softcap * torch.tanh(logits / call.softcap)
+                if call.mask is None:
+                    logits[t + 1 :] = -torch.inf
+                elif call.mask.dtype == torch.bool:
+                    logits[~call.mask[b, h % call.mask.shape[1], t]] = -torch.inf
+                else:
+                    logits = logits + call.mask[b, h % call.mask.shape[1], t]
+                total = logits.exp().sum()
+                if call.sink_logits is not None:
+                    total = total + call.sink_logits[h].exp()
+                mix[b, h, t] = (logits.exp() / total) @ value[b, h // groups]
+                lse[b, h, t] = total.log()
+    return mix, lse
+
+
+def masks() -> dict[str, torch.Tensor | None]:
+    causal = torch.ones(11, 11, dtype=torch.bool).tril().expand(2, 1, 11, 11)
+    window = causal & torch.ones(11, 11, dtype=torch.bool).triu(-3)
+    bias = torch.linspace(-1, 1, 11, dtype=torch.float64).masked_fill(~window, -torch.inf)
+    return {"causal": None, "bool": window, "additive": bias}
+
+
+EXTRAS = {
+    "plain": {},
+    "softcap": {"softcap": 1.5},
+    "sink": {"sink_logits": torch.tensor([0.3, -1.0, 2.0, 0.0], dtype=torch.float64)},
+}
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("mask", ["causal", "bool", "additive"])
+@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+def test_kernels_give_mix_and_log_sum_exp(kernel: str, mask: str, extra: str) -> None:
+    query, key, value = random_qkv()
+    call = AttentionCall(masks()[mask], 0.7, **EXTRAS[extra])
+    for mine, expected in zip(
+        seam.KERNELS[kernel](query, key, value, call), dense(query, key, value, call), strict=True
+    ):
+        torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 11, 128])
+def test_the_chunk_of_rows_changes_nothing(chunk: int) -> None:
+    query, key, value = random_qkv()
+    call = AttentionCall(None, 0.7, softcap=2.0, sink_logits=torch.zeros(4, dtype=torch.float64))
+    for mine, expected in zip(
+        seam.chunked_attention(query, key, value, call, chunk), dense(query, key, value, call), strict=True
+    ):
+        torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-13)
+
+
+def test_without_a_mask_a_lone_query_is_the_last_token_and_several_are_the_first() -> None:
+    """As transformers means it: several queries before more keys have a static cache, whose last places are empty."""
+    query, key, value = random_qkv()
+    call = AttentionCall(None, 0.7)
+    mix, lse = dense(query, key, value, call)
+    for kernel in seam.KERNELS.values():
+        for rows in (slice(query.shape[2] - 1, None), slice(0, 3)):
+            some_mix, some_lse = kernel(query[:, :, rows], key, value, call)
+            torch.testing.assert_close(some_mix, mix[:, :, rows])
+            torch.testing.assert_close(some_lse, lse[:, :, rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_fused_kernel_forbids_keys_without_a_mask(dtype: torch.dtype) -> None:
+    """A further coordinate that is -10000 in the logits does what a mask does."""
+    query, key, value = (x.to(dtype) for x in random_qkv())
+    length, columns = query.shape[2], torch.tensor([[2, 5], [0, 3]])
+
+    def pairs(rows: slice, cols: slice, device: torch.device) -> torch.Tensor:
+        row, col = torch.arange(rows.start, rows.stop), torch.arange(cols.start, cols.stop)
+        hidden = torch.tensor([True, False, True, True])[:, None, None]
+        is_column = (col == columns[:, :, None]).any(1)
+        return (is_column[:, None] & (row[:, None] > col))[:, None] & hidden
+
+    forbidden = seam.ForbiddenKeys(pairs, lambda device: columns, (0, 2, 3))
+    call = AttentionCall(None, 0.7, forbidden=(forbidden,))
+    mix, lse = seam.fused_attention(query, key, value, call)
+    mask = torch.ones(length, length, dtype=torch.bool).tril() & ~pairs(slice(0, length), slice(0, length), mix.device)
+    expected, expected_lse = dense(*(x.double() for x in (query, key, value)), AttentionCall(mask, 0.7))
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 3e-2)
+    torch.testing.assert_close(mix.double(), expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=tolerance, atol=tolerance)
+
+
+def test_value_heads_of_another_width_are_served() -> None:
+    query, key, value = random_qkv()
+    wide = torch.cat([value, value[..., :3]], dim=-1)
+    call = AttentionCall(None, 0.7)
+    mix, lse = seam.fused_attention(query, key, wide, call)
+    expected, expected_lse = dense(query, key, value, call)
+    torch.testing.assert_close(mix[..., :6], expected)
+    torch.testing.assert_close(mix[..., 6:], expected[..., :3])
+    torch.testing.assert_close(lse, expected_lse)
+
+
+def test_half_precision_sums_in_float32() -> None:
+    query, key, value = (x.bfloat16() for x in random_qkv())
+    call = AttentionCall(None, 0.7)
+    expected = dense(*(x.double() for x in (query, key, value)), call)[1].float()
+    for kernel in seam.KERNELS.values():
+        mix, lse = kernel(query, key, value, call)
+        assert mix.dtype == torch.bfloat16
+        assert lse.dtype == torch.float32
+        torch.testing.assert_close(lse, expected, rtol=1e-5, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------- the interceptor
+
+
+@contextmanager
+def attention_of_gptj(forward: Callable) -> Iterator[PreTrainedModel]:
+    """A tiny GPT-J whose attention modules do something else."""
+    model = tiny_model("gptj")
+    kind = type(model.transformer.h[0].attn)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "forward", forward)
+        yield model
+
+
+def qkv(module: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    projections = (module.q_proj, module.k_proj, module.v_proj)
+    return [projection(x).unflatten(-1, (4, 8)).transpose(1, 2) for projection in projections]
+
+
+def out(module: Any, mix: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return module.out_proj(mix.transpose(1, 2).flatten(2)), None
+
+
+def no_attention(module: Any, hidden_states: torch.Tensor, **kwargs: Any) -> tuple:
+    return module.out_proj(hidden_states), None
+
+
+def sigmoid_attention(module: Any, hidden_states: torch.Tensor, **kwargs: Any) -> tuple:
+    query, key, value = qkv(module, hidden_states)
+    return out(module, torch.sigmoid(query @ key.transpose(-1, -2)).tril() @ value)
+
+
+def blockwise_attention(module: Any, hidden_states: torch.Tensor, **kwargs: Any) -> tuple:
+    """The second half of the queries in a call of its own."""
+    query, key, value = qkv(module, hidden_states)
+    half = query.shape[2] // 2
+    early = F.scaled_dot_product_attention(query[:, :, :half], key[:, :, :half], value[:, :, :half], is_causal=True)
+    mask = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool).tril()[half:]
+    late = F.scaled_dot_product_attention(query[:, :, half:], key, value, attn_mask=mask)
+    return out(module, torch.cat([early, late], dim=2))
+
+
+def linear_attention(module: Any, hidden_states: torch.Tensor, **kwargs: Any) -> tuple:
+    """softmax over the head's width, not over keys."""
+    query, key, value = qkv(module, hidden_states)
+    state = key.softmax(-1).transpose(-1, -2) @ value
+    return out(module, query.softmax(-1) @ state)
+
+
+def bidirectional_attention(module: Any, hidden_states: torch.Tensor, **kwargs: Any) -> tuple:
+    return out(module, F.scaled_dot_product_attention(*qkv(module, hidden_states)))
+
+
+@pytest.mark.parametrize(
+    "forward", [no_attention, sigmoid_attention, blockwise_attention, linear_attention, bidirectional_attention]
+)
+def test_attention_that_is_not_recognised_is_refused(forward: Callable) -> None:
+    with (
+        attention_of_gptj(forward) as model,
+        pytest.raises(SinkscopeError, match="layer 0: its attention is not one softmax"),
+    ):
+        measured(model, [batch()], SETTINGS, ("attention",))
+
+
+def test_a_model_that_does_not_come_through_the_door_is_refused() -> None:
+    """GPT-J's code does not ask transformers' AttentionInterface."""
+    model = tiny_model("gptj")
+    before = state_of(model)
+    family = replace(find_family(model), door="interface")
+    with (
+        pytest.raises(SinkscopeError, match="layer 0: its attention"),
+        open_tracer(model, family) as tracer,
+    ):
+        tracer.forward(batch(), [OBSERVABLES["attention"](SETTINGS)])
+    assert_as_before(model, before)
+
+
+def test_residual_sites_of_such_a_model_can_still_be_measured() -> None:
+    with attention_of_gptj(sigmoid_attention) as model:
+        massive = measured(model, [batch()], SETTINGS, ("massive",))["massive"]
+    assert set(massive["layer"]) == {0, 1, 2}
+
+
+def test_a_position_bias_is_refused() -> None:
+    """Ignored, it would give wrong weights."""
+    module = nn.Module()
+    module.add_module(seam.NAME, seam.Seam("sdpa", "interface"))
+    query, key, value = torch.randn(3, 1, 2, 5, 4).unbind()
+    with pytest.raises(SinkscopeError, match="position bias"):
+        seam.attend(module, query, key, value, None, position_bias=torch.zeros(1, 2, 5, 5))
+
+
+class Busy(Observable):
+    """Does at the taps what the interceptor looks for."""
+
+    name = "busy"
+    about = "a test's own"
+    sites = ("attention",)
+
+    def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
+        scores = torch.matmul(read.query, seam.repeat_heads(read.key, read.query.shape[1]).transpose(-1, -2))
+        F.softmax(scores, dim=-1) @ seam.repeat_heads(read.value, read.query.shape[1])
+        F.scaled_dot_product_attention(read.query, read.query, read.query, is_causal=True)
+
+    def tables(self) -> dict:
+        return {}
+
+
+@pytest.mark.parametrize("name", ["bloom", "gptj", "falcon", "falcon-alibi"])
+def test_what_an_observable_computes_is_not_intercepted(name: str) -> None:
+    model = tiny_model(name)
+    bare = logits(model)
+    with open_tracer(model, find_family(model)) as tracer:
+        alone, beside = OBSERVABLES["attention"](SETTINGS), OBSERVABLES["attention"](SETTINGS)
+        tracer.forward(batch(), [alone])
+        tracer.forward(batch(), [Busy(SETTINGS), beside, Busy(SETTINGS)])
+        traced = tracer.logits(Batch(tiny_tokens(2, 9), torch.ones(2, 9, dtype=torch.long)))
+    assert alone.tables()["attention"].equals(beside.tables()["attention"])
+    torch.testing.assert_close(traced, bare)
+
+
+def attention_then_more(module: Any, hidden_states: torch.Tensor, **kwargs: Any) -> tuple:
+    """Every head's result is multiplied by a matrix of its own, and a softmax follows, too."""
+    query, key, value = qkv(module, hidden_states)
+    unseen = ~torch.ones(query.shape[2], query.shape[2], dtype=torch.bool).tril()
+    weights = (query @ key.transpose(-1, -2)).masked_fill(unseen, torch.finfo(query.dtype).min).softmax(-1)
+    mix = weights @ value
+    matrix = torch.eye(8).expand(len(mix), 4, 8, 8)
+    return out(module, (mix @ matrix).softmax(-1) @ matrix)
+
+
+def test_what_follows_attention_in_its_module_is_left_alone() -> None:
+    calls: list[tuple[int, ...]] = []
+    with attention_of_gptj(attention_then_more) as model, open_tracer(model, find_family(model)) as tracer:
+        bare_taps = [getattr(s, name) for s in tracer.seams for name in ("query", "key", "lse", "value", "mix")]
+        for tap in bare_taps:
+            tap.register_forward_hook(lambda module, args, output: calls.append(tuple(output.shape)))
+        tracer.logits(batch())
+    assert calls == [(2, 4, 9, 8), (2, 4, 9, 8), (2, 4, 9), (2, 4, 9, 8), (2, 9, 4, 8)] * 3
+
+
+DOORS = ["llama", "gpt2", "gpt_oss", "falcon", "falcon-new", "gptj", "gpt_neo"]
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_a_value_overwritten_at_its_tap_is_what_is_mixed(name: str) -> None:
+    """Interventions write where observables read."""
+    model = tiny_model(name)
+    family = find_family(model)
+    mixes = []
+    with open_tracer(model, family) as tracer, torch.no_grad():
+        for factor in (1.0, 3.0):
+            taps = tracer.traced.get(family.layers)[0].get(f"{family.attention}.{seam.NAME}")
+            with tracer.traced.trace(**tracer.model_inputs(batch())):
+                taps.value.output = factor * taps.value.output
+                mix = taps.mix.output.save()
+            mixes.append(mix)
+    assert mixes[0].abs().max() > 0.1
+    torch.testing.assert_close(mixes[1], 3 * mixes[0])
+
+
+@pytest.mark.parametrize("name", [name for name in DOORS if name != "gpt_oss"])
+@pytest.mark.parametrize("tap", ["query", "key"])
+def test_a_query_or_key_overwritten_at_its_tap_is_what_attends(name: str, tap: str) -> None:
+    """Zero: every query spreads its attention evenly, and its log-sum-exp is log(t+1)."""
+    model = tiny_model(name)
+    family = find_family(model)
+    with open_tracer(model, family) as tracer, torch.no_grad():
+        taps = tracer.traced.get(family.layers)[0].get(f"{family.attention}.{seam.NAME}")
+        with tracer.traced.trace(**tracer.model_inputs(batch())):
+            overwritten = getattr(taps, tap)
+            overwritten.output = 0 * overwritten.output
+            lse = taps.lse.output.save()
+    expected = torch.arange(1, 10).log().expand(2, lse.shape[1], 9)
+    torch.testing.assert_close(lse, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_only_the_first_product_of_two_batched_factors_is_q_and_k() -> None:
+    """Falcon writes its projections as x @ W.T: its weights are not keys."""
+    model = tiny_model("falcon")
+    reads: list[AttentionRead] = []
+
+    class Keep(Busy):
+        def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
+            reads.append(read)
+
+    model.config._attn_implementation = "eager"  # matmul → softmax → matmul
+    with open_tracer(model, find_family(model)) as tracer:
+        tracer.forward(batch(), [Keep(SETTINGS)])
+    assert [tuple(read.query.shape) for read in reads] == [(2, 4, 9, 8)] * 3
+    assert [tuple(read.key.shape) for read in reads] == [(2, 1, 9, 8)] * 3
+
+
+def test_heads_that_the_models_code_repeats_are_counted_once() -> None:
+    """Falcon 40B has 8 key and value heads and hands 128 to the kernel."""
+    model = tiny_model("falcon-new")
+    tables = measured(model, [batch()], SETTINGS, ("attention", "activation"))
+    assert tables["attention"].groupby("kv_head")["head"].unique().map(list).to_dict() == {0: [0, 1], 1: [2, 3]}
+
+
+def grouped_attention(module: Any, hidden_states: torch.Tensor, **kwargs: Any) -> tuple:
+    """Two key and value heads, repeated by hand: the way of much code that comes with a model from the hub."""
+    query, key, value = qkv(module, hidden_states)
+    key, value = (x[:, :2].repeat_interleave(2, dim=1) for x in (key, value))
+    if module.fused:
+        return out(module, F.scaled_dot_product_attention(query, key, value, is_causal=True))
+    unseen = ~torch.ones(query.shape[2], query.shape[2], dtype=torch.bool).tril()
+    scores = (query @ key.transpose(-1, -2) * 8**-0.5).masked_fill(unseen, torch.finfo(query.dtype).min)
+    return out(module, scores.softmax(-1) @ value)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_heads_that_any_other_code_repeats_are_counted_once_too(fused: bool) -> None:
+    norms: list[float] = []
+
+    def keep(module: Any, args: tuple, value: torch.Tensor) -> None:
+        norms.extend(value[:, : SETTINGS.positions, :16].norm(dim=-1).mean(0).tolist())  # the heads that there are
+
+    with attention_of_gptj(grouped_attention) as model:
+        for layer in model.transformer.h:
+            layer.attn.num_key_value_heads, layer.attn.fused = 2, fused
+        bare = logits(model)
+        with open_tracer(model, find_family(model)) as tracer:
+            traced = tracer.logits(Batch(tiny_tokens(2, 9), torch.ones(2, 9, dtype=torch.long)))
+        for layer in model.transformer.h:
+            layer.attn.v_proj.register_forward_hook(keep)
+        tables = measured(model, [batch()], SETTINGS, ("attention", "activation"))
+    torch.testing.assert_close(traced, bare)
+    assert tables["attention"].groupby("kv_head")["head"].unique().map(list).to_dict() == {0: [0, 1], 1: [2, 3]}
+    assert tables["activation"].query("site == 'value'")["norm_mean"].tolist() == pytest.approx(norms, rel=1e-5)
+
+
+@pytest.mark.parametrize(("name", "scaling"), [("gptj", 8**-0.5), ("gpt_neo", 1.0), ("falcon", 8**-0.5)])
+def test_the_scaling_of_the_models_own_code_is_found(name: str, scaling: float) -> None:
+    model = tiny_model(name)
+    with open_tracer(model, find_family(model)) as tracer:
+        for padding in ("left", "right"):
+            tracer.forward(padded(ragged_tokens((9, 4)), padding), [OBSERVABLES["attention"](SETTINGS)])
+            assert [s.call.scaling for s in tracer.seams if s.call] == pytest.approx([scaling] * 3, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["bloom", "mpt"])
+def test_with_alibi_there_is_no_one_scaling(name: str) -> None:
+    model = tiny_model(name)
+    with open_tracer(model, find_family(model)) as tracer:
+        tracer.forward(batch(), [OBSERVABLES["attention"](SETTINGS)])
+        scalings = torch.tensor([s.call.scaling for s in tracer.seams if s.call])
+    assert len(scalings) == 3
+    assert scalings.isnan().all()
+
+
+def test_scaling_is_read_off_in_half_precision_too() -> None:
+    query, key, _ = random_qkv(kv_heads=4)
+    scores = (0.25 * query @ key.transpose(-1, -2)).masked_fill(
+        ~torch.ones(11, 11, dtype=torch.bool).tril(), torch.finfo(torch.bfloat16).min
+    )
+    found = found_scaling(query.bfloat16(), key.bfloat16(), scores.bfloat16())
+    assert found == pytest.approx(0.25, rel=1e-2)

@@ -1,0 +1,260 @@
+"""Rectangles of attention weights and their column sums, against matrices written out whole in float64."""
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from tiny import padded, ragged_tokens
+
+from sinkscope.attention import weights as attention_weights
+from sinkscope.attention.kernels import AttentionCall, chunked_attention
+from sinkscope.attention.weights import AttentionRead, column_sums, row_chunks
+from sinkscope.text.batch import Batch
+
+SEQUENCES, HEADS, KV_HEADS, WIDTH = 2, 4, 2, 6
+
+
+def causal_mask(length: int, window: int | None = None) -> torch.Tensor:
+    seen = torch.ones(length, length, dtype=torch.bool).tril()
+    return seen if window is None else seen.triu(1 - window)
+
+
+def call_of(kind: str, length: int, batch: Batch) -> AttentionCall:
+    """The masks and extras that families come with; those that pad hide padding keys, as transformers' masks do."""
+    seen = causal_mask(length)[None, None] & batch.attention_mask.bool()[:, None, None]
+    biases = 0.1 * torch.arange(length, dtype=torch.float64)
+    lowest = torch.finfo(torch.float64).min
+    return {
+        "causal": AttentionCall(None, 0.7),
+        "bool mask": AttentionCall(seen, 0.7),
+        "window": AttentionCall(seen & causal_mask(length, window=5), 0.7),
+        "additive": AttentionCall(biases.masked_fill(~seen, lowest), 0.7),
+        "infinite": AttentionCall(biases.masked_fill(~seen, -torch.inf), 0.7),
+        "softcap": AttentionCall(seen, 0.7, softcap=2.0),
+        "sink": AttentionCall(seen, 0.7, sink_logits=torch.tensor([1.0, -2.0, 0.0, 3.0], dtype=torch.float64)),
+    }[kind]
+
+
+KINDS = ("causal", "bool mask", "window", "additive", "infinite", "softcap", "sink")
+
+
+def make_read(
+    kind: str, length: int = 23, lengths: tuple[int, ...] | None = None, side: str = "right"
+) -> AttentionRead:
+    """Random q, k, v under one kind of mask, with the log-sum-exp of the eager kernel."""
+    generator = torch.Generator().manual_seed(0)
+    batch = padded(ragged_tokens(lengths or (length,) * SEQUENCES), side)
+    query, key, value = (
+        torch.randn(SEQUENCES, heads, length, WIDTH, generator=generator, dtype=torch.float64)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    call = call_of(kind, length, batch)
+    _, lse = chunked_attention(query, key, value, call)
+    return AttentionRead(query, key, value, lse, call, batch)
+
+
+def scored(read: AttentionRead) -> AttentionRead:
+    """The same attention as an interceptor sees it: scores that the model made itself."""
+    logits = read.call.scaling * read.query @ read.key.repeat_interleave(2, dim=1).transpose(-1, -2)
+    logits = logits.masked_fill(~call_of("bool mask", read.length, read.batch).mask, torch.finfo(logits.dtype).min)
+    call = AttentionCall(None, float("nan"), scores=logits)
+    return AttentionRead(read.query, read.key, read.value, logits.logsumexp(-1), call, read.batch)
+
+
+def dense_weights(read: AttentionRead) -> torch.Tensor:
+    """(B,H,T,T), 0 wherever either token is padding."""
+    call, length = read.call, read.length
+    logits = call.scaling * read.query @ read.key.repeat_interleave(HEADS // KV_HEADS, dim=1).transpose(-1, -2)
+    if call.softcap is not None:
+        logits = call.softcap * torch.tanh(logits / call.softcap)
+    if call.mask is None:
+        logits = logits.masked_fill(~causal_mask(length), -torch.inf)
+    else:
+        logits = logits.masked_fill(~call.mask, -torch.inf) if call.mask.dtype == torch.bool else logits + call.mask
+    weights = logits.exp()
+    total = weights.sum(-1, keepdim=True)
+    if call.sink_logits is not None:
+        total = total + call.sink_logits.exp()[:, None, None]
+    real = read.batch.attention_mask.bool()
+    weights = (weights / total).nan_to_num(0.0)
+    return weights * real[:, None, :, None] * real[:, None, None, :]
+
+
+def dense_sums(weights: torch.Tensor, window: int) -> dict[str, torch.Tensor]:
+    length = weights.shape[-1]
+    logs = torch.where(weights > 0, weights, 1.0).log()
+    return {
+        "mass": weights.sum(2),
+        "second": (weights**2).sum(2),
+        "window": torch.stack([weights[:, :, s : s + window, s].sum(2) for s in range(length)], dim=-1),
+        "entropy": -(weights * logs).sum(3),
+    }
+
+
+ALL = slice(0, 23)
+CLOSE: dict[str, Any] = {"rtol": 1e-11, "atol": 1e-13}
+PADDINGS = {"unpadded": (None, "right"), "right": ((23, 15), "right"), "left": ((15, 23), "left")}
+EACH_PADDING = pytest.mark.parametrize(("lengths", "side"), PADDINGS.values(), ids=PADDINGS)
+# a padded batch always comes with a mask
+EACH_KIND = pytest.mark.parametrize(
+    ("kind", "lengths", "side"),
+    [
+        pytest.param(kind, *padding, id=f"{kind}-{name}")
+        for kind in KINDS
+        for name, padding in PADDINGS.items()
+        if kind != "causal" or name == "unpadded"
+    ],
+)
+
+
+@EACH_KIND
+def test_any_rectangle_is_cut_out_of_the_whole_matrix(kind: str, lengths: tuple | None, side: str) -> None:
+    read = make_read(kind, lengths=lengths, side=side)
+    whole = dense_weights(read)
+    for rows, cols in (
+        (ALL, ALL),
+        (slice(3, 9), slice(0, 9)),
+        (slice(20, 23), slice(2, 4)),
+        (slice(7, 8), slice(7, 8)),
+    ):
+        weights, logs = read.weights(rows, cols)
+        torch.testing.assert_close(weights, whole[:, :, rows, cols], **CLOSE)
+        assert logs.isfinite().all()
+        positive = weights > 0
+        torch.testing.assert_close(logs[positive], weights[positive].log(), **CLOSE)
+
+
+@EACH_KIND
+@pytest.mark.parametrize("chunk", [1, 7, 64, 128])
+def test_the_row_chunk_changes_no_column_sum(kind: str, chunk: int, lengths: tuple | None, side: str) -> None:
+    read = make_read(kind, lengths=lengths, side=side)
+    sums, expected = column_sums(read, 6, 4, chunk), dense_sums(dense_weights(read), 4)
+    for name, sum_ in expected.items():
+        torch.testing.assert_close(getattr(sums, name), sum_, **CLOSE)
+
+
+@pytest.mark.parametrize("window", [1, 4, 7, 9, 23])
+@pytest.mark.parametrize("columns", [1, 6, 22, 23, 40])
+@pytest.mark.parametrize("chunk", [1, 7, 128])
+def test_a_long_sequence_is_read_by_first_columns_and_diagonal_band(
+    chunk: int, columns: int, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No sequence is SHORT here, and none is one chunk of logits: what the dense path gives, the sparse one does."""
+    monkeypatch.setattr(attention_weights, "SHORT", 0)
+    monkeypatch.setattr(attention_weights, "ROW_CHUNK", 0)
+    for kind, lengths in (("causal", None), ("window", (23, 15)), ("additive", None), ("sink", (23, 15))):
+        read = make_read(kind, lengths=lengths)
+        sums, expected = column_sums(read, columns, window, chunk), dense_sums(dense_weights(read), window)
+        torch.testing.assert_close(sums.window, expected["window"], **CLOSE)
+        torch.testing.assert_close(sums.mass, expected["mass"][..., :columns], **CLOSE)
+        torch.testing.assert_close(sums.second, expected["second"][..., :columns], **CLOSE)
+        if columns < 23:
+            assert sums.entropy is None
+        else:
+            torch.testing.assert_close(sums.entropy, expected["entropy"], **CLOSE)
+
+
+@EACH_PADDING
+def test_scores_of_the_models_own_say_the_same(lengths: tuple | None, side: str) -> None:
+    plain = make_read("bool mask", lengths=lengths, side=side)
+    own = scored(plain)
+    assert plain.is_linear
+    assert not own.is_linear
+    for rows, cols in ((ALL, ALL), (slice(4, 20), slice(0, 5))):
+        torch.testing.assert_close(own.weights(rows, cols)[0], plain.weights(rows, cols)[0], **CLOSE)
+    expected = dense_sums(dense_weights(plain), 4)
+    for name, sum_ in expected.items():
+        torch.testing.assert_close(getattr(column_sums(own, 23, 4), name), sum_, **CLOSE)
+
+
+@EACH_KIND
+def test_columns_add_up_to_the_number_of_queries(kind: str, lengths: tuple | None, side: str) -> None:
+    """Each real query gives out 1, less what a learned sink takes: Σ_s Σ_t a[t,s] = number of queries - missing."""
+    read = make_read(kind, lengths=lengths, side=side)
+    given = column_sums(read, 23, 4).mass.sum(-1)
+    valid = read.batch.attention_mask.bool()[:, None]
+    missing = (read.missing_mass * valid).sum(-1)
+    queries = read.batch.lengths[:, None].expand(-1, HEADS)
+    torch.testing.assert_close(given + missing, queries.double(), **CLOSE)
+    assert bool((missing > 0.01).all()) == (kind == "sink")
+
+
+def test_weights_are_exp_of_logit_minus_log_sum_exp() -> None:
+    read = make_read("softcap")
+    logits = read.logits(ALL, ALL)
+    torch.testing.assert_close(logits.masked_fill(~causal_mask(23), -torch.inf).logsumexp(-1), read.lse, **CLOSE)
+    weights, _ = read.weights(ALL, ALL)
+    torch.testing.assert_close(weights[..., 5, :6], (logits - read.lse[..., None]).exp()[..., 5, :6], **CLOSE)
+
+
+def test_equal_logits_give_uniform_attention() -> None:
+    """q = 0: a[t,s] = 1/(t+1), whatever k is."""
+    length, window = 23, 8
+    read = make_read("causal")
+    zero = torch.zeros_like(read.query)
+    _, lse = chunked_attention(zero, read.key, read.value, read.call)
+    sums = column_sums(AttentionRead(zero, read.key, read.value, lse, read.call, read.batch), length, window)
+    uniform = 1 / torch.arange(1, length + 1, dtype=torch.float64)
+    for s in range(length):
+        torch.testing.assert_close(sums.mass[0, 0, s], uniform[s:].sum(), **CLOSE)
+        torch.testing.assert_close(sums.second[0, 0, s], (uniform[s:] ** 2).sum(), **CLOSE)
+        torch.testing.assert_close(sums.window[0, 0, s], uniform[s : s + window].sum(), **CLOSE)
+    torch.testing.assert_close(sums.entropy[0, 0], -uniform.log(), **CLOSE)
+
+
+def test_attention_to_one_key_alone_has_no_entropy_and_no_nan() -> None:
+    """A logit gap of 1000: weights of exactly 1 and, as good as, 0."""
+    read = make_read("causal")
+    key = torch.zeros_like(read.key)
+    key[:, :, 0] = 1000.0
+    query = torch.ones_like(read.query)
+    _, lse = chunked_attention(query, key, read.value, read.call)
+    sums = column_sums(AttentionRead(query, key, read.value, lse, read.call, read.batch), 23, 8)
+    torch.testing.assert_close(sums.mass[..., 0], torch.full((SEQUENCES, HEADS), 23.0, dtype=torch.float64))
+    assert sums.mass[..., 1:].abs().max() < 1e-30
+    assert sums.entropy.abs().max() < 1e-30
+
+
+def test_a_padding_query_that_sees_nothing_is_nothing() -> None:
+    """Its log-sum-exp is the mask's own number, infinite or no number at all."""
+    for nothing in (torch.finfo(torch.float64).min, -torch.inf, torch.nan, 0.0):
+        read = make_read("bool mask", lengths=(15, 23), side="left")
+        expected = column_sums(read, 23, 4)
+        read.lse[0, :, :8] = nothing
+        found = column_sums(read, 23, 4)
+        for name in ("mass", "second", "window", "entropy"):
+            torch.testing.assert_close(getattr(found, name), getattr(expected, name), **CLOSE)
+
+
+def test_logits_are_those_of_the_definition_under_any_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = {kind: make_read(kind).logits(ALL, ALL) for kind in KINDS}
+    monkeypatch.setattr(attention_weights, "ROW_CHUNK", 0)
+    for kind, logits in whole.items():
+        cut = make_read(kind).logits(slice(5, 9), slice(0, 7))
+        torch.testing.assert_close(cut, logits[:, :, 5:9, :7], **CLOSE)
+
+
+def test_padding_is_never_allowed_even_where_a_mask_lets_it_through() -> None:
+    read = make_read("bool mask", lengths=(15, 23), side="left")
+    lax = replace(read, call=AttentionCall(None, 0.7))
+    torch.testing.assert_close(lax.allowed(ALL, ALL).expand(2, 1, 23, 23)[0, 0, 8:, 8:], causal_mask(15))
+    assert not lax.allowed(ALL, ALL)[0, :, :, :8].any()
+    assert not lax.allowed(ALL, ALL)[0, :, :8].any()
+
+
+def test_row_chunks_cover_every_row_once() -> None:
+    for length, chunk in ((1, 128), (10, 3), (128, 128), (129, 128)):
+        chunks = list(row_chunks(length, chunk))
+        assert chunks[0].start == 0
+        assert chunks[-1].stop == length
+        assert all(before.stop == after.start for before, after in pairwise(chunks))
+        assert all(rows.stop - rows.start <= chunk for rows in chunks)
+
+
+@pytest.mark.parametrize("kind", ["softcap", "additive", "infinite"])
+def test_logits_that_are_more_than_a_product_are_not_taken_for_one(kind: str) -> None:
+    assert not make_read(kind).is_linear
+    assert make_read("window").is_linear
+    assert make_read("sink").is_linear  # the sink is in the row's sum, not in its logits

@@ -1,0 +1,772 @@
+"""The command line: what it prints and writes, and that every bad input ends clearly and writes nothing."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from hub import Hub
+from safetensors.torch import load_file, save_file
+from tiny import VOCAB, tiny_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner, Result
+
+import sinkscope.report.figures
+import sinkscope.results.run
+from sinkscope.cli.app import app
+from sinkscope.measuring.tracer import Tracer
+from sinkscope.report.figures import FIGURES, applicable
+from sinkscope.report.run import Run
+from sinkscope.results.tables import COLUMNS, LEADING, write_table
+
+SMALL = ("--num-seqs", "4", "--seq-len", "24")
+WORDS = ("<pad>", "<s>", "</s>", "<unk>", "the", "of", "and", "drain")
+
+
+# --- fixtures and helpers ---
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `tiny`, a model and its tokenizer, and `bare`, the model alone. Not to be changed."""
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("tiny", "bare"):
+        tiny_model("llama").save_pretrained(folder / name)
+    core = Tokenizer(models.WordLevel({word: at for at, word in enumerate(WORDS)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", bos_token="<s>").save_pretrained(folder / "tiny")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny(saved: Path) -> Path:
+    return saved / "tiny"
+
+
+@pytest.fixture(scope="session")
+def bare(saved: Path) -> Path:
+    return saved / "bare"
+
+
+@pytest.fixture(scope="session")
+def finished(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
+    """One whole analysis from the command line, and its folder. Not to be changed."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    return command_line("analyze", tiny, *SMALL, "--out", out), out
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory of every test: an empty folder."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes seconds; `finished` has it."""
+    monkeypatch.setattr(sinkscope.report.figures, "save_all", lambda run, folder: None)
+
+
+def command_line(*args: object) -> Result:
+    return CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+def refused(status: int, *args: object) -> str:
+    """The one or two lines with which a command must end, with this status and every file left as it was."""
+    before = tree(Path.cwd().parent)
+    result = command_line(*args)
+    assert result.exit_code == status, result.output
+    assert result.stdout == ""
+    assert tree(Path.cwd().parent) == before
+    message = result.stderr.strip()
+    assert message.startswith("sinkscope: "), message
+    assert message.count("\n") <= 1
+    assert "Traceback" not in message
+    return message
+
+
+def tree(folder: Path) -> dict[str, bytes | None]:
+    """Every path below, temporary ones included, and what the files hold."""
+    return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
+
+
+# --- analyze ---
+
+
+def test_analyze_prints_the_verdict_and_where_it_wrote(finished: tuple[Result, Path]) -> None:
+    result, out = finished
+    assert result.exit_code == 0, result.output
+    assert result.stdout == (out / "verdict.md").read_text(encoding="utf-8")
+    assert f"written to {out}" in result.stderr
+    assert "\x1b" not in result.output
+
+
+def test_the_run_folder_is_complete(finished: tuple[Result, Path]) -> None:
+    run = Run.open(finished[1])
+    tables = {f"tables/{name}.parquet" for name in run.manifest["tables"]}
+    figures = {f"figures/{name}.{kind}" for name in applicable(run) for kind in ("png", "pdf")}
+    written = {path.relative_to(finished[1]).as_posix() for path in finished[1].rglob("*") if path.is_file()}
+    assert written == {"run.json", "verdict.md"} | tables | figures
+    assert {"attention", "sink_positions", "geometry", "activation", "massive", "outlier", "summary"} <= set(run.tables)
+    assert figures
+    for name, table in run.tables.items():
+        assert tuple(table.columns) == (*LEADING, *COLUMNS[name])
+    assert list(finished[1].parent.iterdir()) == [finished[1]]
+
+
+def test_run_json_says_what_ran(finished: tuple[Result, Path], tiny: Path) -> None:
+    manifest = json.loads((finished[1] / "run.json").read_text(encoding="utf-8"))
+    assert manifest["command"] == "analyze"
+    assert manifest["config"]["model"] == str(tiny)
+    assert (manifest["config"]["seq_len"], manifest["config"]["window"]) == (24, 24)
+    assert manifest["model"]["name"] == "tiny"
+    assert {"revision", "commit"} <= manifest["model"].keys()
+    assert manifest["family"]["name"] == "llama"
+    assert (manifest["dtype"], manifest["kernel"], manifest["seed"]) == ("float32", "sdpa", 0)
+    assert manifest["input"]["token_zero"] == "first text token"
+    assert len(manifest["input"]["sha256"]) == 64
+    assert {"torch", "transformers", "nnsight"} <= manifest["versions"].keys()
+    assert {"git_commit", "started", "wall_seconds", "peak_memory_mb", "sinkscope"} <= manifest.keys()
+    assert "summary" in manifest["tables"]
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_from_repeats_a_run(finished: tuple[Result, Path]) -> None:
+    result = command_line("analyze", "--from", finished[1] / "run.json", "--out", "again")
+    assert result.exit_code == 0, result.output
+    assert "unlike" not in result.stderr
+    first, second = Run.open(finished[1]), Run.open("again")
+    assert first.manifest["config"] == second.manifest["config"]
+    assert set(first.tables) == set(second.tables)
+    for name, table in first.tables.items():
+        pd.testing.assert_frame_equal(second.tables[name], table, check_exact=True)
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_from_says_what_has_changed_since(tiny: Path) -> None:
+    Path("words.txt").write_text("the of and drain " * 100)
+    assert command_line("analyze", tiny, *SMALL, "--input", "words.txt", "--out", "first").exit_code == 0
+    Path("words.txt").write_text("and drain the of " * 100)
+    result = command_line("analyze", "--from", "first")
+    assert result.exit_code == 0, result.output
+    assert "note: unlike in the run repeated, input tokens was" in result.stderr
+    assert Run.open("runs/tiny-words-repeated").condition == "words"
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_overwrite_and_quiet(bare: Path) -> None:
+    for seed in (1, 2):
+        options = ("--input", "random", *SMALL, "--seed", seed, "--overwrite", "--quiet")
+        result = command_line("analyze", bare, *options)
+        assert (result.exit_code, result.output) == (0, "")
+    assert Run.open("runs/bare-random").manifest["seed"] == 2
+    assert [path.name for path in Path("runs").iterdir()] == ["bare-random"]
+    message = refused(2, "analyze", bare, "--input", "random", *SMALL)
+    assert "runs/bare-random already holds a run: --overwrite replaces it" in message
+
+
+@pytest.mark.usefixtures("no_figures")
+@pytest.mark.parametrize("given", ["random", "repeated", "ids.npy"])
+def test_a_model_without_tokenizer(bare: Path, given: str) -> None:
+    np.save("ids.npy", np.random.default_rng(0).integers(3, VOCAB, (4, 24)))
+    result = command_line("analyze", bare, *SMALL, "--input", given, "--observables", "massive,outlier")
+    assert result.exit_code == 0, result.output
+    run = Run.open(f"runs/bare-{given.removesuffix('.npy')}")
+    assert set(run.tables) == {"massive", "massive_map", "outlier", "summary"}
+    assert run.tables["massive"]["token"].str.fullmatch(r"<id \d+>").all()
+
+
+def test_a_model_without_tokenizer_cannot_read_text(bare: Path) -> None:
+    assert "needs a tokenizer, and this model has none" in refused(2, "analyze", bare, *SMALL)
+
+
+# --- wrong options: refused before the model is even loaded ---
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--window", "65"], "--window 65 is beyond the sequence of 64 tokens: take at most 64"),
+        (["--seq-len", "20", "--positions", "21"], "--positions 21 is beyond the sequence of 20 tokens"),
+        (["--epsilon", "1.01"], "--epsilon 1.01: it must be at most 1"),
+        (["--epsilon", "-0.1"], "--epsilon -0.1: it must be at least 0"),
+        (["--epsilon", "nan"], "--epsilon nan: it must be a number"),
+        (["--epsilon", "much"], "--epsilon"),
+        (["--num-seqs", "0"], "--num-seqs 0: it must be at least 1"),
+        (["--num-seqs", "many"], "--num-seqs"),
+        (["--seq-len", "1"], "--seq-len 1: it must be at least 2"),
+        (["--batch-size", "0"], "--batch-size 0"),
+        (["--batch-size", "few"], "--batch-size few: it must be a whole number or auto"),
+        (["--dtype", "int8"], "known: float32, bfloat16, float16"),
+        (["--bos", "sometimes"], "--bos 'sometimes' is unknown"),
+        (["--attn", "flash"], "known: sdpa, eager"),
+        (["--observables", "attention,masive"], "'masive' is unknown; did you mean 'massive'?"),
+        (["--observables", ""], "none was named"),
+        (["--widow", "3"], "--widow"),
+        (["--out"], "--out"),
+        (["another"], "another"),
+    ],
+)
+def test_wrong_options(options: list[str], message: str, tiny: Path) -> None:
+    assert message in refused(2, "analyze", tiny, *options)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["anlyze"], "analyze"),
+        (["--nope"], "--nope"),
+        (["list", "figurs"], "'figurs' is unknown; did you mean 'figures'?"),
+        (
+            ["list", "nothing"],
+            "known: observables, interventions, retrofits, architectures, figures, families, recipes",
+        ),
+        (["run"], "Missing argument 'RECIPE'"),
+        (
+            ["run", "gradient-sink-figure-1"],
+            "'gradient-sink-figure-1' is unknown; did you mean 'gradient-sinks-figure-1'?",
+        ),
+        (["run", "nowhere.yaml"], "nowhere.yaml: no such file"),
+        (["run", "gradient-sinks-figure-1", "--dtype", "int8"], "'int8' is unknown"),
+        (["run", "gradient-sinks-figure-1", "--seed", "1"], "--seed"),
+        (["compare"], "a comparison needs at least two runs; none was given"),
+        (["compare", "one"], "a comparison needs at least two runs; 1 was given"),
+        (["doctor", "--dtype", "int8"], "'int8' is unknown"),
+        (["doctor", "nowhere/at/all"], "no such file or folder"),
+    ],
+)
+def test_wrong_commands(args: list[str], message: str) -> None:
+    assert message in refused(2, *args)
+
+
+# --- steps of training, and recipes ---
+
+
+@pytest.fixture
+def steps(bare: Path) -> Path:
+    for step in (5, 40):
+        shutil.copytree(bare, f"trained/checkpoint-{step}")
+    return Path("trained")
+
+
+SERIES = ("--input", "random", *SMALL, "--observables", "attention,geometry")
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_analyze_a_folder_of_checkpoints(steps: Path) -> None:
+    result = command_line("analyze", steps, *SERIES)
+    assert result.exit_code == 0, result.output
+    assert [line.split("│")[1].strip() for line in result.stdout.splitlines() if "│" in line] == ["5", "40"]
+    assert "value_drain" in result.stdout
+    assert result.stderr == "step 5 (1 of 2)\nstep 40 (2 of 2)\nwritten to runs/trained-steps-random\n"
+    assert Run.open("runs/trained-steps-random/step40").model == "checkpoint-40"
+    assert "already holds a run: --overwrite replaces it" in refused(2, "analyze", steps, *SERIES)
+    again = command_line("analyze", steps, *SERIES, "--overwrite", "--quiet")
+    assert (again.exit_code, again.output) == (0, "")
+    message = refused(2, "analyze", "--from", "runs/trained-steps-random")
+    assert "holds runs: name one of them, such as runs/trained-steps-random/step40" in message
+
+
+def test_steps_that_are_wrong(steps: Path, bare: Path) -> None:
+    assert "'step5' is named twice" in refused(2, "analyze", "org/name", "--revision", "step5,step5")
+    assert "'main' does not end in the number of a step" in refused(2, "analyze", "a/b", "--revision", "main,step5")
+    assert "but no model to take them from" in refused(2, "analyze", "--revision", "step0,step5")
+    assert "--seq-len 1: it must be at least 2" in refused(2, "analyze", steps, "--seq-len", "1")
+    shutil.copytree(bare, "trained/checkpoint-best")
+    message = refused(2, "analyze", steps)
+    assert message.endswith("leave it out, as in --revision checkpoint-40,checkpoint-5")
+    Path("trained/checkpoint-40/config.json").unlink()
+    assert "trained/checkpoint-40 is not a model in HuggingFace format" in refused(
+        2, "analyze", steps, "--revision", "checkpoint-5,checkpoint-40"
+    )
+
+
+@pytest.mark.usefixtures("no_figures")
+@pytest.mark.parametrize("where", ["measuring", "tables"])
+def test_steps_interrupted(steps: Path, failing: Any, where: str) -> None:
+    failing(where, KeyboardInterrupt())
+    assert refused(1, "analyze", steps, *SERIES, "--batch-size", "1", "--quiet").endswith("nothing was written")
+
+
+RECIPE = """
+title: A small one
+options: {input: random, num-seqs: 4, seq-len: 24, batch-size: 1, observables: [attention]}
+figures: []
+"""
+
+
+def test_run(bare: Path) -> None:
+    Path("recipes").mkdir()
+    Path("recipes/small.yaml").write_text(RECIPE)
+    result = command_line("run", "small", "--model", bare)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == Path("runs/small-bare/verdict.md").read_text(encoding="utf-8")
+    assert result.stderr == "small: A small one\nwritten to runs/small-bare\n"
+    assert "runs/small-bare already holds a run" in refused(2, "run", "small", "--model", bare)
+    Path("recipes/two.yaml").write_text(RECIPE + "runs: {first: {}, second: {input: repeated}}")
+    result = command_line("run", "recipes/two.yaml", "--model", bare, "--out", "both")
+    assert result.exit_code == 0, result.output
+    assert "sink_rate" in result.stdout
+    assert "repeated" in result.stdout
+    assert result.stderr.endswith("run first (1 of 2)\nrun second (2 of 2)\nwritten to both\n")
+    quiet = command_line("run", "two", "--model", bare, "--out", "both", "--overwrite", "--quiet")
+    assert (quiet.exit_code, quiet.output) == (0, "")
+    listed = command_line("list", "recipes")
+    assert (listed.exit_code, listed.stderr) == (0, "")
+    for name in ("small", "two", "gradient-sinks-figure-2", "A small one"):
+        assert name in listed.stdout
+
+
+def test_a_recipe_interrupted(bare: Path, failing: Any) -> None:
+    Path("small.yaml").write_text(RECIPE)
+    failing("measuring", KeyboardInterrupt())
+    message = refused(1, "run", "small.yaml", "--model", bare, "--quiet", "--out", "deep/down")
+    assert message == "sinkscope: interrupted: nothing was written"
+
+
+# --- models that cannot be had ---
+
+
+def test_no_such_model(hub: Hub, tiny: Path) -> None:
+    message = refused(2, "analyze", "no/such-model")
+    assert "no/such-model is neither a folder here nor a repository" in message
+    assert "no such file or folder" in refused(2, "analyze", "./nowhere")
+    assert "revision 'r' does not apply" in refused(2, "analyze", tiny, "--revision", "r")
+
+
+def test_a_hub_out_of_reach_is_no_wrong_input(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert "not, or not all, in the local cache" in refused(1, "analyze", "some/model")
+
+
+def test_a_folder_without_a_model() -> None:
+    Path("empty").mkdir()
+    Path("notes").mkdir()
+    Path("notes", "readme.txt").write_text("none here")
+    assert "not a model in HuggingFace format: it is empty" in refused(2, "analyze", "empty")
+    assert "not a model in HuggingFace format: it has no config.json" in refused(2, "analyze", "notes")
+
+
+@pytest.mark.parametrize("content", [b"GGUF" + bytes(range(200)), b"GGUF", b"nothing of the kind", b""])
+def test_a_corrupt_gguf(content: bytes) -> None:
+    Path("broken.gguf").write_bytes(content)
+    message = refused(2, "analyze", "broken.gguf")
+    assert "broken.gguf is damaged" in message or "is not a GGUF file" in message
+
+
+def test_nan_weights(tiny: Path) -> None:
+    shutil.copytree(tiny, "broken")
+    weights = load_file("broken/model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
+    save_file(weights, "broken/model.safetensors", metadata={"format": "pt"})
+    for command in ("analyze", "doctor"):
+        message = refused(2, command, "broken")
+        assert "NaN or infinite weights, the first in model.layers.1.mlp.up_proj.weight" in message
+
+
+# --- inputs that cannot be read ---
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "words.txt is empty"),
+        (b" \n\t ", "words.txt is empty"),
+        ("the café of".encode("latin-1"), "words.txt is not UTF-8"),
+        (b"the of and", "words.txt has 3 tokens, fewer than one sequence of 24"),
+    ],
+)
+def test_a_bad_text(tiny: Path, content: bytes, message: str) -> None:
+    Path("words.txt").write_bytes(content)
+    assert message in refused(2, "analyze", tiny, *SMALL, "--input", "words.txt")
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (np.full((4, 24), VOCAB), f"token id {VOCAB} at position 0 is outside the model's vocabulary"),
+        (np.full((4, 24), -1), "token id -1 at position 0 is outside"),
+        (np.ones((4, 24)), "holds float64, not integers"),
+        (np.ones((4, 24, 2), int), "has shape (4, 24, 2)"),
+        (np.ones((0, 24), int), "has shape (0, 24)"),
+        (np.ones((4, 23), int), "sequences of 23 ids, fewer than --seq-len 24"),
+        (np.array([{"a": 1}]), "is not an .npy file of integers"),
+    ],
+)
+def test_bad_token_ids(bare: Path, array: np.ndarray, message: str) -> None:
+    np.save("ids.npy", array, allow_pickle=True)
+    assert message in refused(2, "analyze", bare, *SMALL, "--input", "ids.npy")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"input_ids": [3, 4, 96]}', "token id 96 at position 2 is outside"),
+        ('{"input_ids": [3, true]}', "input_ids[1] is a JSON boolean"),
+        ('{"input_ids": [3]}', "attention needs at least 2"),
+        ('{"ids": [3, 4]}', "a record needs `text` or `input_ids`"),
+        ("3, 4", "is not JSON"),
+    ],
+)
+def test_bad_json_lines(bare: Path, line: str, message: str) -> None:
+    Path("lines.jsonl").write_text(line + "\n")
+    assert message in refused(2, "analyze", bare, *SMALL, "--input", "lines.jsonl")
+
+
+def test_no_such_input(tiny: Path) -> None:
+    assert "did you mean natural?" in refused(2, "analyze", tiny, "--input", "natrual")
+    assert "no such file" in refused(2, "analyze", tiny, "--input", "words.txt")
+
+
+def test_more_tokens_than_positions(tiny: Path) -> None:
+    message = refused(2, "analyze", tiny, "--seq-len", "257")
+    assert "--seq-len 257 is beyond the model's 256 positions: take at most 256" in message
+
+
+# --- folders that cannot be written ---
+
+
+def test_out_under_a_file(tiny: Path) -> None:
+    Path("file").write_text("")
+    for out in ("file", "file/run", "file/deep/run"):
+        assert "file is in the way" in refused(2, "analyze", tiny, "--out", out)
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc, which takes no folders even from root")
+def test_out_where_no_folder_can_be_made(tiny: Path) -> None:
+    assert "cannot be written: making a folder in /proc fails" in refused(2, "analyze", tiny, "--out", "/proc/run")
+
+
+def test_out_that_is_taken(tiny: Path, finished: tuple[Result, Path]) -> None:
+    assert "already holds a run: --overwrite replaces it" in refused(2, "analyze", tiny, "--out", finished[1])
+    Path("mine").mkdir()
+    Path("mine", "thesis.tex").write_text("years of work")
+    for overwrite in ((), ("--overwrite",)):
+        message = refused(2, "analyze", tiny, "--out", "mine", *overwrite)
+        assert "--out mine is not empty and holds no run: name another folder" in message
+
+
+def test_out_that_cannot_be_replaced(tiny: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("empty").mkdir()
+    monkeypatch.chdir("empty")
+    assert "--out . cannot be made anew" in refused(2, "analyze", tiny, "--out", ".")
+    assert "cannot be used: File name too long" in refused(2, "analyze", tiny, "--out", "x" * 300)
+
+
+# --- --from ---
+
+
+def test_from_goes_alone(finished: tuple[Result, Path], tiny: Path) -> None:
+    message = refused(2, "analyze", tiny, "--from", finished[1])
+    assert f"so MODEL {tiny} does not go with it" in message
+    assert "so --seed does not go with it" in refused(2, "analyze", "--from", finished[1], "--seed", "0")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "is not a run folder: it has no run.json"),
+        (b"{", "is not the manifest of a run: it is damaged"),
+        (b"\xff\xfe", "is not the manifest of a run: it is damaged"),
+        (b"[1]", "is another JSON file"),
+        (b'{"config": {}}', "is another JSON file"),
+    ],
+)
+def test_from_something_else(content: bytes | None, message: str) -> None:
+    Path("old").mkdir()
+    if content is not None:
+        Path("old/run.json").write_bytes(content)
+    assert message in refused(2, "analyze", "--from", "old/run.json")
+    assert message in refused(2, "analyze", "--from", "old")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"flavour": 1}, "of sinkscope 0.0) cannot be repeated here: option 'flavour' is unknown"),
+        ({"window": 999}, "--window 999 is beyond the sequence"),
+        ({"model": None}, "its model was handed over in Python"),
+    ],
+)
+def test_from_a_run_that_cannot_be_repeated(
+    finished: tuple[Result, Path], changes: dict[str, Any], message: str
+) -> None:
+    Path("old").mkdir()
+    manifest = json.loads((finished[1] / "run.json").read_text(encoding="utf-8"))
+    manifest["config"] |= changes
+    Path("old/run.json").write_text(json.dumps(manifest | {"sinkscope": "0.0"}))
+    assert message in refused(2, "analyze", "--from", "old")
+
+
+# --- runs that fail, or are ended ---
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """failing(where, error): raise it there, after half of the work."""
+
+    def fail(where: str, error: BaseException) -> None:
+        if where == "measuring":
+            for name in ("forward", "forward_backward"):
+                monkeypatch.setattr(Tracer, name, _raising(error, after=2, plain=getattr(Tracer, name)))
+        elif where == "tables":
+            monkeypatch.setattr(sinkscope.results.run, "write_table", _raising(error, after=3, plain=write_table))
+        else:
+            monkeypatch.setattr(sinkscope.report.figures, "save_all", _raising(error))
+
+    return fail
+
+
+def _raising(error: BaseException, after: int = 0, plain: Any = None) -> Any:
+    calls = iter(range(after))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if next(calls, None) is None:
+            raise error
+        return plain(*args, **kwargs)
+
+    return call
+
+
+RANDOM = ("--input", "random", *SMALL, "--batch-size", "1", "--out", "deep/down/run")
+
+
+@pytest.mark.parametrize("where", ["measuring", "tables", "figures"])
+def test_interrupted(bare: Path, failing: Any, where: str) -> None:
+    failing(where, KeyboardInterrupt())
+    assert refused(1, "analyze", bare, *RANDOM) == "sinkscope: interrupted: nothing was written"
+
+
+@pytest.mark.parametrize("where", ["tables", "figures"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
+def test_a_disk_that_refuses(bare: Path, failing: Any, where: str, number: int) -> None:
+    failing(where, OSError(number, "the disk says no"))
+    message = refused(1, "analyze", bare, *RANDOM)
+    assert "writing deep/down/run failed, and nothing of it is left" in message
+    assert "the disk says no" in message
+
+
+@pytest.mark.parametrize("where", ["measuring", "figures"])
+def test_an_unexpected_error(bare: Path, failing: Any, where: str) -> None:
+    failing(where, ZeroDivisionError("by\nnothing"))
+    message = refused(1, "analyze", bare, *RANDOM)
+    assert message.startswith("sinkscope: unexpected ZeroDivisionError: by nothing\n--debug shows where")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (MemoryError(), "sinkscope: memory ran out: take a shorter --seq-len, --dtype bfloat16"),
+        (RuntimeError("CUDA out of memory. Tried to allocate"), "sinkscope: memory ran out"),
+        (FileNotFoundError(2, "No such file", "x"), "sinkscope: [Errno 2] No such file: 'x'\n--debug shows"),
+    ],
+)
+def test_errors_of_the_machine(bare: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, message: str) -> None:
+    monkeypatch.setattr("sinkscope.commands.analyze.measure", _raising(error))
+    assert refused(1, "analyze", bare, *RANDOM).startswith(message)
+
+
+def test_debug_shows_the_traceback(bare: Path, failing: Any) -> None:
+    failing("tables", ZeroDivisionError("by nothing"))
+    result = command_line("analyze", bare, *RANDOM, "--debug")
+    assert result.exit_code == 1
+    assert "Traceback (most recent call last)" in result.stderr
+    assert "sinkscope: unexpected ZeroDivisionError: by nothing" in result.stderr
+    result = command_line("analyze", "./nowhere", "--debug")
+    assert result.exit_code == 2
+    assert "Traceback (most recent call last)" in result.stderr
+
+
+def test_a_run_that_fails_leaves_the_old_one(bare: Path, failing: Any, finished: tuple[Result, Path]) -> None:
+    shutil.copytree(finished[1], "run")
+    failing("figures", OSError(errno.ENOSPC, "No space left on device"))
+    refused(1, "analyze", bare, *RANDOM[:-1], "run", "--overwrite")
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_a_rename_that_fails_leaves_the_old_one(
+    bare: Path, finished: tuple[Result, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(finished[1], "run")
+    plain = os.replace
+
+    def replace(source: Path, target: Path) -> None:
+        if target.name == "run" and not source.name.endswith("-old"):
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        plain(source, target)
+
+    monkeypatch.setattr("os.replace", replace)
+    refused(1, "analyze", bare, *RANDOM[:-1], "run", "--overwrite")
+
+
+def test_a_killed_run_leaves_no_half_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(self: pd.DataFrame, path: Path, **options: Any) -> None:
+        Path(path).write_bytes(b"PAR1 and no more")
+        raise KeyboardInterrupt
+
+    table = pd.DataFrame({"x": [1, 2]})
+    write_table(table, tmp_path / "t.parquet")
+    monkeypatch.setattr(pd.DataFrame, "to_parquet", killed)
+    for path in (tmp_path / "t.parquet", tmp_path / "u.parquet"):
+        with pytest.raises(KeyboardInterrupt):
+            write_table(table.head(1), path)
+    assert not (tmp_path / "u.parquet").exists()
+    pd.testing.assert_frame_equal(pd.read_parquet(tmp_path / "t.parquet"), table)
+
+
+ANNOUNCED = """
+from sinkscope.measuring.tracer import Tracer
+plain = Tracer.forward_backward
+def forward_backward(self, *args):
+    print("measuring", flush=True)
+    return plain(self, *args)
+Tracer.forward_backward = forward_backward
+from sinkscope.cli.app import main
+main()
+"""
+
+
+def test_ended_from_outside(bare: Path, here: Path) -> None:
+    options = ("--input", "random", "--num-seqs", "200000", "--batch-size", "8", "--out", "run")
+    command = [sys.executable, "-c", ANNOUNCED, "analyze", str(bare), *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for _ in range(3):
+            assert process.stdout.readline() == "measuring\n"
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert stderr.strip() == "sinkscope: interrupted: nothing was written"
+    assert not list(here.iterdir())
+
+
+SLEEPING = """
+import time
+import sinkscope.commands.list
+sinkscope.commands.list.listing = lambda kind: print("asleep", flush=True) or time.sleep(60)
+from sinkscope.cli.app import main
+main()
+"""
+
+
+def test_a_cluster_ends_a_job_as_a_person_does() -> None:
+    command = [sys.executable, "-c", SLEEPING, "list"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "asleep\n"
+        process.send_signal(signal.SIGTERM)
+        _, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stderr) == (1, "sinkscope: interrupted\n")
+
+
+# --- doctor, list, compare, help ---
+
+
+def test_doctor(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = command_line("doctor", tiny)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "family 'llama'" in result.stdout
+    assert "FAIL" not in result.stdout
+    monkeypatch.setattr("sinkscope.commands.doctor.Report.ok", False)
+    assert "a check failed" in refused(1, "doctor", tiny, "--quiet")
+
+
+def test_list() -> None:
+    result = command_line("list")
+    assert (result.exit_code, result.stderr) == (0, "")
+    for name in ("attention", "massive", "qwen3_moe", "post-norm", "interceptor", *FIGURES):
+        assert name in result.stdout
+    assert "…" not in result.stdout
+    assert "\x1b" not in result.stdout
+    assert "qwen3" not in command_line("list", "observables").stdout
+
+
+def test_compare(finished: tuple[Result, Path]) -> None:
+    result = command_line("compare", finished[1], finished[1] / "run.json", "--out", "both")
+    assert result.exit_code == 0, result.output
+    assert "sink_rate" in result.stdout
+    assert "ratio" in result.stdout
+    assert result.stderr == "written to both\n"
+    assert Path("both/tables/comparison.parquet").is_file()
+    assert "both already holds a run" in refused(2, "compare", finished[1], finished[1], "--out", "both")
+    assert "nowhere is not a run folder: it does not exist" in refused(2, "compare", finished[1], "nowhere")
+
+
+@pytest.mark.parametrize("command", [(), ("analyze",), ("intervene",), ("run",), ("doctor",), ("list",), ("compare",)])
+def test_help(command: tuple[str, ...]) -> None:
+    result = command_line(*command, "--help")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "Usage: sinkscope" in result.stdout
+    assert result.stdout == command_line(*command, "-h").stdout
+
+
+def test_help_of_analyze_has_every_option_and_default() -> None:
+    text = command_line("analyze", "--help").stdout
+    names = "out revision gguf-file dtype device-map attn input dataset num-seqs seq-len batch-size positions "
+    names += "epsilon window bos seed observables trust-remote-code quiet allow-pickle overwrite from debug"
+    for name in names.split():
+        assert f"--{name} " in text
+    for panel in ("Model", "Input", "Measuring", "Output"):
+        assert f"╭─ {panel} ─" in text
+    for default in ("100", "natural", "0.3", "auto", "sdpa"):
+        assert f"[default: {default}]" in text
+
+
+def test_help_of_intervene_has_the_options_of_analyze() -> None:
+    text = command_line("intervene", "--help").stdout
+    names = "do draws out revision gguf-file dtype device-map attn input dataset num-seqs seq-len batch-size positions "
+    names += "epsilon window bos seed trust-remote-code quiet allow-pickle overwrite from debug"
+    for name in names.split():
+        assert f"--{name} " in text
+    assert "--observables" not in text
+
+
+def test_without_a_command() -> None:
+    result = command_line()
+    assert result.exit_code == 2
+    assert "analyze" in result.stdout
+
+
+def test_help_needs_no_torch() -> None:
+    program = "import sys; sys.argv[1:] = ['analyze', '--help']\n"
+    program += "from sinkscope.cli.app import main\ntry: main()\n"
+    program += "finally: print({'torch', 'transformers', 'pandas', 'matplotlib'} & set(sys.modules))"
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout
+    assert output.endswith("set()\n")
+
+
+def test_as_a_module() -> None:
+    output = subprocess.run([sys.executable, "-m", "sinkscope.cli", "--version"], capture_output=True, text=True)
+    assert output.stdout.startswith("sinkscope ")
+    assert (output.returncode, output.stderr) == (0, "")
+
+
+def test_a_closed_pipe() -> None:
+    """`sinkscope --help | true`"""
+    command = [sys.executable, "-m", "sinkscope.cli", "analyze", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+
+
+def test_a_narrow_ascii_terminal() -> None:
+    environment = {"PYTHONIOENCODING": "ascii", "COLUMNS": "30"}
+    command = [sys.executable, "-m", "sinkscope.cli", "--help"]
+    output = subprocess.run(command, capture_output=True, env=environment)
+    assert (output.returncode, output.stderr) == (0, b"")
+    assert max(map(len, output.stdout.splitlines())) <= 30

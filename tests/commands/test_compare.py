@@ -1,0 +1,155 @@
+"""compare: the arithmetic of its table, what it warns of, and what it writes. No model: runs are made up."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.report.comparison import compare
+from sinkscope.report.run import Run
+from sinkscope.results.tables import write_table
+
+
+def made_up(condition: str = "natural", sink_rate: float = 0.5, layers: int = 2, **changes: Any) -> Run:
+    """A run with a summary and nothing else. `changes` are of the manifest, dicts merged in."""
+    manifest: dict[str, Any] = {
+        "sinkscope": "0.1.0",
+        "condition": condition,
+        "config": {"seq_len": 64, "window": 64, "positions": 16, "epsilon": 0.3},
+        "model": {"name": "org/model", "revision": None},
+        "input": {"sequences": 100, "tokens": 6400, "token_zero": "bos", "sha256": "0123456789abcdef"},
+        "dtype": "float32",
+        "kernel": "sdpa",
+        "tables": ["summary"],
+    }
+    for name, value in changes.items():
+        manifest[name] = manifest[name] | value if isinstance(value, dict) else value
+    rows = [(layer, metric, value + layer) for layer in range(layers) for metric, value in (("sink_rate", 0.0),)]
+    rows += [(-1, "sink_rate", sink_rate), (-1, "kurtosis", 0.0)]
+    summary = pd.DataFrame(rows, columns=["layer", "metric", "value"])
+    summary = summary.assign(model=manifest["model"]["name"], condition=condition)
+    return Run(manifest, {"summary": summary[["model", "condition", "layer", "metric", "value"]]})
+
+
+def save(run: Run, folder: Path) -> Path:
+    (folder / "tables").mkdir(parents=True)
+    for name, table in run.tables.items():
+        write_table(table, folder / "tables" / f"{name}.parquet")
+    (folder / "run.json").write_text(json.dumps(run.manifest))
+    return folder
+
+
+def test_two_runs_side_by_side() -> None:
+    table = compare(made_up(sink_rate=0.5), made_up("random", sink_rate=0.2)).table
+    assert list(table.columns) == ["natural", "random", "difference", "ratio"]
+    assert list(table.index) == ["sink_rate", "kurtosis"]
+    assert table.loc["sink_rate"].tolist() == pytest.approx([0.5, 0.2, -0.3, 0.4])
+    assert table.loc["kurtosis", "difference"] == 0.0
+    assert math.isnan(table.loc["kurtosis", "ratio"])  # 0 ÷ 0
+
+
+def test_three_runs_have_no_difference() -> None:
+    runs = [made_up(model={"name": name}) for name in ("a/one", "b/two", "b/three")]
+    assert list(compare(*runs).table.columns) == ["one", "two", "three"]
+
+
+def test_what_one_run_lacks_is_missing() -> None:
+    second = made_up("random")
+    second.tables["summary"].drop(index=second.tables["summary"].index[-1], inplace=True)
+    table = compare(made_up(), second).table
+    assert table.loc["kurtosis"].isna().tolist() == [False, True, True, True]
+
+
+def test_by_layer_is_long() -> None:
+    by_layer = compare(made_up(), made_up("random", layers=3)).by_layer
+    assert list(by_layer.columns) == ["model", "condition", "layer", "run", "metric", "value"]
+    assert by_layer.groupby("run")["layer"].apply(list).to_dict() == {"natural": [0, 1], "random": [0, 1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("setting", "changes", "values"),
+    [
+        ("seq-len", {"config": {"seq_len": 32}}, ["64", "32"]),
+        ("window", {"config": {"window": 32}}, ["64", "32"]),
+        ("positions", {"config": {"positions": 8}}, ["16", "8"]),
+        ("epsilon", {"config": {"epsilon": 0.2}}, ["0.3", "0.2"]),
+        ("dtype", {"dtype": "bfloat16"}, ["float32", "bfloat16"]),
+        ("kernel", {"kernel": "eager"}, ["sdpa", "eager"]),
+        ("token 0", {"input": {"token_zero": "first text token"}}, ["bos", "first text token"]),
+        ("input tokens", {"input": {"sha256": "fedcba9876543210"}}, ["0123456789ab", "fedcba987654"]),
+        ("input", {"condition": "random", "input": {"sha256": "fedcba"}}, ["natural", "random"]),
+    ],
+)
+def test_settings_that_differ(setting: str, changes: dict[str, Any], values: list[str]) -> None:
+    comparison = compare(made_up(), made_up(**changes))
+    assert comparison.differing.index.tolist() == [setting]
+    assert comparison.differing.loc[setting].tolist() == values
+    (warning,) = comparison.warnings
+    assert warning.startswith(f"{setting} differs: {values[0]} (")
+
+
+def test_equal_settings_give_no_warning() -> None:
+    comparison = compare(made_up(), made_up(model={"name": "other"}))
+    assert comparison.differing.empty
+    assert comparison.warnings == []
+
+
+def test_a_notebook_shows_table_and_warnings() -> None:
+    shown = compare(made_up(), made_up(dtype="<bfloat16>"))._repr_html_()
+    assert "<table" in shown
+    assert "sink_rate" in shown
+    assert "&lt;bfloat16&gt;" in shown
+
+
+def test_it_writes_tables_figures_and_manifest(tmp_path: Path) -> None:
+    folders = [save(made_up(), tmp_path / "a"), save(made_up("random"), tmp_path / "b")]
+    comparison = compare(*folders, out=tmp_path / "both")
+    written = {path.relative_to(tmp_path / "both").as_posix() for path in (tmp_path / "both").rglob("*.*")}
+    figures = {f"figures/{name}.{kind}" for name in comparison.figures() for kind in ("png", "pdf")}
+    assert written == {
+        "comparison.json",
+        "tables/comparison.parquet",
+        "tables/comparison_by_layer.parquet",
+        *figures,
+    }
+    table = pd.read_parquet(tmp_path / "both/tables/comparison.parquet").set_index("metric")
+    pd.testing.assert_frame_equal(table, comparison.table, check_names=False)
+    manifest = json.loads((tmp_path / "both/comparison.json").read_text(encoding="utf-8"))
+    assert [run["label"] for run in manifest["runs"]] == ["natural", "random"]
+    assert manifest["differing"] == {"input": {"natural": "natural", "random": "random"}}
+    with pytest.raises(InputError, match="already holds"):
+        compare(*folders, out=tmp_path / "both")
+    compare(*folders, out=tmp_path / "both", overwrite=True)
+    with pytest.raises(InputError, match="is not empty and holds no run"):
+        compare(*folders, out=tmp_path / "a", overwrite=True)  # a run is no comparison
+
+
+def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("sinkscope.report.comparison.write_table", full)
+    with pytest.raises(SinkscopeError, match=r"nothing of it is left: .* No space left on device"):
+        compare(made_up(), made_up(), out=tmp_path / "deep" / "both")
+    assert not list(tmp_path.iterdir())
+
+
+def test_refusals(tmp_path: Path) -> None:
+    run = made_up()
+    for few in ((), (run,)):
+        with pytest.raises(InputError, match="needs at least two runs"):
+            compare(*few)
+    with pytest.raises(InputError, match=r"is not a run folder: it has no run\.json"):
+        compare(run, tmp_path)
+    folder = save(run, tmp_path / "run")
+    assert compare(run, folder / "run.json").table["ratio"]["sink_rate"] == 1.0
+    (folder / "tables" / "summary.parquet").write_bytes(b"PAR1")
+    with pytest.raises(InputError, match=r"summary\.parquet is damaged"):
+        compare(run, folder)
+    (folder / "tables" / "summary.parquet").unlink()
+    with pytest.raises(InputError, match=r"incomplete: .*summary\.parquet is missing"):
+        compare(run, folder)

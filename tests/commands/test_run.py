@@ -1,0 +1,373 @@
+"""Recipes: those that come with sinkscope are sound, a recipe's run is analyze's, and faulty ones are refused early."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from tiny import VOCAB, tiny_model
+
+import sinkscope
+from sinkscope import InputError, Run
+from sinkscope.commands import run as recipes
+from sinkscope.commands.list import listing
+from sinkscope.commands.run import find_recipe, known_recipes, read_recipe, run_recipe
+from sinkscope.options.measuring import RunConfig
+from sinkscope.report.figures import FIGURES
+
+SHIPPED = sorted((Path(__file__).parents[2] / "recipes").iterdir())
+TRAINING = [path for path in SHIPPED if read_recipe(path).content.methods]
+MEASURING = [path for path in SHIPPED if path not in TRAINING]
+SMALL: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 16, "positions": 16, "window": 16}
+TRAINED: dict[str, Any] = {
+    "input": "ids.npy", "steps": 1, "block_length": 16, "batch_size": 2, "num_seqs": 2, "observables": "attention",
+}  # fmt: skip
+ONE = """
+title: A small one
+reproduces: nothing
+options: {input: random, num-seqs: 2, seq_len: 16, observables: [attention, activation]}
+figures: [sink-map]
+"""
+TWO = """
+title: Two
+options:
+  num-seqs: 2
+  seq-len: 16
+  observables: attention
+runs:
+  random: {input: random}
+  repeated: {input: repeated}
+"""
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recipes") / "tiny"
+    tiny_model("llama").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recipes") / "tiny-gpt2"
+    model = tiny_model("gpt2")
+    model.transformer.wpe.weight[0, 7] = 100.0  # a massive coordinate of EPE_0
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory of every test: an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def written(content: str | bytes, name: str = "mine.yaml") -> Path:
+    path = Path(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def refused(content: str | bytes, **given: Any) -> str:
+    """The one line by which a recipe is refused, before any model is looked for."""
+    path = written(content)
+    with pytest.raises(InputError) as caught:
+        run_recipe(path, "no/such-model", **given)
+    message = str(caught.value)
+    assert message.startswith("mine.yaml")
+    assert "\n" not in message
+    assert [path.name for path in Path().iterdir()] == ["mine.yaml"]
+    return message
+
+
+# --- those that come with sinkscope
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_recipe_that_comes_with_sinkscope(path: Path) -> None:
+    recipe = read_recipe(path)
+    assert path.suffix == ".yaml"
+    assert recipe.content.reproduces
+    if path.stem.startswith("not-universal"):  # the demo model has no query bias
+        assert recipe.content.model == "openai-community/gpt2"
+    else:
+        assert recipe.content.model is None  # whatever the user names, or the demo model
+    for config in recipe.configs().values():
+        assert isinstance(config, RunConfig)
+    assert set(recipe.content.figures) <= set(FIGURES)
+    assert known_recipes()[path.stem] == path
+    assert max(map(len, path.read_text(encoding="utf-8").splitlines())) <= 120
+
+
+@pytest.mark.parametrize("path", MEASURING, ids=lambda path: path.stem)
+def test_it_runs(path: Path, tiny: Path, tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[str] = []
+    tiny = tiny_gpt2 if path.stem.startswith("not-universal") else tiny
+    monkeypatch.setattr("sinkscope.report.run.save_figures", lambda figures, folder: drawn.extend(figures))
+    monkeypatch.setattr("sinkscope.report.figures.comparison.draw_comparison", lambda runs: {})
+    given = SMALL if not read_recipe(path).content.runs else SMALL | {"input": "random"}
+    if path.stem in ("streaming-perplexity", "massive-activations-ablation"):  # too much for a tiny random model
+        with pytest.raises(InputError, match=r"window|no massive activations"):
+            run_recipe(path.stem, tiny, out="out", **given)
+        return
+    done = run_recipe(path.stem, tiny, out="out", **given)
+    assert set(drawn) == set(done.recipe.content.figures)
+    table = "summary" if done.recipe.content.arms is None else "effect"
+    assert all(len(run.tables[table]) for run in done.runs.values())
+
+
+@pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.stem)
+def test_it_trains(path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sinkscope.report.figures.save_all", lambda run, folder: None)
+    np.save("ids.npy", np.random.default_rng(0).integers(3, VOCAB, (12, 16)))
+    content = read_recipe(path).content
+    model, given = (None, TRAINED | {"seeds": 1}) if content.architecture else (tiny, TRAINED)
+    done = run_recipe(path.stem, model, out="out", **given)
+    assert done.trained is not None
+    assert set(done.trained.tables["retrofit"]["condition"]) - {"untouched"} == set(content.methods)
+    record = json.loads(Path("out/recipe.json").read_text())["recipe"]
+    assert record == done.recipe.record
+    assert run_recipe(path.stem, model, out="out", **given).runs  # goes on
+    if content.architecture:
+        with pytest.raises(InputError, match="from random weights: --model does not go with it"):
+            run_recipe(path.stem, tiny, out="other", **given)
+
+
+# --- what comes out
+
+
+def test_a_recipe_is_a_run_folder(tiny: Path) -> None:
+    done = run_recipe(written(ONE, "recipes/small.yaml"), tiny)
+    assert done.folder == Path("runs/small-tiny")
+    assert done.comparison is None
+    run = Run.open(done.folder)
+    assert run.manifest["recipe"]["name"] == "small"
+    assert run.manifest["recipe"]["content"] == {
+        "title": "A small one",
+        "reproduces": "nothing",
+        "options": {"input": "random", "num-seqs": 2, "seq_len": 16, "observables": ["attention", "activation"]},
+        "figures": ["sink-map"],
+    }
+    assert run.manifest["config"]["model"] == str(tiny)
+    assert {path.name for path in (done.folder / "figures").iterdir()} == {"sink-map.png", "sink-map.pdf"}
+    assert (done.folder / "verdict.md").is_file()
+    options = {"input": "random", "num_seqs": 2, "seq_len": 16, "observables": "attention,activation"}
+    plain = sinkscope.analyze(tiny, **options)
+    assert set(run.tables) == set(plain.tables) == set(done.runs[""].tables)
+    for name, table in plain.tables.items():
+        pd.testing.assert_frame_equal(run.tables[name], table, check_exact=True)
+    with pytest.raises(InputError, match="already holds a run: --overwrite replaces it"):
+        run_recipe("small", tiny)
+    with pytest.raises(InputError, match=r"is not empty and holds no run with a recipe\.json: name another"):
+        run_recipe(written(TWO, "recipes/two.yaml"), tiny, out=done.folder, overwrite=True)
+
+
+def test_several_runs_are_compared(tiny: Path) -> None:
+    done = run_recipe(written(TWO), tiny, out="both")
+    assert list(done.runs) == ["random", "repeated"]
+    assert done.comparison is not None
+    assert list(done.comparison.table.columns[:2]) == ["random", "repeated"]
+    assert done.comparison.folder == Path("both/comparison")
+    for name in done.runs:
+        run = Run.open(Path("both", name))
+        assert (run.condition, run.manifest["recipe"]["name"]) == (name, "mine")
+    manifest = json.loads(Path("both/recipe.json").read_text(encoding="utf-8"))
+    assert manifest["runs"] == ["random", "repeated"]
+    assert manifest["recipe"]["content"]["title"] == "Two"
+    compared = json.loads(Path("both/comparison/comparison.json").read_text(encoding="utf-8"))
+    assert [run["folder"] for run in compared["runs"]] == [str(Path("both/random")), str(Path("both/repeated"))]
+    assert Path("both/comparison/tables/comparison.parquet").is_file()
+    with pytest.raises(InputError, match="already holds a run"):
+        run_recipe("mine.yaml", tiny, out="both")
+
+
+def test_what_is_given_takes_the_recipes_place() -> None:
+    content = "title: x\nmodel: org/name\noptions: {revision: r, dtype: float16, seed: 3}"
+    recipe = read_recipe(written(content))
+    own = recipe.configs()[""]
+    assert (own.model, own.revision, own.dtype, own.seed) == ("org/name", "r", "float16", 3)
+    other = recipe.configs(model="another", dtype="float32")[""]
+    assert (other.model, other.revision, other.dtype, other.seed) == ("another", None, "float32", 3)
+    assert recipe.configs(model="another", revision="s")[""].revision == "s"
+
+
+def test_runs_have_their_options_on_top() -> None:
+    recipe = read_recipe(written("title: x\noptions: {seed: 3}\nruns:\n  as-it-is:\n  other: {seed: 4}\n"))
+    assert {name: config.seed for name, config in recipe.configs().items()} == {"as-it-is": 3, "other": 4}
+
+
+def test_keys_left_empty_are_as_if_left_out() -> None:
+    recipe = read_recipe(written("title: x\noptions:\nruns:\nfigures:\n"))
+    assert recipe.configs() == {"": RunConfig()}
+
+
+def test_the_recipe_says_where(tiny: Path) -> None:
+    assert run_recipe(written(ONE + "out: there\n"), tiny).folder == Path("there")
+
+
+@pytest.mark.parametrize("content", [ONE, TWO])
+def test_a_disk_that_refuses(tiny: Path, content: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("sinkscope.results.run.write_table", full)
+    with pytest.raises(sinkscope.SinkscopeError, match="writing out failed, and nothing of it is left"):
+        run_recipe(written(content), tiny, out="out")
+    assert [path.name for path in Path().iterdir()] == ["mine.yaml"]
+
+
+# --- faulty ones
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "mine.yaml is empty: a recipe has at least a title"),
+        ("# only a comment", "mine.yaml is empty"),
+        ("only words", "mine.yaml is not a recipe: it holds text, and not keys and values"),
+        ("- a\n- b", "it holds a list, and not keys and values"),
+        (b"title: \xff", "mine.yaml is not UTF-8 text"),
+        ("title: a: b", "is not YAML: line 1, column 9: mapping values are not allowed here (text with a colon"),
+        ("title: x\n\tfigures: []", "is not YAML: line 2, column 1: found character '\\t'"),
+        ("title: [x", "is not YAML: line 1"),
+        ("title: x\n---\ntitle: y", "expected a single document in the stream but found another document"),
+        ("title: !!python/name:os.system", "is not YAML: line 1, column 8: could not determine a constructor"),
+        ("title: 2024-13-45", "is not YAML: month must be in 1..12"),
+        ("[" * 5000, "is not YAML: it is nested too deeply"),
+    ],
+)
+def test_a_file_that_does_not_parse(content: str | bytes, message: str) -> None:
+    assert message in refused(content)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("titel: x", "key 'titel' is unknown; did you mean 'title'?"),
+        ("reproduces: x", "it has no `title`"),
+        ("title: 5", "`title`: it must be text, not 5"),
+        ("title: x\nseq-len: 5", "`seq-len` belongs under `options`"),
+        ("title: x\noptions: 5", "`options`: it must hold keys and values, as `seq-len: 64`, not 5"),
+        ("title: x\nfigures: {a: b}", "`figures`: it must be a list, as [sink-map, sinks-by-layer]"),
+        ("title: x\nruns: {a: {}}", "`runs`: there is only one"),
+        ("title: x\nruns: {a: {}, ../b: {}}", "`runs`: '../b' cannot be the name of a run"),
+        ("title: x\nruns: {a: {}, comparison: {}}", "`runs`: 'comparison' cannot be the name of a run"),
+        ("title: x\nruns: {a: {}, b: {}}\narms: all", "it has `runs` and `arms`: an experiment is one run"),
+        ("title: x\nruns: {a: {}, b: 5}", "`runs.b`: it must hold keys and values"),
+    ],
+)
+def test_keys_that_are_wrong(content: str, message: str) -> None:
+    assert message in refused(content)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("seq-lne: 64", "option 'seq_lne' is unknown; did you mean 'seq_len'?"),
+        ("seq-len: 1", "--seq-len 1: it must be at least 2"),
+        ("seq-len: long", "--seq-len long: it must be a whole number"),
+        ("epsilon: 2", "--epsilon 2: it must be at most 1"),
+        ("positions: 99", "--positions 99 is beyond the sequence of 64 tokens"),
+        ("observables: [masive]", "'masive' is unknown; did you mean 'massive'?"),
+        ("input: natrual", "--input natrual: neither an input"),
+        ("input: no", "--input False: it must be text"),
+        ("model: org/name", "option 'model' belongs beside `options`"),
+        ("trust-remote-code: true", "option 'trust_remote_code' is for you to give, on the command line"),
+        ("allow_pickle: true", "option 'allow_pickle' is for you to give, on the command line"),
+        ("5: 6", "option '5' is unknown"),
+    ],
+)
+def test_options_that_are_wrong(options: str, message: str) -> None:
+    assert message in refused(f"title: x\noptions:\n  {options}")
+    assert message in refused(f"title: x\nruns:\n  fine: {{}}\n  wrong: {{{options}}}")
+
+
+def test_figures_that_cannot_be_drawn() -> None:
+    message = refused("title: x\nfigures: sinks-by-leyer")
+    assert "figure 'sinks-by-leyer' is unknown; did you mean 'sinks-by-layer'?" in message
+    message = refused("title: x\nfigures: [massive-map]\noptions: {observables: [attention]}")
+    assert "figure 'massive-map' needs the observable 'massive', which `observables` leaves out" in message
+
+
+def test_a_recipe_is_of_one_model() -> None:
+    assert "a recipe measures one model" in refused("title: x", revision="step0,step512")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("methods: [vgaa]", "retrofit 'vgaa' is unknown; did you mean 'vga'?"),
+        ("methods: [vga]\nruns: {a: {}, b: {}}", "`methods` train a model: it has no `runs` or `arms`"),
+        ("methods: [vga]\nfigures: [sink-map]", "`methods` train a model"),
+        ("architecture: tiny-llama", "`architecture` is trained with `methods`, and it has none"),
+        ("architecture: tiny-llama\nmodel: a/b\nmethods: [none]", "it has a `model` and an `architecture`"),
+        ("architecture: tiny-lama\nmethods: [none]", "--config 'tiny-lama' is unknown; did you mean 'tiny-llama'?"),
+        ("methods: [vga]\noptions: {steps: 0}", "--steps 0: it must be at least 1"),
+        ("methods: [vga]\noptions: {stepz: 5}", "option 'stepz' is unknown"),
+        ("methods: [vga]\noptions: {text: random}", "--text random: nothing can be learned from it"),
+        ("methods: [vga]\noptions: {trust-remote-code: true}", "option 'trust_remote_code' is for you to give"),
+    ],
+)
+def test_trainings_that_are_wrong(content: str, message: str) -> None:
+    assert message in refused(f"title: x\n{content}")
+
+
+# --- finding them
+
+
+def test_a_recipe_goes_by_its_name() -> None:
+    checkout = SHIPPED[0].parent
+    assert find_recipe("gradient-sinks-figure-2") == checkout / "gradient-sinks-figure-2.yaml"
+    assert find_recipe("gradient-sinks-figure-2.yaml") == checkout / "gradient-sinks-figure-2.yaml"
+    mine = written(ONE, "recipes/gradient-sinks-figure-2.yml")
+    assert find_recipe("gradient-sinks-figure-2") == mine  # what is here comes first
+    assert find_recipe("recipes/gradient-sinks-figure-2.yml") == mine
+    assert read_recipe(mine).name == "gradient-sinks-figure-2"
+    assert find_recipe(written(ONE, "no-ending")) == Path("no-ending")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "gradient-sink-figure-2",
+            "recipe 'gradient-sink-figure-2' is unknown; did you mean 'gradient-sinks-figure-2'?",
+        ),
+        ("nothing.like.it", "recipe 'nothing.like.it' is unknown; known: all-interventions"),
+        ("gradient-sinks-figure-9.yaml", "no such file; did you mean the recipe 'gradient-sinks-figure-"),
+        ("recipes/gradient-sinks-figure-2.yaml", "no such file; `sinkscope run gradient-sinks-figure-2` finds"),
+        ("./nowhere.yaml", "./nowhere.yaml: no such file"),
+        (".", "this is a folder"),
+    ],
+)
+def test_no_such_recipe(name: str, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        run_recipe(name)
+    assert message in str(caught.value)
+    assert not list(Path().iterdir())
+
+
+def test_an_installed_sinkscope_has_no_recipes(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
+    """Beside an installed package may be anybody's folder called recipes."""
+    elsewhere = here / "site-packages"
+    (elsewhere / "sinkscope").mkdir(parents=True)
+    shutil.copytree(SHIPPED[0].parent, elsewhere / "recipes")
+    monkeypatch.setattr(recipes, "__file__", str(elsewhere / "sinkscope" / "commands" / "run.py"))
+    assert known_recipes() == {}
+    assert listing("recipes")["recipes"].empty
+    with pytest.raises(InputError, match="'x' is unknown, and there is no folder recipes/ here: name a YAML file"):
+        find_recipe("x")
+
+
+def test_the_list_says_what_is_no_recipe() -> None:
+    written("apples: 3", "recipes/cake.yaml")
+    written("not YAML", "recipes/notes.txt")
+    rows = listing("recipes")["recipes"].set_index("recipe")
+    assert {path.stem for path in SHIPPED} | {"cake"} == set(rows.index)
+    assert rows.loc["cake", "title"].startswith("not a recipe: recipes/cake.yaml: key 'apples' is unknown")
+    assert rows.loc["gradient-sinks-figure-2", "reproduces"].endswith("(2026), figure 2")

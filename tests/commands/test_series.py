@@ -1,0 +1,308 @@
+"""analyze over checkpoints: every step is the run that it would be alone, and all are written, or nothing."""
+
+import gc
+import json
+import shutil
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from hub import Hub, Repo
+from tiny import tiny_model
+
+import sinkscope
+from sinkscope import InputError, Run, Series, SinkscopeError
+from sinkscope.commands.series import find_checkpoints, is_series, step_of
+from sinkscope.models import loading
+from sinkscope.options.measuring import make_config
+from sinkscope.results.tables import LEADING
+
+OPTIONS: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 16, "observables": "attention,activation"}
+STEPS = (5, 40, 200)  # by their names 200 would come first
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as transformers' Trainer leaves it. Not to be changed."""
+    folder = tmp_path_factory.mktemp("trainer") / "trained"
+    model = tiny_model("llama")
+    for step in STEPS:
+        model.save_pretrained(folder / f"checkpoint-{step}")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.3)
+    (folder / "runs").mkdir()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def series(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Series:
+    """All steps, written. Not to be changed."""
+    with pytest.MonkeyPatch.context() as patch:
+        without_figures(patch)
+        return sinkscope.analyze_steps(trained, out=tmp_path_factory.mktemp("series") / "out", **OPTIONS)
+
+
+def without_figures(patch: pytest.MonkeyPatch) -> None:
+    """Those of each run take seconds, and are tested elsewhere."""
+    patch.setattr("sinkscope.report.figures.save_all", lambda run, folder: None)
+
+
+@pytest.fixture
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_figures(monkeypatch)
+
+
+def copied(trained: Path, target: Path, *steps: int) -> Path:
+    for step in steps:
+        shutil.copytree(trained / f"checkpoint-{step}", target / f"checkpoint-{step}")
+    return target
+
+
+def refused(*args: Any, error: type[Exception] = InputError, **options: Any) -> str:
+    with pytest.raises(error) as caught:
+        sinkscope.analyze_steps(*args, **OPTIONS | options)
+    assert str(caught.value).count("\n") == 0
+    return str(caught.value)
+
+
+# --- what comes out
+
+
+def test_each_step_is_the_run_that_it_would_be_alone(series: Series, trained: Path) -> None:
+    assert list(series.runs) == list(STEPS)
+    for step, run in series.runs.items():
+        alone = sinkscope.analyze(trained / f"checkpoint-{step}", **OPTIONS)
+        assert set(run.tables) == set(alone.tables)
+        for name, table in alone.tables.items():
+            pd.testing.assert_frame_equal(run.tables[name], table, check_exact=True)
+    assert len({run.metric("norm_ratio") for run in series.runs.values()}) == len(STEPS)
+
+
+def test_the_table_holds_the_summaries_of_all_steps(series: Series) -> None:
+    assert list(series.table.columns) == [*LEADING[:2], "step", "layer", "metric", "value"]
+    assert set(series.table["model"]) == {"trained"}
+    for step, run in series.runs.items():
+        rows = series.table[series.table["step"] == step].reset_index(drop=True)
+        columns = ["condition", "layer", "metric", "value"]
+        pd.testing.assert_frame_equal(rows[columns], run.tables["summary"][columns])
+    headlines = series.headlines
+    assert list(headlines.index) == list(STEPS)
+    assert list(headlines.columns) == ["sink_rate", "norm_ratio"]
+    assert headlines.loc[40, "norm_ratio"] == series.runs[40].metric("norm_ratio")
+
+
+def test_the_folder(series: Series) -> None:
+    assert series.folder is not None
+    figures = {path.stem for path in (series.folder / "figures").iterdir()}
+    assert figures == set(series.figures())
+    assert figures
+    assert all(name.startswith("training-") for name in figures)
+    assert {path.name for path in series.folder.iterdir()} == {
+        "series.json", "tables", "figures", *(f"step{step}" for step in STEPS),
+    }  # fmt: skip
+    for step in STEPS:
+        run = Run.open(series.folder / f"step{step}")
+        assert run.manifest["config"]["model"].endswith(f"checkpoint-{step}")
+        assert (series.folder / f"step{step}" / "verdict.md").is_file()
+    manifest = json.loads((series.folder / "series.json").read_text(encoding="utf-8"))
+    assert [at["step"] for at in manifest["steps"]] == list(STEPS)
+    assert manifest["config"]["num_seqs"] == 2
+    assert [path.name for path in series.folder.parent.iterdir()] == ["out"]
+
+
+def test_a_series_opens_again(series: Series) -> None:
+    assert series.folder is not None
+    again = Series.open(series.folder)
+    assert list(again.runs) == list(STEPS)
+    pd.testing.assert_frame_equal(again.table, series.table)
+    assert "norm_ratio" in again._repr_html_()
+    name = next(iter(again.figures()))
+    assert again.figure(name).axes
+    with pytest.raises(InputError, match="figure 'nope' is unknown"):
+        again.figure("nope")
+
+
+def test_without_out_it_stays_in_memory(trained: Path, series: Series, tmp_path: Path) -> None:
+    again = sinkscope.analyze_steps(trained, ["checkpoint-200", "checkpoint-5"], **OPTIONS)
+    assert (list(again.runs), again.folder) == ([5, 200], None)
+    kept = series.table[series.table["step"] != 40].reset_index(drop=True)
+    pd.testing.assert_frame_equal(again.table, kept)
+    assert not list(tmp_path.iterdir())
+
+
+def test_revisions_of_a_hub_repository(hub: Hub, trained: Path, series: Series) -> None:
+    hub.repos["org/name"] = Repo({f"step{step}": trained / f"checkpoint-{step}" for step in STEPS})
+    again = sinkscope.analyze_steps("org/name", "step200, step5", **OPTIONS)
+    assert {step: run.manifest["model"]["revision"] for step, run in again.runs.items()} == {5: "step5", 200: "step200"}
+    assert set(again.table["model"]) == {"org/name"}
+    kept = series.table[series.table["step"] != 40].reset_index(drop=True)
+    pd.testing.assert_frame_equal(again.table.drop(columns="model"), kept.drop(columns="model"))
+
+
+def test_one_model_at_a_time(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the number of steps, memory is that of one."""
+    loaded: list[weakref.ref] = []
+    plain = loading.load
+
+    def load(*args: Any, **options: Any) -> Any:
+        assert all(model() is None for model in loaded)
+        result = plain(*args, **options)
+        loaded.append(weakref.ref(result.model))
+        return result
+
+    monkeypatch.setattr(loading, "load", load)
+    gc.disable()  # not by luck
+    try:
+        sinkscope.analyze_steps(trained, **OPTIONS)
+    finally:
+        gc.enable()
+    assert len(loaded) == len(STEPS)
+
+
+def test_settings_that_differ_between_steps_are_named(series: Series) -> None:
+    assert series.warnings == []
+    other = series.runs[40]
+    other = replace(other, manifest=other.manifest | {"dtype": "bfloat16"})
+    warnings = replace(series, runs=series.runs | {40: other}).warnings
+    assert warnings == ["dtype differs: float32 (step 5), bfloat16 (step 40), float32 (step 200)"]
+
+
+# --- which steps
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("step0", 0),
+        ("step143000", 143000),
+        ("checkpoint-500", 500),
+        ("step1000-tokens4B", 1000),
+        ("stage1-step-150", 150),
+        ("global_step80", 80),
+        ("step512-final", 512),
+        ("ckpt_007", 7),
+        ("12", 12),
+    ],
+)
+def test_step_of(name: str, step: int) -> None:
+    assert step_of(name) == step
+
+
+@pytest.mark.parametrize("name", ["main", "checkpoint-best", "v1.5", "step", "0" * 39 + "1", "9" * 20])
+def test_no_step(name: str) -> None:
+    with pytest.raises(InputError, match=f"'{name}' does not end in the number of a step"):
+        step_of(name)
+
+
+def test_what_counts_as_a_series(trained: Path, tmp_path: Path) -> None:
+    assert is_series(make_config(model=str(trained)))
+    assert is_series(make_config(model="org/name", revision="step0,step1"))
+    assert not is_series(make_config(model="org/name", revision="step0"))
+    assert not is_series(make_config(model=str(trained / "checkpoint-5")))
+    assert not is_series(make_config(model="org/name"))
+    assert not is_series(make_config())
+    finished = copied(trained, tmp_path / "finished", 5, 40)
+    shutil.copytree(trained / "checkpoint-40", finished, dirs_exist_ok=True)
+    assert not is_series(make_config(model=str(finished)))  # it holds the final model
+    assert [at.step for at in find_checkpoints(str(finished))] == [5, 40]  # which analyze_steps is not asked for
+
+
+def test_steps_that_cannot_be_told(trained: Path, tmp_path: Path) -> None:
+    assert refused("org/name", "step5,step5") == "'step5' is named twice: name each step once"
+    assert "'step5' and 'checkpoint-5' are both step 5" in refused("org/name", ["step5", "checkpoint-5"])
+    assert "'main' does not end in the number of a step" in refused("org/name", "step5,main")
+    mixed = copied(trained, tmp_path / "mixed", 5, 40)
+    shutil.copytree(mixed / "checkpoint-40", mixed / "checkpoint-best")
+    assert refused(mixed).endswith("leave it out, as in --revision checkpoint-40,checkpoint-5")
+
+
+def test_too_few_steps(trained: Path, tmp_path: Path) -> None:
+    assert "name two or more steps of org/name" in refused("org/name")
+    assert "(step5 alone goes without a comma)" in refused("org/name", "step5,")
+    assert "no model to take them from" in refused(None, "step5,step6")
+    one = copied(trained, tmp_path / "one", 5)
+    assert refused(one).endswith(f"to analyse it alone, name {one / 'checkpoint-5'}")
+    (tmp_path / "empty").mkdir()
+    assert "holds no steps: no folder in it is called checkpoint-…" in refused(tmp_path / "empty")
+    (tmp_path / "file").touch()
+    assert "is one file, so it has no steps" in refused(tmp_path / "file")
+
+
+def test_no_such_subfolder(trained: Path) -> None:
+    assert "'checkpoint-41' is unknown; did you mean 'checkpoint-40'?" in refused(trained, "checkpoint-5,checkpoint-41")
+
+
+# --- all or nothing
+
+
+def test_a_checkpoint_cut_short(trained: Path, tmp_path: Path) -> None:
+    folder = copied(trained, tmp_path / "broken", 5, 40)
+    weights = folder / "checkpoint-40" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    message = refused(folder, out=tmp_path / "out")
+    assert message.startswith("at step 40: ")
+    assert "model.safetensors is damaged or cut short" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["broken"]
+
+
+def test_a_checkpoint_that_is_no_model_is_found_before_anything_is_measured(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = copied(trained, tmp_path / "unfinished", *STEPS)
+    (folder / "checkpoint-200" / "config.json").unlink()
+    monkeypatch.setattr(loading, "load", lambda *args, **options: pytest.fail("measured"))
+    assert "checkpoint-200 is not a model in HuggingFace format" in refused(folder, out=tmp_path / "out")
+
+
+def test_no_such_revision(hub: Hub, trained: Path, tmp_path: Path) -> None:
+    hub.repos["org/name"] = Repo({"step5": trained / "checkpoint-5"})
+    message = refused("org/name", "step5,step6", out=tmp_path / "out")
+    assert message.startswith("at step 6: org/name has no revision 'step6'")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_a_disk_that_refuses(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("sinkscope.commands.series.save_figures", full)
+    message = refused(trained, out=tmp_path / "out", error=SinkscopeError)
+    assert message.startswith(f"writing {tmp_path / 'out'} failed, and nothing of it is left")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_out_that_is_taken(trained: Path, series: Series, tmp_path: Path) -> None:
+    assert "already holds a run: --overwrite replaces it" in refused(trained, out=series.folder)
+    (tmp_path / "thesis.tex").touch()
+    assert "is not empty and holds no run" in refused(trained, out=tmp_path, overwrite=True)
+
+
+def test_wrong_options(trained: Path, tmp_path: Path) -> None:
+    assert refused(trained, seq_len=1) == "--seq-len 1: it must be at least 2"
+    assert refused(trained, input="natrual").startswith("--input natrual: neither an input")
+    assert "at step 5: --seq-len 257 is beyond the model's 256 positions" in refused(trained, seq_len=257)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "series.json is missing"), ("[1]", "or is damaged"), ("{", "or is damaged"), ("{}", "or is damaged")],
+)
+def test_opening_something_else(tmp_path: Path, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "series.json").write_text(content)
+    with pytest.raises(InputError, match=f"is not a series of runs.*{message}"):
+        Series.open(tmp_path)
+
+
+def test_a_series_without_one_of_its_runs(series: Series, tmp_path: Path) -> None:
+    assert series.folder is not None
+    shutil.copytree(series.folder, tmp_path / "copy")
+    shutil.rmtree(tmp_path / "copy" / "step40")
+    with pytest.raises(InputError, match="step40 is not a run folder: it does not exist"):
+        Series.open(tmp_path / "copy")

@@ -1,0 +1,279 @@
+"""`train`: arms from the same random weights, their checkpoints by step, tokenizers, and what it refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from test_retrofit import command_line
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, T5Config
+from typer.testing import Result
+
+import sinkscope
+import sinkscope.report.figures
+from sinkscope.commands.series import analyze_steps
+from sinkscope.commands.train import train
+from sinkscope.errors import InputError
+from sinkscope.models.families import find_family
+from sinkscope.report.run import Run
+from sinkscope.text.inputs import own_prefix
+from sinkscope.training.architectures import ARCHITECTURES, architecture, fresh_model
+from sinkscope.training.tokenizer import tokenizer_of
+
+SHAPE = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "vocab_size": 300,
+}
+TYPED = ("--steps", "4", "--block-length", "16", "--batch-size", "2", "--log-every", "1", "--save-every", "2")
+SMALL: dict[str, Any] = {"steps": 4, "block_length": 16, "batch_size": 2, "log_every": 1, "save_every": 2}
+FEW: dict[str, Any] = {"observables": "attention", "num_seqs": 2}
+
+
+@pytest.fixture(scope="session")
+def shape(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("shapes") / "small.json"
+    path.write_text(json.dumps(SHAPE))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sinkscope.report.figures, "save_all", lambda run, folder: None)
+
+
+@pytest.fixture(scope="session")
+def finished(shape: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
+    """Two methods, two seeds, from the command line. Not to be changed."""
+    out = tmp_path_factory.mktemp("trained") / "out"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sinkscope.report.figures, "save_all", lambda run, folder: None)
+        return command_line(
+            "train", "--config", shape, "--method", "none,vga", "--seeds", "2", *TYPED, "--num-seqs", "4",
+            "--observables", "attention,gradient", "--out", out,
+        ), out  # fmt: skip
+
+
+# --- the whole
+
+
+def test_its_folder(finished: tuple[Result, Path]) -> None:
+    result, out = finished
+    assert result.exit_code == 0, result.output
+    arms = ["none-seed0", "vga-seed0", "none-seed1", "vga-seed1"]
+    assert {path.name for path in out.iterdir()} == {
+        "train.json", "retrofit.md", "held-out.npy", "comparison", "figures", "tables", *arms,
+    }  # fmt: skip
+    for arm in arms:
+        assert {path.name for path in (out / arm).iterdir()} == {"model", "run", "tables", "checkpoints"}
+        assert {path.name for path in (out / arm / "checkpoints").iterdir()} == {
+            "checkpoint-0", "checkpoint-2", "checkpoint-4",
+        }  # fmt: skip
+        run = Run.open(out / arm / "run")
+        assert (run.model, run.condition) == ("small", arm)
+        table = pd.read_parquet(out / arm / "tables" / "training.parquet")
+        assert (set(table["condition"]), set(table["seed"])) == ({arm[:-6]}, {int(arm[-1])})
+    assert "note: vga-seed0" not in result.stderr  # by method: seeds are together
+    assert "note: vga: new parameters moved by" in result.stderr
+    assert json.loads((out / "train.json").read_text())["architecture"]["hidden_size"] == 32
+
+
+def test_methods_start_from_the_same_weights_and_seeds_from_others(finished: tuple[Result, Path]) -> None:
+    weights: dict[str, Any] = {
+        arm: AutoModelForCausalLM.from_pretrained(finished[1] / arm / "checkpoints" / "checkpoint-0").state_dict()
+        for arm in ("none-seed0", "vga-seed0", "none-seed1")
+    }
+    plain, gated, other = weights.values()
+    assert all(torch.equal(gated[name], value) for name, value in plain.items())
+    assert len(gated) == len(plain) + 2  # a gate a layer
+    assert not torch.equal(plain["lm_head.weight"], other["lm_head.weight"])
+    torch.manual_seed(0)  # and they are transformers' own
+    expected = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(finished[1] / "none-seed0" / "model"))
+    assert torch.equal(plain["lm_head.weight"], expected.lm_head.weight)
+
+
+def test_its_last_checkpoint_is_the_trained_model(finished: tuple[Result, Path]) -> None:
+    arm = finished[1] / "vga-seed1"
+    model: Any = AutoModelForCausalLM.from_pretrained(arm / "model")
+    last: Any = AutoModelForCausalLM.from_pretrained(arm / "checkpoints" / "checkpoint-4")
+    for name, value in model.state_dict().items():
+        assert torch.equal(last.state_dict()[name], value)
+    assert not any((arm / "checkpoints" / "checkpoint-4").glob("optimizer*"))
+
+
+def test_the_view_of_training_reads_its_checkpoints(finished: tuple[Result, Path]) -> None:
+    series = analyze_steps(
+        finished[1] / "vga-seed0" / "checkpoints",
+        input=str(finished[1] / "held-out.npy"),
+        seq_len=16,
+        num_seqs=4,
+        observables="attention,gradient",
+    )
+    assert list(series.runs) == [0, 2, 4]
+    assert "value_gradient_ratio" in series.headlines
+    last = Run.open(finished[1] / "vga-seed0" / "run")
+    assert series.runs[4].metric("loss") == pytest.approx(last.metric("loss"), rel=1e-6)
+
+
+def test_it_goes_on_and_adds_methods(shape: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(shape, "none", out="out", **SMALL, **FEW)
+    before = Path("out/none/run/run.json").read_bytes()
+    done = train(shape, "none,vscale", out="out", **SMALL, **FEW)
+    assert list(done.runs) == ["none", "vscale"]
+    assert Path("out/none/run/run.json").read_bytes() == before
+    with pytest.raises(InputError, match=r"made with other options .steps was 4"):
+        train(shape, "none", out="out", **SMALL | {"steps": 5}, **FEW)
+    bigger = Path("bigger.json")
+    bigger.write_text(json.dumps(SHAPE | {"hidden_size": 64}))
+    with pytest.raises(InputError, match="made with other options"):
+        train(bigger, "none", out="out", **SMALL, **FEW)
+
+
+def test_one_method_alone_has_nothing_to_compare_with(shape: Path) -> None:
+    result = command_line(
+        "train", "--config", shape, "--method", "none", *TYPED, "--observables", "attention", "--out", "out"
+    )
+    assert result.exit_code == 0, result.output
+    assert not Path("out/comparison").exists()
+    assert "written to out" in result.stderr
+
+
+def test_it_learns(shape: Path) -> None:
+    done = train(shape, "none", out="out", **SMALL | {"steps": 60, "batch_size": 8, "save_every": 60}, **FEW)
+    table = done.tables["training"]
+    loss = table[table["metric"] == "loss"].sort_values("step")["value"].to_numpy()
+    assert loss[-5:].mean() < loss[:5].mean() - 0.3
+
+
+# --- tokenizers
+
+
+def test_a_tokenizer_of_the_text() -> None:
+    text = "the sink drains, the sink attends; " * 50
+    tokenizer = tokenizer_of([text], 280)
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(ids[1:]) == text
+    assert (ids[0], own_prefix(tokenizer)) == (1, (1,))
+    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
+    assert len(tokenizer) <= 280
+    assert len(ids) < len(text) / 3  # it has learned words
+    assert tokenizer("Ἐν ἀρχῇ")["input_ids"][1:]  # bytes: nothing is unknown
+    assert tokenizer_of([text], 280).get_vocab() == tokenizer.get_vocab()
+
+
+def test_it_is_saved_beside_every_model_and_decides_the_vocabulary(finished: tuple[Result, Path]) -> None:
+    for folder in ("model", "checkpoints/checkpoint-0", "checkpoints/checkpoint-4"):
+        tokenizer = AutoTokenizer.from_pretrained(finished[1] / "none-seed0" / folder)
+        config = AutoConfig.from_pretrained(finished[1] / "none-seed0" / folder)
+        assert len(tokenizer) == config.vocab_size == 300
+        assert config.bos_token_id == tokenizer.bos_token_id
+
+
+def test_another_models_tokenizer(shape: Path) -> None:
+    tokenizer_of(["of and to the " * 30], 270).save_pretrained("tokens")
+    done = train(shape, "none", tokenizer="tokens", out="out", **SMALL, **FEW)
+    assert AutoConfig.from_pretrained(done.model("none")).vocab_size == len(AutoTokenizer.from_pretrained("tokens"))
+
+
+def test_token_ids_need_none(shape: Path) -> None:
+    np.save("ids.npy", np.random.default_rng(0).integers(3, 300, (20, 16)))
+    done = train(shape, "none", text="ids.npy", out="out", **SMALL, **FEW)
+    assert not (done.model("none") / "tokenizer.json").exists()
+
+
+# --- the lab
+
+
+def test_the_lab(tmp_path: Path) -> None:
+    methods = {"plain": "none", "VGA": "vga:placement=output,scale=1"}
+    small = SMALL | {"block_length": 24, "batch_size": 4, "log_every": 2}
+    done = train("bigram-backcopy", methods, text="bigram-backcopy", seeds=2, out="out", **small, num_seqs=4)
+    assert list(done.runs) == ["plain-seed0", "VGA-seed0", "plain-seed1", "VGA-seed1"]
+    training = done.tables["training"]
+    probed = training[training["metric"] == "attention_to_start"]
+    assert set(probed["step"]) == {0, 2, 4}
+    assert set(zip(probed["condition"], probed["seed"], strict=True)) == {(m, s) for m in methods for s in (0, 1)}
+    assert set(done.tables["value_norms"]["condition"]) == set(methods)
+    assert len(done.tables["value_norms"]) == 2 * 20  # of the first seed
+    assert set(done.figures()) == {
+        "backcopy-maps", "backcopy-training", "retrofit-training", "retrofit-values", "retrofit-bars",
+    }  # fmt: skip
+    last = probed[(probed["condition"] == "VGA") & (probed["step"] == 4)]["value"]
+    row = next(
+        line for line in done.verdict.split("Non-trigger queries at step 4")[1].splitlines() if "| VGA |" in line
+    )
+    assert f"{last.mean():.3f} ± {last.std():.3f}" in row
+    assert AutoTokenizer.from_pretrained(done.model("VGA-seed1")).decode([0]) == "<s>"
+
+
+# --- architectures
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_named_architecture_has_a_row_of_families(name: str) -> None:
+    config = architecture(name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert find_family(model).name == ARCHITECTURES[name][0]
+    dropout = {field: value for field, value in config.to_dict().items() if "drop" in field}
+    dropout.pop("summary_first_dropout", None)  # of another head
+    assert not any(dropout.values()), dropout  # a training is repeated bit by bit, and nothing is hidden from a sink
+
+
+def test_random_weights_are_the_seeds() -> None:
+    config = AutoConfig.for_model(**SHAPE)
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    first, again, other = (fresh_model(config, seed).lm_head.weight for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not first.requires_grad
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--config", "tiny-lama"), "--config 'tiny-lama' is unknown; did you mean 'tiny-llama'?"),
+        (("--config", "t5.json"), "--config t5.json: t5 is no causal language model"),
+        (("--config", "half.json"), "--config half.json is not a model's config.json"),
+        (("--config", "nothing.json"), "--config nothing.json: it has no model_type"),
+        (("--method", "vgaa"), "retrofit 'vgaa' is unknown; did you mean 'vga'?"),
+        (("--seeds", "0"), "--seeds 0: it must be at least 1"),
+        (("--steps", "0"), "--steps 0: it must be at least 1"),
+        (("--text", "sampled"), "--text sampled: a model with random weights has nothing to say"),
+        (("--text", "nothing.txt"), "--text nothing.txt: no such file"),
+        (("--text", "bigram-backcopy", "--tokenizer", "."), "--text bigram-backcopy has its own tokenizer"),
+        (("--tokenizer", "./nowhere"), "./nowhere: no such folder"),
+        (("--config", "small.json", "--block-length", "65"), "--block-length 65 is beyond the model's 64 positions"),
+    ],
+)
+def test_refusals_write_nothing(options: tuple[str, ...], message: str, shape: Path) -> None:
+    T5Config().to_json_file("t5.json")
+    Path("half.json").write_text('{"model_type": "llama"')
+    Path("nothing.json").write_text("{}")
+    Path("small.json").write_bytes(shape.read_bytes())
+    before = sorted(Path().rglob("*"))
+    result = command_line("train", "--out", "out", *options)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.splitlines()[-1].startswith(f"sinkscope: {message}"), result.stderr
+    assert sorted(Path().rglob("*")) == before
+
+
+def test_what_is_of_pretrained_models_is_refused(shape: Path) -> None:
+    with pytest.raises(InputError, match="--only-new does not go with `train`"):
+        train(shape, "vga", out="out", only_new=True)
+    with pytest.raises(InputError, match="--revision does not go with `train`"):
+        train(shape, "vga", out="out", revision="main")

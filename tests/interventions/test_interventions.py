@@ -1,0 +1,1145 @@
+"""Interventions against models edited by hand in plain transformers, and whether they leave a model as it was."""
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pandas as pd
+import pytest
+import reference
+import torch
+from tiny import TINY, padded, ragged_tokens, tiny_model, tiny_tokens
+from torch import nn
+from transformers import PreTrainedModel
+
+from sinkscope.attention.seam import open_seam
+from sinkscope.attention.weights import AttentionRead
+from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.interventions import INTERVENTIONS, Intervention, Known, Target, applied, intervening, parse
+from sinkscope.measuring.observables import OBSERVABLES
+from sinkscope.measuring.observables.observable import Observable, Reading, Settings
+from sinkscope.measuring.tracer import open_tracer
+from sinkscope.models.families import find_family
+from sinkscope.text.batch import Batch
+
+# One of each; a query bias is perturbed before it is zeroed, which leaves nothing to perturb.
+EACH = {
+    "perturb-query-bias": "perturb-query-bias:seed=3",
+    "nullify-query-bias": "nullify-query-bias:layers=1-2",
+    "replace-epe": "replace-epe:source=5",
+    "transplant-epe": "transplant-epe:target=3",
+    "nullify-first-embedding": "nullify-first-embedding",
+    "zero-key-columns": "zero-key-columns:coordinates=3,17",
+    "zero-massive": "zero-massive:layers=0,coordinates=3,17",
+    "mean-massive": "mean-massive:layers=1,coordinates=3,17,means=5,-7",
+    "scale-sink-value": "scale-sink-value:factor=3",
+    "mask-sink": "mask-sink",
+    "streaming-window": "streaming-window:window=4,keep=1",
+}
+BIASED = ("gpt2", "gpt_neox", "gpt_neox-sequential", "bloom", "opt", "opt-post-norm", "qwen2", "phi", "gpt_oss")
+LEARNED = {"gpt2": 0, "gpt_neo": 0, "opt": 2, "opt-post-norm": 2}  # family → row of position 0
+OWN_CODE = ("bloom", "falcon", "falcon-alibi", "falcon-new", "mpt", "gptj", "gpt_neo")  # no attention interface
+# Ours goes in row chunks or repeats no heads where the bare model's own kernel does (test_tracer.py).
+ROUNDED = ("gemma2", "gpt_oss", "falcon")
+IDS = tiny_tokens(2, 9)
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, ids: torch.Tensor = IDS, **inputs: Any) -> torch.Tensor:
+    return model(ids, use_cache=False, **inputs).logits
+
+
+def under(model: PreTrainedModel, *do: str | Intervention, **inputs: Any) -> torch.Tensor:
+    with intervening(model, *do):
+        return logits(model, **inputs)
+
+
+def assert_close(ours: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-4) -> None:
+    """To round-off, measured against the largest logit."""
+    torch.testing.assert_close(ours, expected, rtol=0, atol=tolerance * float(expected.abs().max()))
+
+
+def assert_same(name: str, ours: torch.Tensor, expected: torch.Tensor) -> None:
+    if name in ROUNDED:
+        assert_close(ours, expected, 1e-5)
+    else:
+        assert torch.equal(ours, expected)
+
+
+@contextmanager
+def target_of(model: PreTrainedModel) -> Iterator[Target]:
+    family = find_family(model)
+    with open_seam(model, family) as seams:
+        yield Target(model, family, seams)
+
+
+def known_of(model: PreTrainedModel, length: int = 9, **more: Any) -> Known:
+    with target_of(model) as target:
+        return Known(target, length, **more)
+
+
+def applicable(model: PreTrainedModel) -> dict[str, str]:
+    with target_of(model) as target:
+        return {name: text for name, text in EACH.items() if INTERVENTIONS[name].inapplicable(target) is None}
+
+
+def inputs_of(model: PreTrainedModel, batch: Batch) -> dict[str, Any]:
+    inputs = {"ids": batch.token_ids, "attention_mask": batch.attention_mask}
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        inputs["position_ids"] = batch.position_ids
+    return inputs
+
+
+# ---------------------------------------------------------------------------- by hand, nothing of sinkscope's
+
+
+def layers_of(model: PreTrainedModel) -> list[nn.Module]:
+    return list(model.get_submodule(reference.place_of(model.config).layers))
+
+
+def attentions_of(model: PreTrainedModel) -> list[nn.Module]:
+    return [layer.get_submodule(reference.place_of(model.config).attention) for layer in layers_of(model)]
+
+
+def first_of(output: Any) -> torch.Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+def query_bias(attention: Any) -> torch.Tensor:
+    """(4,d), a view."""
+    if hasattr(attention, "c_attn"):
+        return attention.c_attn.bias.data[:32].view(4, 8)
+    if hasattr(attention, "query_key_value"):
+        return attention.query_key_value.bias.data.view(4, 3, 8)[:, 0]
+    return attention.q_proj.bias.data.view(4, -1)
+
+
+def key_weight(name: str, attention: Any) -> torch.Tensor:
+    """(K,d,32), a view."""
+    if name == "gpt2":
+        return attention.c_attn.weight.data[:, 32:64].T.unflatten(0, (4, 8))
+    if name == "mpt":
+        return attention.Wqkv.weight.data[32:64].view(4, 8, 32)
+    if name == "phi3":
+        return attention.qkv_proj.weight.data[32:48].view(2, 8, 32)
+    if name == "falcon":
+        return attention.query_key_value.weight.data[32:40].view(1, 8, 32)
+    if name == "falcon-new":  # two query heads, their key head, their value head
+        return attention.query_key_value.weight.data.view(2, 4, 8, 32)[:, 2]
+    if hasattr(attention, "query_key_value"):
+        return attention.query_key_value.weight.data.view(4, 3, 8, 32)[:, 1]
+    heads = 4 if name.startswith(("opt", "gpt")) and name != "gpt_oss" else 2
+    return attention.k_proj.weight.data.view(heads, -1, 32)
+
+
+def position_table(model: PreTrainedModel) -> torch.Tensor:
+    opt = model.config.model_type == "opt"
+    return model.get_submodule("model.decoder.embed_positions" if opt else "transformer.wpe").weight.data
+
+
+def without_query_bias(
+    model: PreTrainedModel, layers: Iterable[int] = range(3), heads: Sequence[int] = range(4)
+) -> Any:
+    model = copy.deepcopy(model)
+    for layer in layers:
+        query_bias(attentions_of(model)[layer])[list(heads)] = 0
+    return model
+
+
+def without_key_columns(
+    name: str, model: PreTrainedModel, coordinates: list[int], layers: Iterable[int] = range(3)
+) -> PreTrainedModel:
+    model = copy.deepcopy(model)
+    for layer in layers:
+        key_weight(name, attentions_of(model)[layer])[..., coordinates] = 0
+    return model
+
+
+def with_entries(model: PreTrainedModel, entries: dict[tuple[int, int, int], float]) -> PreTrainedModel:
+    """(layer, position, coordinate) → the value put behind the layer, by forward hooks."""
+
+    def edit(layer: int, module: nn.Module, args: tuple, output: Any) -> Any:
+        x = first_of(output).clone()
+        for (at, position, coordinate), value in entries.items():
+            if at == layer:
+                x[:, position, coordinate] = value
+        return (x, *output[1:]) if isinstance(output, tuple) else x
+
+    model = copy.deepcopy(model)
+    for number, module in enumerate(layers_of(model)):
+        module.register_forward_hook(partial(edit, number))
+    return model
+
+
+# ------------------------------------------------------------------------------------------- restoring
+
+
+def state_of(model: PreTrainedModel) -> dict[str, Any]:
+    """All that an intervention could leave behind, logits aside."""
+    parameters = list(model.named_parameters(remove_duplicate=False))
+    buffers = list(model.named_buffers(remove_duplicate=False))
+    return {
+        "modules": [(name, id(module)) for name, module in model.named_modules()],
+        "attributes": [{name: id(value) for name, value in vars(module).items()} for module in model.modules()],
+        "hooks": [
+            (name, list(hooks)) for module in model.modules() for name, hooks in vars(module).items() if "hooks" in name
+        ],
+        "tensors": [(name, id(x), x.data_ptr(), x._version, x.requires_grad) for name, x in parameters + buffers],
+        "attention": [module.config._attn_implementation for module in model.modules() if hasattr(module, "config")],
+    }
+
+
+class Before:
+    """A model's state and bits, to be compared to what they are later."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.logits = logits(model)
+        self.bits = {name: x.clone() for name, x in model.state_dict().items()}
+        self.state = state_of(model)
+
+    def check(self, label: str) -> None:
+        assert state_of(self.model) == self.state, label
+        bits = self.model.state_dict()
+        assert all(torch.equal(x, bits[name]) for name, x in self.bits.items()), label
+        assert torch.equal(logits(self.model), self.logits), label
+
+
+def gradients(model: PreTrainedModel) -> list[torch.Tensor]:
+    loss = model(IDS, labels=IDS, use_cache=False).loss
+    learning = [x for x in model.parameters() if x.requires_grad]
+    found = torch.autograd.grad(loss, learning, allow_unused=True)
+    return [torch.zeros(()) if x is None else x for x in found]
+
+
+def test_every_intervention_is_tried_here() -> None:
+    assert EACH.keys() == INTERVENTIONS.keys()
+    assert all(parse(text).name == name for name, text in EACH.items())
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_model_is_bit_for_bit_what_it_was_when_an_intervention_ends(name: str) -> None:
+    model = tiny_model(name).requires_grad_(True)
+    before, slopes = Before(model), gradients(model)
+    for intervention, text in applicable(model).items():
+        with intervening(model, text):
+            changed = logits(model)
+        assert not torch.equal(changed, before.logits), f"{intervention} did nothing"
+        before.check(intervention)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(gradients(model), slopes, strict=True))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bloom"])
+def test_seams_that_stay_in_are_as_they_were_too(name: str) -> None:
+    """One arm of an experiment after the other."""
+    model = tiny_model(name)
+    texts = applicable(model)
+    with target_of(model) as target:
+        before = logits(model)
+        seams = [(seam.forbidden, seam.kernel) for seam in target.seams]
+        for text in texts.values():
+            with applied(target, [parse(text)]):
+                changed = logits(model)
+            assert not torch.equal(changed, before)
+            assert [(seam.forbidden, seam.kernel) for seam in target.seams] == seams
+            assert torch.equal(logits(model), before)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "phi3", "bloom", "falcon-new"])
+def test_it_is_so_after_an_exception_too(name: str, error: type[BaseException]) -> None:
+    model = tiny_model(name)
+    before = Before(model)
+    texts = applicable(model)
+    texts.pop("streaming-window", None)  # forbids others beside it
+    with pytest.raises(error), intervening(model, *texts.values()):  # noqa: PT012
+        logits(model)
+        raise error
+    before.check("raised in the body")
+
+    def interrupted(module: nn.Module, args: tuple) -> None:
+        raise error
+
+    handle = layers_of(model)[1].register_forward_pre_hook(interrupted)
+    with pytest.raises(error), intervening(model, *texts.values()):
+        logits(model)
+    handle.remove()
+    before.check("raised in the forward pass")
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_an_intervention_that_cannot_be_done_undoes_those_before_it(name: str) -> None:
+    model = tiny_model(name)
+    before = Before(model)
+    texts = [*applicable(model).values(), "zero-massive:layers=7,coordinates=0"]
+    with pytest.raises(InputError, match="no layer 7"), intervening(model, *texts):
+        pytest.fail("entered")
+    before.check("never entered")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "opt"])
+def test_a_loss_made_before_still_has_its_own_gradients_inside(name: str) -> None:
+    """Weights are never written to."""
+    model = tiny_model(name).requires_grad_(True)
+    expected = gradients(model)
+    loss = model(IDS, labels=IDS, use_cache=False).loss
+    parameters = list(model.parameters())
+    texts = applicable(model)
+    texts.pop("streaming-window")
+    with intervening(model, *texts.values()):
+        logits(model)
+        found = torch.autograd.grad(loss, parameters)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
+def test_a_forward_that_was_wrapped_already_is_used_and_comes_back() -> None:
+    """As accelerate does it to a model spread over devices."""
+    model = tiny_model("llama")
+    calls = []
+    for module in (model.model.layers[1], model.model.embed_tokens, model.model.layers[1].self_attn.v_proj):
+
+        def wrapped(*args: Any, forward: Callable = module.forward, **kwargs: Any) -> Any:
+            calls.append(forward)
+            return forward(*args, **kwargs)
+
+        module.forward = wrapped
+    before = Before(model)
+    texts = [EACH[name] for name in ("nullify-first-embedding", "mean-massive", "scale-sink-value")]
+    plain = under(tiny_model("llama"), *texts)
+    calls.clear()
+    assert torch.equal(under(model, *texts), plain)
+    assert len(calls) == 3
+    before.check("wrapped")
+    with open_tracer(model, find_family(model), interventions=map(parse, texts)) as tracer:
+        assert torch.equal(tracer.logits(padded(list(IDS.numpy()))), plain)
+    before.check("wrapped and traced")
+
+
+# ------------------------------------------------------------------------------- does not apply to a model
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_what_does_not_apply_says_why_and_is_refused(name: str) -> None:
+    model = tiny_model(name)
+    before = Before(model)
+    refused = EACH.keys() - applicable(model).keys() - {"streaming-window"}  # its own: test_streaming.py
+    biased = {"nullify-query-bias", "perturb-query-bias"} if name not in BIASED else set()
+    learned = {"replace-epe", "transplant-epe"} if name not in LEARNED else set()
+    assert refused == biased | learned
+    for intervention in refused:
+        with target_of(model) as target:
+            reason = INTERVENTIONS[intervention].inapplicable(target)
+        with pytest.raises(InputError, match=f"{intervention} does not apply") as error:
+            under(model, EACH[intervention])
+        assert reason
+        assert reason in str(error.value)
+    before.check("refused")
+
+
+def test_without_known_projections_what_edits_them_does_not_apply() -> None:
+    """As of an architecture whose row was found by trying (families.calibrate)."""
+    model = tiny_model("gpt2")
+    with target_of(model) as target:
+        target.family = replace(target.family, qkv=())
+        reasons = {name: kind.inapplicable(target) for name, kind in INTERVENTIONS.items()}
+    refused = {name for name, reason in reasons.items() if reason}
+    assert refused == {"nullify-query-bias", "perturb-query-bias", "zero-key-columns", "scale-sink-value"}
+
+
+# ------------------------------------------------------------------------------------------ weight edits
+
+
+@pytest.mark.parametrize("name", BIASED)
+def test_nullify_query_bias_is_the_model_without_it(name: str) -> None:
+    model = tiny_model(name)
+    assert_same(name, under(model, "nullify-query-bias"), logits(without_query_bias(model)))
+    some = under(model, "nullify-query-bias:layers=1-2,heads=0,3")
+    assert_same(name, some, logits(without_query_bias(model, (1, 2), (0, 3))))
+
+
+@pytest.mark.parametrize("name", BIASED)
+def test_perturb_query_bias_changes_each_chosen_head_by_the_norm_of_its_bias(name: str) -> None:
+    model = tiny_model(name)
+    before = [query_bias(attention).clone() for attention in attentions_of(model)]
+    text = "perturb-query-bias:layers=0,2,heads=1,2"
+    with intervening(model, f"{text},seed=5"):
+        after = [query_bias(attention).clone() for attention in attentions_of(model)]
+        first = logits(model)
+    for layer in range(3):
+        for head in range(4):
+            if layer == 1 or head in (0, 3):
+                assert torch.equal(after[layer][head], before[layer][head])
+                continue
+            change = after[layer][head] - before[layer][head]
+            torch.testing.assert_close(change.norm(), before[layer][head].norm())
+            assert abs(float(torch.cosine_similarity(change, before[layer][head], dim=0))) < 0.99
+    assert torch.equal(under(model, f"{text},seed=5"), first)
+    assert not torch.equal(under(model, f"{text},seed=6"), first)
+
+
+EXCHANGES = {
+    "replace-epe:source=5": [5, 1, 2, 3, 4, 5, 6, 7, 8],
+    "replace-epe:positions=0,2,source=6": [6, 1, 6, 3, 4, 5, 6, 7, 8],
+    "transplant-epe:target=3": [3, 1, 2, 0, 4, 5, 6, 7, 8],
+    "transplant-epe:source=1,target=8": [0, 8, 2, 3, 4, 5, 6, 7, 1],
+}
+
+
+@pytest.mark.parametrize("text", EXCHANGES)
+@pytest.mark.parametrize("name", LEARNED)
+def test_positions_are_exchanged_as_in_a_model_with_exchanged_rows_and_as_position_ids_do(name: str, text: str) -> None:
+    model = tiny_model(name)
+    ours = under(model, text)
+    edited = copy.deepcopy(model)
+    rows = LEARNED[name] + torch.tensor(EXCHANGES[text])
+    position_table(edited)[LEARNED[name] : LEARNED[name] + 9] = position_table(model)[rows]
+    assert torch.equal(ours, logits(edited))
+    position_ids = torch.tensor([EXCHANGES[text]] * 2)  # with a mask, so that they are not taken for packed sequences
+    told = logits(model, attention_mask=torch.ones_like(IDS), position_ids=position_ids)
+    assert_close(ours, told, 1e-6)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_zero_key_columns_is_the_model_with_these_columns_zero(name: str) -> None:
+    model = tiny_model(name)
+    ours = under(model, "zero-key-columns:coordinates=3,17,20-22")
+    assert_same(name, ours, logits(without_key_columns(name, model, [3, 17, 20, 21, 22])))
+    heads = key_weight(name, attentions_of(model)[0]).shape[0]
+    edited = copy.deepcopy(model)
+    key_weight(name, attentions_of(edited)[1])[heads - 1, :, [5, 9]] = 0
+    assert_same(name, under(model, f"zero-key-columns:layers=1,heads={heads - 1},coordinates=5,9"), logits(edited))
+
+
+SEPARATE = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "olmo2",
+    "phi",
+    "stablelm",
+    "cohere",
+    "opt",
+    "gptj",
+    "gpt_neo",
+)
+
+
+@pytest.mark.parametrize("name", SEPARATE)
+def test_zero_key_columns_is_keys_made_of_an_input_that_is_zero_there(name: str) -> None:
+    def hidden(module: nn.Module, args: tuple) -> tuple:
+        x = args[0].clone()
+        x[..., [3, 17]] = 0
+        return (x,)
+
+    model = tiny_model(name)
+    blind = copy.deepcopy(model)
+    for attention in attentions_of(blind):
+        attention.k_proj.register_forward_pre_hook(hidden)
+    assert_close(under(model, "zero-key-columns:coordinates=3,17"), logits(blind), 1e-5)
+
+
+# --------------------------------------------------------------------------------------- activation edits
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_nullify_first_embedding_is_a_first_input_embedding_of_zero(name: str) -> None:
+    model = tiny_model(name)
+    for text, positions in (("", [0]), (":positions=0,4", [0, 4])):
+        embeddings = model.get_input_embeddings()(IDS).clone()
+        embeddings[:, positions] = 0
+        with torch.no_grad():
+            expected = model(inputs_embeds=embeddings, use_cache=False).logits
+        assert_same(name, under(model, f"nullify-first-embedding{text}"), expected)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_zero_and_mean_massive_put_their_values_behind_the_layers(name: str) -> None:
+    model = tiny_model(name)
+    zeros = {(layer, position, at): 0.0 for layer in (0, 2) for position in (0, 3) for at in (3, 17)}
+    ours = under(model, "zero-massive:layers=0,2,positions=0,3,coordinates=3,17")
+    assert_same(name, ours, logits(with_entries(model, zeros)))
+    means = [1.5, -20.0, 3.25, 40.0, -5.0, 6.0, 70.0, -8.5]
+    given = ",".join(map(str, means))
+    ours = under(model, f"mean-massive:layers=0,2,positions=0,3,coordinates=3,17,means={given}")
+    assert_same(name, ours, logits(with_entries(model, dict(zip(zeros, means, strict=True)))))
+
+
+@pytest.mark.parametrize("name", ["llama", "bloom"])
+def test_gradients_under_an_edit_of_activations_are_those_of_the_hooked_model(name: str) -> None:
+    model = tiny_model(name).requires_grad_(True)
+    hooked = with_entries(model, {(0, 0, 3): 0.0, (0, 0, 17): 0.0})
+    expected = gradients(hooked)
+    with intervening(model, "zero-massive:layers=0,coordinates=3,17"):
+        found = gradients(model)
+    scale = max(float(x.abs().max()) for x in expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-6 * scale)
+
+
+def test_gradients_under_an_edit_of_weights_are_those_of_the_edited_model() -> None:
+    """Of the edited weights, too, as long as they stand in for the model's own."""
+    model = tiny_model("gpt2").requires_grad_(True)
+    model.transformer.wpe.weight.requires_grad_(False)
+    expected = gradients(without_query_bias(model))
+    with intervening(model, "nullify-query-bias", "replace-epe:source=1"):
+        assert [x.requires_grad for x in model.parameters()].count(False) == 1
+    with intervening(model, "nullify-query-bias"):
+        found = gradients(model)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
+def taps(model: PreTrainedModel, layer: int, *do: str) -> dict[str, torch.Tensor]:
+    """Key and value (B,K,T,d) that a layer's attention works with."""
+    seen = {}
+    with intervening(model, *do):
+        seam = attentions_of(model)[layer].get_submodule("sinkscope")
+        for role in ("key", "value"):
+            getattr(seam, role).register_forward_hook(lambda tap, args, x, role=role: seen.update({role: x.clone()}))
+        logits(model)
+    return seen
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_scale_sink_value_scales_the_values_at_the_positions_and_nothing_else(name: str) -> None:
+    model = tiny_model(name)
+    before = taps(model, 1)
+    last = before["value"].shape[1] - 1
+    after = taps(model, 1, f"scale-sink-value:layers=1,heads={last},positions=0,4,factor=-2.5")
+    expected = before["value"].clone()
+    expected[:, last, [0, 4]] *= -2.5
+    assert torch.equal(after["value"], expected)
+    assert torch.equal(after["key"], before["key"])
+    everywhere = taps(model, 0, "scale-sink-value")["value"]
+    assert not everywhere[:, :, 0].any()
+    assert torch.equal(everywhere[:, :, 1:], taps(model, 0)["value"][:, :, 1:])
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_scale_sink_value_is_the_projections_output_scaled_in_an_eager_model(name: str) -> None:
+    def scaled(module: nn.Module, args: tuple, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        x[:, 0, -16:] *= 0.25  # two value heads, all of LLaMA's and the last of GPT-2's
+        return x
+
+    model = tiny_model(name)
+    twin = reference.eager_twin(model)
+    for attention in attentions_of(twin)[1:]:
+        attention.get_submodule("v_proj" if name == "llama" else "c_attn").register_forward_hook(scaled)
+    heads = "all" if name == "llama" else "2,3"
+    assert_close(under(model, f"scale-sink-value:layers=1-2,heads={heads},factor=0.25"), logits(twin))
+
+
+def with_forbidden(model: PreTrainedModel, positions: list[int], heads: list[int], layers: Sequence[int]) -> Any:
+    """Its eager twin, with a mask of its own in some layers."""
+    pairs = torch.zeros(1, 4, 9, 9, dtype=torch.bool)
+    for position in positions:
+        pairs[:, heads, position + 1 :, position] = True
+
+    def masked(module: nn.Module, args: tuple, kwargs: dict) -> tuple:
+        mask = kwargs["attention_mask"]
+        return args, kwargs | {"attention_mask": mask.masked_fill(pairs, torch.finfo(mask.dtype).min)}
+
+    twin = reference.eager_twin(model)
+    for layer in layers:
+        attentions_of(twin)[layer].register_forward_pre_hook(masked, with_kwargs=True)
+    return twin
+
+
+@pytest.mark.parametrize("name", [name for name in TINY if name not in OWN_CODE])
+def test_mask_sink_is_an_eager_model_with_the_pairs_masked(name: str) -> None:
+    model = tiny_model(name)
+    assert_close(under(model, "mask-sink"), logits(with_forbidden(model, [0], [0, 1, 2, 3], [0, 1, 2])))
+    some = under(model, "mask-sink:layers=0,2,heads=1,2,positions=0,3")
+    assert_close(some, logits(with_forbidden(model, [0, 3], [1, 2], [0, 2])))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_mask_sink_is_a_four_dimensional_mask(name: str) -> None:
+    model = tiny_model(name)
+    allowed = torch.ones(9, 9, dtype=torch.bool).tril()
+    allowed[1:, 0] = False
+    additive = torch.zeros(2, 1, 9, 9).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    twin = reference.eager_twin(model)
+    assert_close(under(model, "mask-sink"), logits(twin, attention_mask=additive))
+
+
+class Keep(Observable):
+    """All attention weights, and the residual stream behind every layer."""
+
+    name = "keep"
+    about = "a test's own"
+    sites = ("attention", "layer_out")
+
+    def __init__(self) -> None:
+        super().__init__(Settings(positions=4, window=4))
+        self.weights: list[torch.Tensor] = []  # (B,H,T,T) of each layer
+        self.missing: list[torch.Tensor] = []
+        self.hidden: list[torch.Tensor] = []  # (B,T,D)
+
+    def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
+        self.hidden.append(reading.tensor.clone())
+
+    def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
+        everything = slice(0, read.length)
+        self.weights.append(read.weights(everything, everything)[0].clone())
+        self.missing.append(read.missing_mass.clone())
+
+    def tables(self) -> dict[str, pd.DataFrame]:
+        return {}
+
+
+def traced(model: PreTrainedModel, batch: Batch, *do: str) -> tuple[Keep, torch.Tensor]:
+    """What an observable sees, and the logits."""
+    keep = Keep()
+    with open_tracer(model, find_family(model), interventions=[parse(text) for text in do]) as tracer:
+        tracer.forward(batch, [keep])
+        return keep, tracer.logits(batch)
+
+
+def whole() -> Batch:
+    return padded(list(IDS.numpy()))
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_attention_that_is_read_under_mask_sink_is_none_to_the_sink(name: str) -> None:
+    model = tiny_model(name)
+    before, _ = traced(model, whole())
+    after, _ = traced(model, whole(), "mask-sink:layers=1,heads=0,2,positions=0,3")
+    weights, plain = after.weights[1], before.weights[1]
+    torch.testing.assert_close(after.weights[0], before.weights[0])
+    torch.testing.assert_close(weights[:, [1, 3]], plain[:, [1, 3]])
+    for head in (0, 2):
+        for position in (0, 3):
+            assert not weights[:, head, position + 1 :, position].any()
+        assert weights[:, head, 0, 0].min() > 0.01
+    # the others share what is free: each weight over what was not forbidden before
+    others = torch.ones(9, 9, dtype=torch.bool)
+    others[1:, 0] = others[4:, 3] = False
+    missing = before.missing[1][:, [0, 2], :, None]
+    free = plain[:, [0, 2]] * others
+    expected = free / (free.sum(-1, keepdim=True) + missing)
+    torch.testing.assert_close(weights[:, [0, 2]], expected, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(weights.sum(-1) + after.missing[1], torch.ones(2, 4, 9))
+
+
+# ------------------------------------------------------------------------------------- padding and the cache
+
+BY_POSITION = (
+    "nullify-first-embedding:positions=0,2",
+    "zero-massive:layers=0-1,positions=0,2,coordinates=3,17",
+    "mean-massive:layers=0,positions=2,coordinates=3,means=9",
+    "scale-sink-value:positions=0,2,factor=3",
+    "mask-sink:positions=0,2",
+)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_padded_batch_gives_each_sequences_own_logits(name: str) -> None:
+    model = tiny_model(name)
+    sequences = ragged_tokens((9, 5, 7))
+    for text in BY_POSITION:
+        alone = [under(model, text, ids=torch.as_tensor(ids)[None])[0] for ids in sequences]
+        for side in ("left", "right"):
+            batch = padded(sequences, side)
+            together = under(model, text, **inputs_of(model, batch))
+            for row, expected in enumerate(alone):
+                assert_close(together[row][batch.attention_mask[row].bool()], expected)
+
+
+def test_a_mask_given_by_place_is_found() -> None:
+    model = tiny_model("llama")
+    batch = padded(ragged_tokens((9, 5)), "left")
+    ids, mask = batch.token_ids, batch.attention_mask
+    with intervening(model, "mask-sink"), torch.no_grad():
+        assert torch.equal(model(ids, mask).logits, model(input_ids=ids, attention_mask=mask).logits)
+
+
+ONE_OF_EACH_CACHE = ("llama", "mistral", "gemma3", "gpt_oss", "gpt2", "opt", "bloom", "mpt", "falcon", "gptj")
+
+
+def generated(model: PreTrainedModel, batch: Batch, text: str, **how: Any) -> torch.Tensor:
+    """The logits (tokens, B, V) of greedy decoding."""
+    with intervening(model, text):
+        output = model.generate(
+            batch.token_ids,
+            attention_mask=batch.attention_mask,
+            do_sample=False,
+            max_new_tokens=5,
+            min_new_tokens=5,
+            output_logits=True,
+            return_dict_in_generate=True,
+            **how,
+        )
+    return torch.stack(output.logits)
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH_CACHE)
+def test_generating_with_a_cache_is_generating_without(name: str) -> None:
+    """Also where the cache of a sliding window (6 tokens) has dropped the sink's column."""
+    model = tiny_model(name)
+    batch = padded(ragged_tokens((9, 7)), "left")
+    texts = applicable(model)
+    texts.pop("streaming-window", None)  # reads whole sequences
+    texts |= {"mask-sink": "mask-sink:positions=0,5", "later": "zero-massive:layers=0,positions=8,coordinates=3"}
+    for text in texts.values():
+        assert_close(generated(model, batch, text), generated(model, batch, text, use_cache=False))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "gpt_oss"])
+def test_a_static_cache_is_no_other(name: str) -> None:
+    model = tiny_model(name)
+    for text in ("mask-sink:positions=0,5", "scale-sink-value:factor=3"):
+        static = generated(model, whole(), text, cache_implementation="static")
+        assert_close(static, generated(model, whole(), text, use_cache=False))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
+@pytest.mark.parametrize("text", ["mask-sink", "scale-sink-value"])
+def test_where_padding_cannot_be_seen_nothing_is_edited_in_its_place(name: str, text: str) -> None:
+    """With a static cache generate gives the model masks of four dimensions."""
+    model = tiny_model(name)
+    before = logits(model)
+    with pytest.raises(InputError, match="where each sequence begins cannot be told"):
+        generated(model, padded(ragged_tokens((9, 7)), "left"), text, cache_implementation="static")
+    assert torch.equal(logits(model), before)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "opt", "bloom", "gptj", "mpt"])
+def test_a_text_may_be_read_in_parts(name: str) -> None:
+    model = tiny_model(name)
+    for text in ("mask-sink:positions=0,5", "scale-sink-value:positions=0,7,factor=3"):
+        expected = under(model, text)
+        for cut in (4, 8):
+            with torch.no_grad(), intervening(model, text):
+                first = model(IDS[:, :cut], use_cache=True)
+                second = model(IDS[:, cut:], past_key_values=first.past_key_values).logits
+            assert_close(torch.cat([first.logits, second], dim=1), expected)
+    with torch.no_grad():
+        cache = model(IDS[:, :4], use_cache=True).past_key_values  # read before anything is changed
+        with intervening(model, "scale-sink-value:positions=5,factor=3"):
+            second = model(IDS[:, 4:], past_key_values=cache).logits
+    assert_close(second, under(model, "scale-sink-value:positions=5,factor=3")[:, 4:])
+
+
+# ------------------------------------------------------------------------------------------------ tracing
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_observables_see_the_edited_stream_and_the_tracers_logits_are_the_edited_models(name: str) -> None:
+    model = tiny_model(name)
+    batch = padded(ragged_tokens((9, 6)), "left")
+    before, _ = traced(model, batch)
+    text = "mean-massive:layers=1,positions=0,2,coordinates=3,17,means=9,-9,8,-8"
+    after, ours = traced(model, batch, text)
+    expected = before.hidden[1].clone()
+    for row, start in enumerate((0, 3)):
+        expected[row, start, [3, 17]] = torch.tensor([9.0, -9.0])
+        expected[row, start + 2, [3, 17]] = torch.tensor([8.0, -8.0])
+    assert torch.equal(after.hidden[0], before.hidden[0])
+    assert torch.equal(after.hidden[1], expected)
+    assert not torch.equal(after.hidden[2], before.hidden[2])
+    real = batch.attention_mask.bool()
+    assert torch.equal(ours[real], under(model, text, **inputs_of(model, batch))[real])
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "bloom", "phi", "mpt"])
+def test_a_whole_stack_in_the_tracer_is_the_stack_without_it(name: str) -> None:
+    model = tiny_model(name)
+    before = Before(model)
+    texts = applicable(model)
+    texts.pop("streaming-window", None)
+    plain = under(model, *texts.values())
+    _, ours = traced(model, whole(), *texts.values())
+    assert torch.equal(ours, plain)
+    before.check("traced")
+
+
+@pytest.mark.parametrize("text", ["nullify-query-bias:layers=0,2", "zero-key-columns:coordinates=3,17,20"])
+@pytest.mark.parametrize("name", ["gpt2", "qwen2"])
+def test_the_attention_table_is_the_references_of_a_model_edited_by_hand(name: str, text: str) -> None:
+    model = tiny_model(name)
+    edited = (
+        without_query_bias(model, (0, 2))
+        if text.startswith("nullify")
+        else without_key_columns(name, model, [3, 17, 20])
+    )
+    sequences = ragged_tokens((12, 9))
+    twin = reference.eager_twin(edited)
+    recorded = [reference.record(twin, ids) for ids in sequences]
+    settings = Settings(6, 4, reference.clear_threshold(recorded, 4))
+    expected = reference.tables(recorded, 6, 4, settings.epsilon)
+    with open_tracer(model, find_family(model), interventions=[parse(text)]) as tracer:
+        observable = OBSERVABLES["attention"](settings)
+        tracer.forward(padded(sequences, "left"), [observable])
+    names = ("attention", "attention_heads", "sink_positions")
+    reference.assert_same(observable.tables(), {name: expected[name] for name in names}, 1e-5)
+
+
+# ----------------------------------------------------------------------------------------------- stacking
+
+
+def test_two_weight_edits_are_a_model_edited_twice() -> None:
+    model = tiny_model("gpt2")
+    edited = without_key_columns("gpt2", without_query_bias(model, (0,)), [3, 17], (0, 1))
+    ours = under(model, "nullify-query-bias:layers=0", "zero-key-columns:layers=0-1,coordinates=3,17")
+    assert torch.equal(ours, logits(edited))
+
+
+def test_two_edits_of_one_parameter_are_both_there() -> None:
+    model = tiny_model("gpt2")
+    before = Before(model)
+    ours = under(model, "nullify-query-bias:heads=0", "nullify-query-bias:layers=1,heads=2")
+    edited = without_query_bias(without_query_bias(model, heads=(0,)), (1,), (2,))
+    assert torch.equal(ours, logits(edited))
+    before.check("stacked")
+
+
+def test_each_is_done_to_what_those_before_it_have_left() -> None:
+    model = tiny_model("gpt2")
+    with pytest.raises(InputError, match="transplant-epe would change nothing"):
+        under(model, "replace-epe", "transplant-epe")  # by then both positions have one vector
+    edited = copy.deepcopy(model)
+    table = position_table(edited)
+    table[:3] = position_table(model)[[2, 1, 1]]  # by way of 1, 1, 2
+    assert torch.equal(under(model, "replace-epe", "transplant-epe:target=2"), logits(edited))
+    table[:3] = position_table(model)[[1, 1, 0]]  # by way of 2, 1, 0
+    assert torch.equal(under(model, "transplant-epe:target=2", "replace-epe"), logits(edited))
+
+
+@pytest.mark.parametrize("name", ["llama", "bloom"])
+def test_of_two_on_the_same_place_the_later_one_wins(name: str) -> None:
+    model = tiny_model(name)
+    zero, mean = "zero-massive:layers=1,coordinates=3,17", "mean-massive:layers=1,coordinates=17,means=9"
+    assert torch.equal(under(model, zero, mean), logits(with_entries(model, {(1, 0, 3): 0.0, (1, 0, 17): 9.0})))
+    assert torch.equal(under(model, mean, zero), logits(with_entries(model, {(1, 0, 3): 0.0, (1, 0, 17): 0.0})))
+
+
+@pytest.mark.parametrize("name", ["llama", "gptj"])
+def test_two_masks_forbid_what_either_forbids_and_two_scales_multiply(name: str) -> None:
+    model = tiny_model(name)
+    both = under(model, "mask-sink:layers=0-1,heads=1", "mask-sink:layers=1,heads=1-2,positions=3")
+    parts = ("mask-sink:layers=0,heads=1", "mask-sink:layers=1,heads=1,positions=0,3")
+    assert torch.equal(both, under(model, *parts, "mask-sink:layers=1,heads=2,positions=3"))
+    assert not torch.equal(both, under(model, *parts))
+    scaled = under(model, "scale-sink-value:factor=4", "scale-sink-value:factor=0.5")
+    assert torch.equal(scaled, under(model, "scale-sink-value:factor=2"))
+
+
+# ------------------------------------------------------------------------------------------------- errors
+
+WRONG = [
+    ("llama", "mask-snk", "'mask-snk' is unknown; did you mean 'mask-sink'"),
+    ("llama", "", "'' is unknown"),
+    ("llama", "mask-sink:layer=1", "'layer' is unknown; did you mean 'layers'"),
+    ("llama", "mask-sink:3", "'3' is no key=value"),
+    ("llama", "mask-sink:layers=1,layers=2", "'layers' is given twice"),
+    ("llama", "mask-sink:layers=one", "layers: 'one' is no number"),
+    ("llama", "mask-sink:layers=", "layers: '' is no number"),
+    ("llama", "mask-sink:layers=-1", "layers: '-1' is no number"),
+    ("llama", "mask-sink:layers=2-1", "layers: the range 2-1 is empty"),
+    ("llama", "mask-sink:positions=all", "positions: all is not meant here"),
+    ("llama", "zero-massive:layers=all,coordinates=3", "layers: all is not meant here"),
+    ("llama", "zero-key-columns:coordinates=all", "coordinates: all is not meant here"),
+    ("llama", "scale-sink-value:factor=much", "factor: input should be a valid number"),
+    ("llama", "scale-sink-value:factor=nan", "factor: input should be a finite number"),
+    ("llama", "mean-massive:layers=0,coordinates=3,means=inf", "means: input should be a finite number"),
+    ("gpt2", "replace-epe:source=1,2", "source: input should be a valid integer"),
+    ("gpt2", "transplant-epe:target=-1", "target: input should be greater than or equal to 0"),
+    ("llama", "mask-sink:layers=0,3", "no layer 3: this model has 3, from 0 on"),
+    ("llama", "mask-sink:heads=4", "no query head 4: this model has 4"),
+    ("llama", "scale-sink-value:heads=2", "no value head 2: this model has 2"),
+    ("llama", "zero-key-columns:heads=2,coordinates=0", "no key head 2: this model has 2"),
+    ("llama", "zero-key-columns:coordinates=32", "no coordinate 32: this model has 32"),
+    ("llama", "zero-massive:layers=0,coordinates=40", "no coordinate 40: this model has 32"),
+    ("gpt2", "nullify-query-bias:layers=3", "no layer 3: this model has 3"),
+    ("gpt2", "nullify-query-bias:heads=1-9", "no query head 9: this model has 4"),
+    ("gpt2", "replace-epe:source=256", "no position 256: the sequences have 256"),
+    ("opt", "transplant-epe:target=256", "no position 256: the sequences have 256"),
+    ("llama", "nullify-query-bias", "its queries have no bias"),
+    ("llama", "replace-epe", "not learned vectors"),
+    ("gpt2", "replace-epe:positions=4,source=4", "would change nothing"),
+    ("gpt2", "transplant-epe:source=4,target=4", "would change nothing"),
+    ("llama", "scale-sink-value:factor=1", "would change nothing"),
+    ("llama", "zero-massive", "no massive activations at position 0 are known: name layers and coordinates"),
+    ("llama", "zero-massive:layers=1", "name layers and coordinates"),
+    ("llama", "mean-massive:layers=1,coordinates=3", "name the means"),
+    ("llama", "mean-massive:layers=0-1,positions=0,2,coordinates=3,17,means=1,2,3", "2 × 2 × 2 means are needed"),
+    ("llama", "zero-key-columns", "no massive activations at position 0 are known"),
+    ("gpt2", "zero-key-columns", "EPE_0 has no massive coordinates here"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "message"), WRONG, ids=[f"{name} {text}" for name, text, _ in WRONG])
+def test_what_cannot_be_done_is_refused_and_leaves_the_model_alone(name: str, text: str, message: str) -> None:
+    model = tiny_model(name)
+    before = Before(model)
+    with pytest.raises(InputError) as error, intervening(model, "mask-sink", text):
+        pytest.fail("entered")
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+    before.check(text)
+
+
+@pytest.mark.parametrize("text", ["nullify-query-bias", "perturb-query-bias", "zero-key-columns:coordinates=3"])
+def test_what_is_zero_already_is_not_zeroed_again(text: str) -> None:
+    model = without_key_columns("gpt2", without_query_bias(tiny_model("gpt2")), [3])
+    before = Before(model)
+    with pytest.raises(InputError, match="would change nothing"):
+        under(model, text)
+    before.check(text)
+    query_bias(attentions_of(model)[2])[0, 0] = 1.0
+    key_weight("gpt2", attentions_of(model)[2])[0, 0, 3] = 1.0
+    assert not torch.equal(under(model, text), logits(model))
+
+
+def test_a_layer_without_the_query_bias_that_is_asked_for_is_named() -> None:
+    model = tiny_model("qwen2")
+    attentions_of(model)[1].q_proj.bias = None
+    with pytest.raises(InputError, match="layer 1 has no query bias"):
+        under(model, "nullify-query-bias")
+    assert torch.equal(under(model, "nullify-query-bias:layers=0,2"), logits(without_query_bias(model, (0, 2))))
+
+
+def test_offloaded_weights_are_not_edited() -> None:
+    model = tiny_model("gpt2")
+    attention = attentions_of(model)[1]
+    attention.c_attn.to("meta")
+    for text in ("nullify-query-bias:layers=1", "zero-key-columns:layers=1,coordinates=3"):
+        with pytest.raises(InputError, match="offloaded"), intervening(model, text):
+            pytest.fail("entered")
+
+
+NEVER_REACHED = (
+    "nullify-first-embedding:positions=9,20",
+    "zero-massive:layers=0,positions=9,coordinates=3",
+    "mean-massive:layers=0,positions=9,coordinates=3,means=1",
+    "scale-sink-value:positions=9",
+    "mask-sink:positions=8",  # there, and no token behind it
+)
+
+
+@pytest.mark.parametrize("text", NEVER_REACHED)
+@pytest.mark.parametrize("name", ["llama", "bloom"])
+def test_a_position_that_no_pass_held_is_told_at_the_end(name: str, text: str) -> None:
+    model = tiny_model(name)
+    before = Before(model)
+    with pytest.raises(SinkscopeError, match=r"changed nothing: no forward pass held .*position (9|8)"):
+        under(model, text)
+    before.check(text)
+    with intervening(model, text):
+        logits(model)
+        logits(model, tiny_tokens(1, 10))  # one is enough
+
+
+# ------------------------------------------------------------------------------------------- as text
+
+TEXTS = {
+    "nullify-query-bias": {},
+    "mask-sink:layers=1-3,5,heads=0": {"layers": (1, 2, 3, 5), "heads": (0,)},
+    "mask-sink:layers=all,positions=0,2-3": {"layers": None, "positions": (0, 2, 3)},
+    "zero-massive: layers = 11 , coordinates = 138,447": {"layers": (11,), "coordinates": (138, 447)},
+    "zero-key-columns:coordinates=138+447+138": {"coordinates": (138, 447)},
+    "mean-massive:means=-1e3,2.5": {"means": (-1000.0, 2.5)},
+    "scale-sink-value:factor=1e-3,heads=1": {"factor": 1e-3, "heads": (1,)},
+    "transplant-epe:source=2,target=7": {"source": 2, "target": 7},
+    "perturb-query-bias:seed=4000000000": {"seed": 4000000000},
+    "streaming-window:window=64,128,keep=0": {"window": (64, 128), "keep": (0,)},
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_is_read(text: str) -> None:
+    made = parse(text)
+    assert made.name == text.partition(":")[0]
+    given = {key: value for key, value in made if value != type(made).model_fields[key].default}
+    assert {key: getattr(made, key) for key in TEXTS[text]} == TEXTS[text]
+    assert given.keys() <= TEXTS[text].keys()
+
+
+AWKWARD = {
+    "layers": (0, 5),
+    "heads": (3,),
+    "positions": (0, 1000000),
+    "coordinates": (138, 1234567),
+    "means": (1 / 3, -123456.789, 1e22, -1e-22),
+    "factor": -1 / 3,
+    "source": 1234567,
+    "target": 7654321,
+    "seed": 2**31 - 1,
+    "window": (64, 1234567),
+    "keep": (0, 3),
+}
+
+
+@pytest.mark.parametrize("name", INTERVENTIONS)
+def test_what_an_intervention_is_called_is_read_as_the_same(name: str) -> None:
+    kind = INTERVENTIONS[name]
+    assert str(kind()) == name
+    made = kind(**{key: AWKWARD[key] for key in kind.model_fields})
+    assert all(getattr(made, key) != entry.default for key, entry in kind.model_fields.items())
+    assert parse(str(made)) == made
+    for key in kind.model_fields:  # each alone, the others as they are
+        one = kind(**{key: AWKWARD[key]})
+        assert parse(str(one)) == one
+
+
+# ----------------------------------------------------------------------------- defaults and random controls
+
+
+def test_what_is_left_open_is_what_is_massive_in_most_sequences() -> None:
+    rows = [
+        # layer, sequence, position, coordinate, is_massive
+        (0, 0, 0, 30, True),  # in one sequence of three
+        (1, 0, 0, 5, True), (1, 1, 0, 5, True), (1, 2, 0, 5, True),
+        (1, 0, 0, 9, True), (1, 1, 0, 9, True), (1, 2, 0, 9, False),
+        (1, 0, 0, 7, False), (1, 1, 0, 7, False), (1, 2, 0, 7, False),
+        (1, 0, 4, 8, True), (1, 1, 4, 8, True),
+        (2, 0, 0, 11, True), (2, 1, 0, 11, True), (2, 2, 0, 11, True),
+    ]  # fmt: skip
+    columns = ["layer", "sequence", "position", "coordinate", "is_massive"]
+    tables = {"massive": pd.DataFrame(rows, columns=columns)}
+    means = lambda layer, position: torch.arange(32.0) + 100 * layer + 1000 * position  # noqa: E731
+    known = known_of(tiny_model("llama"), tables=tables, hidden_means=means)
+
+    def decided(text: str) -> Any:
+        return parse(text).resolved(known)
+
+    assert decided("zero-massive") == parse("zero-massive:layers=1,coordinates=5,9")
+    assert decided("zero-massive:layers=0,2") == parse("zero-massive:layers=0,2,coordinates=11")
+    assert decided("zero-massive:positions=4") == parse("zero-massive:layers=1,positions=4,coordinates=8")
+    assert decided("zero-massive:coordinates=3") == parse("zero-massive:layers=1,coordinates=3")
+    assert decided("zero-key-columns:layers=0") == parse("zero-key-columns:layers=0,coordinates=5,9")
+    assert decided("mean-massive").means == (105, 109)
+    assert decided("mean-massive:layers=1-2,positions=0,4,coordinates=3,7").means == (
+        103, 107, 4103, 4107, 203, 207, 4203, 4207,
+    )  # fmt: skip
+    assert decided("mean-massive:layers=1,coordinates=3,means=2").means == (2,)
+    with pytest.raises(InputError, match="no massive activations at position 6"):
+        decided("zero-massive:positions=6")
+
+
+def test_with_learned_positions_the_key_columns_are_those_massive_in_epe_0() -> None:
+    model = tiny_model("gpt2")
+    position_table(model)[0, [7, 21]] = torch.tensor([5e4, -8e4])
+    model.transformer.h[0].mlp.c_proj.weight.data.zero_()
+    assert parse("zero-key-columns").resolved(known_of(model)).coordinates == (7, 21)
+
+
+CONTROLLED = {
+    "replace-epe:positions=0,2,source=3": ("positions", "source"),
+    "transplant-epe:target=2": ("source",),
+    "nullify-first-embedding:positions=0,3": ("positions",),
+    "zero-key-columns:layers=1,heads=0,coordinates=3,17": ("coordinates",),
+    "zero-massive:layers=1,positions=0,2,coordinates=3,17": ("coordinates",),
+    "mean-massive:layers=1,positions=2,coordinates=3,17,means=1,2": ("coordinates",),
+    "scale-sink-value:layers=1,heads=1,positions=0,4,factor=3": ("positions",),
+    "mask-sink:layers=1,heads=2,positions=0,4": ("positions",),
+}
+
+
+def numbers_of(intervention: Intervention, keys: Sequence[str]) -> list[int]:
+    values = [getattr(intervention, key) for key in keys]
+    return [int(x) for value in values for x in (value if isinstance(value, tuple) else (value,))]
+
+
+@pytest.mark.parametrize("text", CONTROLLED)
+def test_a_control_is_the_same_at_as_many_random_places_elsewhere(text: str) -> None:
+    known = known_of(tiny_model("gpt2"), length=20)
+    original = parse(text)
+    moved = CONTROLLED[text]
+    mine = numbers_of(original, moved)
+    seen = set()
+    for seed in range(40):
+        made = original.control(known, torch.Generator().manual_seed(seed))
+        assert made is not None
+        assert made == original.control(known, torch.Generator().manual_seed(seed))
+        others = numbers_of(made, moved)
+        assert len(set(others)) == len(mine)
+        assert not set(others) & ({*mine} if "coordinates" in moved else {0, *mine, *original.watched})
+        assert max(others) < (known.target.width if "coordinates" in moved else 20)
+        kept = type(original).model_fields.keys() - {*moved, "means"}  # which are measured anew
+        assert {key: getattr(made, key) for key in kept} == {key: getattr(original, key) for key in kept}
+        assert type(made) is type(original)
+        seen.add(tuple(others))
+    assert len(seen) > 10
+    draw = torch.Generator().manual_seed(0)
+    assert original.control(known, draw) != original.control(known, draw)
+
+
+def test_the_mean_of_a_controls_own_coordinates_is_what_it_puts_there() -> None:
+    known = known_of(tiny_model("llama"), hidden_means=lambda layer, position: torch.arange(32.0))
+    control: Any = parse("mean-massive:layers=1,coordinates=3,17,means=1,2").control(known, torch.Generator())
+    assert control.resolved(known).means == control.coordinates
+
+
+def test_the_control_of_no_query_bias_is_another_one_at_the_same_heads() -> None:
+    model = tiny_model("gpt2")
+    draw = torch.Generator().manual_seed(1)
+    original = parse("nullify-query-bias:layers=0-1,heads=2")
+    first, second = (original.control(known_of(model), draw) for _ in range(2))
+    assert first is not None
+    assert second is not None
+    assert first.name == second.name == "perturb-query-bias"
+    assert str(first).startswith("perturb-query-bias:layers=0+1,heads=2,seed=")
+    assert first != second
+    assert first == original.control(known_of(model), torch.Generator().manual_seed(1))
+    assert first.control(known_of(model), draw) is None
+    assert not torch.equal(under(model, first), under(model, second))
+
+
+def test_a_control_without_room_is_refused() -> None:
+    known = known_of(tiny_model("llama"), length=4)
+    with pytest.raises(InputError, match="needs 2 other positions, and there are 1"):
+        parse("mask-sink:positions=0,1").control(known, torch.Generator())
+    assert parse("mask-sink:positions=1").control(known, torch.Generator()) == parse("mask-sink:positions=2")
+
+
+def test_where_an_intervention_should_show_is_where_it_acts() -> None:
+    watched = {text: parse(text).watched for text in ("replace-epe:source=4", "transplant-epe:target=3", *BY_POSITION)}
+    assert list(watched.values()) == [(0, 4), (0, 3), (0, 2), (0, 2), (2,), (0, 2), (0, 2)]
+    assert parse("zero-key-columns:coordinates=3").watched == parse("nullify-query-bias").watched == (0,)
+
+
+@pytest.mark.parametrize("columns", [4, 300])
+def test_a_hidden_key_of_a_long_text_has_the_statistics_of_a_dense_mask(columns: int) -> None:
+    """Past 256 tokens the window sums of a plain causal mask have a form of their own."""
+    model, ids = tiny_model("llama"), tiny_tokens(2, 300)
+    batch = Batch(ids, torch.ones_like(ids))
+    tables = {}
+    for kernel in ("sdpa", "eager"):
+        with open_tracer(model, find_family(model), kernel, [parse("mask-sink:positions=0,2,heads=0,3")]) as tracer:
+            observable = OBSERVABLES["attention"](Settings(columns, 64, 0.3))
+            tracer.forward(batch, [observable])
+        tables[kernel] = observable.tables()
+    with open_tracer(model, find_family(model), "eager", [parse("mask-sink:positions=0,2,heads=0,3")]) as tracer:
+        look = _WholeWeights()
+        tracer.forward(batch, [look])
+    for layer, weights in look.weights.items():
+        assert weights[:, [0, 3], 3:, 0].abs().max() == 0
+        expected = torch.stack([weights[:, :, s : s + 64, s].sum(2) / min(64, 300 - s) for s in range(columns)], dim=-1)
+        for table in tables.values():
+            rows = table["attention"][table["attention"]["layer"] == layer].sort_values(["head", "position"])
+            mine = torch.tensor(rows["window_mass"].to_numpy()).view(4, columns)
+            torch.testing.assert_close(mine, expected.mean(0).double(), rtol=1e-4, atol=1e-6)
+
+
+class _WholeWeights(Observable):
+    name = about = "whole-weights"
+    sites = ("attention",)
+
+    def __init__(self) -> None:
+        super().__init__(Settings())
+        self.weights: dict[int, torch.Tensor] = {}
+
+    def see_attention(self, layer, read, batch) -> None:
+        everything = slice(0, read.length)
+        self.weights[layer] = read.weights(everything, everything)[0]
+
+    def tables(self) -> dict:
+        return {}

@@ -1,0 +1,121 @@
+"""Interventions on trained weights: as plain transformers give them, and the facts known of these models."""
+
+import copy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import reference
+import torch
+from transformers import PreTrainedModel
+
+import sinkscope
+from sinkscope import Run
+from sinkscope.commands import run as recipes
+from sinkscope.measuring.subject import inputs_for
+from sinkscope.models.loading import LoadedModel
+from sinkscope.options.measuring import make_config
+from sinkscope.report.effects import effect_of
+
+pytestmark = pytest.mark.real_model
+
+MODELS = Path(__file__).parents[2] / ".models"
+OPTIONS = {"input": "sampled", "num_seqs": 16}
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def mgm() -> LoadedModel:
+    path = MODELS / "mgm"
+    if not path.exists():
+        pytest.fail(".models/mgm is missing: run `make models`")
+    return sinkscope.load(str(path), allow_pickle=True)
+
+
+@pytest.fixture(scope="module")
+def mgm_text(mgm: LoadedModel) -> list[np.ndarray]:
+    return list(inputs_for(mgm, make_config(**OPTIONS)).sequences)
+
+
+@pytest.fixture(scope="module")
+def mgm_run(mgm: LoadedModel) -> Run:
+    """NU's five interventions, as its recipe names them."""
+    recipe = recipes.read_recipe(recipes.find_recipe("not-universal-interventions"))
+    return sinkscope.intervene(mgm, arms=recipe.content.arms, draws=3, **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def smollm() -> LoadedModel:
+    return sinkscope.load()
+
+
+def test_sampled_text_is_natural_to_the_model(mgm: LoadedModel, mgm_text: list[np.ndarray]) -> None:
+    """Its own text has the perplexity that its own uncertainty predicts; text whose end was forbidden has not."""
+    logits = mgm.model(torch.as_tensor(np.stack(mgm_text))).logits[:, :-1].log_softmax(-1)
+    ids = torch.as_tensor(np.stack(mgm_text))[:, 1:]
+    loss = -logits.gather(-1, ids[..., None]).mean()
+    entropy = -(logits.exp() * logits.masked_fill(logits == -torch.inf, 0)).sum(-1).mean()
+    assert all(text[0] == mgm.model.config.bos_token_id for text in mgm_text)
+    assert abs(float(loss - entropy)) < 0.25
+
+
+def edited_positions(model: PreTrainedModel, rows: dict[int, int]) -> PreTrainedModel:
+    twin = copy.deepcopy(model)
+    vectors = model.transformer.wpe.weight
+    with torch.no_grad():
+        for row, giver in rows.items():
+            twin.transformer.wpe.weight[row] = vectors[giver]
+    return twin
+
+
+@pytest.mark.parametrize(("arm", "rows"), [("replace-epe", {0: 1}), ("transplant-epe", {0: 1, 1: 0})])
+def test_position_vectors_are_exchanged_as_in_plain_transformers(
+    mgm: LoadedModel, mgm_run: Run, mgm_text: list[np.ndarray], arm: str, rows: dict[int, int]
+) -> None:
+    twin = reference.eager_twin(edited_positions(mgm.model, rows))
+    recorded = [reference.record(twin, ids) for ids in mgm_text]
+    expected = reference.attention(recorded, 16, 64, 0.3).groupby("position")[["window_mass", "sink_fraction"]].mean()
+    for position in (0, 1):
+        mass, rate = (effect_of(mgm_run, arm, metric, position) for metric in ("window_mass", "sink_rate"))
+        assert mass.after == pytest.approx(expected.loc[position, "window_mass"], rel=1e-4)
+        assert rate.after == pytest.approx(expected.loc[position, "sink_fraction"], abs=1e-9)
+
+
+def test_mgm_without_its_query_bias_loses_the_sink_most_in_layers_1_to_3(mgm_run: Run) -> None:
+    effects = [effect_of(mgm_run, "nullify-query-bias", "sink_rate", 0, layer) for layer in range(8)]
+    assert set(np.argsort([effect.change for effect in effects])[:3]) == {1, 2, 3}
+    assert effect_of(mgm_run, "nullify-query-bias", "sink_rate", 0).falls
+
+
+def test_mgm_needs_what_its_keys_read_of_the_massive_coordinate_and_of_no_random_one(mgm_run: Run) -> None:
+    assert mgm_run.manifest["arms"]["zero-key-columns"]["do"] == ["zero-key-columns:coordinates=165"]
+    rate = effect_of(mgm_run, "zero-key-columns", "sink_rate", 0)
+    assert rate.falls
+    assert rate.change < -0.05
+    assert max(abs(control - rate.before) for control in rate.controls) < 0.02
+
+
+def test_mgm_has_its_sink_where_the_first_position_vector_is(mgm_run: Run) -> None:
+    assert "the sink moved to position 1" in mgm_run.verdict
+    assert effect_of(mgm_run, "transplant-epe", "window_mass", 1).rises
+
+
+def test_smollm_dies_of_one_coordinate_and_not_of_its_mean(smollm: LoadedModel) -> None:
+    """Coordinate 507 of token 0 behind layer 11 (Sun et al. 2024 for Llama 2)."""
+    where = "layers=11,coordinates=507"
+    arms = {"zero": f"zero-massive:{where}", "mean": f"mean-massive:{where}"}
+    before = {name: tensor.clone() for name, tensor in smollm.model.state_dict().items()}
+    run = sinkscope.intervene(smollm, arms=arms, draws=1, num_seqs=8)
+    zero, mean = (effect_of(run, arm, "perplexity") for arm in arms)
+    assert zero.after > 1000 * zero.before
+    assert mean.after == pytest.approx(mean.before, rel=0.05)
+    assert zero.controls[0] == pytest.approx(zero.before, rel=0.05)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in smollm.model.state_dict().items())
+
+
+def test_smollm_streams_with_its_first_token_kept(smollm: LoadedModel) -> None:
+    run = sinkscope.intervene(smollm, "streaming-window:window=64,keep=0,1", num_seqs=1, seq_len=384)
+    perplexity = run.tables["streaming"].query("bucket == -1").set_index("method")["perplexity"]
+    assert perplexity["window"] > 1.5 * perplexity["dense"]
+    assert perplexity["sinks kept"] < 1.15 * perplexity["dense"]

@@ -1,0 +1,186 @@
+"""The table `gate` against what a plain forward multiplies by, hook by hook, in float64."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from test_retrofits import EACH_FAMILY, METHODS, SETTINGS, in_double, plain_model, retrofitted
+from tiny import FORWARD, batched, measured, ragged_tokens, tiny_model
+from torch import nn
+from transformers import PreTrainedModel
+
+import sinkscope
+from sinkscope.commands.doctor import doctor
+from sinkscope.errors import InputError
+from sinkscope.measuring.observables import OBSERVABLES
+from sinkscope.measuring.tracer import open_tracer
+from sinkscope.models.families import find_family
+from sinkscope.models.projections import projections
+from sinkscope.results.tables import COLUMNS
+from sinkscope.retrofits import retrofit_model
+
+GATED = [label for label in METHODS if label.startswith(("vga", "iga", "vscale"))]
+EACH_GATE = pytest.mark.parametrize("label", GATED)
+SEQUENCES = ragged_tokens([10, 7, 10])  # 7: shorter than the positions reported
+KEYS = ["layer", "head", "position"]
+
+
+def direct(model: PreTrainedModel, sequences: Sequence[np.ndarray] = SEQUENCES) -> pd.DataFrame:
+    """What a head's vectors are multiplied by, read off those vectors before and after: on the values, and where these
+    stay as they are on the heads' outputs. One sequence at a time, and no tracer.
+    """
+    family, rows = find_family(model), []
+    for ids in sequences:
+        values, mixes = _seen(model, torch.as_tensor(ids)[None])
+        for layer in values:
+            value = projections(model, family, layer)["value"]
+            raw, attended = (x[0][:, value.places] for x in values[layer])
+            before, after = raw, attended
+            if torch.equal(raw, attended):
+                heads = model.config.get_text_config().num_attention_heads
+                before, after = (x[0].unflatten(-1, (heads, -1)) for x in mixes[layer])
+            gates = (after * before).sum(-1) / before.square().sum(-1)
+            norms = raw.norm(dim=-1).repeat_interleave(gates.shape[1] // raw.shape[1], dim=1)
+            for position in range(min(len(ids), SETTINGS.positions)):
+                for head, pair in enumerate(zip(gates[position].tolist(), norms[position].tolist(), strict=True)):
+                    rows.append((layer, head, position, *pair))
+    found = pd.DataFrame(rows, columns=[*KEYS, "gate", "raw_value_norm"])
+    return found.groupby(KEYS, as_index=False).mean()
+
+
+@torch.no_grad()
+def _seen(model: PreTrainedModel, ids: torch.Tensor) -> tuple[dict[int, list], dict[int, list]]:
+    """Layer → outputs of the value projection before and after its hooks; inputs of the output projection likewise."""
+    family = find_family(model)
+    values: dict[int, list] = defaultdict(list)
+    mixes: dict[int, list] = defaultdict(list)
+
+    def came_out(layer: int, module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+        values[layer].append(output.clone())
+
+    def goes_in(layer: int, module: nn.Module, args: tuple) -> None:
+        mixes[layer].append(args[0].clone())
+
+    hooks = []
+    for layer, block in enumerate(family.layer_modules(model)):
+        value = projections(model, family, layer)["value"].module
+        output = block.get_submodule(family.attention).get_submodule(family.output)
+        hooks += [value.register_forward_hook(partial(came_out, layer), prepend=first) for first in (True, False)]
+        hooks += [output.register_forward_pre_hook(partial(goes_in, layer), prepend=first) for first in (True, False)]
+    try:
+        with in_double(model):
+            model(ids, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return values, mixes
+
+
+def ours(model: PreTrainedModel, side: str = "right", kernel: str = "sdpa", names: tuple = ("gate",)) -> pd.DataFrame:
+    with in_double(model):
+        return measured(model, batched(SEQUENCES, 2, side), SETTINGS, names, kernel)["gate"]
+
+
+def assert_same(found: pd.DataFrame, expected: pd.DataFrame) -> None:
+    pd.testing.assert_frame_equal(found[expected.columns], expected, rtol=1e-9, check_dtype=False)
+
+
+@EACH_FAMILY
+@EACH_GATE
+def test_gates_and_raw_values_are_those_of_a_plain_forward(name: str, label: str) -> None:
+    model = retrofitted(name, label)
+    found, expected = ours(model), direct(model)
+    assert_same(found, expected)
+    assert found["gate"].std() > 1e-6  # there is something to compare
+    assert_same(ours(model, "left", "eager"), expected)
+    heads, groups = model.config.get_text_config().num_attention_heads, found["kv_head"].nunique()
+    assert found["head"].nunique() == (heads if "output" in label else groups)
+    assert (found["kv_head"] == found["head"] // (found["head"].nunique() // groups)).all()
+
+
+BREAKS: dict[str, Any] = {
+    "no effect": ("sinkscope.retrofits.retrofit.gated", lambda x, factor: x),
+    "another head's": ("sinkscope.retrofits.retrofit.gated", lambda x, factor: factor.flip(-1).unsqueeze(-1) * x),
+    "another token's": (
+        "sinkscope.retrofits.retrofit.gated",
+        lambda x, factor: factor.roll(1, dims=1).unsqueeze(-1) * x,
+    ),
+}
+
+
+@pytest.mark.parametrize("broken", BREAKS)
+@EACH_GATE
+def test_a_broken_gate_is_noticed(label: str, broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = retrofitted("llama", label)
+    monkeypatch.setattr(*BREAKS[broken])
+    with pytest.raises(AssertionError):
+        assert_same(ours(model), direct(model))
+
+
+@pytest.mark.parametrize("label", ["vga", "vga-output"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "falcon", "gemma2"])
+def test_it_is_the_same_beside_all_others_and_in_a_backward_pass(name: str, label: str) -> None:
+    model = retrofitted(name, label)
+    alone = ours(model)
+    pd.testing.assert_frame_equal(ours(model, names=(*FORWARD, "gate")), alone)
+    with in_double(model), open_tracer(model, find_family(model)) as tracer:
+        observables = [OBSERVABLES[each](SETTINGS) for each in ("gradient", "gate", "attention")]
+        for observable in observables:
+            observable.prepare(model, tracer.family, 24)
+        for batch in batched(SEQUENCES, 2):
+            tracer.forward_backward(batch, observables)
+    assert_same(observables[1].tables()["gate"], alone)
+
+
+@EACH_GATE
+def test_nothing_is_left_behind(label: str) -> None:
+    model = retrofitted("llama", label)
+    before = [(path, dict(vars(module))) for path, module in model.named_modules()]
+    ours(model)
+    after = [(path, dict(vars(module))) for path, module in model.named_modules()]
+    assert [(path, list(attributes)) for path, attributes in after] == [(path, list(were)) for path, were in before]
+    for (path, attributes), (_, were) in zip(after, before, strict=True):
+        assert all(attributes[key] is were[key] for key in were if key.startswith("_") or torch.is_tensor(were[key])), (
+            path
+        )
+
+
+def test_gates_of_one_are_the_values_as_they_were() -> None:
+    """At its start a gate is exactly 1, and raw values are those attended to."""
+    model = retrofit_model(plain_model("qwen2"), None, "vga")
+    with in_double(model):
+        tables = measured(model, batched(SEQUENCES, 2), SETTINGS, ("gate", "geometry"))
+    assert (tables["gate"]["gate"] == 1.0).all()
+    attended = tables["geometry"].groupby(["layer", "kv_head", "position"])["value_norm"].mean()
+    raw = tables["gate"].set_index(["layer", "kv_head", "position"])["raw_value_norm"]
+    pd.testing.assert_series_equal(raw, attended, check_names=False)
+
+
+def test_analyze_measures_gates_where_there_are_any() -> None:
+    options: dict[str, Any] = {"input": "random", "num_seqs": 3, "seq_len": 12}
+    model = retrofitted("llama", "vga", torch.float32)
+    run = sinkscope.analyze(model, **options)
+    gate = run.tables["gate"]
+    assert list(gate.columns) == ["model", "condition", "layer", *COLUMNS["gate"]]
+    first = gate["position"] == 0
+    assert run.metric("gate_first") == pytest.approx(gate[first]["gate"].mean())
+    assert run.metric("gate_later", 1) == pytest.approx(gate[~first & (gate["layer"] == 1)]["gate"].mean())
+    assert "mean gate at position 0" in run.verdict
+    assert "gate" in doctor(model).facts["observables"]
+
+
+@pytest.mark.parametrize("label", ["none", "register-tokens", "learnable-sink", "key-bias"])
+def test_a_model_without_gates_is_refused_with_the_reason(label: str) -> None:
+    method, parameters = METHODS.get(label, (label, {}))
+    model = retrofit_model(tiny_model("llama"), None, method, **parameters)
+    with pytest.raises(InputError, match=r"--observables gate does not apply to .*: it has no gates, as vga"):
+        sinkscope.analyze(model, input="random", num_seqs=2, seq_len=8, observables="gate")
+    run = sinkscope.analyze(model, input="random", num_seqs=2, seq_len=8, positions=8, window=8)
+    assert "gate" not in run.manifest["not_measured"]  # nobody misses it
+    assert "gate" not in run.tables
+    assert np.isnan(run.metric("gate_first"))

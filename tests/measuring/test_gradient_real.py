@@ -1,0 +1,138 @@
+"""SmolLM2's gradients: the facts that are known of them, and plain autograd beside them.
+
+The model comes with `make install`. If it is missing these tests fail; they do not skip.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import gradient_reference as reference
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import sinkscope
+from sinkscope.measuring.subject import inputs_for
+from sinkscope.models.loading import LoadedModel
+from sinkscope.options.measuring import make_config
+from sinkscope.report.run import Run
+
+pytestmark = pytest.mark.real_model
+
+SEQUENCES, TOKENS = 16, 64
+
+
+@pytest.fixture(scope="module")
+def smollm() -> LoadedModel:
+    try:
+        return sinkscope.load(dtype="float32", device_map="cpu")
+    except sinkscope.SinkscopeError as error:
+        pytest.fail(f"SmolLM2 is missing: run `make install` ({error})")
+
+
+@pytest.fixture(scope="module")
+def run(smollm: LoadedModel) -> Run:
+    return sinkscope.analyze(smollm, num_seqs=SEQUENCES, seq_len=TOKENS, observables=("gradient",))
+
+
+def test_the_query_of_token_0_has_no_gradient(run: Run) -> None:
+    rows = run.tables["gradient"].query("pathway == 'query' and position == 0")
+    assert len(rows) == 30 * (1 + 9)
+    assert (rows["grad_norm"] == 0.0).all()
+
+
+def test_values_have_their_gradient_sink_at_token_0(run: Run) -> None:
+    """Norms averaged over layers first, as the paper's figure 2 has them."""
+    rows = run.tables["gradient"].query("head == -1")
+    norms = rows.groupby(["pathway", "position"])["grad_norm"].mean().unstack()
+    ratio = norms[0] / norms[[position for position in norms if position >= 5]].mean(axis=1)
+    assert ratio["value"] > 10
+    assert ratio["value"] > ratio["key"]
+    assert run.metric("value_gradient_ratio") == pytest.approx(ratio["value"])
+
+
+def test_compression_is_inverse_to_the_input_norm(run: Run) -> None:
+    """The paper's figure 3: slope -1, here by numpy's own fit."""
+    rows = run.tables["gradient_ratio"].query("branch == 'attn' and layer >= 1")
+    x, y = np.log10(rows["input_norm"]), np.log10(rows["compress"])
+    slope, _ = np.polyfit(x, y, 1)
+    assert -1.1 <= slope <= -0.8
+    assert abs(np.corrcoef(x, y)[0, 1]) > 0.95
+    assert run.metric("compress_slope") == pytest.approx(slope)
+
+
+def test_the_residual_stream_changes_gradients_little(run: Run) -> None:
+    """The paper's figure 3, right: change is near 1, but for the first layer."""
+    rows = run.tables["gradient_ratio"].query("branch == 'attn' and layer >= 1")
+    assert rows["change"].median() == pytest.approx(1.0, abs=0.2)
+
+
+def test_what_is_an_identity_and_what_is_a_bound_holds(run: Run) -> None:
+    check = run.tables["gradient_check"]
+    assert check["identity_residual"].max() < 1e-5
+    assert (run.tables["norm_bound"]["holds"] == 1.0).all()
+    assert run.tables["norm_bound"]["tightness"].max() > 0.5
+
+
+OPTIONS = {"num_seqs": 2, "seq_len": TOKENS, "positions": 16}
+
+
+def plain_autograd(smollm: LoadedModel) -> list[reference.Sequence]:
+    """Dense attention put into the bare model, `retain_grad` on every tensor, one sequence at a time."""
+    sequences = [np.array(ids) for ids in inputs_for(smollm, make_config(**OPTIONS)).sequences]
+    before = smollm.model.config._attn_implementation
+    smollm.model.set_attn_implementation(reference.NAME)
+    try:
+        return reference.record(smollm.model, sequences)
+    finally:
+        smollm.model.set_attn_implementation(before)
+
+
+def published(run: Run) -> dict[str, pd.DataFrame]:
+    return {name: table.drop(columns=["model", "condition"]) for name, table in run.tables.items()}
+
+
+def test_gradients_are_plain_autograds(smollm: LoadedModel) -> None:
+    """In float32: against the largest of query, key or value, where sums over the batch cancel."""
+    measured = published(sinkscope.analyze(smollm, observables=("gradient",), **OPTIONS))
+    recorded = plain_autograd(smollm)
+    assert all(parameter.grad is None for parameter in smollm.model.parameters())
+    keys = ["layer", "pathway", "head", "position"]
+    both = measured["gradient"].merge(reference.gradient(recorded, 16), on=keys, suffixes=("", "_plain"))
+    assert len(both) == len(measured["gradient"])
+    for pathway, rows in both.groupby("pathway"):
+        error = (rows["grad_norm"] - rows["grad_norm_plain"]).abs().max() / rows["grad_norm_plain"].max()
+        print(pathway, error)
+        assert error < 1e-4
+    # gradients of h and of all that stands in eq. 3
+    expected = {"gradient_ratio": reference.gradient_ratio(smollm.model, recorded, 16)}
+    print(reference.assert_same(measured, expected, 5e-4))
+
+
+@contextmanager
+def in_float64(smollm: LoadedModel) -> Iterator[None]:
+    """Back and forth without a loss. A model from GGUF refuses `.double()`."""
+    model = smollm.model
+    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
+    before = [tensor.data for tensor in tensors]
+    try:
+        for tensor in tensors:
+            tensor.data = tensor.data.double()
+        with reference.in_double(model):
+            yield
+    finally:
+        for tensor, data in zip(tensors, before, strict=True):
+            tensor.data = data
+
+
+def test_gradients_are_plain_autograds_to_round_off(smollm: LoadedModel) -> None:
+    """Every table, in float64: trained weights, massive activations and gradient sinks."""
+    with in_float64(smollm):
+        measured = published(sinkscope.analyze(smollm, observables=("gradient",), **OPTIONS))
+        recorded = plain_autograd(smollm)
+        expected = reference.tables(smollm.model, recorded, 16)
+    print(reference.assert_same(measured, expected, 1e-9))
+    assert next(smollm.model.parameters()).dtype == torch.float32
+    truth = reference.gradient(recorded, 16).query("pathway == 'query' and position == 0")
+    assert truth["grad_norm"].max() < 1e-15

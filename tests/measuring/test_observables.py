@@ -1,0 +1,550 @@
+"""Observables in small exact cases; batches and running means with them. Whole models: test_tracer.py."""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from test_weights import EACH_KIND, EACH_PADDING, make_read, scored
+from tiny import FORWARD, batched, measured, padded, ragged_tokens, tiny_model
+
+from sinkscope.attention import weights as attention_weights
+from sinkscope.attention.kernels import AttentionCall, chunked_attention
+from sinkscope.attention.weights import AttentionRead
+from sinkscope.measuring.observables import OBSERVABLES, geometry
+from sinkscope.measuring.observables.activation import SITES, token_norms, value_norms
+from sinkscope.measuring.observables.attention import Attention, mean_over_queries, window_means
+from sinkscope.measuring.observables.geometry import causal_pair_means, masked_pair_means, pair_means, sum_from
+from sinkscope.measuring.observables.massive import Massive, is_massive, largest_entries, middle
+from sinkscope.measuring.observables.observable import ATTENTION_SITES, Mean, Reading, Settings, long_form
+from sinkscope.measuring.observables.outlier import infinity_norm, kurtosis
+from sinkscope.results.tables import COLUMNS
+from sinkscope.text.batch import Batch
+
+LEFT = padded(ragged_tokens((3, 5)), "left")  # columns 2 … 4 and 0 … 4 are real
+
+
+# --------------------------------------------------------------------------------------------- batches
+
+
+def test_a_batch_knows_where_its_sequences_begin_and_end() -> None:
+    assert LEFT.start.tolist() == [2, 0]
+    assert LEFT.lengths.tolist() == [3, 5]
+    assert LEFT.position_ids.tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 3, 4]]
+    assert LEFT.valid is not None
+    assert LEFT.valid.tolist() == [[False, False, True, True, True], [True] * 5]
+    assert padded(ragged_tokens((4, 4))).valid is None
+
+
+def test_columns_become_positions() -> None:
+    columns = torch.arange(10.0).view(2, 1, 5)
+    at = LEFT.at_positions(columns, 3)
+    assert at.tolist() == [[[2.0, 3.0, 4.0]], [[5.0, 6.0, 7.0]]]
+    assert LEFT.at_positions(columns[:, 0], 3).tolist() == at[:, 0].tolist()
+    assert padded(ragged_tokens((3, 5))).at_positions(columns, 3)[:, 0].tolist() == [[0.0, 1, 2], [5.0, 6, 7]]
+
+
+def test_only_present_positions_count() -> None:
+    present = LEFT.present(4)
+    assert present is not None
+    assert present.tolist() == [[True, True, True, False], [True] * 4]
+    unpadded = padded(ragged_tokens((4, 4)))
+    assert unpadded.present(4) is None
+    beyond = unpadded.present(5)
+    assert beyond is not None
+    assert beyond.tolist() == [[True] * 4 + [False]] * 2
+
+
+def test_queries_from_a_position_on() -> None:
+    assert LEFT.queries_from(5).tolist() == [[3, 2, 1, 1, 1], [5, 4, 3, 2, 1]]
+
+
+def test_enough_columns_are_read_for_the_latest_start() -> None:
+    assert LEFT.columns(2) == 4
+    assert LEFT.columns(9) == 5
+    assert padded(ragged_tokens((3, 5))).columns(2) == 2
+
+
+# ----------------------------------------------------------------------------------------------- means
+
+
+def test_a_running_mean_does_not_depend_on_how_it_was_fed() -> None:
+    x = torch.randn(6, 2, 3, generator=torch.Generator().manual_seed(0))
+    present = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 1, 0], [1, 1, 1]], dtype=torch.bool)
+    expected = [[x[present[:, p], h, p].double().mean() for p in range(3)] for h in range(2)]
+    for size in (1, 2, 4, 6):
+        mean = Mean()
+        for at in range(0, 6, size):
+            mean.add("key", x[at : at + size], present[at : at + size])
+        np.testing.assert_allclose(mean["key"], expected, rtol=1e-12)
+
+
+def test_what_is_absent_is_not_looked_at() -> None:
+    mean = Mean()
+    mean.add("key", torch.tensor([[1.0, torch.nan], [3.0, 5.0]]), torch.tensor([[True, False], [True, True]]))
+    assert mean["key"].tolist() == [2.0, 5.0]
+    mean.add("other", torch.tensor([[1.0, torch.inf]]), torch.tensor([[True, False]]))
+    assert mean["other"][0] == 1.0
+    assert np.isnan(mean["other"][1])
+
+
+def test_means_are_summed_in_float64() -> None:
+    """In float32, 1e8 + 1 is 1e8."""
+    mean = Mean()
+    mean.add("key", torch.tensor([1e8, 1.0, -1e8]))
+    assert mean["key"] == pytest.approx(1 / 3, rel=1e-12)
+    for entry in (1e8, 1.0, -1e8):
+        mean.add("one by one", torch.tensor([[entry]]))
+    assert mean["one by one"] == pytest.approx(1 / 3, rel=1e-12)
+
+
+def test_long_form_has_one_row_an_observation() -> None:
+    frame = long_form({"layer": 7, "head": range(2), "position": range(3)}, {"x": np.arange(6).reshape(2, 3)})
+    assert frame.columns.tolist() == ["layer", "head", "position", "x"]
+    assert frame.to_numpy().tolist() == [[7, h, p, 3 * h + p] for h in range(2) for p in range(3)]
+
+
+# ------------------------------------------------------------------------------------------- attention
+
+
+def uniform_read(length: int, batch: Batch | None = None) -> AttentionRead:
+    """q = 0, two heads: every query spreads its attention evenly."""
+    batch = batch or padded(ragged_tokens((length,)))
+    sequences = len(batch.token_ids)
+    key = torch.randn(sequences, 2, length, 4, dtype=torch.float64)
+    query = torch.zeros_like(key)
+    seen = torch.ones(length, length, dtype=torch.bool).tril() & batch.attention_mask.bool()[:, None, None]
+    call = AttentionCall(None if batch.valid is None else seen, 0.5)
+    _, lse = chunked_attention(query, key, key, call)
+    return AttentionRead(query, key, key, lse, call, batch)
+
+
+def table(name: str, read: AttentionRead, settings: Settings) -> dict[str, pd.DataFrame]:
+    observable = OBSERVABLES[name](settings)
+    observable.see_attention(0, read, read.batch)
+    return observable.tables()
+
+
+@pytest.mark.parametrize("batch", [None, padded(ragged_tokens((20, 12)), "left")], ids=["one", "padded"])
+def test_uniform_attention_has_the_exact_statistics(batch: Batch | None) -> None:
+    """a[t,s] = 1/(t+1): α_s, M̄_s and S̄_s are means of 1/(t+1) and 1/(t+1)², the entropy is the mean of log(t+1)."""
+    positions, window = 16, 8
+    tables = table("attention", uniform_read(20, batch), Settings(positions, window, epsilon=0.3))
+    lengths = [20] if batch is None else batch.lengths.tolist()
+    weights = [1 / np.arange(1, length + 1) for length in lengths]
+    rows = tables["attention"].query("head == 1").set_index("position")
+    assert len(rows) == positions
+    for s in range(positions):
+        present = [row for row in weights if len(row) > s]
+        alphas = [row[s : s + window].mean() for row in present]
+        assert rows["window_mass"][s] == pytest.approx(np.mean(alphas), rel=1e-12)
+        assert rows["sink_mass"][s] == pytest.approx(np.mean([row[s:].mean() for row in present]), rel=1e-12)
+        second = np.mean([(row[s:] ** 2).mean() for row in present])
+        assert rows["sink_second_moment"][s] == pytest.approx(second, rel=1e-12)
+        assert rows["sink_fraction"][s] == np.mean([alpha > 0.3 for alpha in alphas])
+    heads = tables["attention_heads"]
+    entropy = np.mean([np.log(np.arange(1, length + 1)).mean() for length in lengths])
+    np.testing.assert_allclose(heads["attention_entropy"], entropy, rtol=1e-12)
+    assert (heads["missing_mass"] == 0).all()
+
+
+def test_the_sink_indicator_is_strict() -> None:
+    """α_0 of two tokens under uniform attention is (1 + ½)/2 = ¾ exactly."""
+    for epsilon, expected in ((0.75, 0.0), (np.nextafter(0.75, 0), 1.0)):
+        tables = table("attention", uniform_read(2), Settings(1, 2, epsilon))
+        assert tables["attention"]["sink_fraction"].tolist() == [expected] * 2
+        sinks = tables["sink_positions"].query("position == 0")
+        assert len(sinks) == 2 * expected
+
+
+def test_the_indicator_is_taken_per_sequence() -> None:
+    """Means above ε of sequences half of which are below it: the fraction is of sequences."""
+    batch = padded(ragged_tokens((2, 8)))
+    tables = table("attention", uniform_read(8, batch), Settings(1, 8, epsilon=0.5))
+    row = tables["attention"].iloc[0]
+    alphas = [(1 + 1 / 2) / 2, np.mean(1 / np.arange(1, 9))]
+    assert row["window_mass"] == pytest.approx(np.mean(alphas))
+    assert np.mean(alphas) > 0.5 > alphas[1]
+    assert row["sink_fraction"] == 0.5
+
+
+def test_sinks_are_listed_at_every_position_with_their_token() -> None:
+    batch = Batch(torch.tensor([[5, 6, 7], [8, 9, 10]]), torch.ones(2, 3, dtype=torch.long), first=4)
+    observable = Attention(Settings(1, 2, epsilon=0.4))  # `positions` does not bound where sinks are looked for
+    read = uniform_read(3, batch)
+    observable.see_attention(3, read, batch)
+    sinks = observable.tables()["sink_positions"].query("head == 0")
+    # α: (1 + ½)/2, (½ + ⅓)/2, ⅓
+    assert sinks["layer"].tolist() == [3] * 4
+    assert sinks[["sequence", "position", "token_id"]].to_numpy().tolist() == [
+        [4, 0, 5],
+        [4, 1, 6],
+        [5, 0, 8],
+        [5, 1, 9],
+    ]
+    np.testing.assert_allclose(sinks["window_mass"], [0.75, 5 / 12] * 2)
+
+
+def test_a_run_without_sinks_has_an_empty_list() -> None:
+    sinks = table("attention", uniform_read(5), Settings(1, 5, epsilon=0.99))["sink_positions"]
+    assert sinks.empty
+    assert sinks.columns.tolist() == ["layer", "head", "sequence", "position", "token_id", "window_mass"]
+
+
+def test_a_window_longer_than_what_follows_is_the_mean_over_what_does() -> None:
+    """With W = T: the mean over all t ≥ s, so window mass and sink mass are one."""
+    rows = table("attention", make_read("causal"), Settings(23, 23))["attention"]
+    np.testing.assert_allclose(rows["window_mass"], rows["sink_mass"], rtol=1e-12)
+
+
+def test_a_window_of_one_is_what_a_token_pays_itself() -> None:
+    read = make_read("causal")
+    rows = table("attention", read, Settings(23, 1))["attention"]
+    weights, _ = read.weights(slice(0, 23), slice(0, 23))
+    diagonal = weights.diagonal(dim1=-2, dim2=-1).mean(0)
+    np.testing.assert_allclose(rows["window_mass"], diagonal.flatten(), rtol=1e-12)
+
+
+def test_key_value_heads_are_numbered_by_group() -> None:
+    for name in ("attention", "geometry"):
+        rows = table(name, make_read("causal"), Settings(2, 2))[name]
+        assert rows.groupby("head")["kv_head"].first().tolist() == [0, 0, 1, 1]
+
+
+def test_window_means_divide_by_the_queries_there_are() -> None:
+    batch = padded(ragged_tokens((3, 5)), "left")
+    sums = torch.ones(2, 1, 5)
+    expected = [[1 / 2, 1 / 2, 1], [1 / 2, 1 / 2, 1 / 2]]
+    np.testing.assert_allclose(window_means(sums, batch, 2, 3)[:, 0], expected)
+
+
+def test_means_over_queries_leave_padding_out() -> None:
+    rows = torch.tensor([[[torch.nan, 7.0, 1.0, 2.0, 3.0]], [[1.0, 1.0, 1.0, 1.0, 6.0]]])
+    assert mean_over_queries(rows, LEFT)[:, 0].tolist() == [2.0, 2.0]
+
+
+# -------------------------------------------------------------------------------------------- geometry
+
+
+def dense_pairs(read: AttentionRead, columns: int) -> dict[str, torch.Tensor]:
+    """cos, product of norms and logit gap of every pair (t, s) that t may attend to, by loops."""
+    heads = read.query.shape[1]
+    length = read.length
+    seen = read.allowed(slice(0, length), slice(0, length))
+    assert seen is not None
+    seen = seen.expand(len(read.query), heads, length, length)
+    logits = read.logits(slice(0, length), slice(0, length))
+    names = ("qk_cosine", "qk_norm_product", "sink_logit_gap")
+    found = {name: torch.full((len(read.query), heads, columns), torch.nan, dtype=torch.float64) for name in names}
+    for b in range(len(read.query)):
+        for h in range(heads):
+            for s in range(columns):
+                key = read.key[b, h // (heads // read.key.shape[1]), s]
+                queries = [t for t in range(length) if seen[b, h, t, s]]
+                if not queries:
+                    continue
+                norms = [read.query[b, h, t].norm() * key.norm() for t in queries]
+                found["qk_norm_product"][b, h, s] = torch.stack(norms).mean()
+                cosines = [read.query[b, h, t] @ key / norm for t, norm in zip(queries, norms, strict=True)]
+                found["qk_cosine"][b, h, s] = torch.stack(cosines).mean()
+                gaps = []
+                for t in queries:
+                    others = seen[b, h, t].clone()
+                    others[s] = False
+                    if others.any():
+                        gaps.append(logits[b, h, t, s] - logits[b, h, t, others].mean())
+                if gaps:
+                    found["sink_logit_gap"][b, h, s] = torch.stack(gaps).mean()
+    return found
+
+
+def norms_of(read: AttentionRead) -> tuple[torch.Tensor, torch.Tensor]:
+    heads = read.query.shape[1]
+    return read.query.norm(dim=-1), read.key.norm(dim=-1).repeat_interleave(heads // read.key.shape[1], dim=1)
+
+
+@EACH_KIND
+def test_pair_means_are_those_of_the_loops(kind: str, lengths: tuple | None, side: str) -> None:
+    read = make_read(kind, length=23, lengths=lengths, side=side)
+    means, expected = pair_means(read, *norms_of(read), 23), dense_pairs(read, 23)
+    for name, truth in expected.items():
+        real = ~truth.isnan()
+        torch.testing.assert_close(means[name][real], truth[real], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("columns", [1, 5, 23])
+def test_sums_of_queries_give_what_pairs_of_tokens_give(columns: int) -> None:
+    """O(T·d) against O(T²): Σ_{t≥s} q_t·k_s = k_s · Σ_{t≥s} q_t."""
+    read = make_read("causal")
+    fast, slow = (means(read, *norms_of(read), columns) for means in (causal_pair_means, masked_pair_means))
+    for name in fast:
+        torch.testing.assert_close(fast[name], slow[name], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 64])
+def test_the_row_chunk_changes_no_pair_mean(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = make_read("softcap")
+    whole = masked_pair_means(read, *norms_of(read), 23)
+    monkeypatch.setattr(attention_weights, "ROW_CHUNK", 0)  # no logits kept from above
+    monkeypatch.setattr(geometry, "row_chunks", lambda length: attention_weights.row_chunks(length, rows))
+    for name, mean in masked_pair_means(make_read("softcap"), *norms_of(read), 23).items():
+        torch.testing.assert_close(mean, whole[name], rtol=1e-11, atol=1e-13)
+
+
+@EACH_PADDING
+def test_scores_of_the_models_own_give_the_same_pair_means(lengths: tuple | None, side: str) -> None:
+    plain = make_read("bool mask", lengths=lengths, side=side)
+    own = scored(plain)
+    expected = dense_pairs(plain, 23)
+    for name, mean in pair_means(own, *norms_of(own), 23).items():
+        real = ~expected[name].isnan()
+        torch.testing.assert_close(mean[real], expected[name][real], rtol=1e-9, atol=1e-11)
+
+
+def test_a_key_that_no_query_compares_has_no_gap() -> None:
+    """One token sees itself alone."""
+    read = uniform_read(1)
+    means = pair_means(read, *norms_of(read), 1)
+    assert means["sink_logit_gap"].isnan().all()
+    assert means["qk_norm_product"].isfinite().all()
+
+
+def test_equal_keys_have_no_gap_and_parallel_ones_cosine_one() -> None:
+    vector = torch.tensor([1.0, 2.0, -2.0, 0.5], dtype=torch.float64)
+    key = vector.expand(1, 2, 6, 4)
+    query = vector * torch.arange(1, 7, dtype=torch.float64)[:, None].expand(1, 2, 6, 1)
+    call = AttentionCall(None, 0.5)
+    _, lse = chunked_attention(query, key, key, call)
+    read = AttentionRead(query, key, key, lse, call, padded(ragged_tokens((6,))))
+    means = pair_means(read, *norms_of(read), 6)
+    torch.testing.assert_close(means["qk_cosine"], torch.ones(1, 2, 6, dtype=torch.float64))
+    torch.testing.assert_close(means["sink_logit_gap"], torch.zeros(1, 2, 6, dtype=torch.float64), rtol=0, atol=1e-13)
+    lengths = torch.arange(1, 7, dtype=torch.float64) * vector.norm() ** 2
+    expected = torch.stack([lengths[s:].mean() for s in range(6)])
+    torch.testing.assert_close(means["qk_norm_product"], expected.expand(1, 2, 6))
+
+
+def test_a_zero_query_has_no_direction_and_no_nan() -> None:
+    read = uniform_read(6)
+    for means in (causal_pair_means, masked_pair_means):
+        assert (means(read, *norms_of(read), 6)["qk_cosine"] == 0).all()
+
+
+def test_sums_from_a_position_on() -> None:
+    x = torch.arange(12.0).view(1, 1, 6, 2)
+    expected = torch.stack([x[0, 0, s:].sum(0) for s in range(4)])
+    assert sum_from(x, 4)[0, 0].tolist() == expected.tolist()
+
+
+# ------------------------------------------------------------------------------------------ activation
+
+
+def test_norms_are_over_coordinates_and_value_norms_over_all_heads() -> None:
+    x = torch.tensor([[[3.0, 4.0], [0.0, 2.0]]])
+    assert token_norms(x, Batch(torch.zeros(1, 2), torch.ones(1, 2))).tolist() == [[5.0, 2.0]]
+    value = torch.tensor([[[[1.0, 2.0]], [[2.0, 4.0]]]])  # (1, 2 heads, 1 token, 2)
+    assert value_norms(value).tolist() == [[5.0]]
+
+
+def test_norms_of_half_precision_do_not_overflow() -> None:
+    """The square of a massive activation does in float16."""
+    x = torch.tensor([[[3e4, 4e4]]], dtype=torch.float16)
+    batch = Batch(torch.zeros(1, 1), torch.ones(1, 1))
+    assert token_norms(x, batch).item() == pytest.approx(5e4, rel=1e-3)
+    assert value_norms(x[:, None]).item() == pytest.approx(5e4, rel=1e-3)
+    assert kurtosis(x, batch).isfinite().all()
+
+
+def test_the_highest_norm_is_kept_over_batches() -> None:
+    observable = OBSERVABLES["activation"](Settings(positions=2))
+    for scale in (1.0, 5.0, 2.0):
+        batch = Batch(torch.zeros(1, 2, dtype=torch.long), torch.ones(1, 2, dtype=torch.long))
+        observable.see(0, "mid", Reading(torch.tensor([[[scale], [1.0]]]), batch), batch)
+    rows = observable.tables()["activation"]
+    assert rows["norm_max"].tolist() == [5.0, 1.0]
+    np.testing.assert_allclose(rows["norm_mean"], [8 / 3, 1.0])
+
+
+def test_a_position_that_only_padding_reaches_has_no_highest_norm() -> None:
+    observable = OBSERVABLES["activation"](Settings(positions=4))
+    batch = padded(ragged_tokens((2, 3)))
+    hidden = torch.tensor([[[1.0], [2.0], [99.0]], [[3.0], [1.0], [4.0]]])
+    observable.see(0, "mid", Reading(hidden, batch), batch)
+    rows = observable.tables()["activation"]
+    assert rows["norm_max"].tolist()[:3] == [3.0, 2.0, 4.0]
+    assert rows["norm_mean"].tolist()[:3] == [2.0, 1.5, 4.0]
+    assert np.isnan(rows["norm_mean"][3])
+
+
+# --------------------------------------------------------------------------------------------- massive
+
+
+def hidden_state(median: float, *others: float) -> torch.Tensor:
+    """(T,D) whose absolute entries have this median, alternating in sign, with the others in front."""
+    entries = torch.full((4, 25), median)
+    entries[:, 1::2] *= -1
+    entries.view(-1)[: len(others)] = torch.tensor(others)
+    return entries
+
+
+@pytest.mark.parametrize(
+    ("median", "entry", "massive"),
+    [
+        (0.125, 125.0, True),  # exactly 1000 × the median counts
+        (0.125, np.nextafter(np.float32(125), np.float32(0)), False),
+        (0.0625, 100.0, False),  # exactly 100 does not
+        (0.0625, np.nextafter(np.float32(100), np.float32(200)), True),
+        (0.0625, -150.0, True),
+        (0.5, 499.0, False),
+        (0.0, 101.0, True),
+    ],
+)
+def test_the_criterion_is_above_100_and_at_least_1000_medians(median: float, entry: float, massive: bool) -> None:
+    hidden = hidden_state(median, entry)
+    found, places = largest_entries(hidden)
+    assert found == median
+    assert places[0] == 0
+    assert bool(is_massive(hidden[0, 0].abs(), found)) is massive
+    batch = Batch(torch.zeros(1, 4, dtype=torch.long), torch.ones(1, 4, dtype=torch.long))
+    observable = Massive(Settings())
+    observable.see(0, "layer_out", Reading(hidden[None], batch), batch)
+    rows = observable.tables()["massive"]
+    assert bool(rows["is_massive"][0]) is massive
+    assert rows["value"][0] == pytest.approx(entry)
+    assert len(rows) == 3
+
+
+def test_every_massive_activation_is_listed_and_at_least_three_entries() -> None:
+    for count in (0, 1, 3, 5):
+        hidden = hidden_state(0.01, *[200.0 + n for n in range(count)])
+        _, places = largest_entries(hidden)
+        assert len(places) == max(3, count)
+        assert sorted(places[:count].tolist()) == list(range(count))
+        values = hidden.abs().flatten()[places]
+        assert (values.diff() <= 0).all()  # largest first
+
+
+def test_the_median_is_the_lower_of_two_and_of_magnitudes() -> None:
+    for x in (torch.tensor([3.0, 1.0, 2.0, 4.0]), torch.rand(101), torch.rand(100), torch.tensor([7.0])):
+        assert middle(x) == x.median() == sorted(x.tolist())[(len(x) - 1) // 2]
+    median, _ = largest_entries(torch.tensor([[-5.0, 1.0, -3.0], [2.0, -4.0, 0.0]]))
+    assert median == 2.0
+
+
+def test_a_planted_massive_activation_is_found_with_its_token_and_coordinate() -> None:
+    """Token 40 alone gets 1e7 at coordinate 5; padding, left and right, moves nothing."""
+    model = tiny_model("llama")
+    model.get_input_embeddings().weight[40, 5] = 1e7
+    sequences = [ids.copy() for ids in ragged_tokens((9, 6, 8))]
+    for ids in sequences:
+        ids[ids == 40] = 41
+    sequences[1][4] = 40
+    for side in ("right", "left"):
+        for size in (1, 3):
+            rows = measured(model, batched(sequences, size, side), Settings(4, 4), ("massive",))["massive"]
+            massive = rows[rows["is_massive"]]
+            assert massive["layer"].tolist() == [0, 1, 2]
+            assert (massive[["sequence", "position", "token_id", "coordinate"]] == [1, 4, 40, 5]).all(axis=None)
+            np.testing.assert_allclose(massive["value"], 1e7, rtol=1e-3)
+            assert len(rows) == 3 * 3 * 3  # layers, sequences, the three largest
+
+
+def test_padding_is_no_entry_of_the_median() -> None:
+    batch = padded(ragged_tokens((1, 3)))
+    hidden = torch.tensor([[[1.0, 3.0], [1e6, 1e6], [1e6, 1e6]], [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]])
+    observable = Massive(Settings())
+    observable.see(2, "layer_out", Reading(hidden, batch), batch)
+    rows = observable.tables()["massive"]
+    assert rows.groupby("sequence")["median"].first().tolist() == [1.0, 3.0]
+    assert rows["value"].max() == 6.0
+    assert rows.groupby("sequence").size().tolist() == [2, 3]  # the first has two entries in all
+
+
+# --------------------------------------------------------------------------------------------- outlier
+
+
+def one_sequence(x: torch.Tensor) -> tuple[torch.Tensor, Batch]:
+    hidden = x.reshape(1, 1, -1)
+    return hidden, Batch(torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        ([1.0, -1.0], 1.0),  # two equal peaks: the least there is
+        ([0.0, 0.0, 0.0, 1.0], 7 / 3),
+        ([5.0, 7.0, 5.0, 7.0, 6.0], 1.25),
+        ([-2.0, -1.0, 0.0, 1.0, 2.0], 1.7),
+    ],
+)
+def test_kurtosis_of_few_numbers(entries: list[float], expected: float) -> None:
+    x = torch.tensor(entries, dtype=torch.float64)
+    for shifted in (x, 3 - 2 * x, x + 100):  # neither shift nor scale matters
+        assert kurtosis(*one_sequence(shifted)).item() == pytest.approx(expected, rel=1e-9)
+
+
+def test_kurtosis_of_known_distributions() -> None:
+    """Not excess: the normal distribution has 3, the uniform 9/5, the Laplace 6."""
+    quantiles = (torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000
+    assert kurtosis(*one_sequence(quantiles)).item() == pytest.approx(1.8, rel=1e-6)
+    normal = torch.special.ndtri(quantiles)
+    assert kurtosis(*one_sequence(normal)).item() == pytest.approx(3.0, rel=1e-3)
+    laplace = torch.distributions.Laplace(0.0, 1.0).icdf(quantiles)
+    assert kurtosis(*one_sequence(laplace)).item() == pytest.approx(6.0, rel=1e-2)
+
+
+def test_one_outlier_among_n_has_kurtosis_n() -> None:
+    """(n-1) zeros and one: n - 2 + 1/(n-1)."""
+    x = torch.zeros(100, dtype=torch.float64)
+    x[17] = -4e4
+    assert kurtosis(*one_sequence(x)).item() == pytest.approx(98 + 1 / 99, rel=1e-12)
+    assert infinity_norm(*one_sequence(x)).item() == 4e4
+
+
+def test_outliers_are_those_of_real_tokens() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for side in ("left", "right"):
+        batch = padded(ragged_tokens((3, 5)), side)
+        x = torch.randn(2, 5, 8, generator=generator, dtype=torch.float64)
+        x = torch.where(batch.attention_mask.bool()[..., None], x, 1e6)
+        for row, (start, length) in enumerate(zip(batch.start.tolist(), batch.lengths.tolist(), strict=True)):
+            alone = one_sequence(x[row, start : start + length])
+            assert kurtosis(x, batch)[row].item() == pytest.approx(kurtosis(*alone).item(), rel=1e-12)
+            assert infinity_norm(x, batch)[row].item() == x[row, start : start + length].abs().max()
+
+
+def test_kurtosis_does_not_change_what_it_reads() -> None:
+    x = torch.randn(2, 5, 8)
+    before = x.clone()
+    kurtosis(x, padded(ragged_tokens((5, 5))))
+    kurtosis(x, LEFT)
+    assert torch.equal(x, before)
+
+
+# ------------------------------------------------------------------------------------------------- all
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_observables_leave_the_model_alone(name: str) -> None:
+    """Whatever is measured, what is measured beside it is the same."""
+    model, batch = tiny_model("falcon"), padded(ragged_tokens((9, 6)))
+    alone = measured(model, [batch], Settings(4, 4), (name,))
+    beside = measured(model, [batch], Settings(4, 4), FORWARD)
+    for table_name, rows in alone.items():
+        assert rows.equals(beside[table_name])
+
+
+def test_every_observable_is_listed_and_says_what_it_is() -> None:
+    assert set(FORWARD) <= set(OBSERVABLES)
+    for name, observable in OBSERVABLES.items():
+        assert observable.name == name
+        assert observable.about
+        assert set(observable.sites) <= {*SITES, "attn_norm", "mlp_norm", *ATTENTION_SITES}
+
+
+def test_tables_have_the_columns_that_are_published() -> None:
+    tables: dict[str, Any] = measured(tiny_model("llama"), [padded(ragged_tokens((9, 6)))], Settings(4, 4))
+    for name, rows in tables.items():
+        assert rows.columns[0] == "layer"
+        assert {*rows.columns} == {"layer", *COLUMNS[name]} - {"token"}

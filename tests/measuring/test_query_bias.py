@@ -1,0 +1,515 @@
+"""The query bias's Δ, γ and alignment against products written out by hand; what they do not apply to; NU's table."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from gradient_reference import in_double
+from tiny import TINY, batched, ragged_tokens, tiny_model, tiny_tokens
+from transformers import PreTrainedModel
+
+import sinkscope
+from sinkscope.commands.doctor import doctor
+from sinkscope.errors import InputError
+from sinkscope.measuring.observables.observable import Settings
+from sinkscope.measuring.observables.query_bias import BINS, Moments, QueryBias
+from sinkscope.measuring.summary import delta_gap
+from sinkscope.measuring.tracer import open_tracer
+from sinkscope.models.families import find_family
+from sinkscope.models.loading import LoadedModel
+from sinkscope.models.positions import massive_coordinates
+from sinkscope.models.wiring import read_sites
+from sinkscope.report.figures import applicable, draw
+from sinkscope.report.paper_tables import as_markdown, gamma_table, paper_tables
+from sinkscope.report.run import Run
+from sinkscope.text.batch import Batch
+
+BIASED = ("gpt2", "opt", "opt-post-norm", "qwen2", "phi", "gpt_neox", "gpt_neox-sequential", "bloom", "gpt_oss")
+LEARNED = ("gpt2", "opt", "opt-post-norm")
+LENGTHS = (9, 4, 12, 1, 7)
+EACH = pytest.mark.parametrize("name", BIASED)
+FIGURES = ("query-bias-distribution", "query-bias-alignment", "epe-coordinates", "gamma")
+ROPE_ONLY = ("query-bias-distribution",)  # what needs no learned positions
+
+
+def double(name: str) -> PreTrainedModel:
+    return tiny_model(name, dtype=torch.float32 if name == "gpt_oss" else torch.float64)
+
+
+def exactly(model: PreTrainedModel) -> Any:
+    return in_double(model) if model.dtype == torch.float64 else nullcontext()
+
+
+def tables_of(
+    model: PreTrainedModel, sequences: Sequence[np.ndarray], size: int = 2, side: str = "right"
+) -> dict[str, pd.DataFrame]:
+    """As `analyze` makes them, of batches of `size`."""
+    family = find_family(model)
+    with exactly(model), open_tracer(model, family) as tracer:
+        observable = QueryBias(Settings(positions=2))  # which bounds nothing here
+        observable.prepare(model, family, 1)
+        for batch in batched(sequences, size, side):
+            tracer.forward(batch, [observable])
+        return observable.tables()
+
+
+def by_hand(name: str, attention: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """W_k (H,d,D) and b_Q (H,d), each query head with the key head that it reads, sliced out of the layer's weights."""
+    if name == "gpt2":  # (in, out), all queries, then all keys
+        weight, bias = attention.c_attn.weight, attention.c_attn.bias
+        return weight[:, 32:64].T.reshape(4, 8, 32), bias[:32].view(4, 8)
+    if hasattr(attention, "query_key_value"):  # head by head: query, key, value
+        fused = attention.query_key_value
+        return fused.weight.view(4, 3, 8, 32)[:, 1], fused.bias.view(4, 3, 8)[:, 0]
+    bias = attention.q_proj.bias.view(4, -1)
+    weight = attention.k_proj.weight.view(-1, bias.shape[1], 32)
+    return torch.stack([weight[head * len(weight) // 4] for head in range(4)]), bias
+
+
+@cache
+def found_and_expected(name: str) -> tuple[PreTrainedModel, dict[str, pd.DataFrame], list[dict[str, torch.Tensor]]]:
+    """The tables; and by layer W_k, b_Q and Δ (H,T) of each sequence by itself, in plain transformers."""
+    model = double(name)
+    family = find_family(model)
+    sequences = ragged_tokens(LENGTHS)
+    layers: list[dict[str, Any]] = []
+    for module in family.layer_modules(model):
+        weight, bias = by_hand(name, module.get_submodule(family.attention))
+        layers.append({"weight": weight, "bias": bias, "deltas": []})
+    with exactly(model):
+        for ids in sequences:
+            for record, sites in zip(layers, read_sites(model, family, torch.as_tensor(ids)[None]), strict=True):
+                x = sites["layer_in" if name == "opt-post-norm" else "attn_norm"][0]
+                keys = torch.einsum("hdc,tc->htd", record["weight"], x)
+                record["deltas"].append((keys * record["bias"][:, None]).sum(-1))
+    return model, tables_of(model, sequences), layers
+
+
+def rows(table: pd.DataFrame, **where: Any) -> pd.DataFrame:
+    for column, value in where.items():
+        table = table[table[column] == value]
+    return table
+
+
+# ---------------------------------------------------------------------------------------------------- Δ
+
+
+@EACH
+def test_delta_is_the_bias_times_the_key_of_each_token(name: str) -> None:
+    model, tables, layers = found_and_expected(name)
+    tolerance = 1e-10 if model.dtype == torch.float64 else 1e-4
+    for layer, record in enumerate(layers):
+        for head in range(-1, 4):
+            found = rows(tables["query_bias"], layer=layer, head=head)
+            assert found["position"].tolist() == list(range(max(LENGTHS)))
+            for row in found.itertuples():
+                deltas = [delta for delta in record["deltas"] if delta.shape[1] > row.position]
+                at = torch.stack([delta[:, row.position] for delta in deltas])  # (sequences, heads)
+                values = at.sum(1) if head == -1 else at[:, head]
+                assert row.delta_mean == pytest.approx(float(values.mean()), rel=tolerance, abs=tolerance)
+                assert row.delta_std == pytest.approx(float(values.std(correction=0)), rel=tolerance, abs=tolerance)
+
+
+@EACH
+def test_the_heads_add_up_to_the_whole(name: str) -> None:
+    _, tables, _ = found_and_expected(name)
+    table = tables["query_bias"]
+    whole = rows(table, head=-1).set_index(["layer", "position"])["delta_mean"]
+    parts = table[table["head"] >= 0].groupby(["layer", "position"])["delta_mean"].sum()
+    np.testing.assert_allclose(parts, whole[parts.index], rtol=1e-4, atol=1e-4)
+
+
+@EACH
+def test_the_distribution_counts_every_token_once(name: str) -> None:
+    _, tables, layers = found_and_expected(name)
+    for layer, record in enumerate(layers):
+        whole = [delta.sum(0) for delta in record["deltas"]]
+        groups = {"position 0": torch.stack([d[0] for d in whole]), "later": torch.cat([d[1:] for d in whole])}
+        centres = []
+        for group, values in groups.items():
+            found = rows(tables["delta_distribution"], layer=layer, group=group)
+            assert len(found) == BINS
+            assert found["count"].sum() == len(values)
+            centre = float((found["delta"] * found["count"]).sum() / len(values))
+            width = float(found["delta"].diff().iloc[1])
+            assert abs(centre - float(values.mean())) <= 0.5 * width
+            centres.append(found["delta"].to_numpy())
+        np.testing.assert_array_equal(*centres)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen2", "bloom"])
+@pytest.mark.parametrize(("size", "side"), [(1, "right"), (5, "right"), (2, "left"), (3, "left")])
+def test_padding_and_batch_size_change_nothing(name: str, size: int, side: str) -> None:
+    model, tables, _ = found_and_expected(name)
+    for table, found in tables_of(model, ragged_tokens(LENGTHS), size, side).items():
+        pd.testing.assert_frame_equal(found, tables[table], rtol=1e-9, atol=1e-9)
+
+
+def test_a_small_spread_beside_a_large_mean_is_kept() -> None:
+    values = 1e8 + torch.arange(6.0, dtype=torch.float64).view(6, 1, 1)
+    moments = Moments()
+    for part in values.split(4):
+        moments.add(part, torch.ones(part.shape[:2], dtype=torch.bool))
+    assert float(moments.mean) == 1e8 + 2.5
+    assert float(moments.variance) == pytest.approx(35 / 12, rel=1e-12)
+
+
+def test_half_precision_gives_the_figures_of_float32() -> None:
+    model = tiny_model("gpt2", dtype=torch.bfloat16, spread=3.0)
+    half, single = (tables_of(one, ragged_tokens(LENGTHS))["query_bias"] for one in (model, model.float()))
+    scale = single["delta_mean"].abs().max()
+    np.testing.assert_allclose(half["delta_mean"], single["delta_mean"], atol=0.05 * scale)
+
+
+def test_only_attentions_input_is_looked_at() -> None:
+    model = tiny_model("gpt2")
+    observable = QueryBias(Settings())
+    observable.prepare(model, find_family(model), 1)
+    observable.see(0, "layer_in", None, Batch(tiny_tokens(), torch.ones_like(tiny_tokens())))  # type: ignore[arg-type]
+    assert observable.moments == {}
+
+
+# ------------------------------------------------------------------------------------- γ and alignment
+
+
+@EACH
+def test_gamma_is_the_bias_through_the_key_projection(name: str) -> None:
+    _, tables, layers = found_and_expected(name)
+    for layer, record in enumerate(layers):
+        expected = sum(record["weight"][head].T @ record["bias"][head] for head in range(4))
+        found = rows(tables["gamma"], layer=layer)
+        assert found["coordinate"].tolist() == list(range(32))
+        np.testing.assert_allclose(found["gamma"], expected.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_gpt2s_gamma_is_a_product_of_its_stored_weights() -> None:
+    model, tables, _ = found_and_expected("gpt2")
+    for layer, block in enumerate(model.transformer.h):
+        weight, bias = block.attn.c_attn.weight, block.attn.c_attn.bias
+        found = rows(tables["gamma"], layer=layer)["gamma"]
+        np.testing.assert_allclose(found, (weight[:, 32:64] @ bias[:32]).numpy(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_alignment_and_epe_of_learned_positions(name: str) -> None:
+    """The first MLP of the bare positional vector, plus that vector; its key, and the key's cosine with the bias."""
+    model, tables, layers = found_and_expected(name)
+    if name == "gpt2":
+        p, mlp = model.transformer.wpe.weight[:12], model.transformer.h[0].mlp
+        hidden = torch.nn.functional.gelu(p @ mlp.c_fc.weight + mlp.c_fc.bias, approximate="tanh")
+        epe = p + hidden @ mlp.c_proj.weight + mlp.c_proj.bias
+    else:
+        p, first = model.model.decoder.embed_positions.weight[2:14], model.model.decoder.layers[0]
+        epe = p + torch.relu(p @ first.fc1.weight.T + first.fc1.bias) @ first.fc2.weight.T + first.fc2.bias
+    for layer, record in enumerate(layers):
+        gamma = rows(tables["gamma"], layer=layer)
+        np.testing.assert_allclose(gamma["epe_0"], epe[0], rtol=1e-12)
+        assert gamma[gamma["is_massive_epe"]]["coordinate"].tolist() == massive_coordinates(epe[0])
+        keys = torch.einsum("hdc,pc->phd", record["weight"], epe)
+        for head in range(-1, 4):
+            k = keys.flatten(1) if head == -1 else keys[:, head]
+            b = record["bias"].flatten() if head == -1 else record["bias"][head]
+            expected = (k @ b) / (k.norm(dim=1) * b.norm())
+            found = rows(tables["query_bias"], layer=layer, head=head)["key_alignment"]
+            np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name in BIASED if name not in LEARNED])
+def test_without_learned_positions_there_is_no_epe(name: str) -> None:
+    _, tables, _ = found_and_expected(name)
+    assert tables["query_bias"]["key_alignment"].isna().all()
+    assert tables["gamma"]["epe_0"].isna().all()
+    assert not tables["gamma"]["is_massive_epe"].any()
+
+
+def gapped(*massive: float) -> torch.Tensor:
+    """Ordinary entries up to 1, and these at places 3, 10, 17 …"""
+    vector = torch.linspace(-1, 1, 100)
+    for place, entry in enumerate(massive):
+        vector[3 + 7 * place] = entry
+    return vector
+
+
+@pytest.mark.parametrize(
+    ("vector", "expected"),
+    [
+        (gapped(-60.0), [3]),
+        (gapped(60.0, -25.0), [3, 10]),
+        (gapped(40.0, 60.0, -35.0), [3, 10, 17]),
+        (gapped(), []),
+        (gapped(1.9), []),  # no gap
+        (gapped(4.0), []),  # a gap, but not far from the median
+        (torch.cat([torch.tensor([9.0, 3.0]), 0.01 * torch.ones(8)]), [0, 1]),
+        (2.0 ** -torch.arange(40.0), [0]),  # all gaps alike: the first
+        (torch.zeros(10), []),
+        (torch.tensor([5.0, *[0.0] * 9]), [0]),
+        (torch.randn(4096, generator=torch.Generator().manual_seed(0)), []),
+    ],
+)
+def test_massive_coordinates_are_set_apart_by_a_gap(vector: torch.Tensor, expected: list[int]) -> None:
+    assert massive_coordinates(vector) == expected
+    assert massive_coordinates(-3 * vector) == expected
+    assert massive_coordinates(vector.flip(0)) == sorted(len(vector) - 1 - place for place in expected)
+
+
+# ------------------------------------------------------------------------------------------ which models
+
+
+def run_of(model: PreTrainedModel, **options: Any) -> Run:
+    return sinkscope.analyze(model, **{"input": "random", "num_seqs": 3, "seq_len": 12, "positions": 4} | options)
+
+
+REASONS = {  # how each family's refusal reads
+    "qwen3": "its queries have no bias",
+    "llama": "its queries have no bias",
+    "gpt_neo": "its queries have no bias",
+    "gptj": "its queries have no bias",
+    "olmo2": "its queries have no bias",
+    "mpt": "its queries have no bias",
+}
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_family_has_a_query_bias_or_a_reason_not_to(name: str) -> None:
+    model = tiny_model(name)
+    reason = QueryBias.inapplicable(model, find_family(model))
+    assert (reason is None) == (name in BIASED)
+    if name in REASONS:
+        assert reason == REASONS[name]
+
+
+def test_a_norm_behind_the_projection_is_a_reason() -> None:
+    model = tiny_model("qwen2")
+    family = find_family(model)
+    attention = model.model.layers[0].self_attn
+    attention.heads_norm = torch.nn.Identity()  # of the mix: in no logit
+    assert QueryBias.inapplicable(model, family) is None
+    for name in ("q_norm", "k_norm", "q_layernorm", "query_layernorm", "qk_norm", "q_ln"):
+        attention.add_module(name, torch.nn.Identity())
+        reason = QueryBias.inapplicable(model, family)
+        assert reason == f"a norm ({name}) stands between the projection of queries or keys and the logits"
+        delattr(attention, name)
+
+
+def test_weights_that_cannot_be_read_are_a_reason() -> None:
+    model = tiny_model("gpt2").to("meta")
+    reason = QueryBias.inapplicable(model, find_family(model))
+    assert reason == "its weights cannot be read here: they are offloaded or quantised"
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_what_does_not_apply_is_left_out_with_the_reason_and_refused_by_name(name: str) -> None:
+    model = tiny_model(name)
+    run = run_of(model)
+    assert run.manifest["not_measured"] == {"query-bias": REASONS[name]}
+    assert not {"query_bias", "gamma", "delta_distribution"} & set(run.tables)
+    assert f"query-bias ({REASONS[name]})" in run.verdict
+    with pytest.raises(InputError, match=f"--observables query-bias does not apply to .*: {REASONS[name]}"):
+        run_of(model, observables=("attention", "query-bias"))
+    with pytest.raises(InputError, match=f"figure 'gamma': query-bias does not apply to .*: {REASONS[name]}"):
+        run.figure("gamma")
+    report = doctor(model)
+    assert f"query-bias does not apply: {REASONS[name]}" in report.notes
+    assert "query-bias" not in report.facts["observables"]
+
+
+def test_what_applies_is_measured_by_default() -> None:
+    run = run_of(tiny_model("gpt2"))
+    assert run.manifest["not_measured"] == {}
+    assert {"query_bias", "gamma", "delta_distribution"} <= set(run.tables)
+    assert "query-bias does not apply" not in "".join(doctor(tiny_model("gpt2")).notes)
+    assert run_of(tiny_model("gpt2"), observables=("attention",)).manifest["not_measured"] == {}
+
+
+def test_layers_without_a_bias_are_left_out() -> None:
+    model = tiny_model("qwen2")
+    model.model.layers[1].self_attn.q_proj.bias = None
+    run = run_of(model, observables=("query-bias",))
+    for table in ("query_bias", "gamma", "delta_distribution"):
+        assert sorted(run.tables[table]["layer"].unique()) == [0, 2]
+
+
+def test_the_model_is_left_as_it_was_and_a_trainable_one_is_measured_alike() -> None:
+    model, untouched = tiny_model("gpt2"), tiny_model("gpt2")
+    frozen = run_of(model, observables=("query-bias",)).tables
+    trainable = run_of(model.requires_grad_(True), observables=("query-bias",)).tables
+    for name, table in frozen.items():
+        assert table.equals(trainable[name]), name
+    for mine, other in zip(model.parameters(), untouched.parameters(), strict=True):
+        assert torch.equal(mine, other)
+        assert mine.grad is None
+    assert torch.equal(model(tiny_tokens()).logits, untouched(tiny_tokens()).logits)
+
+
+# -------------------------------------------------------------------------------- summary, verdict, table
+
+
+def with_massive_position(name: str = "gpt2") -> PreTrainedModel:
+    """Position 0's vector is huge at coordinate 7, which every layer's bias reads."""
+    model = tiny_model(name, spread=1.0)
+    model.transformer.wpe.weight[0, 7] += 30.0
+    for block in model.transformer.h:
+        weight, bias = block.attn.c_attn.weight, block.attn.c_attn.bias
+        weight[7, 32:64] = 0.5 * bias[:32]
+    return model
+
+
+def test_the_summary_says_how_far_position_0_is_apart() -> None:
+    run = run_of(with_massive_position(), num_seqs=5)
+    table, layers = rows(run.tables["query_bias"], head=-1), range(3)
+    gaps = []
+    for layer in layers:
+        at = rows(table, layer=layer).set_index("position")
+        assert run.metric("delta_first", layer) == at["delta_mean"][0]
+        assert run.metric("delta_later", layer) == pytest.approx(at["delta_mean"][1:].mean())
+        assert run.metric("key_alignment_first", layer) == at["key_alignment"][0]
+        assert run.metric("key_alignment_later", layer) == pytest.approx(at["key_alignment"][1:].mean())
+        gamma = rows(run.tables["gamma"], layer=layer)["gamma"].abs().to_numpy()
+        assert run.metric("gamma_ratio", layer) == pytest.approx(gamma[7] / gamma.mean())
+        gaps.append(run.metric("delta_gap", layer))
+    assert run.metric("delta_gap") == pytest.approx(np.mean(gaps))
+    assert run.metric("delta_outlier_share") == np.mean(np.array(gaps) > 2) > 0
+    assert "The query bias lifts the logits of position 0" in run.verdict
+    assert "EPE₀ is massive at coordinate 7, where |γ| is" in run.verdict
+
+
+def test_the_gap_is_in_standard_deviations_over_all_later_tokens() -> None:
+    tokens = np.random.default_rng(0).normal(3, 2, (4, 6))  # sequences × positions
+    table = pd.DataFrame(
+        {"layer": 0, "position": range(6), "delta_mean": tokens.mean(0), "delta_std": tokens.std(0)},
+    )
+    later = tokens[:, 1:]
+    assert delta_gap(table)[0] == pytest.approx((tokens[:, 0].mean() - later.mean()) / later.std())
+
+
+def test_metrics_of_learned_positions_are_left_out_where_there_are_none() -> None:
+    run = run_of(tiny_model("qwen2"))
+    metrics = set(run.tables["summary"]["metric"])
+    assert {"delta_first", "delta_later", "delta_gap", "delta_outlier_share"} <= metrics
+    assert not {"key_alignment_first", "key_alignment_later", "gamma_ratio"} & metrics
+    assert "EPE" not in run.verdict
+    assert paper_tables(run) == {}
+
+
+NU_ROWS = [  # NU table 1, as printed
+    {"layer": "layer 7", "baseline": "1.12 ± 2.701", "d=138": 12.453, "d=447": 18.17},
+    {"layer": "layer 9", "baseline": "1.23 ± 3.224", "d=138": 17.846, "d=447": 28.01},
+]
+
+
+def with_moments(row: dict[str, Any], layer: int) -> pd.DataFrame:
+    """A table `gamma` of one layer whose |γ| has the row's mean and spread, its massive entries included."""
+    mean, twice = map(float, row["baseline"].split(" ± "))
+    massive = np.array([row["d=138"], row["d=447"]])
+    others, size = 768, 770
+    centre = (size * mean - massive.sum()) / others
+    variance = (size * (mean**2 + (twice / 2) ** 2) - (massive**2).sum()) / others - centre**2
+    shape = np.where(np.arange(others) % 3 == 0, np.sqrt(2), -np.sqrt(0.5))  # mean 0, variance 1
+    magnitude = np.insert(centre + np.sqrt(variance) * shape, [138, 446], massive)
+    assert (magnitude > 0).all()
+    coordinate = np.arange(size)
+    table = {"layer": layer, "coordinate": coordinate, "gamma": magnitude * (-1) ** coordinate, "epe_0": 0.0}
+    return pd.DataFrame(table | {"is_massive_epe": np.isin(coordinate, [138, 447])})
+
+
+def test_the_table_is_written_as_the_paper_prints_it() -> None:
+    gamma = pd.concat([with_moments(row, layer) for row, layer in zip(NU_ROWS, (6, 8), strict=True)])
+    tables = paper_tables(Run({}, {"gamma": gamma}))
+    assert tables["gamma"].to_dict("records") == NU_ROWS
+    assert as_markdown(tables["gamma"]).splitlines() == [
+        "| layer | baseline | d=138 | d=447 |",
+        "| --- | --- | --- | --- |",
+        "| layer 7 | 1.12 ± 2.701 | 12.453 | 18.17 |",
+        "| layer 9 | 1.23 ± 3.224 | 17.846 | 28.01 |",
+    ]
+
+
+def test_there_is_no_table_without_a_massive_coordinate() -> None:
+    assert gamma_table(Run({}, {})) is None
+    assert paper_tables(Run({}, {"gamma": with_moments(NU_ROWS[0], 0).assign(is_massive_epe=False)})) == {}
+
+
+# ---------------------------------------------------------------------------------------------- figures
+
+
+def test_figures_of_learned_positions_are_all_drawn(tmp_path: Path) -> None:
+    run = run_of(with_massive_position(), num_seqs=4)
+    assert set(FIGURES) <= set(applicable(run))
+    for name in FIGURES:
+        draw(name, run).savefig(tmp_path / f"{name}.png")
+
+
+def test_figures_that_need_learned_positions_say_so() -> None:
+    run = run_of(tiny_model("qwen2"), observables=("query-bias",))
+    assert set(FIGURES) & set(applicable(run)) == set(ROPE_ONLY)
+    draw(*ROPE_ONLY, run).draw_without_rendering()
+    for name in set(FIGURES) - set(ROPE_ONLY):
+        with pytest.raises(
+            InputError, match=f"figure '{name}' has nothing to draw of .*: its positions are not learned"
+        ):
+            draw(name, run)
+    plain = Run(run.manifest, {"gamma": run.tables["gamma"].assign(epe_0=1.0)})
+    with pytest.raises(InputError, match="its EPE_0 has no massive coordinate"):
+        draw("gamma", plain)
+
+
+def test_figures_draw_what_the_tables_say() -> None:
+    run = run_of(with_massive_position(), num_seqs=4)
+    together = rows(run.tables["query_bias"], head=-1, position=0).set_index("layer")
+    left, right = draw("query-bias-alignment", run).axes
+    np.testing.assert_allclose(left.lines[1].get_ydata(), together["key_alignment"])
+    heads = run.tables["query_bias"].query("head >= 0 and position == 0")["key_alignment"]
+    np.testing.assert_allclose(right.lines[0].get_ydata(), heads)
+    panels = draw("query-bias-distribution", run).axes
+    gaps = [run.metric("delta_gap", layer) for layer in range(3)]
+    titles = [f"layer {layer}: {gap:+.1f}σ".replace("-", "−") for layer, gap in enumerate(gaps)]
+    assert [ax.get_title() for ax in panels] == titles
+    for layer, ax in enumerate(panels):
+        for group, bars in zip(("later", "position 0"), ax.containers, strict=True):
+            counts = rows(run.tables["delta_distribution"], layer=layer, group=group)["count"]
+            np.testing.assert_allclose([bar.get_height() for bar in bars], counts / counts.max())
+    (ax,) = draw("epe-coordinates", run).axes
+    assert [text.get_text() for text in ax.texts] == ["7"]
+    (ax,) = draw("gamma", run).axes
+    mean, massive = ax.lines
+    magnitude = run.tables["gamma"].assign(magnitude=run.tables["gamma"]["gamma"].abs())
+    np.testing.assert_allclose(mean.get_ydata(), magnitude.groupby("layer")["magnitude"].mean())
+    np.testing.assert_allclose(massive.get_ydata(), rows(magnitude, coordinate=7)["magnitude"])
+
+
+# ------------------------------------------------------------------------------------------- a real model
+
+
+@pytest.fixture(scope="module")
+def mgm() -> LoadedModel:
+    path = Path(__file__).parents[2] / ".models" / "mgm"
+    if not path.exists():
+        pytest.fail("the model is missing: run `make models`")
+    return sinkscope.load(path, allow_pickle=True)
+
+
+@pytest.mark.real_model
+def test_a_trained_gpt2_has_one_massive_coordinate_that_its_bias_reads(mgm: LoadedModel, tmp_path: Path) -> None:
+    ids = torch.randint(5, 9000, (6, 64), generator=torch.Generator().manual_seed(0))
+    ids[:, 0] = mgm.model.config.bos_token_id
+    np.save(tmp_path / "ids.npy", ids.numpy())
+    run = sinkscope.analyze(mgm, input=tmp_path / "ids.npy", num_seqs=6, observables=("query-bias",))
+    gamma = run.tables["gamma"]
+    assert gamma[gamma["is_massive_epe"]]["coordinate"].unique().tolist() == [165]
+    records = read_sites(mgm.model, find_family(mgm.model), ids)
+    for layer, block in enumerate(mgm.model.transformer.h):
+        weight, bias = block.attn.c_attn.weight.double(), block.attn.c_attn.bias.double()
+        plain = weight[:, 256:512] @ bias[:256]
+        np.testing.assert_allclose(rows(gamma, layer=layer)["gamma"], plain, rtol=1e-9, atol=1e-12)
+        delta = records[layer]["attn_norm"].double() @ plain
+        found = rows(run.tables["query_bias"], layer=layer, head=-1)
+        np.testing.assert_allclose(found["delta_mean"], delta.mean(0), rtol=1e-3, atol=1e-3)
+    assert run.metric("gamma_ratio") > 4
+    assert run.metric("key_alignment_first") > 0.4 > run.metric("key_alignment_later")
+    assert paper_tables(run)["gamma"].columns.tolist() == ["layer", "baseline", "d=165"]

@@ -1,0 +1,567 @@
+"""A text read through a short cache in one pass: as if token by token, in linear memory, and nothing left behind."""
+
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import torch.nn.functional as F
+from test_seam import assert_as_before, state_of
+from tiny import TINY, ragged_tokens, tiny_model, tiny_tokens
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from sinkscope.attention.seam import open_seam
+from sinkscope.attention.streaming import streaming
+from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.measuring import streaming as module
+from sinkscope.measuring.observables import OBSERVABLES
+from sinkscope.measuring.observables.observable import Settings
+from sinkscope.measuring.streaming import measure_streaming, token_losses
+from sinkscope.measuring.tracer import open_tracer
+from sinkscope.models.families import find_family
+from sinkscope.report.figures import draw
+from sinkscope.report.run import Run
+from sinkscope.results.tables import shape_table
+from sinkscope.text.batch import Batch
+from sinkscope.text.inputs import TokenInputs
+
+CACHES = [(0, 1), (0, 5), (1, 1), (1, 4), (2, 3), (3, 4), (4, 9)]  # keep, window; the tiny models look back 6 tokens
+LEARNED = ["gpt2", "opt", "opt-post-norm"]
+REFUSED = ["bloom", "mpt", "falcon-alibi", "falcon", "falcon-new", "gptj", "gpt_neo"]
+ROTARY = [name for name in TINY if name not in (*LEARNED, *REFUSED)]
+
+
+def smooth(name: str) -> PreTrainedModel:
+    """In float64, and with smaller weights than elsewhere: no softmax has only one winner."""
+    model = tiny_model(name, dtype=torch.float64, spread=6.0)
+    model.set_experts_implementation("eager")  # the grouped one has no float64
+    return model
+
+
+@torch.no_grad()
+def plain(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    return model(ids, use_cache=False).logits
+
+
+def streamed(model: PreTrainedModel, ids: torch.Tensor, keep: int, window: int) -> torch.Tensor:
+    family = find_family(model)
+    with open_seam(model, family) as seams, streaming(model, family, seams, keep, window):
+        return plain(model, ids)
+
+
+def assert_close(mine: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5) -> None:
+    """Rotary tables and RMS norms are float32 in transformers, also in a float64 model."""
+    assert float((mine - expected).abs().max() / expected.abs().max()) < tolerance
+
+
+# ------------------------------------------------------------------ token by token, a Llama written by hand
+
+
+def rms_norm(x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
+    return x / (x.square().mean() + 1e-6).sqrt() * gain
+
+
+def rotated(x: torch.Tensor, position: int) -> torch.Tensor:
+    """One head's vector (d,): RoPE, the halves as pairs, base 10000."""
+    half = len(x) // 2
+    angle = position * 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    a, b = x[:half], x[half:]
+    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()])
+
+
+def llama_by_hand(weights: dict[str, torch.Tensor], ids: list[int], keep: int, window: int) -> torch.Tensor:
+    """Token after token through a cache of unrotated keys, each rotated anew to its place in the cache: (T,V)."""
+    heads, kv_heads, d = 4, 2, 8
+    caches: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[], [], []]
+    logits = []
+    for token in ids:
+        x = weights["model.embed_tokens.weight"][token]
+        for layer, cache in enumerate(caches):
+
+            def weight(name: str, layer: int = layer) -> torch.Tensor:
+                return weights[f"model.layers.{layer}.{name}.weight"]
+
+            h = rms_norm(x, weight("input_layernorm"))
+            query = (weight("self_attn.q_proj") @ h).view(heads, d)
+            key, value = ((weight(f"self_attn.{name}_proj") @ h).view(kv_heads, d) for name in "kv")
+            cache.append((key, value))
+            if len(cache) > keep + window:
+                del cache[keep]
+            mixed = []
+            for head in range(heads):
+                group = head // (heads // kv_heads)
+                turned = rotated(query[head], len(cache) - 1)
+                scores = torch.stack([rotated(k[group], place) @ turned for place, (k, _) in enumerate(cache)])
+                mixed.append((scores / math.sqrt(d)).softmax(0) @ torch.stack([v[group] for _, v in cache]))
+            x = x + weight("self_attn.o_proj") @ torch.cat(mixed)
+            h = rms_norm(x, weight("post_attention_layernorm"))
+            x = x + weight("mlp.down_proj") @ (F.silu(weight("mlp.gate_proj") @ h) * (weight("mlp.up_proj") @ h))
+        logits.append(weights["lm_head.weight"] @ rms_norm(x, weights["model.norm.weight"]))
+    return torch.stack(logits)
+
+
+def test_the_llama_written_by_hand_is_the_model() -> None:
+    model, ids = smooth("llama"), tiny_tokens(1, 20)
+    assert_close(llama_by_hand(model.state_dict(), ids[0].tolist(), 0, 20), plain(model, ids)[0])
+
+
+@pytest.mark.parametrize(("keep", "window"), CACHES)
+def test_a_llama_reads_as_token_by_token(keep: int, window: int) -> None:
+    model, ids = smooth("llama"), tiny_tokens(2, 20)
+    mine = streamed(model, ids, keep, window)
+    expected = torch.stack([llama_by_hand(model.state_dict(), row, keep, window) for row in ids.tolist()])
+    assert_close(mine, expected)
+    if keep:  # and that is not the window alone
+        assert (mine - streamed(model, ids, 0, keep + window)).abs().max() > 0.01 * expected.abs().max()
+
+
+# --------------------------------------------------- every rotary family: keys rotated anew for every query
+
+
+class Reread:
+    """Attention of one query after the other over a cache of unrotated keys, with the family's own rotation.
+
+    The model's `apply_rotary_pos_emb` rotates nothing meanwhile, but says which cosines and sines it was given.
+    """
+
+    def __init__(self, keep: int, window: int, rotate: Callable) -> None:
+        self.keep, self.window, self.rotate = keep, window, rotate
+        self.tables: tuple[torch.Tensor, ...] = ()
+
+    def unrotated(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, **_: Any) -> tuple:
+        self.tables = (cos, sin)
+        return q, k
+
+    def rotated(self, x: torch.Tensor, places: list[int], width: int) -> torch.Tensor:
+        cos, sin = (table[:, places] for table in self.tables)
+        return torch.cat([self.rotate(x[..., :width], x[..., :width], cos, sin)[0], x[..., width:]], dim=-1)
+
+    def attend(
+        self,
+        attention: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: None,
+        scaling: float,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
+        sliding_window: int | None = None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, None]:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+        width = getattr(attention, "rotary_ndims", query.shape[-1])
+        mixes = []
+        for t in range(query.shape[2]):
+            cached = [*range(self.keep), *range(max(self.keep, t - self.window + 1), t + 1)][: t + 1]
+            places = list(range(len(cached)))
+            if sliding_window is not None:
+                places = places[-sliding_window:]
+            cached = [cached[place] for place in places]
+            turned = self.rotated(query[:, :, t : t + 1], [len(places) - 1 + places[0]], width)
+            logits = turned @ self.rotated(key[:, :, cached], places, width).transpose(-1, -2) * scaling
+            if softcap is not None:
+                logits = softcap * (logits / softcap).tanh()
+            if s_aux is not None:
+                logits = torch.cat([logits, s_aux[None, :, None, None].expand(len(query), -1, 1, 1)], dim=-1)
+            mixes.append(logits.softmax(-1)[..., : len(cached)] @ value[:, :, cached])
+        return torch.cat(mixes, dim=2).transpose(1, 2), None
+
+
+def reread(model: PreTrainedModel, ids: torch.Tensor, keep: int, window: int) -> torch.Tensor:
+    family = find_family(model)
+    code = sys.modules[type(family.layer_modules(model)[0].get_submodule(family.attention)).__module__]
+    oracle = Reread(keep, window, code.apply_rotary_pos_emb)
+    AttentionInterface.register("reread", oracle.attend)
+    AttentionMaskInterface.register("reread", lambda **_: None)
+    before = model.config._attn_implementation
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(code, "apply_rotary_pos_emb", oracle.unrotated)
+        model.set_attn_implementation("reread")
+        try:
+            return plain(model, ids)
+        finally:
+            model.set_attn_implementation(before)
+
+
+@pytest.mark.parametrize("name", ROTARY)
+def test_the_oracle_is_the_model_when_its_cache_is_long(name: str) -> None:
+    model, ids = smooth(name), tiny_tokens(2, 20)
+    assert_close(reread(model, ids, 0, 20), plain(model, ids))
+
+
+@pytest.mark.parametrize(("keep", "window"), CACHES)
+@pytest.mark.parametrize("name", ROTARY)
+def test_every_rotary_family_reads_as_if_its_keys_moved_up_in_the_cache(name: str, keep: int, window: int) -> None:
+    model, ids = smooth(name), tiny_tokens(2, 20)
+    assert_close(streamed(model, ids, keep, window), reread(model, ids, keep, window))
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
+def test_float32_too(name: str) -> None:
+    model = tiny_model(name, spread=6.0)
+    assert_close(streamed(model, tiny_tokens(2, 20), 2, 3), streamed(model.double(), tiny_tokens(2, 20), 2, 3), 1e-4)
+
+
+# ------------------------------------------------------------- learned positions: transformers' own cache
+
+
+@torch.no_grad()
+def token_by_token(model: PreTrainedModel, ids: torch.Tensor, keep: int, window: int) -> torch.Tensor:
+    cache = DynamicCache(config=model.config)
+    logits = []
+    for t in range(ids.shape[1]):
+        place = torch.full((len(ids), 1), min(t, keep + window - 1))
+        out = model(ids[:, t : t + 1], past_key_values=cache, position_ids=place, use_cache=True)
+        logits.append(out.logits)
+        for layer in cache.layers:  # room for the next
+            if layer.keys.shape[2] == keep + window:
+                layer.keys, layer.values = (
+                    torch.cat([x[:, :, :keep], x[:, :, keep + 1 :]], dim=2) for x in (layer.keys, layer.values)
+                )
+    return torch.cat(logits, dim=1)
+
+
+@pytest.mark.parametrize(("keep", "window"), CACHES)
+@pytest.mark.parametrize("name", LEARNED)
+def test_a_family_with_learned_positions_reads_as_with_transformers_cache(name: str, keep: int, window: int) -> None:
+    model, ids = smooth(name), tiny_tokens(2, 20)
+    assert_close(streamed(model, ids, keep, window), token_by_token(model, ids, keep, window), 1e-12)
+
+
+def test_a_llamas_plain_window_is_transformers_cache_too() -> None:
+    """Whose keys keep their rotation: only distances count."""
+    model, ids = smooth("llama"), tiny_tokens(2, 20)
+    logits = []
+    cache = DynamicCache(config=model.config)
+    for t in range(20):
+        with torch.no_grad():
+            here = torch.full((2, 1), t)
+            logits.append(model(ids[:, t : t + 1], past_key_values=cache, position_ids=here, use_cache=True).logits)
+        for layer in cache.layers:
+            layer.keys, layer.values = layer.keys[:, :, -4:], layer.values[:, :, -4:]
+    assert_close(streamed(model, ids, 0, 5), torch.cat(logits, dim=1))
+
+
+# ------------------------------------------------------------------------------------------ what must not matter
+
+
+@pytest.mark.parametrize(("keep", "window"), [(0, 24), (4, 20), (24, 1), (30, 100)])
+@pytest.mark.parametrize("name", [*ROTARY, *LEARNED])
+def test_a_cache_that_holds_the_whole_text_is_dense_attention(name: str, keep: int, window: int) -> None:
+    model, ids = smooth(name), tiny_tokens(2, 24)
+    assert_close(streamed(model, ids, keep, window), plain(model, ids), 1e-6)
+
+
+@pytest.mark.parametrize("block", [1, 3, 7, 64])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "gpt2"])
+def test_the_block_of_queries_changes_nothing(name: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = smooth(name), tiny_tokens(2, 20)
+    whole = streamed(model, ids, 2, 4)
+    monkeypatch.setattr(module.streamed_attention, "__defaults__", (block,))
+    assert_close(streamed(model, ids, 2, 4), whole, 1e-7)
+
+
+def test_what_comes_later_changes_nothing() -> None:
+    model, ids = smooth("llama"), tiny_tokens(2, 20)
+    assert_close(streamed(model, ids[:, :13], 2, 4), streamed(model, ids, 2, 4)[:, :13], 1e-7)
+
+
+# ---------------------------------------------------------------------------------------------------- memory
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that any operation gave."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = func(*args, **kwargs or {})
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(x, torch.Tensor) and x.untyped_storage().nbytes() > 0:
+                self.numel = max(self.numel, x.untyped_storage().nbytes() // x.element_size())
+        return out
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt_oss"])
+def test_nothing_grows_with_the_square_of_the_length(name: str) -> None:
+    model = tiny_model(name)
+    largest = {}
+    for length in (1024, 2048):
+        with Largest() as seen:
+            streamed(model, tiny_tokens(1, length), 4, 32)
+        largest[length] = seen.numel
+    assert largest[1024] < 1024**2 / 4
+    assert largest[2048] <= 2 * largest[1024]
+
+
+# ------------------------------------------------------------------------------------------------- restoring
+
+
+@contextmanager
+def opened(model: PreTrainedModel, keep: int = 2, window: int = 3) -> Iterator[None]:
+    family = find_family(model)
+    with open_seam(model, family) as seams:
+        kernels = [seam.kernel for seam in seams]
+        implementation = model.config._attn_implementation
+        try:
+            with streaming(model, family, seams, keep, window):
+                yield
+        finally:
+            assert [seam.kernel for seam in seams] == kernels
+            assert model.config._attn_implementation == implementation
+
+
+@pytest.mark.parametrize("name", [*ROTARY, *LEARNED])
+def test_the_model_is_as_before(name: str) -> None:
+    model = tiny_model(name)
+    before = state_of(model)
+    with opened(model):
+        plain(model, tiny_tokens(2, 12))
+    assert_as_before(model, before)
+
+
+@pytest.mark.parametrize("where", ["mlp", "self_attn.q_proj", "self_attn.o_proj"])
+def test_the_model_is_as_before_after_an_exception(where: str) -> None:
+    """Also in the forward that only fetches a query."""
+    model = tiny_model("llama")
+    before = state_of(model)
+
+    def fail(*args: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    handle = model.model.layers[1].get_submodule(where).register_forward_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError), opened(model):
+        plain(model, tiny_tokens(2, 12))
+    handle.remove()
+    assert_as_before(model, before)
+
+
+def test_one_cache_after_the_other_in_one_seam() -> None:
+    model, ids = smooth("llama"), tiny_tokens(2, 20)
+    family = find_family(model)
+    with open_seam(model, family) as seams:
+        for keep, window in [(0, 3), (2, 5), (0, 3)]:
+            with streaming(model, family, seams, keep, window):
+                mine = plain(model, ids)
+            assert torch.equal(mine, streamed(smooth("llama"), ids, keep, window))
+        assert torch.equal(plain(model, ids), plain(model, ids))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "gpt_oss"])
+def test_in_a_trace_too_but_no_attention_weights_are_read(name: str) -> None:
+    """Those would be of dense attention, with the log-sum-exp of a cache."""
+    model, ids = tiny_model(name), tiny_tokens(2, 20)
+    batch = Batch(ids, torch.ones_like(ids))
+    family = find_family(model)
+    expected = streamed(model, ids, 2, 5)
+    before = state_of(model)
+    with open_tracer(model, family) as tracer, streaming(model, family, tracer.seams, 2, 5):
+        torch.testing.assert_close(tracer.logits(batch), expected)
+        tracer.forward(batch, [OBSERVABLES["massive"](Settings(positions=4, window=4))])
+        with pytest.raises(SinkscopeError, match="layer 0: its attention is not one softmax"):
+            tracer.forward(batch, [OBSERVABLES["attention"](Settings(positions=4, window=4))])
+    assert_as_before(model, before)
+
+
+# -------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_family_that_cannot_stream_is_refused_with_the_reason(name: str) -> None:
+    model = tiny_model(name)
+    before = state_of(model)
+    reason = "ALiBi" if name in ("bloom", "mpt", "falcon-alibi") else "attention code of its own"
+    with pytest.raises(InputError, match=rf"streaming does not apply to \w+, because .*{reason}"), opened(model):
+        pass
+    with pytest.raises(InputError, match=reason):
+        measure_streaming(model, find_family(model), inputs_of(2, 40), (4,), (1,))
+    assert_as_before(model, before)
+
+
+def test_padding_and_a_cache_are_refused() -> None:
+    model, ids = tiny_model("llama"), tiny_tokens(2, 12)
+    mask = torch.ones_like(ids)
+    with opened(model):
+        model(ids, attention_mask=mask, use_cache=False)
+        with pytest.raises(InputError, match="without padding"):
+            model(ids, attention_mask=mask.index_fill(1, torch.tensor([11]), 0), use_cache=False)
+        with pytest.raises(SinkscopeError, match="use_cache=False"):
+            model(ids, use_cache=True)
+    cache = DynamicCache(config=model.config)
+    model(ids, past_key_values=cache, use_cache=True)
+    with opened(model), pytest.raises(InputError, match="use_cache=False"):
+        model(ids, past_key_values=cache, use_cache=True)
+
+
+def test_frequencies_that_go_with_the_length_are_refused_past_it() -> None:
+    model = tiny_model("phi3")
+    factors = [1.0] * 4
+    model.config.rope_parameters |= {
+        "rope_type": "longrope",
+        "short_factor": factors,
+        "long_factor": factors,
+        "original_max_position_embeddings": 16,
+    }
+    with opened(model):
+        plain(model, tiny_tokens(1, 16))
+        with pytest.raises(InputError, match="past 16 the rotary frequencies of this phi3"):
+            plain(model, tiny_tokens(1, 17))
+
+
+@pytest.mark.parametrize(("keep", "window"), [(-1, 4), (1, 0)])
+def test_no_such_cache(keep: int, window: int) -> None:
+    with pytest.raises(InputError, match="at least 0 and 1"), opened(tiny_model("llama"), keep, window):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("windows", "keep", "message"),
+    [
+        ((), (1,), "at least one window"),
+        ((4, 0), (1,), "at least 1 token"),
+        ((4,), (2, -1), "-1 of the first tokens"),
+        ((4, 36), (1, 4), r"4 \+ 36 tokens never slides over a text of 40.* window of at most 34"),
+        ((35,), (4,), "never slides"),
+    ],
+)
+def test_wrong_lists_are_refused(windows: tuple, keep: tuple, message: str) -> None:
+    model = tiny_model("llama")
+    with pytest.raises(InputError, match=message):
+        measure_streaming(model, find_family(model), inputs_of(2, 40), windows, keep)
+
+
+def test_sequences_of_several_lengths_are_refused() -> None:
+    model = tiny_model("llama")
+    with pytest.raises(InputError, match="one length: these have 20 to 40 tokens"):
+        measure_streaming(model, find_family(model), given(ragged_tokens((40, 20))), (4,), (1,))
+
+
+# --------------------------------------------------------------------------------------------------- the table
+
+
+def given(sequences: list[np.ndarray]) -> TokenInputs:
+    return TokenInputs("natural", tuple(sequences), "", "")
+
+
+def inputs_of(sequences: int, length: int) -> TokenInputs:
+    return given(ragged_tokens((length,) * sequences))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_the_table_holds_every_way_of_reading(name: str) -> None:
+    model, inputs = smooth(name), inputs_of(3, 40)
+    ids = torch.as_tensor(np.stack(inputs.sequences))
+    steps: list[tuple[int, int]] = []
+    family = find_family(model)
+    table = measure_streaming(model, family, inputs, (7, 3), (2, 0, 1), 2, lambda *step: steps.append(step))
+    ways = table[["method", "window", "keep"]].drop_duplicates().itertuples(index=False)
+    assert list(ways) == [
+        ("dense", -1, 0),
+        *[("sinks kept" if keep else "window", window, keep) for window in (3, 7) for keep in (0, 1, 2)],
+    ]
+    assert steps[-1] == (21, 21)
+    assert [done for done, _ in steps] == sorted({done for done, _ in steps})
+    for (_, window, keep), rows in table.groupby(["method", "window", "keep"]):
+        logits = plain(model, ids) if window < 0 else streamed(model, ids, keep, window)
+        losses = -logits.log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None])[..., 0].mean(0)  # of tokens 1 … 39
+        whole, buckets = rows[rows["bucket"] == -1], rows[rows["bucket"] >= 0]
+        assert whole["tokens"].tolist() == [3 * 39]
+        assert whole["loss"].tolist() == pytest.approx([float(losses.mean())], rel=1e-6)
+        assert buckets["bucket"].tolist() == list(range(1, 40))  # 40 tokens: buckets of one, and none has token 0
+        assert buckets["loss"].tolist() == pytest.approx(losses.tolist(), rel=1e-5)
+        assert rows["perplexity"].tolist() == pytest.approx(np.exp(rows["loss"]).tolist())
+    published = shape_table("streaming", table, "tiny", "natural", {})
+    assert list(published.columns[:3]) == ["model", "condition", "layer"]
+    assert set(published["layer"]) == {-1}
+
+
+def test_buckets_of_a_longer_text() -> None:
+    model = tiny_model("llama")
+    table = measure_streaming(model, find_family(model), inputs_of(2, 100), (16,), (2,))
+    for _, rows in table.groupby(["method", "keep"]):
+        buckets = rows[rows["bucket"] >= 0]
+        assert buckets["bucket"].tolist() == list(range(0, 100, 3))
+        assert buckets["tokens"].tolist() == [4, *[6] * 32, 2]
+        whole = rows[rows["bucket"] == -1]
+        assert np.average(buckets["loss"], weights=buckets["tokens"]) == pytest.approx(whole["loss"].item())
+    early = table[(table["bucket"] >= 0) & (table["bucket"] < 15)]
+    assert early.groupby("bucket")["loss"].agg(np.ptp).max() < 1e-4  # the window has not slid yet
+
+
+def test_the_batch_size_changes_nothing() -> None:
+    model, inputs = smooth("llama"), inputs_of(3, 40)
+    one, two = (measure_streaming(model, find_family(model), inputs, (5,), (1,), size) for size in (1, 2))
+    pd.testing.assert_frame_equal(one, two)
+
+
+def test_losses_are_cross_entropy_whatever_the_chunk() -> None:
+    logits, ids = torch.randn(2, 11, 7), torch.randint(7, (2, 11))
+    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(2, 10)
+    for chunk in (1, 4, 10, 64):
+        torch.testing.assert_close(token_losses(logits, ids, chunk), expected)
+    assert token_losses(logits.bfloat16(), ids).dtype == torch.float32
+
+
+def test_a_model_that_gives_nan_is_refused() -> None:
+    model = tiny_model("llama")
+    model.lm_head.weight.fill_(float("nan"))
+    with pytest.raises(SinkscopeError, match="NaN"):
+        measure_streaming(model, find_family(model), inputs_of(1, 40), (5,), (1,))
+
+
+# -------------------------------------------------------------------------------------------------- the figure
+
+
+def streaming_table(windows: tuple[int, ...] = (8, 32), keep: tuple[int, ...] = (0, 1, 4), length: int = 64) -> Any:
+    """A table as `analyze` would publish it: the plain window collapses."""
+    ways = [("dense", -1, 0), *[("sinks kept" if n else "window", w, n) for w in windows for n in keep]]
+    rows = [
+        (way, window, n, bucket, 2, math.log(12.0 + window / 10 + n + 4e3 * (way == "window" and bucket != 0)))
+        for way, window, n in ways
+        for bucket in (-1, *range(0, length, 2))
+    ]
+    table = pd.DataFrame(rows, columns=["method", "window", "keep", "bucket", "tokens", "loss"])
+    return shape_table("streaming", table.assign(layer=-1, perplexity=np.exp(table["loss"])), "tiny", "natural", {})
+
+
+def drawn(table: pd.DataFrame) -> Any:
+    run = Run({"model": {"name": "org/Tiny"}, "condition": "x"}, {"streaming": table})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        figure = draw("streaming-perplexity", run)
+        figure.draw_without_rendering()
+    return figure
+
+
+def test_the_figure_draws_what_the_table_says() -> None:
+    by_token, by_kept = drawn(streaming_table()).axes
+    lines = {line.get_label(): line for line in by_token.lines if not line.get_label().startswith("_")}
+    assert list(lines) == ["dense", "last 8", "first 4 and last 8"]
+    assert lines["last 8"].get_xdata() == pytest.approx(np.arange(0, 64, 2) + 0.5)
+    assert lines["last 8"].get_ydata() == pytest.approx([12.8] + 31 * [4012.8])
+    assert lines["first 4 and last 8"].get_ydata() == pytest.approx(32 * [16.8])
+    kept = {line.get_label(): line.get_ydata() for line in by_kept.lines}
+    assert kept["dense"] == pytest.approx([11.9, 11.9])
+    assert kept["last 8"] == pytest.approx([4012.8, 13.8, 16.8])
+    assert kept["last 32"] == pytest.approx([4015.2, 16.2, 19.2])
+    assert [tick.get_text() for tick in by_kept.get_xticklabels()] == ["0", "1", "4"]
+
+
+@pytest.mark.parametrize(("windows", "keep"), [((8,), (0,)), ((8, 9, 10, 11, 12, 13, 14), (0, 1)), ((8,), (0, 3))])
+def test_the_figure_of_other_lists(windows: tuple, keep: tuple) -> None:
+    drawn(streaming_table(windows, keep))
+
+
+@pytest.mark.parametrize("perplexity", [20.0, 0.0, float("nan"), float("inf")])
+def test_the_figure_of_equal_or_no_values(perplexity: float) -> None:
+    drawn(streaming_table().assign(perplexity=perplexity))

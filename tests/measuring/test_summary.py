@@ -1,0 +1,212 @@
+"""The table `summary`, from tables written by hand, and proposition 4's bound against measured attention."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import reference
+from tiny import tiny_model
+
+import sinkscope
+from sinkscope.measuring.summary import FEWEST_QUERIES, WHOLE_MODEL, summarise
+from sinkscope.models.families import find_family
+from sinkscope.report.run import Run
+from sinkscope.text.inputs import TokenInputs
+
+LLAMA = find_family(tiny_model("llama"))
+LAYERS, HEADS, POSITIONS, LENGTH = 2, 2, 3, 40
+
+
+def inputs_of(sequences: Sequence[Sequence[int]], condition: str = "natural") -> TokenInputs:
+    arrays = tuple(np.array(ids) for ids in sequences)
+    return TokenInputs(condition, arrays, "first text token", "0" * 64, ())
+
+
+TWO = inputs_of([range(LENGTH), range(LENGTH)])
+
+
+def grid(**columns: Any) -> pd.DataFrame:
+    """One row a layer, head and position."""
+    rows = [
+        (layer, head, position) for layer in range(LAYERS) for head in range(HEADS) for position in range(POSITIONS)
+    ]
+    return pd.DataFrame(rows, columns=["layer", "head", "position"]).assign(**columns)
+
+
+def attention_tables(sinks: Sequence[tuple] = ()) -> dict[str, pd.DataFrame]:
+    table = grid(window_mass=0.0, sink_fraction=0.0, sink_mass=0.0)
+    first = table["position"] == 0
+    table.loc[first, "sink_fraction"] = [0.5, 1.0, 0.0, 0.25]  # (layer, head) in order
+    table.loc[first, "window_mass"] = [0.3, 0.5, 0.1, 0.2]
+    table.loc[first, "sink_mass"] = [0.2, 0.4, 0.1, 0.1]
+    table.loc[~first, ["sink_fraction", "window_mass", "sink_mass"]] = 0.9  # other positions must not count
+    heads = table.groupby(["layer", "head"]).size().reset_index()[["layer", "head"]]
+    return {
+        "attention": table,
+        "attention_heads": heads.assign(attention_entropy=[1.0, 2.0, 3.0, 5.0], missing_mass=[0.0, 0.2, 0.0, 0.4]),
+        "sink_positions": pd.DataFrame(sinks, columns=["layer", "head", "sequence", "position"]).astype(int),
+    }
+
+
+def metrics(tables: dict[str, pd.DataFrame], inputs: TokenInputs = TWO, **more: Any) -> dict[tuple[str, int], float]:
+    found = summarise(tables, inputs, more.get("family", LLAMA), more.get("scaling", (0.5,) * LAYERS))
+    assert not found.duplicated(["layer", "metric"]).any()
+    return {(row.metric, row.layer): row.value for row in found.itertuples()}
+
+
+def test_attention_is_summed_up_at_position_0() -> None:
+    found = metrics(attention_tables())
+    expected = {
+        "sink_rate": [0.75, 0.125],
+        "window_mass": [0.4, 0.15],
+        "sink_mass": [0.3, 0.1],
+        "attention_entropy": [1.5, 4.0],
+        "missing_mass": [0.1, 0.2],
+        "sink_rate_later": [0.0, 0.0],
+    }
+    assert {metric for metric, _ in found} == set(expected)
+    for metric, values in expected.items():
+        for layer, value in enumerate(values):
+            assert found[metric, layer] == pytest.approx(value)
+        assert found[metric, WHOLE_MODEL] == pytest.approx(np.mean(values))
+
+
+def test_later_sinks_are_pairs_of_head_and_sequence_with_queries_enough() -> None:
+    last = LENGTH - FEWEST_QUERIES  # the last position with enough queries from it on
+    sinks = [
+        (0, 0, 0, 5), (0, 0, 0, 9),  # one pair, however many positions
+        (0, 0, 1, last),
+        (0, 1, 0, last + 1),  # too late: it mostly looks at itself
+        (0, 1, 1, 0),  # position 0 is no later one
+    ]  # fmt: skip
+    found = metrics(attention_tables(sinks))
+    assert found["sink_rate_later", 0] == 2 / (HEADS * 2)
+    assert found["sink_rate_later", 1] == 0.0
+    assert found["sink_rate_later", WHOLE_MODEL] == 0.25
+
+
+def test_queries_are_counted_by_each_sequences_own_length() -> None:
+    ragged = inputs_of([range(LENGTH), range(20)])
+    sinks = [(0, 0, 0, 10), (0, 1, 1, 10)]
+    assert metrics(attention_tables(sinks), ragged)["sink_rate_later", 0] == 1 / (HEADS * 2)
+    assert metrics(attention_tables([(0, 1, 1, 4)]), ragged)["sink_rate_later", 0] == 1 / (HEADS * 2)
+
+
+def test_geometry_is_summed_up() -> None:
+    table = grid(query_norm=1.0, key_norm=1.0, value_norm=4.0, qk_cosine=0.9, sink_logit_gap=0.0)
+    first = table["position"] == 0
+    table.loc[first, "value_norm"] = [1.0, 3.0, 4.0, 8.0]
+    table.loc[first, "qk_cosine"] = [0.1, 0.3, -0.2, 0.0]
+    table.loc[first, "sink_logit_gap"] = [5.0, 7.0, 1.0, 2.0]
+    found = metrics({"geometry": table})
+    assert found["value_drain", 0] == pytest.approx((1 / 4 + 3 / 4) / 2)
+    assert found["value_drain", 1] == pytest.approx((1 + 2) / 2)
+    assert found["qk_cosine", 0] == pytest.approx(0.2)
+    assert found["sink_logit_gap", WHOLE_MODEL] == pytest.approx((6 + 1.5) / 2)
+
+
+def test_a_ratio_is_to_the_mean_of_the_others() -> None:
+    """Head by head before heads are averaged; the other positions' mean, not their sum."""
+    table = grid(query_norm=1.0, key_norm=1.0, qk_cosine=0.0, sink_logit_gap=0.0, value_norm=0.0)
+    table["value_norm"] = [6.0, 1.0, 3.0] * (LAYERS * HEADS)
+    assert metrics({"geometry": table})["value_drain", 0] == pytest.approx(3.0)
+
+
+def test_norms_massive_activations_and_outliers_are_summed_up() -> None:
+    norms = pd.DataFrame(
+        [(layer, site, position, norm) for layer in range(2) for site, scale in (("layer_out", 1), ("mid", 99))
+         for position, norm in enumerate((scale * (50 + 50 * layer), scale * 1.0, scale * 3.0))],
+        columns=["layer", "site", "position", "norm_mean"],
+    )  # fmt: skip
+    massive = pd.DataFrame({"layer": [0, 0, 1, 1, 1], "is_massive": [True, False, True, True, True]})
+    outlier = pd.DataFrame({
+        "layer": [0, 0, 1, 1], "max_inf_norm": [3.0, 9.0, 4.0, 2.0], "kurtosis": [3.0, 5.0, 10.0, 20.0],
+    })  # fmt: skip
+    found = metrics({"activation": norms, "massive": massive, "outlier": outlier})
+    assert found["norm_ratio", 0] == pytest.approx(25.0)
+    assert found["norm_ratio", 1] == pytest.approx(50.0)
+    assert found["massive_count", 0] == 0.5  # per sequence
+    assert found["massive_count", WHOLE_MODEL] == 2.0  # all layers together
+    assert [found["max_inf_norm", layer] for layer in (0, 1, WHOLE_MODEL)] == [9.0, 4.0, 9.0]
+    assert [found["kurtosis", layer] for layer in (0, 1, WHOLE_MODEL)] == [4.0, 15.0, 9.5]
+
+
+def test_gates_and_the_drain_before_them() -> None:
+    """Means over heads; the drain is each head's own."""
+    table = grid(gate=1.0, raw_value_norm=2.0)
+    first, head_0 = table["position"] == 0, table["head"] == 0
+    table.loc[first & head_0, ["gate", "raw_value_norm"]] = [0.2, 1.0]
+    table.loc[~first & ~head_0, ["gate", "raw_value_norm"]] = [0.8, 4.0]
+    found = metrics({"gate": table})
+    for layer in (0, 1, WHOLE_MODEL):
+        assert found["gate_first", layer] == pytest.approx(0.6)
+        assert found["gate_later", layer] == pytest.approx(0.9)
+        assert found["raw_value_drain", layer] == pytest.approx(0.5)  # 1 ÷ 2 and 2 ÷ 4
+
+
+def test_what_was_not_measured_is_not_summed_up() -> None:
+    assert metrics({}) == {}
+    assert {metric for metric, _ in metrics({"massive": pd.DataFrame({"layer": [0], "is_massive": [False]})})} == {
+        "massive_count"
+    }
+
+
+# --------------------------------------------------------------------------- proposition 4's bound
+
+
+def bound(run: Run) -> pd.Series:
+    summary = run.tables["summary"]
+    return summary[summary["metric"] == "repeated_bound"].set_index("layer")["value"]
+
+
+def repeated(name: str, **options: Any) -> Run:
+    options = {"num_seqs": 1, "seq_len": 24} | options
+    return sinkscope.analyze(tiny_model(name), input="repeated", observables=("attention", "geometry"), **options)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "phi", "gptj", "falcon", "gpt_neox", "mistral"])
+def test_no_sink_on_repeated_tokens_exceeds_the_bound(name: str) -> None:
+    for seed in range(3):
+        run = repeated(name, seed=seed)
+        attention = run.tables["attention"].query("position == 0")
+        mass = attention.groupby("layer")["sink_mass"].mean()
+        limit = bound(run)[[0, 1, 2]]
+        assert (mass <= limit + 1e-6).all()
+        assert (limit < 1).all()  # it says something
+
+
+def test_the_bound_is_the_propositions() -> None:
+    """mean over heads and queries of e^{2ξ}/(e^{2ξ} + t) with ξ = ‖q‖‖k‖/√d, worked out from plain transformers."""
+    run = repeated("llama")
+    model = tiny_model("llama")
+    (token,) = set(sinkscope.analyze(model, input="repeated", num_seqs=1, seq_len=24).tables["massive"]["token_id"])
+    recorded = reference.record(reference.eager_twin(model), np.full(24, token))
+    for number, layer in enumerate(recorded.layers):
+        terms = []
+        for head in range(4):
+            xi = np.linalg.norm(layer.query[head, 0]) * np.linalg.norm(layer.key[head // 2, 0]) / np.sqrt(8)
+            terms += [np.exp(2 * xi) / (np.exp(2 * xi) + t) for t in range(24)]
+        assert bound(run)[number] == pytest.approx(np.mean(terms), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "bloom", "mpt", "falcon-alibi"])
+def test_the_bound_is_for_rotary_models(name: str) -> None:
+    assert bound(repeated(name)).empty
+
+
+def test_the_bound_is_for_repeated_tokens_alone() -> None:
+    assert len(bound(repeated("llama"))) == 4
+    assert bound(repeated("llama", bos="always")).empty  # a BOS in front is another token
+    run = sinkscope.analyze(tiny_model("llama"), input="random", num_seqs=1, seq_len=24)
+    assert bound(run).empty
+
+
+def test_zero_norms_leave_the_uniform_bound() -> None:
+    """ξ = 0: every query spreads its attention evenly, and the bound is the mean of 1/(1+t)."""
+    table = grid(query_norm=0.0, key_norm=5.0, value_norm=1.0, qk_cosine=0.0, sink_logit_gap=0.0)
+    found = metrics({"geometry": table}, inputs_of([[7] * LENGTH], "repeated"))
+    assert found["repeated_bound", 0] == pytest.approx(np.mean(1 / np.arange(1, LENGTH + 1)))
+    huge = grid(query_norm=1e4, key_norm=1e4, value_norm=1.0, qk_cosine=0.0, sink_logit_gap=0.0)
+    assert metrics({"geometry": huge}, inputs_of([[7] * LENGTH], "repeated"))["repeated_bound", 1] == 1.0

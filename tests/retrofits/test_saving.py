@@ -1,0 +1,286 @@
+"""A retrofitted model saved and loaded again: the same logits bit for bit, and never mistaken for the plain one."""
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import TINY, tiny_model, tiny_tokens
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+import sinkscope
+from sinkscope.attention.taps import NAME
+from sinkscope.errors import InputError
+from sinkscope.models.families import base_type, find_family
+from sinkscope.retrofits import gate_displacement, new_parameters, retrofit_model
+
+EACH_FAMILY = pytest.mark.parametrize("name", TINY)
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "vscale": ("vscale", {"sigma": 0.3}),
+    "vscale-fixed": ("vscale", {"learned": False, "strength": 30.0}),
+    "vga": ("vga", {"scale": 1.5}),
+    "vga-output": ("vga", {"placement": "output"}),
+    "iga": ("iga", {}),
+    "iga-output": ("iga", {"placement": "output"}),
+    "learnable-sink": ("learnable-sink", {"first": -1}),
+    "key-bias": ("key-bias", {}),
+    "register-tokens": ("register-tokens", {"count": 3}),
+}
+EACH_METHOD = pytest.mark.parametrize("label", METHODS)
+IDS = tiny_tokens(2, 9)
+ROOT = Path(__file__).parents[2]
+
+
+def as_loaded(name: str, dtype: torch.dtype) -> Any:
+    """GPT-J's table of positions is in half precision in a model that was made so, in float32 in one from a file."""
+    if dtype == torch.float32:
+        return tiny_model(name)
+    with TemporaryDirectory() as folder:
+        tiny_model(name, dtype=dtype).save_pretrained(folder)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).requires_grad_(False)
+
+
+def trained(name: str, label: str, dtype: torch.dtype = torch.float32) -> Any:
+    """Retrofitted, every new parameter moved from its start."""
+    if (name, label) == ("gpt_oss", "learnable-sink"):
+        pytest.skip("has learnable sinks of its own")
+    method, parameters = METHODS[label]
+    model = retrofit_model(as_loaded(name, dtype), None, method, **parameters)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in new_parameters(model).values():
+            parameter.add_(0.5 * torch.randn_like(parameter))
+    return model
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    return model(IDS, use_cache=False).logits
+
+
+@EACH_METHOD
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, torch.float32) for name in TINY]
+    + [(name, torch.bfloat16) for name in ("llama", "mixtral", "gemma2", "gpt_oss", "gpt2", "gptj", "falcon", "bloom")],
+)
+def test_saved_and_loaded_it_gives_the_same_logits(name: str, label: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = trained(name, label, dtype)
+    model.save_pretrained(tmp_path)
+    again, report = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, output_loading_info=True)
+    assert type(again) is type(model)
+    assert not any(report.values())
+    assert torch.equal(logits(again), logits(model))
+    assert not torch.equal(logits(model), logits(as_loaded(name, dtype)))
+    assert gate_displacement(again).equals(gate_displacement(model))
+    assert find_family(again) == find_family(tiny_model(name))
+
+
+def test_none_is_saved_as_what_it_is(tmp_path: Path) -> None:
+    model = retrofit_model(tiny_model("llama"), None, "none")
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "llama"
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(again).__name__ == "LlamaForCausalLM"
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_the_folder_says_what_was_done(tmp_path: Path) -> None:
+    trained("qwen2", "vga").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["model_type"] == "sinkscope_qwen2"
+    assert config["architectures"] == ["SinkscopeQwen2ForCausalLM"]
+    assert config["retrofit"].pop("sinkscope")
+    assert config["retrofit"] == {"method": "vga", "parameters": {"placement": "value", "scale": 1.5}}
+    weights = load_file(tmp_path / "model.safetensors")
+    assert weights["model.layers.2.self_attn.retrofit.weight"].shape == (16, 2)
+
+
+@EACH_METHOD
+def test_tied_weights_stay_tied(label: str, tmp_path: Path) -> None:
+    config = AutoConfig.for_model("llama", **TINY["llama"][1], tie_word_embeddings=True)
+    model = AutoModelForCausalLM.from_config(config)
+    method, parameters = METHODS[label]
+    retrofit_model(model.eval(), None, method, **parameters).save_pretrained(tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+    assert torch.equal(logits(again), logits(model))
+
+
+@pytest.mark.parametrize("label", ["vga", "register-tokens"])
+def test_in_several_files_too(label: str, tmp_path: Path) -> None:
+    model = trained("gpt2", label)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
+
+
+@EACH_FAMILY
+def test_a_model_read_from_a_folder_is_retrofitted_saved_and_read(name: str, tmp_path: Path) -> None:
+    """Mixtures of experts are written in other shapes than they have: also when the model came from such a file."""
+    tiny_model(name).save_pretrained(tmp_path / "plain")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    assert torch.equal(logits(model), logits(tiny_model(name)))
+    retrofit_model(model, None, "vga", scale=1.0).save_pretrained(tmp_path / "gated")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "gated")
+    assert torch.equal(logits(again), logits(model))
+    again.save_pretrained(tmp_path / "twice")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "twice")), logits(model))
+    plain, gated = (set(load_file(tmp_path / folder / "model.safetensors")) for folder in ("plain", "gated"))
+    assert {name for name in gated if "retrofit" not in name} == plain
+
+
+@EACH_METHOD
+def test_copied_in_memory_it_is_a_model_of_its_own(label: str) -> None:
+    """Hooks and all: the copy's parameters count in the copy."""
+    for name in ("llama", "gptj"):
+        model = trained(name, label)
+        twin, before = copy.deepcopy(model), logits(model)
+        assert torch.equal(logits(twin), before)
+        with torch.no_grad():
+            for parameter in new_parameters(model).values():
+                parameter.add_(1.0)
+        assert torch.equal(logits(twin), before)
+        assert label == "vscale-fixed" or not torch.equal(logits(model), before)
+
+
+# ----------------------------------------------------------------------------------- without sinkscope, and with
+
+
+def python(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("retrofits") / "vga"
+    trained("llama", "vga").save_pretrained(path)
+    return path
+
+
+def test_plain_transformers_refuses_it(folder: Path) -> None:
+    load = f"AutoModelForCausalLM.from_pretrained({str(folder)!r})"
+    result = python(f"from transformers import AutoModelForCausalLM\n{load}")
+    assert result.returncode != 0
+    assert "`sinkscope_llama` but Transformers does not recognize this architecture" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import sinkscope; from transformers import AutoModelForCausalLM, AutoConfig",
+        "from transformers import AutoModelForCausalLM, AutoConfig; import sinkscope",
+        "import transformers; import sinkscope; from transformers import AutoModelForCausalLM, AutoConfig",
+        "import sinkscope; from transformers import LlamaForCausalLM, AutoModelForCausalLM, AutoConfig",
+    ],
+)
+def test_importing_sinkscope_is_enough(folder: Path, imports: str) -> None:
+    program = f"""{imports}
+config = AutoConfig.from_pretrained({str(folder)!r})
+model = AutoModelForCausalLM.from_pretrained({str(folder)!r})
+print(config.retrofit['method'], type(model).__name__)"""
+    result = python(program)
+    assert result.stdout.split() == ["vga", "SinkscopeLlamaForCausalLM"], result.stderr
+
+
+def test_importing_sinkscope_costs_nothing() -> None:
+    result = python("import sys, sinkscope; print(sorted({'torch', 'transformers', 'pydantic'} & set(sys.modules)))")
+    assert result.stdout.strip() == "[]", result.stderr
+
+
+def test_transformers_own_types_are_what_they_were() -> None:
+    for model_type in ("llama", "gpt2"):
+        assert CONFIG_MAPPING[model_type].__module__.startswith("transformers.")
+        assert not hasattr(AutoConfig.for_model(model_type), "retrofit")
+    assert "sinkscope_llama" in CONFIG_MAPPING
+    assert "sinkscope_nothing" not in CONFIG_MAPPING
+    assert "sinkscope_sinkscope_llama" not in CONFIG_MAPPING
+    with pytest.raises(KeyError):
+        CONFIG_MAPPING["sinkscope_nothing"]
+    assert base_type("sinkscope_gpt2") == "gpt2"
+
+
+# --------------------------------------------------------------------------------------- through sinkscope's door
+
+
+def words(path: Path) -> None:
+    """A tokenizer of 96 words."""
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{index}": index for index in range(3, 96)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", pad_token="<pad>").save_pretrained(path)
+
+
+@EACH_METHOD
+def test_sinkscope_loads_and_analyses_the_folder(label: str, tmp_path: Path) -> None:
+    model = trained("llama", label)
+    model.save_pretrained(tmp_path)
+    words(tmp_path)
+    loaded = sinkscope.load(str(tmp_path))
+    assert torch.equal(logits(loaded.model), logits(model))
+    assert loaded.tokenizer is not None
+    assert loaded.tokenizer("w5 w7")["input_ids"] == [5, 7]
+    assert AutoTokenizer.from_pretrained(tmp_path)("w9")["input_ids"] == [9]
+    assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
+    run = sinkscope.analyze(str(tmp_path), input="random", num_seqs=2, seq_len=12)
+    if label == "register-tokens":
+        tokens = run.tables["massive"].set_index("position")["token"]
+        assert set(tokens[tokens.index < 3]) <= {"<register>"}
+        assert set(tokens[tokens.index >= 3]) != {"<register>"}
+
+
+def test_a_folder_is_not_retrofitted_again(folder: Path) -> None:
+    for model in (AutoModelForCausalLM.from_pretrained(folder), sinkscope.load(str(folder)).model):
+        with pytest.raises(
+            InputError, match="retrofitted with vga already: apply vscale to the model it was made from"
+        ):
+            retrofit_model(model, None, "vscale")
+
+
+def edited(folder: Path, to: Path, **changes: Any) -> Path:
+    """A copy whose config.json is changed; of a dict, the entries named."""
+    to.mkdir()
+    for file in folder.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    config = json.loads((to / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps(config | changes))
+    return to
+
+
+def test_a_method_of_a_later_sinkscope_is_refused(folder: Path, tmp_path: Path) -> None:
+    record = {"method": "vgb", "parameters": {}, "sinkscope": "9.9"}
+    path = edited(folder, tmp_path / "later", retrofit=record)
+    for load in (AutoModelForCausalLM.from_pretrained, sinkscope.load):
+        with pytest.raises(InputError, match=r"saved by sinkscope 9.9: retrofit 'vgb' is unknown; did you mean 'vga'"):
+            load(str(path))
+
+
+def test_a_damaged_folder_is_refused(folder: Path, tmp_path: Path) -> None:
+    for index, record in enumerate((None, "vga", {"method": "vga"})):
+        path = edited(folder, tmp_path / str(index), retrofit=record)
+        with pytest.raises(InputError, match="`retrofit` is damaged"):
+            sinkscope.load(str(path))
+    path = edited(folder, tmp_path / "less")
+    weights = load_file(path / "model.safetensors")
+    del weights["model.layers.1.self_attn.retrofit.weight"]
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match=r"lacks weights of the model \(model.layers.1.self_attn.retrofit.weight\)"):
+        sinkscope.load(str(path))
+
+
+@pytest.mark.parametrize("label", ["learnable-sink", "key-bias"])
+def test_denominators_are_loaded_whatever_kernel_is_asked_for(label: str, tmp_path: Path) -> None:
+    model = trained("llama", label)
+    model.save_pretrained(tmp_path)
+    for kernel in ("eager", "sdpa", None):
+        again = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=kernel)
+        assert again.config._attn_implementation == NAME
+        assert torch.equal(logits(again), logits(model))

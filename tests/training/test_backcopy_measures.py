@@ -1,0 +1,194 @@
+"""What the Bigram-Backcopy lab measures, against the same computed from a model's weights in float64."""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch.nn.functional import layer_norm
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from sinkscope.models.families import find_family
+from sinkscope.retrofits import new_parameters, retrofit_model
+from sinkscope.text.batch import Batch
+from sinkscope.training.tasks.backcopy_measures import METRICS, example, measure, risks, start_lead
+from sinkscope.training.tasks.bigram_backcopy import bigram_backcopy
+
+TASK = bigram_backcopy()
+HELD_OUT = TASK.sample(70, 12, seed=7)  # more than are measured at once
+ARMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "vanilla": ("none", {}),
+    "vga-value": ("vga", {"placement": "value"}),
+    "vga-output": ("vga", {"placement": "output", "scale": 1.0}),
+    "iga-value": ("iga", {"placement": "value", "scale": 1.0}),
+    "iga-output": ("iga", {"placement": "output"}),
+    "vscale": ("vscale", {}),
+}
+GPT2 = {"n_positions": 12, "n_embd": 16, "n_head": 2, "n_layer": 1}
+LLAMA = {
+    "max_position_embeddings": 12, "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_hidden_layers": 3, "intermediate_size": 24,
+}  # fmt: skip
+
+
+def built(kind: str, sizes: dict, arm: str) -> Any:
+    """In float64, with weights and gates wide enough to tell heads and tokens apart."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        kind, vocab_size=TASK.vocabulary, bos_token_id=0, eos_token_id=None, initializer_range=0.5, **sizes
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="eager").eval()
+    model.requires_grad_(False)
+    method, parameters = ARMS[arm]
+    retrofit_model(model, None, method, **parameters)
+    for parameter in new_parameters(model).values():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model.requires_grad_(False)
+
+
+def as_series(table: pd.DataFrame) -> pd.Series:
+    return table.set_index(["layer", "metric"])["value"]
+
+
+def by_hand(model: Any, arm: str) -> dict[str, float]:
+    """One layer of GPT-2, from its weights."""
+    block, ids = model.transformer.h[0], torch.from_numpy(HELD_OUT)
+    count, length = ids.shape
+    h = model.transformer.wte.weight[ids] + model.transformer.wpe.weight[:length]
+    x = layer_norm(h, (16,), block.ln_1.weight, block.ln_1.bias, 1e-5)
+    query, key, value = (x @ block.attn.c_attn.weight + block.attn.c_attn.bias).split(16, dim=-1)
+    heads = [part.view(count, length, 2, 8).transpose(1, 2) for part in (query, key, value)]
+    logits = heads[0] @ heads[1].transpose(-1, -2) / np.sqrt(8)
+    weights = logits.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf).softmax(-1)
+
+    values, gates = heads[2], torch.ones(count, length, 2, dtype=torch.float64)
+    if arm.startswith(("vga", "iga")):
+        part = block.attn.retrofit
+        read = value if arm.startswith("vga") else x
+        gates = ARMS[arm][1].get("scale", 2.0) * torch.sigmoid(read @ part.weight)
+    if arm == "vscale":
+        r = values.square().sum(-1, keepdim=True)
+        gates = (r / (r + (8 * 0.02) ** 2 * block.attn.retrofit.theta.exp().view(1, 2, 1, 1)))[..., 0].transpose(1, 2)
+    if not arm.endswith("output"):
+        values = values * gates.transpose(1, 2)[..., None]
+        gates = torch.ones_like(gates)
+    mix = (weights @ values).transpose(1, 2) * gates[..., None]
+    h = h + mix.flatten(-2) @ block.attn.c_proj.weight + block.attn.c_proj.bias
+    h = h + block.mlp(layer_norm(h, (16,), block.ln_2.weight, block.ln_2.bias, 1e-5))
+    last = model.transformer.ln_f
+    out = (layer_norm(h, (16,), last.weight, last.bias, 1e-5) @ model.lm_head.weight.T).log_softmax(-1)
+
+    found: dict[str, list[float]] = {metric: [] for metric in METRICS}
+    to_start: list[list[float]] = [[], []]
+    for n in range(count):
+        for t in range(length):
+            token = int(ids[n, t])
+            trigger = token in TASK.triggers
+            norms = (heads[2][n, :, t].norm().item(), values[n, :, t].norm().item())
+            for name, norm in zip(("value", "attended"), norms, strict=True):
+                kind = "start" if t == 0 else "trigger" if trigger else "other"
+                found[f"{kind}_{name}_norm"].append(norm)
+            if t == 0:
+                continue
+            for head in (0, 1):
+                weight = weights[n, head, t, 0].item()
+                found[f"{'trigger_' if trigger else ''}attention_to_start"].append(weight)
+                found[f"{'trigger' if trigger else 'plain'}_output_gate"].append(gates[n, t, head].item())
+                if not trigger:
+                    to_start[head].append(weight)
+                    seen = [s for s in range(t) if int(ids[n, s]) in TASK.triggers]
+                    found["attention_to_triggers"].append(weights[n, head, t, seen].sum().item())
+                    if not seen:
+                        found["early_attention_to_start"].append(weight)
+                    row = logits[n, head, t]
+                    found["delta_logit"].append((row[0] - row[1 : t + 1].mean()).item())
+            if trigger:
+                found["backcopy_risk"].append(-out[n, t, ids[n, t - 1]].item())
+            else:
+                p = TASK.transitions[token]
+                found["bigram_risk"].append(sum(p[v] * (np.log(p[v]) - out[n, t, v].item()) for v in np.nonzero(p)[0]))
+    means = {metric: float(np.mean(values)) for metric, values in found.items() if values}
+    return means | {"attention_to_start_max": max(float(np.mean(head)) for head in to_start)}
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_every_metric_is_what_the_weights_give(arm: str) -> None:
+    model = built("gpt2", GPT2, arm)
+    with torch.no_grad():
+        expected = by_hand(model, arm)
+    found = measure(TASK, model, find_family(model), HELD_OUT)
+    assert set(found["metric"]) == set(METRICS) == set(expected)
+    assert set(found.loc[found["metric"].str.endswith("risk"), "layer"]) == {-1}
+    assert found.set_index("metric")["value"].to_dict() == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("arm", ["vanilla", "vga-value", "vga-output"])
+def test_several_layers_with_grouped_heads_and_rotary_positions(arm: str) -> None:
+    model = built("llama", LLAMA, arm)
+    with torch.no_grad():
+        weights = model(torch.from_numpy(HELD_OUT), output_attentions=True).attentions
+    found = as_series(measure(TASK, model, find_family(model), HELD_OUT))
+    plain = torch.from_numpy(~TASK.is_trigger(HELD_OUT))
+    plain[:, 0] = False
+    for layer, a in enumerate(weights):
+        # the softmax's denominator falls out of a difference of logarithms
+        logs = a.log()
+        lead = torch.stack([logs[:, :, t, 0] - logs[:, :, t, 1 : t + 1].mean(-1) for t in range(a.shape[2])], dim=-1)
+        assert found[layer, "attention_to_start"] == pytest.approx(a[..., 0].movedim(1, -1)[plain].mean().item())
+        assert found[layer, "delta_logit"] == pytest.approx(lead.movedim(1, -1)[plain].mean().item())
+
+
+def test_the_model_stays_as_it_was() -> None:
+    model = built("gpt2", GPT2, "vga-output")
+    ids = torch.from_numpy(HELD_OUT[:2])
+    before = ({name: set(vars(module)) for name, module in model.named_modules()}, model(ids).logits)
+    hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+    measure(TASK, model, find_family(model), HELD_OUT)
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before[0]
+    assert [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()] == hooks
+    assert torch.equal(model(ids).logits, before[1])
+
+
+def test_the_tasks_own_probabilities_risk_nothing() -> None:
+    ids = torch.from_numpy(HELD_OUT)
+    copied = torch.nn.functional.one_hot(ids.roll(1, dims=1), TASK.vocabulary).double()
+    trigger = torch.from_numpy(TASK.is_trigger(HELD_OUT))
+    p = torch.where(trigger[..., None], copied, torch.from_numpy(TASK.transitions)[ids])
+    batch = Batch(ids, torch.ones_like(ids))
+    for values in risks(TASK, p.clamp(min=1e-300).log(), batch).values():
+        assert values.abs().max() < 1e-12
+    # a model that gives every token the same chance
+    even = risks(TASK, torch.zeros(*ids.shape, TASK.vocabulary), batch)
+    plain = ~trigger.numpy()
+    plain[:, 0] = False
+    excess = np.log(TASK.vocabulary) - TASK.entropies[HELD_OUT[plain]]
+    assert even["bigram_risk"].numpy() == pytest.approx(excess, rel=1e-6)
+    assert even["backcopy_risk"].numpy() == pytest.approx(np.log(TASK.vocabulary), rel=1e-6)
+
+
+def test_the_lead_of_the_start() -> None:
+    logits = torch.tensor([[5.0, 99, 99], [4, 1, 99], [6, 1, 3]], dtype=torch.float64)[None, None]
+    allowed = torch.ones(3, 3, dtype=torch.bool).tril()[None, None]
+    assert start_lead(logits, allowed)[0, 0, 1:].tolist() == [3, 4]
+
+
+@pytest.mark.parametrize("arm", ["vanilla", "vga-value", "iga-output"])
+def test_one_sequence_seen_closely(arm: str) -> None:
+    model = built("gpt2", GPT2, arm)
+    tables = example(TASK, model, find_family(model), HELD_OUT[0])
+    with torch.no_grad():
+        weights = model(torch.from_numpy(HELD_OUT[:1]), output_attentions=True).attentions[0][0]
+    maps = tables["attention_maps"]
+    assert len(maps) == 2 * 12 * 13 / 2
+    index = (maps["head"].to_numpy(), maps["query"].to_numpy(), maps["key"].to_numpy())
+    assert np.allclose(maps["weight"], weights.numpy()[index], atol=1e-12)
+    assert (maps["token_id"].to_numpy() == HELD_OUT[0][maps["key"]]).all()
+    norms, all_norms = tables["value_norms"], as_series(measure(TASK, model, find_family(model), HELD_OUT[:1]))
+    assert norms["position"].tolist() == list(range(12))
+    for column, name in (("norm", "value"), ("attended_norm", "attended")):
+        assert norms[column][0] == pytest.approx(all_norms[0, f"start_{name}_norm"])
+        triggers = norms["is_trigger"]
+        assert norms[column][triggers].mean() == pytest.approx(all_norms[0, f"trigger_{name}_norm"])
+        assert norms[column][~triggers][1:].mean() == pytest.approx(all_norms[0, f"other_{name}_norm"])
+    assert np.allclose(norms["norm"], norms["attended_norm"]) == (arm != "vga-value")

@@ -1,0 +1,122 @@
+"""The Bigram-Backcopy task: its rules, its optimum against exact enumeration, its characters."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from sinkscope.training.tasks.bigram_backcopy import CHARACTERS, BigramBackcopy, bigram_backcopy
+
+# <s>, two triggers, three other characters
+SMALL = BigramBackcopy(
+    ("<s>", "e", "t", "a", "b", "c"),
+    np.array(
+        [
+            [0, 0, 0, 0.5, 0.3, 0.2],
+            [0, 0, 0, 0, 0, 0],
+            [0, 0, 0, 0, 0, 0],
+            [0, 0.2, 0.1, 0.3, 0.4, 0],
+            [0, 0.5, 0, 0, 0.25, 0.25],
+            [0, 0, 0.4, 0.6, 0, 0],
+        ]
+    ),
+    triggers=(1, 2),
+)
+
+
+def probability(task: BigramBackcopy, ids: tuple[int, ...]) -> float:
+    """By the rules, one token after the other."""
+    p = 1.0
+    for place in range(1, len(ids)):
+        last, token = ids[place - 1], ids[place]
+        if last in task.triggers:
+            p *= float(token == ids[place - 2])
+        else:
+            p *= task.transitions[last, token]
+    return p
+
+
+@pytest.mark.parametrize("length", [3, 5, 6])
+def test_the_optimum_is_the_entropy_of_all_sequences(length: int) -> None:
+    chances = {
+        ids: p
+        for rest in product(range(SMALL.vocabulary), repeat=length - 1)
+        if (p := probability(SMALL, ids := (0, *rest))) > 0
+    }
+    assert sum(chances.values()) == pytest.approx(1, abs=1e-12)
+    entropy = -sum(p * np.log(p) for p in chances.values())
+    optimum = SMALL.optimum(length)
+    assert optimum["predicted"] * (length - 1) == pytest.approx(entropy, rel=1e-12)
+    assert optimum["backcopy"] == 0
+    # the same per position that predicts from a pair, <s> aside
+    first = -sum(p * np.log(p) for p in SMALL.transitions[0] if p > 0)
+    pairs = sum(p * sum(token not in SMALL.triggers for token in ids[1:-1]) for ids, p in chances.items())
+    assert optimum["bigram"] == pytest.approx((entropy - first) / pairs, rel=1e-12)
+
+
+def test_samples_follow_the_rules() -> None:
+    ids = SMALL.sample(4000, 12, seed=1)
+    assert ids.dtype == np.int64
+    assert (ids[:, 0] == 0).all()
+    assert (ids[:, 1:] != 0).all()
+    assert not SMALL.is_trigger(ids[:, 1]).any()
+    after = SMALL.is_trigger(ids[:, 1:-1])
+    assert after.any()
+    assert (ids[:, 2:] == ids[:, :-2])[after].all()
+    assert not SMALL.is_trigger(ids[:, :-2])[after].any()  # what is copied is no trigger
+
+
+def test_samples_have_the_frequencies_of_the_chain() -> None:
+    ids = SMALL.sample(20000, 10, seed=2)
+    for last in (0, 3, 4, 5):
+        following = ids[:, 1:][ids[:, :-1] == last]
+        shares = np.bincount(following, minlength=6) / len(following)
+        error = np.sqrt(SMALL.transitions[last] * (1 - SMALL.transitions[last]) / len(following))
+        assert (np.abs(shares - SMALL.transitions[last]) <= 5 * error).all()
+    plain = ~SMALL.is_trigger(ids[:, 1:-1])
+    measured = SMALL.entropies[ids[:, 1:-1]][plain].mean()
+    assert measured == pytest.approx(SMALL.optimum(10)["bigram"], rel=0.01)
+
+
+def test_a_seed_repeats_and_another_does_not() -> None:
+    assert (SMALL.sample(5, 20, 3) == SMALL.sample(5, 20, 3)).all()
+    assert (SMALL.sample(5, 20, 3) != SMALL.sample(5, 20, 4)).any()
+    blocks = SMALL.blocks(20, 6, 4, seed=3)
+    assert blocks.train.shape == (6, 20)
+    assert blocks.held_out.shape == (4, 20)
+    assert (blocks.train[:4] != blocks.held_out).any()
+    assert blocks.sha256 == SMALL.blocks(20, 6, 4, seed=3).sha256
+    assert blocks.sha256 != SMALL.blocks(20, 6, 4, seed=4).sha256
+
+
+def test_the_chain_is_that_of_the_text() -> None:
+    task = bigram_backcopy("aabbbbccccc ddd" + "eee")  # c, b, then d and e: before a and the space
+    assert task.tokens == ("<s>", "c", "b", "d", "e", "a", " ")
+    a, e, space = task.tokens.index("a"), task.tokens.index("e"), task.tokens.index(" ")
+    assert task.transitions[a, a] == 0.5
+    assert task.transitions[a, task.tokens.index("b")] == 0.5
+    assert task.transitions[space, task.tokens.index("d")] == 1
+    assert task.transitions[e, e] == 1
+    assert task.transitions[0].tolist() == pytest.approx([0, 0, 0, 0, 3 / 6, 2 / 6, 1 / 6])
+    assert (task.transitions[list(task.triggers)] == 0).all()
+
+
+def test_the_bundled_text_gives_the_papers_sizes() -> None:
+    task = bigram_backcopy()
+    assert task.vocabulary == CHARACTERS + 1 == 65
+    assert {task.tokens[trigger] for trigger in task.triggers} == {" ", "e", "t"}
+    sums = task.transitions.sum(1)
+    assert np.allclose(np.delete(sums, task.triggers), 1, atol=1e-12)
+    assert 1 < task.optimum(64)["bigram"] < np.log(64)
+
+
+def test_the_tokenizer_knows_the_characters_and_puts_the_start_in_front(tmp_path: object) -> None:
+    task = bigram_backcopy()
+    tokenizer = task.tokenizer()
+    tokenizer.save_pretrained(str(tmp_path))
+    for known in (tokenizer, type(tokenizer).from_pretrained(str(tmp_path))):
+        assert len(known) == task.vocabulary
+        ids = known("the end.\n€x").input_ids  # no € among the characters
+        assert [task.tokens[index] for index in ids] == ["<s>", *"the end.\n", "x"]
+        assert known.decode(ids[1:]) == "the end.\nx"
+        assert known.bos_token_id == task.start

@@ -1,0 +1,236 @@
+"""Several processes train the model that one process trains: the same blocks a step, the same losses and weights."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from test_retrofit import words_tokenizer
+from test_trainer import config, model
+from tiny import TINY, VOCAB, tiny_model
+from transformers import AutoModelForCausalLM
+
+import sinkscope.report.figures
+import sinkscope.training.sharding
+from sinkscope.commands.retrofit import retrofit
+from sinkscope.errors import InputError
+from sinkscope.models.families import find_family
+from sinkscope.results.tables import read_table
+from sinkscope.retrofits import retrofit_model
+from sinkscope.training.blocks import Blocks
+from sinkscope.training.sharding import CONFIGURATION, NEEDED, check_sharding
+from sinkscope.training.trainer import shuffled, train
+
+ROOT = Path(__file__).parents[2]
+PLAIN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+SHARDED = (
+    *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGURATION)),
+    *("--num_processes", "2", "--main_process_port", "0"),
+)
+# of float32 sums in another order
+ROUND_OFF: dict[str, Any] = {"rtol": 1e-4, "atol": 2e-6}
+
+
+def launch(
+    command: tuple[str, ...], script: str, folder: Path, *args: object, **environment: str
+) -> subprocess.CompletedProcess:
+    """The script on two processes of the CPU, which talk through gloo."""
+    (folder / "launched.py").write_text(script)
+    told = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"} | environment
+    whole = [*command, str(folder / "launched.py"), *map(str, args)]
+    return subprocess.run(whole, env=told, timeout=180, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def random_blocks(count: int) -> Blocks:
+    """Every block another one, so that it matters which of them a step reads."""
+    rows = np.random.default_rng(1).integers(3, VOCAB, (count + 2, 16)).astype(np.int64)
+    return Blocks(rows[:count], rows[count:], "random")
+
+
+# 11 blocks are no whole number of batches: the third step of batches of 4 goes on into the next epoch
+CASES = {
+    "a batch a step": {"batch_size": 2, "accumulation": 1},
+    "three batches a step": {"batch_size": 1, "accumulation": 3},
+}
+
+TWO = """
+import json, sys
+from pathlib import Path
+import torch
+from test_distributed import CASES, random_blocks
+from test_trainer import config, model
+from sinkscope.training.trainer import launched, train
+
+for name, options in CASES.items():
+    changed = model()
+    history = train(changed, random_blocks(11), config(steps=8, log_every=1, **options), Path(sys.argv[1]) / name)
+    if launched().is_main_process:
+        history.to_parquet(Path(sys.argv[1]) / f"{name}.parquet")
+        torch.save(changed.state_dict(), Path(sys.argv[1]) / f"{name}.pt")
+"""
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two")
+    done = launch(PLAIN, TWO, folder, folder)
+    assert done.returncode == 0, done.stdout[-4000:]
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_train_as_one_with_the_same_global_batch(case: str, two: Path, tmp_path: Path) -> None:
+    """Losses, gradient norms, learning rates and gates at every step, and the weights at the end."""
+    options = CASES[case] | {"batch_size": 2 * CASES[case]["batch_size"]}
+    alone = model()
+    expected = train(alone, random_blocks(11), config(steps=8, log_every=1, **options), tmp_path)
+    history = pd.read_parquet(two / f"{case}.parquet")
+    names = ["layer", "step", "metric"]
+    assert set(expected["metric"]) >= {"loss", "gradient_norm", "learning_rate", "gate_displacement_max"}
+    assert history[names].equals(expected[names])
+    np.testing.assert_allclose(history["value"], expected["value"], **ROUND_OFF)
+    torch.testing.assert_close(torch.load(two / f"{case}.pt"), dict(alone.state_dict()), **ROUND_OFF)
+
+
+def test_every_block_is_read_once_before_any_is_read_again() -> None:
+    order = shuffled(5, 13, seed=3)
+    assert [sorted(order[at : at + 5]) for at in (0, 5)] == [[0, 1, 2, 3, 4]] * 2
+    assert len(order) == 13
+    assert len(set(order[10:])) == 3
+    assert order[:5].tolist() != order[5:10].tolist()
+    assert order.tolist() == shuffled(5, 13, seed=3).tolist() != shuffled(5, 13, seed=4).tolist()
+    assert shuffled(5, 3, seed=3).tolist() == order[:3].tolist()
+
+
+# --- FSDP ---
+
+
+# `sinkscope retrofit` as it is typed, but for what is said in its first lines
+RETROFIT = """
+import json, os, signal, sys
+from pathlib import Path
+from cpu_sharding import shard_on_cpu
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import Trainer
+import sinkscope.report.figures
+from sinkscope.cli.app import app
+from sinkscope.retrofits import new_parameters
+
+def step(self, model, *args, **rest):
+    if os.environ["RANK"] == "1" and self.state.global_step == 5 and os.environ.get("KILLED") == "yes":
+        os.kill(os.getpid(), signal.SIGKILL)
+    wrapped = {path: type(module).__name__ for path, module in model.named_modules() if isinstance(module, FSDPModule)}
+    parts = {name: list(p.to_local().shape) for name, p in new_parameters(model).items() if isinstance(p, DTensor)}
+    Path(sys.argv[0]).with_name("wrapped.json").write_text(json.dumps([wrapped, parts]))
+    with open(Path(sys.argv[0]).with_name(f"steps-{os.environ['RANK']}.txt"), "a") as steps:
+        print(self.state.global_step, file=steps)
+    return plain_step(self, model, *args, **rest)
+
+plain_step, Trainer.training_step = Trainer.training_step, step
+sinkscope.report.figures.save_all = lambda run, folder: None
+shard_on_cpu()
+app(prog_name="sinkscope")
+"""
+OPTIONS: dict[str, Any] = {
+    "steps": 8,
+    "block_length": 16,
+    "accumulation": 2,
+    "learning_rate": 1e-3,
+    "log_every": 1,
+    "save_every": 4,
+    "eval_share": 0.2,
+}
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As SmolLM2: a Llama whose embeddings are its unembeddings, too."""
+    folder = tmp_path_factory.mktemp("models") / "tied"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(TINY, "tied", ("llama", TINY["llama"][1] | {"tie_word_embeddings": True}))
+        tiny_model("tied", spread=2.0).save_pretrained(folder)
+    words_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_retrofit_with_shards_is_retrofit_on_one_process(
+    tied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed in its second half, too, and gone on with: models, losses and gates are the same to round-off."""
+    text = tmp_path / "ids.npy"
+    np.save(text, random_blocks(11).train)
+    out = tmp_path / "sharded"
+    typed = [part for name, value in OPTIONS.items() for part in (f"--{name.replace('_', '-')}", value)]
+    command = ("retrofit", tied, "--method", "vga,vscale", "--text", text, "--out", out, "--batch-size", 1, *typed)
+    killed = launch(SHARDED, RETROFIT, tmp_path, *command, KILLED="yes")
+    assert killed.returncode != 0
+    assert (out / "vga" / "training" / "checkpoint-4").is_dir(), killed.stdout[-4000:]
+    assert not (out / "vga" / "model").exists()
+    done = launch(SHARDED, RETROFIT, tmp_path, *command)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert done.stdout.count(f"written to {out}") == 1
+    steps = [int(step) for step in (tmp_path / "steps-1.txt").read_text().split()]
+    assert steps[::2] == [0, 1, 2, 3, 4, *range(4, 8), *range(8)]  # killed in step 5, before it was noted
+
+    wrapped, parts = json.loads((tmp_path / "wrapped.json").read_text())
+    assert {f"model.layers.{layer}" for layer in range(3)} < wrapped.keys()
+    assert {wrapped[f"model.layers.{layer}"] for layer in range(3)} == {"FSDPLlamaDecoderLayer"}
+    assert parts == {f"model.layers.{layer}.self_attn.retrofit.theta": [1] for layer in range(3)}  # of 2 heads
+
+    monkeypatch.setattr(sinkscope.report.figures, "save_all", lambda run, folder: None)
+    retrofit(str(tied), "vga,vscale", text=text, out=tmp_path / "whole", batch_size=2, **OPTIONS)
+    for arm in ("vga", "vscale"):
+        ours, expected = (
+            AutoModelForCausalLM.from_pretrained(folder / arm / "model") for folder in (out, tmp_path / "whole")
+        )
+        assert type(ours).__name__ == "SinkscopeLlamaForCausalLM"
+        assert ours.lm_head.weight is ours.model.embed_tokens.weight
+        torch.testing.assert_close(dict(ours.state_dict()), dict(expected.state_dict()), **ROUND_OFF)
+        for name in ("training", "gates"):
+            ours, expected = (
+                read_table(folder / arm / "tables" / f"{name}.parquet") for folder in (out, tmp_path / "whole")
+            )
+            pd.testing.assert_frame_equal(ours, expected, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_every_family_says_what_its_decoder_layers_are(kind: str) -> None:
+    """A model, retrofitted, is cut at its `_no_split_modules`: exactly its layers."""
+    changed = tiny_model(kind)
+    family = find_family(changed)
+    layers = family.layer_modules(changed)
+    retrofit_model(changed, family, "vscale")
+    cut = [module for module in changed.modules() if type(module).__name__ in changed._no_split_modules]
+    assert {id(module) for module in cut} == {id(layer) for layer in layers}
+
+
+def test_configurations_that_would_train_otherwise_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_sharding()  # without FSDP there is nothing to say
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    for name, value in NEEDED.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match="accelerate shards models on GPUs only"):
+        check_sharding()
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
+    with pytest.raises(InputError, match="fsdp_cpu_ram_efficient_loading is true, and only false is known to work"):
+        check_sharding()
+    monkeypatch.delenv("FSDP_VERSION")
+    with pytest.raises(InputError, match="fsdp_version is not given, and only 2"):
+        check_sharding()
+
+
+def test_a_probe_is_refused_with_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would run on the first process alone, and wait for the others' parts for ever."""
+    for name, value in {"ACCELERATE_USE_FSDP": "true", **NEEDED}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sinkscope.training.sharding, "check_device", lambda: None)
+    with pytest.raises(InputError, match="a probe needs the model whole"):
+        train(model(), random_blocks(4), config(), tmp_path / "out", probe=lambda model: pd.DataFrame())
+    assert not (tmp_path / "out").exists()

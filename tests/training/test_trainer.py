@@ -1,0 +1,394 @@
+"""Training: what moves and how fast, and that a training which was killed ends with the weights of an unbroken one."""
+
+import copy
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from tiny import VOCAB, tiny_model
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.measuring.tracer import open_tracer
+from sinkscope.models.families import find_family
+from sinkscope.options.training import TrainingConfig, make_training_config
+from sinkscope.retrofits import gate_displacement, new_parameters, retrofit_model
+from sinkscope.text.batch import Batch
+from sinkscope.training.blocks import Blocks
+from sinkscope.training.trainer import parameter_groups, train
+
+LENGTH = 16
+SHORT: dict[str, Any] = {
+    "steps": 12,
+    "block_length": LENGTH,
+    "batch_size": 2,
+    "learning_rate": 1e-3,
+    "new_learning_rate": 1e-2,
+    "log_every": 2,
+    "save_every": 4,
+    "warmup": 0.0,
+}
+ROOT = Path(__file__).parents[2]
+
+
+def repetitive(count: int = 10) -> Blocks:
+    """Blocks that all say the same, from another place on."""
+    words = np.random.default_rng(0).integers(3, VOCAB, 8)
+    rows = np.stack([np.roll(np.tile(words, LENGTH // 8), at) for at in range(count + 2)]).astype(np.int64)
+    return Blocks(rows[:count], rows[count:], "repetitive")
+
+
+def config(**options: Any) -> TrainingConfig:
+    return make_training_config(**SHORT | options)
+
+
+def model(kind: str = "llama", method: str = "vga", **parameters: Any) -> Any:
+    return retrofit_model(tiny_model(kind, spread=2.0), None, method, **parameters)
+
+
+def same(one: Any, other: Any) -> bool:
+    pairs = zip(one.state_dict().items(), other.state_dict().items(), strict=True)
+    return all(name == twin and torch.equal(x, y) for (name, x), (twin, y) in pairs)
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted((path.name for path in folder.glob("checkpoint-*")), key=lambda name: int(name[11:]))
+
+
+# --- what training does ---
+
+
+@pytest.mark.parametrize("method", ["vga", "none", "key-bias", "register-tokens"])
+def test_the_loss_falls_on_a_text_that_repeats_itself(method: str, tmp_path: Path) -> None:
+    changed = model(method=method)
+    history = train(changed, repetitive(), config(steps=30), tmp_path)
+    loss = history[(history["layer"] == -1) & (history["metric"] == "loss")].set_index("step")["value"]
+    assert loss.index.tolist() == list(range(2, 31, 2))
+    assert loss.iloc[-1] < 0.75 * loss.iloc[0]
+    assert not changed.training
+    assert not any(p.requires_grad or p.grad is not None for p in changed.parameters())
+
+
+def test_the_history_says_how_far_the_gates_have_moved(tmp_path: Path) -> None:
+    changed = model()
+    history = train(changed, repetitive(), config(), tmp_path)
+    last = history[(history["step"] == 12) & (history["layer"] >= 0)].pivot(
+        index="layer", columns="metric", values="value"
+    )
+    moved = gate_displacement(changed).groupby("layer")["displacement"]
+    assert last["gate_displacement_mean"].tolist() == pytest.approx(moved.mean().tolist())
+    assert last["gate_displacement_max"].tolist() == pytest.approx(moved.max().tolist())
+    assert (moved.max() > 0).all()
+
+
+def test_new_parameters_have_a_learning_rate_of_their_own_and_no_decay(tmp_path: Path) -> None:
+    changed = model("gpt2").requires_grad_(True)
+    args = TrainingArguments(output_dir=str(tmp_path), weight_decay=0.1, learning_rate=1e-4, report_to="none")
+    decayed, plain, new = parameter_groups(changed, args, new_learning_rate=1e-2)
+    assert {id(p) for p in new["params"]} == {id(p) for p in new_parameters(changed).values()}
+    assert (new["lr"], new["weight_decay"]) == (1e-2, 0.0)
+    assert "lr" not in decayed | plain
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
+    assert all(p.dim() == 1 for p in plain["params"])
+    everything = [id(p) for group in (decayed, plain, new) for p in group["params"]]
+    assert sorted(everything) == sorted(id(p) for p in changed.parameters())
+
+
+def test_one_step_of_adam_is_as_long_as_its_learning_rate(tmp_path: Path) -> None:
+    """Adam's first step moves every weight that has a gradient by the learning rate."""
+    before = model()
+    after = copy.deepcopy(before)
+    train(after, repetitive(), config(steps=1, weight_decay=0.0, learning_rate=1e-4, new_learning_rate=1e-2), tmp_path)
+    old = before.model.layers[0].mlp.down_proj.weight - after.model.layers[0].mlp.down_proj.weight
+    assert old.abs().max().item() == pytest.approx(1e-4, rel=0.01)
+    for parameter in new_parameters(after).values():
+        assert parameter.abs().max().item() == pytest.approx(1e-2, rel=0.01)
+
+
+def test_only_new_leaves_every_old_parameter_as_it_was(tmp_path: Path) -> None:
+    before = model()
+    after = copy.deepcopy(before)
+    train(after, repetitive(), config(only_new=True), tmp_path)
+    new = new_parameters(after)
+    for name, parameter in before.named_parameters():
+        assert torch.equal(parameter, after.get_parameter(name)) != (name in new), name
+
+
+def test_accumulated_batches_are_one_large_one(tmp_path: Path) -> None:
+    one, two = model(), model()
+    train(one, repetitive(8), config(steps=2, batch_size=4), tmp_path / "one")
+    train(two, repetitive(8), config(steps=2, batch_size=2, accumulation=2), tmp_path / "two")
+    for x, y in zip(one.parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-5)
+
+
+def test_bf16_computes_in_it_and_keeps_the_weights(tmp_path: Path) -> None:
+    fine, coarse = model(), model()
+    forward = type(fine).forward
+    train(fine, repetitive(), config(), tmp_path / "fine")
+    train(coarse, repetitive(), config(bf16=True), tmp_path / "coarse")
+    assert {p.dtype for p in coarse.parameters()} == {torch.float32}
+    assert not same(fine, coarse)
+    assert coarse.forward.__func__ is forward  # nothing of accelerate's stays on it
+    assert coarse.config.use_cache == tiny_model("llama").config.use_cache
+
+
+# --- measured meanwhile ---
+
+
+def probe(seen: Any) -> pd.DataFrame:
+    """Through the tracer, and with random numbers drawn; a row of the whole model, and one of a layer."""
+    assert not seen.training
+    assert not torch.is_grad_enabled()
+    torch.rand(7)
+    ids = torch.from_numpy(repetitive().held_out)
+    with open_tracer(seen, find_family(seen)) as tracer:
+        logits = tracer.logits(Batch(ids, torch.ones_like(ids)))
+    rows = [(-1, "mean", logits.double().mean().item()), (1, "largest", logits.max().item())]
+    return pd.DataFrame(rows, columns=["layer", "metric", "value"])
+
+
+@pytest.mark.parametrize("options", [{}, {"bf16": True}, {"accumulation": 2}], ids=["plain", "bf16", "accumulation"])
+def test_a_training_does_not_see_that_it_is_measured(options: dict[str, Any], tmp_path: Path) -> None:
+    """GPT-2 has dropout: a probe that draws random numbers must not take them from the training."""
+    alone, measured = model("gpt2"), model("gpt2")
+    expected = train(alone, repetitive(), config(**options), tmp_path / "alone")
+    history = train(measured, repetitive(), config(**options), tmp_path / "measured", probe=probe)
+    assert same(alone, measured)
+    of_probe = history["metric"].isin(["mean", "largest"])
+    assert history[~of_probe].reset_index(drop=True).equals(expected)
+    found = history[of_probe]
+    assert found[found["metric"] == "mean"]["step"].tolist() == list(range(0, 13, 2))
+    assert set(found[found["metric"] == "largest"]["layer"]) == {1}
+    with torch.no_grad():
+        first, last = probe(model("gpt2").eval()), probe(measured)
+    if "bf16" not in options:
+        assert found[found["step"] == 0]["value"].tolist() == first["value"].tolist()
+        assert found[found["step"] == 12]["value"].tolist() == last["value"].tolist()
+
+
+def test_resumed_it_keeps_what_was_measured(tmp_path: Path) -> None:
+    unbroken, resumed = model(), model()
+    expected = train(unbroken, repetitive(), config(), tmp_path, probe=probe)
+    shutil.rmtree(tmp_path / "checkpoint-12")
+    history = train(resumed, repetitive(), config(), tmp_path, probe=probe)  # from step 8
+    assert history.equals(expected)
+    assert history[history["metric"] == "mean"]["step"].tolist() == list(range(0, 13, 2))
+
+
+# --- broken off and resumed ---
+
+KILLED = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, "tests")
+from transformers import Trainer
+from test_trainer import config, model, repetitive
+from sinkscope.training.trainer import train
+
+step = Trainer.training_step
+Trainer.training_step = lambda *args, **rest: (time.sleep(0.05), step(*args, **rest))[1]
+train(model("gpt2"), repetitive(), config(steps=40, save_every=10), Path(sys.argv[1]))
+"""
+
+
+def test_killed_and_resumed_it_ends_with_the_weights_of_an_unbroken_run(tmp_path: Path) -> None:
+    """GPT-2 has dropout, and 40 steps are several epochs: data order and random numbers must go on, too."""
+    folder = tmp_path / "killed"
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(folder)], cwd=ROOT, env=environment)
+    deadline = time.time() + 60
+    while not (folder / "checkpoint-20" / "trainer_state.json").exists() and time.time() < deadline:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert checkpoints(folder)[-1] in ("checkpoint-20", "checkpoint-30")
+
+    resumed, unbroken = model("gpt2"), model("gpt2")
+    history = train(resumed, repetitive(), config(steps=40, save_every=10), folder)
+    expected = train(unbroken, repetitive(), config(steps=40, save_every=10), tmp_path / "unbroken")
+    assert same(resumed, unbroken)
+    assert history.equals(expected)
+    assert not same(resumed, model("gpt2"))
+
+
+@pytest.mark.parametrize("missing", ["trainer_state.json", "optimizer.pt", "model.safetensors"])
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_half_a_checkpoint_is_skipped(kind: str, missing: str, tmp_path: Path) -> None:
+    """mixtral: experts are saved under other names than they have in the model."""
+    unbroken, resumed = model(kind), model(kind)
+    expected = train(unbroken, repetitive(), config(), tmp_path)
+    assert checkpoints(tmp_path) == ["checkpoint-8", "checkpoint-12"]
+    (tmp_path / "checkpoint-12" / missing).write_bytes(b'{"log_history": [') if missing.endswith("json") else (
+        tmp_path / "checkpoint-12" / missing
+    ).unlink()
+    assert train(resumed, repetitive(), config(), tmp_path).equals(expected)
+    assert same(resumed, unbroken)
+
+
+def test_a_training_that_is_over_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done, again = model(), model()
+    expected = train(done, repetitive(), config(), tmp_path)
+    monkeypatch.setattr(Trainer, "training_step", None)
+    assert train(again, repetitive(), config(), tmp_path).equals(expected)
+    assert same(done, again)
+
+
+def test_without_resume_it_begins_anew(tmp_path: Path) -> None:
+    done, again = model(), model()
+    train(done, repetitive(), config(steps=8), tmp_path)
+    train(again, repetitive(), config(steps=12), tmp_path, resume=False)
+    unbroken = model()
+    train(unbroken, repetitive(), config(steps=12), tmp_path / "other")
+    assert same(again, unbroken)
+
+
+def test_a_checkpoint_is_a_model(tmp_path: Path) -> None:
+    changed = model()
+    train(changed, repetitive(), config(), tmp_path)
+    again: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-12")
+    ids = torch.from_numpy(repetitive().held_out)
+    assert torch.equal(again(ids).logits, changed(ids).logits)
+
+
+# --- what is refused, and what goes wrong ---
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps": 0}, "--steps 0: it must be at least 1"),
+        ({"learning_rate": 0}, "--learning-rate 0: it must be more than 0"),
+        ({"new_learning_rate": -1.0}, "--new-learning-rate -1.0: it must be more than 0"),
+        ({"learning_rate": float("nan")}, "--learning-rate nan: it must be a number"),
+        ({"batch_size": 0}, "--batch-size 0: it must be at least 1"),
+        ({"block_length": 1}, "--block-length 1: it must be at least 2"),
+        ({"eval_share": 1.0}, "--eval-share 1.0: it must be less than 1"),
+        ({"warmup": 1}, "--warmup 1: it must be less than 1"),
+        ({"stepz": 3}, "option 'stepz' is unknown; did you mean 'steps'?"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        make_training_config(**options)
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(("method", "parameters"), [("none", {}), ("vscale", {"learned": False})])
+def test_only_new_needs_something_new(method: str, parameters: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=f"--only-new leaves nothing to train: {method} adds no parameters"):
+        train(model(method=method, **parameters), repetitive(), config(only_new=True), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_another_training_is_not_resumed(tmp_path: Path) -> None:
+    train(model(), repetitive(), config(steps=4), tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for changed, blocks, options, unlike in (
+        (model(), repetitive(), {"learning_rate": 1e-2}, "learning_rate: 0.001, now 0.01"),
+        (model(), repetitive(9), {}, "text"),
+        (model(method="iga"), repetitive(), {}, "retrofit"),
+    ):
+        with pytest.raises(InputError, match=f"holds another training .unlike in {unlike}"):
+            train(changed, blocks, config(steps=4, **options), tmp_path)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_folder_of_an_older_sinkscope_is_resumed(tmp_path: Path) -> None:
+    """What its training.json does not know was as it is by default."""
+    train(model(), repetitive(), config(steps=4), tmp_path)
+    record = json.loads((tmp_path / "training.json").read_text())
+    del record["sharded"], record["config"]["weight_decay"]
+    (tmp_path / "training.json").write_text(json.dumps(record))
+    with pytest.raises(InputError, match=r"holds another training .unlike in weight_decay: 0.01, now 0.1"):
+        train(model(), repetitive(), config(steps=4, weight_decay=0.1), tmp_path)
+    train(model(), repetitive(), config(steps=4), tmp_path)
+
+
+def test_a_disk_that_is_too_small_is_noticed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(100, 50, 50))
+    with pytest.raises(InputError, match="left on its disk and its checkpoints need"):
+        train(model(), repetitive(), config(), tmp_path)
+    assert checkpoints(tmp_path) == []
+
+
+def test_a_disk_that_is_full_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = Trainer._save_rng_state
+
+    def full(self: Any, folder: str) -> None:
+        if folder.endswith("-8"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written(self, folder)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "_save_rng_state", full)
+        with pytest.raises(SinkscopeError, match=r"No space left on device.*the training up to step 4 is kept"):
+            train(model(), repetitive(), config(), tmp_path)
+    assert checkpoints(tmp_path) == ["checkpoint-4"]  # the half one takes up no room
+    resumed, unbroken = model(), model()
+    train(resumed, repetitive(), config(), tmp_path)
+    train(unbroken, repetitive(), config(), tmp_path / "unbroken")
+    assert same(resumed, unbroken)
+
+
+def test_a_loss_that_is_no_number_ends_it(tmp_path: Path) -> None:
+    with pytest.raises(SinkscopeError, match=r"the loss is nan at step .*: take smaller learning rates"):
+        train(model(), repetitive(), config(learning_rate=1e30), tmp_path)
+
+
+def test_out_of_memory_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_much(*args: Any, **rest: Any) -> None:
+        raise RuntimeError("CUDA out of memory. Tried to allocate 3 GiB")
+
+    monkeypatch.setattr(Trainer, "training_step", too_much)
+    with pytest.raises(SinkscopeError, match="memory ran out: take a smaller --batch-size"):
+        train(model(), repetitive(), config(), tmp_path)
+
+
+def test_the_record_is_json(tmp_path: Path) -> None:
+    train(model(), repetitive(), config(steps=1), tmp_path)
+    record = json.loads((tmp_path / "training.json").read_text())
+    assert record["retrofit"]["method"] == "vga"
+    assert record["config"]["steps"] == 1
+
+
+# --- several processes ---
+
+LAUNCHED = """
+import sys
+from pathlib import Path
+import torch
+from test_trainer import config, model, repetitive
+from sinkscope.training.trainer import launched, train
+
+changed = model()
+train(changed, repetitive(), config(), Path(sys.argv[1]))
+torch.save(changed.state_dict(), Path(sys.argv[1]) / f"rank-{launched().process_index}.pt")
+"""
+
+
+def test_two_processes_train_one_model(tmp_path: Path) -> None:
+    (tmp_path / "launched.py").write_text(LAUNCHED)
+    folder = tmp_path / "two"
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    subprocess.run([*launch, str(tmp_path / "launched.py"), str(folder)], env=environment, check=True, timeout=120)
+    assert json.loads((folder / "training.json").read_text())["processes"] == 2
+    one, other = (torch.load(folder / f"rank-{rank}.pt") for rank in (0, 1))
+    before = model().state_dict()
+    assert all(torch.equal(one[name], other[name]) for name in before)
+    assert not all(torch.equal(one[name], before[name]) for name in before)
