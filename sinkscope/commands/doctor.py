@@ -4,11 +4,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from rich.console import Console
 from transformers import PreTrainedModel
 
 from sinkscope.attention.taps import has_denominators
 from sinkscope.attention.weights import AttentionRead
+from sinkscope.commands.result import Result
 from sinkscope.interventions import INTERVENTIONS, Target
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.gradient import undefined_ratios
@@ -18,6 +18,8 @@ from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import RESIDUAL_SITES, Family, embedding_weight
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.wiring import check_wiring, read_sites
+from sinkscope.options.measuring import DoctorOptions
+from sinkscope.options.output import OutputOptions
 from sinkscope.text.batch import Batch
 
 TOKENS = 64
@@ -43,6 +45,12 @@ class Report:
         lines += [f"  {name:<14} {value}" for name, value in self.facts.items()]
         lines += [f"  {'ok  ' if passed else 'FAIL'} {what}: {detail}" for what, passed, detail in self.checks]
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
+
+
+def command(options: DoctorOptions, output: OutputOptions) -> Result:
+    report = doctor(**options.model_dump(exclude={"attn"}))
+    wrong = "" if report.ok else "a check failed: numbers from this model cannot be trusted"
+    return Result(report, text=str(report), failure=wrong)
 
 
 def doctor(model: ModelLike = None, **options: Any) -> Report:
@@ -76,10 +84,6 @@ def doctor(model: ModelLike = None, **options: Any) -> Report:
     else:
         report.notes.append("attention weights are those that the model's own code computes; there is no second way")
     return report
-
-
-def print_report(report: Report, console: Console) -> None:
-    console.print(str(report), markup=False, highlight=False, soft_wrap=True)
 
 
 def _facts(loaded: LoadedModel, family: Family) -> dict[str, str]:

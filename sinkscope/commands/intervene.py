@@ -13,6 +13,8 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from sinkscope.attention.kernels import upcast
+from sinkscope.commands.repeat import differences
+from sinkscope.commands.result import Result
 from sinkscope.errors import InputError
 from sinkscope.interventions import INTERVENTIONS, Intervention, Known, Target, parse_all
 from sinkscope.interventions.streaming_window import StreamingWindow
@@ -26,12 +28,14 @@ from sinkscope.measuring.passes import pass_over
 from sinkscope.measuring.streaming import measure_streaming
 from sinkscope.measuring.subject import ModelLike, Subject, config_of, subject_of
 from sinkscope.measuring.tracer import open_tracer
-from sinkscope.options.measuring import DRAWS, RunConfig
+from sinkscope.options.measuring import InterveneOptions, RunConfig
+from sinkscope.options.output import OutputOptions
 from sinkscope.report.effects import arm_metrics
 from sinkscope.report.run import Run, finished
 from sinkscope.results.folders import check_output
 from sinkscope.results.tables import shape_table
 from sinkscope.text.batch import Batch
+from sinkscope.text.inputs import check_source
 
 MEASURED = ("attention", "massive")  # of every arm
 CONTROL_TABLES = ("attention", "arm_maps")
@@ -40,12 +44,29 @@ BEFORE = "before"
 Do = str | Intervention | Iterable[str | Intervention]
 
 
+def command(options: InterveneOptions, output: OutputOptions) -> Result:
+    run = intervene(
+        options.model,
+        arms=options.stacks,
+        draws=options.draws,
+        config=options,
+        **output.where,
+    )
+    return Result(run, run.verdict, notes=differences(output.from_, run.manifest), folder=output.out)
+
+
+def check(options: InterveneOptions) -> None:
+    """What can be wrong with the options of a recipe, before a model is loaded. Raises: InputError."""
+    wanted_arms(None, options.stacks)
+    check_source(options.input)
+
+
 def intervene(
     model: ModelLike = None,
     do: Do | None = None,
     *,
     arms: Mapping[str, Do] | Literal["all"] | None = None,
-    draws: int = DRAWS,
+    draws: int = 5,
     tokenizer: PreTrainedTokenizerBase | None = None,
     out: str | os.PathLike[str] | None = None,
     overwrite: bool = False,

@@ -7,7 +7,13 @@ from collections.abc import Callable
 
 import pandas as pd
 
+from sinkscope.commands.result import Result
 from sinkscope.errors import InputError, unknown
+from sinkscope.options.output import ListOptions, OutputOptions
+
+
+def command(options: ListOptions, output: OutputOptions) -> Result:
+    return Result(tables=listing(options.kind))
 
 
 def observables() -> pd.DataFrame:
@@ -72,7 +78,7 @@ def families() -> pd.DataFrame:
 
 def recipes() -> pd.DataFrame:
     """Those in recipes/ here, and of the checkout that sinkscope runs from. Of other YAML there, why it is none."""
-    from sinkscope.commands.run import known_recipes, read_recipe
+    from sinkscope.options.recipe import known_recipes, read_recipe
 
     rows = []
     for name, path in known_recipes().items():

@@ -11,12 +11,15 @@ import pandas as pd
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from sinkscope.commands.repeat import differences
+from sinkscope.commands.result import Result
 from sinkscope.errors import InputError
 from sinkscope.measuring.console import say
 from sinkscope.measuring.manifest import Facts, make_manifest
 from sinkscope.measuring.quantized import Bench
 from sinkscope.measuring.subject import ModelLike, Subject, config_of, subject_of
-from sinkscope.options.measuring import BITS, CALIBRATION, RunConfig
+from sinkscope.options.measuring import QuantizeOptions, RunConfig
+from sinkscope.options.output import OutputOptions
 from sinkscope.quantization.arithmetic import check_bits
 from sinkscope.quantization.ranges import Bits, Range, Rounding
 from sinkscope.quantization.settings import (
@@ -39,17 +42,34 @@ from sinkscope.quantization.sites import WEIGHT, Site, not_quantised
 from sinkscope.report.run import Run, finished
 from sinkscope.results.folders import check_output
 from sinkscope.results.tables import shape_table
-from sinkscope.text.inputs import TokenInputs
+from sinkscope.text.inputs import TokenInputs, check_source
 
 Ranges = Mapping[Site, Range]
+
+
+def command(options: QuantizeOptions, output: OutputOptions) -> Result:
+    run = quantize(
+        options.model,
+        bits_weights=options.bits_weights,
+        bits_activations=options.bits_activations,
+        calibration=options.calibration,
+        config=options,
+        **output.where,
+    )
+    return Result(run, run.verdict, notes=differences(output.from_, run.manifest), folder=output.out)
+
+
+def check(options: QuantizeOptions) -> None:
+    """What can be wrong with the options of a recipe, before a model is loaded. Raises: InputError."""
+    check_source(options.input)
 
 
 def quantize(
     model: ModelLike = None,
     *,
-    bits_weights: int = BITS,
-    bits_activations: int = BITS,
-    calibration: int = CALIBRATION,
+    bits_weights: int = 8,
+    bits_activations: int = 8,
+    calibration: int = 16,
     tokenizer: PreTrainedTokenizerBase | None = None,
     out: str | os.PathLike[str] | None = None,
     overwrite: bool = False,

@@ -42,7 +42,7 @@ from sinkscope.measuring.subject import Subject, inputs_for, subject_of
 from sinkscope.models.families import Family
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.positions import known_positions
-from sinkscope.options.measuring import CALIBRATION, RunConfig, make_config
+from sinkscope.options.measuring import RunConfig, make_config
 from sinkscope.options.training import TrainingConfig
 from sinkscope.report.comparison import compare
 from sinkscope.report.retrofit_table import UNTOUCHED
@@ -247,7 +247,7 @@ class Workshop:
     def _calibration(self, subject: Subject) -> TokenInputs:
         """For the ranges of W8A8: text that was trained on, the same for all arms."""
         everything = replace(subject.inputs, sequences=tuple(self.blocks.train))
-        return everything.part(0, CALIBRATION)
+        return everything.part(0, 16)
 
     # ------------------------------------------------------------------------------------------- the whole
 
