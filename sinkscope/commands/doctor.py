@@ -140,11 +140,11 @@ class _FirstColumn(Observable):
 
     def __init__(self) -> None:
         super().__init__(Settings())
-        self.columns: list[torch.Tensor] = []
+        self.weights: list[torch.Tensor] = []
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
         weights, _ = read.weights(slice(0, read.length), slice(0, 1))
-        self.columns.append(weights[0, :, :, 0].float().cpu())
+        self.weights.append(weights[0, :, :, 0].float().cpu())
 
     def tables(self) -> dict:
         return {}
@@ -162,6 +162,6 @@ def _weights(model: PreTrainedModel, family: Family, batch: Batch) -> tuple[str,
         eager = model(batch.token_ids.to(model.device), use_cache=False, output_attentions=True).attentions
     finally:
         model.set_attn_implementation(before)
-    pairs = zip(observable.columns, eager, strict=True)
+    pairs = zip(observable.weights, eager, strict=True)
     worst = max(float((mine - theirs[0, :, :, 0].float().cpu()).abs().max()) for mine, theirs in pairs)
     return ("attention to position 0 is transformers' eager", worst < TOLERANCE[eager[0].dtype], f"within {worst:.1e}")

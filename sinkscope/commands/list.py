@@ -84,6 +84,16 @@ def recipes() -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["recipe", "title", "reproduces"])
 
 
+def tables() -> pd.DataFrame:
+    """Every column of every table; those that all tables begin with come first."""
+    from sinkscope.measuring.tables import all_tables
+    from sinkscope.results.tables import LEADING_COLUMNS
+
+    described = {"(every table)": LEADING_COLUMNS} | all_tables()
+    rows = [(name, *column) for name, columns in described.items() for column in columns]
+    return pd.DataFrame(rows, columns=["table", "column", "what it holds", "unit"])
+
+
 KINDS: dict[str, Callable[[], pd.DataFrame]] = {
     "observables": observables,
     "interventions": interventions,
@@ -92,6 +102,7 @@ KINDS: dict[str, Callable[[], pd.DataFrame]] = {
     "figures": figures,
     "families": families,
     "recipes": recipes,
+    "tables": tables,
 }
 
 

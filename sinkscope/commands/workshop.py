@@ -36,9 +36,10 @@ from transformers import PreTrainedModel
 from sinkscope.errors import InputError
 from sinkscope.measuring.console import status, tell_place
 from sinkscope.measuring.manifest import make_manifest
-from sinkscope.measuring.measure import measure, publish
+from sinkscope.measuring.measure import measure
 from sinkscope.measuring.quantized import w8a8
 from sinkscope.measuring.subject import Subject, inputs_for, subject_of
+from sinkscope.measuring.tables import publish
 from sinkscope.models.families import Family
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.positions import known_positions
