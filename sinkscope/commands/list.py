@@ -94,6 +94,13 @@ def tables() -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["table", "column", "what it holds", "unit"])
 
 
+def metrics() -> pd.DataFrame:
+    from sinkscope.results.metrics import METRICS
+
+    rows = [(item.name, item.label, item.unit, item.definition, item.source) for item in METRICS.values()]
+    return pd.DataFrame(rows, columns=["metric", "label", "unit", "definition", "source"])
+
+
 KINDS: dict[str, Callable[[], pd.DataFrame]] = {
     "observables": observables,
     "interventions": interventions,
@@ -103,6 +110,7 @@ KINDS: dict[str, Callable[[], pd.DataFrame]] = {
     "families": families,
     "recipes": recipes,
     "tables": tables,
+    "metrics": metrics,
 }
 
 

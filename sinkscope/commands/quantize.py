@@ -18,7 +18,7 @@ from sinkscope.measuring.tables import publish
 from sinkscope.options.measuring import BITS, CALIBRATION, RunConfig
 from sinkscope.quantization.arithmetic import check_bits
 from sinkscope.quantization.ranges import Bits
-from sinkscope.quantization.sites import WEIGHT, not_quantised
+from sinkscope.quantization.sites import WEIGHT, not_quantized
 from sinkscope.report.run import Run, finished
 from sinkscope.results.folders import check_output
 from sinkscope.text.inputs import TokenInputs
@@ -38,10 +38,10 @@ def quantize(
     figures: Iterable[str] | None = None,
     **options: Any,
 ) -> Run:
-    """Simulate post-training quantisation: weights symmetric and activations asymmetric, one static range a tensor,
+    """Simulate post-training quantization: weights symmetric and activations asymmetric, one static range a tensor,
     from `calibration` sequences that follow those evaluated in the same input. `model` and `options` as for `analyze`.
 
-    → a Run with the tables `quantisation` (what every setting costs) and `quantisation_sites` (what every site holds).
+    → a Run with the tables `quantization` (what every setting costs) and `quantization_sites` (what every site holds).
 
     Errors: InputError for wrong options, or an input with too few sequences, before anything is written. The model is
     then bit for bit as it was, and so it is afterwards.
@@ -62,7 +62,7 @@ def quantize(
     study = Study(subject.inputs, bench, ranges, bench.roundings(held_out, ranges), console)
     tables = publish(study.tables(), subject.loaded, subject.inputs.condition)
     manifest = make_manifest(subject, config, Facts(bench.used_batch_size), list(tables), start)
-    manifest |= {"command": "quantize", "quantisation": _record(subject, bits, held_out, ranges)}
+    manifest |= {"command": "quantize", "quantization": _record(subject, bits, held_out, ranges)}
     return finished(Run(manifest, tables, folder), console, figures)
 
 
@@ -96,5 +96,5 @@ def _record(subject: Subject, bits: Bits, held_out: TokenInputs, ranges: Ranges)
         "calibration_sha256": held_out.sha256,
         "split": f"sequences 0–{len(subject.inputs) - 1} are evaluated, those behind them calibrated by",
         "linear_layers": sum(site.part == WEIGHT for site in ranges),
-        "not_quantised": not_quantised(subject.loaded.model, subject.family),
+        "not_quantized": not_quantized(subject.loaded.model, subject.family),
     }

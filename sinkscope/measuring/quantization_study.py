@@ -39,11 +39,11 @@ Ranges = Mapping[Site, Range]
 LINEAR = Column("site", "kind of linear layer, as mlp.down_proj")
 PART = Column("part", "input, weight or output of the linear layer")
 QUANTIZATION_TABLES: dict[str, Columns] = {
-    "quantisation": (
-        Column("setting", "what is quantised: quantization/settings.py"),
+    "quantization": (
+        Column("setting", "what is quantized: quantization/settings.py"),
         LINEAR,
         PART,
-        Column("quantised", "how many sites are quantised"),
+        Column("quantized", "how many sites are quantized"),
         Column("kept", "sites in full precision, where they were searched for"),
         Column("sequences", "how many sequences it was measured on"),
         Column("loss", "mean cross-entropy", "nats per token"),
@@ -52,7 +52,7 @@ QUANTIZATION_TABLES: dict[str, Columns] = {
         Column("max_inf_norm", "largest absolute entry over sites and layers; NaN where it was not measured"),
         Column("kurtosis", "mean over sites and layers; NaN where it was not measured"),
     ),
-    "quantisation_sites": (
+    "quantization_sites": (
         LINEAR,
         PART,
         Column("path", "of the linear layer in the model"),
@@ -70,7 +70,7 @@ QUANTIZATION_TABLES: dict[str, Columns] = {
 
 @dataclass
 class Study:
-    """From the ranges to the sites that cost most, row by row of the table `quantisation`."""
+    """From the ranges to the sites that cost most, row by row of the table `quantization`."""
 
     inputs: TokenInputs
     bench: Bench
@@ -84,7 +84,7 @@ class Study:
         self._whole_model()
         say(self.console, f"looking for the sites that cost most on {len(self.probes)} sequences")
         self._keep_costliest(self._costliest_sites(self._costly_kinds()))
-        return {"quantisation": pd.DataFrame(self.rows), "quantisation_sites": self._sites()}
+        return {"quantization": pd.DataFrame(self.rows), "quantization_sites": self._sites()}
 
     # --- what is measured
 
@@ -165,7 +165,7 @@ class Study:
                 "setting": setting,
                 "site": site.kind if site else "",
                 "part": site.part if site else "",
-                "quantised": len(ranges),
+                "quantized": len(ranges),
                 "kept": ", ".join(str(site) for site in kept),
                 "sequences": len(inputs),
                 "loss": measured.loss,

@@ -123,13 +123,13 @@ def bars_of(**by_metric: list[float]) -> Any:
 
 def test_bars_begin_at_0_and_have_their_numbers_beside_them() -> None:
     axes = bars_of(
-        perplexity=[17.03, 16.94, 17.01], perplexity_quantised=[np.inf, 18.5, np.nan], sink_rate=[0.731, 0, 1]
+        perplexity=[17.03, 16.94, 17.01], perplexity_quantized=[np.inf, 18.5, np.nan], sink_rate=[0.731, 0, 1]
     )
     assert [bar.get_width() for bar in axes["perplexity"].patches] == [17.03, 16.94, 17.01]
     assert [bar.get_x() for bar in axes["perplexity"].patches] == [0, 0, 0]
     assert said(axes["perplexity"]) == ["17.03", "16.94", "17.01"]
-    assert [bar.get_width() for bar in axes["perplexity_quantised"].patches] == [0, 18.5, 0]
-    assert said(axes["perplexity_quantised"]) == ["∞", "18.50", "–"]
+    assert [bar.get_width() for bar in axes["perplexity_quantized"].patches] == [0, 18.5, 0]
+    assert said(axes["perplexity_quantized"]) == ["∞", "18.50", "–"]
     assert said(axes["sink_rate"]) == ["0.731", "0", "1.00"]
     assert said(axes["kurtosis"]) == ["not measured"]
     assert [label.get_text() for label in axes["perplexity"].get_yticklabels()] == list(ARMS)
