@@ -2,7 +2,7 @@
 activation. Drawn by the figures `attention-maps`, `arm-maps` and `massive-map`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Self
 
 import numpy as np
@@ -34,14 +34,14 @@ class AttentionMaps(Observable):
         ),
     }  # fmt: skip
 
-    def __init__(self, heads: list[tuple[int, int]]) -> None:
-        super().__init__(Settings())
+    def __init__(self, settings: Settings, heads: Sequence[tuple[int, int]] = ()) -> None:
+        super().__init__(settings)
         self.heads = heads
         self.frames: list[pd.DataFrame] = []
 
     @classmethod
     def aimed(cls, settings: Settings, tables: Mapping[str, pd.DataFrame]) -> Self:
-        return cls(telling_heads(tables["attention"]))
+        return cls(settings, telling_heads(tables["attention"]))
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
         shown = _shown(batch)
@@ -58,7 +58,7 @@ class AttentionMaps(Observable):
         self.frames.append(frame.assign(token_id=batch.token_ids[0].numpy()[shown.start + frame["key"]]))
 
     def tables(self) -> dict[str, pd.DataFrame]:
-        return {"attention_maps": pd.concat(self.frames, ignore_index=True)}
+        return {"attention_maps": pd.concat(self.frames, ignore_index=True)} if self.frames else {}
 
 
 class MeanMaps(Observable):
@@ -105,15 +105,15 @@ class MassiveMap(Observable):
         ),
     }  # fmt: skip
 
-    def __init__(self, layer: int) -> None:
-        super().__init__(Settings())
+    def __init__(self, settings: Settings, layer: int = 0) -> None:
+        super().__init__(settings)
         self.layer = layer
         self.frame: pd.DataFrame | None = None
 
     @classmethod
     def aimed(cls, settings: Settings, tables: Mapping[str, pd.DataFrame]) -> Self:
         massive = tables["massive"]
-        return cls(int(massive.loc[massive["ratio"].idxmax(), "layer"]))
+        return cls(settings, int(massive.loc[massive["ratio"].idxmax(), "layer"]))
 
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
         if layer != self.layer:

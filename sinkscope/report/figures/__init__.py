@@ -144,4 +144,6 @@ def _lacking(module: FigureModule, run: RunData) -> str | None:
 
 def _has(run: RunData, table: str) -> bool:
     """An empty `sink_positions` is a finding; any other empty table has nothing to draw."""
+    if table in ARM_TABLES and "arms" not in run.manifest:  # maps of one condition alone
+        return False
     return table in run.tables and (table == "sink_positions" or len(run.tables[table]) > 0)
