@@ -32,9 +32,9 @@ def arm_metrics(tables: Mapping[str, pd.DataFrame], watched: Sequence[int], loss
     attention = tables["attention"]
     for position in watched:
         by_layer = (
-            attention[attention["position"] == position].groupby("layer")[["sink_fraction", "window_mass"]].mean()
+            attention[attention["position"] == position].groupby("layer")[["sink_rate", "window_mass"]].mean()
         )
-        for metric, column in (("sink_rate", "sink_fraction"), ("window_mass", "window_mass")):
+        for metric, column in (("sink_rate", "sink_rate"), ("window_mass", "window_mass")):
             rows += [(int(layer), metric, position, float(value)) for layer, value in by_layer[column].items()]
             rows.append((WHOLE_MODEL, metric, position, float(by_layer[column].mean())))
     massive = tables["massive"]

@@ -10,7 +10,7 @@ import pandas as pd
 LEADING = ("model", "condition", "layer")
 COLUMNS: dict[str, tuple[str, ...]] = {
     "attention": (
-        "head", "kv_head", "position", "window_mass", "sink_fraction", "sink_mass", "sink_second_moment",
+        "head", "kv_head", "position", "window_mass", "sink_rate", "sink_mass", "sink_second_moment",
     ),
     "attention_heads": ("head", "kv_head", "attention_entropy", "missing_mass"),
     "sink_positions": ("head", "sequence", "position", "token_id", "token", "window_mass"),
