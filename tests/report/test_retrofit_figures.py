@@ -30,7 +30,7 @@ def grid(seed: int, *columns: str, heads: int = HEADS) -> pd.DataFrame:
 def run_of(arm: str, seed: int, sites: tuple[str, ...] = ("layer_out", "mlp_out", "attn_out")) -> Run:
     norms = [grid(seed + place, "norm_mean", heads=1).assign(site=site) for place, site in enumerate(sites)]
     tables = {
-        "attention": grid(seed + 5, "sink_fraction"),
+        "attention": grid(seed + 5, "sink_rate"),
         "activation": pd.concat(norms, ignore_index=True),
         "geometry": grid(seed + 6, "value_norm"),
     }
@@ -67,7 +67,7 @@ def test_an_arm_looks_the_same_in_every_figure() -> None:
 def test_layers_are_position_0_against_the_mean_of_the_others() -> None:
     axes = draw_retrofit_layers(RUNS).axes
     for arm, run in RUNS.items():
-        tables = [run.tables["attention"].rename(columns={"sink_fraction": "norm_mean"})]
+        tables = [run.tables["attention"].rename(columns={"sink_rate": "norm_mean"})]
         activation = run.tables["activation"]
         tables += [activation[activation["site"] == site] for site in ("layer_out", "mlp_out", "attn_out")]
         for ax, table in zip(axes, tables, strict=True):

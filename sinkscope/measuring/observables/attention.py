@@ -27,7 +27,7 @@ class Attention(Observable):
         "attention": (
             HEAD, KV_HEAD, POSITION,
             Column("window_mass", "mean attention weight from the next W queries (GS eq. 1)"),
-            Column("sink_fraction", "share of sequences in which window_mass is above ε (GS eq. 2)"),
+            Column("sink_rate", "share of sequences in which window_mass is above ε (GS eq. 2)"),
             Column("sink_mass", "mean attention weight from all later queries and itself"),
             Column("sink_second_moment", "mean squared attention weight from the same queries"),
         ),
@@ -44,7 +44,7 @@ class Attention(Observable):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.means = {name: Mean() for name in ("window_mass", "sink_fraction", "sink_mass", "sink_second_moment")}
+        self.means = {name: Mean() for name in ("window_mass", "sink_rate", "sink_mass", "sink_second_moment")}
         self.heads = {name: Mean() for name in ("attention_entropy", "missing_mass")}
         self.sinks: dict[str, list[np.ndarray]] = defaultdict(list)
         self.groups: dict[int, int] = {}  # layer → query heads to a key/value head
@@ -58,7 +58,7 @@ class Attention(Observable):
         queries = batch.queries_from(positions)[:, None].to(read.lse.device)
         statistics = {
             "window_mass": window_mass,
-            "sink_fraction": window_mass > self.settings.epsilon,
+            "sink_rate": window_mass > self.settings.epsilon,
             "sink_mass": batch.at_positions(sums.mass, positions) / queries,
             "sink_second_moment": batch.at_positions(sums.second, positions) / queries,
         }
