@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from sinkscope.interventions import intervening as intervening
     from sinkscope.measuring.calibration import calibrate_ranges as calibrate_ranges
     from sinkscope.models.loading import load as load
-    from sinkscope.quantization.simulation import quantised as quantised
+    from sinkscope.quantization.simulation import quantized as quantized
     from sinkscope.report.comparison import compare as compare
     from sinkscope.report.run import Run as Run
     from sinkscope.retrofits import gate_displacement as gate_displacement
@@ -46,7 +46,7 @@ _MODULES = {
     "intervening": "interventions",
     "load": "models.loading",
     "new_parameters": "retrofits",
-    "quantised": "quantization.simulation",
+    "quantized": "quantization.simulation",
     "quantize": "commands.quantize",
     "retrofit": "commands.retrofit",
     "retrofit_model": "retrofits",

@@ -15,8 +15,8 @@ from sinkscope.measuring.console import tell
 from sinkscope.measuring.manifest import make_manifest
 from sinkscope.measuring.measure import measure
 from sinkscope.measuring.observables import check_names
-from sinkscope.measuring.subject import ModelLike, config_of, subject_of
-from sinkscope.options.measuring import AnalyzeOptions, RunConfig
+from sinkscope.measuring.subject import ModelLike, options_of, subject_of
+from sinkscope.options.measuring import AnalyzeOptions
 from sinkscope.options.output import OutputOptions
 from sinkscope.report.run import Run, finished
 from sinkscope.results.folders import check_output
@@ -47,19 +47,19 @@ def analyze(
     out: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     quiet: bool = True,
-    config: RunConfig | None = None,
+    config: AnalyzeOptions | None = None,
     **options: Any,
 ) -> Run:
     """Measure one model and return its Run; with `out`, also write the run folder.
 
     `model` is a hub id, a folder, a .gguf file, or a model already loaded (with its tokenizer beside it); without
-    one, SmolLM2-135M-Instruct. `options` are those of the command line, with underscores: see `RunConfig`. A whole
+    one, SmolLM2-135M-Instruct. `options` are those of the command line, with underscores: see `AnalyzeOptions`. A whole
     `config` takes their place.
 
     Errors: InputError for wrong options or input, before anything is written; SinkscopeError for a run that failed.
     """
     start = time.time()
-    config = config or config_of(model, options)
+    config = config or options_of(AnalyzeOptions, model, options)
     folder = None if out is None else check_output(out, overwrite)
     console = Console(stderr=True, quiet=quiet)
     subject = subject_of(model, tokenizer, config, console)

@@ -90,6 +90,23 @@ def recipes() -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["recipe", "title", "reproduces"])
 
 
+def tables() -> pd.DataFrame:
+    """Every column of every table; those that all tables begin with come first."""
+    from sinkscope.measuring.tables import all_tables
+    from sinkscope.results.tables import LEADING_COLUMNS
+
+    described = {"(every table)": LEADING_COLUMNS} | all_tables()
+    rows = [(name, *column) for name, columns in described.items() for column in columns]
+    return pd.DataFrame(rows, columns=["table", "column", "what it holds", "unit"])
+
+
+def metrics() -> pd.DataFrame:
+    from sinkscope.results.metrics import METRICS
+
+    rows = [(item.name, item.label, item.unit, item.definition, item.source) for item in METRICS.values()]
+    return pd.DataFrame(rows, columns=["metric", "label", "unit", "definition", "source"])
+
+
 KINDS: dict[str, Callable[[], pd.DataFrame]] = {
     "observables": observables,
     "interventions": interventions,
@@ -98,6 +115,8 @@ KINDS: dict[str, Callable[[], pd.DataFrame]] = {
     "figures": figures,
     "families": families,
     "recipes": recipes,
+    "tables": tables,
+    "metrics": metrics,
 }
 
 

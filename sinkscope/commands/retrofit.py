@@ -20,7 +20,7 @@ from sinkscope.commands.result import Result
 from sinkscope.commands.workshop import Workshop, check_folder, check_methods
 from sinkscope.errors import InputError
 from sinkscope.measuring.console import status, tell
-from sinkscope.measuring.subject import ModelLike, config_of, family_of, loaded_model
+from sinkscope.measuring.subject import ModelLike, family_of, loaded_model, options_of
 from sinkscope.options.measuring import RunConfig
 from sinkscope.options.output import OutputOptions
 from sinkscope.options.training import RetrofitOptions, TrainingConfig, make_training_config
@@ -105,7 +105,9 @@ def split_options(command: str, model: ModelLike, options: Mapping[str, Any]) ->
     for name in ("input", "seq_len", "bos"):
         if name in rest:
             raise InputError(f"--{name.replace('_', '-')} does not go with `{command}`: it measures on held-out text")
-    config = config_of(model, {"dtype": "float32"} | rest | {"seq_len": training.block_length, "seed": training.seed})
+    config = options_of(
+        RunConfig, model, {"dtype": "float32"} | rest | {"seq_len": training.block_length, "seed": training.seed}
+    )
     if config.dtype == "float16":
         raise InputError("--dtype float16: gradients overflow in it; take float32, with --bf16 for speed")
     if config.device_map == "auto":

@@ -36,9 +36,10 @@ from transformers import PreTrainedModel
 from sinkscope.errors import InputError
 from sinkscope.measuring.console import status, tell_place
 from sinkscope.measuring.manifest import make_manifest
-from sinkscope.measuring.measure import measure, publish
+from sinkscope.measuring.measure import measure
 from sinkscope.measuring.quantized import w8a8
 from sinkscope.measuring.subject import Subject, inputs_for, subject_of
+from sinkscope.measuring.tables import publish
 from sinkscope.models.families import Family
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.positions import known_positions
@@ -237,7 +238,7 @@ class Workshop:
         start = time.time()
         subject = replace(subject, inputs=replace(subject.inputs, condition=label))
         tables, facts = measure(subject, config, self.console)
-        with status(self.console, "quantising"):
+        with status(self.console, "quantizing"):
             costs = w8a8(subject, self._calibration(subject), kernel=config.attn, batch_size=facts.batch_size)
         manifest = make_manifest(subject, config, facts, list(tables), start) | {"w8a8": costs}
         manifest["input"]["text"] = f"{self.blocks.name}, held out"

@@ -165,6 +165,8 @@ class Intervention(BaseModel, ABC):
     paper: ClassVar[str]  # whose experiment it is
     expects: ClassVar[str] = ""  # a key of effects.EXPECTATIONS: what the paper found
     is_control: ClassVar[bool] = False  # of use only beside another
+    expected: ClassVar[bool] = True  # of any model: where it does not apply, the doctor says so
+    measured_by: ClassVar[str] = "pass"  # a key of experiment.Experiment.WAYS; what is not measured in passes is alone
     heads_of: ClassVar[Role] = "query"  # what the parameter `heads` counts
 
     @classmethod

@@ -274,9 +274,9 @@ class QuantizeOptions(RunConfig):
     refused: ClassVar = {"observables": "`quantize` always measures perplexity and outliers"}
     hidden: ClassVar = ("positions", "window", "epsilon")
 
-    bits_weights: int = option(8, "Quantizing", "Of weights, symmetric per tensor.", metavar="B")
+    bits_weights: int = option(8, "Quantizing", "Of weights, symmetric per tensor.", metavar="B", ge=2, le=16)
     bits_activations: int = option(
-        8, "Quantizing", "Of inputs and outputs, asymmetric per tensor, static ranges.", metavar="B"
+        8, "Quantizing", "Of inputs and outputs, asymmetric per tensor, static ranges.", metavar="B", ge=2, le=16
     )
     calibration: int = option(
         16,

@@ -22,8 +22,8 @@ from sinkscope.report.figures import (
     gradient_reshaping,
     massive_activations,
     massive_map,
-    quantisation_cost,
-    quantisation_ranges,
+    quantization_cost,
+    quantization_ranges,
     query_bias_alignment,
     query_bias_distribution,
     query_key_geometry,
@@ -58,8 +58,8 @@ _MODULES: tuple[Any, ...] = (
     gradient_reshaping,
     massive_activations,
     massive_map,
-    quantisation_cost,
-    quantisation_ranges,
+    quantization_cost,
+    quantization_ranges,
     query_bias_alignment,
     query_bias_distribution,
     query_key_geometry,
@@ -89,8 +89,8 @@ COMMAND = {
     "effect": "intervene",
     "arm_maps": "intervene",
     "streaming": "intervene",
-    "quantisation": "quantize",
-    "quantisation_sites": "quantize",
+    "quantization": "quantize",
+    "quantization_sites": "quantize",
 }
 ARM_TABLES = {table for table, command in COMMAND.items() if command == "intervene"}
 
@@ -144,4 +144,6 @@ def _lacking(module: FigureModule, run: RunData) -> str | None:
 
 def _has(run: RunData, table: str) -> bool:
     """An empty `sink_positions` is a finding; any other empty table has nothing to draw."""
+    if table in ARM_TABLES and "arms" not in run.manifest:  # maps of one condition alone
+        return False
     return table in run.tables and (table == "sink_positions" or len(run.tables[table]) > 0)

@@ -20,7 +20,7 @@ from sinkscope.results.run import RunData
 
 # table, its site, column, name
 PANELS = (
-    ("attention", None, "sink_fraction", "sink rate"),
+    ("attention", None, "sink_rate", "sink rate"),
     ("activation", "layer_out", "norm_mean", "norm of layer output"),
     ("activation", "mlp_out", "norm_mean", "norm of MLP output"),
     ("activation", "attn_out", "norm_mean", "norm of attention output"),

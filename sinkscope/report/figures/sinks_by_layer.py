@@ -25,7 +25,7 @@ def draw(run: RunData) -> Figure:
     epsilon = (run.manifest.get("config") or {}).get("epsilon")
     _panel(mass, "sink mass", attention, "sink_mass", share=True)
     name = "sink rate" if epsilon is None else f"sink rate (ε = {epsilon:g})"
-    _panel(rate, name, attention, "sink_fraction", share=True)
+    _panel(rate, name, attention, "sink_rate", share=True)
     for ax, site, name in (
         (residual, "layer_out", "norm of layer output"),
         (mlp, "mlp_out", "norm of MLP output"),

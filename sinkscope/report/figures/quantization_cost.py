@@ -1,4 +1,4 @@
-"""What quantising costs: perplexity of the whole model by setting, and of single sites quantised by themselves.
+"""What quantizing costs: perplexity of the whole model by setting, and of single sites quantized by themselves.
 
 Top left, on all sequences. Below, every kind of site, and right, layers of the costliest kinds, on the few sequences
 that the search for costly sites looks at. Full precision on the same sequences is the broken line.
@@ -19,9 +19,9 @@ from sinkscope.report.figures.style import NAVY, SKY, VERMILION, WIDE, Figure, n
 from sinkscope.report.quantization import label, probed, whole
 from sinkscope.results.run import RunData
 
-NAME = "quantisation-cost"
-ABOUT = "perplexity quantised: the whole model, each kind of site alone, and layers of the costliest kinds"
-TABLES = ("quantisation", "quantisation_sites")
+NAME = "quantization-cost"
+ABOUT = "perplexity quantized: the whole model, each kind of site alone, and layers of the costliest kinds"
+TABLES = ("quantization", "quantization_sites")
 
 ROW, AROUND = 0.2, 1.5  # inches: a row, and what is above, between and below
 TALL = 1.6  # rows that a setting takes, whose label has two lines
@@ -52,9 +52,9 @@ def draw(run: RunData) -> Figure:
     reference = float(probed(run, FULL)["perplexity"].iloc[0])
     _draw_kinds(axes["kinds"], kinds[kinds["site"].isin(modules)], reference)
     if len(sites):
-        _draw_sites(axes["sites"], sites, reference, run.tables["quantisation_sites"])
+        _draw_sites(axes["sites"], sites, reference, run.tables["quantization_sites"])
     for name, ax in axes.items():
-        table = run.tables["quantisation"] if name == "whole" else alone
+        table = run.tables["quantization"] if name == "whole" else alone
         _perplexity_axis(ax, f"perplexity, {table['sequences'].max()} sequences")
     marks = [Line2D([], [], linestyle="none", label=part, **look) for part, look in MARKS.items()]
     marks.append(Line2D([], [], label="full precision", **REFERENCE))
@@ -67,11 +67,11 @@ def draw(run: RunData) -> Figure:
 
 def _draw_settings(ax: Axes, run: RunData) -> None:
     settings = whole(run)["perplexity"]
-    quantised = settings.drop(FULL)
-    _rows(ax, [wrapped(label(run, str(setting)), LETTERS, 2) for setting in quantised.index], float(settings[FULL]))
-    for row, perplexity in enumerate(quantised):
+    quantized = settings.drop(FULL)
+    _rows(ax, [wrapped(label(run, str(setting)), LETTERS, 2) for setting in quantized.index], float(settings[FULL]))
+    for row, perplexity in enumerate(quantized):
         ax.plot([perplexity], [row], **SETTING)
-    ax.set_title("whole model quantised")
+    ax.set_title("whole model quantized")
 
 
 def _draw_kinds(ax: Axes, kinds: pd.DataFrame, reference: float) -> None:
@@ -81,7 +81,7 @@ def _draw_kinds(ax: Axes, kinds: pd.DataFrame, reference: float) -> None:
     for row in kinds.itertuples():
         part = str(row.part)
         ax.plot([row.perplexity], [modules.index(row.site) + NUDGE[part]], linestyle="none", **MARKS[part])
-    ax.set_title("one kind of site quantised")
+    ax.set_title("one kind of site quantized")
 
 
 def _draw_sites(ax: Axes, sites: pd.DataFrame, reference: float, known: pd.DataFrame) -> None:
@@ -93,7 +93,7 @@ def _draw_sites(ax: Axes, sites: pd.DataFrame, reference: float, known: pd.DataF
         names.append(escape(where + shorten(str(row.name), LONGEST)) + mark)
         ax.plot([row.perplexity], [place], linestyle="none", **MARKS[str(row.part)])
     _rows(ax, names, reference)
-    ax.set_title("one site quantised")
+    ax.set_title("one site quantized")
 
 
 def _rows(ax: Axes, names: list[str], reference: float) -> None:

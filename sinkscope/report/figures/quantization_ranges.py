@@ -15,9 +15,9 @@ from sinkscope.report.figures.labels import escape, shorten, title
 from sinkscope.report.figures.style import HIGHEST, OTHERS, SINK, VERMILION, WIDE, Figure, new_figure
 from sinkscope.results.run import RunData
 
-NAME = "quantisation-ranges"
+NAME = "quantization-ranges"
 ABOUT = "largest and median entry of every linear layer's input and output by layer, and what rounds to zero"
-TABLES = ("quantisation_sites",)
+TABLES = ("quantization_sites",)
 
 COLUMNS, MOST = 4, 24  # panels in a row, and in all
 HEIGHT = 1.15  # inches of a row
@@ -60,14 +60,14 @@ def draw(run: RunData) -> Figure:
     shown = [Line2D([], [], **look) for look in (LARGEST, MEDIAN, HALF_STEP)]
     shown += [Line2D([], [], **MASSIVE)] * bool(sites["is_massive"].any())
     figure.legend(handles=shown, loc="outside lower center", ncols=4)
-    calibration = run.manifest["quantisation"]["calibration"]
+    calibration = run.manifest["quantization"]["calibration"]
     figure.suptitle(title(run, WIDE, f"{calibration} sequence{'s' * (calibration > 1)} of calibration"))
     return figure
 
 
 def _sites(run: RunData) -> pd.DataFrame:
     """Inputs and outputs in the layers; of sites that are one to the layer, such as experts, the widest."""
-    table = run.tables["quantisation_sites"]
+    table = run.tables["quantization_sites"]
     table = table[(table["layer"] != NO_LAYER) & (table["part"] != WEIGHT)]
     widest = table.sort_values("max_abs", ascending=False).drop_duplicates(["layer", "site", "part"])
     return widest.sort_index()
