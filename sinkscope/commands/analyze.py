@@ -24,7 +24,8 @@ from sinkscope.options.measuring import RunConfig
 from sinkscope.report.run import Run, finished
 from sinkscope.results.folders import check_output
 from sinkscope.results.tables import shape_table
-from sinkscope.text.inputs import TokenInputs, token_text
+from sinkscope.text.inputs import TokenInputs
+from sinkscope.text.tokens import token_text
 
 BACKWARD_COSTS = 4  # times the memory of a forward pass, about: logits and every layer's activations stay
 
