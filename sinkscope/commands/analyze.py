@@ -20,7 +20,7 @@ from sinkscope.options.measuring import AnalyzeOptions
 from sinkscope.options.output import OutputOptions
 from sinkscope.report.run import Run, finished
 from sinkscope.results.folders import check_output
-from sinkscope.text.inputs import check_source
+from sinkscope.text.sources import check_source
 
 
 def command(options: AnalyzeOptions, output: OutputOptions) -> Result:

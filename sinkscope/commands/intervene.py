@@ -19,7 +19,7 @@ from sinkscope.options.measuring import InterveneOptions
 from sinkscope.options.output import OutputOptions
 from sinkscope.report.run import Run, finished
 from sinkscope.results.folders import check_output
-from sinkscope.text.inputs import check_source
+from sinkscope.text.sources import check_source
 
 Do = str | Intervention | Iterable[str | Intervention]
 

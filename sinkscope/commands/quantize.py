@@ -23,7 +23,8 @@ from sinkscope.quantization.ranges import Bits
 from sinkscope.quantization.sites import WEIGHT, not_quantized
 from sinkscope.report.run import Run, finished
 from sinkscope.results.folders import check_output
-from sinkscope.text.inputs import TokenInputs, check_source
+from sinkscope.text.inputs import TokenInputs
+from sinkscope.text.sources import check_source
 
 
 def command(options: QuantizeOptions, output: OutputOptions) -> Result:
@@ -91,8 +92,8 @@ def _split(subject: Subject, config: QuantizeOptions) -> tuple[Subject, TokenInp
     if len(inputs) < wanted:
         what = f"--dataset {config.dataset}" if config.dataset else f"--input {config.input}"
         raise InputError(
-            f"{what} holds {len(inputs)} sequences, fewer than the {config.num_seqs} to evaluate and {config.calibration} "
-            "to calibrate by: take a smaller --num-seqs or --calibration"
+            f"{what} holds {len(inputs)} sequences, fewer than the {config.num_seqs} to evaluate and "
+            f"{config.calibration} to calibrate by: take a smaller --num-seqs or --calibration"
         )
     evaluated = Subject(subject.loaded, subject.family, inputs.part(0, config.num_seqs))
     return evaluated, inputs.part(config.num_seqs, wanted)

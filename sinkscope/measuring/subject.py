@@ -21,7 +21,8 @@ from sinkscope.models.wiring import calibrate
 from sinkscope.options.measuring import RunConfig
 from sinkscope.options.option import checked
 from sinkscope.retrofits.registers import registers_before
-from sinkscope.text.inputs import TokenInputs, build_inputs, check_source
+from sinkscope.text.inputs import TokenInputs, build_inputs
+from sinkscope.text.sources import check_source
 
 SAMPLED_AT_ONCE = 64  # texts
 MOST_SAMPLES = 20  # for each that is needed
