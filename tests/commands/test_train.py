@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from test_retrofit import command_line
+from support.retrofit_command import command_line
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, T5Config
 from typer.testing import Result
 

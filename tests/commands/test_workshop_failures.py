@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from safetensors import SafetensorError
-from test_retrofit import SMALL, TYPED, command_line, words_tokenizer
+from support.retrofit_command import SMALL, TYPED, command_line, words_tokenizer
 from tiny import tiny_model
 from transformers import PreTrainedModel, Trainer
 
