@@ -49,7 +49,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from rich.console import Console
 
 from sinkscope.errors import InputError, unknown
-from sinkscope.options.measuring import DRAWS, RunConfig, as_folder_name, make_config
+from sinkscope.options.measuring import DRAWS, RunConfig, make_config
+from sinkscope.options.option import as_folder_name
 from sinkscope.report.run import Run, write_run
 from sinkscope.results.folders import check_output, new_folder
 from sinkscope.results.manifest import MANIFEST as RUN_MANIFEST
