@@ -436,13 +436,13 @@ def _check_figures(names: tuple[str, ...], config: RunConfig, is_experiment: boo
     for name in names:
         if name not in FIGURES:
             raise InputError(f"figure {unknown(name, FIGURES)}")
-        commands = {COMMAND[table] for table in FIGURES[name].TABLES if table in COMMAND}
+        commands = {COMMAND[table] for table in FIGURES[name].tables if table in COMMAND}
         if "quantize" in commands:
             raise InputError(f"figure '{name}' is of `sinkscope quantize`, which recipes do not run")
         if bool(commands) != is_experiment:
             kind = "has" if is_experiment else "has no"
             raise InputError(f"figure '{name}' cannot be drawn: this recipe {kind} `arms`")
-        needed = [OBSERVABLE.get(table, table) for table in FIGURES[name].TABLES]
+        needed = [OBSERVABLE.get(table, table) for table in FIGURES[name].tables]
         measured = config.observables or OBSERVABLES
         missing = [observable for observable in needed if observable in OBSERVABLES and observable not in measured]
         if missing:
