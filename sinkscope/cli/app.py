@@ -223,13 +223,13 @@ Do = Annotated[
 ]
 Draws = Annotated[int, _option("Intervening", "draws", "N", "Random controls of each arm.")]
 
-BitsWeights = Annotated[int, _option("Quantising", "bits-weights", "B", "Of weights, symmetric per tensor.")]
+BitsWeights = Annotated[int, _option("Quantizing", "bits-weights", "B", "Of weights, symmetric per tensor.")]
 BitsActivations = Annotated[
-    int, _option("Quantising", "bits-activations", "B", "Of inputs and outputs, asymmetric per tensor, static ranges.")
+    int, _option("Quantizing", "bits-activations", "B", "Of inputs and outputs, asymmetric per tensor, static ranges.")
 ]
 Calibration = Annotated[
     int,
-    _option("Quantising", "calibration", "N", "Sequences, behind those evaluated, that the ranges come from."),
+    _option("Quantizing", "calibration", "N", "Sequences, behind those evaluated, that the ranges come from."),
 ]
 Method = Annotated[
     list[str] | None,
@@ -534,7 +534,7 @@ def quantize(
 
             _refuse_beside_from(given | {name: value for name, value in own.items() if _was_given(ctx, name)})
             config, then = to_repeat(repeated, "quantize")
-            own = {name: then["quantisation"][name] for name in own}
+            own = {name: then["quantization"][name] for name in own}
         else:
             config = make_config(**given)
         bits = f"W{own['bits_weights']}A{own['bits_activations']}"

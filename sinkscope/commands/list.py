@@ -85,6 +85,13 @@ def recipes() -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["recipe", "title", "reproduces"])
 
 
+def metrics() -> pd.DataFrame:
+    from sinkscope.results.metrics import METRICS
+
+    rows = [(item.name, item.label, item.unit, item.definition, item.source) for item in METRICS.values()]
+    return pd.DataFrame(rows, columns=["metric", "label", "unit", "definition", "source"])
+
+
 KINDS: dict[str, Callable[[], pd.DataFrame]] = {
     "observables": observables,
     "interventions": interventions,
@@ -93,6 +100,7 @@ KINDS: dict[str, Callable[[], pd.DataFrame]] = {
     "figures": figures,
     "families": families,
     "recipes": recipes,
+    "metrics": metrics,
 }
 
 

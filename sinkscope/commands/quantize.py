@@ -35,7 +35,7 @@ from sinkscope.quantization.settings import (
     RESTORED,
     WEIGHTS,
 )
-from sinkscope.quantization.sites import WEIGHT, Site, not_quantised
+from sinkscope.quantization.sites import WEIGHT, Site, not_quantized
 from sinkscope.report.run import Run, finished
 from sinkscope.results.folders import check_output
 from sinkscope.results.tables import shape_table
@@ -58,10 +58,10 @@ def quantize(
     figures: Iterable[str] | None = None,
     **options: Any,
 ) -> Run:
-    """Simulate post-training quantisation: weights symmetric and activations asymmetric, one static range a tensor,
+    """Simulate post-training quantization: weights symmetric and activations asymmetric, one static range a tensor,
     from `calibration` sequences that follow those evaluated in the same input. `model` and `options` as for `analyze`.
 
-    → a Run with the tables `quantisation` (what every setting costs) and `quantisation_sites` (what every site holds).
+    → a Run with the tables `quantization` (what every setting costs) and `quantization_sites` (what every site holds).
 
     Errors: InputError for wrong options, or an input with too few sequences, before anything is written. The model is
     then bit for bit as it was, and so it is afterwards.
@@ -85,7 +85,7 @@ def quantize(
         for name, table in study.tables().items()
     }
     manifest = make_manifest(subject, config, Facts(bench.used_batch_size), list(tables), start)
-    manifest |= {"command": "quantize", "quantisation": _record(subject, bits, held_out, ranges)}
+    manifest |= {"command": "quantize", "quantization": _record(subject, bits, held_out, ranges)}
     return finished(Run(manifest, tables, folder), console, figures)
 
 
@@ -119,13 +119,13 @@ def _record(subject: Subject, bits: Bits, held_out: TokenInputs, ranges: Ranges)
         "calibration_sha256": held_out.sha256,
         "split": f"sequences 0–{len(subject.inputs) - 1} are evaluated, those behind them calibrated by",
         "linear_layers": sum(site.part == WEIGHT for site in ranges),
-        "not_quantised": not_quantised(subject.loaded.model, subject.family),
+        "not_quantized": not_quantized(subject.loaded.model, subject.family),
     }
 
 
 @dataclass
 class _Study:
-    """From the ranges to the sites that cost most, row by row of the table `quantisation`."""
+    """From the ranges to the sites that cost most, row by row of the table `quantization`."""
 
     inputs: TokenInputs
     bench: Bench
@@ -139,7 +139,7 @@ class _Study:
         self._whole_model()
         say(self.console, f"looking for the sites that cost most on {len(self.probes)} sequences")
         self._keep_costliest(self._costliest_sites(self._costly_kinds()))
-        return {"quantisation": pd.DataFrame(self.rows), "quantisation_sites": self._sites()}
+        return {"quantization": pd.DataFrame(self.rows), "quantization_sites": self._sites()}
 
     # --- what is measured
 
@@ -220,7 +220,7 @@ class _Study:
                 "setting": setting,
                 "site": site.kind if site else "",
                 "part": site.part if site else "",
-                "quantised": len(ranges),
+                "quantized": len(ranges),
                 "kept": ", ".join(str(site) for site in kept),
                 "sequences": len(inputs),
                 "loss": measured.loss,

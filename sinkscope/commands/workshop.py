@@ -238,7 +238,7 @@ class Workshop:
         start = time.time()
         subject = replace(subject, inputs=replace(subject.inputs, condition=label))
         tables, facts = measure(subject, config, self.console)
-        with status(self.console, "quantising"):
+        with status(self.console, "quantizing"):
             costs = w8a8(subject, self._calibration(subject), kernel=config.attn, batch_size=facts.batch_size)
         manifest = make_manifest(subject, config, facts, list(tables), start) | {"w8a8": costs}
         manifest["input"]["text"] = f"{self.blocks.name}, held out"

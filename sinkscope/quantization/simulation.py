@@ -1,4 +1,4 @@
-"""A model as it would run quantised: a context manager around any use of it."""
+"""A model as it would run quantized: a context manager around any use of it."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,13 +10,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sinkscope.models.edits import Edit, replaced
-from sinkscope.quantization.arithmetic import Grid, quantise_symmetric
+from sinkscope.quantization.arithmetic import Grid, quantize_symmetric
 from sinkscope.quantization.ranges import Bits, Range
 from sinkscope.quantization.sites import INPUT, OUTPUT, WEIGHT, Site, chosen_sites
 
 
 @contextmanager
-def quantised(
+def quantized(
     model: PreTrainedModel,
     ranges: Mapping[Site, Range],
     *,
@@ -24,22 +24,22 @@ def quantised(
     bits_weights: int = 8,
     bits_activations: int = 8,
 ) -> Iterator[None]:
-    """Until the end of the block the model computes with quantised weights and activations (simulated: the numbers lie
+    """Until the end of the block the model computes with quantized weights and activations (simulated: the numbers lie
     on the grids, the arithmetic is the model's own). Then it is bit for bit what it was.
 
-    `ranges` as `calibrate_ranges` gives them; of `except_sites` (see `chosen_sites`) nothing is quantised.
+    `ranges` as `calibrate_ranges` gives them; of `except_sites` (see `chosen_sites`) nothing is quantized.
 
     Errors: InputError for sites that there are not, and for bits out of range.
     """
     kept = chosen_sites(ranges.keys(), except_sites)
     rest = {site: known for site, known in ranges.items() if site not in kept}
-    with quantised_sites(model, rest, Bits(bits_weights, bits_activations)):
+    with quantized_sites(model, rest, Bits(bits_weights, bits_activations)):
         yield
 
 
 @contextmanager
-def quantised_sites(model: PreTrainedModel, ranges: Mapping[Site, Range], bits: Bits) -> Iterator[None]:
-    """These sites quantised, and no others."""
+def quantized_sites(model: PreTrainedModel, ranges: Mapping[Site, Range], bits: Bits) -> Iterator[None]:
+    """These sites quantized, and no others."""
     grids: dict[str, dict[str, Grid]] = defaultdict(dict)
     weights = []
     for site, known in ranges.items():
@@ -57,7 +57,7 @@ def quantised_sites(model: PreTrainedModel, ranges: Mapping[Site, Range], bits: 
 def _weight_edits(model: PreTrainedModel, paths: Iterable[str], bits: int) -> Iterator[Edit]:
     for path in paths:
         module = model.get_submodule(path)
-        yield module, "weight", quantise_symmetric(module.get_parameter("weight").detach(), bits)
+        yield module, "weight", quantize_symmetric(module.get_parameter("weight").detach(), bits)
 
 
 @contextmanager

@@ -31,10 +31,8 @@ def arm_metrics(tables: Mapping[str, pd.DataFrame], watched: Sequence[int], loss
     rows: list[tuple[int, str, int, float]] = []
     attention = tables["attention"]
     for position in watched:
-        by_layer = (
-            attention[attention["position"] == position].groupby("layer")[["sink_fraction", "window_mass"]].mean()
-        )
-        for metric, column in (("sink_rate", "sink_fraction"), ("window_mass", "window_mass")):
+        by_layer = attention[attention["position"] == position].groupby("layer")[["sink_rate", "window_mass"]].mean()
+        for metric, column in (("sink_rate", "sink_rate"), ("window_mass", "window_mass")):
             rows += [(int(layer), metric, position, float(value)) for layer, value in by_layer[column].items()]
             rows.append((WHOLE_MODEL, metric, position, float(by_layer[column].mean())))
     massive = tables["massive"]

@@ -80,8 +80,8 @@ def retrofit_tables(manifest: Mapping[str, Any], runs: Mapping[str, Run], gates:
     """The table `retrofit` of all seeds."""
     parts = []
     for seed, mine in by_seed(manifest, runs):
-        quantised = {method: run.manifest["w8a8"] for method, run in mine.items()}
-        parts.append(retrofit_table(mine, quantised, gates[gates["seed"] == seed], seed))
+        quantized = {method: run.manifest["w8a8"] for method, run in mine.items()}
+        parts.append(retrofit_table(mine, quantized, gates[gates["seed"] == seed], seed))
     return pd.concat(parts, ignore_index=True)
 
 

@@ -10,7 +10,7 @@ import pandas as pd
 LEADING = ("model", "condition", "layer")
 COLUMNS: dict[str, tuple[str, ...]] = {
     "attention": (
-        "head", "kv_head", "position", "window_mass", "sink_fraction", "sink_mass", "sink_second_moment",
+        "head", "kv_head", "position", "window_mass", "sink_rate", "sink_mass", "sink_second_moment",
     ),
     "attention_heads": ("head", "kv_head", "attention_entropy", "missing_mass"),
     "sink_positions": ("head", "sequence", "position", "token_id", "token", "window_mass"),
@@ -36,11 +36,11 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "streaming": ("method", "window", "keep", "bucket", "tokens", "loss", "perplexity"),
     "effect": ("name", "arm", "draw", "metric", "position", "value"),
     "arm_maps": ("query", "key", "weight"),
-    "quantisation": (
-        "setting", "site", "part", "quantised", "kept", "sequences",
+    "quantization": (
+        "setting", "site", "part", "quantized", "kept", "sequences",
         "loss", "perplexity", "cost", "max_inf_norm", "kurtosis",
     ),
-    "quantisation_sites": (
+    "quantization_sites": (
         "site", "part", "path", "low", "high", "median_abs", "max_abs", "is_massive", "step", "zeroed", "sqnr",
     ),
     "training": ("seed", "step", "metric", "value"),

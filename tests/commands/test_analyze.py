@@ -38,8 +38,8 @@ ARMS = {
     "gates",
     "retrofit",
     "value_norms",
-    "quantisation",
-    "quantisation_sites",
+    "quantization",
+    "quantization_sites",
 }  # of other commands
 
 

@@ -32,7 +32,7 @@ from sinkscope.attention.kernels import AttentionCall, chunked_attention
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring import tracer as tracer_module
-from sinkscope.measuring.gradient_summary import TOKEN_GROUPS, gradient_summary
+from sinkscope.measuring.gradient_summary import gradient_summary
 from sinkscope.measuring.observables import OBSERVABLES, gradient
 from sinkscope.measuring.observables.gradient import (
     Branch,
@@ -48,6 +48,7 @@ from sinkscope.measuring.tracer import Tracer, open_tracer, summed_loss
 from sinkscope.models.families import FAMILIES, find_family
 from sinkscope.options.measuring import make_config
 from sinkscope.report.run import Run
+from sinkscope.results.metrics import TOKEN_GROUPS
 from sinkscope.results.tables import COLUMNS
 from sinkscope.text.batch import Batch
 

@@ -146,7 +146,7 @@ def test_the_metrics_of_an_arm() -> None:
             "head": [0, 0, 1, 1] * 2,
             "position": [0, 1] * 4,
             "window_mass": [0.8, 0.1, 0.4, 0.2, 0.2, 0.0, 0.0, 0.0],
-            "sink_fraction": [1.0, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0],
+            "sink_rate": [1.0, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0],
         }
     )
     massive = pd.DataFrame(

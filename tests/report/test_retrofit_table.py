@@ -16,8 +16,8 @@ GATES = pd.DataFrame(
 )
 W8A8 = {
     "loss": math.log(17.03), "perplexity": 17.03, "max_inf_norm": 256.84, "kurtosis": 13412.71,
-    "loss_quantised": math.log(617.32), "perplexity_quantised": 617.32, "max_inf_norm_quantised": 486.19,
-    "kurtosis_quantised": 2508.21,
+    "loss_quantized": math.log(617.32), "perplexity_quantized": 617.32, "max_inf_norm_quantized": 486.19,
+    "kurtosis_quantized": 2508.21,
 }  # fmt: skip
 
 
@@ -53,14 +53,14 @@ def test_what_was_measured_and_nothing_else() -> None:
     }  # fmt: skip
 
 
-def test_without_gates_and_quantisation() -> None:
+def test_without_gates_and_quantization() -> None:
     table = retrofit_table({UNTOUCHED: RUNS[UNTOUCHED]}, {}, GATES.iloc[:0])
     assert set(table["metric"]) == {"perplexity", "sink_rate", "value_drain", "massive_count"}
     assert "W8A8" not in retrofit_markdown(table)
 
 
-def test_a_model_that_quantising_ruins_is_infinitely_worse() -> None:
-    ruined = W8A8 | {"perplexity_quantised": math.inf}
+def test_a_model_that_quantizing_ruins_is_infinitely_worse() -> None:
+    ruined = W8A8 | {"perplexity_quantized": math.inf}
     table = retrofit_table(RUNS, {UNTOUCHED: ruined}, GATES)
     assert values(table, UNTOUCHED)["perplexity_increase"] == math.inf
     assert "| untouched | inf | +inf | 486.19 | 2,508.21 |" in retrofit_markdown(table)

@@ -24,7 +24,7 @@ class Attention(Observable):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.columns = {name: Mean() for name in ("window_mass", "sink_fraction", "sink_mass", "sink_second_moment")}
+        self.columns = {name: Mean() for name in ("window_mass", "sink_rate", "sink_mass", "sink_second_moment")}
         self.heads = {name: Mean() for name in ("attention_entropy", "missing_mass")}
         self.sinks: dict[str, list[np.ndarray]] = defaultdict(list)
         self.groups: dict[int, int] = {}  # layer → query heads to a key/value head
@@ -38,7 +38,7 @@ class Attention(Observable):
         queries = batch.queries_from(positions)[:, None].to(read.lse.device)
         statistics = {
             "window_mass": window_mass,
-            "sink_fraction": window_mass > self.settings.epsilon,
+            "sink_rate": window_mass > self.settings.epsilon,
             "sink_mass": batch.at_positions(sums.mass, positions) / queries,
             "sink_second_moment": batch.at_positions(sums.second, positions) / queries,
         }

@@ -1,4 +1,4 @@
-"""Outliers as quantisation feels them: infinity norm and kurtosis (VGA table 1; Bondarenko et al. 2023)."""
+"""Outliers as quantization feels them: infinity norm and kurtosis (VGA table 1; Bondarenko et al. 2023)."""
 
 import pandas as pd
 import torch

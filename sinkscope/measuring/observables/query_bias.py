@@ -59,7 +59,7 @@ class QueryBias(Observable):
         if norm is not None:
             return f"a norm ({norm}) stands between the projection of queries or keys and the logits"
         if any(module.weight.is_meta or not module.weight.is_floating_point() for module in modules):
-            return "its weights cannot be read here: they are offloaded or quantised"
+            return "its weights cannot be read here: they are offloaded or quantized"
         return None
 
     def prepare(self, model: PreTrainedModel, family: Family, predicted: int) -> None:

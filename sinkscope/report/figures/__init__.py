@@ -112,8 +112,8 @@ COMMAND = {
     "effect": "intervene",
     "arm_maps": "intervene",
     "streaming": "intervene",
-    "quantisation": "quantize",
-    "quantisation_sites": "quantize",
+    "quantization": "quantize",
+    "quantization_sites": "quantize",
 }
 
 

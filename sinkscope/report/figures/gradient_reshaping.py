@@ -12,11 +12,12 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from sinkscope.measuring.gradient_summary import TOKEN_GROUPS, compress_fits, fit_points
+from sinkscope.measuring.gradient_summary import compress_fits, fit_points
 from sinkscope.report.figures.axes import finite, has_values, log_ticks, say, value_axis, widen
 from sinkscope.report.figures.labels import title
 from sinkscope.report.figures.spec import declare
 from sinkscope.report.figures.style import GREEN, GUIDE, NAVY, SKY, WIDE, Figure, Look, new_figure
+from sinkscope.results.metrics import TOKEN_GROUPS
 from sinkscope.results.run import RunData
 
 PANELS = {  # ratio: its definition

@@ -36,10 +36,10 @@ FULL_PRECISION = REFERENCE | {"zorder": 1}
 
 
 @declare(
-    "quantisation-cost",
+    "quantization-cost",
     "perplexity quantized: the whole model, each kind of site alone, and layers of the costliest kinds",
-    "quantisation",
-    "quantisation_sites",
+    "quantization",
+    "quantization_sites",
 )
 def draw(run: RunData) -> Figure:
     alone = probed(run, ALONE)
@@ -53,9 +53,9 @@ def draw(run: RunData) -> Figure:
     reference = float(probed(run, FULL)["perplexity"].iloc[0])
     _draw_kinds(axes["kinds"], kinds[kinds["site"].isin(modules)], reference)
     if len(sites):
-        _draw_sites(axes["sites"], sites, reference, run.tables["quantisation_sites"])
+        _draw_sites(axes["sites"], sites, reference, run.tables["quantization_sites"])
     for name, ax in axes.items():
-        table = run.tables["quantisation"] if name == "whole" else alone
+        table = run.tables["quantization"] if name == "whole" else alone
         values = drawn(ax, "x")
         values = values[np.isfinite(values)]  # infinite ones lie beyond the axis
         log_x_axis(ax, values.min(), values.max(), room=1.02)

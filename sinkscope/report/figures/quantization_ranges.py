@@ -37,9 +37,9 @@ def lacking(run: RunData) -> str | None:
 
 
 @declare(
-    "quantisation-ranges",
+    "quantization-ranges",
     "largest and median entry of every linear layer's input and output by layer, and what rounds to zero",
-    "quantisation_sites",
+    "quantization_sites",
     lacking=lacking,
 )
 def draw(run: RunData) -> Figure:
@@ -60,14 +60,14 @@ def draw(run: RunData) -> Figure:
     shown = [Line2D([], [], **look) for look in (LARGEST, MEDIAN, HALF_STEP)]
     shown += [Line2D([], [], **MASSIVE)] * bool(sites["is_massive"].any())
     figure.legend(handles=shown, loc="outside lower center", ncols=4)
-    calibration = run.manifest["quantisation"]["calibration"]
+    calibration = run.manifest["quantization"]["calibration"]
     figure.suptitle(title(run, WIDE, f"{calibration} sequence{'s' * (calibration > 1)} of calibration"))
     return figure
 
 
 def _sites(run: RunData) -> pd.DataFrame:
     """Inputs and outputs in the layers. Where a layer has several of a kind, as of experts, the widest."""
-    table = run.tables["quantisation_sites"]
+    table = run.tables["quantization_sites"]
     table = table[(table["layer"] != NO_LAYER) & (table["part"] != WEIGHT)]
     widest = table.sort_values("max_abs", ascending=False).drop_duplicates(["layer", "site", "part"])
     return widest.sort_index()

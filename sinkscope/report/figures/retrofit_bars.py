@@ -14,7 +14,7 @@ from sinkscope.report.figures.style import WIDE, Figure, new_figure
 
 PANELS = {  # metric of the table `retrofit` → name
     "perplexity": "perplexity",
-    "perplexity_quantised": "perplexity in W8A8",
+    "perplexity_quantized": "perplexity in W8A8",
     "max_inf_norm": "max infinity norm",
     "kurtosis": "average kurtosis",
     "sink_rate": "sink rate",

@@ -16,7 +16,7 @@ from sinkscope.report.figures.style import WIDE, Figure, Look, new_figure
 
 # table, its site, column, name
 PANELS = (
-    ("attention", None, "sink_fraction", "sink rate"),
+    ("attention", None, "sink_rate", "sink rate"),
     ("activation", "layer_out", "norm_mean", "norm of layer output"),
     ("activation", "mlp_out", "norm_mean", "norm of MLP output"),
     ("activation", "attn_out", "norm_mean", "norm of attention output"),

@@ -22,7 +22,7 @@ def draw(run: RunData) -> Figure:
     layers, heads = range(int(first["layer"].max()) + 1), range(int(first["head"].max()) + 1)
     mass, share = (
         first.pivot(index="layer", columns="head", values=name).reindex(index=layers, columns=heads).to_numpy(float)
-        for name in ("window_mass", "sink_fraction")
+        for name in ("window_mass", "sink_rate")
     )
     width = float(np.clip(0.16 * len(heads), COLUMN - ASIDE, WIDE - ASIDE))  # inches, of the map
     height = float(np.clip(0.105 * len(layers), 1.5, 6.5))

@@ -26,7 +26,7 @@ def draw(run: RunData) -> Figure:
     mass, rate, residual, mlp = figure.subplots(1, 4)
     _panel(mass, "sink mass", attention, "sink_mass", share=True)
     name = f"sink rate (ε = {run.manifest['config']['epsilon']:g})"
-    _panel(rate, name, attention, "sink_fraction", share=True)
+    _panel(rate, name, attention, "sink_rate", share=True)
     for ax, site, name in (
         (residual, "layer_out", "norm of layer output"),
         (mlp, "mlp_out", "norm of MLP output"),
