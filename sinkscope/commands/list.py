@@ -50,10 +50,11 @@ def _told(fields: dict) -> str:
 
 
 def figures() -> pd.DataFrame:
-    from sinkscope.report.figures import FIGURES
+    """The figures of one run, and those of several."""
+    from sinkscope.report.figures import KINDS
 
-    rows = [(name, module.ABOUT) for name, module in FIGURES.items()]
-    return pd.DataFrame(rows, columns=["figure", "what it shows"])
+    rows = [(name, kind, spec.about) for kind, specs in KINDS.items() for name, spec in specs.items()]
+    return pd.DataFrame(rows, columns=["figure", "of", "what it shows"])
 
 
 def families() -> pd.DataFrame:

@@ -123,10 +123,10 @@ def _check_figures(content: Content, observables: tuple[str, ...] | None) -> Non
     for name in content.figures:
         if name not in FIGURES:
             raise InputError(f"figure {unknown(name, FIGURES)}")
-        commands = {COMMAND.get(table, "analyze") for table in FIGURES[name].TABLES}
+        commands = {COMMAND.get(table, "analyze") for table in FIGURES[name].tables}
         if content.command not in commands:
             raise InputError(f"figure '{name}' is of `sinkscope {min(commands)}`, not of `{content.command}`")
-        needed = [OBSERVABLE.get(table, table) for table in FIGURES[name].TABLES]
+        needed = [OBSERVABLE.get(table, table) for table in FIGURES[name].tables]
         missing = [item for item in needed if item in OBSERVABLES and item not in (observables or OBSERVABLES)]
         if missing:
             raise InputError(f"figure '{name}' needs the observable '{missing[0]}', which `observables` leaves out")

@@ -46,8 +46,9 @@ from sinkscope.models.positions import known_positions
 from sinkscope.options.measuring import RunConfig, make_config
 from sinkscope.options.training import TrainingConfig
 from sinkscope.report.comparison import compare
+from sinkscope.report.figures import save_figures
 from sinkscope.report.retrofit_table import UNTOUCHED
-from sinkscope.report.run import Run, save_figures, write_run
+from sinkscope.report.run import Run, write_run
 from sinkscope.report.trained import Trained, first_runs, retrofit_tables
 from sinkscope.results.folders import check_output, clear_unfinished, new_folder, write_json
 from sinkscope.results.tables import read_table, write_table
