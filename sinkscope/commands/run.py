@@ -48,7 +48,13 @@ class RecipeRun:
 
 def command(options: RunOptions, output: OutputOptions) -> Result:
     given = {name: getattr(options, name) for name in options.model_fields_set - {"recipe"}}
-    done = run_recipe(options.recipe, out=output.out, overwrite=output.overwrite, quiet=output.quiet, **given)
+    kind = COMMANDS[read_recipe(find_recipe(options.recipe)).content.command]
+    try:
+        done = run_recipe(options.recipe, **output.where, **given)
+    except KeyboardInterrupt:
+        if kind.resumable:
+            raise
+        raise SinkscopeError("interrupted: nothing was written") from None
     if done.result is not None:
         return done.result
     if done.comparison is not None:
