@@ -13,12 +13,12 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from sinkscope.attention.kernels import upcast
-from sinkscope.commands.analyze import publish
 from sinkscope.errors import InputError
 from sinkscope.interventions import INTERVENTIONS, Intervention, Known, Target, parse_all
 from sinkscope.interventions.streaming_window import StreamingWindow
 from sinkscope.measuring.console import tell_place
 from sinkscope.measuring.manifest import Facts, make_manifest
+from sinkscope.measuring.measure import publish
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.close_ups import MeanMaps
 from sinkscope.measuring.observables.observable import Mean, Observable, Reading, Settings

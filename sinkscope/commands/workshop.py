@@ -33,10 +33,10 @@ from accelerate import PartialState
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from sinkscope.commands.analyze import measure, publish
 from sinkscope.errors import InputError
 from sinkscope.measuring.console import status, tell_place
 from sinkscope.measuring.manifest import make_manifest
+from sinkscope.measuring.measure import measure, publish
 from sinkscope.measuring.quantized import w8a8
 from sinkscope.measuring.subject import Subject, inputs_for, subject_of
 from sinkscope.models.families import Family

@@ -15,14 +15,14 @@ from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import AttentionCall, upcast
 from sinkscope.attention.seam import open_seam
-from sinkscope.attention.taps import NAME, RETROFIT, Seam
+from sinkscope.attention.taps import NAME, Seam
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.intervention import Intervention, Target, applied
 from sinkscope.measuring.observables.activation import token_norms
 from sinkscope.measuring.observables.observable import ATTENTION_SITES, GradientObservable, Observable, Reading
 from sinkscope.models.families import Family, embedding_weight, first_tensor
-from sinkscope.retrofits.registers import registers_before
+from sinkscope.retrofits.registers import RETROFIT, registers_before
 from sinkscope.text.batch import Batch
 
 IGNORED = -100  # the label of a token that is not predicted

@@ -575,7 +575,7 @@ def test_an_unexpected_error(bare: Path, failing: Any, where: str) -> None:
     ],
 )
 def test_errors_of_the_machine(bare: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, message: str) -> None:
-    monkeypatch.setattr("sinkscope.commands.analyze.measure", _raising(error))
+    monkeypatch.setattr("sinkscope.measuring.measure.measure", _raising(error))
     assert refused(1, "analyze", bare, *RANDOM).startswith(message)
 
 
