@@ -19,7 +19,7 @@ _HOME = {
     "quantize": "sinkscope.commands.quantize",
     "quantised": "sinkscope.quantization.simulation",
     "calibrate_ranges": "sinkscope.quantization.calibration",
-    "load": "sinkscope.models.loading",
+    "load": "sinkscope.commands.load",
     "retrofit": "sinkscope.commands.retrofit",
     "train": "sinkscope.commands.train",
     "retrofit_model": "sinkscope.retrofits",

@@ -1,14 +1,11 @@
-"""`retrofit`: a model trained with each method, and plainly, and all measured by the same code on held-out text.
+"""`retrofit`: a model trained with each method, and plainly, all measured by the same code on held-out text.
 
-OUT/ is a workshop's folder (workshop.py), and has
-
-OUT/untouched/run/    a run folder of the model as it is
+training_arms.py says what OUT/ holds.
 """
 
 import copy
 import os
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ from accelerate import PartialState
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from sinkscope.commands.workshop import Workshop, check_folder, check_methods
+from sinkscope.commands.training_arms import Plan, TrainingArms
 from sinkscope.errors import InputError
 from sinkscope.measuring.console import status, tell
 from sinkscope.measuring.subject import ModelLike, config_of, family_of, loaded_model
@@ -25,9 +22,8 @@ from sinkscope.options.training import TrainingConfig, make_training_config
 from sinkscope.report.trained import Trained
 from sinkscope.training.arms import Methods, one_each, parse_methods
 from sinkscope.training.blocks import check_text, read_blocks
-from sinkscope.training.trainer import launched
+from sinkscope.training.sharding import launched
 
-MANIFEST = "retrofit.json"
 METHODS = ("vga", "none")  # VGA's table 3
 
 
@@ -43,46 +39,75 @@ def retrofit(
     quiet: bool = True,
     **options: Any,
 ) -> Trained:
-    """Retrofit and train a model with each of the `methods` ("vga,none", "vga:placement=output"), every time from the
-    model as it is, and measure all of them and the model itself on held-out text.
+    """Retrofit and train a model with each method, and measure all of them and the model itself on held-out text.
 
-    `model` as for `analyze`; `text` is "natural", a file, or "sampled" by the model, and `dataset` takes its place.
-    `options` are those of TrainingConfig, and those of `analyze` for loading and measuring. Under `accelerate launch`
-    it trains on all processes, and measures on the first.
+    Every method begins with the model as it is. Under `accelerate launch` this trains on all processes, and measures
+    on the first. The same call again continues where it was interrupted.
 
-    Errors: InputError for wrong options, methods that do not apply, a text that is too short, or a folder with other
-    options, before anything is trained; SinkscopeError for a training that failed. What was reached stays in `out`,
-    and the same call goes on from there.
+    Args:
+        model: a hub id, a folder, a .gguf file, or a model already loaded; None for the demo model.
+        methods: "vga,none", "vga:placement=output", several such texts, or label → method.
+        out: the folder to write.
+        text: "natural", a file, or "sampled" by the model.
+        dataset: a HuggingFace dataset in place of `text`.
+        tokenizer: of a model already loaded.
+        overwrite: begin anew, and replace what is in `out`.
+        quiet: say nothing meanwhile.
+        **options: of TrainingConfig, and those of `analyze` for loading and measuring.
+
+    Returns:
+        The runs, their comparison, tables and figures.
+
+    Raises:
+        InputError: wrong options, a method that does not apply, a text that is too short, or a folder made with other
+            options; nothing has been trained.
+        SinkscopeError: a training failed. What was reached stays in `out`.
     """
     wanted = parse_methods(methods)
     training, config = split_options("retrofit", model, options)
     launched(cpu=config.device_map == "cpu")
     text = os.fspath(text)
     check_text(text)
-    manifest = manifest_of("retrofit", config, training, text, dataset)
-    folder = check_folder(Path(out) / MANIFEST, manifest, overwrite)
-    console = Console(stderr=True, quiet=quiet or not PartialState().is_main_process)
-    with status(console, "loading the model"):
+    plan = make_plan("retrofit", out, config, training, overwrite, quiet, text=text, dataset=dataset)
+    plan.check_folder()
+    with status(plan.console, "loading the model"):
         loaded = loaded_model(model, tokenizer, config.model_copy(update={"device_map": "cpu"}))
     family, notices = family_of(loaded.model)
-    tell(console, (*loaded.notices, *notices))
-    check_methods(wanted, loaded.model, family, training)
+    tell(plan.console, (*loaded.notices, *notices))
+    plan.check_methods(wanted, loaded.model, family)
     count = training.blocks_wanted(PartialState().num_processes)
-    with status(console, "reading the text"):
+    with status(plan.console, "reading the text"):
         blocks = read_blocks(
             loaded, text, dataset, training.block_length, count, training.eval_share, seed=training.seed
         )
-    workshop = Workshop(
-        folder, MANIFEST, loaded, family, blocks, training, config, console, lambda arm: copy.deepcopy(loaded.model)
-    )
-    return workshop.finish(one_each(wanted, training.seed), manifest, overwrite, untouched=True)
+    arms = TrainingArms(plan, loaded, family, blocks, begin=lambda arm: copy.deepcopy(loaded.model))
+    return arms.finish(one_each(wanted, training.seed), untouched=True)
+
+
+def make_plan(
+    command: str,
+    out: str | os.PathLike[str],
+    config: RunConfig,
+    training: TrainingConfig,
+    overwrite: bool,
+    quiet: bool,
+    **options: Any,
+) -> Plan:
+    """The plan of either command; `options` are those of its own."""
+    state = PartialState()
+    configs = {"config": config.model_dump(mode="json"), "training": training.model_dump(mode="json")}
+    decisive = configs | options | {"processes": state.num_processes}
+    console = Console(stderr=True, quiet=quiet or not state.is_main_process)
+    return Plan(command, Path(out), decisive, training, config, overwrite, console)
 
 
 def split_options(command: str, model: ModelLike, options: Mapping[str, Any]) -> tuple[TrainingConfig, RunConfig]:
-    """How to train, and how to load and measure. In float32: at a fine-tune's learning rate most steps are too small
-    for the weights of bfloat16 to change at all.
+    """Split a command's options into how to train, and how to load and measure.
 
-    Errors: InputError for wrong options.
+    In float32: at a fine-tune's learning rate most steps are too small for the weights of bfloat16 to change.
+
+    Raises:
+        InputError: an option is wrong.
     """
     ours = {name: value for name, value in options.items() if name in TrainingConfig.model_fields}
     training = make_training_config(**ours)
@@ -96,18 +121,3 @@ def split_options(command: str, model: ModelLike, options: Mapping[str, Any]) ->
     if config.device_map == "auto":
         raise InputError("--device-map auto: a model that is trained stays on one GPU; take cuda or cpu")
     return training, config
-
-
-def manifest_of(
-    command: str, config: RunConfig, training: TrainingConfig, text: str, dataset: str | None
-) -> dict[str, Any]:
-    """All that decides the numbers of either command."""
-    return {
-        "sinkscope": version("sinkscope"),
-        "command": command,
-        "config": config.model_dump(mode="json"),
-        "training": training.model_dump(mode="json"),
-        "text": text,
-        "dataset": dataset,
-        "processes": PartialState().num_processes,
-    }

@@ -1,18 +1,17 @@
 """A model while it was trained: `analyze` over its checkpoints, and the same quantities against the step.
 
-OUT/series.json               which steps, and the configuration that they share
-OUT/step512/                  an ordinary run folder a step
-OUT/tables/series.parquet     the summaries of all steps, one row a value
+OUT/run.json                  which steps, and the options that they share
+OUT/step512/                  the run folder of a step
+OUT/tables/series.parquet     the summaries of all steps, one row per value
 OUT/figures/training-*.png|pdf
 """
 
-import json
 import os
 import re
+import time
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,18 +19,19 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 from rich.console import Console
 
-from sinkscope.errors import InputError, SinkscopeError, unknown
+from sinkscope.errors import InputError, SinkscopeError, one_line, unknown
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.options.measuring import RunConfig, make_config
 from sinkscope.report.comparison import differing_settings
 from sinkscope.report.run import Run, save_figures, write_run
 from sinkscope.results.folders import check_output, new_folder
-from sinkscope.results.tables import read_table, write_table
+from sinkscope.results.manifest import folder_of, make_manifest, read_manifest, write_manifest
+from sinkscope.results.tables import read_table, write_tables
 
 if TYPE_CHECKING:
     from sinkscope.report.figures.style import Figure
 
-MANIFEST = "series.json"
+COMMAND = "analyze_steps"  # in the manifest
 COLUMNS = ["model", "condition", "step", "layer", "metric", "value"]
 HEADLINES = ("sink_rate", "value_drain", "norm_ratio", "massive_count", "value_gradient_ratio", "loss")
 
@@ -40,8 +40,11 @@ HEADLINES = ("sink_rate", "value_drain", "norm_ratio", "massive_count", "value_g
 class Series:
     """One model at several steps of its training, in their order.
 
-    runs     step → Run
-    table    the runs' summaries: model, condition, step, layer (-1: whole model), metric, value
+    Attributes:
+        manifest: the content of run.json.
+        runs: step → Run.
+        table: the runs' summaries: model, condition, step, layer (−1: the whole model), metric, value.
+        folder: where it is written; None if it is in memory only.
     """
 
     manifest: dict[str, Any]
@@ -51,16 +54,18 @@ class Series:
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> "Series":
-        """Open what `analyze_steps` wrote. Errors: InputError where there is none, or it is damaged."""
-        folder = Path(folder)
+        """Open what `analyze_steps` wrote.
+
+        Raises:
+            InputError: it is no such folder, or it is damaged.
+        """
+        folder = folder_of(folder)
+        manifest = read_manifest(folder, (COMMAND,))
         try:
-            manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
             runs = {int(at["step"]): Run.open(folder / at["folder"]) for at in manifest["steps"]}
             table = read_table(folder / "tables" / "series.parquet")
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise InputError(f"{folder} is not a series of runs: {error.filename} is missing") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{folder} is not a series of runs, or is damaged: {error}") from error
+            raise InputError(f"{folder} is damaged: {one_line(error)}") from error
         return cls(manifest, runs, table, folder)
 
     def figures(self) -> "dict[str, Figure]":
@@ -70,7 +75,7 @@ class Series:
         return {f"training-{name}": figure for name, figure in draw_training(list(self.runs.items())).items()}
 
     def figure(self, name: str) -> "Figure":
-        """One of them. Errors: InputError if it is unknown."""
+        """One of them; InputError if it is unknown."""
         figures = self.figures()
         if name not in figures:
             raise InputError(f"figure {unknown(name, figures)}")
@@ -108,15 +113,23 @@ def analyze_steps(
 ) -> Series:
     """Measure a model at several steps of its training; with `out`, also write a run folder each and the figures.
 
-    `model` is a hub id, with the `revisions` that hold the steps, or a folder with a checkpoint in each subfolder:
-    those called `checkpoint-…`, as transformers' Trainer writes them, or those named as `revisions`. `options` are
-    those of `analyze`.
+    Args:
+        model: a hub id, or a folder with a checkpoint in each subfolder.
+        revisions: the revisions of the hub id that hold the steps, or the subfolders; of a folder by default those
+            called `checkpoint-…`, as transformers' Trainer writes them.
+        out: the folder to write; None: in memory only.
+        overwrite: replace an earlier series in `out`.
+        quiet: say nothing meanwhile.
+        **options: those of `analyze`.
 
-    Errors: as for `analyze`; also InputError for names without a step, or with the same one.
+    Raises:
+        InputError: as `analyze` does, and for names without a step or with the same one.
+        SinkscopeError: a run failed; nothing is written.
     """
     from sinkscope.commands.analyze import analyze
     from sinkscope.text.inputs import check_source
 
+    start = time.time()
     if model is None:
         raise InputError("several revisions were given, but no model to take them from")
     model = os.fspath(model)
@@ -126,7 +139,7 @@ def analyze_steps(
         for checkpoint in checkpoints
     ]
     check_source(configs[0].input)
-    folder = None if out is None else check_output(out, overwrite, MANIFEST)
+    folder = None if out is None else check_output(out, overwrite, (COMMAND,))
     console = Console(stderr=True, quiet=quiet)
     runs: dict[int, Run] = {}
     with nullcontext() if folder is None else new_folder(folder) as fresh:
@@ -139,7 +152,7 @@ def analyze_steps(
             if folder is not None and fresh is not None:
                 run = _written(replace(run, folder=folder / checkpoint.folder), fresh / checkpoint.folder)
             runs[checkpoint.step] = run
-        series = Series(_manifest(model, checkpoints, configs, runs), runs, _table(_name(model), runs), folder)
+        series = Series(_manifest(model, checkpoints, configs, runs, start), runs, _table(_name(model), runs), folder)
         if fresh is not None:
             _write(series, fresh)
     return series if folder is None else Series.open(folder)
@@ -163,7 +176,7 @@ class Checkpoint:
 
 
 def is_series(config: RunConfig) -> bool:
-    """Whether more than one model is meant: revisions with commas between, or a folder of checkpoints and no model."""
+    """Whether several steps are meant: revisions with commas between, or a folder of checkpoints that is no model."""
     if config.revision is not None:
         return "," in config.revision
     folder = Path(config.model).expanduser() if config.model else None
@@ -173,7 +186,7 @@ def is_series(config: RunConfig) -> bool:
 
 
 def find_checkpoints(model: str, revisions: str | Iterable[str] | None = None) -> list[Checkpoint]:
-    """The checkpoints by step. Errors: InputError for fewer than two, or steps that cannot be told."""
+    """The checkpoints, ordered by step; InputError for fewer than two, or names without a step."""
     if isinstance(revisions, str):
         revisions = revisions.split(",")
     names = [name.strip() for name in revisions or () if name.strip()]
@@ -202,7 +215,8 @@ def find_checkpoints(model: str, revisions: str | Iterable[str] | None = None) -
 def step_of(name: str, among: Iterable[str] = ()) -> int:
     """The number behind `step`, else the one at the end: of OLMo's step1000-tokens4B it is 1000.
 
-    Errors: InputError where there is none; it says which of the names `among` have one.
+    Raises:
+        InputError: there is none; the message says which of the names `among` have one.
     """
     found = _step(name)
     if found is None:
@@ -224,7 +238,7 @@ def _trainer_checkpoints(folder: Path) -> list[str]:
 
 
 def _subfolders(model: str, folder: Path, names: list[str]) -> list[str]:
-    """Those named, or else all `checkpoint-…`, each of them a model as far as can be told before loading it."""
+    """The subfolders named, or else all `checkpoint-…`, each checked to look like a model."""
     there = sorted(path.name for path in folder.iterdir() if path.is_dir())
     for name in names:
         if not (folder / name).is_dir():
@@ -234,7 +248,7 @@ def _subfolders(model: str, folder: Path, names: list[str]) -> list[str]:
         raise InputError(f"{model} holds no steps: no folder in it is called checkpoint-…")
     names = names or found
     if len(names) == 1:
-        raise InputError(f"{model}: only {names[0]} was found or named; to analyse it alone, name {folder / names[0]}")
+        raise InputError(f"{model}: only {names[0]} was found or named; to analyze it alone, name {folder / names[0]}")
     for name in names:
         if not (folder / name / "config.json").is_file():
             raise InputError(
@@ -259,27 +273,23 @@ def _table(model: str, runs: Mapping[int, Run]) -> pd.DataFrame:
 
 
 def _manifest(
-    model: str, checkpoints: list[Checkpoint], configs: list[RunConfig], runs: Mapping[int, Run]
+    model: str, checkpoints: list[Checkpoint], configs: list[RunConfig], runs: Mapping[int, Run], start: float
 ) -> dict[str, Any]:
-    shared = configs[0].model_dump(mode="json") | {
-        "model": model,
-        "revision": ",".join(checkpoint.name for checkpoint in checkpoints),
-    }
-    return {
-        "sinkscope": version("sinkscope"),
-        "command": "analyze",
-        "model": _name(model),
-        "condition": runs[checkpoints[0].step].condition,
-        "config": shared,
-        "steps": [
-            {"step": checkpoint.step, "name": checkpoint.name, "folder": checkpoint.folder}
-            for checkpoint in checkpoints
-        ],
-    }
+    revisions = ",".join(checkpoint.name for checkpoint in checkpoints)
+    shared = configs[0].model_dump(mode="json") | {"model": model, "revision": revisions}
+    return make_manifest(
+        COMMAND,
+        shared,
+        start,
+        tables=["series"],
+        model=_name(model),
+        condition=runs[checkpoints[0].step].condition,
+        steps=[{"step": at.step, "name": at.name, "folder": at.folder} for at in checkpoints],
+    )
 
 
 def _written(run: Run, folder: Path) -> Run:
-    """The run as it is on disk: its tables leave the memory to the next step."""
+    """Write a run, and open it from disk: its tables leave the memory to the next step."""
     folder.mkdir()
     write_run(run, folder)
     return Run.open(folder)
@@ -287,8 +297,6 @@ def _written(run: Run, folder: Path) -> Run:
 
 def _write(series: Series, folder: Path) -> None:
     """Table, figures and manifest into a folder that holds the runs; the manifest last."""
-    (folder / "tables").mkdir()
-    write_table(series.table, folder / "tables" / "series.parquet")
-    (folder / "figures").mkdir()
+    write_tables({"series": series.table}, folder)
     save_figures(series.figures(), folder / "figures")
-    (folder / MANIFEST).write_text(json.dumps(series.manifest, indent=2) + "\n", encoding="utf-8")
+    write_manifest(folder, series.manifest)

@@ -1,17 +1,16 @@
 """`compare`: runs side by side, from their folders alone: no model is loaded.
 
-OUT/comparison.json                      which runs, and the settings in which they differ
+OUT/run.json                             which runs, and the settings in which they differ
 OUT/tables/comparison.parquet            one row a metric of the whole model, one column a run
 OUT/tables/comparison_by_layer.parquet   the same metrics by layer, one row a value
 OUT/figures/*.png|pdf
 """
 
 import html
-import json
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +18,13 @@ import pandas as pd
 
 from sinkscope.errors import InputError
 from sinkscope.measuring.summary import WHOLE_MODEL
-from sinkscope.report.run import Run
+from sinkscope.report.run import Run, save_figures
 from sinkscope.results.folders import check_output, new_folder
-from sinkscope.results.tables import write_table
+from sinkscope.results.manifest import make_manifest, write_manifest
+from sinkscope.results.tables import write_tables
 
 if TYPE_CHECKING:
     from sinkscope.report.figures.style import Figure
-
-MANIFEST = "comparison.json"
 
 # What two runs must share for their numbers to be comparable, and where run.json has it.
 SETTINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -88,9 +86,10 @@ def compare(
     Errors: InputError for fewer than two runs, for a folder that holds none, or for an `out` that is taken;
     SinkscopeError where writing fails.
     """
+    start = time.time()
     if len(runs) < 2:
         raise InputError(f"a comparison needs at least two runs; {len(runs) or 'none'} was given")
-    folder = None if out is None else check_output(out, overwrite, MANIFEST)
+    folder = None if out is None else check_output(out, overwrite, ("compare",))
     opened = tuple(run if isinstance(run, Run) else Run.open(run) for run in runs)
     for run in opened:
         if run.command != "analyze":
@@ -102,7 +101,7 @@ def compare(
     comparison = Comparison(opened, _table(opened, names), _by_layer(opened, names), differing, folder)
     if folder is not None:
         with new_folder(folder) as fresh:
-            _write(comparison, names, fresh)
+            _write(comparison, names, fresh, start)
     return comparison
 
 
@@ -151,28 +150,15 @@ def _by_layer(runs: tuple[Run, ...], names: list[str]) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True)[["model", "condition", "layer", "run", "metric", "value"]]
 
 
-def _write(comparison: Comparison, names: list[str], folder: Path) -> None:
+def _write(comparison: Comparison, names: list[str], folder: Path, start: float) -> None:
     """Tables, figures and manifest into an empty folder; the manifest last."""
-    (folder / "tables").mkdir()
-    write_table(comparison.table.reset_index(), folder / "tables" / "comparison.parquet")
-    write_table(comparison.by_layer, folder / "tables" / "comparison_by_layer.parquet")
-    (folder / "figures").mkdir()
-    for name, figure in comparison.figures().items():
-        for kind in ("png", "pdf"):
-            figure.savefig(folder / "figures" / f"{name}.{kind}")
-    manifest = {
-        "sinkscope": version("sinkscope"),
-        "command": "compare",
-        "runs": [
-            {
-                "label": name,
-                "folder": run.folder and str(run.folder),
-                "model": run.model,
-                "condition": run.condition,
-            }
-            for run, name in zip(comparison.runs, names, strict=True)
-        ],
-        "differing": comparison.differing.to_dict(orient="index"),
-    }
-    text = json.dumps(manifest, indent=2, ensure_ascii=False)
-    (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
+    tables = {"comparison": comparison.table.reset_index(), "comparison_by_layer": comparison.by_layer}
+    write_tables(tables, folder)
+    save_figures(comparison.figures(), folder / "figures")
+    runs = [
+        {"label": name, "folder": run.folder and str(run.folder), "model": run.model, "condition": run.condition}
+        for run, name in zip(comparison.runs, names, strict=True)
+    ]
+    config = {"runs": [run["folder"] for run in runs]}
+    differing = comparison.differing.to_dict(orient="index")
+    write_manifest(folder, make_manifest("compare", config, start, tables, runs=runs, differing=differing))

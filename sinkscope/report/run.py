@@ -1,6 +1,5 @@
 """A run with its figures and its verdict, and how it is written to a folder."""
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -13,9 +12,9 @@ from sinkscope.report.figures import draw, save_all
 from sinkscope.report.figures.style import Figure
 from sinkscope.report.paper_tables import as_markdown, paper_tables
 from sinkscope.results.folders import new_folder
-from sinkscope.results.manifest import MANIFEST
+from sinkscope.results.manifest import write_manifest
 from sinkscope.results.run import RunData
-from sinkscope.results.tables import write_table
+from sinkscope.results.tables import write_tables
 
 # command that made a run → how its findings are written; any other has `analyze`'s
 _VERDICTS: dict[str, Callable[[RunData], str]] = {"intervene": effects.verdict, "quantize": quantization.verdict}
@@ -42,7 +41,7 @@ class Run(RunData):
 
 
 def finished(run: Run, console: Console, figures: Iterable[str] | None = None) -> Run:
-    """The run, written to its folder where it has one. `figures`: these, or all that apply."""
+    """The run, written to its folder if it has one. `figures`: names; None: all that apply."""
     if run.folder is not None:
         with status(console, "drawing the figures"), new_folder(run.folder) as fresh:
             write_run(run, fresh, figures)
@@ -50,11 +49,8 @@ def finished(run: Run, console: Console, figures: Iterable[str] | None = None) -
 
 
 def write_run(run: Run, folder: Path, figures: Iterable[str] | None = None) -> None:
-    """Tables, figures (None: all that apply), verdict and manifest into an empty folder; the manifest last."""
-    (folder / "tables").mkdir()
-    for name, table in run.tables.items():
-        write_table(table, folder / "tables" / f"{name}.parquet")
-    (folder / "figures").mkdir()
+    """Write tables, figures (None: all that apply), findings and, last, the manifest into a folder."""
+    write_tables(run.tables, folder)
     if figures is None:
         save_all(run, folder / "figures")
     else:
@@ -62,11 +58,12 @@ def write_run(run: Run, folder: Path, figures: Iterable[str] | None = None) -> N
     for name, paper_table in paper_tables(run).items():
         (folder / "tables" / f"{name}.md").write_text(as_markdown(paper_table) + "\n", encoding="utf-8")
     (folder / "verdict.md").write_text(run.verdict + "\n", encoding="utf-8")
-    (folder / MANIFEST).write_text(json.dumps(run.manifest, indent=2) + "\n", encoding="utf-8")
+    write_manifest(folder, run.manifest)
 
 
 def save_figures(figures: Mapping[str, Figure], folder: Path) -> None:
-    """Each as NAME.png and NAME.pdf."""
+    """Save each as FOLDER/NAME.png and NAME.pdf."""
+    folder.mkdir(exist_ok=True)
     for name, figure in figures.items():
         for kind in ("png", "pdf"):
             figure.savefig(folder / f"{name}.{kind}")

@@ -66,5 +66,12 @@ def write_table(table: pd.DataFrame, path: Path) -> None:
     os.replace(temporary, path)
 
 
+def write_tables(tables: Mapping[str, pd.DataFrame], folder: Path) -> None:
+    """Write each as FOLDER/tables/NAME.parquet."""
+    (folder / "tables").mkdir(exist_ok=True)
+    for name, table in tables.items():
+        write_table(table, folder / "tables" / f"{name}.parquet")
+
+
 def read_table(path: Path) -> pd.DataFrame:
     return pd.read_parquet(path)

@@ -103,15 +103,19 @@ def test_the_folder(series: Series) -> None:
     assert figures
     assert all(name.startswith("training-") for name in figures)
     assert {path.name for path in series.folder.iterdir()} == {
-        "series.json", "tables", "figures", *(f"step{step}" for step in STEPS),
+        "run.json", "tables", "figures", *(f"step{step}" for step in STEPS),
     }  # fmt: skip
     for step in STEPS:
         run = Run.open(series.folder / f"step{step}")
         assert run.manifest["config"]["model"].endswith(f"checkpoint-{step}")
         assert (series.folder / f"step{step}" / "verdict.md").is_file()
-    manifest = json.loads((series.folder / "series.json").read_text(encoding="utf-8"))
+    manifest = json.loads((series.folder / "run.json").read_text(encoding="utf-8"))
     assert [at["step"] for at in manifest["steps"]] == list(STEPS)
     assert manifest["config"]["num_seqs"] == 2
+    assert (manifest["command"], manifest["tables"]) == ("analyze_steps", ["series"])
+    assert manifest["wall_seconds"] > 0
+    with pytest.raises(InputError, match=r"is of `sinkscope analyze_steps`.*but holds runs: name one of them"):
+        Run.open(series.folder)
     assert [path.name for path in series.folder.parent.iterdir()] == ["out"]
 
 
@@ -226,7 +230,7 @@ def test_too_few_steps(trained: Path, tmp_path: Path) -> None:
     assert "(step5 alone goes without a comma)" in refused("org/name", "step5,")
     assert "no model to take them from" in refused(None, "step5,step6")
     one = copied(trained, tmp_path / "one", 5)
-    assert refused(one).endswith(f"to analyse it alone, name {one / 'checkpoint-5'}")
+    assert refused(one).endswith(f"to analyze it alone, name {one / 'checkpoint-5'}")
     (tmp_path / "empty").mkdir()
     assert "holds no steps: no folder in it is called checkpoint-…" in refused(tmp_path / "empty")
     (tmp_path / "file").touch()
@@ -291,12 +295,19 @@ def test_wrong_options(trained: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "series.json is missing"), ("[1]", "or is damaged"), ("{", "or is damaged"), ("{}", "or is damaged")],
+    [
+        (None, "is not a run folder: it has no run.json"),
+        ("[1]", "is another JSON file"),
+        ("{", "is damaged"),
+        ("{}", "is another JSON file"),
+        ('{"command": "analyze_steps", "config": {}, "tables": []}', "is damaged"),
+        ('{"command": "analyze_steps", "config": {}, "tables": [], "steps": [1]}', "is damaged"),
+    ],
 )
 def test_opening_something_else(tmp_path: Path, content: str | None, message: str) -> None:
     if content is not None:
-        (tmp_path / "series.json").write_text(content)
-    with pytest.raises(InputError, match=f"is not a series of runs.*{message}"):
+        (tmp_path / "run.json").write_text(content)
+    with pytest.raises(InputError, match=message):
         Series.open(tmp_path)
 
 
