@@ -16,13 +16,14 @@ import pytest
 import torch
 from hub import Hub
 from safetensors.torch import load_file, save_file
+from support.figures import skip_figures
 from tiny import VOCAB, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 import sinkscope.report.figures
-import sinkscope.results.run
+import sinkscope.report.run
 from sinkscope.cli.app import app
 from sinkscope.measuring.tracer import Tracer
 from sinkscope.report.figures import FIGURES, applicable
@@ -77,7 +78,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes seconds; `finished` has it."""
-    monkeypatch.setattr(sinkscope.report.figures, "save_all", lambda run, folder: None)
+    skip_figures(monkeypatch)
 
 
 def command_line(*args: object) -> Result:
@@ -523,9 +524,9 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Any:
             for name in ("forward", "forward_backward"):
                 monkeypatch.setattr(Tracer, name, _raising(error, after=2, plain=getattr(Tracer, name)))
         elif where == "tables":
-            monkeypatch.setattr(sinkscope.results.run, "write_table", _raising(error, after=3, plain=write_table))
+            monkeypatch.setattr(sinkscope.report.run, "write_table", _raising(error, after=3, plain=write_table))
         else:
-            monkeypatch.setattr(sinkscope.report.figures, "save_all", _raising(error))
+            monkeypatch.setattr(sinkscope.report.figures, "applicable", _raising(error))
 
     return fail
 

@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 import torch
 from datasets import Dataset
+from support.figures import skip_figures
 from support.retrofit_command import SMALL, TYPED, WORDS, command_line, words_tokenizer
 from tiny import VOCAB, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -51,13 +52,13 @@ def finished(tiny: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -
     out = tmp_path_factory.mktemp("finished") / "out"
     arguments = ("--method", "vga:placement=output,none", "--text", text, *TYPED, "--out", out)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sinkscope.report.figures, "save_all", lambda run, folder: None)
+        skip_figures(patched)
         return command_line("retrofit", tiny, *arguments), out
 
 
 @pytest.fixture
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sinkscope.report.figures, "save_all", lambda run, folder: None)
+    skip_figures(monkeypatch)
 
 
 def loaded() -> LoadedModel:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from safetensors import SafetensorError
+from support.figures import skip_figures
 from support.retrofit_command import SMALL, TYPED, command_line, words_tokenizer
 from tiny import tiny_model
 from transformers import PreTrainedModel, Trainer
@@ -45,7 +46,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sinkscope.report.figures, "save_all", lambda run, folder: None)
+    skip_figures(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def unbroken(tiny: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -
     """Not to be changed."""
     out = tmp_path_factory.mktemp("unbroken") / "out"
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sinkscope.report.figures, "save_all", lambda run, folder: None)
+        skip_figures(patched)
         retrofit(str(tiny), "vga", text=text, out=out, **SMALL)
     return out
 
@@ -81,7 +82,7 @@ def killed_after(write, folder):
     return kills
 
 stage, vga = sys.argv.pop(1), Path(sys.argv[-1]).resolve() / "vga"
-sinkscope.report.figures.save_all = lambda run, folder: None
+sinkscope.report.figures.applicable = lambda run: []
 if stage == "saving the model":
     PreTrainedModel.save_pretrained = killed_after(PreTrainedModel.save_pretrained, vga)
 if stage == "writing the run":

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from support.figures import skip_figures
 from support.retrofit_command import words_tokenizer
 from support.training import CASES, config, model, random_blocks
 from tiny import TINY, tiny_model
@@ -122,7 +123,7 @@ def step(self, model, *args, **rest):
     return plain_step(self, model, *args, **rest)
 
 plain_step, Trainer.training_step = Trainer.training_step, step
-sinkscope.report.figures.save_all = lambda run, folder: None
+sinkscope.report.figures.applicable = lambda run: []
 shard_on_cpu()
 app(prog_name="sinkscope")
 """
@@ -172,7 +173,7 @@ def test_retrofit_with_shards_is_retrofit_on_one_process(
     assert {wrapped[f"model.layers.{layer}"] for layer in range(3)} == {"FSDPLlamaDecoderLayer"}
     assert parts == {f"model.layers.{layer}.self_attn.retrofit.theta": [1] for layer in range(3)}  # of 2 heads
 
-    monkeypatch.setattr(sinkscope.report.figures, "save_all", lambda run, folder: None)
+    skip_figures(monkeypatch)
     retrofit(str(tied), "vga,vscale", text=text, out=tmp_path / "whole", batch_size=2, **OPTIONS)
     for arm in ("vga", "vscale"):
         ours, expected = (
