@@ -27,7 +27,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from sinkscope.errors import InputError
-from sinkscope.text.request import Request, Sampler, Selection
+from sinkscope.text.request import Request, Sampler
 from sinkscope.text.sequences import counted
 from sinkscope.text.sources import DRAWN, open_source
 from sinkscope.text.tokens import special_token_ids
@@ -132,7 +132,11 @@ def build_inputs(
     special = special_token_ids(tokenizer) | {at for at in (*special_ids, bos_token_id) if at is not None}
     request = Request(tokenizer, vocab_size, num_seqs, seq_len, bos, bos_token_id, special, seed, sampler)
     request.check(max_positions)
-    condition, selection = _select(source, dataset, request)
+    if source in DRAWN and dataset is None:
+        condition, selection = source, DRAWN[source](request)
+    else:
+        found = open_source(source, dataset)
+        condition, selection = found.name, found.cut(found.documents, found.label, request)
     sequences = tuple(np.array(ids, dtype=np.int64) for ids in selection.sequences)
     notices = list(selection.notices)
     if len(sequences) < num_seqs:
@@ -143,14 +147,6 @@ def build_inputs(
     for ids in sequences:
         ids.setflags(write=False)
     return TokenInputs(condition, sequences, selection.token_zero, _sha256(sequences), tuple(notices))
-
-
-def _select(source: str, dataset: str | None, request: Request) -> tuple[str, Selection]:
-    """The condition's name and the sequences of its source."""
-    if source in DRAWN and dataset is None:
-        return source, DRAWN[source](request)
-    found = open_source(source, dataset)
-    return found.name, found.cut(found.documents, found.label, request)
 
 
 def _sha256(sequences: Iterable[np.ndarray]) -> str:

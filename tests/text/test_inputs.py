@@ -122,7 +122,7 @@ def test_the_shipped_corpus_can_run_short_too(byte_level):
 
 
 def test_a_long_text_gives_the_tokens_of_the_whole_text(plain, tmp_path):
-    """Only the head of a long text is tokenised; long words make the first guess of its length too short."""
+    """Only the head of a long text is tokenized; long words make the first guess of its length too short."""
     path = tmp_path / "long.txt"
     path.write_text(" ".join("w1" if at % 2 else "y" * 100 for at in range(5000)))
     inputs = build_inputs(path, tokenizer=plain, vocab_size=VOCAB, num_seqs=30, seq_len=10)
