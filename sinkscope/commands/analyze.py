@@ -10,13 +10,13 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from sinkscope.errors import InputError, SinkscopeError
-from sinkscope.measuring.console import tell
+from sinkscope.measuring.console import print_notices
 from sinkscope.measuring.manifest import Facts, make_manifest
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.close_ups import AttentionMaps, MassiveMap, telling_heads
 from sinkscope.measuring.observables.observable import GradientObservable, Observable, Settings
 from sinkscope.measuring.passes import batches_of, pass_over
-from sinkscope.measuring.subject import ModelLike, Subject, config_of, subject_of
+from sinkscope.measuring.subject import ModelLike, Subject, config_of, load_subject
 from sinkscope.measuring.summary import summarise
 from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.models.loading import LoadedModel
@@ -52,10 +52,10 @@ def analyze(
     config = config or config_of(model, options)
     folder = None if out is None else check_output(out, overwrite)
     console = Console(stderr=True, quiet=quiet)
-    subject = subject_of(model, tokenizer, config, console)
+    subject = load_subject(model, tokenizer, config, console)
 
     tables, facts = measure(subject, config, console)
-    tell(console, facts.notices)
+    print_notices(console, facts.notices)
     manifest = make_manifest(subject, config, facts, list(tables), start)
     return finished(Run(manifest, tables, folder), console)
 

@@ -13,7 +13,7 @@ from sinkscope.interventions import INTERVENTIONS, Target
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.gradient import undefined_ratios
 from sinkscope.measuring.observables.observable import ATTENTION_SITES, Observable, Settings
-from sinkscope.measuring.subject import ModelLike, config_of, family_of, loaded_model
+from sinkscope.measuring.subject import ModelLike, config_of, family_of, load_model
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import RESIDUAL_SITES, Family, embedding_weight
 from sinkscope.models.loading import LoadedModel
@@ -50,7 +50,7 @@ def doctor(model: ModelLike = None, **options: Any) -> Report:
 
     Errors: those of `load`; InputError where the architecture is unknown and cannot be calibrated.
     """
-    loaded = loaded_model(model, None, config_of(model, options))
+    loaded = load_model(model, None, config_of(model, options))
     family, notices = family_of(loaded.model)
     report = Report(loaded.name, _facts(loaded, family), notes=[*loaded.notices, *notices])
     if notices:

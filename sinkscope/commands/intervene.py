@@ -17,14 +17,14 @@ from sinkscope.commands.analyze import publish
 from sinkscope.errors import InputError
 from sinkscope.interventions import INTERVENTIONS, Intervention, Known, Target, parse_all
 from sinkscope.interventions.streaming_window import StreamingWindow
-from sinkscope.measuring.console import tell_place
+from sinkscope.measuring.console import print_part
 from sinkscope.measuring.manifest import Facts, make_manifest
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.close_ups import MeanMaps
 from sinkscope.measuring.observables.observable import Mean, Observable, Reading, Settings
 from sinkscope.measuring.passes import pass_over
 from sinkscope.measuring.streaming import measure_streaming
-from sinkscope.measuring.subject import ModelLike, Subject, config_of, subject_of
+from sinkscope.measuring.subject import ModelLike, Subject, config_of, load_subject
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.options.measuring import DRAWS, RunConfig
 from sinkscope.report.effects import arm_metrics
@@ -75,7 +75,7 @@ def intervene(
     config = config or config_of(model, options)
     folder = None if out is None else check_output(out, overwrite)
     console = Console(stderr=True, quiet=quiet)
-    subject = subject_of(model, tokenizer, config, console)
+    subject = load_subject(model, tokenizer, config, console)
 
     done = _measure_arms(subject, config, wanted, draws, lenient=arms == "all", console=console)
     manifest = make_manifest(subject, config, Facts(done.batch_size), list(done.tables), start)
@@ -138,7 +138,7 @@ def _measure_arms(
     for place, (label, stack) in enumerate(wanted.items(), 1):
         if label in skipped:
             continue
-        tell_place(console, label, place, len(wanted))
+        print_part(console, label, place, len(wanted))
         try:
             decided = _decided(stack, known)
             if isinstance(decided[0], StreamingWindow):

@@ -12,10 +12,10 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from sinkscope.errors import InputError
-from sinkscope.measuring.console import say
+from sinkscope.measuring.console import print_line
 from sinkscope.measuring.manifest import Facts, make_manifest
 from sinkscope.measuring.quantized import Bench
-from sinkscope.measuring.subject import ModelLike, Subject, config_of, subject_of
+from sinkscope.measuring.subject import ModelLike, Subject, config_of, load_subject
 from sinkscope.options.measuring import BITS, CALIBRATION, RunConfig
 from sinkscope.quantization.arithmetic import check_bits
 from sinkscope.quantization.ranges import Bits, Range, Rounding
@@ -74,10 +74,10 @@ def quantize(
     folder = None if out is None else check_output(out, overwrite)
     console = Console(stderr=True, quiet=quiet)
     enough = config.model_copy(update={"num_seqs": config.num_seqs + calibration})
-    subject, held_out = _split(subject_of(model, tokenizer, enough, console), config, calibration)
+    subject, held_out = _split(load_subject(model, tokenizer, enough, console), config, calibration)
     bench = Bench(subject, bits, config.attn, config.batch_size, console=console)
 
-    say(console, f"calibrating on {calibration} sequences")
+    print_line(console, f"calibrating on {calibration} sequences")
     ranges = bench.ranges(held_out)
     study = _Study(subject.inputs, bench, ranges, bench.roundings(held_out, ranges), console)
     tables = {
@@ -135,9 +135,9 @@ class _Study:
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def tables(self) -> dict[str, pd.DataFrame]:
-        say(self.console, f"{self.bench.bits} on {len(self.inputs)} sequences")
+        print_line(self.console, f"{self.bench.bits} on {len(self.inputs)} sequences")
         self._whole_model()
-        say(self.console, f"looking for the sites that cost most on {len(self.probes)} sequences")
+        print_line(self.console, f"looking for the sites that cost most on {len(self.probes)} sequences")
         self._keep_costliest(self._costliest_sites(self._costly_kinds()))
         return {"quantisation": pd.DataFrame(self.rows), "quantisation_sites": self._sites()}
 

@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerBase
 
 from sinkscope.commands.workshop import Workshop, check_folder, check_methods
 from sinkscope.errors import InputError
-from sinkscope.measuring.console import status, tell
-from sinkscope.measuring.subject import ModelLike, config_of, family_of, loaded_model
+from sinkscope.measuring.console import print_notices, spinner
+from sinkscope.measuring.subject import ModelLike, config_of, family_of, load_model
 from sinkscope.options.measuring import RunConfig
 from sinkscope.options.training import TrainingConfig, make_training_config
 from sinkscope.report.trained import Trained
@@ -62,13 +62,13 @@ def retrofit(
     manifest = manifest_of("retrofit", config, training, text, dataset)
     folder = check_folder(Path(out) / MANIFEST, manifest, overwrite)
     console = Console(stderr=True, quiet=quiet or not PartialState().is_main_process)
-    with status(console, "loading the model"):
-        loaded = loaded_model(model, tokenizer, config.model_copy(update={"device_map": "cpu"}))
+    with spinner(console, "loading the model"):
+        loaded = load_model(model, tokenizer, config.model_copy(update={"device_map": "cpu"}))
     family, notices = family_of(loaded.model)
-    tell(console, (*loaded.notices, *notices))
+    print_notices(console, (*loaded.notices, *notices))
     check_methods(wanted, loaded.model, family, training)
     count = training.blocks_wanted(PartialState().num_processes)
-    with status(console, "reading the text"):
+    with spinner(console, "reading the text"):
         blocks = read_blocks(
             loaded, text, dataset, training.block_length, count, training.eval_share, seed=training.seed
         )

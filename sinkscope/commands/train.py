@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from sinkscope.commands.retrofit import manifest_of, split_options
 from sinkscope.commands.workshop import Workshop, check_folder, check_methods
 from sinkscope.errors import InputError
-from sinkscope.measuring.console import status, tell
+from sinkscope.measuring.console import print_notices, spinner
 from sinkscope.measuring.subject import family_of
 from sinkscope.models.loading import LoadedModel, load_tokenizer
 from sinkscope.options.training import PRETRAINING
@@ -74,15 +74,15 @@ def train(
     }
     folder = check_folder(Path(out) / MANIFEST, manifest, overwrite)
     console = Console(stderr=True, quiet=quiet or not PartialState().is_main_process)
-    with status(console, "making the tokenizer"):
+    with spinner(console, "making the tokenizer"):
         tokens = lab.tokenizer if lab else _tokenizer(tokenizer, text, dataset, shape.vocab_size)
     _fit(shape, tokens)
     loaded = LoadedModel(fresh_model(shape, training.seed), tokens, str(name), str(config), None, None, ())
     family, notices = family_of(loaded.model)
-    tell(console, notices)
+    print_notices(console, notices)
     check_methods(wanted, loaded.model, family, training)
     count = training.blocks_wanted(PartialState().num_processes)
-    with status(console, "reading the text"):
+    with spinner(console, "reading the text"):
         blocks = (
             lab.blocks(training.block_length, count, measuring.num_seqs, training.seed)
             if lab

@@ -6,21 +6,21 @@ from contextlib import AbstractContextManager, nullcontext
 from rich.console import Console
 
 
-def say(console: Console, text: str) -> None:
+def print_line(console: Console, text: str) -> None:
     """Print a line as it is, without rich's markup, colors and line breaks."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def tell(console: Console, notices: Iterable[str]) -> None:
+def print_notices(console: Console, notices: Iterable[str]) -> None:
     for notice in notices:
-        say(console, f"note: {notice}")
+        print_line(console, f"note: {notice}")
 
 
-def tell_place(console: Console, label: str, number: int, count: int) -> None:
+def print_part(console: Console, label: str, number: int, count: int) -> None:
     """Print which part of a run in several parts begins."""
-    say(console, f"{label} ({number} of {count})")
+    print_line(console, f"{label} ({number} of {count})")
 
 
-def status(console: Console, text: str) -> AbstractContextManager:
+def spinner(console: Console, text: str) -> AbstractContextManager:
     """A spinner beside the text until the end of the block; nothing where stderr is no terminal."""
     return console.status(text) if console.is_terminal else nullcontext()

@@ -12,7 +12,7 @@ from rich.console import Console
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from sinkscope.errors import InputError
-from sinkscope.measuring.console import status, tell
+from sinkscope.measuring.console import print_notices, spinner
 from sinkscope.measuring.observables import check_names
 from sinkscope.models import loading
 from sinkscope.models.families import Family, embedding_weight, find_family
@@ -51,7 +51,7 @@ def config_of(model: ModelLike, options: Mapping[str, Any]) -> RunConfig:
     return config
 
 
-def subject_of(
+def load_subject(
     model: ModelLike, tokenizer: PreTrainedTokenizerBase | None, config: RunConfig, console: Console
 ) -> Subject:
     """Load the model and make its inputs; notices of both go to the console.
@@ -62,15 +62,15 @@ def subject_of(
     """
     check_names(config.observables)  # before minutes of loading
     check_source(config.input)
-    with status(console, "loading the model"):
-        loaded = loaded_model(model, tokenizer, config)
+    with spinner(console, "loading the model"):
+        loaded = load_model(model, tokenizer, config)
     family, notices = family_of(loaded.model)
     inputs = inputs_for(loaded, config)
-    tell(console, (*loaded.notices, *notices, *inputs.notices))
+    print_notices(console, (*loaded.notices, *notices, *inputs.notices))
     return Subject(loaded, family, inputs)
 
 
-def loaded_model(model: ModelLike, tokenizer: PreTrainedTokenizerBase | None, config: RunConfig) -> LoadedModel:
+def load_model(model: ModelLike, tokenizer: PreTrainedTokenizerBase | None, config: RunConfig) -> LoadedModel:
     """A model that is loaded already, or the one that the configuration names. Raises as `loading.load` does."""
     if isinstance(model, LoadedModel):
         return model

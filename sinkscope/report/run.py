@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from sinkscope.measuring.console import status
+from sinkscope.measuring.console import spinner
 from sinkscope.report import effects, quantization, verdict
 from sinkscope.report.figures import draw, save_all
 from sinkscope.report.figures.style import Figure
@@ -44,7 +44,7 @@ class Run(RunData):
 def finished(run: Run, console: Console, figures: Iterable[str] | None = None) -> Run:
     """The run, written to its folder where it has one. `figures`: these, or all that apply."""
     if run.folder is not None:
-        with status(console, "drawing the figures"), new_folder(run.folder) as fresh:
+        with spinner(console, "drawing the figures"), new_folder(run.folder) as fresh:
             write_run(run, fresh, figures)
     return run
 
