@@ -13,7 +13,7 @@ from sinkscope.interventions import INTERVENTIONS, Target
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.gradient import undefined_ratios
 from sinkscope.measuring.observables.observable import ATTENTION_SITES, Observable, Settings
-from sinkscope.measuring.subject import ModelLike, family_of, loaded_model, options_of
+from sinkscope.measuring.subject import ModelLike, family_of, load_model, options_of
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import RESIDUAL_SITES, Family, embedding_weight
 from sinkscope.models.loading import LoadedModel
@@ -66,7 +66,7 @@ def doctor(model: ModelLike = None, **options: Any) -> Report:
     Raises:
         InputError: the model cannot be loaded, or its architecture is unknown and cannot be calibrated.
     """
-    loaded = loaded_model(model, None, options_of(RunConfig, model, options))
+    loaded = load_model(model, None, options_of(RunConfig, model, options))
     family, notices = family_of(loaded.model)
     calibrated = [f"the calibrated row: {family}"] if notices else []
     report = Report(loaded.name, _facts(loaded, family))

@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 from rich.console import Console
 
-from sinkscope.measuring.console import say
+from sinkscope.measuring.console import print_line
 from sinkscope.measuring.quantized import Bench
 from sinkscope.quantization.ranges import Range, Rounding
 from sinkscope.quantization.settings import (
@@ -80,9 +80,9 @@ class Study:
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def tables(self) -> dict[str, pd.DataFrame]:
-        say(self.console, f"{self.bench.bits} on {len(self.inputs)} sequences")
+        print_line(self.console, f"{self.bench.bits} on {len(self.inputs)} sequences")
         self._whole_model()
-        say(self.console, f"looking for the sites that cost most on {len(self.probes)} sequences")
+        print_line(self.console, f"looking for the sites that cost most on {len(self.probes)} sequences")
         self._keep_costliest(self._costliest_sites(self._costly_kinds()))
         return {"quantization": pd.DataFrame(self.rows), "quantization_sites": self._sites()}
 
