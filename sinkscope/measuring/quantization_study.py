@@ -70,7 +70,7 @@ QUANTIZATION_TABLES: dict[str, Columns] = {
 
 @dataclass
 class Study:
-    """From the ranges to the sites that cost most, row by row of the table `quantization`."""
+    """Measures setting after setting; each is a row of the table `quantization`."""
 
     inputs: TokenInputs
     bench: Bench
@@ -102,7 +102,7 @@ class Study:
             self._note(ALL, self.ranges, self.probes)
 
     def _costly_kinds(self) -> list[str]:
-        """Every kind of site alone, and each that is costly kept. → the costly ones, the costliest first."""
+        """Quantize each kind of site alone, and all but each costly kind. Returns the costly ones, costliest first."""
         costs: dict[str, float] = {}
         for role in dict.fromkeys(site.role for site in self.ranges):
             alone = {site: known for site, known in self.ranges.items() if site.role == role}
@@ -114,7 +114,7 @@ class Study:
         return costly
 
     def _costliest_sites(self, costly: list[str]) -> list[Site]:
-        """Of the costliest kinds, one layer alone. → sites whose cost shows, the costliest first."""
+        """Quantize single layers of the costliest kinds. Returns the sites that have a cost, costliest first."""
         costs: dict[Site, float] = {}
         for role in costly[:BY_LAYER]:
             sites = [site for site in self.ranges if site.role == role]
@@ -124,7 +124,9 @@ class Study:
         return sorted((site for site in costs if costs[site] > 0), key=lambda site: -costs[site])
 
     def _keep_costliest(self, costliest: list[Site]) -> None:
-        """One, two, four … of them in full precision, until nearly all of the cost is gone; these on all sequences."""
+        """Keep one, two, four … of them in full precision until nearly all of the cost is gone, then measure the last
+        choice on all sequences.
+        """
         whole = self._row(ALL, self.probes)["cost"]
         if not costliest or whole < COSTLY:
             return
@@ -155,7 +157,7 @@ class Study:
         kept: Iterable[Site] = (),
         outliers: bool = False,
     ) -> float:
-        """Measure one setting as a row. → its cost: the loss above that of full precision on the same sequences."""
+        """Measure one setting, as a row. Returns its cost: the loss above full precision's on the same sequences."""
         inputs = inputs or self.inputs
         measured = self.bench.measure(ranges, inputs, outliers)
         cost = 0.0 if setting == FULL else measured.loss - self._row(FULL, inputs)["loss"]

@@ -1,4 +1,4 @@
-"""A model as it would run quantized: a context manager around any use of it."""
+"""A model as it would run quantized: context managers around any use of it."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,12 +24,19 @@ def quantized(
     bits_weights: int = 8,
     bits_activations: int = 8,
 ) -> Iterator[None]:
-    """Until the end of the block the model computes with quantized weights and activations (simulated: the numbers lie
-    on the grids, the arithmetic is the model's own). Then it is bit for bit what it was.
+    """Until the end of the block the model computes with quantized weights and activations; then it is as it was.
 
-    `ranges` as `calibrate_ranges` gives them; of `except_sites` (see `chosen_sites`) nothing is quantized.
+    Simulated: the numbers lie on the grids, the arithmetic is the model's own.
 
-    Errors: InputError for sites that there are not, and for bits out of range.
+    Args:
+        model: in full precision.
+        ranges: from `calibrate_ranges`.
+        except_sites: stay in full precision; named as in `chosen_sites`.
+        bits_weights: 2 to 16.
+        bits_activations: 2 to 16.
+
+    Raises:
+        InputError: a site that does not exist, or bits out of range.
     """
     kept = chosen_sites(ranges.keys(), except_sites)
     rest = {site: known for site, known in ranges.items() if site not in kept}
@@ -62,8 +69,8 @@ def _weight_edits(model: PreTrainedModel, paths: Iterable[str], bits: int) -> It
 
 @contextmanager
 def _snapped(module: nn.Module, before: Grid | None, after: Grid | None) -> Iterator[None]:
-    """module(x) with x on one grid and what comes out on another. As interventions do it: nnsight, which wraps
-    `forward` again, then sees what the next module sees.
+    """The module with its input on one grid and its output on another: nnsight, which wraps `forward` again, sees both
+    as the next module does.
     """
     own = vars(module).get("forward")  # accelerate's, or an intervention's
     forward = module.forward
