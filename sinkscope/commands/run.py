@@ -163,7 +163,7 @@ class Recipe:
         """
         from sinkscope.commands.intervene import wanted_arms
         from sinkscope.commands.series import is_series
-        from sinkscope.text.inputs import check_source
+        from sinkscope.text.sources import check_source
 
         content = self.content
         if content.methods:

@@ -22,7 +22,7 @@ from sinkscope.measuring.subject import family_of
 from sinkscope.models.loading import LoadedModel, load_tokenizer
 from sinkscope.options.training import PRETRAINING
 from sinkscope.report.trained import Trained
-from sinkscope.text.inputs import documents
+from sinkscope.text.sources import documents
 from sinkscope.training.architectures import ARCHITECTURES, architecture, fresh_model
 from sinkscope.training.arms import Methods, one_each, parse_methods, with_seeds
 from sinkscope.training.blocks import check_text, is_written, read_blocks

@@ -20,7 +20,8 @@ from sinkscope.models.loading import LoadedModel
 from sinkscope.models.wiring import calibrate
 from sinkscope.options.measuring import RunConfig, make_config
 from sinkscope.retrofits.registers import registers_before
-from sinkscope.text.inputs import TokenInputs, build_inputs, check_source
+from sinkscope.text.inputs import TokenInputs, build_inputs
+from sinkscope.text.sources import check_source
 
 SAMPLED_AT_ONCE = 64  # texts
 MOST_SAMPLES = 20  # for each that is needed

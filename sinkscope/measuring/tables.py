@@ -10,7 +10,7 @@ from sinkscope.measuring.quantization_study import QUANTIZATION_TABLES
 from sinkscope.measuring.streaming import STREAMING_COLUMNS
 from sinkscope.models.loading import LoadedModel
 from sinkscope.results.tables import LEADING, TRAINING_TABLES, Column, Columns, names_of
-from sinkscope.text.inputs import token_text
+from sinkscope.text.tokens import token_text
 
 SUMMARY_COLUMNS = (
     Column("metric", "what was measured (`sinkscope list metrics`)"),
