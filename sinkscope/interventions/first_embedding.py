@@ -11,7 +11,6 @@ from sinkscope.interventions.intervention import (
     Known,
     Target,
     edited_positions,
-    random_positions,
 )
 
 
@@ -23,10 +22,6 @@ class NullifyFirstEmbedding(Intervention):
 
     positions: Indices = (0,)
 
-    @property
-    def watched(self) -> tuple[int, ...]:
-        return self.positions
-
     def applied(self, target: Target) -> AbstractContextManager[None]:
         embedding = target.model.get_input_embeddings()
         return edited_positions(
@@ -34,5 +29,4 @@ class NullifyFirstEmbedding(Intervention):
         )
 
     def control(self, known: Known, draw: torch.Generator) -> Intervention:
-        """Tokens elsewhere."""
-        return NullifyFirstEmbedding(positions=random_positions(len(self.positions), known, draw, self.positions))
+        return self.at_other_positions(known, draw)
