@@ -72,11 +72,6 @@ def quantize_symmetric(x: torch.Tensor, bits: int) -> torch.Tensor:
     return symmetric_grid(float(x.abs().max()) if x.numel() else 0.0, bits).snap(x)
 
 
-def quantize_asymmetric(x: torch.Tensor, low: float, high: float, bits: int) -> torch.Tensor:
-    """x (any shape) on the grid of a static range: for activations."""
-    return asymmetric_grid(low, high, bits).snap(x)
-
-
 def check_bits(bits: int, what: str = "bits") -> None:
     if isinstance(bits, bool) or not isinstance(bits, int) or not FEWEST_BITS <= bits <= MOST_BITS:
         raise InputError(f"{what} {bits}: it must be a whole number from {FEWEST_BITS} to {MOST_BITS}")
