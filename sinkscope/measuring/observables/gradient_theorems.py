@@ -53,7 +53,7 @@ class TheoremOne:
 
     With grouped queries ∇v_s is the sum over a group's heads; the bounds are those of one query head's part of it.
     μ is the mean of g over sequences and queries, σ² the largest mean ‖g_t - μ‖² of any query t, ρ the largest
-    |mean (g_t - μ)·(g_t' - μ)| of any two. Means are over the run's longest sequences: a shorter one has no g at some t.
+    |mean (g_t - μ)·(g_t' - μ)| of any two. All are of the run's longest sequences: a shorter one has no g at some t.
     """
 
     def __init__(self, positions: int) -> None:
