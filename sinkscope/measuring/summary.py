@@ -8,11 +8,10 @@ import pandas as pd
 from sinkscope.measuring.gradient_summary import gradient_summary
 from sinkscope.measuring.observables.query_bias import ALL_HEADS
 from sinkscope.models.families import Family
+from sinkscope.results.findings import FEWEST_QUERIES, OUTLIER
 from sinkscope.text.inputs import TokenInputs
 
-FEWEST_QUERIES = 16  # a later position with fewer queries behind it cannot be told from a head that looks at itself
 WHOLE_MODEL = -1
-OUTLIER = 2.0  # standard deviations that set position 0's Δ apart (NU §4.2.1)
 
 
 def summarise(
@@ -92,19 +91,29 @@ def summarise(
     return pd.DataFrame(rows, columns=["layer", "metric", "value"])
 
 
+def attention_by_layer(attention: pd.DataFrame, position: int = 0) -> pd.DataFrame:
+    """Sink rate, window mass and sink mass at a position (GS eq. 1 and 2): rows layers, means over heads.
+
+    Args:
+        attention: The table of that name.
+        position: Counted from each sequence's first token.
+    """
+    return attention[attention["position"] == position].groupby("layer").mean(numeric_only=True)
+
+
 def _attention(tables: Mapping[str, pd.DataFrame], inputs: TokenInputs) -> dict[str, pd.Series]:
     attention, sinks = tables["attention"], tables["sink_positions"]
-    first = attention[attention["position"] == 0].groupby("layer")
+    first = attention_by_layer(attention)
     heads = attention.groupby("layer")["head"].nunique()
     lengths = np.array([len(ids) for ids in inputs.sequences])
     later = sinks[(sinks["position"] > 0) & (lengths[sinks["sequence"]] - sinks["position"] >= FEWEST_QUERIES)]
     pairs = later.drop_duplicates(["layer", "head", "sequence"]).groupby("layer").size()
     by_head = tables["attention_heads"].groupby("layer")
     return {
-        "sink_rate": first["sink_rate"].mean(),
+        "sink_rate": first["sink_rate"],
         "sink_rate_later": (pairs.reindex(heads.index, fill_value=0) / heads / len(inputs)),
-        "window_mass": first["window_mass"].mean(),
-        "sink_mass": first["sink_mass"].mean(),
+        "window_mass": first["window_mass"],
+        "sink_mass": first["sink_mass"],
         "attention_entropy": by_head["attention_entropy"].mean(),
         "missing_mass": by_head["missing_mass"].mean(),
     }
