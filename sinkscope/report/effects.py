@@ -20,6 +20,7 @@ from sinkscope.results.run import RunData
 
 NO_POSITION = -1
 MOST_CHANGED = 3  # layers that are named
+Layers = tuple[int, ...]
 
 
 def arm_metrics(tables: Mapping[str, pd.DataFrame], watched: Sequence[int], loss: float) -> pd.DataFrame:
@@ -179,32 +180,29 @@ def findings_of(run: RunData, label: str) -> list[Finding]:
         return list(_streaming(run, label, section))
     sink, *targets = arm["watched"]
     found = [_sink_rate(run, label, section, sink)]
-    found += [_change("window-mass", section, effect_of(run, label, "window_mass", at), at) for at in targets]
+    found += [_change("window_mass", section, effect_of(run, label, "window_mass", at), at) for at in targets]
     perplexity = effect_of(run, label, "perplexity")
-    found.append(_change("perplexity", section, perplexity, outcome=Outcome.MEASURED))
+    numbers = {"before": perplexity.before, "control": perplexity.control}
+    found.append(Finding("perplexity", section, value=perplexity.after, spread=perplexity.spread, numbers=numbers))
     if arm["expects"]:
         found.append(_expected(run, label, section, Expectation(arm["expects"])))
     return found
 
 
 def _change(
-    name: str,
-    section: str,
-    effect: Effect,
-    position: int = NO_POSITION,
-    outcome: Outcome | None = None,
-    layers: tuple[int, ...] = (),
+    metric: str, section: str, effect: Effect, position: int, outcome: Outcome | None = None, layers: Layers = ()
 ) -> Finding:
-    numbers = {"position": position, "before": effect.before, "control": effect.control, "layers": layers}
-    return Finding(name, section, outcome or effect.outcome, effect.after, effect.spread, SPREAD, (), numbers)
+    numbers = {"metric": metric, "position": position, "before": effect.before, "control": effect.control}
+    numbers |= {"layers": layers}
+    return Finding("change", section, outcome or effect.outcome, effect.after, effect.spread, SPREAD, (), numbers)
 
 
 def _sink_rate(run: RunData, label: str, section: str, position: int) -> Finding:
     rate = effect_of(run, label, "sink_rate", position)
     if rate.before < NO_SINK and rate.after < NO_SINK:
-        return _change("sink-rate", section, rate, position, Outcome.ABSENT)
+        return _change("sink_rate", section, rate, position, Outcome.ABSENT)
     moved = rate.outcome in (Outcome.FALLS, Outcome.RISES)
-    return _change("sink-rate", section, rate, position, layers=_most_changed(run, label, position) if moved else ())
+    return _change("sink_rate", section, rate, position, layers=_most_changed(run, label, position) if moved else ())
 
 
 def _most_changed(run: RunData, label: str, position: int) -> tuple[int, ...]:
