@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Self
 
 import pandas as pd
@@ -153,6 +154,16 @@ class Known:
     hidden_means: Callable[[int, int], torch.Tensor] | None = None  # (layer, position) → (D,) mean over sequences
 
 
+class Expectation(StrEnum):
+    """What a paper found that an intervention does."""
+
+    SINK_FALLS = "sink-falls"
+    SINK_STAYS = "sink-stays"
+    SINK_MOVES = "sink-moves"
+    PERPLEXITY_COLLAPSES = "perplexity-collapses"
+    PERPLEXITY_UNHARMED = "perplexity-unharmed"
+
+
 class Intervention(BaseModel, ABC):
     """One mechanism, with its parameters. A new one is a file of this folder and a line in the register."""
 
@@ -161,7 +172,7 @@ class Intervention(BaseModel, ABC):
     name: ClassVar[str]
     about: ClassVar[str]  # one line for `sinkscope list`
     paper: ClassVar[str]  # whose experiment it is
-    expects: ClassVar[str] = ""  # a key of effects.EXPECTATIONS: what the paper found
+    expects: ClassVar[Expectation | None] = None  # what the paper found
     is_control: ClassVar[bool] = False  # of use only beside another
     expected: ClassVar[bool] = True  # of any model: where it does not apply, the doctor says so
     measured_by: ClassVar[str] = "pass"  # a key of experiment.Experiment.WAYS; what is not measured in passes is alone

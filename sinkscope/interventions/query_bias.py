@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from sinkscope.errors import InputError
-from sinkscope.interventions.intervention import Chosen, Index, Intervention, Known, Target, chosen
+from sinkscope.interventions.intervention import Chosen, Expectation, Index, Intervention, Known, Target, chosen
 from sinkscope.models.edits import Edit, check_changes, replaced
 
 
@@ -52,7 +52,7 @@ class NullifyQueryBias(_QueryBias):
     name: ClassVar[str] = "nullify-query-bias"
     about: ClassVar[str] = "b_Q = 0 (layers, query heads)"
     paper: ClassVar[str] = "NU intervention 1"
-    expects: ClassVar[str] = "sink falls"
+    expects: ClassVar[Expectation] = Expectation.SINK_FALLS
 
     def edited(self, bias: torch.Tensor, layer: int) -> torch.Tensor:
         return torch.zeros_like(bias)

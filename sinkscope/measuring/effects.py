@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pandas as pd
 
-from sinkscope.measuring.summary import WHOLE_MODEL
+from sinkscope.measuring.summary import WHOLE_MODEL, attention_by_layer
 from sinkscope.results.tables import Column
 
 EFFECT_COLUMNS = (
@@ -36,13 +36,11 @@ def arm_metrics(tables: Mapping[str, pd.DataFrame], watched: Sequence[int], loss
         layer (-1: the whole model), metric, position (-1: none), value.
     """
     rows: list[tuple[int, str, int, float]] = []
-    attention = tables["attention"]
     for position in watched:
-        by_layer = attention[attention["position"] == position].groupby("layer")
+        by_layer = attention_by_layer(tables["attention"], position)
         for metric in ("sink_rate", "window_mass"):
-            means = by_layer[metric].mean()
-            rows += [(int(layer), metric, position, float(value)) for layer, value in means.items()]
-            rows.append((WHOLE_MODEL, metric, position, float(means.mean())))
+            rows += [(int(layer), metric, position, float(value)) for layer, value in by_layer[metric].items()]
+            rows.append((WHOLE_MODEL, metric, position, float(by_layer[metric].mean())))
     massive = tables["massive"]
     sequences = massive["sequence"].nunique()
     largest = massive["value"].abs().groupby([massive["layer"], massive["sequence"]]).max().groupby("layer").mean()
