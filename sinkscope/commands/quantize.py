@@ -38,13 +38,31 @@ def quantize(
     figures: Iterable[str] | None = None,
     **options: Any,
 ) -> Run:
-    """Simulate post-training quantization: weights symmetric and activations asymmetric, one static range a tensor,
-    from `calibration` sequences that follow those evaluated in the same input. `model` and `options` as for `analyze`.
+    """Measure what simulated post-training quantization costs, and find the sites that cost most.
 
-    → a Run with the tables `quantization` (what every setting costs) and `quantization_sites` (what every site holds).
+    Weights are quantized symmetrically and activations asymmetrically, with one static range a tensor. The model is
+    afterwards bit for bit as it was.
 
-    Errors: InputError for wrong options, or an input with too few sequences, before anything is written. The model is
-    then bit for bit as it was, and so it is afterwards.
+    Args:
+        model: as for `analyze`.
+        bits_weights: 2 to 16.
+        bits_activations: 2 to 16.
+        calibration: how many sequences the ranges come from; they follow those evaluated in the same input.
+        tokenizer: as for `analyze`.
+        out: the run folder to write.
+        overwrite: replace a run that is there.
+        quiet: print nothing.
+        config: all options at once, in place of `options`.
+        figures: names of the figures to draw; None: all that apply.
+        **options: as for `analyze`.
+
+    Returns:
+        A Run with the tables `quantization` (what every setting costs) and `quantization_sites` (what every site
+        holds).
+
+    Raises:
+        InputError: wrong options, or an input with too few sequences; nothing was written.
+        SinkscopeError: the run failed.
     """
     start = time.time()
     bits = _checked(bits_weights, bits_activations, calibration)
@@ -75,7 +93,7 @@ def _checked(bits_weights: int, bits_activations: int, calibration: int) -> Bits
 
 
 def _split(subject: Subject, config: RunConfig, calibration: int) -> tuple[Subject, TokenInputs]:
-    """The first sequences to evaluate, those behind to calibrate by. Errors: InputError where there are too few."""
+    """The first sequences, to evaluate, and those behind them, to calibrate by."""
     inputs, wanted = subject.inputs, config.num_seqs + calibration
     if len(inputs) < wanted:
         what = f"--dataset {config.dataset}" if config.dataset else f"--input {config.input}"
@@ -88,7 +106,7 @@ def _split(subject: Subject, config: RunConfig, calibration: int) -> tuple[Subje
 
 
 def _record(subject: Subject, bits: Bits, held_out: TokenInputs, ranges: Ranges) -> dict[str, Any]:
-    """For the manifest."""
+    """The manifest's entry."""
     return {
         "bits_weights": bits.weights,
         "bits_activations": bits.activations,

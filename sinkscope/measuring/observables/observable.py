@@ -1,6 +1,5 @@
 """What every observable is, and the running sums that it is made of."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -42,7 +41,7 @@ class Reading:
         return self._known[statistic]
 
 
-class Observable(ABC):
+class Observable:
     """A phenomenon, reduced at once to small running sums while the trace runs.
 
     A new one is a file of this folder and a line in the register OBSERVABLES.
@@ -71,24 +70,22 @@ class Observable(ABC):
         """The observable of a follow-up pass, given the tables of the first pass."""
         return cls(settings)
 
-    def prepare(self, model: PreTrainedModel, family: Family, predicted: int) -> None:  # noqa: B027 (optional)
+    def prepare(self, model: PreTrainedModel, family: Family, predicted: int) -> None:
         """Called before the first batch of a run that predicts this many tokens in all."""
 
-    def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:  # noqa: B027 (optional)
+    def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
         """One residual-stream site of one layer, the moment it exists."""
 
-    def see_gate(self, layer: int, gate: torch.Tensor, value: torch.Tensor, batch: Batch) -> None:  # noqa: B027
+    def see_gate(self, layer: int, gate: torch.Tensor, value: torch.Tensor, batch: Batch) -> None:
         """One layer's gates (B,T,heads), of a retrofitted model, and its raw values (B,T,K,d)."""
 
-    def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:  # noqa: B027 (optional)
+    def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
         """One layer's attention."""
 
-    def watch(self, layer: int, site: str, tensor: torch.Tensor, batch: Batch) -> None:  # noqa: B027 (optional)
+    def watch(self, layer: int, site: str, tensor: torch.Tensor, batch: Batch) -> None:
         """One residual-stream site of one layer with its graph, to hang hooks on that reduce its gradient."""
 
-    def watch_attention(  # noqa: B027 (optional)
-        self, layer: int, read: AttentionRead, mix: torch.Tensor, batch: Batch
-    ) -> None:
+    def watch_attention(self, layer: int, read: AttentionRead, mix: torch.Tensor, batch: Batch) -> None:
         """One layer's attention and its heads' mix (B,T,H,d), with their graph."""
 
     def notices(self) -> list[str]:
@@ -99,9 +96,9 @@ class Observable(ABC):
         """
         return []
 
-    @abstractmethod
     def tables(self) -> dict[str, pd.DataFrame]:
         """The tables so far: those of `columns`, each beginning with `layer`, without texts of tokens."""
+        return {}
 
 
 class Mean:

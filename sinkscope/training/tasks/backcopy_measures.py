@@ -193,9 +193,6 @@ class _ToStart(Observable):
             (layer, "delta_logit", lead[self.plain]),
         ]
 
-    def tables(self) -> dict[str, pd.DataFrame]:
-        return {}
-
 
 def start_lead(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
     """Δlogit (VGA §4.1): the logit of key 0 minus the mean of the other keys', among those that the query may see.
