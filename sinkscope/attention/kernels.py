@@ -37,17 +37,9 @@ def fused_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention by the kernel behind F.scaled_dot_product_attention, with the log-sum-exp that it computes.
 
-    Softcap, sink logits, dropout, other devices and value heads of another width than the query's are computed in
-    chunks: no fused kernel serves them.
-
-    Args:
-        query: (B,H,T,d).
-        key: (B,K,T,d).
-        value: (B,K,T,d).
-        call: mask, scaling and whatever else makes the logits.
-
-    Returns:
-        The mix (B,H,T,d), and the log-sum-exp of each row of logits (B,H,T) in float32 or better.
+    query (B,H,T,d), key and value (B,K,T,d) → mix (B,H,T,d), log-sum-exp of each row of logits (B,H,T) in float32 or
+    better. What no fused kernel serves is computed in chunks: softcap, sink logits, dropout, other devices, and value
+    heads of another width.
     """
     causal = call.mask is None and query.shape[2] > 1
     plain = (

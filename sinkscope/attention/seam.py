@@ -43,23 +43,8 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """The attention function registered with transformers: the kernel between the taps.
 
-    A module with neither a seam nor a further denominator term (a vision tower, say) gets plain SDPA.
-
-    Args:
-        module: the attention module.
-        query: (B,H,T,d).
-        key: (B,K,T,d).
-        value: (B,K,T,d).
-        attention_mask: (B,1|H,T,T), bool or additive; None: causal.
-        scaling: of q·k; None: 1/√d.
-        softcap: of the logits.
-        s_aux: (H,), learned sink logits.
-        position_bias: not supported.
-        dropout: of the weights.
-        **kwargs: for plain SDPA.
-
-    Returns:
-        The heads' mix (B,T,H,d), and None in place of the weights.
+    query (B,H,T,d), key and value (B,K,T,d) → mix (B,T,H,d). A module with neither a seam nor a further denominator
+    term (a vision tower, say) gets plain SDPA.
     """
     seam: Seam | None = getattr(module, NAME, None)
     denominator = denominator_of(module)
@@ -88,15 +73,10 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 @contextmanager
 def open_seam(model: PreTrainedModel, family: Family, kernel: str = "sdpa") -> Iterator[list[Seam]]:
-    """Put a seam into every attention layer until the end of the block.
+    """Put a seam into every attention layer, and give them one a layer, until the end of the block.
 
     Args:
-        model: without seams.
-        family: the model's.
         kernel: "sdpa" (fused) or "eager" (the reference).
-
-    Yields:
-        The seams, one a layer.
 
     Raises:
         SinkscopeError: the model has seams already.

@@ -74,15 +74,10 @@ def streamed_attention(
     Args:
         query: (B,H,T,d), rotated to t: for the keys of the window.
         query_in_cache: (B,H,T,d), rotated to c(t): for the keys of the first tokens.
-        key: (B,K,T,d).
-        value: (B,K,T,d).
-        call: scaling, softcap and sink logits.
-        cache: which tokens it holds.
         sees: the model's own mask.
-        block: queries at a time.
 
     Returns:
-        The mix (B,H,T,d), and the log-sum-exp (B,H,T) in float32 or better.
+        As `fused_attention`.
     """
     mixes, lses = [], []
     length = query.shape[2]
@@ -207,15 +202,10 @@ def _mask_function(
 def streaming(model: PreTrainedModel, family: Family, seams: list[Seam], keep: int, window: int) -> Iterator[None]:
     """Until the end of the block the model reads a text with a cache of the first `keep` and the last `window` tokens.
 
-    Args:
-        model: it is called with whole sequences of one length and use_cache=False.
-        family: the model's.
-        seams: those of `open_seam` on this model.
-        keep: at least 0.
-        window: at least 1.
+    It is to be called with whole sequences of one length and use_cache=False; `seams` are those of `open_seam`.
 
     Raises:
-        InputError: streaming does not apply to this model, or no such cache exists.
+        InputError: streaming does not apply to this model, keep < 0 or window < 1.
     """
     check_applies(model, family)
     if keep < 0 or window < 1:

@@ -127,13 +127,10 @@ class ColumnSums:
 
 
 def column_sums(read: AttentionRead, columns: int, window: int, chunk: int = ROW_CHUNK) -> ColumnSums:
-    """Column statistics of one layer's attention weights, in row chunks.
+    """Column statistics of one layer's attention weights, in chunks of rows.
 
-    Args:
-        read: the layer's attention.
-        columns: how many columns `mass` and `second` are needed for; all are read if the sequence is SHORT.
-        window: W of the window sums, which are made for every column from the diagonal band.
-        chunk: rows at a time.
+    `mass` and `second` are of the first `columns` columns, or of all if the sequence is SHORT; the window sums are of
+    every column, from the diagonal band.
     """
     length = read.length
     whole = columns >= length or length <= SHORT

@@ -39,17 +39,11 @@ def intervene(
     The model is afterwards bit for bit as it was, also after an error.
 
     Args:
-        model: as for `analyze`.
         do: one intervention or several, applied in their order: "zero-massive:layers=11,coordinates=507".
         arms: several such experiments by name; "all": every intervention that applies, the rest with the reason.
         draws: random controls of each arm.
-        tokenizer: as for `analyze`.
-        out: the run folder to write.
-        overwrite: replace a run that is there.
-        quiet: print nothing.
-        config: all options at once, in place of `options`.
         figures: names of the figures to draw; None: all that apply.
-        **options: as for `analyze`.
+        **options: these and the other arguments as for `analyze`.
 
     Returns:
         A Run with the tables `effect`, `attention`, `massive` and `arm_maps` of every arm (their `condition`), and

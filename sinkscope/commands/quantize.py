@@ -44,21 +44,14 @@ def quantize(
     afterwards bit for bit as it was.
 
     Args:
-        model: as for `analyze`.
         bits_weights: 2 to 16.
         bits_activations: 2 to 16.
         calibration: how many sequences the ranges come from; they follow those evaluated in the same input.
-        tokenizer: as for `analyze`.
-        out: the run folder to write.
-        overwrite: replace a run that is there.
-        quiet: print nothing.
-        config: all options at once, in place of `options`.
         figures: names of the figures to draw; None: all that apply.
-        **options: as for `analyze`.
+        **options: these and the other arguments as for `analyze`.
 
     Returns:
-        A Run with the tables `quantization` (what every setting costs) and `quantization_sites` (what every site
-        holds).
+        A Run with the tables `quantization` (what each setting costs) and `quantization_sites` (what each site holds).
 
     Raises:
         InputError: wrong options, or an input with too few sequences; nothing was written.

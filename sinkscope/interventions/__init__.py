@@ -79,9 +79,7 @@ def parse_all(do: str | Intervention | Iterable[str | Intervention]) -> tuple[In
 def intervening(model: PreTrainedModel, *do: str | Intervention) -> Iterator[None]:
     """Change a loaded model until the end of the block: calls, `generate` and gradients are those of the changed model.
 
-    Args:
-        model: afterwards bit for bit as it was.
-        *do: interventions, applied in their order.
+    Interventions are applied in their order; afterwards the model is bit for bit as it was.
 
     Raises:
         InputError: one does not apply, names what the model does not have, or would change nothing.

@@ -299,14 +299,7 @@ def edited_positions(
     positions: Iterable[int],
     edit: Callable[[nn.Module, int, torch.Tensor], torch.Tensor],
 ) -> Iterator[None]:
-    """Edit the outputs (B,T,X) of modules at some positions until the end of the block.
-
-    Args:
-        name: of the intervention, for errors.
-        target: whose layout says where the positions are.
-        modules: whose outputs are edited.
-        positions: of each sequence.
-        edit: (module, position, (n,X)) → (n,X).
+    """Edit the outputs (B,T,X) of modules at some positions: edit(module, position, (n,X)) → (n,X).
 
     Raises:
         SinkscopeError: at the end, no forward pass had any of the positions.

@@ -31,12 +31,8 @@ See = Callable[[Site, torch.Tensor], None]
 def calibrate_ranges(model: PreTrainedModel, sequences: Iterable[Any]) -> dict[Site, Range]:
     """Static ranges of a loaded model, for `quantized`.
 
-    Args:
-        model: in full precision.
-        sequences: token ids, on which the ranges of activations are measured.
-
-    Returns:
-        The range of every site; of a linear layer that no token reaches (an expert never chosen) only its weight's.
+    `sequences` are the token ids on which the ranges of activations are measured. A linear layer that no token reaches
+    (an expert never chosen) has a range of its weight only.
 
     Raises:
         InputError: there is no sequence, or weights that cannot be quantized.

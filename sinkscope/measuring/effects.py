@@ -27,13 +27,8 @@ def arm_metrics(tables: Mapping[str, pd.DataFrame], watched: Sequence[int], loss
     massive_count             massive activations per sequence; the model's sum over layers
     loss, perplexity          of the predicted tokens, in nats
 
-    Args:
-        tables: `attention` and `massive` of the arm.
-        watched: positions.
-        loss: per predicted token.
-
-    Returns:
-        layer (-1: the whole model), metric, position (-1: none), value.
+    `tables` are the arm's `attention` and `massive`, `loss` is per predicted token. Columns: layer, metric, position,
+    value.
     """
     rows: list[tuple[int, str, int, float]] = []
     for position in watched:

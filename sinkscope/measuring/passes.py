@@ -42,13 +42,10 @@ def pass_over(
     """Put every batch through `step`; out of memory, start again with new observables and half the batch.
 
     Args:
-        tracer: of the model.
-        inputs: the sequences.
         fresh: makes the observables.
         step: one of the tracer's methods: a batch and the observables → its summed loss, if it has one.
         batch_size: sequences in a batch; "auto" begins with TOKENS_PER_BATCH.
         costs: memory of a step, in forward passes.
-        console: for a progress bar.
 
     Raises:
         SinkscopeError: not even one sequence fits into memory.

@@ -96,11 +96,8 @@ def w8a8(
     input after a gate on heads' outputs.
 
     Args:
-        subject: the model, its family and the sequences to measure on.
         calibration: other sequences, from which the static ranges come.
-        bits: of weights and activations; None: 8 and 8.
-        kernel: of attention, as in `open_tracer`.
-        batch_size: as in `pass_over`.
+        bits: None: 8 and 8.
         interventions: on the model throughout, calibration included.
 
     Returns:

@@ -56,12 +56,9 @@ def measure_streaming(
     """Loss and perplexity of a long text with dense attention, with each window, and with the first tokens kept too.
 
     Args:
-        model: without seams.
-        family: the model's.
         inputs: sequences of one length.
         windows: how many of the last tokens are cached.
         keep: how many of the first tokens are cached too; 0, the plain window, is always measured.
-        batch_size: sequences at a time.
         advance: called after each batch with the sequences read so far and in all, each counted once per method.
 
     Returns:

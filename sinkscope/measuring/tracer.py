@@ -246,16 +246,9 @@ class _Traced(NNsight):
 def open_tracer(
     model: PreTrainedModel, family: Family, kernel: str = "sdpa", interventions: Iterable[Intervention] = ()
 ) -> Iterator[Tracer]:
-    """Put the seams in, apply the interventions and wrap the model, until the end of the block.
+    """Put the seams in, apply the interventions in their order and wrap the model, until the end of the block.
 
-    Args:
-        model: afterwards it is bit for bit as it was, also after an exception.
-        family: the model's.
-        kernel: "sdpa" (fused) or "eager" (the reference).
-        interventions: applied in this order.
-
-    Yields:
-        The tracer.
+    The model is then bit for bit as it was, also after an exception.
 
     Raises:
         InputError: an intervention does not apply or would change nothing.

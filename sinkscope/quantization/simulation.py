@@ -29,11 +29,8 @@ def quantized(
     Simulated: the numbers lie on the grids, the arithmetic is the model's own.
 
     Args:
-        model: in full precision.
         ranges: from `calibrate_ranges`.
         except_sites: stay in full precision; named as in `chosen_sites`.
-        bits_weights: 2 to 16.
-        bits_activations: 2 to 16.
 
     Raises:
         InputError: a site that does not exist, or bits out of range.
