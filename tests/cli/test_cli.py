@@ -524,7 +524,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Any:
             for name in ("forward", "forward_backward"):
                 monkeypatch.setattr(Tracer, name, _raising(error, after=2, plain=getattr(Tracer, name)))
         elif where == "tables":
-            monkeypatch.setattr(sinkscope.results.run, "write_table", _raising(error, after=3, plain=write_table))
+            monkeypatch.setattr(sinkscope.report.run, "write_table", _raising(error, after=3, plain=write_table))
         else:
             monkeypatch.setattr(sinkscope.report.figures, "save_all", _raising(error))
 
@@ -576,7 +576,7 @@ def test_an_unexpected_error(bare: Path, failing: Any, where: str) -> None:
     ],
 )
 def test_errors_of_the_machine(bare: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, message: str) -> None:
-    monkeypatch.setattr("sinkscope.measuring.measure.measure", _raising(error))
+    monkeypatch.setattr("sinkscope.commands.analyze.measure", _raising(error))
     assert refused(1, "analyze", bare, *RANDOM).startswith(message)
 
 
