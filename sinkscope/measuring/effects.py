@@ -6,15 +6,15 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.measuring.summary import WHOLE_MODEL, attention_by_layer
-from sinkscope.results.tables import Column
+from sinkscope.results.tables import METRIC, VALUE, Column
 
 EFFECT_COLUMNS = (
     Column("name", "the intervention with its parameters"),
     Column("arm", "before, after or control"),
     Column("draw", "which of the random controls, from 0 on; -1: no control"),
-    Column("metric", "what was measured (`sinkscope list metrics`)"),
+    METRIC,
     Column("position", "watched position; -1: none"),
-    Column("value", "its value"),
+    VALUE,
 )
 NO_POSITION = -1
 

@@ -1,5 +1,6 @@
 """What every observable is, and the running sums that it is made of."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -142,16 +143,26 @@ def long_form(axes: dict[str, Any], columns: dict[str, np.ndarray]) -> pd.DataFr
     return pd.DataFrame(frame | {name: array.ravel() for name, array in columns.items()})
 
 
-def by_head(columns: dict[str, Mean], groups: dict[int, int]) -> pd.DataFrame:
-    """Means (H,P) or (H,) by layer → rows of layer, head, kv_head and, where there are any, positions.
+class HeadMeans:
+    """Means over sequences of statistics by head, (B,H,P) or (B,H): a table with head, kv_head and maybe position."""
 
-    `groups` is each layer's number of query heads to a key/value head.
-    """
-    frames = []
-    for layer, group in sorted(groups.items()):
-        arrays = {name: mean[layer] for name, mean in columns.items()}
-        axes = zip(("head", "position"), next(iter(arrays.values())).shape, strict=False)
-        frame = long_form({"layer": layer} | {axis: range(size) for axis, size in axes}, arrays)
-        frame.insert(2, "kv_head", frame["head"] // group)
-        frames.append(frame)
-    return pd.concat(frames, ignore_index=True)
+    def __init__(self) -> None:
+        self._means: dict[str, Mean] = defaultdict(Mean)
+        self._groups: dict[int, int] = {}  # layer → query heads to a key/value head
+
+    def add(
+        self, layer: int, group: int, statistics: Mapping[str, torch.Tensor], present: torch.Tensor | None = None
+    ) -> None:
+        """Add one batch of a layer in which `group` query heads share a key/value head; `present` as for Mean."""
+        self._groups[layer] = group
+        for name, statistic in statistics.items():
+            self._means[name].add(layer, statistic, present)
+
+    def table(self) -> pd.DataFrame:
+        frames = []
+        for layer, group in sorted(self._groups.items()):
+            arrays = {name: mean[layer] for name, mean in self._means.items()}
+            axes = zip(("head", "position"), next(iter(arrays.values())).shape, strict=False)
+            frame = long_form({"layer": layer} | {axis: range(size) for axis, size in axes}, arrays)
+            frames.append(frame.assign(kv_head=frame["head"] // group))
+        return pd.concat(frames, ignore_index=True)
