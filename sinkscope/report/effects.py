@@ -3,7 +3,7 @@
 An arm's change counts only if it is larger than what random changes of the same kind do (the control's draws).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,44 +11,16 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.interventions.intervention import Expectation
-from sinkscope.measuring.summary import WHOLE_MODEL, attention_by_layer
+from sinkscope.measuring.effects import NO_POSITION
+from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.report.analysis import settings
 from sinkscope.report.markdown import Report
 from sinkscope.results.findings import COLLAPSE, HALF, HARM, MATERIAL, NO_SINK, SPREAD, Finding, Outcome
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
 
-NO_POSITION = -1
 MOST_CHANGED = 3  # layers that are named
 Layers = tuple[int, ...]
-
-
-def arm_metrics(tables: Mapping[str, pd.DataFrame], watched: Sequence[int], loss: float) -> pd.DataFrame:
-    """(layer, metric, position, value) of one arm, layer −1 being the whole model.
-
-    sink_rate, window_mass    at each watched position, means over heads (GS eq. 1); the model's over layers, too
-    massive_magnitude         largest |entry| of a layer's output, mean over sequences; the model's largest layer
-    massive_count             massive activations per sequence; the model's sum over layers
-    loss, perplexity          of the predicted tokens, in nats
-    """
-    rows: list[tuple[int, str, int, float]] = []
-    for position in watched:
-        by_layer = attention_by_layer(tables["attention"], position)
-        for metric in ("sink_rate", "window_mass"):
-            rows += [(int(layer), metric, position, float(value)) for layer, value in by_layer[metric].items()]
-            rows.append((WHOLE_MODEL, metric, position, float(by_layer[metric].mean())))
-    massive = tables["massive"]
-    sequences = massive["sequence"].nunique()
-    largest = massive["value"].abs().groupby([massive["layer"], massive["sequence"]]).max().groupby("layer").mean()
-    counts = massive.groupby("layer")["is_massive"].sum() / sequences
-    for metric, series, whole in (
-        ("massive_magnitude", largest, largest.max()),
-        ("massive_count", counts, counts.sum()),
-    ):
-        rows += [(int(layer), metric, NO_POSITION, float(value)) for layer, value in series.items()]
-        rows.append((WHOLE_MODEL, metric, NO_POSITION, float(whole)))
-    rows += [(WHOLE_MODEL, "loss", NO_POSITION, loss), (WHOLE_MODEL, "perplexity", NO_POSITION, float(np.exp(loss)))]
-    return pd.DataFrame(rows, columns=["layer", "metric", "position", "value"])
 
 
 # --- reading the table

@@ -8,7 +8,7 @@ import pandas as pd
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.report.markdown import as_markdown, table_with_spread
 from sinkscope.results.run import RunData
-from sinkscope.results.tables import COLUMNS, LEADING
+from sinkscope.results.tables import LEADING, TRAINING_TABLES, names_of
 
 UNTOUCHED = "untouched"  # the arm that is the model as it is
 
@@ -64,7 +64,7 @@ def retrofit_table(
             for metric in ROWS
             if not np.isnan(numbers[metric])
         ]
-    return pd.DataFrame(rows, columns=[*LEADING, *COLUMNS["retrofit"]])
+    return pd.DataFrame(rows, columns=[*LEADING, *names_of(TRAINING_TABLES["retrofit"])])
 
 
 def retrofit_markdown(table: pd.DataFrame) -> str:

@@ -4,7 +4,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from sinkscope.report.effects import EXPECTATIONS, Effect, arm_metrics, effect_of, finding, overview
+from sinkscope.measuring.effects import arm_metrics
+from sinkscope.report.effects import EXPECTATIONS, Effect, effect_of, finding, overview
 from sinkscope.report.run import Run
 
 NAN = float("nan")

@@ -6,9 +6,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from sinkscope.measuring.tables import column_names
 from sinkscope.report.retrofit_table import METRICS, UNTOUCHED, retrofit_markdown, retrofit_table
 from sinkscope.report.run import Run
-from sinkscope.results.tables import COLUMNS, LEADING
+from sinkscope.results.tables import LEADING
 
 GATES = pd.DataFrame(
     [("vga", 0, 0, "weight", 0.25), ("vga", 1, 2, "weight", 0.75), ("vga", 1, 1, "weight", 0.5)],
@@ -41,7 +42,7 @@ def values(table: pd.DataFrame, arm: str) -> dict[str, float]:
 
 def test_what_was_measured_and_nothing_else() -> None:
     table = retrofit_table(RUNS, {UNTOUCHED: W8A8}, GATES)
-    assert list(table.columns) == [*LEADING, *COLUMNS["retrofit"]]
+    assert list(table.columns) == [*LEADING, *column_names("retrofit")]
     assert (table["layer"] == -1).all()
     assert (table["model"] == "org/model").all()
     expected = {name: W8A8[name] for name in METRICS if name in W8A8}  # and not the run's perplexity
