@@ -9,7 +9,7 @@ import pytest
 from sinkscope.errors import InputError
 from sinkscope.report.figures.backcopy_maps import draw_backcopy_maps, sinking_head
 from sinkscope.report.figures.backcopy_training import ROWS, draw_backcopy_training, sinking_layer
-from sinkscope.training.tasks.backcopy_measures import METRICS
+from sinkscope.results.metrics import BACKCOPY
 
 STEPS = range(0, 101, 10)
 
@@ -22,7 +22,7 @@ def training(arms: int = 3, seeds: int = 2, layers: int = 1) -> pd.DataFrame:
         for layer in range(layers)
         for seed in range(seeds)
         for step in STEPS
-        for metric in METRICS
+        for metric in BACKCOPY
         if layer == 0 or not metric.endswith("risk")
     ]
     return pd.DataFrame(rows, columns=["model", "condition", "layer", "seed", "step", "metric", "value"])
