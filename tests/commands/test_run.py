@@ -108,8 +108,8 @@ def test_a_recipe_that_comes_with_sinkscope(path: Path) -> None:
 def test_it_runs(path: Path, tiny: Path, tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[str] = []
     tiny = tiny_gpt2 if path.stem.startswith("not-universal") else tiny
-    monkeypatch.setattr("sinkscope.report.run.save_figures", lambda figures, folder: drawn.extend(figures))
-    monkeypatch.setattr("sinkscope.report.figures.comparison.draw_comparison", lambda runs: {})
+    monkeypatch.setattr("sinkscope.report.figures.save_figures", lambda figures, folder: drawn.extend(figures))
+    monkeypatch.setattr("sinkscope.report.comparison.save_figures", lambda figures, folder: None)
     given = SMALL if not read_recipe(path).content.runs else SMALL | {"input": "random"}
     if path.stem in ("streaming-perplexity", "massive-activations-ablation"):  # too much for a tiny random model
         with pytest.raises(InputError, match=r"window|no massive activations"):
