@@ -7,7 +7,13 @@ from collections.abc import Callable
 
 import pandas as pd
 
+from sinkscope.commands.result import Result
 from sinkscope.errors import InputError, unknown
+from sinkscope.options.output import ListOptions, OutputOptions
+
+
+def command(options: ListOptions, output: OutputOptions) -> Result:
+    return Result(tables=listing(options.kind))
 
 
 def observables() -> pd.DataFrame:
@@ -73,7 +79,7 @@ def families() -> pd.DataFrame:
 
 def recipes() -> pd.DataFrame:
     """Those in recipes/ here, and of the checkout that sinkscope runs from. Of other YAML there, why it is none."""
-    from sinkscope.commands.run import known_recipes, read_recipe
+    from sinkscope.options.recipe import known_recipes, read_recipe
 
     rows = []
     for name, path in known_recipes().items():
@@ -83,6 +89,16 @@ def recipes() -> pd.DataFrame:
         except InputError as error:
             rows.append((name, f"not a recipe: {error}", ""))
     return pd.DataFrame(rows, columns=["recipe", "title", "reproduces"])
+
+
+def tables() -> pd.DataFrame:
+    """Every column of every table; those that all tables begin with come first."""
+    from sinkscope.measuring.tables import all_tables
+    from sinkscope.results.tables import LEADING_COLUMNS
+
+    described = {"(every table)": LEADING_COLUMNS} | all_tables()
+    rows = [(name, *column) for name, columns in described.items() for column in columns]
+    return pd.DataFrame(rows, columns=["table", "column", "what it holds", "unit"])
 
 
 def metrics() -> pd.DataFrame:
@@ -100,6 +116,7 @@ KINDS: dict[str, Callable[[], pd.DataFrame]] = {
     "figures": figures,
     "families": families,
     "recipes": recipes,
+    "tables": tables,
     "metrics": metrics,
 }
 

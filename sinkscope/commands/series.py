@@ -113,7 +113,7 @@ def analyze_steps(
     Errors: as for `analyze`; also InputError for names without a step, or with the same one.
     """
     from sinkscope.commands.analyze import analyze
-    from sinkscope.text.inputs import check_source
+    from sinkscope.text.sources import check_source
 
     if model is None:
         raise InputError("several revisions were given, but no model to take them from")

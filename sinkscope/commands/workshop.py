@@ -33,16 +33,17 @@ from accelerate import PartialState
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from sinkscope.commands.analyze import measure, publish
 from sinkscope.errors import InputError
 from sinkscope.measuring.console import status, tell_place
 from sinkscope.measuring.manifest import make_manifest
+from sinkscope.measuring.measure import measure
 from sinkscope.measuring.quantized import w8a8
 from sinkscope.measuring.subject import Subject, inputs_for, subject_of
+from sinkscope.measuring.tables import publish
 from sinkscope.models.families import Family
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.positions import known_positions
-from sinkscope.options.measuring import CALIBRATION, RunConfig, make_config
+from sinkscope.options.measuring import RunConfig, make_config
 from sinkscope.options.training import TrainingConfig
 from sinkscope.report.comparison import compare
 from sinkscope.report.figures import save_figures
@@ -248,7 +249,7 @@ class Workshop:
     def _calibration(self, subject: Subject) -> TokenInputs:
         """For the ranges of W8A8: text that was trained on, the same for all arms."""
         everything = replace(subject.inputs, sequences=tuple(self.blocks.train))
-        return everything.part(0, CALIBRATION)
+        return everything.part(0, 16)
 
     # ------------------------------------------------------------------------------------------- the whole
 

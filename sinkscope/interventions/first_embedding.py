@@ -6,6 +6,7 @@ from typing import ClassVar
 import torch
 
 from sinkscope.interventions.intervention import (
+    Expectation,
     Indices,
     Intervention,
     Known,
@@ -19,7 +20,7 @@ class NullifyFirstEmbedding(Intervention):
     name: ClassVar[str] = "nullify-first-embedding"
     about: ClassVar[str] = "token embedding of position 0 = 0, its position kept (positions)"
     paper: ClassVar[str] = "NU intervention 4"
-    expects: ClassVar[str] = "sink stays"
+    expects: ClassVar[Expectation] = Expectation.SINK_STAYS
 
     positions: Indices = (0,)
 

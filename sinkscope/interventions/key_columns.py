@@ -7,7 +7,16 @@ from typing import ClassVar, Self
 import torch
 
 from sinkscope.errors import InputError
-from sinkscope.interventions.intervention import Chosen, Intervention, Known, Open, Target, chosen, random_choice
+from sinkscope.interventions.intervention import (
+    Chosen,
+    Expectation,
+    Intervention,
+    Known,
+    Open,
+    Target,
+    chosen,
+    random_choice,
+)
 from sinkscope.interventions.massive import first_massive
 from sinkscope.models.edits import Edit, check_changes, replaced
 from sinkscope.models.positions import effective_positions, massive_coordinates
@@ -18,7 +27,7 @@ class ZeroKeyColumns(Intervention):
     name: ClassVar[str] = "zero-key-columns"
     about: ClassVar[str] = "W_k reads nothing of these coordinates (layers, key heads, coordinates: the massive ones)"
     paper: ClassVar[str] = "NU intervention 5"
-    expects: ClassVar[str] = "sink falls"
+    expects: ClassVar[Expectation] = Expectation.SINK_FALLS
 
     heads_of: ClassVar[Role] = "key"
 

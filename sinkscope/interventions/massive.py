@@ -9,6 +9,7 @@ from torch import nn
 
 from sinkscope.errors import InputError
 from sinkscope.interventions.intervention import (
+    Expectation,
     Indices,
     Intervention,
     Known,
@@ -70,7 +71,7 @@ class ZeroMassive(_Massive):
     name: ClassVar[str] = "zero-massive"
     about: ClassVar[str] = "hidden-state coordinates at the sink = 0 (layers, positions, coordinates: the massive ones)"
     paper: ClassVar[str] = "S2M §3"
-    expects: ClassVar[str] = "perplexity collapses"
+    expects: ClassVar[Expectation] = Expectation.PERPLEXITY_COLLAPSES
 
     def value(self, layer: int, position: int) -> torch.Tensor:
         return torch.zeros(len(self.coordinates or ()))
@@ -80,7 +81,7 @@ class MeanMassive(_Massive):
     name: ClassVar[str] = "mean-massive"
     about: ClassVar[str] = "hidden-state coordinates at the sink = their mean over sequences (as zero-massive; means)"
     paper: ClassVar[str] = "S2M §3"
-    expects: ClassVar[str] = "perplexity unharmed"
+    expects: ClassVar[Expectation] = Expectation.PERPLEXITY_UNHARMED
 
     means: Reals | None = None  # by layer, position, coordinate; None: measured
 

@@ -7,12 +7,22 @@ from typing import ClassVar
 
 import torch
 
-from sinkscope.interventions.intervention import Index, Indices, Intervention, Known, Target, random_positions
+from sinkscope.interventions.intervention import (
+    Expectation,
+    Index,
+    Indices,
+    Intervention,
+    Known,
+    Target,
+    random_positions,
+)
 from sinkscope.models.edits import Edit, check_changes, replaced
 
 
 class _PositionVectors(Intervention):
     """Rows of the position embedding in each other's place: one edit for every batch, padding and cache."""
+
+    expected: ClassVar[bool] = False  # only some models have learned positions
 
     @classmethod
     def inapplicable(cls, target: Target) -> str | None:
@@ -43,7 +53,7 @@ class ReplaceEpe(_PositionVectors):
     name: ClassVar[str] = "replace-epe"
     about: ClassVar[str] = "position 0 gets another position's vector (positions, source: whose vector)"
     paper: ClassVar[str] = "NU intervention 2"
-    expects: ClassVar[str] = "sink falls"
+    expects: ClassVar[Expectation] = Expectation.SINK_FALLS
 
     positions: Indices = (0,)
     source: Index = 1
@@ -65,7 +75,7 @@ class TransplantEpe(_PositionVectors):
     name: ClassVar[str] = "transplant-epe"
     about: ClassVar[str] = "two positions exchange their vectors (source: the sink's, target: where it should go)"
     paper: ClassVar[str] = "NU intervention 3"
-    expects: ClassVar[str] = "sink moves"
+    expects: ClassVar[Expectation] = Expectation.SINK_MOVES
 
     source: Index = 0
     target: Index = 1

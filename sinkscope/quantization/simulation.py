@@ -1,15 +1,15 @@
 """A model as it would run quantized: a context manager around any use of it."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from sinkscope.models.edits import Edit, replaced
+from sinkscope.models.edits import Edit, replaced, wrapped_forward
 from sinkscope.quantization.arithmetic import Grid, quantize_symmetric
 from sinkscope.quantization.ranges import Bits, Range
 from sinkscope.quantization.sites import INPUT, OUTPUT, WEIGHT, Site, chosen_sites
@@ -60,22 +60,11 @@ def _weight_edits(model: PreTrainedModel, paths: Iterable[str], bits: int) -> It
         yield module, "weight", quantize_symmetric(module.get_parameter("weight").detach(), bits)
 
 
-@contextmanager
-def _snapped(module: nn.Module, before: Grid | None, after: Grid | None) -> Iterator[None]:
-    """module(x) with x on one grid and what comes out on another. As interventions do it: nnsight, which wraps
-    `forward` again, then sees what the next module sees.
-    """
-    own = vars(module).get("forward")  # accelerate's, or an intervention's
-    forward = module.forward
+def _snapped(module: nn.Module, before: Grid | None, after: Grid | None) -> AbstractContextManager[None]:
+    """module(x) computes with x on one grid, and gives its output on another."""
 
-    def snapped(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def around(forward: Callable[..., torch.Tensor], x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         output = forward(x if before is None else before.snap(x), *args, **kwargs)
         return output if after is None else after.snap(output)
 
-    module.forward = snapped
-    try:
-        yield
-    finally:
-        del module.forward
-        if own is not None:
-            module.forward = own
+    return wrapped_forward(module, around)

@@ -1,23 +1,21 @@
 """A run with its figures and its verdict, and how it is written to a folder."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 
 from rich.console import Console
 
 from sinkscope.measuring.console import status
-from sinkscope.report import effects, figures, quantization, verdict
+from sinkscope.report import figures, verdict
 from sinkscope.report.figures.style import Figure
-from sinkscope.report.paper_tables import as_markdown, paper_tables
+from sinkscope.report.markdown import as_markdown
+from sinkscope.report.paper_tables import paper_tables
 from sinkscope.results.folders import new_folder
 from sinkscope.results.manifest import MANIFEST
 from sinkscope.results.run import RunData
 from sinkscope.results.tables import write_table
-
-# command that made a run → how its findings are written; any other has `analyze`'s
-_VERDICTS: dict[str, Callable[[RunData], str]] = {"intervene": effects.verdict, "quantize": quantization.verdict}
 
 
 class Run(RunData):
@@ -33,8 +31,8 @@ class Run(RunData):
 
     @cached_property
     def verdict(self) -> str:
-        """The findings as Markdown: a short table, and sentences."""
-        return _VERDICTS.get(self.command, verdict.verdict)(self)
+        """The findings as Markdown: the most important ones, a table, the rest by subject, and the files."""
+        return verdict.verdict(self)
 
     def _repr_markdown_(self) -> str:  # what a notebook shows
         return self.verdict

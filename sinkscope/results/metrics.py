@@ -50,7 +50,8 @@ class Metric:
         """The value as printed."""
         if isnan(value):
             return MISSING
-        return f"{value:.4g}" if abs(value) >= LARGE else self.form.format(value)
+        sign = "+" if "+" in self.form else ""
+        return f"{value:{sign}.4g}" if abs(value) >= LARGE else self.form.format(value)
 
     def text_with_spread(self, value: float, deviation: float) -> str:
         """«16.94 ± 0.01»; no ± where `deviation` is NaN, as it is of a single value."""

@@ -16,18 +16,20 @@ import pytest
 import torch
 from hub import Hub
 from safetensors.torch import load_file, save_file
+from support.figures import skip_figures
 from tiny import VOCAB, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 import sinkscope.report.figures
-import sinkscope.results.run
+import sinkscope.report.run
 from sinkscope.cli.app import app
+from sinkscope.measuring.tables import column_names
 from sinkscope.measuring.tracer import Tracer
 from sinkscope.report.figures import FIGURES, applicable
 from sinkscope.report.run import Run
-from sinkscope.results.tables import COLUMNS, LEADING, write_table
+from sinkscope.results.tables import LEADING, write_table
 
 SMALL = ("--num-seqs", "4", "--seq-len", "24")
 WORDS = ("<pad>", "<s>", "</s>", "<unk>", "the", "of", "and", "drain")
@@ -77,7 +79,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes seconds; `finished` has it."""
-    monkeypatch.setattr(sinkscope.report.figures, "save_all", lambda run, folder: None)
+    skip_figures(monkeypatch)
 
 
 def command_line(*args: object) -> Result:
@@ -123,7 +125,7 @@ def test_the_run_folder_is_complete(finished: tuple[Result, Path]) -> None:
     assert {"attention", "sink_positions", "geometry", "activation", "massive", "outlier", "summary"} <= set(run.tables)
     assert figures
     for name, table in run.tables.items():
-        assert tuple(table.columns) == (*LEADING, *COLUMNS[name])
+        assert tuple(table.columns) == (*LEADING, *column_names(name))
     assert list(finished[1].parent.iterdir()) == [finished[1]]
 
 
@@ -523,9 +525,9 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Any:
             for name in ("forward", "forward_backward"):
                 monkeypatch.setattr(Tracer, name, _raising(error, after=2, plain=getattr(Tracer, name)))
         elif where == "tables":
-            monkeypatch.setattr(sinkscope.results.run, "write_table", _raising(error, after=3, plain=write_table))
+            monkeypatch.setattr(sinkscope.report.run, "write_table", _raising(error, after=3, plain=write_table))
         else:
-            monkeypatch.setattr(sinkscope.report.figures, "save_all", _raising(error))
+            monkeypatch.setattr(sinkscope.report.figures, "applicable", _raising(error))
 
     return fail
 
@@ -575,7 +577,7 @@ def test_an_unexpected_error(bare: Path, failing: Any, where: str) -> None:
     ],
 )
 def test_errors_of_the_machine(bare: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, message: str) -> None:
-    monkeypatch.setattr("sinkscope.commands.analyze.measure", _raising(error))
+    monkeypatch.setattr("sinkscope.measuring.measure.measure", _raising(error))
     assert refused(1, "analyze", bare, *RANDOM).startswith(message)
 
 

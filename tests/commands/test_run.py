@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from support.figures import skip_figures
 from tiny import VOCAB, tiny_model
 
 import sinkscope
@@ -123,7 +124,7 @@ def test_it_runs(path: Path, tiny: Path, tiny_gpt2: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.stem)
 def test_it_trains(path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sinkscope.report.figures.save_all", lambda run, folder: None)
+    skip_figures(monkeypatch)
     np.save("ids.npy", np.random.default_rng(0).integers(3, VOCAB, (12, 16)))
     content = read_recipe(path).content
     model, given = (None, TRAINED | {"seeds": 1}) if content.architecture else (tiny, TRAINED)
@@ -215,7 +216,7 @@ def test_a_disk_that_refuses(tiny: Path, content: str, monkeypatch: pytest.Monke
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("sinkscope.results.run.write_table", full)
+    monkeypatch.setattr("sinkscope.report.run.write_table", full)
     with pytest.raises(sinkscope.SinkscopeError, match="writing out failed, and nothing of it is left"):
         run_recipe(written(content), tiny, out="out")
     assert [path.name for path in Path().iterdir()] == ["mine.yaml"]

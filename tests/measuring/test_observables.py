@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from test_weights import EACH_KIND, EACH_PADDING, make_read, scored
+from support.attention_reads import EACH_KIND, EACH_PADDING, make_read, scored
 from tiny import FORWARD, batched, measured, padded, ragged_tokens, tiny_model
 
 from sinkscope.attention import weights as attention_weights
@@ -19,7 +19,7 @@ from sinkscope.measuring.observables.geometry import causal_pair_means, masked_p
 from sinkscope.measuring.observables.massive import Massive, is_massive, largest_entries, middle
 from sinkscope.measuring.observables.observable import ATTENTION_SITES, Mean, Reading, Settings, long_form
 from sinkscope.measuring.observables.outlier import infinity_norm, kurtosis
-from sinkscope.results.tables import COLUMNS
+from sinkscope.measuring.tables import column_names
 from sinkscope.text.batch import Batch
 
 LEFT = padded(ragged_tokens((3, 5)), "left")  # columns 2 … 4 and 0 … 4 are real
@@ -547,4 +547,4 @@ def test_tables_have_the_columns_that_are_published() -> None:
     tables: dict[str, Any] = measured(tiny_model("llama"), [padded(ragged_tokens((9, 6)))], Settings(4, 4))
     for name, rows in tables.items():
         assert rows.columns[0] == "layer"
-        assert {*rows.columns} == {"layer", *COLUMNS[name]} - {"token"}
+        assert {*rows.columns} == {"layer", *column_names(name)} - {"token"}

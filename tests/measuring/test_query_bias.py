@@ -26,7 +26,8 @@ from sinkscope.models.loading import LoadedModel
 from sinkscope.models.positions import massive_coordinates
 from sinkscope.models.wiring import read_sites
 from sinkscope.report.figures import applicable, draw
-from sinkscope.report.paper_tables import as_markdown, gamma_table, paper_tables
+from sinkscope.report.markdown import as_markdown
+from sinkscope.report.paper_tables import gamma_table, paper_tables
 from sinkscope.report.run import Run
 from sinkscope.text.batch import Batch
 

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-from test_seam import assert_as_before, state_of
+from support.untouched import assert_as_before, state_of
 from tiny import TINY, ragged_tokens, tiny_model, tiny_tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
@@ -25,11 +25,11 @@ from sinkscope.measuring import streaming as module
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Settings
 from sinkscope.measuring.streaming import measure_streaming, token_losses
+from sinkscope.measuring.tables import shape_table
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
 from sinkscope.report.figures import draw
 from sinkscope.report.run import Run
-from sinkscope.results.tables import shape_table
 from sinkscope.text.batch import Batch
 from sinkscope.text.inputs import TokenInputs
 

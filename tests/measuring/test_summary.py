@@ -10,9 +10,10 @@ import reference
 from tiny import tiny_model
 
 import sinkscope
-from sinkscope.measuring.summary import FEWEST_QUERIES, WHOLE_MODEL, summarise
+from sinkscope.measuring.summary import WHOLE_MODEL, summarise
 from sinkscope.models.families import find_family
 from sinkscope.report.run import Run
+from sinkscope.results.findings import FEWEST_QUERIES
 from sinkscope.text.inputs import TokenInputs
 
 LLAMA = find_family(tiny_model("llama"))

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import torch
 from rich.console import Console
-from test_retrofits import METHODS, retrofitted
+from support.retrofitted import METHODS, retrofitted
 from tiny import TINY, ragged_tokens, tiny_model, tiny_tokens
 from torch import nn
 from transformers import PreTrainedModel
@@ -25,6 +25,7 @@ from sinkscope.commands.quantize import quantize
 from sinkscope.measuring.calibration import calibrate_ranges, measured_roundings
 from sinkscope.measuring.quantized import Bench, w8a8
 from sinkscope.measuring.subject import subject_of
+from sinkscope.measuring.tables import column_names
 from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.models.families import find_family
 from sinkscope.models.projections import projections
@@ -36,7 +37,7 @@ from sinkscope.quantization.simulation import quantized, quantized_sites
 from sinkscope.quantization.sites import PARTS, WEIGHT, Site, linear_modules, not_quantized, sites_of
 from sinkscope.report.figures import applicable
 from sinkscope.report.quantization import whole
-from sinkscope.results.tables import COLUMNS, LEADING
+from sinkscope.results.tables import LEADING
 from sinkscope.retrofits import parts_of
 
 SMALL: dict[str, Any] = {"input": "random", "num_seqs": 20, "seq_len": 20, "calibration": 4}
@@ -449,7 +450,7 @@ def test_under_an_intervention_and_around_one(llama: PreTrainedModel) -> None:
 def test_the_tables_are_tidy(coarse: Run) -> None:
     assert set(coarse.tables) == set(coarse.manifest["tables"]) == {"quantization", "quantization_sites"}
     for name, table in coarse.tables.items():
-        assert tuple(table.columns) == (*LEADING, *COLUMNS[name])
+        assert tuple(table.columns) == (*LEADING, *column_names(name))
     sites = coarse.tables["quantization_sites"]
     assert len(sites) == 3 * 7 * 3
     assert sites["zeroed"].between(0, 1).all()

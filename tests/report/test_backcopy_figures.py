@@ -13,8 +13,8 @@ from sinkscope.report.figures.arms import Arms
 from sinkscope.report.figures.backcopy_maps import sinking_head
 from sinkscope.report.figures.backcopy_training import ROWS
 from sinkscope.report.figures.style import Figure
+from sinkscope.results.metrics import BACKCOPY
 from sinkscope.results.run import RunData
-from sinkscope.training.tasks.backcopy_measures import METRICS
 
 STEPS = range(0, 101, 10)
 RUNS = {"arm 0": RunData({"model": {"name": "tiny"}}, {})}
@@ -36,7 +36,7 @@ def training(arms: int = 3, seeds: int = 2, layers: int = 1) -> pd.DataFrame:
         for layer in range(layers)
         for seed in range(seeds)
         for step in STEPS
-        for metric in METRICS
+        for metric in BACKCOPY
         if layer == 0 or not metric.endswith("risk")
     ]
     return pd.DataFrame(rows, columns=["model", "condition", "layer", "seed", "step", "metric", "value"])

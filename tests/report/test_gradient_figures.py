@@ -4,10 +4,10 @@ import warnings
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
+from support.figure_tables import gradient_tables, grid
 
 from sinkscope.errors import InputError
 from sinkscope.measuring.gradient_summary import compress_fits
@@ -20,42 +20,6 @@ from sinkscope.report.run import Run
 
 NAMES = ("gradient-norms", "gradient-reshaping", "gradient-bounds")
 PATHWAYS = ("query", "key", "value")
-
-
-def grid(**axes: Any) -> pd.DataFrame:
-    """One row a combination of the axes' values."""
-    return pd.MultiIndex.from_product(axes.values(), names=list(axes)).to_frame(index=False)
-
-
-def gradient_tables(layers: int = 4, heads: int = 4, kv_heads: int = 2, positions: int = 16) -> dict[str, pd.DataFrame]:
-    """Random tables of a backward pass: the first query has no gradient, compress falls as the input's norm grows."""
-    random = np.random.default_rng(1)
-    ends = {"query": heads, "key": kv_heads, "value": kv_heads}
-    parts = [
-        grid(layer=range(layers), pathway=[name], head=range(-1, end), position=range(positions))
-        for name, end in ends.items()
-    ]
-    gradient = pd.concat(parts, ignore_index=True)
-    gradient["grad_norm"] = 10 ** random.uniform(-4, -1, len(gradient))
-    gradient.loc[(gradient["pathway"] == "query") & (gradient["position"] == 0), "grad_norm"] = 0.0
-
-    ratio = grid(layer=range(layers), branch=["attn", "mlp"], position=range(positions))
-    ratio["input_norm"] = 10 ** random.uniform(0, 4, len(ratio))
-    ratio["bloat"] = 10 ** random.uniform(0, 3, len(ratio))
-    ratio["compress"] = 3 / ratio["input_norm"] * 10 ** random.uniform(-0.2, 0.2, len(ratio))
-    ratio["change"] = 10 ** random.uniform(-0.1, 0.3, len(ratio))
-
-    check = grid(layer=range(layers), head=range(heads), position=range(positions))
-    check["identity_residual"] = random.uniform(1e-7, 5e-7, len(check))
-    check["measured"] = 10 ** random.uniform(-3, 3, len(check))
-    check["lower_bound"] = check["measured"] * random.uniform(0.1, 1.02, len(check))
-    check["upper_bound"] = check["measured"] * random.uniform(0.95, 9, len(check))
-    check["holds"] = check["measured"].between(check["lower_bound"], check["upper_bound"])
-
-    bound = ratio[["layer", "branch", "position"]].assign(measured=ratio["compress"])
-    bound["tightness"] = random.uniform(0.1, 1, len(bound))
-    bound = bound.assign(bound=bound["measured"] / bound["tightness"], holds=1.0)
-    return {"gradient": gradient, "gradient_ratio": ratio, "gradient_check": check, "norm_bound": bound}
 
 
 def make_run(wiring: str = "sequential", dtype: str = "float32", name: str = "org/Tiny-1M", **tables: Any) -> Run:
