@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from sinkscope.commands.result import Result
-from sinkscope.errors import InputError, unknown
+from sinkscope.errors import InputError, SinkscopeError, unknown
 from sinkscope.measuring.console import say
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.options import COMMANDS
@@ -48,7 +48,13 @@ class RecipeRun:
 
 def command(options: RunOptions, output: OutputOptions) -> Result:
     given = {name: getattr(options, name) for name in options.model_fields_set - {"recipe"}}
-    done = run_recipe(options.recipe, out=output.out, overwrite=output.overwrite, quiet=output.quiet, **given)
+    kind = COMMANDS[read_recipe(find_recipe(options.recipe)).content.command]
+    try:
+        done = run_recipe(options.recipe, **output.where, **given)
+    except KeyboardInterrupt:
+        if kind.resumable:
+            raise
+        raise SinkscopeError("interrupted: nothing was written") from None
     if done.result is not None:
         return done.result
     if done.comparison is not None:
@@ -86,11 +92,13 @@ def run_recipe(
     first = next(iter(runs.values()))
     source = getattr(first, "folder_name", "") or getattr(first, "config", "")
     folder = Path(out or found.content.out or Path("runs", as_folder_name(found.name, source)))
+    is_measured_here = COMMANDS[found.content.command].in_memory
+    if is_measured_here:
+        check_output(folder, overwrite)
     console = Console(stderr=True, quiet=quiet)
     say(console, f"{found.name}: {found.content.title}")
-    if not COMMANDS[found.content.command].in_memory:
+    if not is_measured_here:
         return _one_command(found, first, folder, overwrite, quiet)
-    check_output(folder, overwrite)
     measured = {}
     for place, (name, asked) in enumerate(runs.items(), 1):
         if name:
@@ -111,8 +119,10 @@ def _module(recipe: Recipe) -> Any:
 def _check(recipe: Recipe, runs: Mapping[str, Options]) -> None:
     """What can be wrong is found before a model is loaded."""
     try:
+        check = getattr(_module(recipe), "check", None)  # of commands that take long enough to need one
         for options in runs.values():
-            _module(recipe).check(options)
+            if check is not None:
+                check(options)
             _check_figures(recipe.content, getattr(options, "observables", None))
     except InputError as error:
         raise InputError(f"{recipe.path}: {error}") from None
