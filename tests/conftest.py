@@ -7,6 +7,8 @@ import pytest
 from hub import Hub
 from huggingface_hub import constants
 
+pytest.register_assert_rewrite("gradient_reference", "reference", "support", "tiny")
+
 
 @pytest.fixture(scope="session")
 def hub_server() -> Iterator[Hub]:

@@ -4,21 +4,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from rich.console import Console
 from transformers import PreTrainedModel
 
 from sinkscope.attention.seam import attention_implementation
 from sinkscope.attention.taps import has_denominators
 from sinkscope.attention.weights import AttentionRead
+from sinkscope.commands.result import Result
 from sinkscope.interventions import INTERVENTIONS, Target
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.gradient import undefined_ratios
 from sinkscope.measuring.observables.observable import ATTENTION_SITES, Observable, Settings
-from sinkscope.measuring.subject import ModelLike, config_of, family_of, loaded_model
+from sinkscope.measuring.subject import ModelLike, family_of, loaded_model, options_of
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import RESIDUAL_SITES, Family, embedding_weight
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.wiring import check_wiring, read_sites
+from sinkscope.options.measuring import DoctorOptions, RunConfig
+from sinkscope.options.output import OutputOptions
 from sinkscope.text.batch import Batch
 
 TOKENS = 64
@@ -46,6 +48,12 @@ class Report:
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
 
 
+def command(options: DoctorOptions, output: OutputOptions) -> Result:
+    report = doctor(**options.model_dump(exclude={"attn"}))
+    wrong = "" if report.ok else "a check failed: numbers from this model cannot be trusted"
+    return Result(report, text=str(report), failure=wrong)
+
+
 def doctor(model: ModelLike = None, **options: Any) -> Report:
     """Examine one model before it is measured.
 
@@ -59,7 +67,7 @@ def doctor(model: ModelLike = None, **options: Any) -> Report:
     Raises:
         InputError: the model cannot be loaded, or its architecture is unknown and cannot be calibrated.
     """
-    loaded = loaded_model(model, None, config_of(model, options))
+    loaded = loaded_model(model, None, options_of(RunConfig, model, options))
     family, notices = family_of(loaded.model)
     calibrated = [f"the calibrated row: {family}"] if notices else []
     report = Report(loaded.name, _facts(loaded, family))
@@ -87,10 +95,6 @@ def _not_applicable(model: PreTrainedModel, family: Family) -> list[str]:
     reasons = {name: kind.inapplicable(model, family) for name, kind in OBSERVABLES.items() if kind.expected}
     reasons |= {name: kind.inapplicable(target) for name, kind in INTERVENTIONS.items() if kind.expected}
     return notes + [f"{name} does not apply: {reason}" for name, reason in reasons.items() if reason]
-
-
-def print_report(report: Report, console: Console) -> None:
-    console.print(str(report), markup=False, highlight=False, soft_wrap=True)
 
 
 def _facts(loaded: LoadedModel, family: Family) -> dict[str, str]:

@@ -8,16 +8,31 @@ from typing import Any, Literal
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from sinkscope.commands.repeat import differences
+from sinkscope.commands.result import Result
 from sinkscope.errors import InputError
 from sinkscope.interventions import INTERVENTIONS, Intervention, parse_all
-from sinkscope.measuring.experiment import BEFORE, MEASURED, Experiment
+from sinkscope.measuring.experiment import BEFORE, Experiment
 from sinkscope.measuring.manifest import Facts, make_manifest
-from sinkscope.measuring.subject import ModelLike, config_of, subject_of
-from sinkscope.options.measuring import DRAWS, RunConfig
+from sinkscope.measuring.subject import ModelLike, options_of, subject_of
+from sinkscope.options.measuring import InterveneOptions
+from sinkscope.options.output import OutputOptions
 from sinkscope.report.run import Run, finished
 from sinkscope.results.folders import check_output
+from sinkscope.text.sources import check_source
 
 Do = str | Intervention | Iterable[str | Intervention]
+
+
+def command(options: InterveneOptions, output: OutputOptions) -> Result:
+    run = intervene(options.model, config=options, **output.where)
+    return Result(run, run.verdict, notes=differences(output.from_, run.manifest), folder=output.out)
+
+
+def check(options: InterveneOptions) -> None:
+    """Find what is wrong with a recipe's options before a model is loaded. Raises: InputError."""
+    wanted_arms(options.stacks)
+    check_source(options.input)
 
 
 def intervene(
@@ -25,12 +40,11 @@ def intervene(
     do: Do | None = None,
     *,
     arms: Mapping[str, Do] | Literal["all"] | None = None,
-    draws: int = DRAWS,
     tokenizer: PreTrainedTokenizerBase | None = None,
     out: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     quiet: bool = True,
-    config: RunConfig | None = None,
+    config: InterveneOptions | None = None,
     figures: Iterable[str] | None = None,
     **options: Any,
 ) -> Run:
@@ -39,11 +53,16 @@ def intervene(
     The model is afterwards bit for bit as it was, also after an error.
 
     Args:
+        model: as for `analyze`.
         do: one intervention or several, applied in their order: "zero-massive:layers=11,coordinates=507".
         arms: several such experiments by name; "all": every intervention that applies, the rest with the reason.
-        draws: random controls of each arm.
+        tokenizer: as for `analyze`.
+        out: the run folder to write.
+        overwrite: replace a run that is there.
+        quiet: print nothing.
+        config: all options at once, in place of `options`.
         figures: names of the figures to draw; None: all that apply.
-        **options: these and the other arguments as for `analyze`.
+        **options: `draws`, the number of random controls of each arm, and those of `analyze`.
 
     Returns:
         A Run with the tables `effect`, `attention`, `massive` and `arm_maps` of every arm (their `condition`), and
@@ -54,39 +73,41 @@ def intervene(
         SinkscopeError: the run failed.
     """
     start = time.time()
-    wanted = wanted_arms(do, arms)
-    if draws < 0:
-        raise InputError(f"--draws {draws}: it must be 0 or more")
-    if options.get("observables") or (config and config.observables):
-        raise InputError(f"`intervene` always measures {' and '.join(MEASURED)}: leave `observables` out")
-    config = config or config_of(model, options)
+    config = config or options_of(InterveneOptions, model, _named(do, arms) | options)
+    wanted = wanted_arms(config.stacks)
     folder = None if out is None else check_output(out, overwrite)
     console = Console(stderr=True, quiet=quiet)
     subject = subject_of(model, tokenizer, config, console)
 
-    experiment = Experiment(subject, config, wanted, draws, arms == "all", console)
+    experiment = Experiment(subject, config, wanted, config.draws, config.stacks == "all", console)
     tables = experiment.run()
     manifest = make_manifest(subject, config, Facts(experiment.batch_size), list(tables), start)
     manifest |= {
-        "command": "intervene", "draws": draws, "arms": experiment.records, "skipped": experiment.skipped,
+        "command": "intervene", "arms": experiment.records, "skipped": experiment.skipped,
     }  # fmt: skip
     return finished(Run(manifest, tables, folder), console, figures)
 
 
-def wanted_arms(do: Do | None, arms: Mapping[str, Do] | Literal["all"] | None) -> dict[str, tuple[Intervention, ...]]:
+def _named(do: Do | None, arms: Mapping[str, Do] | Literal["all"] | None) -> dict[str, Any]:
+    """What to do, as the options have it: in text."""
+    if (do is None) == (arms is None):
+        raise InputError("name what to do: `sinkscope list interventions` shows what there is")
+    if do is not None:
+        return {"do": [str(part) for part in parse_all(do)]}
+    if arms == "all":
+        return {"do": arms}
+    return {"arms": {label: [str(part) for part in parse_all(stack)] for label, stack in (arms or {}).items()}}
+
+
+def wanted_arms(stacks: Mapping[str, Do] | Literal["all"]) -> dict[str, tuple[Intervention, ...]]:
     """Label → its interventions, in the order in which they are applied.
 
     Raises:
-        InputError: nothing or both were named, or an arm cannot be measured.
+        InputError: an arm cannot be measured.
     """
-    if (do is None) == (arms is None):
-        raise InputError("name what to do: `sinkscope list interventions` shows what there is")
-    if arms == "all":
+    if stacks == "all":
         return {name: (kind(),) for name, kind in INTERVENTIONS.items() if not kind.is_control}
-    if arms is None:
-        stack = parse_all(do)  # type: ignore[arg-type]
-        arms = {"+".join(part.name for part in stack): stack}
-    wanted = {label: parse_all(stack) for label, stack in arms.items()}
+    wanted = {label: parse_all(stack) for label, stack in stacks.items()}
     for label, stack in wanted.items():
         if not stack:
             raise InputError(f"arm '{label}' does nothing: name an intervention")

@@ -7,7 +7,13 @@ from collections.abc import Callable
 
 import pandas as pd
 
+from sinkscope.commands.result import Result
 from sinkscope.errors import InputError, unknown
+from sinkscope.options.output import ListOptions, OutputOptions
+
+
+def command(options: ListOptions, output: OutputOptions) -> Result:
+    return Result(tables=listing(options.kind))
 
 
 def observables() -> pd.DataFrame:
@@ -44,10 +50,11 @@ def _told(fields: dict) -> str:
 
 
 def figures() -> pd.DataFrame:
-    from sinkscope.report.figures import FIGURES
+    """The figures of one run, and those of several."""
+    from sinkscope.report.figures import KINDS
 
-    rows = [(name, module.ABOUT) for name, module in FIGURES.items()]
-    return pd.DataFrame(rows, columns=["figure", "what it shows"])
+    rows = [(name, kind, spec.about) for kind, specs in KINDS.items() for name, spec in specs.items()]
+    return pd.DataFrame(rows, columns=["figure", "of", "what it shows"])
 
 
 def families() -> pd.DataFrame:
@@ -72,7 +79,7 @@ def families() -> pd.DataFrame:
 
 def recipes() -> pd.DataFrame:
     """Those in recipes/ here, and of the checkout that sinkscope runs from. Of other YAML there, why it is none."""
-    from sinkscope.commands.run import known_recipes, read_recipe
+    from sinkscope.options.recipe import known_recipes, read_recipe
 
     rows = []
     for name, path in known_recipes().items():

@@ -43,11 +43,12 @@ from sinkscope.measuring.tables import publish
 from sinkscope.models.families import Family
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.positions import known_positions
-from sinkscope.options.measuring import CALIBRATION, RunConfig, make_config
+from sinkscope.options.measuring import RunConfig, make_config
 from sinkscope.options.training import TrainingConfig
 from sinkscope.report.comparison import compare
+from sinkscope.report.figures import save_figures
 from sinkscope.report.retrofit_table import UNTOUCHED
-from sinkscope.report.run import Run, save_figures, write_run
+from sinkscope.report.run import Run, write_run
 from sinkscope.report.trained import Trained, first_runs, retrofit_tables
 from sinkscope.results.folders import check_output, clear_unfinished, new_folder, write_json
 from sinkscope.results.tables import read_table, write_table
@@ -248,7 +249,7 @@ class Workshop:
     def _calibration(self, subject: Subject) -> TokenInputs:
         """For the ranges of W8A8: text that was trained on, the same for all arms."""
         everything = replace(subject.inputs, sequences=tuple(self.blocks.train))
-        return everything.part(0, CALIBRATION)
+        return everything.part(0, 16)
 
     # ------------------------------------------------------------------------------------------- the whole
 

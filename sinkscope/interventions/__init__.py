@@ -21,7 +21,7 @@ from sinkscope.interventions.sink_mask import MaskSink
 from sinkscope.interventions.sink_value import ScaleSinkValue
 from sinkscope.interventions.streaming_window import StreamingWindow
 from sinkscope.models.families import find_family
-from sinkscope.options.measuring import filled_in
+from sinkscope.options.option import filled_in
 
 INTERVENTIONS: dict[str, type[Intervention]] = {
     intervention.name: intervention

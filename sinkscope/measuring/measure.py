@@ -12,7 +12,7 @@ from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.passes import batches_of, pass_over
 from sinkscope.measuring.subject import Subject
-from sinkscope.measuring.summary import summarise
+from sinkscope.measuring.summary import summarize
 from sinkscope.measuring.tables import publish
 from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.options.measuring import RunConfig
@@ -46,7 +46,7 @@ def measure(
         raw |= tables_of(follow_ups)
         facts.scaling = tuple(seam.call.scaling if seam.call else float("nan") for seam in tracer.seams)
     tables = publish(raw, loaded, inputs.condition)
-    summary = summarise(tables, inputs, family, facts.scaling, facts.loss)
+    summary = summarize(tables, inputs, family, facts.scaling, facts.loss)
     return tables | publish({"summary": summary}, loaded, inputs.condition), facts
 
 

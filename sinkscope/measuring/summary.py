@@ -14,7 +14,7 @@ from sinkscope.text.inputs import TokenInputs
 WHOLE_MODEL = -1
 
 
-def summarise(
+def summarize(
     tables: Mapping[str, pd.DataFrame],
     inputs: TokenInputs,
     family: Family,
@@ -41,9 +41,7 @@ def summarise(
         per_layer |= _attention(tables, inputs)
     if "geometry" in tables:
         per_layer |= _geometry(tables["geometry"])
-        # a BOS in front of the repeated token breaks the proposition's condition: all tokens are equal
-        repeated = inputs.condition == "repeated" and all((ids == ids[0]).all() for ids in inputs.sequences)
-        if repeated and family.positions == "rotary":
+        if _all_tokens_equal(inputs) and family.positions == "rotary":
             per_layer["repeated_bound"] = _repeated_bound(tables["geometry"], scaling, inputs.longest)
     if "gate" in tables:
         per_layer |= _gate(tables["gate"])
@@ -75,6 +73,11 @@ def summarise(
     whole = {metric: float(series.mean()) for metric, series in per_layer.items()} | totals
     rows += [(WHOLE_MODEL, metric, value) for metric, value in whole.items()]
     return pd.DataFrame(rows, columns=["layer", "metric", "value"])
+
+
+def _all_tokens_equal(inputs: TokenInputs) -> bool:
+    """False with a BOS in front of the repeated token."""
+    return inputs.condition == "repeated" and all((ids == ids[0]).all() for ids in inputs.sequences)
 
 
 def attention_by_layer(attention: pd.DataFrame, position: int = 0) -> pd.DataFrame:

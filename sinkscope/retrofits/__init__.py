@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from sinkscope.attention.taps import NAME
 from sinkscope.errors import InputError, unknown
 from sinkscope.models.families import Family, find_family, is_retrofitted
-from sinkscope.options.measuring import filled_in
+from sinkscope.options.option import filled_in
 from sinkscope.retrofits.iga import IGA
 from sinkscope.retrofits.key_bias import KeyBiases
 from sinkscope.retrofits.learnable_sink import LearnableSink

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sinkscope.errors import InputError
-from sinkscope.options.measuring import as_folder_name
+from sinkscope.options.option import as_folder_name
 from sinkscope.retrofits import make_retrofit
 
 Methods = str | Iterable[str] | Mapping[str, str]

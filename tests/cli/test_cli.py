@@ -16,13 +16,14 @@ import pytest
 import torch
 from hub import Hub
 from safetensors.torch import load_file, save_file
+from support.figures import skip_figures
 from tiny import VOCAB, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 import sinkscope.report.figures
-import sinkscope.results.run
+import sinkscope.report.run
 from sinkscope.cli.app import app
 from sinkscope.measuring.tables import column_names
 from sinkscope.measuring.tracer import Tracer
@@ -78,7 +79,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes seconds; `finished` has it."""
-    monkeypatch.setattr(sinkscope.report.figures, "save_all", lambda run, folder: None)
+    skip_figures(monkeypatch)
 
 
 def command_line(*args: object) -> Result:
@@ -242,7 +243,7 @@ def test_wrong_options(options: list[str], message: str, tiny: Path) -> None:
         ),
         (["run", "nowhere.yaml"], "nowhere.yaml: no such file"),
         (["run", "gradient-sinks-figure-1", "--dtype", "int8"], "'int8' is unknown"),
-        (["run", "gradient-sinks-figure-1", "--seed", "1"], "--seed"),
+        (["run", "gradient-sinks-figure-1", "--draws", "1"], "--draws"),
         (["compare"], "a comparison needs at least two runs; none was given"),
         (["compare", "one"], "a comparison needs at least two runs; 1 was given"),
         (["doctor", "--dtype", "int8"], "'int8' is unknown"),
@@ -526,7 +527,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Any:
         elif where == "tables":
             monkeypatch.setattr(sinkscope.report.run, "write_table", _raising(error, after=3, plain=write_table))
         else:
-            monkeypatch.setattr(sinkscope.report.figures, "save_all", _raising(error))
+            monkeypatch.setattr(sinkscope.report.figures, "applicable", _raising(error))
 
     return fail
 

@@ -9,37 +9,27 @@ import pandas as pd
 import pytest
 import torch
 from datasets import Dataset
+from support.figures import skip_figures
+from support.retrofit_command import SMALL, TYPED, WORDS, command_line, words_tokenizer
 from tiny import VOCAB, tiny_model
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
-from typer.testing import CliRunner, Result
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import Result
 
 import sinkscope
 import sinkscope.commands.workshop
 import sinkscope.report.figures
-from sinkscope.cli.app import app
 from sinkscope.commands.retrofit import retrofit
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.tables import column_names
 from sinkscope.models.loading import LoadedModel
 from sinkscope.report.comparison import compare
-from sinkscope.report.figures.retrofit_training import draw_retrofit_training
+from sinkscope.report.figures.arms import Arms
+from sinkscope.report.figures.retrofit_training import draw as draw_retrofit_training
 from sinkscope.report.run import Run
 from sinkscope.results.tables import LEADING
 from sinkscope.retrofits import retrofit_model
 from sinkscope.training.arms import parse_methods
 from sinkscope.training.blocks import read_blocks
-
-WORDS = ("<pad>", "<s>", "</s>", "<unk>", "the", "of", "and", "drain")
-SMALL: dict[str, Any] = {"steps": 3, "block_length": 16, "batch_size": 2, "log_every": 1}
-TYPED = ("--steps", "3", "--block-length", "16", "--batch-size", "2", "--log-every", "1")
-
-
-def words_tokenizer() -> PreTrainedTokenizerFast:
-    core = Tokenizer(models.WordLevel({word: at for at, word in enumerate(WORDS)}, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
 
 
 @pytest.fixture(scope="session")
@@ -64,17 +54,13 @@ def finished(tiny: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -
     out = tmp_path_factory.mktemp("finished") / "out"
     arguments = ("--method", "vga:placement=output,none", "--text", text, *TYPED, "--out", out)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sinkscope.report.figures, "save_all", lambda run, folder: None)
+        skip_figures(patched)
         return command_line("retrofit", tiny, *arguments), out
 
 
 @pytest.fixture
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sinkscope.report.figures, "save_all", lambda run, folder: None)
-
-
-def command_line(*args: object) -> Result:
-    return CliRunner().invoke(app, [str(arg) for arg in args])
+    skip_figures(monkeypatch)
 
 
 def loaded() -> LoadedModel:
@@ -346,8 +332,9 @@ def test_a_name_stays_with_its_method(tiny: Path, text: Path, tmp_path: Path, no
 def test_the_figure_without_gates() -> None:
     rows = [("tiny", "none", -1, 0, step, "loss", 1 / step) for step in range(1, 5)]
     table = pd.DataFrame(rows, columns=[*LEADING, *column_names("training")])
-    left, right = draw_retrofit_training(table).axes
+    run = Run({"model": {"name": "tiny"}}, {})
+    left, right = draw_retrofit_training(Arms({"training": table}, {"none": run})).axes
     assert left.lines[0].get_ydata().tolist() == pytest.approx([1, 1 / 2, 1 / 3, 1 / 4])
     assert [text.get_text() for text in right.texts] == ["no new parameters"]
     with pytest.raises(InputError, match="nothing was logged"):
-        draw_retrofit_training(table.iloc[:0])
+        draw_retrofit_training(Arms({"training": table.iloc[:0]}, {"none": run}))

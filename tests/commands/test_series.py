@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 import torch
 from hub import Hub, Repo
+from support.figures import skip_figures
 from tiny import tiny_model
 
 import sinkscope
@@ -49,7 +50,7 @@ def series(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Series:
 
 def without_figures(patch: pytest.MonkeyPatch) -> None:
     """Those of each run take seconds, and are tested elsewhere."""
-    patch.setattr("sinkscope.report.figures.save_all", lambda run, folder: None)
+    skip_figures(patch)
 
 
 @pytest.fixture

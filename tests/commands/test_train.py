@@ -8,12 +8,11 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from test_retrofit import command_line
+from support.figures import skip_figures
+from support.retrofit_command import command_line
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, T5Config
 from typer.testing import Result
 
-import sinkscope
-import sinkscope.report.figures
 from sinkscope.commands.series import analyze_steps
 from sinkscope.commands.train import train
 from sinkscope.errors import InputError
@@ -48,7 +47,7 @@ def shape(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sinkscope.report.figures, "save_all", lambda run, folder: None)
+    skip_figures(monkeypatch)
 
 
 @pytest.fixture(scope="session")
@@ -56,7 +55,7 @@ def finished(shape: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Res
     """Two methods, two seeds, from the command line. Not to be changed."""
     out = tmp_path_factory.mktemp("trained") / "out"
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sinkscope.report.figures, "save_all", lambda run, folder: None)
+        skip_figures(patched)
         return command_line(
             "train", "--config", shape, "--method", "none,vga", "--seeds", "2", *TYPED, "--num-seqs", "4",
             "--observables", "attention,gradient", "--out", out,

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 from safetensors import SafetensorError
-from test_retrofit import SMALL, TYPED, command_line, words_tokenizer
+from support.figures import skip_figures
+from support.retrofit_command import SMALL, TYPED, command_line, words_tokenizer
 from tiny import tiny_model
 from transformers import PreTrainedModel, Trainer
 
 import sinkscope.commands.workshop
 import sinkscope.report.figures
-import sinkscope.results.run
+import sinkscope.report.run
 from sinkscope.commands.retrofit import retrofit
 from sinkscope.errors import InputError
 from sinkscope.report.run import Run
@@ -45,7 +46,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sinkscope.report.figures, "save_all", lambda run, folder: None)
+    skip_figures(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def unbroken(tiny: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -
     """Not to be changed."""
     out = tmp_path_factory.mktemp("unbroken") / "out"
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sinkscope.report.figures, "save_all", lambda run, folder: None)
+        skip_figures(patched)
         retrofit(str(tiny), "vga", text=text, out=out, **SMALL)
     return out
 
@@ -81,11 +82,11 @@ def killed_after(write, folder):
     return kills
 
 stage, vga = sys.argv.pop(1), Path(sys.argv[-1]).resolve() / "vga"
-sinkscope.report.figures.save_all = lambda run, folder: None
+sinkscope.report.figures.applicable = lambda run: []
 if stage == "saving the model":
     PreTrainedModel.save_pretrained = killed_after(PreTrainedModel.save_pretrained, vga)
 if stage == "writing the run":
-    sinkscope.results.run.write_table = killed_after(sinkscope.results.run.write_table, vga)
+    sinkscope.report.run.write_table = killed_after(sinkscope.report.run.write_table, vga)
 app(prog_name="sinkscope")
 """
 
@@ -135,7 +136,7 @@ def test_a_full_disk_at_any_stage_says_so_and_loses_nothing(
     arguments = ("retrofit", tiny, "--method", "vga", "--text", text, *TYPED, "--out", tmp_path / "out")
     stages: list[tuple[Any, str, Any, str]] = [
         (sinkscope.commands.workshop.np, "save", full, "what was reached is kept"),  # the held-out blocks
-        (sinkscope.results.run, "write_table", full, "untouched/run failed"),
+        (sinkscope.report.run, "write_table", full, "untouched/run failed"),
         (Trainer, "_save_rng_state", full, "what was reached is kept"),  # a checkpoint
         (sinkscope.commands.workshop, "write_table", full, "the training up to step 3 is kept"),
         (PreTrainedModel, "save_pretrained", full_in_rust, "the training up to step 3 is kept"),

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from test_retrofits import EACH_FAMILY, METHODS, SETTINGS, in_double, plain_model, retrofitted
+from support.retrofitted import EACH_FAMILY, METHODS, SETTINGS, in_double, plain_model, retrofitted
 from tiny import FORWARD, batched, measured, ragged_tokens, tiny_model
 from torch import nn
 from transformers import PreTrainedModel

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from test_weights import EACH_KIND, EACH_PADDING, make_read, scored
+from support.attention_reads import EACH_KIND, EACH_PADDING, make_read, scored
 from tiny import FORWARD, batched, measured, padded, ragged_tokens, tiny_model
 
 from sinkscope.attention import weights as attention_weights

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-from test_seam import assert_as_before, state_of
+from support.untouched import assert_as_before, state_of
 from tiny import TINY, ragged_tokens, tiny_model, tiny_tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel

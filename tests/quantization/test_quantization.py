@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import torch
 from rich.console import Console
-from test_retrofits import METHODS, retrofitted
+from support.retrofitted import METHODS, retrofitted
 from tiny import TINY, ragged_tokens, tiny_model, tiny_tokens
 from torch import nn
 from transformers import PreTrainedModel

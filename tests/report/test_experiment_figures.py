@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.axes import Axes
-from test_figures import grid, make_run
+from support.figure_tables import grid, make_run
 
 from sinkscope.errors import InputError
 from sinkscope.report.figures import applicable, draw

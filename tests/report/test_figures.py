@@ -10,108 +10,18 @@ import pandas as pd
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
-from test_gradient_figures import gradient_tables
+from support.figure_tables import make_run
 
 from sinkscope.errors import InputError
-from sinkscope.report.figures import COMMAND, applicable, draw, save_all
+from sinkscope.report.figures import COMMAND, KINDS, OF_RUNS, applicable, draw, save_all
 from sinkscope.report.figures import FIGURES as ALL_FIGURES
-from sinkscope.report.figures.comparison import draw_comparison
 from sinkscope.report.figures.labels import LONGEST_TOKEN, shorten, title, token_label
 from sinkscope.report.figures.style import SETTINGS, TEXT, WIDE, Figure, new_figure
 from sinkscope.report.run import Run
 
 # those of `analyze`; other commands' have files of their own
-FIGURES = {name: module for name, module in ALL_FIGURES.items() if not COMMAND.keys() & set(module.TABLES)}
-
-TOKENS = ["<s>", " the", "\n", ".", " $x$", "漢字", "\x00", None, "\t", " incomprehensibilities", "�", "  "]
-
-
-def grid(**axes: Any) -> pd.DataFrame:
-    """One row a combination of the axes' values."""
-    return pd.MultiIndex.from_product(axes.values(), names=list(axes)).to_frame(index=False)
-
-
-def tables_of(layers: int, heads: int, kv_heads: int, positions: int, sequences: int, length: int) -> dict:
-    """Random tables of a run with a sink at position 0, as `analyze` would make them."""
-    random = np.random.default_rng(0)
-
-    def of(frame: pd.DataFrame, **columns: tuple[float, float]) -> pd.DataFrame:
-        return frame.assign(**{name: random.uniform(*span, len(frame)) for name, span in columns.items()})
-
-    def with_tokens(frame: pd.DataFrame, column: str = "position") -> pd.DataFrame:
-        ids = frame[column] % len(TOKENS)
-        return frame.assign(token_id=ids, token=ids.map(dict(enumerate(TOKENS))))
-
-    by_head = grid(layer=range(layers), head=range(heads), position=range(positions))
-    by_head["kv_head"] = by_head["head"] // (heads // kv_heads)
-    masses = dict.fromkeys(("window_mass", "sink_rate", "sink_mass", "sink_second_moment"), (0.0, 0.2))
-    attention = of(by_head, **masses)
-    attention.loc[attention["position"] == 0, list(masses)] += random.uniform(0, 0.8, (layers * heads, 1))
-    geometry = of(by_head, **{f"{x}_norm": (1, 20) for x in ("query", "key", "value")}, qk_cosine=(-0.5, 0.8))
-    geometry = of(geometry, qk_norm_product=(1, 400), sink_logit_gap=(-2, 12))
-    sites = ["layer_in", "attn_out", "mid", "mlp_out", "layer_out", "value"]
-    activation = of(grid(layer=range(layers), site=sites, position=range(positions)), norm_mean=(1, 3e4))
-    activation["norm_max"] = activation["norm_mean"] * 2
-    massive = with_tokens(
-        of(grid(layer=range(layers), sequence=range(sequences), position=range(3)), value=(-3e4, 3e4))
-    )
-    massive = massive.assign(coordinate=7, median=1.0, ratio=massive["value"].abs())
-    massive["is_massive"] = massive["layer"] % 2 == 1
-    sinks = of(grid(layer=range(layers), head=range(heads), sequence=range(sequences), position=range(length)))
-    sinks = with_tokens(of(sinks, window_mass=(0.3, 0.9))).sample(frac=0.3, random_state=0)
-    shown = range(min(length, 64))
-    magnitudes = of(
-        grid(layer=[layers - 1], sequence=[0], position=shown, coordinate=range(0, 40, 4)), magnitude=(0, 9)
-    )
-    magnitudes["is_top"] = magnitudes["coordinate"].isin([8, 20])
-    magnitudes.loc[(magnitudes["coordinate"] == 20) & (magnitudes["position"] == 0), "magnitude"] = 9e3
-    maps = of(
-        grid(layer=[0, layers - 1], head=range(min(heads, 2)), sequence=[0], query=shown, key=shown),
-        weight=(0, 1),
-    )
-    maps = with_tokens(maps[maps["key"] <= maps["query"]].drop_duplicates(["layer", "head", "query", "key"]), "key")
-    metrics = ["sink_rate", "value_drain", "norm_ratio", "massive_count"]
-    query_bias = of(
-        grid(layer=range(layers), head=range(-1, heads), position=range(length)),
-        delta_mean=(-160, 100), delta_std=(0, 20), key_alignment=(-1, 1),
-    )  # fmt: skip
-    gamma = of(grid(layer=range(layers), coordinate=range(40)), gamma=(-5, 5))
-    gamma["epe_0"] = gamma["coordinate"].map({7: 90.0, 38: -50.0}).fillna(0.5)
-    gamma["is_massive_epe"] = gamma["coordinate"].isin([7, 38])
-    bins = grid(layer=range(layers), group=["position 0", "later"], delta=np.linspace(-160, 100, 60))
-    return {
-        "attention": attention,
-        "geometry": geometry,
-        "activation": activation,
-        "massive": massive,
-        "sink_positions": sinks,
-        "massive_map": with_tokens(magnitudes),
-        "attention_maps": maps,
-        "query_bias": query_bias,
-        "gamma": gamma,
-        "delta_distribution": bins.assign(count=random.integers(0, 9, len(bins))),
-        "summary": of(grid(layer=range(-1, layers), metric=metrics), value=(0, 1)),
-    } | gradient_tables(layers, heads, kv_heads, positions)
-
-
-def make_run(
-    layers: int = 4,
-    heads: int = 4,
-    kv_heads: int = 2,
-    positions: int = 16,
-    sequences: int = 3,
-    length: int = 24,
-    model: str = "org/Tiny-1M",
-    condition: str = "natural",
-    **replaced: pd.DataFrame,
-) -> Run:
-    manifest = {
-        "model": {"name": model, "layer_types": None, "sliding_window": None},
-        "condition": condition,
-        "config": {"epsilon": 0.3},
-        "input": {"sequences": sequences, "tokens": sequences * length},
-    }
-    return Run(manifest, tables_of(layers, heads, kv_heads, positions, sequences, length) | replaced)
+FIGURES = {name: spec for name, spec in ALL_FIGURES.items() if not COMMAND.keys() & set(spec.tables)}
+draw_comparison = OF_RUNS["by-layer"]
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +60,9 @@ def test_the_room_has_these_figures() -> None:
         "attention-maps",
         "sink-positions",
     }
-    assert all(module.ABOUT and "\n" not in module.ABOUT for module in FIGURES.values())
+    specs = [spec for register in KINDS.values() for spec in register.values()]
+    assert all(spec.about and "\n" not in spec.about and spec.tables for spec in specs)
+    assert len({spec.name for spec in specs}) == len(specs)
 
 
 def test_sinks_by_layer_draws_token_0_the_mean_and_the_maximum(run: Run) -> None:
@@ -503,7 +415,7 @@ def test_titles_name_model_condition_and_size(run: Run) -> None:
 
 def test_comparison_draws_each_runs_summary() -> None:
     runs = [make_run(), make_run(condition="random"), make_run(condition="repeated")]
-    figure = draw_comparison(runs)["by-layer"]
+    figure = draw_comparison(runs)
     assert figure.get_suptitle() == "Tiny-1M"
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["natural", "random", "repeated"]
     metrics = ("sink_rate", "value_drain", "norm_ratio", "massive_count")
@@ -514,9 +426,7 @@ def test_comparison_draws_each_runs_summary() -> None:
 
 
 def test_comparison_of_models_of_other_depth_is_by_relative_depth() -> None:
-    figure = draw_comparison([make_run(), make_run(layers=7, model="org/Other"), make_run(layers=1, model="One")])[
-        "by-layer"
-    ]
+    figure = draw_comparison([make_run(), make_run(layers=7, model="org/Other"), make_run(layers=1, model="One")])
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["Tiny-1M", "Other", "One"]
     ends = [line.get_xdata()[[0, -1]].tolist() for line in figure.axes[0].lines]
     assert ends == [[0, 1], [0, 1], [0, 0]]
@@ -532,7 +442,7 @@ def test_comparison_stands_missing_and_empty_metrics() -> None:
     for runs in ([full, only_rate, nothing], [nothing], [full, full], many):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            figure = draw_comparison(runs)["by-layer"]
+            figure = draw_comparison(runs)
             figure.draw_without_rendering()
         names = [text.get_text() for text in figure.legends[0].get_texts()]
         assert len(set(names)) == len(runs)
@@ -543,7 +453,7 @@ def test_comparison_is_no_runs_figure() -> None:
 
 
 def test_many_runs_look_different() -> None:
-    ax = draw_comparison([make_run(condition=str(place)) for place in range(12)])["by-layer"].axes[0]
+    ax = draw_comparison([make_run(condition=str(place)) for place in range(12)]).axes[0]
     looks = {(to_hex(line.get_color()), str(line.get_linestyle()), line.get_marker()) for line in ax.lines}
     assert len(looks) == 12
 

@@ -10,6 +10,19 @@ import pandas as pd
 import pytest
 import reference
 import torch
+from support.retrofitted import (
+    AT_TAPS,
+    EACH_FAMILY,
+    EACH_METHOD,
+    IDS,
+    METHODS,
+    OWN_SINKS,
+    SETTINGS,
+    in_double,
+    plain_model,
+    retrofitted,
+    train,
+)
 from tiny import TINY, VOCAB, batched, measured, padded, ragged_tokens, tiny_model, tiny_tokens
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
@@ -26,7 +39,7 @@ from sinkscope.commands.list import listing
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.interventions import intervening
 from sinkscope.measuring.observables import OBSERVABLES
-from sinkscope.measuring.observables.observable import Observable, Settings
+from sinkscope.measuring.observables.observable import Observable
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
 from sinkscope.models.projections import projections
@@ -36,58 +49,6 @@ from sinkscope.retrofits.key_bias import bias_logits
 from sinkscope.retrofits.retrofit import gated, layers_of
 from sinkscope.retrofits.vscale import ValueScale, shrink, squared_norm
 from sinkscope.text.batch import REGISTER, Batch
-
-EACH_FAMILY = pytest.mark.parametrize("name", TINY)
-# label → method and parameters
-METHODS: dict[str, tuple[str, dict[str, Any]]] = {
-    "vscale": ("vscale", {}),
-    "vscale-fixed": ("vscale", {"learned": False, "strength": 3.0}),
-    "vga": ("vga", {}),
-    "vga-output": ("vga", {"placement": "output"}),
-    "iga": ("iga", {}),
-    "iga-output": ("iga", {"placement": "output"}),
-    "learnable-sink": ("learnable-sink", {}),
-    "key-bias": ("key-bias", {}),
-    "register-tokens": ("register-tokens", {"count": 3}),
-}
-EACH_METHOD = pytest.mark.parametrize("label", METHODS)
-AT_TAPS = [label for label in METHODS if label != "register-tokens"]
-EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss")
-OWN_SINKS = "gpt_oss"  # has learnable sinks already
-IDS = tiny_tokens(2, 9)
-SETTINGS = Settings(positions=8, window=8, epsilon=0.3)
-
-
-def plain_model(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
-    model = tiny_model(name, dtype=dtype)
-    if dtype == torch.float64 and name in EXPERTS:
-        model.set_experts_implementation("eager")  # the grouped product knows no float64
-    return model
-
-
-def retrofitted(name: str, label: str, dtype: torch.dtype = torch.float64, trained: bool = True) -> PreTrainedModel:
-    """A tiny model with the method in; `trained`: its parameters moved away from their start."""
-    if name == OWN_SINKS and label == "learnable-sink":
-        pytest.skip("has learnable sinks of its own")
-    method, parameters = METHODS[label]
-    model = retrofit_model(plain_model(name, dtype), None, method, **parameters)
-    if trained:
-        train(model)
-    return model
-
-
-@torch.no_grad()
-def train(model: PreTrainedModel) -> None:
-    """As far as it matters here: every new parameter is moved, and every head's differently."""
-    generator = torch.Generator().manual_seed(1)
-    for parameter in new_parameters(model).values():
-        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-        parameter.add_((0.5 * noise).to(parameter.dtype))
-
-
-def in_double(model: PreTrainedModel) -> Any:
-    """The modelling code is that of the class beneath the retrofitted one."""
-    return gradient_reference.in_double(model.base_model)
 
 
 @torch.no_grad()

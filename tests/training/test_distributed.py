@@ -11,9 +11,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from test_retrofit import words_tokenizer
-from test_trainer import config, model
-from tiny import TINY, VOCAB, tiny_model
+from support.figures import skip_figures
+from support.retrofit_command import words_tokenizer
+from support.training import CASES, config, model, random_blocks
+from tiny import TINY, tiny_model
 from transformers import AutoModelForCausalLM
 
 import sinkscope.report.figures
@@ -23,7 +24,6 @@ from sinkscope.errors import InputError
 from sinkscope.models.families import find_family
 from sinkscope.results.tables import read_table
 from sinkscope.retrofits import retrofit_model
-from sinkscope.training.blocks import Blocks
 from sinkscope.training.sharding import CONFIGURATION, NEEDED, check_sharding
 from sinkscope.training.trainer import shuffled, train
 
@@ -47,24 +47,12 @@ def launch(
     return subprocess.run(whole, env=told, timeout=180, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def random_blocks(count: int) -> Blocks:
-    """Every block another one, so that it matters which of them a step reads."""
-    rows = np.random.default_rng(1).integers(3, VOCAB, (count + 2, 16)).astype(np.int64)
-    return Blocks(rows[:count], rows[count:], "random")
-
-
-# 11 blocks are no whole number of batches: the third step of batches of 4 goes on into the next epoch
-CASES = {
-    "a batch a step": {"batch_size": 2, "accumulation": 1},
-    "three batches a step": {"batch_size": 1, "accumulation": 3},
-}
-
 TWO = """
 import json, sys
 from pathlib import Path
 import torch
-from test_distributed import CASES, random_blocks
-from test_trainer import config, model
+from support.training import CASES, random_blocks
+from support.training import config, model
 from sinkscope.training.trainer import launched, train
 
 for name, options in CASES.items():
@@ -134,7 +122,7 @@ def step(self, model, *args, **rest):
     return plain_step(self, model, *args, **rest)
 
 plain_step, Trainer.training_step = Trainer.training_step, step
-sinkscope.report.figures.save_all = lambda run, folder: None
+sinkscope.report.figures.applicable = lambda run: []
 shard_on_cpu()
 app(prog_name="sinkscope")
 """
@@ -184,7 +172,7 @@ def test_retrofit_with_shards_is_retrofit_on_one_process(
     assert {wrapped[f"model.layers.{layer}"] for layer in range(3)} == {"FSDPLlamaDecoderLayer"}
     assert parts == {f"model.layers.{layer}.self_attn.retrofit.theta": [1] for layer in range(3)}  # of 2 heads
 
-    monkeypatch.setattr(sinkscope.report.figures, "save_all", lambda run, folder: None)
+    skip_figures(monkeypatch)
     retrofit(str(tied), "vga,vscale", text=text, out=tmp_path / "whole", batch_size=2, **OPTIONS)
     for arm in ("vga", "vscale"):
         ours, expected = (

@@ -13,49 +13,22 @@ from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
-from tiny import VOCAB, tiny_model
+from support.training import config, model, repetitive
+from tiny import tiny_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
-from sinkscope.options.training import TrainingConfig, make_training_config
-from sinkscope.retrofits import gate_displacement, new_parameters, retrofit_model
+from sinkscope.options.training import make_training_config
+from sinkscope.retrofits import gate_displacement, new_parameters
 from sinkscope.text.batch import Batch
-from sinkscope.training.blocks import Blocks
 from sinkscope.training.trainer import parameter_groups, train
 
-LENGTH = 16
-SHORT: dict[str, Any] = {
-    "steps": 12,
-    "block_length": LENGTH,
-    "batch_size": 2,
-    "learning_rate": 1e-3,
-    "new_learning_rate": 1e-2,
-    "log_every": 2,
-    "save_every": 4,
-    "warmup": 0.0,
-}
 ROOT = Path(__file__).parents[2]
-
-
-def repetitive(count: int = 10) -> Blocks:
-    """Blocks that all say the same, from another place on."""
-    words = np.random.default_rng(0).integers(3, VOCAB, 8)
-    rows = np.stack([np.roll(np.tile(words, LENGTH // 8), at) for at in range(count + 2)]).astype(np.int64)
-    return Blocks(rows[:count], rows[count:], "repetitive")
-
-
-def config(**options: Any) -> TrainingConfig:
-    return make_training_config(**SHORT | options)
-
-
-def model(kind: str = "llama", method: str = "vga", **parameters: Any) -> Any:
-    return retrofit_model(tiny_model(kind, spread=2.0), None, method, **parameters)
 
 
 def same(one: Any, other: Any) -> bool:
@@ -195,7 +168,7 @@ import sys, time
 from pathlib import Path
 sys.path.insert(0, "tests")
 from transformers import Trainer
-from test_trainer import config, model, repetitive
+from support.training import config, model, repetitive
 from sinkscope.training.trainer import train
 
 step = Trainer.training_step
@@ -372,7 +345,7 @@ LAUNCHED = """
 import sys
 from pathlib import Path
 import torch
-from test_trainer import config, model, repetitive
+from support.training import config, model, repetitive
 from sinkscope.training.trainer import launched, train
 
 changed = model()

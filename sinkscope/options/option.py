@@ -1,0 +1,166 @@
+"""How an option is declared: once, as a field of a pydantic model.
+
+The command line, a recipe and run.json are three spellings of the same model: the field's name, type, default and
+constraints check the value; its description, panel and metavar are what `--help` shows.
+"""
+
+import re
+from collections.abc import Mapping
+from copy import copy
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from sinkscope.errors import InputError, unknown
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class Options(BaseModel):
+    """The options of one command, or a group of them that several commands share."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    about: ClassVar[str] = ""  # of a command: what --help says of it
+    arguments: ClassVar[tuple[str, ...]] = ()  # options that are given by their place, without a name
+    writes: ClassVar[str] = ""  # the folder that the command writes by default, for --help; "" if it writes none
+    repeatable: ClassVar[bool] = False  # --from repeats a run with all its options
+    resumable: ClassVar[bool] = False  # an interrupted run is kept, and the same command goes on
+    in_memory: ClassVar[bool] = False  # the result is a Run, which need not be written
+    defaults: ClassVar[Mapping[str, Any]] = {}  # of inherited options whose default is another here
+    refused: ClassVar[Mapping[str, str]] = {}  # inherited options that do not apply, and why
+    hidden: ClassVar[tuple[str, ...]] = ()  # options that --help leaves out
+    shown: ClassVar[Mapping[str, str]] = {}  # what --help shows as the default of inherited options
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        own = vars(cls).get("defaults", {})
+        for name, default in own.items():
+            changed = copy(cls.model_fields[name])
+            changed.default = default
+            cls.model_fields[name] = changed
+        if own:
+            cls.model_rebuild(force=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, options: Any) -> Any:
+        for name, reason in cls.refused.items():
+            if isinstance(options, dict) and options.get(name, cls.model_fields[name].default) != (
+                cls.model_fields[name].default
+            ):
+                raise ValueError(f"{flag(name)} does not apply: {reason}")
+        return options
+
+    def folder(self) -> Path | None:
+        """Where the command writes if nobody says where; None if it need not write."""
+        return None
+
+
+def option(
+    default: Any,
+    panel: str,
+    about: str,
+    *,
+    metavar: str = "",
+    shown: str | None = None,
+    **constraints: Any,
+) -> Any:
+    """Declare an option.
+
+    Args:
+        default: its default.
+        panel: the group in which `--help` lists it.
+        about: one line for `--help`.
+        metavar: what stands for its value in `--help`.
+        shown: what `--help` shows as the default, where that is not the value itself.
+        **constraints: of pydantic's Field (ge, le, …).
+    """
+    extra: dict[str, Any] = {"panel": panel, "metavar": metavar, "shown": shown}
+    return Field(default=default, description=about, json_schema_extra=extra, **constraints)
+
+
+def flag(name: str) -> str:
+    """An option's name as it is typed: `seq_len` → `--seq-len`."""
+    return f"--{name.strip('_').replace('_', '-')}"
+
+
+def as_folder_name(*parts: str | None) -> str:
+    """The parts that there are, joined by hyphens, without characters that do not belong in a folder's name."""
+    return re.sub(r"[^\w.+=@-]+", "-", "-".join(part for part in parts if part)).lstrip(".-")
+
+
+# ------------------------------------------------------------------------------------------- one-line complaints
+
+
+def checked(kind: type[Model], options: Mapping[str, Any]) -> Model:
+    """Make a model of options, with pydantic's first complaint as one line for someone who typed the option.
+
+    Raises:
+        InputError: an option is unknown, or its value is not allowed.
+    """
+    try:
+        return kind(**options)
+    except ValidationError as error:
+        raise InputError(_complaint(error.errors()[0], kind.model_fields)) from None
+
+
+def filled_in(kind: type[Model], parameters: Mapping[str, Any], what: str, whole: str = "") -> Model:
+    """Make an intervention or a retrofit from its parameters, as numbers or as text from the command line.
+
+    Args:
+        kind: the pydantic model.
+        parameters: name → value.
+        what: begins every message.
+        whole: stands for the parameter's name where a message is about all parameters together.
+
+    Raises:
+        InputError: a parameter is unknown, or its value is not allowed.
+    """
+    for key in parameters:
+        if key not in kind.model_fields:
+            known = f"parameter {unknown(key, kind.model_fields)}" if kind.model_fields else "it has no parameters"
+            raise InputError(f"{what}: {known}")
+    try:
+        return kind(**parameters)
+    except ValidationError as error:
+        worst = error.errors()[0]
+        where = str(worst["loc"][0]) if worst["loc"] else whole
+        message = worst["msg"].removeprefix("Value error, ")
+        raise InputError(f"{what}: {where and where + ': '}{message[0].lower() + message[1:]}") from None
+
+
+# pydantic's kind of error → what to say of the value; other kinds keep pydantic's words
+_NEEDED = {
+    "greater_than_equal": "it must be at least {ge:g}",
+    "greater_than": "it must be more than {gt:g}",
+    "less_than": "it must be less than {lt:g}",
+    "less_than_equal": "it must be at most {le:g}",
+    "finite_number": "it must be a number",
+    "float_parsing": "it must be a number",
+    "int_parsing": "it must be a whole number",
+    "int_type": "it must be a whole number",
+    "int_from_float": "it must be a whole number",
+    "string_type": "it must be text",
+}
+
+
+def _complaint(error: Any, fields: Any) -> str:
+    message, value, context = str(error["msg"]), error["input"], error.get("ctx", {})
+    own_words = message.removeprefix("Value error, ")
+    if not error["loc"]:
+        return own_words
+    name = str(error["loc"][0])
+    if error["type"] == "extra_forbidden":
+        return f"option {unknown(name, fields)}"
+    if len(error["loc"]) > 1 and name == "batch_size":  # a number or a word
+        return f"{flag(name)} {value}: it must be a whole number or auto"
+    if error["type"] == "literal_error":
+        choices = re.findall(r"'([^']+)'", context["expected"])
+        return f"{flag(name)} {unknown(str(value), choices)}"
+    if error["type"] in _NEEDED:
+        return f"{flag(name)} {value}: {_NEEDED[error['type']].format(**context)}"
+    if isinstance(value, tuple | list):  # the message names the element that is wrong
+        return f"{flag(name)}: {own_words}"
+    return f"{flag(name)} {value}: {own_words[0].lower() + own_words[1:]}"

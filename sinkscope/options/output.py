@@ -1,0 +1,56 @@
+"""Where a command writes and what it prints, and the options of commands that measure nothing themselves."""
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+from sinkscope.options.measuring import DeviceOptions, InputOptions, ModelOptions
+from sinkscope.options.option import Options, option
+
+
+class OutputOptions(Options):
+    """They decide no number, and stand in no run.json."""
+
+    out: Path | None = option(None, "Output", "Folder to write.", metavar="DIR")
+    overwrite: bool = option(False, "Output", "Replace what an earlier run wrote to --out.")
+    from_: Path | None = option(
+        None, "Output", "Repeat a run, by its folder or run.json, with all its options.", metavar="RUN"
+    )
+    quiet: bool = option(False, "Output", "Print nothing but errors.")
+    record: dict[str, Any] | None = option(None, "Output", "The recipe by which the command runs, for its run.json.")
+
+    @property
+    def where(self) -> dict[str, Any]:
+        """As the Python functions of the commands take it."""
+        return {"out": self.out, "overwrite": self.overwrite, "quiet": self.quiet}
+
+
+class CompareOptions(Options):
+    about: ClassVar[str] = """Put runs side by side: metrics of the whole model; of two runs also difference and ratio.
+
+    Says in which settings the runs differ. With --out, also metrics by layer, and figures."""
+    arguments: ClassVar = ("runs",)
+    writes: ClassVar = "nothing"
+
+    runs: tuple[Path, ...] = option((), "Input", "Run folders, two or more.", metavar="RUN")
+
+
+class RunOptions(InputOptions, DeviceOptions, ModelOptions):
+    about: ClassVar[str] = """Run a recipe: an experiment or a paper's figure, with all its options, on any model.
+
+    Options given here take the place of the recipe's. Writes what the recipe's command writes, with the recipe's
+    figures, and prints the verdict, or a comparison of its runs."""
+    arguments: ClassVar = ("recipe",)
+    writes: ClassVar = "runs/RECIPE-MODEL"
+    resumable: ClassVar = True
+    shown: ClassVar = dict.fromkeys(
+        (*ModelOptions.model_fields, *DeviceOptions.model_fields, *InputOptions.model_fields), "the recipe's"
+    )
+
+    recipe: str = option(..., "Input", "A YAML file, or a name from `sinkscope list recipes`.", metavar="RECIPE")
+
+
+class ListOptions(Options):
+    about: ClassVar[str] = "Show what can be named, kind by kind: observables, interventions, recipes, metrics, …"
+    arguments: ClassVar = ("kind",)
+
+    kind: str | None = option(None, "Input", "One kind of them.", metavar="KIND", shown="all")

@@ -1,0 +1,130 @@
+"""Random tables of a run, shaped as `analyze` writes them."""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from sinkscope.report.run import Run
+
+
+def grid(**axes: Any) -> pd.DataFrame:
+    """One row a combination of the axes' values."""
+    return pd.MultiIndex.from_product(axes.values(), names=list(axes)).to_frame(index=False)
+
+
+def gradient_tables(layers: int = 4, heads: int = 4, kv_heads: int = 2, positions: int = 16) -> dict[str, pd.DataFrame]:
+    """Random tables of a backward pass: the first query has no gradient, compress falls as the input's norm grows."""
+    random = np.random.default_rng(1)
+    ends = {"query": heads, "key": kv_heads, "value": kv_heads}
+    parts = [
+        grid(layer=range(layers), pathway=[name], head=range(-1, end), position=range(positions))
+        for name, end in ends.items()
+    ]
+    gradient = pd.concat(parts, ignore_index=True)
+    gradient["grad_norm"] = 10 ** random.uniform(-4, -1, len(gradient))
+    gradient.loc[(gradient["pathway"] == "query") & (gradient["position"] == 0), "grad_norm"] = 0.0
+
+    ratio = grid(layer=range(layers), branch=["attn", "mlp"], position=range(positions))
+    ratio["input_norm"] = 10 ** random.uniform(0, 4, len(ratio))
+    ratio["bloat"] = 10 ** random.uniform(0, 3, len(ratio))
+    ratio["compress"] = 3 / ratio["input_norm"] * 10 ** random.uniform(-0.2, 0.2, len(ratio))
+    ratio["change"] = 10 ** random.uniform(-0.1, 0.3, len(ratio))
+
+    check = grid(layer=range(layers), head=range(heads), position=range(positions))
+    check["identity_residual"] = random.uniform(1e-7, 5e-7, len(check))
+    check["measured"] = 10 ** random.uniform(-3, 3, len(check))
+    check["lower_bound"] = check["measured"] * random.uniform(0.1, 1.02, len(check))
+    check["upper_bound"] = check["measured"] * random.uniform(0.95, 9, len(check))
+    check["holds"] = check["measured"].between(check["lower_bound"], check["upper_bound"])
+
+    bound = ratio[["layer", "branch", "position"]].assign(measured=ratio["compress"])
+    bound["tightness"] = random.uniform(0.1, 1, len(bound))
+    bound = bound.assign(bound=bound["measured"] / bound["tightness"], holds=1.0)
+    return {"gradient": gradient, "gradient_ratio": ratio, "gradient_check": check, "norm_bound": bound}
+
+
+TOKENS = ["<s>", " the", "\n", ".", " $x$", "漢字", "\x00", None, "\t", " incomprehensibilities", "�", "  "]
+
+
+def tables_of(layers: int, heads: int, kv_heads: int, positions: int, sequences: int, length: int) -> dict:
+    """Random tables of a run with a sink at position 0, as `analyze` would make them."""
+    random = np.random.default_rng(0)
+
+    def of(frame: pd.DataFrame, **columns: tuple[float, float]) -> pd.DataFrame:
+        return frame.assign(**{name: random.uniform(*span, len(frame)) for name, span in columns.items()})
+
+    def with_tokens(frame: pd.DataFrame, column: str = "position") -> pd.DataFrame:
+        ids = frame[column] % len(TOKENS)
+        return frame.assign(token_id=ids, token=ids.map(dict(enumerate(TOKENS))))
+
+    by_head = grid(layer=range(layers), head=range(heads), position=range(positions))
+    by_head["kv_head"] = by_head["head"] // (heads // kv_heads)
+    masses = dict.fromkeys(("window_mass", "sink_rate", "sink_mass", "sink_second_moment"), (0.0, 0.2))
+    attention = of(by_head, **masses)
+    attention.loc[attention["position"] == 0, list(masses)] += random.uniform(0, 0.8, (layers * heads, 1))
+    geometry = of(by_head, **{f"{x}_norm": (1, 20) for x in ("query", "key", "value")}, qk_cosine=(-0.5, 0.8))
+    geometry = of(geometry, qk_norm_product=(1, 400), sink_logit_gap=(-2, 12))
+    sites = ["layer_in", "attn_out", "mid", "mlp_out", "layer_out", "value"]
+    activation = of(grid(layer=range(layers), site=sites, position=range(positions)), norm_mean=(1, 3e4))
+    activation["norm_max"] = activation["norm_mean"] * 2
+    massive = with_tokens(
+        of(grid(layer=range(layers), sequence=range(sequences), position=range(3)), value=(-3e4, 3e4))
+    )
+    massive = massive.assign(coordinate=7, median=1.0, ratio=massive["value"].abs())
+    massive["is_massive"] = massive["layer"] % 2 == 1
+    sinks = of(grid(layer=range(layers), head=range(heads), sequence=range(sequences), position=range(length)))
+    sinks = with_tokens(of(sinks, window_mass=(0.3, 0.9))).sample(frac=0.3, random_state=0)
+    shown = range(min(length, 64))
+    magnitudes = of(
+        grid(layer=[layers - 1], sequence=[0], position=shown, coordinate=range(0, 40, 4)), magnitude=(0, 9)
+    )
+    magnitudes["is_top"] = magnitudes["coordinate"].isin([8, 20])
+    magnitudes.loc[(magnitudes["coordinate"] == 20) & (magnitudes["position"] == 0), "magnitude"] = 9e3
+    maps = of(
+        grid(layer=[0, layers - 1], head=range(min(heads, 2)), sequence=[0], query=shown, key=shown),
+        weight=(0, 1),
+    )
+    maps = with_tokens(maps[maps["key"] <= maps["query"]].drop_duplicates(["layer", "head", "query", "key"]), "key")
+    metrics = ["sink_rate", "value_drain", "norm_ratio", "massive_count"]
+    query_bias = of(
+        grid(layer=range(layers), head=range(-1, heads), position=range(length)),
+        delta_mean=(-160, 100), delta_std=(0, 20), key_alignment=(-1, 1),
+    )  # fmt: skip
+    gamma = of(grid(layer=range(layers), coordinate=range(40)), gamma=(-5, 5))
+    gamma["epe_0"] = gamma["coordinate"].map({7: 90.0, 38: -50.0}).fillna(0.5)
+    gamma["is_massive_epe"] = gamma["coordinate"].isin([7, 38])
+    bins = grid(layer=range(layers), group=["position 0", "later"], delta=np.linspace(-160, 100, 60))
+    return {
+        "attention": attention,
+        "geometry": geometry,
+        "activation": activation,
+        "massive": massive,
+        "sink_positions": sinks,
+        "massive_map": with_tokens(magnitudes),
+        "attention_maps": maps,
+        "query_bias": query_bias,
+        "gamma": gamma,
+        "delta_distribution": bins.assign(count=random.integers(0, 9, len(bins))),
+        "summary": of(grid(layer=range(-1, layers), metric=metrics), value=(0, 1)),
+    } | gradient_tables(layers, heads, kv_heads, positions)
+
+
+def make_run(
+    layers: int = 4,
+    heads: int = 4,
+    kv_heads: int = 2,
+    positions: int = 16,
+    sequences: int = 3,
+    length: int = 24,
+    model: str = "org/Tiny-1M",
+    condition: str = "natural",
+    **replaced: pd.DataFrame,
+) -> Run:
+    manifest = {
+        "model": {"name": model, "layer_types": None, "sliding_window": None},
+        "condition": condition,
+        "config": {"epsilon": 0.3},
+        "input": {"sequences": sequences, "tokens": sequences * length},
+    }
+    return Run(manifest, tables_of(layers, heads, kv_heads, positions, sequences, length) | replaced)

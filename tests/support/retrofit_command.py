@@ -1,0 +1,26 @@
+"""What the tests of `retrofit` and `train` share: a tokenizer of eight words, small settings, the command line."""
+
+from typing import Any
+
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner, Result
+
+from sinkscope.cli.app import app
+
+WORDS = ("<pad>", "<s>", "</s>", "<unk>", "the", "of", "and", "drain")
+
+SMALL: dict[str, Any] = {"steps": 3, "block_length": 16, "batch_size": 2, "log_every": 1}
+
+TYPED = ("--steps", "3", "--block-length", "16", "--batch-size", "2", "--log-every", "1")
+
+
+def words_tokenizer() -> PreTrainedTokenizerFast:
+    core = Tokenizer(models.WordLevel({word: at for at, word in enumerate(WORDS)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+def command_line(*args: object) -> Result:
+    return CliRunner().invoke(app, [str(arg) for arg in args])

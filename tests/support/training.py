@@ -1,0 +1,52 @@
+"""Short trainings of a tiny model."""
+
+from typing import Any
+
+import numpy as np
+from tiny import VOCAB, tiny_model
+
+from sinkscope.options.training import TrainingConfig, make_training_config
+from sinkscope.retrofits import retrofit_model
+from sinkscope.training.blocks import Blocks
+
+LENGTH = 16
+
+SHORT: dict[str, Any] = {
+    "steps": 12,
+    "block_length": LENGTH,
+    "batch_size": 2,
+    "learning_rate": 1e-3,
+    "new_learning_rate": 1e-2,
+    "log_every": 2,
+    "save_every": 4,
+    "warmup": 0.0,
+}
+
+
+def repetitive(count: int = 10) -> Blocks:
+    """Blocks that all say the same, from another place on."""
+    words = np.random.default_rng(0).integers(3, VOCAB, 8)
+    rows = np.stack([np.roll(np.tile(words, LENGTH // 8), at) for at in range(count + 2)]).astype(np.int64)
+    return Blocks(rows[:count], rows[count:], "repetitive")
+
+
+def config(**options: Any) -> TrainingConfig:
+    return make_training_config(**SHORT | options)
+
+
+def model(kind: str = "llama", method: str = "vga", **parameters: Any) -> Any:
+    return retrofit_model(tiny_model(kind, spread=2.0), None, method, **parameters)
+
+
+def random_blocks(count: int) -> Blocks:
+    """Every block another one, so that it matters which of them a step reads."""
+    rows = np.random.default_rng(1).integers(3, VOCAB, (count + 2, 16)).astype(np.int64)
+    return Blocks(rows[:count], rows[count:], "random")
+
+
+# Two ways of training on two processes. 11 blocks are no whole number of batches: the third step of batches of 4
+# continues in the next epoch.
+CASES = {
+    "a batch a step": {"batch_size": 2, "accumulation": 1},
+    "three batches a step": {"batch_size": 1, "accumulation": 3},
+}
