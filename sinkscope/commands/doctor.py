@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from sinkscope.attention.seam import attention_implementation
 from sinkscope.attention.taps import has_denominators
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.commands.result import Result
@@ -161,22 +162,15 @@ class _FirstColumn(Observable):
         weights, _ = read.weights(slice(0, read.length), slice(0, 1))
         self.weights.append(weights[0, :, :, 0].float().cpu())
 
-    def tables(self) -> dict:
-        return {}
-
 
 @torch.no_grad()
 def _weights(model: PreTrainedModel, family: Family, batch: Batch) -> tuple[str, bool, str]:
-    """Fused weights against transformers' eager ones, which it returns whole."""
+    """Compare our weights with those that transformers' eager attention returns."""
     observable = _FirstColumn()
     with open_tracer(model, family) as tracer:
         tracer.forward(batch, [observable])
-    before = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    try:
+    with attention_implementation(model, "eager"):
         eager = model(batch.token_ids.to(model.device), use_cache=False, output_attentions=True).attentions
-    finally:
-        model.set_attn_implementation(before)
     pairs = zip(observable.weights, eager, strict=True)
     worst = max(float((mine - theirs[0, :, :, 0].float().cpu()).abs().max()) for mine, theirs in pairs)
     return ("attention to position 0 is transformers' eager", worst < TOLERANCE[eager[0].dtype], f"within {worst:.1e}")

@@ -204,9 +204,8 @@ def _controls(stack: Stack, known: Known, seed: int, draws: int) -> list[Stack]:
 
 
 class _HiddenMean(Observable):
-    """The output of every layer at one position, mean over sequences."""
+    """The output of every layer at one position, mean over sequences: what mean-massive puts there."""
 
-    about = "what mean-massive puts in the place of massive activations"
     sites = ("layer_out",)
 
     def __init__(self, position: int) -> None:
@@ -217,6 +216,3 @@ class _HiddenMean(Observable):
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
         at_position = batch.tokens_at(reading.tensor, self.position + 1)[:, self.position]
         self.mean.add(layer, upcast(at_position))
-
-    def tables(self) -> dict[str, pd.DataFrame]:
-        return {}

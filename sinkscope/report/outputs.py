@@ -10,7 +10,8 @@ from rich.console import Console
 
 from sinkscope.measuring.console import spinner
 from sinkscope.report.figures import save_all, save_figures
-from sinkscope.report.paper_tables import as_markdown, paper_tables
+from sinkscope.report.markdown import as_markdown
+from sinkscope.report.paper_tables import paper_tables
 from sinkscope.report.run import Run
 from sinkscope.results.folders import new_folder
 from sinkscope.results.manifest import write_manifest

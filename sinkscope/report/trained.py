@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 from accelerate import PartialState
 
+from sinkscope.report.analysis import quantized_source
 from sinkscope.report.backcopy_table import backcopy_markdown
 from sinkscope.report.comparison import Comparison
 from sinkscope.report.figures import OF_ARMS
@@ -16,6 +17,8 @@ from sinkscope.report.figures.spec import draw_all
 from sinkscope.report.figures.style import Figure
 from sinkscope.report.retrofit_table import UNTOUCHED, retrofit_markdown, retrofit_table
 from sinkscope.report.run import Run
+from sinkscope.report.words import say
+from sinkscope.results.findings import Finding
 
 
 @dataclass(frozen=True)
@@ -35,16 +38,24 @@ class Trained:
 
     @property
     def verdict(self) -> str:
-        """VGA's tables, as Markdown; of a task also what the lab found."""
-        whole = retrofit_markdown(self.tables["retrofit"])
-        return f"{whole}\n{backcopy_markdown(self.tables['training'])}" if "value_norms" in self.tables else whole
+        """VGA's tables as Markdown, and of a task its own metrics."""
+        parts = [retrofit_markdown(self.tables["retrofit"])]
+        if UNTOUCHED in self.runs:
+            parts += [f"{say(finding)}\n" for finding in quantized_source(self.runs[UNTOUCHED], "W8A8")]
+        if "value_norms" in self.tables:
+            parts.append(backcopy_markdown(self.tables["training"]))
+        return "\n".join(parts)
+
+    @property
+    def findings(self) -> list[Finding]:
+        """How far the new parameters of each method have moved."""
+        gates = self.tables["gates"]
+        return [_moved(str(arm), rows) for arm, rows in gates.groupby("condition", sort=False)]
 
     @property
     def notes(self) -> list[str]:
-        """How far each method's gates have moved, a line each; and settings in which the runs differ."""
-        gates = self.tables["gates"]
-        moved = [_moved(label, gates) for label in gates["condition"].unique()]
-        return moved + (self.comparison.warnings if self.comparison else [])
+        """The findings, and the settings in which the runs differ, a line each."""
+        return [say(finding) for finding in self.findings] + (self.comparison.warnings if self.comparison else [])
 
     def figures(self) -> dict[str, Figure]:
         """By name, those that the tables, and the runs' own, allow."""
@@ -85,9 +96,8 @@ def retrofit_tables(manifest: Mapping[str, Any], runs: Mapping[str, Run], gates:
     return pd.concat(parts, ignore_index=True)
 
 
-def _moved(label: str, gates: pd.DataFrame) -> str:
-    mine = gates[gates["condition"] == label]
-    most = mine.loc[mine["displacement"].idxmax()]
-    where = "" if most["layer"] < 0 else f", in layer {most['layer']}"
-    mean = mine["displacement"].mean()
-    return f"{label}: new parameters moved by {mean:.3g} on average, by {most['displacement']:.3g} at most{where}"
+def _moved(arm: str, gates: pd.DataFrame) -> Finding:
+    """From the rows of the table `gates` of one arm."""
+    most = gates.loc[gates["displacement"].idxmax()]
+    numbers = {"arm": arm, "mean": gates["displacement"].mean(), "layer": most["layer"] if most["layer"] >= 0 else None}
+    return Finding("gates-moved", "Gates", value=most["displacement"], numbers=numbers)

@@ -30,7 +30,7 @@ from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.models.families import find_family
 from sinkscope.models.projections import projections
 from sinkscope.options.measuring import make_config
-from sinkscope.quantization.arithmetic import asymmetric_grid, quantize_asymmetric, quantize_symmetric, symmetric_grid
+from sinkscope.quantization.arithmetic import asymmetric_grid, quantize_symmetric, symmetric_grid
 from sinkscope.quantization.ranges import Bits, Range
 from sinkscope.quantization.settings import ALL, ALONE, COSTLIEST_KEPT, FULL, KEPT, MASSIVE_KEPT, WEIGHTS
 from sinkscope.quantization.simulation import quantized, quantized_sites
@@ -104,7 +104,7 @@ def test_symmetric_by_hand(x: list[float], bits: int, expected: list[float]) -> 
 )
 def test_asymmetric_by_hand(x: list[float], low: float, high: float, bits: int, expected: list[float]) -> None:
     x64 = torch.tensor(x, dtype=torch.float64)
-    torch.testing.assert_close(quantize_asymmetric(x64, low, high, bits), torch.tensor(expected, dtype=torch.float64))
+    torch.testing.assert_close(asymmetric_grid(low, high, bits).snap(x64), torch.tensor(expected, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8, 16])
@@ -118,7 +118,7 @@ def test_as_torch_quantizes(bits: int, scale: float) -> None:
     assert_same_but_for_ties(quantize_symmetric(x, bits), theirs, largest / most)
     step = (high - low) / (2**bits - 1)
     theirs = torch.fake_quantize_per_tensor_affine(x, step, round(-low / step), 0, 2**bits - 1)
-    assert_same_but_for_ties(quantize_asymmetric(x, low, high, bits), theirs, step)
+    assert_same_but_for_ties(asymmetric_grid(low, high, bits).snap(x), theirs, step)
 
 
 def assert_same_but_for_ties(mine: torch.Tensor, theirs: torch.Tensor, step: float) -> None:
@@ -148,7 +148,7 @@ def test_zero_is_on_every_grid_and_the_error_at_most_half_a_step(bits: int) -> N
 def test_nan_stays_nan_and_the_dtype_is_kept(dtype: torch.dtype) -> None:
     x = torch.tensor([NAN, 1.0, -2.0], dtype=dtype)
     for high in (2.0, 0.0):
-        snapped = quantize_asymmetric(x, -high, high, 8)
+        snapped = asymmetric_grid(-high, high, 8).snap(x)
         assert snapped.dtype == dtype
         assert snapped.isnan().tolist() == [True, False, False]
     assert x[1] == 1.0  # not in place
@@ -160,7 +160,7 @@ def test_what_has_no_range_is_refused(bad: float) -> None:
         quantize_symmetric(torch.tensor([1.0, bad]), 8)
     for low, high in ((0.0, bad), (bad, 0.0), (1.0, -1.0)):
         with pytest.raises(InputError, match="not a range"):
-            quantize_asymmetric(torch.ones(2), low, high, 8)
+            asymmetric_grid(low, high, 8).snap(torch.ones(2))
 
 
 @pytest.mark.parametrize("bits", [1, 17, 0, -8, 8.0, True, "8"])
@@ -334,7 +334,7 @@ def test_rounding_as_by_hand(llama: PreTrainedModel) -> None:
     llama(torch.stack(sequences))
     handle.remove()
     x = inputs[0].double()
-    snapped = quantize_asymmetric(x, ranges[site].low, ranges[site].high, 3)
+    snapped = asymmetric_grid(ranges[site].low, ranges[site].high, 3).snap(x)
     assert roundings[site].zeroed == pytest.approx(float((snapped == 0).double().mean()), abs=2e-3)
     noise = float((snapped - x).square().sum())
     assert roundings[site].sqnr == pytest.approx(10 * np.log10(float(x.square().sum()) / noise), abs=0.05)

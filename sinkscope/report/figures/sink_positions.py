@@ -8,11 +8,11 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
-from sinkscope.measuring.summary import FEWEST_QUERIES
 from sinkscope.report.figures.axes import say, whole_numbers, write_beside
 from sinkscope.report.figures.labels import places, title, token_label
 from sinkscope.report.figures.spec import declare
 from sinkscope.report.figures.style import NAVY, VERMILION, WIDE, Figure, new_figure
+from sinkscope.results.findings import FEWEST_QUERIES
 from sinkscope.results.run import RunData
 
 MOST_TOKENS = 12
