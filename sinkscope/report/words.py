@@ -155,8 +155,8 @@ TEMPLATES: dict[tuple[str, Outcome], str] = {
         "{sequences} sequences).",
     ("kept", MEASURED): "Left in full precision alone, `{kind}` saves most: {before:cost} → {value:cost} nats per "
         "token.",
-    ("site", PRESENT): "`{kind}` of layer {layer} quantized alone costs {value:cost} nats per token: largest entry "
-        "{largest:,.0f}, median {median:.2g}, {zeroed:.0%} of its entries round to zero.",
+    ("site", PRESENT): "`{kind}` of layer {layer} quantized alone costs {value:cost} nats per token; in calibration its "
+        "largest entry is {largest:,.0f}, the median {median:.2g}, and {zeroed:.0%} of its entries round to zero.",
     ("massive-sites", PRESENT): "Massive activations are held by {sites:sites}.",
     ("massive-sites", ABSENT): "No linear layer's input or output holds massive activations.",
     ("costliest", MEASURED): "The {count} costliest of {total} sites[, {massive} of which hold massive activations]: "
