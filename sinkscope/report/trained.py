@@ -1,4 +1,4 @@
-"""What came of `retrofit` or `train`: its runs, its tables with all arms together, and its figures."""
+"""The result of `retrofit` or `train`: its runs, its tables with all arms together, and its figures."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,11 +23,14 @@ from sinkscope.results.findings import Finding
 
 @dataclass(frozen=True)
 class Trained:
-    """What came of `retrofit` or `train`.
+    """The result of `retrofit` or `train`.
 
-    runs         a run an arm; of `retrofit` also "untouched"
-    comparison   of these, of the first seed's where there are several, on held-out text; None where there is only one
-    tables       `training`, `gates` and `retrofit`, whose condition is the method; `train` on a task has more
+    Attributes:
+        folder: Where it was written.
+        manifest: Its whole configuration, and its arms.
+        runs: Arm → its run on held-out text; of `retrofit` also "untouched", the model as it was.
+        comparison: Of the runs of the first seed; None where there is only one.
+        tables: `training`, `gates` and `retrofit`, whose condition is the method; a task adds its own.
     """
 
     folder: Path
@@ -63,7 +66,7 @@ class Trained:
 
     @property
     def is_main(self) -> bool:
-        """Of several processes, the one that prints."""
+        """Whether this is the one of several processes that prints."""
         return PartialState().is_main_process
 
     def model(self, label: str) -> Path:
@@ -75,7 +78,7 @@ class Trained:
 
 
 def by_seed(manifest: Mapping[str, Any], runs: Mapping[str, Run]) -> Iterator[tuple[int, dict[str, Run]]]:
-    """Seed, and its runs by method; the untouched model's is every seed's."""
+    """Each seed with its runs by method; the untouched model's run belongs to every seed."""
     arms = {label: manifest["arms"][label] for label in runs if label != UNTOUCHED}
     for seed in sorted({arm["seed"] for arm in arms.values()}):
         shared = {UNTOUCHED: runs[UNTOUCHED]} if UNTOUCHED in runs else {}
@@ -83,7 +86,7 @@ def by_seed(manifest: Mapping[str, Any], runs: Mapping[str, Run]) -> Iterator[tu
 
 
 def first_runs(manifest: Mapping[str, Any], runs: Mapping[str, Run]) -> dict[str, Run]:
-    """By method, of the first seed."""
+    """The runs of the first seed, by method."""
     return next(by_seed(manifest, runs))[1]
 
 

@@ -64,7 +64,7 @@ TEMPLATES: dict[tuple[str, Outcome], str] = {
         "than {usual:.0%} of the sequences], at [position {position}][{places} positions]; the largest of all "
         "sequences is {value:,.0f}.",
     ("massive", ABSENT): "No entry of the residual stream is a massive activation as Sun et al. (2024) define it; the "
-        "nearest, at coordinate {coordinate} of layer {layer}'s output and position {position}, is {value:,.0f}, "
+        "nearest, at coordinate {coordinate} of layer {layer}'s output and position {position}, is {value:,.0f}: "
         "{ratio:,.0f} × the median.",
     ("value-drain", PRESENT): "Value states at position 0 are drained where the sink is: their norm is "
         "{value:value_drain} of the other positions' in {layers:layers} (mean over all layers: "
@@ -155,8 +155,8 @@ TEMPLATES: dict[tuple[str, Outcome], str] = {
         "{sequences} sequences).",
     ("kept", MEASURED): "Left in full precision alone, `{kind}` saves most: {before:cost} → {value:cost} nats per "
         "token.",
-    ("site", PRESENT): "`{kind}` of layer {layer} quantized alone costs {value:cost} nats per token: largest entry "
-        "{largest:,.0f}, median {median:.2g}, {zeroed:.0%} of its entries round to zero.",
+    ("site", PRESENT): "`{kind}` of layer {layer} quantized alone costs {value:cost} nats per token; in "
+        "calibration its largest entry is {largest:,.0f}, the median {median:.2g}, and {zeroed:.0%} round to zero.",
     ("massive-sites", PRESENT): "Massive activations are held by {sites:sites}.",
     ("massive-sites", ABSENT): "No linear layer's input or output holds massive activations.",
     ("costliest", MEASURED): "The {count} costliest of {total} sites[, {massive} of which hold massive activations]: "
