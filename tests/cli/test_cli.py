@@ -641,7 +641,7 @@ main()
 
 
 def test_ended_from_outside(bare: Path, here: Path) -> None:
-    options = ("--input", "random", "--num-seqs", "200000", "--batch-size", "8", "--out", "run")
+    options = ("--input", "random", "--num-seqs", "20000", "--batch-size", "8", "--out", "run")
     command = [sys.executable, "-c", ANNOUNCED, "analyze", str(bare), *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
