@@ -5,42 +5,66 @@
     run.tables["attention"]
     run.figure("sink-map")
 
-The verbs are those of the command line. They are imported when first used: `sinkscope --help` needs no torch.
+The functions are those of the command line. They are imported when first used, so that `import sinkscope` is light.
+`import sinkscope.retrofits` teaches transformers' auto classes to load models that sinkscope has retrofitted.
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-_HOME = {
-    "analyze": "sinkscope.commands.analyze",
-    "analyze_steps": "sinkscope.commands.series",
-    "intervene": "sinkscope.commands.intervene",
-    "intervening": "sinkscope.interventions",
-    "quantize": "sinkscope.commands.quantize",
-    "quantised": "sinkscope.quantization.simulation",
-    "calibrate_ranges": "sinkscope.quantization.calibration",
-    "load": "sinkscope.models.loading",
-    "retrofit": "sinkscope.commands.retrofit",
-    "train": "sinkscope.commands.train",
-    "retrofit_model": "sinkscope.retrofits",
-    "new_parameters": "sinkscope.retrofits",
-    "gate_displacement": "sinkscope.retrofits",
-    "compare": "sinkscope.report.comparison",
-    "doctor": "sinkscope.commands.doctor",
-    "run_recipe": "sinkscope.commands.run",
-    "Run": "sinkscope.report.run",
-    "Series": "sinkscope.commands.series",
-    "InputError": "sinkscope.errors",
-    "SinkscopeError": "sinkscope.errors",
+if TYPE_CHECKING:
+    from sinkscope.commands.analyze import analyze as analyze
+    from sinkscope.commands.doctor import doctor as doctor
+    from sinkscope.commands.intervene import intervene as intervene
+    from sinkscope.commands.quantize import quantize as quantize
+    from sinkscope.commands.retrofit import retrofit as retrofit
+    from sinkscope.commands.run import run_recipe as run_recipe
+    from sinkscope.commands.series import Series as Series
+    from sinkscope.commands.series import analyze_steps as analyze_steps
+    from sinkscope.commands.train import train as train
+    from sinkscope.errors import InputError as InputError
+    from sinkscope.errors import SinkscopeError as SinkscopeError
+    from sinkscope.interventions import intervening as intervening
+    from sinkscope.measuring.calibration import calibrate_ranges as calibrate_ranges
+    from sinkscope.models.loading import load as load
+    from sinkscope.quantization.simulation import quantized as quantized
+    from sinkscope.report.comparison import compare as compare
+    from sinkscope.report.run import Run as Run
+    from sinkscope.retrofits import gate_displacement as gate_displacement
+    from sinkscope.retrofits import new_parameters as new_parameters
+    from sinkscope.retrofits import retrofit_model as retrofit_model
+
+_MODULES = {
+    "analyze": "commands.analyze",
+    "analyze_steps": "commands.series",
+    "calibrate_ranges": "measuring.calibration",
+    "compare": "report.comparison",
+    "doctor": "commands.doctor",
+    "gate_displacement": "retrofits",
+    "InputError": "errors",
+    "intervene": "commands.intervene",
+    "intervening": "interventions",
+    "load": "models.loading",
+    "new_parameters": "retrofits",
+    "quantized": "quantization.simulation",
+    "quantize": "commands.quantize",
+    "retrofit": "commands.retrofit",
+    "retrofit_model": "retrofits",
+    "Run": "report.run",
+    "run_recipe": "commands.run",
+    "Series": "commands.series",
+    "SinkscopeError": "errors",
+    "train": "commands.train",
 }
-__all__ = sorted(_HOME)
 
+__all__ = sorted(_MODULES)
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'sinkscope' has no attribute '{name}'")
-    return getattr(import_module(_HOME[name]), name)
+if not TYPE_CHECKING:  # or type checkers would take every name for one that exists
 
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module 'sinkscope' has no attribute '{name}'")
+        return getattr(import_module(f"sinkscope.{_MODULES[name]}"), name)
 
-def __dir__() -> list[str]:
-    return __all__
+    def __dir__() -> list[str]:
+        return __all__

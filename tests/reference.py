@@ -312,7 +312,7 @@ def attention(sequences: list[Sequence], positions: int, window: int, epsilon: f
                 mass = column[:window].mean()
                 seen.append((mass, mass > epsilon, column.mean(), (column**2).mean()))
             rows.append((layer, head, head // groups, position, *np.mean(seen, axis=0)))
-    columns = ["window_mass", "sink_fraction", "sink_mass", "sink_second_moment"]
+    columns = ["window_mass", "sink_rate", "sink_mass", "sink_second_moment"]
     return pd.DataFrame(rows, columns=["layer", "head", "kv_head", "position", *columns])
 
 

@@ -1,4 +1,4 @@
-"""What an attention layer holds while it is measured: taps to read at, and a further term in the denominator."""
+"""What an attention layer holds while it is measured: the taps, and a further term in the softmax's denominator."""
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
@@ -10,9 +10,6 @@ from torch import nn
 from sinkscope.attention.kernels import KERNELS, AttentionCall, ForbiddenKeys, upcast
 
 NAME = "sinkscope"  # of the attention implementation, and of the seam inside each attention module
-
-
-RETROFIT = "retrofit"  # of what a retrofit has added to a module, for good
 
 
 class Tap(nn.Module):
@@ -43,21 +40,27 @@ class Seam(nn.Module):
 
 
 class Denominator(nn.Module, ABC):
-    """A retrofit's own term in every row's denominator, a logit with no value; in an attention module as `RETROFIT`."""
+    """A further term in the denominator of every row's softmax: a logit that has no value.
+
+    An attention module with such a submodule, under whatever name, attends with this term.
+    """
 
     reads_query: ClassVar[bool] = False
-    scaling: float  # of q·k, where the model's own code makes the logits,
-    is_biased: bool  # and whether it adds to them by position (ALiBi)
+    scaling: float  # of q·k, where the model's own code makes the logits
+    is_biased: bool  # whether the model adds a bias by position to the logits (ALiBi)
 
     @abstractmethod
     def forward(self, query: torch.Tensor, call: AttentionCall) -> torch.Tensor:
         """query (B,H,T,d) → logits (B,H,T)."""
 
     def added_to(self, call: AttentionCall, query: torch.Tensor, own_bias: torch.Tensor | None = None) -> AttentionCall:
-        """The same call with this term in it, beside the model's own where it has one (gpt-oss).
+        """The call with this term added to the model's own sink logits, if it has any (gpt-oss).
 
-        own_bias (B|1,H,T): what ALiBi adds to the logit of the query's own key. Models give ALiBi up to a constant a
-        row, which MPT counts from the last key there is; beside a logit without position it is to be 0 at distance 0.
+        Args:
+            call: the attention call without this term.
+            query: (B,H,T,d).
+            own_bias: (B|1,H,T), what ALiBi adds to the logit of the query's own key. Models define ALiBi up to a
+                constant per row (MPT counts from the last key); the new logit needs the one with 0 at distance 0.
         """
         logits = upcast(self(query, call))
         if own_bias is not None:
@@ -67,10 +70,11 @@ class Denominator(nn.Module, ABC):
         return replace(call, sink_logits=logits)
 
 
-def denominator_of(module: nn.Module) -> Denominator | None:
-    found = getattr(module, RETROFIT, None)
-    return found if isinstance(found, Denominator) else None
+def denominator_of(attention: nn.Module) -> Denominator | None:
+    """The further term of this attention module; None where it has none."""
+    return next((child for child in attention.children() if isinstance(child, Denominator)), None)
 
 
 def has_denominators(model: nn.Module) -> bool:
-    return any(denominator_of(module) is not None for module in model.modules())
+    """Whether any attention layer has a further term in its denominator."""
+    return any(isinstance(module, Denominator) for module in model.modules())

@@ -13,7 +13,9 @@ from sinkscope.options.option import Options, flag
 from sinkscope.options.output import OutputOptions
 
 # what --debug does is decided before any argument is parsed (ending.py); here it is for --help
-_DEBUG = typer.Option("--debug", help="Show tracebacks, and the warnings of libraries.", rich_help_panel="Output")
+_DEBUG = typer.Option(
+    "--debug", metavar="", help="Show tracebacks, and the warnings of libraries.", rich_help_panel="Output"
+)
 
 
 def parameters_of(kind: type[Options]) -> list[inspect.Parameter]:

@@ -4,20 +4,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from rich.console import Console
 from transformers import PreTrainedModel
 
 from sinkscope.attention.taps import has_denominators
 from sinkscope.attention.weights import AttentionRead
+from sinkscope.commands.result import Result
 from sinkscope.interventions import INTERVENTIONS, Target
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.gradient import undefined_ratios
 from sinkscope.measuring.observables.observable import ATTENTION_SITES, Observable, Settings
-from sinkscope.measuring.subject import ModelLike, config_of, family_of, loaded_model
+from sinkscope.measuring.subject import ModelLike, family_of, loaded_model, options_of
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import RESIDUAL_SITES, Family, embedding_weight
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.wiring import check_wiring, read_sites
+from sinkscope.options.measuring import DoctorOptions, RunConfig
+from sinkscope.options.output import OutputOptions
 from sinkscope.text.batch import Batch
 
 TOKENS = 64
@@ -27,11 +29,11 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 5e-2, torc
 
 @dataclass
 class Report:
-    """What the doctor found. `checks` are (what, passed, detail); `facts` and `notes` are for people."""
+    """What the doctor found."""
 
     name: str
     facts: dict[str, str] = field(default_factory=dict)
-    checks: list[tuple[str, bool, str]] = field(default_factory=list)
+    checks: list[tuple[str, bool, str]] = field(default_factory=list)  # (what was checked, passed, detail)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -45,32 +47,38 @@ class Report:
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
 
 
+def command(options: DoctorOptions, output: OutputOptions) -> Result:
+    report = doctor(**options.model_dump(exclude={"attn"}))
+    wrong = "" if report.ok else "a check failed: numbers from this model cannot be trusted"
+    return Result(report, text=str(report), failure=wrong)
+
+
 def doctor(model: ModelLike = None, **options: Any) -> Report:
-    """Examine one model; `options` are those of `load`. → Report, whose `ok` says whether every check passed.
+    """Examine one model before it is measured.
 
-    Errors: those of `load`; InputError where the architecture is unknown and cannot be calibrated.
+    Args:
+        model: as for `analyze`.
+        **options: those of `load`.
+
+    Returns:
+        A Report whose `ok` says whether every check passed.
+
+    Raises:
+        InputError: the model cannot be loaded, or its architecture is unknown and cannot be calibrated.
     """
-    loaded = loaded_model(model, None, config_of(model, options))
+    loaded = loaded_model(model, None, options_of(RunConfig, model, options))
     family, notices = family_of(loaded.model)
-    report = Report(loaded.name, _facts(loaded, family), notes=[*loaded.notices, *notices])
-    if notices:
-        report.notes.append(f"the calibrated row: {family}")
-    report.notes += [f"no site '{site}': {reason}" for site, reason in family.absent_sites().items()]
-
-    report.notes += [f"gradients: {ratio} undefined: {reason}" for ratio, reason in undefined_ratios(family).items()]
-    reasons = {name: item.inapplicable(loaded.model, family) for name, item in OBSERVABLES.items()}
-    target = Target(loaded.model, family, seams=[])
-    of_interventions = {name: item.inapplicable(target) for name, item in INTERVENTIONS.items() if not item.is_control}
-    report.facts["interventions"] = ", ".join(name for name, reason in of_interventions.items() if reason is None)
-    reasons |= of_interventions
-    report.notes += [f"{name} does not apply: {reason}" for name, reason in reasons.items() if reason is not None]
-
+    calibrated = [f"the calibrated row: {family}"] if notices else []
+    report = Report(loaded.name, _facts(loaded, family))
+    report.notes = [*loaded.notices, *notices, *calibrated, *_not_applicable(loaded.model, family)]
     batch = _tokens(loaded.model)
-    report.checks.append(_wiring(loaded.model, family, batch))
-    report.checks.append(_logits(loaded.model, family, batch, "sdpa"))
-    report.checks.append(_logits(loaded.model, family, batch, "eager"))
+    report.checks = [
+        _wiring(loaded.model, family, batch),
+        _logits(loaded.model, family, batch, "sdpa"),
+        _logits(loaded.model, family, batch, "eager"),
+    ]
     if has_denominators(loaded.model):
-        report.notes.append("attention weights: transformers' own eager attention has not this retrofit's denominators")
+        report.notes.append("attention weights: transformers' eager attention lacks this model's denominator term")
     elif family.door == "interface":
         report.checks.append(_weights(loaded.model, family, batch))
     else:
@@ -78,8 +86,14 @@ def doctor(model: ModelLike = None, **options: Any) -> Report:
     return report
 
 
-def print_report(report: Report, console: Console) -> None:
-    console.print(str(report), markup=False, highlight=False, soft_wrap=True)
+def _not_applicable(model: PreTrainedModel, family: Family) -> list[str]:
+    """What one would expect of any model and this one does not have, with the reasons."""
+    notes = [f"no site '{site}': {reason}" for site, reason in family.absent_sites().items()]
+    notes += [f"gradients: {ratio} undefined: {reason}" for ratio, reason in undefined_ratios(family).items()]
+    target = Target(model, family, seams=[])
+    reasons = {name: kind.inapplicable(model, family) for name, kind in OBSERVABLES.items() if kind.expected}
+    reasons |= {name: kind.inapplicable(target) for name, kind in INTERVENTIONS.items() if kind.expected}
+    return notes + [f"{name} does not apply: {reason}" for name, reason in reasons.items() if reason]
 
 
 def _facts(loaded: LoadedModel, family: Family) -> dict[str, str]:
@@ -89,6 +103,8 @@ def _facts(loaded: LoadedModel, family: Family) -> dict[str, str]:
     windows = getattr(text, "layer_types", None) or []
     sliding = sum(kind == "sliding_attention" for kind in windows)
     present = [site for site in RESIDUAL_SITES if site in family.sites]
+    target = Target(loaded.model, family, seams=[])
+    changes = {name: kind for name, kind in INTERVENTIONS.items() if not kind.is_control}
     return {
         "architecture": f"{type(loaded.model).__name__}, {len(layers)} layers, family '{family.name}'",
         "wiring": f"{family.wiring}, positions {family.positions}",
@@ -97,7 +113,8 @@ def _facts(loaded: LoadedModel, family: Family) -> dict[str, str]:
         "dtype": f"{str(parameter.dtype).removeprefix('torch.')} on {parameter.device}",
         "tokenizer": type(loaded.tokenizer).__name__ if loaded.tokenizer else "none: only token ids, random, repeated",
         "sites": ", ".join((*present, "query", "key", "value", "attn_mix")),
-        "observables": ", ".join(name for name, item in OBSERVABLES.items() if _applies(item, loaded.model, family)),
+        "observables": ", ".join(name for name, kind in OBSERVABLES.items() if _applies(kind, loaded.model, family)),
+        "interventions": ", ".join(name for name, kind in changes.items() if not kind.inapplicable(target)),
     }
 
 
@@ -134,17 +151,15 @@ def _logits(model: PreTrainedModel, family: Family, batch: Batch, kernel: str) -
 class _FirstColumn(Observable):
     """Attention that each query pays to position 0, by layer: (H,T)."""
 
-    name = "first-column"
-    about = "the doctor's own"
     sites = ("attention",)
 
     def __init__(self) -> None:
         super().__init__(Settings())
-        self.columns: list[torch.Tensor] = []
+        self.weights: list[torch.Tensor] = []
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
         weights, _ = read.weights(slice(0, read.length), slice(0, 1))
-        self.columns.append(weights[0, :, :, 0].float().cpu())
+        self.weights.append(weights[0, :, :, 0].float().cpu())
 
     def tables(self) -> dict:
         return {}
@@ -162,6 +177,6 @@ def _weights(model: PreTrainedModel, family: Family, batch: Batch) -> tuple[str,
         eager = model(batch.token_ids.to(model.device), use_cache=False, output_attentions=True).attentions
     finally:
         model.set_attn_implementation(before)
-    pairs = zip(observable.columns, eager, strict=True)
+    pairs = zip(observable.weights, eager, strict=True)
     worst = max(float((mine - theirs[0, :, :, 0].float().cpu()).abs().max()) for mine, theirs in pairs)
     return ("attention to position 0 is transformers' eager", worst < TOLERANCE[eager[0].dtype], f"within {worst:.1e}")

@@ -7,7 +7,13 @@ from collections.abc import Callable
 
 import pandas as pd
 
+from sinkscope.commands.result import Result
 from sinkscope.errors import InputError, unknown
+from sinkscope.options.output import ListOptions, OutputOptions
+
+
+def command(options: ListOptions, output: OutputOptions) -> Result:
+    return Result(tables=listing(options.kind))
 
 
 def observables() -> pd.DataFrame:
@@ -44,10 +50,11 @@ def _told(fields: dict) -> str:
 
 
 def figures() -> pd.DataFrame:
-    from sinkscope.report.figures import FIGURES
+    """The figures of one run, and those of several."""
+    from sinkscope.report.figures import KINDS
 
-    rows = [(name, module.ABOUT) for name, module in FIGURES.items()]
-    return pd.DataFrame(rows, columns=["figure", "what it shows"])
+    rows = [(name, kind, spec.about) for kind, specs in KINDS.items() for name, spec in specs.items()]
+    return pd.DataFrame(rows, columns=["figure", "of", "what it shows"])
 
 
 def families() -> pd.DataFrame:
@@ -72,7 +79,7 @@ def families() -> pd.DataFrame:
 
 def recipes() -> pd.DataFrame:
     """Those in recipes/ here, and of the checkout that sinkscope runs from. Of other YAML there, why it is none."""
-    from sinkscope.commands.run import known_recipes, read_recipe
+    from sinkscope.options.recipe import known_recipes, read_recipe
 
     rows = []
     for name, path in known_recipes().items():
@@ -84,6 +91,23 @@ def recipes() -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["recipe", "title", "reproduces"])
 
 
+def tables() -> pd.DataFrame:
+    """Every column of every table; those that all tables begin with come first."""
+    from sinkscope.measuring.tables import all_tables
+    from sinkscope.results.tables import LEADING_COLUMNS
+
+    described = {"(every table)": LEADING_COLUMNS} | all_tables()
+    rows = [(name, *column) for name, columns in described.items() for column in columns]
+    return pd.DataFrame(rows, columns=["table", "column", "what it holds", "unit"])
+
+
+def metrics() -> pd.DataFrame:
+    from sinkscope.results.metrics import METRICS
+
+    rows = [(item.name, item.label, item.unit, item.definition, item.source) for item in METRICS.values()]
+    return pd.DataFrame(rows, columns=["metric", "label", "unit", "definition", "source"])
+
+
 KINDS: dict[str, Callable[[], pd.DataFrame]] = {
     "observables": observables,
     "interventions": interventions,
@@ -92,6 +116,8 @@ KINDS: dict[str, Callable[[], pd.DataFrame]] = {
     "figures": figures,
     "families": families,
     "recipes": recipes,
+    "tables": tables,
+    "metrics": metrics,
 }
 
 

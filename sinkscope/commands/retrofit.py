@@ -16,12 +16,14 @@ from accelerate import PartialState
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from sinkscope.commands.result import Result
 from sinkscope.commands.workshop import Workshop, check_folder, check_methods
 from sinkscope.errors import InputError
 from sinkscope.measuring.console import status, tell
-from sinkscope.measuring.subject import ModelLike, config_of, family_of, loaded_model
+from sinkscope.measuring.subject import ModelLike, family_of, loaded_model, options_of
 from sinkscope.options.measuring import RunConfig
-from sinkscope.options.training import TrainingConfig, make_training_config
+from sinkscope.options.output import OutputOptions
+from sinkscope.options.training import RetrofitOptions, TrainingConfig, make_training_config
 from sinkscope.report.trained import Trained
 from sinkscope.training.arms import Methods, one_each, parse_methods
 from sinkscope.training.blocks import check_text, read_blocks
@@ -29,6 +31,19 @@ from sinkscope.training.trainer import launched
 
 MANIFEST = "retrofit.json"
 METHODS = ("vga", "none")  # VGA's table 3
+
+
+def command(options: RetrofitOptions, output: OutputOptions) -> Result:
+    given = {name: getattr(options, name) for name in options.model_fields_set - {"model", "method"}}
+    assert output.out is not None
+    done = retrofit(options.model, options.method, **output.where, **given)
+    return Result(done, done.verdict, notes=done.notes, folder=output.out) if done.is_main else Result(done)
+
+
+def check(options: RetrofitOptions) -> None:
+    """What can be wrong with the options of a recipe, before a model is loaded. Raises: InputError."""
+    parse_methods(options.method)
+    check_text(options.text)
 
 
 def retrofit(
@@ -90,7 +105,9 @@ def split_options(command: str, model: ModelLike, options: Mapping[str, Any]) ->
     for name in ("input", "seq_len", "bos"):
         if name in rest:
             raise InputError(f"--{name.replace('_', '-')} does not go with `{command}`: it measures on held-out text")
-    config = config_of(model, {"dtype": "float32"} | rest | {"seq_len": training.block_length, "seed": training.seed})
+    config = options_of(
+        RunConfig, model, {"dtype": "float32"} | rest | {"seq_len": training.block_length, "seed": training.seed}
+    )
     if config.dtype == "float16":
         raise InputError("--dtype float16: gradients overflow in it; take float32, with --bf16 for speed")
     if config.device_map == "auto":

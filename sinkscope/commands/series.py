@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 from rich.console import Console
@@ -24,12 +24,12 @@ from sinkscope.errors import InputError, SinkscopeError, unknown
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.options.measuring import RunConfig, make_config
 from sinkscope.report.comparison import differing_settings
-from sinkscope.report.run import Run, save_figures, write_run
+from sinkscope.report.figures import OF_STEPS, save_figures
+from sinkscope.report.figures.spec import draw_all
+from sinkscope.report.figures.style import Figure
+from sinkscope.report.run import Run, write_run
 from sinkscope.results.folders import check_output, new_folder
 from sinkscope.results.tables import read_table, write_table
-
-if TYPE_CHECKING:
-    from sinkscope.report.figures.style import Figure
 
 MANIFEST = "series.json"
 COLUMNS = ["model", "condition", "step", "layer", "metric", "value"]
@@ -63,13 +63,11 @@ class Series:
             raise InputError(f"{folder} is not a series of runs, or is damaged: {error}") from error
         return cls(manifest, runs, table, folder)
 
-    def figures(self) -> "dict[str, Figure]":
+    def figures(self) -> dict[str, Figure]:
         """The figures against the step, by name: `training-by-step`, …"""
-        from sinkscope.report.figures.training import draw_training
+        return draw_all(OF_STEPS, list(self.runs.items()))
 
-        return {f"training-{name}": figure for name, figure in draw_training(list(self.runs.items())).items()}
-
-    def figure(self, name: str) -> "Figure":
+    def figure(self, name: str) -> Figure:
         """One of them. Errors: InputError if it is unknown."""
         figures = self.figures()
         if name not in figures:
@@ -115,7 +113,7 @@ def analyze_steps(
     Errors: as for `analyze`; also InputError for names without a step, or with the same one.
     """
     from sinkscope.commands.analyze import analyze
-    from sinkscope.text.inputs import check_source
+    from sinkscope.text.sources import check_source
 
     if model is None:
         raise InputError("several revisions were given, but no model to take them from")
@@ -289,6 +287,5 @@ def _write(series: Series, folder: Path) -> None:
     """Table, figures and manifest into a folder that holds the runs; the manifest last."""
     (folder / "tables").mkdir()
     write_table(series.table, folder / "tables" / "series.parquet")
-    (folder / "figures").mkdir()
     save_figures(series.figures(), folder / "figures")
     (folder / MANIFEST).write_text(json.dumps(series.manifest, indent=2) + "\n", encoding="utf-8")

@@ -14,15 +14,17 @@ from accelerate import PartialState
 from rich.console import Console
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from sinkscope.commands.result import Result
 from sinkscope.commands.retrofit import manifest_of, split_options
 from sinkscope.commands.workshop import Workshop, check_folder, check_methods
 from sinkscope.errors import InputError
 from sinkscope.measuring.console import status, tell
 from sinkscope.measuring.subject import family_of
 from sinkscope.models.loading import LoadedModel, load_tokenizer
-from sinkscope.options.training import PRETRAINING
+from sinkscope.options.output import OutputOptions
+from sinkscope.options.training import TrainOptions
 from sinkscope.report.trained import Trained
-from sinkscope.text.inputs import documents
+from sinkscope.text.sources import documents
 from sinkscope.training.architectures import ARCHITECTURES, architecture, fresh_model
 from sinkscope.training.arms import Methods, one_each, parse_methods, with_seeds
 from sinkscope.training.blocks import check_text, is_written, read_blocks
@@ -33,6 +35,20 @@ from sinkscope.training.trainer import launched
 MANIFEST = "train.json"
 METHODS = ("none", "vscale")  # GS's figure 5
 NOT_OPTIONS = ("model", "revision", "gguf_file", "trust_remote_code", "allow_pickle", "only_new")
+
+
+def command(options: TrainOptions, output: OutputOptions) -> Result:
+    given = {name: getattr(options, name) for name in options.model_fields_set - {"config", "method"}}
+    assert output.out is not None
+    done = train(options.config, options.method, **output.where, **given)
+    return Result(done, done.verdict, notes=done.notes, folder=output.out) if done.is_main else Result(done)
+
+
+def check(options: TrainOptions) -> None:
+    """What can be wrong with the options of a recipe, before a model is loaded. Raises: InputError."""
+    parse_methods(options.method)
+    check_source(options.text)
+    architecture(options.config)
 
 
 def train(
@@ -108,8 +124,10 @@ def train(
 
 def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
     """Those of training from scratch, where they are not given."""
-    rate = options.get("learning_rate", PRETRAINING["learning_rate"])
-    return PRETRAINING | {"new_learning_rate": rate} | dict(options)
+    rate = options.get("learning_rate", TrainOptions.defaults["learning_rate"])
+    return (
+        {k: v for k, v in TrainOptions.defaults.items() if k != "method"} | {"new_learning_rate": rate} | dict(options)
+    )
 
 
 def check_source(text: str) -> None:

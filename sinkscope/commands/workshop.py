@@ -36,17 +36,19 @@ from transformers import PreTrainedModel
 from sinkscope.errors import InputError
 from sinkscope.measuring.console import status, tell_place
 from sinkscope.measuring.manifest import make_manifest
-from sinkscope.measuring.measure import measure, publish
+from sinkscope.measuring.measure import measure
 from sinkscope.measuring.quantized import w8a8
 from sinkscope.measuring.subject import Subject, inputs_for, subject_of
+from sinkscope.measuring.tables import publish
 from sinkscope.models.families import Family
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.positions import known_positions
-from sinkscope.options.measuring import CALIBRATION, RunConfig, make_config
+from sinkscope.options.measuring import RunConfig, make_config
 from sinkscope.options.training import TrainingConfig
 from sinkscope.report.comparison import compare
+from sinkscope.report.figures import save_figures
 from sinkscope.report.retrofit_table import UNTOUCHED
-from sinkscope.report.run import Run, save_figures, write_run
+from sinkscope.report.run import Run, write_run
 from sinkscope.report.trained import Trained, first_runs, retrofit_tables
 from sinkscope.results.folders import check_output, clear_unfinished, new_folder, write_json
 from sinkscope.results.tables import read_table, write_table
@@ -237,7 +239,7 @@ class Workshop:
         start = time.time()
         subject = replace(subject, inputs=replace(subject.inputs, condition=label))
         tables, facts = measure(subject, config, self.console)
-        with status(self.console, "quantising"):
+        with status(self.console, "quantizing"):
             costs = w8a8(subject, self._calibration(subject), kernel=config.attn, batch_size=facts.batch_size)
         manifest = make_manifest(subject, config, facts, list(tables), start) | {"w8a8": costs}
         manifest["input"]["text"] = f"{self.blocks.name}, held out"
@@ -247,7 +249,7 @@ class Workshop:
     def _calibration(self, subject: Subject) -> TokenInputs:
         """For the ranges of W8A8: text that was trained on, the same for all arms."""
         everything = replace(subject.inputs, sequences=tuple(self.blocks.train))
-        return everything.part(0, CALIBRATION)
+        return everything.part(0, 16)
 
     # ------------------------------------------------------------------------------------------- the whole
 

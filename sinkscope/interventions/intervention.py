@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from sinkscope.attention.kernels import MASKED
 from sinkscope.attention.taps import Seam
 from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.models.edits import edited_output
 from sinkscope.models.families import Family
 from sinkscope.models.projections import Projection, Role, projections
 from sinkscope.retrofits.registers import registers_before
@@ -165,6 +166,8 @@ class Intervention(BaseModel, ABC):
     paper: ClassVar[str]  # whose experiment it is
     expects: ClassVar[str] = ""  # a key of effects.EXPECTATIONS: what the paper found
     is_control: ClassVar[bool] = False  # of use only beside another
+    expected: ClassVar[bool] = True  # of any model: where it does not apply, the doctor says so
+    measured_by: ClassVar[str] = "pass"  # a key of experiment.Experiment.WAYS; what is not measured in passes is alone
     heads_of: ClassVar[Role] = "query"  # what the parameter `heads` counts
 
     @classmethod
@@ -279,31 +282,10 @@ def edited_positions(
 
     with ExitStack() as stack:
         for module in modules:
-            stack.enter_context(_edited_output(module, changed))
+            stack.enter_context(edited_output(module, changed))
         yield
     if not touched.touched:
         raise SinkscopeError(f"{name} changed nothing: no forward pass held position {', '.join(map(str, positions))}")
-
-
-@contextmanager
-def _edited_output(module: nn.Module, edit: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """module(…) gives its output after `edit`; of a tuple, its first tensor is meant."""
-    before = vars(module).get("forward")  # accelerate's, or another intervention's
-    forward = module.forward
-
-    def edited(*args: Any, **kwargs: Any) -> Any:
-        output = forward(*args, **kwargs)
-        if isinstance(output, tuple):
-            return (edit(module, output[0]), *output[1:])
-        return edit(module, output)
-
-    module.forward = edited
-    try:
-        yield
-    finally:
-        del module.forward
-        if before is not None:
-            module.forward = before
 
 
 def random_positions(count: int, known: Known, draw: torch.Generator, but: Iterable[int]) -> tuple[int, ...]:

@@ -15,6 +15,8 @@ from sinkscope.models.edits import Edit, check_changes, replaced
 class _QueryBias(Intervention):
     """Every layer's query bias (H,d) in another form, at the chosen layers and query heads."""
 
+    expected: ClassVar[bool] = False  # only some models have query biases
+
     layers: Chosen = None
     heads: Chosen = None
 

@@ -23,6 +23,7 @@ class StreamingWindow(Intervention):
     name: ClassVar[str] = "streaming-window"
     about: ClassVar[str] = "attend to the last tokens only, and the first that are kept (window, keep: lists); alone"
     paper: ClassVar[str] = "S2M §1"
+    measured_by: ClassVar[str] = "streaming"
 
     window: Indices | None = None  # None: a quarter of the sequence
     keep: Indices = (0, 1, 2, 4)

@@ -31,7 +31,7 @@ See = Callable[[Site, torch.Tensor], None]
 def calibrate_ranges(model: PreTrainedModel, sequences: Iterable[Any]) -> dict[Site, Range]:
     """Static ranges of a loaded model: those of its weights, and of activations on these sequences of token ids.
 
-    Errors: InputError for weights that cannot be quantised; SinkscopeError where the model gives NaN.
+    Errors: InputError for weights that cannot be quantized; SinkscopeError where the model gives NaN.
     """
     with open_tracer(model, family_of(model)[0]) as tracer:
         return measured_ranges(tracer, sequences)
@@ -119,7 +119,7 @@ def _read(tracer: Tracer, sites: Iterable[Site], sequences: Iterable[Any], see: 
 @contextmanager
 def _watched(model: nn.Module, sites: Iterable[Site], see: See) -> Iterator[None]:
     """What goes into these linear layers and comes out of them is seen, in float32 or better: before any hook of a
-    retrofit's changes the output, as that is what is quantised.
+    retrofit's changes the output, as that is what is quantized.
     """
 
     def look(mine: dict[str, Site], module: nn.Module, args: tuple, output: torch.Tensor) -> None:

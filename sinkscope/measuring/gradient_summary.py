@@ -6,10 +6,9 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.measuring.observables.gradient import ALL_HEADS
+from sinkscope.results.metrics import TOKEN_GROUPS
 
 SETTLED = 5  # from this position on, a token counts as an ordinary one
-# Token groups of GS figure 3, by position: (name, first, last)
-TOKEN_GROUPS = (("0", 0, 0), ("1", 1, 1), ("2-3", 2, 3), ("4-7", 4, 7), ("8-15", 8, 15))
 
 
 def gradient_summary(tables: Mapping[str, pd.DataFrame]) -> tuple[dict[str, pd.Series], dict[str, float]]:

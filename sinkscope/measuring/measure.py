@@ -1,6 +1,7 @@
-"""Every table of a run: one pass over the batches, then a close look at the first sequence."""
+"""Every table of a run: one pass over the batches, then a closer look at the first sequence."""
 
 import math
+from dataclasses import dataclass
 
 import pandas as pd
 from rich.console import Console
@@ -8,16 +9,13 @@ from rich.console import Console
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.manifest import Facts
 from sinkscope.measuring.observables import OBSERVABLES
-from sinkscope.measuring.observables.close_ups import AttentionMaps, MassiveMap, telling_heads
-from sinkscope.measuring.observables.observable import GradientObservable, Observable, Settings
+from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.passes import batches_of, pass_over
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.summary import summarise
+from sinkscope.measuring.tables import publish
 from sinkscope.measuring.tracer import Tracer, open_tracer
-from sinkscope.models.loading import LoadedModel
 from sinkscope.options.measuring import RunConfig
-from sinkscope.results.tables import shape_table
-from sinkscope.text.inputs import TokenInputs, token_text
 
 BACKWARD_COSTS = 4  # times the memory of a forward pass, about: logits and every layer's activations stay
 
@@ -25,84 +23,100 @@ BACKWARD_COSTS = 4  # times the memory of a forward pass, about: logits and ever
 def measure(
     subject: Subject, config: RunConfig, console: Console | None = None
 ) -> tuple[dict[str, pd.DataFrame], Facts]:
-    """All tables of a run: one pass over every batch, then a close look at the first sequence."""
+    """Measure a model on its inputs.
+
+    Args:
+        subject: the model, its family and its inputs.
+        config: which observables, and their settings.
+        console: for a progress bar.
+
+    Returns:
+        The run's tables by name, and what else the manifest says of the pass.
+
+    Raises:
+        InputError: an observable that was named does not apply to this model.
+        SinkscopeError: the model gives no finite numbers, or memory ran out.
+    """
     loaded, family, inputs = subject.loaded, subject.family, subject.inputs
-    # JSON lines may be shorter than --seq-len
-    settings = Settings(min(config.positions, inputs.longest), min(config.window, inputs.longest), config.epsilon)
-    names, left_out = chosen_observables(subject, config)
-    facts = Facts(not_measured=left_out)
+    chosen = choose(subject, config)
+    facts = Facts(not_measured=chosen.left_out)
     with open_tracer(loaded.model, family, config.attn) as tracer:
-        observables = _pass(tracer, inputs, names, settings, config, facts, console)
+        observables = _first_pass(tracer, subject, config, chosen, facts, console)
         facts.notices = tuple(notice for observable in observables for notice in observable.notices())
-        raw = {name: table for observable in observables for name, table in observable.tables().items()}
-        raw |= _details(tracer, inputs, raw)
+        raw = tables_of(observables)
+        settings = settings_of(subject, config)
+        follow_ups = [OBSERVABLES[name].aimed(settings, raw) for name in chosen.follow_ups]
+        if follow_ups:
+            tracer.forward(next(batches_of(inputs, 1)), follow_ups)
+        raw |= tables_of(follow_ups)
         facts.scaling = tuple(seam.call.scaling if seam.call else float("nan") for seam in tracer.seams)
     tables = publish(raw, loaded, inputs.condition)
     summary = summarise(tables, inputs, family, facts.scaling, facts.loss)
-    return tables | {"summary": shape_table("summary", summary, loaded.name, inputs.condition, {})}, facts
+    return tables | publish({"summary": summary}, loaded, inputs.condition), facts
 
 
-def chosen_observables(subject: Subject, config: RunConfig) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The observables that were named, else all that apply; and those left out that one would expect, with the reason.
+def settings_of(subject: Subject, config: RunConfig, positions: int = 0) -> Settings:
+    """The run's settings, for at least so many positions; sequences from a file may be shorter than --seq-len."""
+    longest = subject.inputs.longest
+    return Settings(min(max(config.positions, positions), longest), min(config.window, longest), config.epsilon)
 
-    Errors: InputError where one that was named does not apply to this model.
+
+def tables_of(observables: list[Observable]) -> dict[str, pd.DataFrame]:
+    return {name: table for observable in observables for name, table in observable.tables().items()}
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Names of the observables of a run."""
+
+    first: tuple[str, ...]  # of the pass over all batches
+    follow_ups: tuple[str, ...]  # of the closer look at the first sequence
+    left_out: dict[str, str]  # those that one would expect and that do not apply, with the reason
+
+
+def choose(subject: Subject, config: RunConfig) -> Chosen:
+    """The observables that were named, else all that apply, and the follow-ups of those.
+
+    Raises:
+        InputError: one that was named does not apply to this model.
     """
-    wanted = config.observables or tuple(OBSERVABLES)
+    named = config.observables or tuple(name for name, kind in OBSERVABLES.items() if kind.by_default)
+    wanted = dict.fromkeys(needed for name in named for needed in (*OBSERVABLES[name].after, name))
     model, family = subject.loaded.model, subject.family
     reasons = {name: OBSERVABLES[name].inapplicable(model, family) for name in wanted}
     left_out = {name: reason for name, reason in reasons.items() if reason is not None}
     if config.observables is not None and left_out:
         name, reason = next(iter(left_out.items()))
         raise InputError(f"--observables {name} does not apply to {subject.loaded.name}: {reason}")
+    first = tuple(name for name in wanted if name not in left_out and not OBSERVABLES[name].after)
+    follow_ups = tuple(
+        name
+        for name, kind in OBSERVABLES.items()
+        if kind.after and set(kind.after) <= set(first) and kind.inapplicable(model, family) is None
+    )
     expected = {name: reason for name, reason in left_out.items() if OBSERVABLES[name].expected}
-    return tuple(name for name in wanted if name not in left_out), expected
+    return Chosen(first, follow_ups, expected)
 
 
-def publish(raw: dict[str, pd.DataFrame], loaded: LoadedModel, condition: str) -> dict[str, pd.DataFrame]:
-    """The observables' tables with their leading columns and token texts."""
-    ids = {int(token) for table in raw.values() if "token_id" in table for token in table["token_id"].unique()}
-    tokens = {token: token_text(loaded.tokenizer, token) for token in ids}
-    return {name: shape_table(name, table, loaded.name, condition, tokens) for name, table in raw.items()}
-
-
-def _pass(
-    tracer: Tracer,
-    inputs: TokenInputs,
-    names: tuple[str, ...],
-    settings: Settings,
-    config: RunConfig,
-    facts: Facts,
-    console: Console | None,
+def _first_pass(
+    tracer: Tracer, subject: Subject, config: RunConfig, chosen: Chosen, facts: Facts, console: Console | None
 ) -> list[Observable]:
     """Every batch through the tracer: forward, and backward where an observable asks for it."""
-    backward = any(issubclass(OBSERVABLES[name], GradientObservable) for name in names)
-    predicted = inputs.num_predicted
+    kinds = [OBSERVABLES[name] for name in chosen.first]
+    backward = any(kind.backward for kind in kinds)
+    predicted = subject.inputs.num_predicted
 
     def fresh() -> list[Observable]:
-        observables = [OBSERVABLES[name](settings) for name in names]
+        observables = [kind(settings_of(subject, config)) for kind in kinds]
         for observable in observables:
             observable.prepare(tracer.model, tracer.family, predicted)
         return observables
 
     step = tracer.forward_backward if backward else tracer.forward
-    done = pass_over(tracer, inputs, fresh, step, config.batch_size, BACKWARD_COSTS if backward else 1, console)
+    costs = BACKWARD_COSTS if backward else 1
+    done = pass_over(tracer, subject.inputs, fresh, step, config.batch_size, costs, console)
     facts.batch_size = done.batch_size
     facts.loss = done.loss / predicted if backward else None
     if facts.loss is not None and not math.isfinite(facts.loss):
         raise SinkscopeError(f"the loss is {facts.loss}: gradients of this model on this input mean nothing")
     return done.observables
-
-
-def _details(tracer: Tracer, inputs: TokenInputs, raw: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
-    """The first sequence once more, now that it is known which heads and which layer to look at."""
-    looks: list[Observable] = []
-    if "attention" in raw:
-        looks.append(AttentionMaps(telling_heads(raw["attention"])))
-    if "massive" in raw:
-        worst = raw["massive"].loc[raw["massive"]["ratio"].idxmax(), "layer"]
-        looks.append(MassiveMap(int(worst)))
-    if not looks:
-        return {}
-    first = next(batches_of(inputs, 1))
-    tracer.forward(first, looks)
-    return {name: table for look in looks for name, table in look.tables().items()}

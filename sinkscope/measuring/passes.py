@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from accelerate.utils import find_executable_batch_size
 from rich.console import Console
@@ -18,38 +18,47 @@ from sinkscope.text.inputs import TokenInputs
 TOKENS_PER_BATCH = {"cpu": 2048, "cuda": 16384}  # where --batch-size auto starts
 
 Step = Callable[[Batch, Sequence[Observable]], float | None]  # → the batch's summed loss, where it makes one
+Kind = TypeVar("Kind", bound=Observable)
 
 
 @dataclass(frozen=True)
-class Pass:
-    """What came of one: the observables full, the loss summed over all predicted tokens, and the batch size used."""
+class Pass(Generic[Kind]):
+    """The result of a pass over all batches."""
 
-    observables: list[Observable]
-    loss: float
-    batch_size: int
+    observables: list[Kind]
+    loss: float  # summed over all predicted tokens
+    batch_size: int  # that fitted into memory
 
 
 def pass_over(
     tracer: Tracer,
     inputs: TokenInputs,
-    fresh: Callable[[], list[Observable]],
+    fresh: Callable[[], list[Kind]],
     step: Step,
     batch_size: int | Literal["auto"],
     costs: int = 1,
     console: Console | None = None,
-) -> Pass:
-    """Every batch through `step`. Out of memory: again from the start, with `fresh` observables and half the batch.
+) -> Pass[Kind]:
+    """Put every batch through `step`; out of memory, start again with new observables and half the batch.
 
-    `costs`: how many times the memory of a forward pass a step takes, about.
+    Args:
+        tracer: of the model.
+        inputs: the sequences.
+        fresh: makes the observables.
+        step: one of the tracer's methods: a batch and the observables → its summed loss, if it has one.
+        batch_size: sequences in a batch; "auto" begins with TOKENS_PER_BATCH.
+        costs: memory of a step, in forward passes.
+        console: for a progress bar.
 
-    Errors: SinkscopeError where one sequence is too much.
+    Raises:
+        SinkscopeError: not even one sequence fits into memory.
     """
     device = tracer.model.device.type
     tokens = TOKENS_PER_BATCH.get(device, TOKENS_PER_BATCH["cpu"]) // costs
     wanted = max(1, tokens // inputs.longest) if batch_size == "auto" else batch_size
     tried = 0
 
-    def all_batches(size: int) -> Pass:
+    def all_batches(size: int) -> Pass[Kind]:
         nonlocal tried
         tried = size
         observables, loss = fresh(), 0.0

@@ -1,4 +1,4 @@
-"""One model on one input, measured in full precision and quantised, whatever the sites."""
+"""One model on one input, measured in full precision and quantized, whatever the sites."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,7 @@ from sinkscope.measuring.passes import pass_over
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.quantization.ranges import Bits, Range, Rounding
-from sinkscope.quantization.simulation import quantised_sites
+from sinkscope.quantization.simulation import quantized_sites
 from sinkscope.quantization.sites import Site
 from sinkscope.text.inputs import TokenInputs
 
@@ -57,12 +57,12 @@ class Bench:
             return measured_roundings(tracer, calibration.sequences, ranges, self.bits)
 
     def measure(self, ranges: Mapping[Site, Range], inputs: TokenInputs, outliers: bool = False) -> Measured:
-        """With these sites quantised. `outliers`: infinity norm and kurtosis, too."""
+        """With these sites quantized. `outliers`: infinity norm and kurtosis, too."""
 
         def fresh() -> list[Observable]:
             return [Outlier(Settings())] if outliers else []
 
-        with quantised_sites(self.subject.loaded.model, ranges, self.bits), self._tracer() as tracer:
+        with quantized_sites(self.subject.loaded.model, ranges, self.bits), self._tracer() as tracer:
             size = self.used_batch_size or self.batch_size
             done = pass_over(tracer, inputs, fresh, tracer.forward_with_loss, size, console=self.console)
         self.used_batch_size = self.used_batch_size or done.batch_size  # what fitted once fits again
@@ -89,17 +89,17 @@ def w8a8(
     batch_size: int | Literal["auto"] = "auto",
     interventions: Iterable[Intervention] = (),
 ) -> dict[str, float]:
-    """What quantising every linear layer but the LM head costs on the subject's input, in plain numbers: loss,
-    perplexity, max_inf_norm and kurtosis in full precision, and the same quantised (loss_quantised, …).
+    """What quantizing every linear layer but the LM head costs on the subject's input, in plain numbers: loss,
+    perplexity, max_inf_norm and kurtosis in full precision, and the same quantized (loss_quantized, …).
 
     `calibration`: other sequences than the subject's, that the static ranges come from.
 
-    Of a retrofitted model the same layers are quantised: what a retrofit has added (the weights of gates, λ, logits,
+    Of a retrofitted model the same layers are quantized: what a retrofit has added (the weights of gates, λ, logits,
     keys, registers) is no linear layer and stays in full precision, and so does its arithmetic. The value projection's
-    output is quantised in front of a gate on values, the output projection's input behind one on heads' outputs.
+    output is quantized in front of a gate on values, the output projection's input behind one on heads' outputs.
     """
     bench = Bench(subject, bits or Bits(), kernel, batch_size, tuple(interventions))
-    arms: dict[str, dict[Site, Range]] = {"": {}, "_quantised": bench.ranges(calibration)}
+    arms: dict[str, dict[Site, Range]] = {"": {}, "_quantized": bench.ranges(calibration)}
     found: dict[str, float] = {}
     for ending, ranges in arms.items():
         measured = bench.measure(ranges, subject.inputs, outliers=True)

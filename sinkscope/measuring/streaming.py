@@ -17,15 +17,19 @@ from sinkscope.attention.taps import Seam
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.interventions.streaming_window import cannot_stream
 from sinkscope.models.families import Family, embedding_weight
+from sinkscope.results.tables import Column
 from sinkscope.text.inputs import TokenInputs
 
+STREAMING_COLUMNS = (
+    Column("method", "dense, window, or sinks kept"),
+    Column("window", "how many of the last tokens are cached; -1: dense", "tokens"),
+    Column("keep", "how many of the first tokens are kept", "tokens"),
+    Column("bucket", "first token of a bucket of tokens; -1: all tokens"),
+    Column("tokens", "how many tokens were predicted in it"),
+    Column("loss", "mean cross-entropy", "nats per token"),
+    Column("perplexity", "exp(loss)"),
+)
 BUCKETS = 32  # of tokens, over the length of the text
-
-
-# ------------------------------------------------------------------------------------------------- attention
-
-
-# ------------------------------------------------------------------------------------------------- perplexity
 
 
 class Method(NamedTuple):
@@ -50,15 +54,22 @@ def measure_streaming(
 ) -> pd.DataFrame:
     """Loss and perplexity of a long text with dense attention, with each window, and with the first tokens kept too.
 
-    windows: how many of the last tokens are kept. keep: how many of the first; 0, the plain window, is always there.
-    advance(done, total): called after each batch with the number of sequences read, once for each way of reading.
+    Args:
+        model: without seams.
+        family: the model's.
+        inputs: sequences of one length.
+        windows: how many of the last tokens are cached.
+        keep: how many of the first tokens are cached too; 0, the plain window, is always measured.
+        batch_size: sequences at a time.
+        advance: called after each batch with the sequences read so far and in all, each counted once per method.
 
-    → the raw table `streaming`: method, window (−1: dense), keep, bucket (first token index of a bucket of tokens;
-    −1: all tokens), tokens (how many were predicted in it), loss (nats a token) and perplexity = exp(loss). A token
-    counts where it is predicted, so that token 0 never does.
+    Returns:
+        The raw table `streaming` (STREAMING_COLUMNS). A token counts where it is predicted: token 0 never does.
 
-    Errors: InputError where streaming does not apply to the model, for sequences of several lengths, and for a cache
-    that holds the whole text, which would change nothing.
+    Raises:
+        InputError: streaming does not apply to the model, the sequences differ in length, or a cache holds the whole
+            text.
+        SinkscopeError: the losses are not finite.
     """
     reason = cannot_stream(model, family)
     if reason is not None:

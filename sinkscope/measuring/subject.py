@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,15 +18,20 @@ from sinkscope.models import loading
 from sinkscope.models.families import Family, embedding_weight, find_family
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.wiring import calibrate
-from sinkscope.options.measuring import RunConfig, make_config
+from sinkscope.options.measuring import RunConfig
+from sinkscope.options.option import checked
 from sinkscope.retrofits.registers import registers_before
-from sinkscope.text.inputs import TokenInputs, build_inputs, check_source
+from sinkscope.text.inputs import TokenInputs, build_inputs
+from sinkscope.text.sources import check_source
 
 SAMPLED_AT_ONCE = 64  # texts
 MOST_SAMPLES = 20  # for each that is needed
 
 # as users name one: hub id, folder, .gguf file, a model loaded already; None is the demo model
 ModelLike = str | os.PathLike[str] | PreTrainedModel | LoadedModel | None
+
+
+Asked = TypeVar("Asked", bound=RunConfig)
 
 
 @dataclass(frozen=True)
@@ -36,12 +41,16 @@ class Subject:
     inputs: TokenInputs
 
 
-def config_of(model: ModelLike, options: Mapping[str, Any]) -> RunConfig:
-    """The configuration of a run of `model`. Errors: InputError for wrong options."""
+def options_of(kind: type[Asked], model: ModelLike, given: Mapping[str, Any]) -> Asked:
+    """The options of a command from those given in Python.
+
+    Raises:
+        InputError: an option does not exist, or its value is not allowed.
+    """
     named = model if isinstance(model, str | os.PathLike) else None
-    config = make_config(model=named and os.fspath(named), **options)
-    check_names(config.observables)
-    return config
+    options = checked(kind, {"model": named and os.fspath(named)} | dict(given))
+    check_names(options.observables)
+    return options
 
 
 def subject_of(

@@ -101,7 +101,7 @@ def _attention(tables: Mapping[str, pd.DataFrame], inputs: TokenInputs) -> dict[
     pairs = later.drop_duplicates(["layer", "head", "sequence"]).groupby("layer").size()
     by_head = tables["attention_heads"].groupby("layer")
     return {
-        "sink_rate": first["sink_fraction"].mean(),
+        "sink_rate": first["sink_rate"].mean(),
         "sink_rate_later": (pairs.reindex(heads.index, fill_value=0) / heads / len(inputs)),
         "window_mass": first["window_mass"].mean(),
         "sink_mass": first["sink_mass"].mean(),

@@ -15,14 +15,14 @@ from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import AttentionCall, upcast
 from sinkscope.attention.seam import open_seam
-from sinkscope.attention.taps import NAME, RETROFIT, Seam
+from sinkscope.attention.taps import NAME, Seam
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.intervention import Intervention, Target, applied
 from sinkscope.measuring.observables.activation import token_norms
-from sinkscope.measuring.observables.observable import ATTENTION_SITES, GradientObservable, Observable, Reading
+from sinkscope.measuring.observables.observable import ATTENTION_SITES, Observable, Reading
 from sinkscope.models.families import Family, embedding_weight, first_tensor
-from sinkscope.retrofits.registers import registers_before
+from sinkscope.retrofits.registers import RETROFIT, registers_before
 from sinkscope.text.batch import Batch
 
 IGNORED = -100  # the label of a token that is not predicted
@@ -129,7 +129,7 @@ class Tracer:
                 if site == "layer_out":
                     self._finite.append((layer, _all_finite(reading.once(token_norms)[:, None], batch)))
                 for observable in watching:
-                    if isinstance(observable, GradientObservable):
+                    if observable.backward:
                         observable.watch(layer, site, tensor, batch)
                     else:
                         observable.see(layer, site, reading, batch)
@@ -149,9 +149,9 @@ class Tracer:
         plain = read.detached()
         self._finite.append((layer, _all_finite(plain.lse, batch)))
         for observable in watching:
-            if not isinstance(observable, GradientObservable):
+            if not observable.backward:
                 observable.see_attention(layer, plain, batch)
-        backward = [observable for observable in watching if isinstance(observable, GradientObservable)]
+        backward = [observable for observable in watching if observable.backward]
         if backward:
             mix = self._taps(layer).mix.output
             for observable in backward:

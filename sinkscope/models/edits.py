@@ -1,19 +1,24 @@
-"""Parameters replaced for the length of a block: an edited copy takes the place, and the Parameter comes back."""
+"""Changes of a module for the length of a block: its parameters replaced, or its forward wrapped; then all put back.
 
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+Parameters are never written to: an edited copy takes the place, and the Parameter itself comes back. A forward is
+wrapped, not hooked, so that nnsight, which wraps it once more, sees the changed tensors.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
 from sinkscope.errors import InputError
 
-Edit = tuple[nn.Module, str, torch.Tensor]  # module, name of its parameter, what stands in for it
+Edit = tuple[nn.Module, str, torch.Tensor]  # module, name of its parameter, the tensor that stands in for it
 
 
 @contextmanager
 def replaced(edits: Iterable[Edit]) -> Iterator[None]:
-    """Parameters (module, name) hold these tensors; at the end the very Parameters that were there are back."""
+    """Parameters hold other tensors until the end of the block; then the very Parameters are back."""
     with ExitStack() as stack:
         for module, name, tensor in edits:
             before = module._parameters[name]
@@ -24,7 +29,7 @@ def replaced(edits: Iterable[Edit]) -> Iterator[None]:
 
 
 def check_changes(name: str, edits: list[Edit]) -> None:
-    """Errors: InputError where weights are not in memory, or where all would stay as they are."""
+    """Raise InputError where weights are not in memory, or where all would stay as they are."""
     for module, parameter, _ in edits:
         if module.get_parameter(parameter).is_meta:
             raise InputError(
@@ -32,3 +37,33 @@ def check_changes(name: str, edits: list[Edit]) -> None:
             )
     if all(torch.equal(module.get_parameter(parameter), tensor) for module, parameter, tensor in edits):
         raise InputError(f"{name} would change nothing: what it sets to zero or exchanges is so already")
+
+
+@contextmanager
+def wrapped_forward(module: nn.Module, around: Callable[..., Any]) -> Iterator[None]:
+    """module(…) computes around(forward, …) until the end of the block, where `forward` is the module's own."""
+    own = vars(module).get("forward")  # accelerate's, or that of another edit
+    forward = module.forward
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(forward, *args, **kwargs)
+
+    module.forward = wrapped
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own
+
+
+def edited_output(
+    module: nn.Module, edit: Callable[[nn.Module, torch.Tensor], torch.Tensor]
+) -> AbstractContextManager[None]:
+    """module(…) gives edit(module, output) until the end of the block; of a tuple, its first tensor is edited."""
+
+    def around(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        return (edit(module, output[0]), *output[1:]) if isinstance(output, tuple) else edit(module, output)
+
+    return wrapped_forward(module, around)

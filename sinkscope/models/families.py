@@ -21,36 +21,26 @@ from torch import nn
 
 from sinkscope.errors import InputError
 
-# In the order in which a forward pass reaches them (sites of definitions §1; attention's own sites are in seam.py).
-RESIDUAL_SITES = (
-    "layer_in",
-    "attn_norm",
-    "attn_out",
-    "mid",
-    "mlp_norm",
-    "mlp_out",
-    "layer_out",
-)
+# In the order in which a forward pass reaches them. Attention's own sites are in attention/seam.py.
+RESIDUAL_SITES = ("layer_in", "attn_norm", "attn_out", "mid", "mlp_norm", "mlp_out", "layer_out")
 
 
 @dataclass(frozen=True)
 class Family:
-    """One row: an architecture as sinkscope sees it."""
+    """One row: how an architecture is built. Paths of modules are relative to a layer unless said otherwise."""
 
     name: str
-    layers: str  # path of the ModuleList of blocks
-    attention: str  # path of the attention module, relative to a layer
-    sites: Mapping[str, str]  # site → address, relative to a layer, in the order in which a forward pass reaches them
+    layers: str  # the ModuleList of layers, from the model's root
+    attention: str  # the attention module
+    sites: Mapping[str, str]  # site → address, in the order in which a forward pass reaches them
     wiring: str = "sequential"  # or "parallel", "post-norm"
     positions: str = "rotary"  # or "learned", "alibi"
-    door: str = "interface"  # how the seam gets in: transformers' AttentionInterface, or the interceptor
-    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # projections in the attention module: three, or one for all
-    fused: str = (
-        ""  # how one holds all: "blocks" (all of q, of k, of v) or "groups" (a key head with its queries, value)
-    )
-    output: str = "o_proj"  # the projection in the attention module that reads every head's mix, heads in order
-    mlp: tuple[str, ...] = ("mlp",)  # the feed-forward network: modules that run in a row, relative to a layer
-    position_embedding: str = ""  # path of the learned positions' embedding
+    door: str = "interface"  # transformers' AttentionInterface, or "interceptor" where a model does not use that
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # in the attention module: three projections, or one for all
+    fused: str = ""  # one for all holds "blocks" (all of q, of k, of v) or "groups" (a key head's queries, key, value)
+    output: str = "o_proj"  # in the attention module: the projection that reads every head's output, heads in order
+    mlp: tuple[str, ...] = ("mlp",)  # the modules that make up the feed-forward network, one after the other
+    position_embedding: str = ""  # the embedding of learned positions, from the model's root
     position_offset: int = 0  # its row of position 0
     scaling: float | None = None  # of q·k; None: 1/√d
     when: Mapping[str, Any] = field(default_factory=dict)  # config attributes that this row's wiring requires
@@ -69,22 +59,33 @@ class Family:
 
 
 def _sites(**addresses: str) -> dict[str, str]:
-    everywhere = {"layer_in": "input", "layer_out": "output"}
-    return {site: (everywhere | addresses)[site] for site in RESIDUAL_SITES if site in everywhere | addresses}
+    everywhere = {"layer_in": "input", "layer_out": "output"} | addresses
+    return {site: everywhere[site] for site in RESIDUAL_SITES if site in everywhere}
+
+
+def _sequential(attn_norm: str, attention: str, mlp_norm: str, mlp: str) -> dict[str, str]:
+    """Sites of a block in which each branch has a norm in front; what the second norm reads is h+½."""
+    return _sites(
+        attn_norm=f"{attn_norm}.output",
+        attn_out=f"{attention}.output",
+        mid=f"{mlp_norm}.input",
+        mlp_norm=f"{mlp_norm}.output",
+        mlp_out=f"{mlp}.output",
+    )
+
+
+def _parallel(norm: str, attention: str, mlp: str) -> dict[str, str]:
+    """Sites of a block whose two branches read one norm."""
+    return _sites(attn_norm=f"{norm}.output", attn_out=f"{attention}.output", mlp_out=f"{mlp}.output")
 
 
 _LLAMA = Family(
     name="llama",
     layers="model.layers",
     attention="self_attn",
-    sites=_sites(
-        attn_norm="input_layernorm.output",
-        attn_out="self_attn.output",
-        mid="post_attention_layernorm.input",
-        mlp_norm="post_attention_layernorm.output",
-        mlp_out="mlp.output",
-    ),
+    sites=_sequential("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"),
 )
+_LLAMA_PARALLEL = replace(_LLAMA, wiring="parallel", sites=_parallel("input_layernorm", "self_attn", "mlp"))
 _GEMMA = replace(
     _LLAMA,
     sites=_sites(
@@ -95,11 +96,12 @@ _GEMMA = replace(
         mlp_out="post_feedforward_layernorm.output",
     ),
 )
-# Attention and MLP share one norm.
-_ONE_NORM_PARALLEL = replace(
+_OLMO2 = replace(
     _LLAMA,
-    wiring="parallel",
-    sites=_sites(attn_norm="input_layernorm.output", attn_out="self_attn.output", mlp_out="mlp.output"),
+    name="olmo2",
+    sites=_sites(
+        attn_out="post_attention_layernorm.output", mid="mlp.input", mlp_out="post_feedforward_layernorm.output"
+    ),
 )
 _GPT2 = Family(
     name="gpt2",
@@ -110,13 +112,7 @@ _GPT2 = Family(
     fused="blocks",
     position_embedding="transformer.wpe",
     output="c_proj",
-    sites=_sites(
-        attn_norm="ln_1.output",
-        attn_out="attn.output",
-        mid="ln_2.input",
-        mlp_norm="ln_2.output",
-        mlp_out="mlp.output",
-    ),
+    sites=_sequential("ln_1", "attn", "ln_2", "mlp"),
 )
 _GPT_NEOX = Family(
     name="gpt_neox",
@@ -125,13 +121,7 @@ _GPT_NEOX = Family(
     qkv=("query_key_value",),
     fused="groups",
     output="dense",
-    sites=_sites(
-        attn_norm="input_layernorm.output",
-        attn_out="attention.output",
-        mid="post_attention_layernorm.input",
-        mlp_norm="post_attention_layernorm.output",
-        mlp_out="mlp.output",
-    ),
+    sites=_sequential("input_layernorm", "attention", "post_attention_layernorm", "mlp"),
 )
 _OPT = Family(
     name="opt",
@@ -142,13 +132,7 @@ _OPT = Family(
     position_embedding="model.decoder.embed_positions",
     position_offset=2,
     output="out_proj",
-    sites=_sites(
-        attn_norm="self_attn_layer_norm.output",
-        attn_out="self_attn.output",
-        mid="final_layer_norm.input",
-        mlp_norm="final_layer_norm.output",
-        mlp_out="fc2.output",
-    ),
+    sites=_sequential("self_attn_layer_norm", "self_attn", "final_layer_norm", "fc2"),
 )
 _BLOOM = Family(
     name="bloom",
@@ -159,26 +143,18 @@ _BLOOM = Family(
     positions="alibi",
     door="interceptor",
     output="dense",
-    sites=_sites(
-        attn_norm="input_layernorm.output",
-        # the attention module and the MLP add the residual themselves: read their last projections
-        attn_out="self_attention.dense.output",
-        mid="post_attention_layernorm.input",
-        mlp_norm="post_attention_layernorm.output",
-        mlp_out="mlp.dense_4h_to_h.output",
-    ),
+    # the attention module and the MLP add the residual themselves: their last projections are read
+    sites=_sequential("input_layernorm", "self_attention.dense", "post_attention_layernorm", "mlp.dense_4h_to_h"),
+    when={"apply_residual_connection_post_layernorm": False},
 )
-_FALCON = Family(
+_FALCON = replace(
+    _BLOOM,
     name="falcon",
-    layers="transformer.h",
-    attention="self_attention",
-    qkv=("query_key_value",),
-    fused="groups",
     wiring="parallel",
-    door="interceptor",
-    output="dense",
+    positions="rotary",
     # mlp_out is read before the block adds attn_out into that very tensor
-    sites=_sites(attn_norm="input_layernorm.output", attn_out="self_attention.output", mlp_out="mlp.output"),
+    sites=_parallel("input_layernorm", "self_attention", "mlp"),
+    when={"parallel_attn": True},
 )
 _MPT = Family(
     name="mpt",
@@ -190,45 +166,47 @@ _MPT = Family(
     positions="alibi",
     door="interceptor",
     output="out_proj",
-    sites=_sites(
-        attn_norm="norm_1.output",
-        attn_out="resid_attn_dropout.output",
-        mid="norm_2.input",
-        mlp_norm="norm_2.output",
-        mlp_out="ffn.down_proj.output",  # the MLP adds the residual itself
-    ),
+    # the MLP adds the residual itself
+    sites=_sequential("norm_1", "resid_attn_dropout", "norm_2", "ffn.down_proj"),
+)
+_GPT_NEO = replace(
+    _GPT2,
+    name="gpt_neo",
+    attention="attn.attention",
+    door="interceptor",
+    qkv=_LLAMA.qkv,
+    fused="",
+    output="out_proj",
+    scaling=1.0,
+)
+_GPTJ = replace(
+    _GPT_NEO,
+    name="gptj",
+    attention="attn",
+    wiring="parallel",
+    positions="rotary",
+    position_embedding="",
+    scaling=None,
+    sites=_parallel("ln_1", "attn", "mlp"),
 )
 
 # model type (config.json) → its rows; the first whose `when` holds is the model's.
 FAMILIES: dict[str, tuple[Family, ...]] = {
-    "llama": (_LLAMA,),
-    "mistral": (replace(_LLAMA, name="mistral"),),
-    "mixtral": (replace(_LLAMA, name="mixtral"),),
-    "qwen2": (replace(_LLAMA, name="qwen2"),),
-    "qwen3": (replace(_LLAMA, name="qwen3"),),
-    "qwen3_moe": (replace(_LLAMA, name="qwen3_moe"),),
+    **{
+        name: (replace(_LLAMA, name=name),)
+        for name in ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gpt_oss")
+    },
     "gemma2": (replace(_GEMMA, name="gemma2"),),
     "gemma3_text": (replace(_GEMMA, name="gemma3"),),
     "gemma3": (replace(_GEMMA, name="gemma3", layers="model.language_model.layers"),),
-    "olmo2": (
-        replace(
-            _LLAMA,
-            name="olmo2",
-            sites=_sites(
-                attn_out="post_attention_layernorm.output",
-                mid="mlp.input",
-                mlp_out="post_feedforward_layernorm.output",
-            ),
-        ),
-    ),
-    "phi": (replace(_ONE_NORM_PARALLEL, name="phi", output="dense"),),
+    "olmo2": (_OLMO2,),
+    "phi": (replace(_LLAMA_PARALLEL, name="phi", output="dense"),),
     "phi3": (replace(_LLAMA, name="phi3", qkv=("qkv_proj",), fused="blocks"),),
     "stablelm": (
         replace(_LLAMA, name="stablelm", when={"use_parallel_residual": False}),
-        replace(_ONE_NORM_PARALLEL, name="stablelm", when={"use_parallel_residual": True}),
+        replace(_LLAMA_PARALLEL, name="stablelm", when={"use_parallel_residual": True}),
     ),
-    "cohere": (replace(_ONE_NORM_PARALLEL, name="cohere"),),
-    "gpt_oss": (replace(_LLAMA, name="gpt_oss"),),
+    "cohere": (replace(_LLAMA_PARALLEL, name="cohere"),),
     "gpt2": (_GPT2,),
     "gpt_neox": (
         replace(
@@ -248,7 +226,7 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
             sites=_sites(attn_out="self_attn.output", mid="self_attn_layer_norm.input", mlp_out="fc2.output"),
         ),
     ),
-    "bloom": (replace(_BLOOM, when={"apply_residual_connection_post_layernorm": False}),),
+    "bloom": (_BLOOM,),
     "falcon": (
         replace(
             _FALCON,
@@ -262,54 +240,25 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
                 "layer_out": "output",
             },
         ),
-        replace(_FALCON, when={"parallel_attn": True}),
+        _FALCON,
         replace(
             _FALCON,
             wiring="sequential",
             when={"parallel_attn": False, "new_decoder_architecture": False},
-            sites=_sites(
-                attn_norm="input_layernorm.output",
-                attn_out="self_attention.output",
-                mid="post_attention_layernorm.input",
-                mlp_norm="post_attention_layernorm.output",
-                mlp_out="mlp.output",
-            ),
+            sites=_sequential("input_layernorm", "self_attention", "post_attention_layernorm", "mlp"),
         ),
     ),
     "mpt": (_MPT,),
-    "gptj": (
-        replace(
-            _GPT2,
-            name="gptj",
-            wiring="parallel",
-            positions="rotary",
-            door="interceptor",
-            qkv=_LLAMA.qkv,
-            fused="",
-            output="out_proj",
-            position_embedding="",
-            sites=_sites(attn_norm="ln_1.output", attn_out="attn.output", mlp_out="mlp.output"),
-        ),
-    ),
-    "gpt_neo": (
-        replace(
-            _GPT2,
-            name="gpt_neo",
-            attention="attn.attention",
-            door="interceptor",
-            qkv=_LLAMA.qkv,
-            fused="",
-            output="out_proj",
-            scaling=1.0,
-        ),
-    ),
+    "gptj": (_GPTJ,),
+    "gpt_neo": (_GPT_NEO,),
 }
 
 
 def find_family(model: nn.Module) -> Family:
     """The row of FAMILIES for a loaded model.
 
-    Errors: InputError when the model type has no row, or none whose `when` holds for this configuration.
+    Raises:
+        InputError: the model type has no row, or none whose `when` holds for this configuration.
     """
     config: Any = model.config
     model_type = base_type(config.model_type)
@@ -321,13 +270,13 @@ def find_family(model: nn.Module) -> Family:
         wanted = " or ".join(str(dict(row.when)) for row in rows)
         raise InputError(f"no row for a {model_type} wired like this one (there is one for {wanted})")
     raise InputError(
-        f"the architecture '{model_type}' has no row in sinkscope/families.py "
+        f"the architecture '{model_type}' has no row in sinkscope/models/families.py "
         f"(`sinkscope list families` shows those that have one)"
     )
 
 
 def embedding_weight(model: Any) -> torch.Tensor:
-    """The token embeddings (V,D): how large the vocabulary is, and where inputs go."""
+    """The token embeddings (V,D)."""
     return model.get_input_embeddings().weight
 
 
@@ -336,13 +285,14 @@ def first_tensor(value: Any) -> torch.Tensor:
     return value[0] if isinstance(value, tuple) else value
 
 
-PREFIX = "sinkscope_"
+PREFIX = "sinkscope_"  # of the model types under which retrofitted models are saved
 
 
 def base_type(model_type: str) -> str:
-    """`sinkscope_llama` → `llama`; any other is its own."""
+    """`sinkscope_llama` → `llama`; any other model type is its own."""
     return model_type.removeprefix(PREFIX)
 
 
 def is_retrofitted(config: Any) -> bool:
+    """Whether a model has the configuration of a retrofit."""
     return str(getattr(config, "model_type", "")).startswith(PREFIX)

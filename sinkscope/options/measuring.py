@@ -128,7 +128,10 @@ class ObservableOptions(Options):
     @classmethod
     def _split(cls, names: Any) -> Any:
         """As the command line has them: `a,b,c`."""
-        return [name.strip() for name in names.split(",") if name.strip()] if isinstance(names, str) else names
+        listed = [names] if isinstance(names, str) else names
+        if not isinstance(listed, list | tuple):
+            return names
+        return [name.strip() for part in listed for name in str(part).split(",") if name.strip()]
 
     @field_validator("observables")
     @classmethod
@@ -194,8 +197,19 @@ class AnalyzeOptions(RunConfig):
     repeatable: ClassVar = True
     in_memory: ClassVar = True
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether steps of training are meant: revisions with commas between, or a folder of checkpoints alone."""
+        if self.revision is not None:
+            return "," in self.revision
+        folder = Path(self.model).expanduser() if self.model else None
+        if folder is None or self.gguf_file is not None or (folder / "config.json").exists():
+            return False
+        return any(path.is_dir() for path in folder.glob("checkpoint-*"))
+
     def folder(self) -> Path:
-        return Path("runs", self.run_name)
+        named = self.model_copy(update={"revision": "steps"}) if self.has_steps else self
+        return Path("runs", named.run_name)
 
 
 class InterveneOptions(RunConfig):
@@ -260,9 +274,9 @@ class QuantizeOptions(RunConfig):
     refused: ClassVar = {"observables": "`quantize` always measures perplexity and outliers"}
     hidden: ClassVar = ("positions", "window", "epsilon")
 
-    bits_weights: int = option(8, "Quantizing", "Of weights, symmetric per tensor.", metavar="B")
+    bits_weights: int = option(8, "Quantizing", "Of weights, symmetric per tensor.", metavar="B", ge=2, le=16)
     bits_activations: int = option(
-        8, "Quantizing", "Of inputs and outputs, asymmetric per tensor, static ranges.", metavar="B"
+        8, "Quantizing", "Of inputs and outputs, asymmetric per tensor, static ranges.", metavar="B", ge=2, le=16
     )
     calibration: int = option(
         16,

@@ -1,7 +1,7 @@
 """Where a command writes and what it prints, and the options of commands that measure nothing themselves."""
 
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from sinkscope.options.measuring import DeviceOptions, InputOptions, ModelOptions
 from sinkscope.options.option import Options, option
@@ -16,6 +16,12 @@ class OutputOptions(Options):
         None, "Output", "Repeat a run, by its folder or run.json, with all its options.", metavar="RUN"
     )
     quiet: bool = option(False, "Output", "Print nothing but errors.")
+    record: dict[str, Any] | None = option(None, "Output", "The recipe by which the command runs, for its run.json.")
+
+    @property
+    def where(self) -> dict[str, Any]:
+        """As the Python functions of the commands take it."""
+        return {"out": self.out, "overwrite": self.overwrite, "quiet": self.quiet}
 
 
 class CompareOptions(Options):
@@ -44,9 +50,7 @@ class RunOptions(InputOptions, DeviceOptions, ModelOptions):
 
 
 class ListOptions(Options):
-    about: ClassVar[str] = (
-        """Show what can be named: observables, interventions, retrofits, figures, metrics, tables …"""
-    )
+    about: ClassVar[str] = "Show what can be named, kind by kind: observables, interventions, recipes, metrics, …"
     arguments: ClassVar = ("kind",)
 
     kind: str | None = option(None, "Input", "One kind of them.", metavar="KIND", shown="all")

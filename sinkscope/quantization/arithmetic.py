@@ -1,4 +1,4 @@
-"""Uniform fake quantisation: to a grid of 2^bits numbers and back (Bondarenko et al. 2023; definitions §9).
+"""Uniform fake quantization: to a grid of 2^bits numbers and back (Bondarenko et al. 2023; definitions §9).
 
     x̂ = step · clamp(round(x ÷ step), lowest, highest)        round: half to even
 
@@ -42,7 +42,7 @@ def symmetric_grid(largest: float, bits: int) -> Grid:
     """For −largest … largest: 2^(bits−1) − 1 steps to either side. Errors: InputError for what is no such range."""
     check_bits(bits)
     if not (math.isfinite(largest) and largest >= 0):
-        raise InputError(f"a tensor whose largest entry is {largest} cannot be quantised")
+        raise InputError(f"a tensor whose largest entry is {largest} cannot be quantized")
     most = 2 ** (bits - 1) - 1
     return Grid(_step(largest, most), -most, most)
 
@@ -54,7 +54,7 @@ def asymmetric_grid(low: float, high: float, bits: int) -> Grid:
     """
     check_bits(bits)
     if not (math.isfinite(low) and math.isfinite(high) and low <= high):
-        raise InputError(f"{low} … {high} is not a range that can be quantised")
+        raise InputError(f"{low} … {high} is not a range that can be quantized")
     low, high = min(low, 0.0), max(high, 0.0)
     most = 2**bits - 1
     step = _step(high - low, most)
@@ -62,12 +62,12 @@ def asymmetric_grid(low: float, high: float, bits: int) -> Grid:
     return Grid(step, -below, most - below)
 
 
-def quantise_symmetric(x: torch.Tensor, bits: int) -> torch.Tensor:
+def quantize_symmetric(x: torch.Tensor, bits: int) -> torch.Tensor:
     """x (any shape) on the grid of its own largest entry, one for the whole tensor: weights."""
     return symmetric_grid(float(x.abs().max()) if x.numel() else 0.0, bits).snap(x)
 
 
-def quantise_asymmetric(x: torch.Tensor, low: float, high: float, bits: int) -> torch.Tensor:
+def quantize_asymmetric(x: torch.Tensor, low: float, high: float, bits: int) -> torch.Tensor:
     """x (any shape) on the grid of a range that was known before: activations."""
     return asymmetric_grid(low, high, bits).snap(x)
 

@@ -39,4 +39,4 @@ class Rounding:
     """What a site's grid does to what it holds."""
 
     zeroed: float  # share of the entries other than 0 that become 0
-    sqnr: float  # signal to quantisation noise, 10 log₁₀ Σx² ÷ Σ(x−x̂)², in dB; infinite without noise
+    sqnr: float  # signal to quantization noise, 10 log₁₀ Σx² ÷ Σ(x−x̂)², in dB; infinite without noise

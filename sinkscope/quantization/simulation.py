@@ -1,22 +1,22 @@
-"""A model as it would run quantised: a context manager around any use of it."""
+"""A model as it would run quantized: a context manager around any use of it."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from sinkscope.models.edits import Edit, replaced
-from sinkscope.quantization.arithmetic import Grid, quantise_symmetric
+from sinkscope.models.edits import Edit, replaced, wrapped_forward
+from sinkscope.quantization.arithmetic import Grid, quantize_symmetric
 from sinkscope.quantization.ranges import Bits, Range
 from sinkscope.quantization.sites import INPUT, OUTPUT, WEIGHT, Site, chosen_sites
 
 
 @contextmanager
-def quantised(
+def quantized(
     model: PreTrainedModel,
     ranges: Mapping[Site, Range],
     *,
@@ -24,22 +24,22 @@ def quantised(
     bits_weights: int = 8,
     bits_activations: int = 8,
 ) -> Iterator[None]:
-    """Until the end of the block the model computes with quantised weights and activations (simulated: the numbers lie
+    """Until the end of the block the model computes with quantized weights and activations (simulated: the numbers lie
     on the grids, the arithmetic is the model's own). Then it is bit for bit what it was.
 
-    `ranges` as `calibrate_ranges` gives them; of `except_sites` (see `chosen_sites`) nothing is quantised.
+    `ranges` as `calibrate_ranges` gives them; of `except_sites` (see `chosen_sites`) nothing is quantized.
 
     Errors: InputError for sites that there are not, and for bits out of range.
     """
     kept = chosen_sites(ranges.keys(), except_sites)
     rest = {site: known for site, known in ranges.items() if site not in kept}
-    with quantised_sites(model, rest, Bits(bits_weights, bits_activations)):
+    with quantized_sites(model, rest, Bits(bits_weights, bits_activations)):
         yield
 
 
 @contextmanager
-def quantised_sites(model: PreTrainedModel, ranges: Mapping[Site, Range], bits: Bits) -> Iterator[None]:
-    """These sites quantised, and no others."""
+def quantized_sites(model: PreTrainedModel, ranges: Mapping[Site, Range], bits: Bits) -> Iterator[None]:
+    """These sites quantized, and no others."""
     grids: dict[str, dict[str, Grid]] = defaultdict(dict)
     weights = []
     for site, known in ranges.items():
@@ -57,25 +57,14 @@ def quantised_sites(model: PreTrainedModel, ranges: Mapping[Site, Range], bits: 
 def _weight_edits(model: PreTrainedModel, paths: Iterable[str], bits: int) -> Iterator[Edit]:
     for path in paths:
         module = model.get_submodule(path)
-        yield module, "weight", quantise_symmetric(module.get_parameter("weight").detach(), bits)
+        yield module, "weight", quantize_symmetric(module.get_parameter("weight").detach(), bits)
 
 
-@contextmanager
-def _snapped(module: nn.Module, before: Grid | None, after: Grid | None) -> Iterator[None]:
-    """module(x) with x on one grid and what comes out on another. As interventions do it: nnsight, which wraps
-    `forward` again, then sees what the next module sees.
-    """
-    own = vars(module).get("forward")  # accelerate's, or an intervention's
-    forward = module.forward
+def _snapped(module: nn.Module, before: Grid | None, after: Grid | None) -> AbstractContextManager[None]:
+    """module(x) computes with x on one grid, and gives its output on another."""
 
-    def snapped(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def around(forward: Callable[..., torch.Tensor], x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         output = forward(x if before is None else before.snap(x), *args, **kwargs)
         return output if after is None else after.snap(output)
 
-    module.forward = snapped
-    try:
-        yield
-    finally:
-        del module.forward
-        if own is not None:
-            module.forward = own
+    return wrapped_forward(module, around)

@@ -1,4 +1,4 @@
-"""Where a model is quantised: input, weight and output of every linear layer but the LM head."""
+"""Where a model is quantized: input, weight and output of every linear layer but the LM head."""
 
 import re
 from collections.abc import Collection, Iterable, Iterator
@@ -21,7 +21,7 @@ NO_LAYER = -1  # of a linear layer that is in none of the model's layers
 
 @dataclass(frozen=True)
 class Site:
-    """One tensor that is quantised."""
+    """One tensor that is quantized."""
 
     path: str  # of the linear module in the model
     part: str
@@ -49,7 +49,7 @@ def sites_of(model: PreTrainedModel, family: Family) -> list[Site]:
         layer, kind = _place(path, family)
         sites += [Site(path, part, layer, kind) for part in PARTS]
     if not sites:
-        raise InputError("this model has no linear layers that could be quantised")
+        raise InputError("this model has no linear layers that could be quantized")
     return sites
 
 
@@ -62,7 +62,7 @@ def linear_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
-def not_quantised(model: PreTrainedModel, family: Family) -> dict[str, float]:
+def not_quantized(model: PreTrainedModel, family: Family) -> dict[str, float]:
     """Matrices in the layers that belong to no linear layer → their share of the model's parameters.
 
     Such are the routers and experts of mixtures, which transformers keeps as one tensor for all of a layer.
@@ -106,4 +106,4 @@ def _check_weight(path: str, module: Any) -> None:
     if weight.is_meta:
         raise InputError(f"{path}: its weights are offloaded and cannot be edited: load without --device-map auto")
     if not weight.is_floating_point():
-        raise InputError(f"{path}: its weights are quantised already ({weight.dtype}): load the model before that")
+        raise InputError(f"{path}: its weights are quantized already ({weight.dtype}): load the model before that")

@@ -13,18 +13,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
 from sinkscope.errors import InputError
 from sinkscope.measuring.summary import WHOLE_MODEL
+from sinkscope.report.figures import OF_RUNS, save_figures
+from sinkscope.report.figures.comparison import labels
+from sinkscope.report.figures.spec import draw_all
+from sinkscope.report.figures.style import Figure
 from sinkscope.report.run import Run
 from sinkscope.results.folders import check_output, new_folder
 from sinkscope.results.tables import write_table
-
-if TYPE_CHECKING:
-    from sinkscope.report.figures.style import Figure
 
 MANIFEST = "comparison.json"
 
@@ -61,11 +62,9 @@ class Comparison:
     differing: pd.DataFrame
     folder: Path | None = None
 
-    def figures(self) -> "dict[str, Figure]":
+    def figures(self) -> dict[str, Figure]:
         """The comparison's figures, by name."""
-        from sinkscope.report.figures.comparison import draw_comparison
-
-        return draw_comparison(list(self.runs))
+        return draw_all(OF_RUNS, self.runs)
 
     @property
     def warnings(self) -> list[str]:
@@ -97,7 +96,7 @@ def compare(
             raise InputError(
                 f"{run.folder or run.model} is a run of `{run.command}`: what it compares is in its own tables"
             )
-    names = _labels(opened)
+    names, _ = labels(opened)  # as in the figures' legends
     differing = differing_settings([run.manifest for run in opened], names)
     comparison = Comparison(opened, _table(opened, names), _by_layer(opened, names), differing, folder)
     if folder is not None:
@@ -120,13 +119,6 @@ def _setting(read: Callable[[dict[str, Any]], Any], manifest: dict[str, Any]) ->
         return str(read(manifest))
     except (KeyError, TypeError):
         return "not recorded"
-
-
-def _labels(runs: tuple[Run, ...]) -> list[str]:
-    """As in the figures' legends: of model, revision and condition those that differ."""
-    from sinkscope.report.figures.comparison import labels
-
-    return labels(list(runs))[0]
 
 
 def _table(runs: tuple[Run, ...], names: list[str]) -> pd.DataFrame:
@@ -156,10 +148,7 @@ def _write(comparison: Comparison, names: list[str], folder: Path) -> None:
     (folder / "tables").mkdir()
     write_table(comparison.table.reset_index(), folder / "tables" / "comparison.parquet")
     write_table(comparison.by_layer, folder / "tables" / "comparison_by_layer.parquet")
-    (folder / "figures").mkdir()
-    for name, figure in comparison.figures().items():
-        for kind in ("png", "pdf"):
-            figure.savefig(folder / "figures" / f"{name}.{kind}")
+    save_figures(comparison.figures(), folder / "figures")
     manifest = {
         "sinkscope": version("sinkscope"),
         "command": "compare",

@@ -1,54 +1,23 @@
-"""What an intervention did: metrics of every arm as the table `effect`, and the sentences that they allow.
+"""What an intervention did: read from the table `effect`, and the sentences that it allows.
 
 An arm's change counts only if it is beyond what random changes of the same kind do (the control's draws).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from sinkscope.measuring.effects import NO_POSITION
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.report.paper_tables import as_markdown
 from sinkscope.results.run import RunData
 
-NO_POSITION = -1
 NO_SINK = 0.01  # a sink rate below this is none
 SPREAD = 2.0  # standard deviations of the control
 MATERIAL = 0.005  # a rate or mass that changes less than this has not changed
-
-
-def arm_metrics(tables: Mapping[str, pd.DataFrame], watched: Sequence[int], loss: float) -> pd.DataFrame:
-    """(layer, metric, position, value) of one arm, layer −1 being the whole model.
-
-    sink_rate, window_mass    at each watched position, means over heads (GS eq. 1); the model's over layers, too
-    massive_magnitude         largest |entry| of a layer's output, mean over sequences; the model's largest layer
-    massive_count             massive activations per sequence; the model's sum over layers
-    loss, perplexity          of the predicted tokens, in nats
-    """
-    rows: list[tuple[int, str, int, float]] = []
-    attention = tables["attention"]
-    for position in watched:
-        by_layer = (
-            attention[attention["position"] == position].groupby("layer")[["sink_fraction", "window_mass"]].mean()
-        )
-        for metric, column in (("sink_rate", "sink_fraction"), ("window_mass", "window_mass")):
-            rows += [(int(layer), metric, position, float(value)) for layer, value in by_layer[column].items()]
-            rows.append((WHOLE_MODEL, metric, position, float(by_layer[column].mean())))
-    massive = tables["massive"]
-    sequences = massive["sequence"].nunique()
-    largest = massive["value"].abs().groupby([massive["layer"], massive["sequence"]]).max().groupby("layer").mean()
-    counts = massive.groupby("layer")["is_massive"].sum() / sequences
-    for metric, series, whole in (
-        ("massive_magnitude", largest, largest.max()),
-        ("massive_count", counts, counts.sum()),
-    ):
-        rows += [(int(layer), metric, NO_POSITION, float(value)) for layer, value in series.items()]
-        rows.append((WHOLE_MODEL, metric, NO_POSITION, float(whole)))
-    rows += [(WHOLE_MODEL, "loss", NO_POSITION, loss), (WHOLE_MODEL, "perplexity", NO_POSITION, float(np.exp(loss)))]
-    return pd.DataFrame(rows, columns=["layer", "metric", "position", "value"])
 
 
 # --- reading the table

@@ -40,7 +40,7 @@ def verdict(run: RunData) -> str:
         _layers(run),
         _massive(run),
         _costliest(run),
-        _not_quantised(run),
+        _not_quantized(run),
     ]
     said = " ".join(sentence for sentence in sentences if sentence)
     return f"## {run.model}: simulated {bits(run)}, {run.condition} input\n\n{as_markdown(overview(run))}\n\n{said}"
@@ -50,13 +50,13 @@ def verdict(run: RunData) -> str:
 
 
 def bits(run: RunData) -> str:
-    given = run.manifest["quantisation"]
+    given = run.manifest["quantization"]
     return f"W{given['bits_weights']}A{given['bits_activations']}"
 
 
 def whole(run: RunData) -> pd.DataFrame:
     """The settings of the whole model on all sequences, by their name."""
-    table = run.tables["quantisation"]
+    table = run.tables["quantization"]
     return table[(table["sequences"] == table["sequences"].max()) & table["setting"].isin(LABELS)].drop_duplicates(
         "setting", keep="last"
     ).set_index("setting")  # fmt: skip
@@ -64,13 +64,13 @@ def whole(run: RunData) -> pd.DataFrame:
 
 def probed(run: RunData, setting: str) -> pd.DataFrame:
     """Rows of the search for costly sites, the costliest first; `name` is site and part."""
-    table = run.tables["quantisation"]
+    table = run.tables["quantization"]
     table = table[(table["setting"] == setting) & (table["sequences"] == table["sequences"].min())]
     return table.assign(name=table["site"] + " " + table["part"]).sort_values("cost", ascending=False, kind="stable")
 
 
 def label(run: RunData, setting: str) -> str:
-    given, kept = run.manifest["quantisation"], whole(run)["kept"].get(COSTLIEST_KEPT, "")
+    given, kept = run.manifest["quantization"], whole(run)["kept"].get(COSTLIEST_KEPT, "")
     count = len(kept.split(", "))
     costliest = "site" if count == 1 else f"{count} sites"
     return LABELS[setting].format(
@@ -94,7 +94,7 @@ def overview(run: RunData) -> pd.DataFrame:
 
 
 def restored(run: RunData, setting: str) -> float:
-    """Share of what quantising all costs that is not lost with this setting."""
+    """Share of what quantizing all costs that is not lost with this setting."""
     settings = whole(run)["cost"]
     return 1 - float(settings[setting] / settings[ALL])
 
@@ -111,11 +111,11 @@ def _number(value: float, form: str) -> str:
 
 
 def _setting(run: RunData) -> str:
-    given, config, quantisation = run.manifest["input"], run.manifest["config"], run.manifest["quantisation"]
+    given, config, quantization = run.manifest["input"], run.manifest["config"], run.manifest["quantization"]
     return (
         f"Measured on {given['sequences']} sequences of {config['seq_len']} tokens ({run.condition}), position 0 being "
-        f"{given['token_zero']}; static ranges from the {quantisation['calibration']} sequences behind them. "
-        f"Quantised: input, weight and output of {quantisation['linear_layers']} linear layers, but not the LM head."
+        f"{given['token_zero']}; static ranges from the {quantization['calibration']} sequences behind them. "
+        f"Quantized: input, weight and output of {quantization['linear_layers']} linear layers, but not the LM head."
     )
 
 
@@ -144,7 +144,7 @@ def _kinds(run: RunData) -> str | None:
     if costly.empty:
         return "No kind of site costs 1 % of perplexity by itself."
     listed = ", ".join(f"`{row.name_}` {row.cost:.3f}" for row in _named(costly))
-    words = f"Kinds of site that cost most, each quantised alone (nats per token, first {count} sequences): {listed}."
+    words = f"Kinds of site that cost most, each quantized alone (nats per token, first {count} sequences): {listed}."
     kept = probed(run, KEPT)
     if kept.empty:
         return words
@@ -157,7 +157,7 @@ def _layers(run: RunData) -> str | None:
     sites = table[(table["layer"] != ALL_LAYERS) & (table["cost"] >= COSTLY)].head(SHOWN)
     if sites.empty or _is_harmless(run):
         return None
-    ranges = run.tables["quantisation_sites"].set_index(["layer", "site", "part"])
+    ranges = run.tables["quantization_sites"].set_index(["layer", "site", "part"])
     listed = []
     for row in _named(sites):
         known = ranges.loc[(row.layer, row.site, row.part)]
@@ -169,7 +169,7 @@ def _layers(run: RunData) -> str | None:
 
 
 def _massive(run: RunData) -> str:
-    sites = run.tables["quantisation_sites"]
+    sites = run.tables["quantization_sites"]
     sites = sites[sites["is_massive"]]
     if sites.empty:
         return "No linear layer's input or output holds massive activations."
@@ -180,7 +180,7 @@ def _costliest(run: RunData) -> str | None:
     if COSTLIEST_KEPT not in whole(run).index:
         return None
     names = whole(run).loc[COSTLIEST_KEPT, "kept"].split(", ")
-    sites = run.tables["quantisation_sites"]
+    sites = run.tables["quantization_sites"]
     kept = sites[site_names(sites).isin(names)]
     massive = f", of which {kept['is_massive'].sum()} hold massive activations" if kept["is_massive"].any() else ""
     which = "costliest" if len(kept) == 1 else f"{len(kept)} costliest"
@@ -188,7 +188,7 @@ def _costliest(run: RunData) -> str | None:
 
 
 def site_names(sites: pd.DataFrame) -> pd.Series:
-    """Of rows of `quantisation_sites`: as the sites are printed."""
+    """Of rows of `quantization_sites`: as the sites are printed."""
     layer = np.where(sites["layer"] == NO_LAYER, "", "layer " + sites["layer"].astype(str) + " ")
     return layer + sites["site"] + " " + sites["part"]
 
@@ -216,12 +216,12 @@ def _in_full_precision(run: RunData, setting: str) -> str:
     return f"; leaving these in full precision {how} ({perplexity:,.4g}: {share:.0%} of the cost gone)"
 
 
-def _not_quantised(run: RunData) -> str | None:
-    left = run.manifest["quantisation"]["not_quantised"]
+def _not_quantized(run: RunData) -> str | None:
+    left = run.manifest["quantization"]["not_quantized"]
     if not left:
         return None
     listed = ", ".join(f"`{kind}`" for kind in left)
-    return f"Not quantised: {listed}, which are no linear layers ({sum(left.values()):.0%} of all parameters)."
+    return f"Not quantized: {listed}, which are no linear layers ({sum(left.values()):.0%} of all parameters)."
 
 
 def _named(table: pd.DataFrame) -> list:

@@ -8,22 +8,22 @@ import pandas as pd
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.report.paper_tables import as_markdown, table_with_spread
 from sinkscope.results.run import RunData
-from sinkscope.results.tables import COLUMNS, LEADING
+from sinkscope.results.tables import LEADING, TRAINING_TABLES, names_of
 
 UNTOUCHED = "untouched"  # the arm that is the model as it is
 
 # metrics of the table `retrofit`, in its order: those of `summary`, and
-#   …_quantised            the same in W8A8
-#   perplexity_increase    perplexity_quantised − perplexity
+#   …_quantized            the same in W8A8
+#   perplexity_increase    perplexity_quantized − perplexity
 #   gate_displacement_max  the farthest that a head's new parameters have moved (table `gates`)
 METRICS = (
     "perplexity",
-    "perplexity_quantised",
+    "perplexity_quantized",
     "perplexity_increase",
     "max_inf_norm",
-    "max_inf_norm_quantised",
+    "max_inf_norm_quantized",
     "kurtosis",
-    "kurtosis_quantised",
+    "kurtosis_quantized",
     "sink_rate",
     "value_drain",
     "raw_value_drain",
@@ -43,10 +43,10 @@ MARKDOWN: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("kurtosis", "Avg. kurtosis (↓)", "{:,.2f}"),
     ),
     "In W8A8 (VGA table 2)": (
-        ("perplexity_quantised", "INT8 perplexity (↓)", "{:,.2f}"),
+        ("perplexity_quantized", "INT8 perplexity (↓)", "{:,.2f}"),
         ("perplexity_increase", "Δ perplexity (↓)", "{:+,.2f}"),
-        ("max_inf_norm_quantised", "Max I+O norm (↓)", "{:,.2f}"),
-        ("kurtosis_quantised", "Avg. kurtosis (↓)", "{:,.2f}"),
+        ("max_inf_norm_quantized", "Max I+O norm (↓)", "{:,.2f}"),
+        ("kurtosis_quantized", "Avg. kurtosis (↓)", "{:,.2f}"),
     ),
     "Position 0 against the others": (
         ("sink_rate", "Sink rate", "{:.1%}"),
@@ -63,22 +63,22 @@ MARKDOWN: dict[str, tuple[tuple[str, str, str], ...]] = {
 
 
 def retrofit_table(
-    runs: Mapping[str, RunData], quantised: Mapping[str, Mapping[str, float]], gates: pd.DataFrame, seed: int = 0
+    runs: Mapping[str, RunData], quantized: Mapping[str, Mapping[str, float]], gates: pd.DataFrame, seed: int = 0
 ) -> pd.DataFrame:
     """Table `retrofit`: model, condition (the arm), layer −1, seed, metric (of METRICS), value; what was not measured
     is left out.
 
     runs        arm → its run, on held-out text
-    quantised   arm → what `w8a8` gives on the same text. Its numbers in full precision take the run's place, so that
+    quantized   arm → what `w8a8` gives on the same text. Its numbers in full precision take the run's place, so that
                 each increase is that of one measurement.
     gates       the table of that name, all arms together
     """
     farthest = gates.groupby("condition")["displacement"].max()
     rows = []
     for arm, run in runs.items():
-        numbers = {metric: run.metric(metric) for metric in METRICS} | dict(quantised.get(arm, {}))
-        if arm in quantised:
-            numbers["perplexity_increase"] = numbers["perplexity_quantised"] - numbers["perplexity"]
+        numbers = {metric: run.metric(metric) for metric in METRICS} | dict(quantized.get(arm, {}))
+        if arm in quantized:
+            numbers["perplexity_increase"] = numbers["perplexity_quantized"] - numbers["perplexity"]
         if arm in farthest:
             numbers["gate_displacement_max"] = float(farthest[arm])
         rows += [
@@ -86,7 +86,7 @@ def retrofit_table(
             for metric in METRICS
             if not np.isnan(numbers[metric])
         ]
-    return pd.DataFrame(rows, columns=[*LEADING, *COLUMNS["retrofit"]])
+    return pd.DataFrame(rows, columns=[*LEADING, *names_of(TRAINING_TABLES["retrofit"])])
 
 
 def retrofit_markdown(table: pd.DataFrame) -> str:

@@ -3,18 +3,19 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 from accelerate import PartialState
 
 from sinkscope.report.backcopy_table import backcopy_markdown
 from sinkscope.report.comparison import Comparison
+from sinkscope.report.figures import OF_ARMS
+from sinkscope.report.figures.arms import Arms
+from sinkscope.report.figures.spec import draw_all
+from sinkscope.report.figures.style import Figure
 from sinkscope.report.retrofit_table import UNTOUCHED, retrofit_markdown, retrofit_table
 from sinkscope.report.run import Run
-
-if TYPE_CHECKING:
-    from sinkscope.report.figures.style import Figure
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,9 @@ class Trained:
         moved = [_moved(label, gates) for label in gates["condition"].unique()]
         return moved + (self.comparison.warnings if self.comparison else [])
 
-    def figures(self) -> "dict[str, Figure]":
-        """By name: `retrofit-training`, and those that the tables allow."""
-        return figures_of(self.tables, first_runs(self.manifest, self.runs))
+    def figures(self) -> dict[str, Figure]:
+        """By name, those that the tables, and the runs' own, allow."""
+        return draw_all(OF_ARMS, Arms(self.tables, first_runs(self.manifest, self.runs)))
 
     @property
     def is_main(self) -> bool:
@@ -79,36 +80,9 @@ def retrofit_tables(manifest: Mapping[str, Any], runs: Mapping[str, Run], gates:
     """The table `retrofit` of all seeds."""
     parts = []
     for seed, mine in by_seed(manifest, runs):
-        quantised = {method: run.manifest["w8a8"] for method, run in mine.items()}
-        parts.append(retrofit_table(mine, quantised, gates[gates["seed"] == seed], seed))
+        quantized = {method: run.manifest["w8a8"] for method, run in mine.items()}
+        parts.append(retrofit_table(mine, quantized, gates[gates["seed"] == seed], seed))
     return pd.concat(parts, ignore_index=True)
-
-
-def figures_of(tables: Mapping[str, pd.DataFrame], runs: Mapping[str, Run]) -> "dict[str, Figure]":
-    """Those that the tables, and the runs' own, allow."""
-    from sinkscope.report.figures.backcopy_maps import draw_backcopy_maps
-    from sinkscope.report.figures.backcopy_training import draw_backcopy_training
-    from sinkscope.report.figures.retrofit_bars import draw_retrofit_bars
-    from sinkscope.report.figures.retrofit_layers import draw_retrofit_layers
-    from sinkscope.report.figures.retrofit_training import draw_retrofit_training
-    from sinkscope.report.figures.retrofit_values import draw_retrofit_values
-
-    measured = set.intersection(*(set(run.tables) for run in runs.values()))
-    figures = {"retrofit-bars": draw_retrofit_bars(tables["retrofit"])}
-    if not tables["training"].empty:
-        figures["retrofit-training"] = draw_retrofit_training(tables["training"])
-    if {"attention", "activation"} <= measured and _layers(runs) > 1:
-        figures["retrofit-layers"] = draw_retrofit_layers(runs)
-    if "geometry" in measured:
-        figures["retrofit-values"] = draw_retrofit_values(runs)
-    if "value_norms" in tables:
-        figures["backcopy-maps"] = draw_backcopy_maps(tables["attention_maps"], tables["value_norms"])
-        figures["backcopy-training"] = draw_backcopy_training(tables["training"])
-    return figures
-
-
-def _layers(runs: Mapping[str, Run]) -> int:
-    return next(iter(runs.values())).tables["activation"]["layer"].nunique()
 
 
 def _moved(label: str, gates: pd.DataFrame) -> str:

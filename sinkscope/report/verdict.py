@@ -52,7 +52,7 @@ def verdict(run: RunData) -> str:
         _drain(run),
         _gradient(run),
         _query_bias(run),
-        _quantising(run),
+        _quantizing(run),
         _not_applicable(run),
         _files(run),
     ]
@@ -222,7 +222,7 @@ def _query_bias(run: RunData) -> str | None:
     return f"{found}. EPE₀ is massive at {named}, where |γ| is {ratio:.1f} × its mean."
 
 
-def _quantising(run: RunData) -> str | None:
+def _quantizing(run: RunData) -> str | None:
     if "massive" not in run.tables:
         return None
     by_layer = run.tables["massive"].assign(magnitude=run.tables["massive"]["value"].abs()).groupby("layer")
@@ -235,10 +235,10 @@ def _quantising(run: RunData) -> str | None:
     )
     if steps[worst] > 2:
         return (
-            f"For quantisation: {tensor}, so that most of the tensor rounds to zero: keep these tokens or "
+            f"For quantization: {tensor}, so that most of the tensor rounds to zero: keep these tokens or "
             f"coordinates in higher precision, or scale per token."
         )
-    return f"For quantisation: {tensor}: outliers do not rule out per-tensor scales."
+    return f"For quantization: {tensor}: outliers do not rule out per-tensor scales."
 
 
 def _not_applicable(run: RunData) -> str | None:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from sinkscope.errors import InputError
-from sinkscope.options.measuring import RunConfig, make_config
 
 MANIFEST = "run.json"
 
@@ -36,26 +35,3 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 _MANIFEST_FIELDS = {"config", "condition", "model", "tables"}  # that opening a run rests on
-
-
-def to_repeat(path: str | os.PathLike[str], command: str = "analyze") -> tuple[RunConfig, dict[str, Any]]:
-    """The whole configuration of a command's run, to repeat it, and its manifest. Errors: InputError."""
-    from sinkscope.models.files import DEMO_FILE, DEMO_REPO
-
-    folder = folder_of(path)
-    manifest = read_manifest(folder)
-    by = manifest.get("command", command)
-    if by != command:
-        raise InputError(f"{folder} is a run of `sinkscope {by}`: repeat it with that command's --from")
-    try:
-        config = make_config(**manifest["config"])
-        source = str(manifest["model"]["source"])
-    except (InputError, TypeError, KeyError) as error:
-        by = manifest.get("sinkscope", "?")
-        raise InputError(f"{folder / MANIFEST} (of sinkscope {by}) cannot be repeated here: {error}") from None
-    if config.model is None and source != DEMO_REPO and Path(source).name != DEMO_FILE:
-        raise InputError(
-            f"{folder / MANIFEST} cannot be repeated: its model was handed over in Python, not named. "
-            f"Analyze that again, or name a model instead of --from (it called itself {source})"
-        )
-    return config, manifest

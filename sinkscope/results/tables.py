@@ -1,66 +1,77 @@
-"""The parquet tables: their columns, and reading and writing them."""
+"""The parquet tables: what a column is, the columns that many tables have, and reading and writing a table."""
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import pandas as pd
 
-# Every table begins with these; then its own, in this order. A contract with users: columns are added, not renamed.
-LEADING = ("model", "condition", "layer")
-COLUMNS: dict[str, tuple[str, ...]] = {
-    "attention": (
-        "head", "kv_head", "position", "window_mass", "sink_fraction", "sink_mass", "sink_second_moment",
+
+class Column(NamedTuple):
+    """One column of a table."""
+
+    name: str
+    about: str  # one line for `sinkscope list tables`
+    unit: str = ""
+
+
+Columns = tuple[Column, ...]
+
+
+def names_of(columns: Columns) -> tuple[str, ...]:
+    return tuple(column.name for column in columns)
+
+
+# Every table begins with these, then has its own, in their order: a contract with users.
+LEADING_COLUMNS = (
+    Column("model", "the model's name"),
+    Column("condition", "the kind of input, or the arm: an intervention or retrofit, or what it is compared with"),
+    Column("layer", "from 0 on; -1: the whole model"),
+)
+LEADING = names_of(LEADING_COLUMNS)
+
+HEAD = Column("head", "query head, from 0 on")
+KV_HEAD = Column("kv_head", "key/value head that the query head reads")
+POSITION = Column("position", "place in the sequence, from 0 on")
+SEQUENCE = Column("sequence", "which of the run's sequences, from 0 on")
+TOKEN_ID = Column("token_id", "id of the token at this position")
+TOKEN = Column("token", "its text")
+COORDINATE = Column("coordinate", "of the residual stream, from 0 on")
+SITE = Column("site", "where in the layer: layer_in, attn_out, mid, mlp_out or layer_out")
+QUERY = Column("query", "position of the query")
+KEY = Column("key", "position of the key")
+SEED = Column("seed", "of the training")
+
+# Tables that are made above measuring/; all tables: measuring/tables.py
+TRAINING_TABLES: dict[str, Columns] = {
+    "training": (
+        SEED,
+        Column("step", "of the optimizer, 0 is before the first"),
+        Column("metric", "what was measured (`sinkscope list metrics`)"),
+        Column("value", "its value"),
     ),
-    "attention_heads": ("head", "kv_head", "attention_entropy", "missing_mass"),
-    "sink_positions": ("head", "sequence", "position", "token_id", "token", "window_mass"),
-    "geometry": (
-        "head", "kv_head", "position",
-        "query_norm", "key_norm", "value_norm", "qk_cosine", "qk_norm_product", "sink_logit_gap",
+    "gates": (
+        SEED,
+        Column("head", "of values or queries, as the parameter counts; registers in order"),
+        Column("parameter", "of the retrofit"),
+        Column("displacement", "distance of the head's parameters from where they started"),
     ),
-    "gate": ("head", "kv_head", "position", "gate", "raw_value_norm"),
-    "activation": ("site", "position", "norm_mean", "norm_max"),
-    "massive": (
-        "sequence", "position", "token_id", "token", "coordinate", "value", "median", "ratio", "is_massive",
+    "retrofit": (
+        SEED,
+        Column("metric", "what was measured (`sinkscope list metrics`)"),
+        Column("value", "its value"),
     ),
-    "outlier": ("site", "max_inf_norm", "kurtosis"),
-    "attention_maps": ("head", "sequence", "query", "key", "token_id", "token", "weight"),
-    "massive_map": ("sequence", "position", "token_id", "token", "coordinate", "magnitude", "is_top"),
-    "gradient": ("pathway", "head", "position", "grad_norm"),
-    "gradient_ratio": ("branch", "position", "input_norm", "bloat", "compress", "change"),
-    "gradient_check": ("head", "position", "identity_residual", "lower_bound", "measured", "upper_bound", "holds"),
-    "norm_bound": ("branch", "position", "measured", "bound", "holds", "tightness"),
-    "query_bias": ("head", "position", "delta_mean", "delta_std", "key_alignment"),
-    "gamma": ("coordinate", "gamma", "epe_0", "is_massive_epe"),
-    "delta_distribution": ("group", "delta", "count"),
-    "streaming": ("method", "window", "keep", "bucket", "tokens", "loss", "perplexity"),
-    "effect": ("name", "arm", "draw", "metric", "position", "value"),
-    "arm_maps": ("query", "key", "weight"),
-    "quantisation": (
-        "setting", "site", "part", "quantised", "kept", "sequences",
-        "loss", "perplexity", "cost", "max_inf_norm", "kurtosis",
+    "value_norms": (
+        SEQUENCE, POSITION, TOKEN_ID, TOKEN,
+        Column("is_trigger", "whether the token is a trigger of the task"),
+        Column("norm", "L2 norm of all heads' values as they are projected"),
+        Column("attended_norm", "the same as they are attended to, behind a gate on values"),
     ),
-    "quantisation_sites": (
-        "site", "part", "path", "low", "high", "median_abs", "max_abs", "is_massive", "step", "zeroed", "sqnr",
-    ),
-    "training": ("seed", "step", "metric", "value"),
-    "gates": ("seed", "head", "parameter", "displacement"),
-    "retrofit": ("seed", "metric", "value"),
-    "value_norms": ("sequence", "position", "token_id", "token", "is_trigger", "norm", "attended_norm"),
-    "summary": ("metric", "value"),
 }  # fmt: skip
 
 
-def shape_table(name: str, table: pd.DataFrame, model: str, condition: str, tokens: Mapping[int, str]) -> pd.DataFrame:
-    """An observable's table as it is published: model and condition in front, token text beside token ids."""
-    table = table.assign(model=model, condition=condition)
-    if "token_id" in table:
-        table["token"] = table["token_id"].map(tokens)
-    return table[[*LEADING, *COLUMNS[name]]]
-
-
 def write_table(table: pd.DataFrame, path: Path) -> None:
-    """Under a temporary name and then renamed: a killed run leaves no half table."""
+    """Write under a temporary name and rename: a killed run leaves no half table."""
     temporary = path.with_suffix(".parquet.tmp")
     table.to_parquet(temporary, index=False)
     os.replace(temporary, path)

@@ -15,10 +15,10 @@ from pydantic import Field
 from torch import nn
 from transformers import PreTrainedModel
 
-from sinkscope.attention.taps import RETROFIT
 from sinkscope.errors import InputError
 from sinkscope.models.families import Family, embedding_weight
 from sinkscope.models.positions import known_positions
+from sinkscope.retrofits.registers import RETROFIT
 from sinkscope.retrofits.retrofit import Part, Retrofit
 from sinkscope.text.batch import insert_before
 

@@ -22,10 +22,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sinkscope.attention.interceptor import Interceptor
-from sinkscope.attention.taps import NAME, RETROFIT, Denominator
+from sinkscope.attention.taps import NAME, Denominator
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.families import Family
 from sinkscope.models.projections import Projection, projections
+from sinkscope.retrofits.registers import RETROFIT
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,11 @@ from transformers.conversion_mapping import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sinkscope.attention.seam import attend
-from sinkscope.attention.taps import RETROFIT, has_denominators
+from sinkscope.attention.taps import has_denominators
 from sinkscope.errors import InputError
 from sinkscope.models.families import PREFIX, base_type
 from sinkscope.retrofits.model_types import config_class
+from sinkscope.retrofits.registers import RETROFIT
 
 
 @cache

@@ -18,7 +18,8 @@ from sinkscope.measuring.subject import inputs_for, position_limit
 from sinkscope.models.families import embedding_weight
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.measuring import make_config
-from sinkscope.text.inputs import check_ids, check_source, documents, encode, own_prefix
+from sinkscope.text.sources import check_source, documents
+from sinkscope.text.tokens import check_ids, encode, own_prefix
 
 PIECE = 1 << 20  # characters that are tokenised at once
 DOCUMENTS = (".txt", ".jsonl", ".json")

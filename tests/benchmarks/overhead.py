@@ -161,7 +161,7 @@ def arm_variants(model, shape: tuple[int, int]) -> dict[str, Variant]:
     def arm(*do: str) -> Variant:
         def timed() -> float:
             with open_tracer(model, family, interventions=[parse(part) for part in do]) as tracer:
-                made = [Attention(settings), Massive(settings), MeanMaps()]
+                made = [Attention(settings), Massive(settings), MeanMaps(settings)]
                 return seconds_of(lambda: tracer.forward_with_loss(batch, made))
 
         return timed

@@ -25,10 +25,11 @@ from typer.testing import CliRunner, Result
 import sinkscope.report.figures
 import sinkscope.report.run
 from sinkscope.cli.app import app
+from sinkscope.measuring.tables import column_names
 from sinkscope.measuring.tracer import Tracer
 from sinkscope.report.figures import FIGURES, applicable
 from sinkscope.report.run import Run
-from sinkscope.results.tables import COLUMNS, LEADING, write_table
+from sinkscope.results.tables import LEADING, write_table
 
 SMALL = ("--num-seqs", "4", "--seq-len", "24")
 WORDS = ("<pad>", "<s>", "</s>", "<unk>", "the", "of", "and", "drain")
@@ -124,7 +125,7 @@ def test_the_run_folder_is_complete(finished: tuple[Result, Path]) -> None:
     assert {"attention", "sink_positions", "geometry", "activation", "massive", "outlier", "summary"} <= set(run.tables)
     assert figures
     for name, table in run.tables.items():
-        assert tuple(table.columns) == (*LEADING, *COLUMNS[name])
+        assert tuple(table.columns) == (*LEADING, *column_names(name))
     assert list(finished[1].parent.iterdir()) == [finished[1]]
 
 

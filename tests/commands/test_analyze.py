@@ -19,13 +19,14 @@ from sinkscope.measuring import passes
 from sinkscope.measuring.observables.close_ups import OTHER_COORDINATES, TOP_COORDINATES, telling_heads
 from sinkscope.measuring.passes import batches_of
 from sinkscope.measuring.subject import inputs_for
+from sinkscope.measuring.tables import all_tables, column_names
 from sinkscope.measuring.tracer import Tracer
 from sinkscope.models import families
 from sinkscope.models.families import FAMILIES
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.measuring import make_config
 from sinkscope.report.run import Run
-from sinkscope.results.tables import COLUMNS, LEADING
+from sinkscope.results.tables import LEADING
 
 LENGTHS = (20, 7, 13, 20, 3)
 POSITIONS, WINDOW = 10, 6
@@ -38,8 +39,8 @@ ARMS = {
     "gates",
     "retrofit",
     "value_norms",
-    "quantisation",
-    "quantisation_sites",
+    "quantization",
+    "quantization_sites",
 }  # of other commands
 
 
@@ -141,7 +142,7 @@ def test_repeated_tokens_are_all_alike_to_a_rotary_model_and_not_to_one_with_lea
         (("attention",), {"attention", "attention_heads", "sink_positions", "attention_maps"}),
         (("massive",), {"massive", "massive_map"}),
         (("geometry", "outlier"), {"geometry", "outlier"}),
-        (None, set(COLUMNS) - {"summary"} - ABSENT - ARMS),
+        (None, set(all_tables()) - {"summary"} - ABSENT - ARMS),
     ],
 )
 def test_only_the_chosen_observables_are_measured(
@@ -166,7 +167,7 @@ def test_a_subset_reads_only_its_sites(model: PreTrainedModel, monkeypatch: pyte
 def test_tables_have_their_published_columns(model: PreTrainedModel, lines: Path) -> None:
     run = run_of(model, lines)
     for name, table in run.tables.items():
-        assert table.columns.tolist() == [*LEADING, *COLUMNS[name]]
+        assert table.columns.tolist() == [*LEADING, *column_names(name)]
         assert set(table["model"]) == {"LlamaForCausalLM"}
         assert set(table["condition"]) == {"ragged"}
     assert sorted(run.tables["attention"]["position"].unique()) == list(range(POSITIONS))

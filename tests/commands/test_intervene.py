@@ -93,7 +93,7 @@ def test_after_is_what_plain_transformers_give_of_an_edited_copy(gpt2: PreTraine
     expected = reference.attention(recorded, 8, 12, 0.3)
     after = all_of_gpt2.at("nullify-query-bias").tables["attention"]
     keys = ["layer", "head", "position"]
-    for column in ("window_mass", "sink_mass", "sink_fraction"):
+    for column in ("window_mass", "sink_mass", "sink_rate"):
         mine, theirs = (table.set_index(keys)[column].sort_index().to_numpy() for table in (after, expected))
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
     effect = effect_of(all_of_gpt2, "nullify-query-bias", "perplexity")

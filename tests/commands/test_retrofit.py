@@ -20,11 +20,12 @@ import sinkscope.commands.workshop
 import sinkscope.report.figures
 from sinkscope.commands.retrofit import retrofit
 from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.measuring.tables import column_names
 from sinkscope.models.loading import LoadedModel
 from sinkscope.report.comparison import compare
 from sinkscope.report.figures.retrofit_training import draw_retrofit_training
 from sinkscope.report.run import Run
-from sinkscope.results.tables import COLUMNS, LEADING
+from sinkscope.results.tables import LEADING
 from sinkscope.retrofits import retrofit_model
 from sinkscope.training.arms import parse_methods
 from sinkscope.training.blocks import read_blocks
@@ -90,11 +91,11 @@ def test_its_folder(finished: tuple[Result, Path]) -> None:
         run = Run.open(out / arm / "run")
         assert (run.model, run.condition) == ("tiny", arm)
         table = pd.read_parquet(out / arm / "tables" / "training.parquet")
-        assert table.columns.tolist() == [*LEADING, *COLUMNS["training"]]
+        assert table.columns.tolist() == [*LEADING, *column_names("training")]
         assert sorted(table["step"].unique()) == [1, 2, 3]
         assert set(table["condition"]) == {arm}
     gates = pd.read_parquet(out / "vga-placement=output" / "tables" / "gates.parquet")
-    assert gates.columns.tolist() == [*LEADING, *COLUMNS["gates"]]
+    assert gates.columns.tolist() == [*LEADING, *column_names("gates")]
     assert len(gates) == 3 * 4
     manifest = json.loads((out / "retrofit.json").read_text())
     assert manifest["training"]["steps"] == 3
@@ -329,7 +330,7 @@ def test_a_name_stays_with_its_method(tiny: Path, text: Path, tmp_path: Path, no
 
 def test_the_figure_without_gates() -> None:
     rows = [("tiny", "none", -1, 0, step, "loss", 1 / step) for step in range(1, 5)]
-    table = pd.DataFrame(rows, columns=[*LEADING, *COLUMNS["training"]])
+    table = pd.DataFrame(rows, columns=[*LEADING, *column_names("training")])
     left, right = draw_retrofit_training(table).axes
     assert left.lines[0].get_ydata().tolist() == pytest.approx([1, 1 / 2, 1 / 3, 1 / 4])
     assert [text.get_text() for text in right.texts] == ["no new parameters"]

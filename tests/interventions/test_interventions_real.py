@@ -75,11 +75,11 @@ def test_position_vectors_are_exchanged_as_in_plain_transformers(
 ) -> None:
     twin = reference.eager_twin(edited_positions(mgm.model, rows))
     recorded = [reference.record(twin, ids) for ids in mgm_text]
-    expected = reference.attention(recorded, 16, 64, 0.3).groupby("position")[["window_mass", "sink_fraction"]].mean()
+    expected = reference.attention(recorded, 16, 64, 0.3).groupby("position")[["window_mass", "sink_rate"]].mean()
     for position in (0, 1):
         mass, rate = (effect_of(mgm_run, arm, metric, position) for metric in ("window_mass", "sink_rate"))
         assert mass.after == pytest.approx(expected.loc[position, "window_mass"], rel=1e-4)
-        assert rate.after == pytest.approx(expected.loc[position, "sink_fraction"], abs=1e-9)
+        assert rate.after == pytest.approx(expected.loc[position, "sink_rate"], abs=1e-9)
 
 
 def test_mgm_without_its_query_bias_loses_the_sink_most_in_layers_1_to_3(mgm_run: Run) -> None:

@@ -18,10 +18,10 @@ import sinkscope
 from sinkscope.commands.doctor import doctor
 from sinkscope.errors import InputError
 from sinkscope.measuring.observables import OBSERVABLES
+from sinkscope.measuring.tables import column_names
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
 from sinkscope.models.projections import projections
-from sinkscope.results.tables import COLUMNS
 from sinkscope.retrofits import retrofit_model
 
 GATED = [label for label in METHODS if label.startswith(("vga", "iga", "vscale"))]
@@ -166,7 +166,7 @@ def test_analyze_measures_gates_where_there_are_any() -> None:
     model = retrofitted("llama", "vga", torch.float32)
     run = sinkscope.analyze(model, **options)
     gate = run.tables["gate"]
-    assert list(gate.columns) == ["model", "condition", "layer", *COLUMNS["gate"]]
+    assert list(gate.columns) == ["model", "condition", "layer", *column_names("gate")]
     first = gate["position"] == 0
     assert run.metric("gate_first") == pytest.approx(gate[first]["gate"].mean())
     assert run.metric("gate_later", 1) == pytest.approx(gate[~first & (gate["layer"] == 1)]["gate"].mean())

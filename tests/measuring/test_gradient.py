@@ -32,7 +32,7 @@ from sinkscope.attention.kernels import AttentionCall, chunked_attention
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring import tracer as tracer_module
-from sinkscope.measuring.gradient_summary import TOKEN_GROUPS, gradient_summary
+from sinkscope.measuring.gradient_summary import gradient_summary
 from sinkscope.measuring.observables import OBSERVABLES, gradient
 from sinkscope.measuring.observables.gradient import (
     Branch,
@@ -43,12 +43,13 @@ from sinkscope.measuring.observables.gradient import (
     norm_gain,
     undefined_ratios,
 )
-from sinkscope.measuring.observables.observable import GradientObservable, Observable, Settings
+from sinkscope.measuring.observables.observable import Observable, Settings
+from sinkscope.measuring.tables import column_names
 from sinkscope.measuring.tracer import Tracer, open_tracer, summed_loss
 from sinkscope.models.families import FAMILIES, find_family
 from sinkscope.options.measuring import make_config
 from sinkscope.report.run import Run
-from sinkscope.results.tables import COLUMNS
+from sinkscope.results.metrics import TOKEN_GROUPS
 from sinkscope.text.batch import Batch
 
 POSITIONS, LENGTH = 12, 24
@@ -85,8 +86,7 @@ def backward(
     with open_tracer(model, find_family(model), kernel) as tracer:
         observables = [OBSERVABLES[name](Settings(positions, 8)) for name in names]
         for observable in observables:
-            if isinstance(observable, GradientObservable):
-                observable.prepare(model, tracer.family, predicted)
+            observable.prepare(model, tracer.family, predicted)
         prepared(model)
         loss = sum(tracer.forward_backward(batch, observables) for batch in batches)
     tables = {name: table for observable in observables for name, table in observable.tables().items()}
@@ -262,7 +262,7 @@ def test_tables_have_the_columns_that_are_published() -> None:
         tables = ours(name)
         assert tables.keys() == set(TABLES)
         for table_name, rows in tables.items():
-            assert list(rows.columns) == ["layer", *COLUMNS[table_name]]
+            assert list(rows.columns) == ["layer", *column_names(table_name)]
 
 
 # ------------------------------------------------------------------------------------------- definitions
@@ -726,12 +726,13 @@ def test_a_norm_that_amplifies_more_than_its_probe_showed_breaks_the_bound(name:
 # ------------------------------------------------------------------------------------ memory and graph
 
 
-class Watching(GradientObservable):
+class Watching(Observable):
     """Notes every tensor that it is shown, without keeping it."""
 
     name = "watching"
     about = "a test's own"
     sites = Gradient.sites
+    backward = True
 
     def __init__(self, keep: bool = False) -> None:
         super().__init__(Settings())
@@ -1041,7 +1042,7 @@ def summary_tables() -> dict[str, pd.DataFrame]:
     check = [(layer, 0, p, 1e-7 * (layer + 1), 1.0, 2.0, 3.0, p % 2 == 0) for layer in range(2) for p in positions]
     bounds = [(layer, "attn", p, 0.5, 1.0, 1.0, 0.5) for layer in range(2) for p in positions]
     rows = {"gradient": pathway, "gradient_ratio": ratios, "gradient_check": check, "norm_bound": bounds}
-    return {name: pd.DataFrame(found, columns=["layer", *COLUMNS[name]]) for name, found in rows.items()}
+    return {name: pd.DataFrame(found, columns=["layer", *column_names(name)]) for name, found in rows.items()}
 
 
 def test_the_summary_holds_gradient_sinks_against_settled_tokens() -> None:

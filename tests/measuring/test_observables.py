@@ -19,7 +19,7 @@ from sinkscope.measuring.observables.geometry import causal_pair_means, masked_p
 from sinkscope.measuring.observables.massive import Massive, is_massive, largest_entries, middle
 from sinkscope.measuring.observables.observable import ATTENTION_SITES, Mean, Reading, Settings, long_form
 from sinkscope.measuring.observables.outlier import infinity_norm, kurtosis
-from sinkscope.results.tables import COLUMNS
+from sinkscope.measuring.tables import column_names
 from sinkscope.text.batch import Batch
 
 LEFT = padded(ragged_tokens((3, 5)), "left")  # columns 2 … 4 and 0 … 4 are real
@@ -142,7 +142,7 @@ def test_uniform_attention_has_the_exact_statistics(batch: Batch | None) -> None
         assert rows["sink_mass"][s] == pytest.approx(np.mean([row[s:].mean() for row in present]), rel=1e-12)
         second = np.mean([(row[s:] ** 2).mean() for row in present])
         assert rows["sink_second_moment"][s] == pytest.approx(second, rel=1e-12)
-        assert rows["sink_fraction"][s] == np.mean([alpha > 0.3 for alpha in alphas])
+        assert rows["sink_rate"][s] == np.mean([alpha > 0.3 for alpha in alphas])
     heads = tables["attention_heads"]
     entropy = np.mean([np.log(np.arange(1, length + 1)).mean() for length in lengths])
     np.testing.assert_allclose(heads["attention_entropy"], entropy, rtol=1e-12)
@@ -153,7 +153,7 @@ def test_the_sink_indicator_is_strict() -> None:
     """α_0 of two tokens under uniform attention is (1 + ½)/2 = ¾ exactly."""
     for epsilon, expected in ((0.75, 0.0), (np.nextafter(0.75, 0), 1.0)):
         tables = table("attention", uniform_read(2), Settings(1, 2, epsilon))
-        assert tables["attention"]["sink_fraction"].tolist() == [expected] * 2
+        assert tables["attention"]["sink_rate"].tolist() == [expected] * 2
         sinks = tables["sink_positions"].query("position == 0")
         assert len(sinks) == 2 * expected
 
@@ -166,7 +166,7 @@ def test_the_indicator_is_taken_per_sequence() -> None:
     alphas = [(1 + 1 / 2) / 2, np.mean(1 / np.arange(1, 9))]
     assert row["window_mass"] == pytest.approx(np.mean(alphas))
     assert np.mean(alphas) > 0.5 > alphas[1]
-    assert row["sink_fraction"] == 0.5
+    assert row["sink_rate"] == 0.5
 
 
 def test_sinks_are_listed_at_every_position_with_their_token() -> None:
@@ -547,4 +547,4 @@ def test_tables_have_the_columns_that_are_published() -> None:
     tables: dict[str, Any] = measured(tiny_model("llama"), [padded(ragged_tokens((9, 6)))], Settings(4, 4))
     for name, rows in tables.items():
         assert rows.columns[0] == "layer"
-        assert {*rows.columns} == {"layer", *COLUMNS[name]} - {"token"}
+        assert {*rows.columns} == {"layer", *column_names(name)} - {"token"}

@@ -300,7 +300,7 @@ def test_a_norm_behind_the_projection_is_a_reason() -> None:
 def test_weights_that_cannot_be_read_are_a_reason() -> None:
     model = tiny_model("gpt2").to("meta")
     reason = QueryBias.inapplicable(model, find_family(model))
-    assert reason == "its weights cannot be read here: they are offloaded or quantised"
+    assert reason == "its weights cannot be read here: they are offloaded or quantized"
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])

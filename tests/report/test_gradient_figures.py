@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
+from sinkscope.report.figures.training import draw_training, step_label
 from support.figure_tables import gradient_tables, grid
 
 from sinkscope.errors import InputError
@@ -14,7 +15,6 @@ from sinkscope.measuring.gradient_summary import compress_fits
 from sinkscope.report.figures import FIGURES, applicable, draw
 from sinkscope.report.figures.gradient_reshaping import LOOKS, UNDEFINED
 from sinkscope.report.figures.style import GRADUAL, Figure
-from sinkscope.report.figures.training import draw_training, step_label
 from sinkscope.report.run import Run
 
 NAMES = ("gradient-norms", "gradient-reshaping", "gradient-bounds")

@@ -30,7 +30,7 @@ def grid(seed: int, *columns: str, heads: int = HEADS) -> pd.DataFrame:
 def run_of(arm: str, seed: int, sites: tuple[str, ...] = ("layer_out", "mlp_out", "attn_out")) -> Run:
     norms = [grid(seed + place, "norm_mean", heads=1).assign(site=site) for place, site in enumerate(sites)]
     tables = {
-        "attention": grid(seed + 5, "sink_fraction"),
+        "attention": grid(seed + 5, "sink_rate"),
         "activation": pd.concat(norms, ignore_index=True),
         "geometry": grid(seed + 6, "value_norm"),
     }
@@ -67,7 +67,7 @@ def test_an_arm_looks_the_same_in_every_figure() -> None:
 def test_layers_are_position_0_against_the_mean_of_the_others() -> None:
     axes = draw_retrofit_layers(RUNS).axes
     for arm, run in RUNS.items():
-        tables = [run.tables["attention"].rename(columns={"sink_fraction": "norm_mean"})]
+        tables = [run.tables["attention"].rename(columns={"sink_rate": "norm_mean"})]
         activation = run.tables["activation"]
         tables += [activation[activation["site"] == site] for site in ("layer_out", "mlp_out", "attn_out")]
         for ax, table in zip(axes, tables, strict=True):
@@ -123,13 +123,13 @@ def bars_of(**by_metric: list[float]) -> Any:
 
 def test_bars_begin_at_0_and_have_their_numbers_beside_them() -> None:
     axes = bars_of(
-        perplexity=[17.03, 16.94, 17.01], perplexity_quantised=[np.inf, 18.5, np.nan], sink_rate=[0.731, 0, 1]
+        perplexity=[17.03, 16.94, 17.01], perplexity_quantized=[np.inf, 18.5, np.nan], sink_rate=[0.731, 0, 1]
     )
     assert [bar.get_width() for bar in axes["perplexity"].patches] == [17.03, 16.94, 17.01]
     assert [bar.get_x() for bar in axes["perplexity"].patches] == [0, 0, 0]
     assert said(axes["perplexity"]) == ["17.03", "16.94", "17.01"]
-    assert [bar.get_width() for bar in axes["perplexity_quantised"].patches] == [0, 18.5, 0]
-    assert said(axes["perplexity_quantised"]) == ["∞", "18.50", "–"]
+    assert [bar.get_width() for bar in axes["perplexity_quantized"].patches] == [0, 18.5, 0]
+    assert said(axes["perplexity_quantized"]) == ["∞", "18.50", "–"]
     assert said(axes["sink_rate"]) == ["0.731", "0", "1.00"]
     assert said(axes["kurtosis"]) == ["not measured"]
     assert [label.get_text() for label in axes["perplexity"].get_yticklabels()] == list(ARMS)

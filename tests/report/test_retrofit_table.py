@@ -6,9 +6,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from sinkscope.measuring.tables import column_names
 from sinkscope.report.retrofit_table import METRICS, UNTOUCHED, retrofit_markdown, retrofit_table
 from sinkscope.report.run import Run
-from sinkscope.results.tables import COLUMNS, LEADING
+from sinkscope.results.tables import LEADING
 
 GATES = pd.DataFrame(
     [("vga", 0, 0, "weight", 0.25), ("vga", 1, 2, "weight", 0.75), ("vga", 1, 1, "weight", 0.5)],
@@ -16,8 +17,8 @@ GATES = pd.DataFrame(
 )
 W8A8 = {
     "loss": math.log(17.03), "perplexity": 17.03, "max_inf_norm": 256.84, "kurtosis": 13412.71,
-    "loss_quantised": math.log(617.32), "perplexity_quantised": 617.32, "max_inf_norm_quantised": 486.19,
-    "kurtosis_quantised": 2508.21,
+    "loss_quantized": math.log(617.32), "perplexity_quantized": 617.32, "max_inf_norm_quantized": 486.19,
+    "kurtosis_quantized": 2508.21,
 }  # fmt: skip
 
 
@@ -41,7 +42,7 @@ def values(table: pd.DataFrame, arm: str) -> dict[str, float]:
 
 def test_what_was_measured_and_nothing_else() -> None:
     table = retrofit_table(RUNS, {UNTOUCHED: W8A8}, GATES)
-    assert list(table.columns) == [*LEADING, *COLUMNS["retrofit"]]
+    assert list(table.columns) == [*LEADING, *column_names("retrofit")]
     assert (table["layer"] == -1).all()
     assert (table["model"] == "org/model").all()
     expected = {name: W8A8[name] for name in METRICS if name in W8A8}  # and not the run's perplexity
@@ -53,14 +54,14 @@ def test_what_was_measured_and_nothing_else() -> None:
     }  # fmt: skip
 
 
-def test_without_gates_and_quantisation() -> None:
+def test_without_gates_and_quantization() -> None:
     table = retrofit_table({UNTOUCHED: RUNS[UNTOUCHED]}, {}, GATES.iloc[:0])
     assert set(table["metric"]) == {"perplexity", "sink_rate", "value_drain", "massive_count"}
     assert "W8A8" not in retrofit_markdown(table)
 
 
-def test_a_model_that_quantising_ruins_is_infinitely_worse() -> None:
-    ruined = W8A8 | {"perplexity_quantised": math.inf}
+def test_a_model_that_quantizing_ruins_is_infinitely_worse() -> None:
+    ruined = W8A8 | {"perplexity_quantized": math.inf}
     table = retrofit_table(RUNS, {UNTOUCHED: ruined}, GATES)
     assert values(table, UNTOUCHED)["perplexity_increase"] == math.inf
     assert "| untouched | inf | +inf | 486.19 | 2,508.21 |" in retrofit_markdown(table)

@@ -60,7 +60,7 @@ def tables_of(layers: int, heads: int, kv_heads: int, positions: int, sequences:
 
     by_head = grid(layer=range(layers), head=range(heads), position=range(positions))
     by_head["kv_head"] = by_head["head"] // (heads // kv_heads)
-    masses = dict.fromkeys(("window_mass", "sink_fraction", "sink_mass", "sink_second_moment"), (0.0, 0.2))
+    masses = dict.fromkeys(("window_mass", "sink_rate", "sink_mass", "sink_second_moment"), (0.0, 0.2))
     attention = of(by_head, **masses)
     attention.loc[attention["position"] == 0, list(masses)] += random.uniform(0, 0.8, (layers * heads, 1))
     geometry = of(by_head, **{f"{x}_norm": (1, 20) for x in ("query", "key", "value")}, qk_cosine=(-0.5, 0.8))

@@ -14,7 +14,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from sinkscope.errors import InputError
-from sinkscope.text.inputs import TokenInputs, build_inputs, special_token_ids, token_text
+from sinkscope.text.inputs import TokenInputs, build_inputs
+from sinkscope.text.tokens import special_token_ids, token_text
 
 WORDS = ["<unk>", "<s>", "</s>", "<pad>", "x", *(f"w{at}" for at in range(35))]
 VOCAB = 48  # the model's: larger than the tokenizer's 40, as padded vocabularies are
@@ -503,7 +504,7 @@ def test_dataset_config_and_split(dataset_folder, plain):
 def test_dataset_without_long_documents(dataset_folder, plain, monkeypatch):
     options = {"dataset": str(dataset_folder), "tokenizer": plain}
     refused("none of its first 4 documents has 100 tokens", seq_len=100, **options)
-    monkeypatch.setattr("sinkscope.text.inputs.DOCUMENTS_PER_SEQUENCE", 1)
+    monkeypatch.setattr("sinkscope.text.sequences.DOCUMENTS_PER_SEQUENCE", 1)
     inputs = build_inputs(vocab_size=VOCAB, num_seqs=2, seq_len=8, **options)
     assert len(inputs) == 1
     assert "only its first 2 documents were looked at" in inputs.notices[0]

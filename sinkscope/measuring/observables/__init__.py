@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from sinkscope.errors import InputError, unknown
 from sinkscope.measuring.observables.activation import Activation
 from sinkscope.measuring.observables.attention import Attention
+from sinkscope.measuring.observables.close_ups import AttentionMaps, MassiveMap, MeanMaps
 from sinkscope.measuring.observables.gate import Gate
 from sinkscope.measuring.observables.geometry import Geometry
 from sinkscope.measuring.observables.gradient import Gradient
@@ -16,7 +17,19 @@ from sinkscope.measuring.observables.query_bias import QueryBias
 # in the order of `sinkscope list` and of the tables
 OBSERVABLES: dict[str, type[Observable]] = {
     observable.name: observable
-    for observable in (Activation, Attention, Gate, Geometry, Gradient, Massive, Outlier, QueryBias)
+    for observable in (
+        Activation,
+        Attention,
+        Gate,
+        Geometry,
+        Gradient,
+        Massive,
+        Outlier,
+        QueryBias,
+        AttentionMaps,
+        MassiveMap,
+        MeanMaps,
+    )
 }
 
 

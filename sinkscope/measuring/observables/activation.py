@@ -1,11 +1,14 @@
 """Token-wise norms at each site of the residual stream, and of the value states (GS §2)."""
 
+from typing import ClassVar
+
 import pandas as pd
 import torch
 
 from sinkscope.attention.kernels import upcast
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.measuring.observables.observable import Mean, Observable, Reading, Settings, long_form
+from sinkscope.results.tables import POSITION, Column
 from sinkscope.text.batch import Batch
 
 SITES = ("layer_in", "attn_out", "mid", "mlp_out", "layer_out")
@@ -17,6 +20,14 @@ class Activation(Observable):
     name = "activation"
     about = "L2 norm of the residual stream, branch outputs and value states by position"
     sites = (*SITES, "attention")
+    columns: ClassVar = {
+        "activation": (
+            Column("site", "layer_in, attn_out, mid, mlp_out, layer_out, or value: all heads' value states"),
+            POSITION,
+            Column("norm_mean", "L2 norm, mean over sequences"),
+            Column("norm_max", "L2 norm, maximum over sequences"),
+        ),
+    }
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)

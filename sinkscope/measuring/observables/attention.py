@@ -1,6 +1,7 @@
 """Attention sinks: how much attention each key position receives (GS eq. 1 and 2; WSE §3)."""
 
 from collections import defaultdict
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -8,23 +9,42 @@ import torch
 
 from sinkscope.attention.weights import AttentionRead, column_sums
 from sinkscope.measuring.observables.observable import Mean, Observable, Settings, by_head
+from sinkscope.results.tables import HEAD, KV_HEAD, POSITION, SEQUENCE, TOKEN, TOKEN_ID, Column
 from sinkscope.text.batch import Batch
 
 
 class Attention(Observable):
     """Tables `attention`, `attention_heads` and `sink_positions`.
 
-    Where fewer than W queries follow a key, window_mass is their mean: with T = W = 64 this is WSE's α, the mean
-    over all t ≥ s. The indicator is taken per sequence, layer and head before any averaging.
+    Where fewer than W queries follow a key, window_mass is the mean over those: with T = W = 64 this is WSE's α, the
+    mean over all t ≥ s. The sink indicator is taken per sequence, layer and head before any averaging.
     """
 
     name = "attention"
     about = "sink rate, window mass, sink mass and second moment per head and position; where the sinks are"
     sites = ("attention",)
+    columns: ClassVar = {
+        "attention": (
+            HEAD, KV_HEAD, POSITION,
+            Column("window_mass", "mean attention weight from the next W queries (GS eq. 1)"),
+            Column("sink_rate", "share of sequences in which window_mass is above ε (GS eq. 2)"),
+            Column("sink_mass", "mean attention weight from all later queries and itself"),
+            Column("sink_second_moment", "mean squared attention weight from the same queries"),
+        ),
+        "attention_heads": (
+            HEAD, KV_HEAD,
+            Column("attention_entropy", "entropy of a query's weights, mean over queries; NaN past 256 tokens", "nats"),
+            Column("missing_mass", "weight that goes to no key (sink logits), mean over queries"),
+        ),
+        "sink_positions": (
+            HEAD, SEQUENCE, POSITION, TOKEN_ID, TOKEN,
+            Column("window_mass", "that of this key, above ε"),
+        ),
+    }  # fmt: skip
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.columns = {name: Mean() for name in ("window_mass", "sink_fraction", "sink_mass", "sink_second_moment")}
+        self.means = {name: Mean() for name in ("window_mass", "sink_rate", "sink_mass", "sink_second_moment")}
         self.heads = {name: Mean() for name in ("attention_entropy", "missing_mass")}
         self.sinks: dict[str, list[np.ndarray]] = defaultdict(list)
         self.groups: dict[int, int] = {}  # layer → query heads to a key/value head
@@ -38,14 +58,14 @@ class Attention(Observable):
         queries = batch.queries_from(positions)[:, None].to(read.lse.device)
         statistics = {
             "window_mass": window_mass,
-            "sink_fraction": window_mass > self.settings.epsilon,
+            "sink_rate": window_mass > self.settings.epsilon,
             "sink_mass": batch.at_positions(sums.mass, positions) / queries,
             "sink_second_moment": batch.at_positions(sums.second, positions) / queries,
         }
         present = batch.present(positions)
         for name, statistic in statistics.items():
-            self.columns[name].add(layer, statistic, present)
-        # one sequence too long to be read whole leaves no mean over all of them
+            self.means[name].add(layer, statistic, present)
+        # NaN where a sequence is too long to read all columns: no mean over all sequences then
         entropy = torch.full_like(read.lse, torch.nan) if sums.entropy is None else sums.entropy
         self.heads["attention_entropy"].add(layer, mean_over_queries(entropy, batch))
         self.heads["missing_mass"].add(layer, mean_over_queries(read.missing_mass, batch))
@@ -70,14 +90,14 @@ class Attention(Observable):
 
     def tables(self) -> dict[str, pd.DataFrame]:
         return {
-            "attention": by_head(self.columns, self.groups),
+            "attention": by_head(self.means, self.groups),
             "attention_heads": by_head(self.heads, self.groups),
             "sink_positions": self._by_sink(),
         }
 
     def _by_sink(self) -> pd.DataFrame:
         found = pd.DataFrame({name: np.concatenate(parts) for name, parts in self.sinks.items()})
-        # batch by batch they came: the batch size shall change nothing
+        # they come batch by batch: sorted, so that the batch size changes nothing
         return found.sort_values(["layer", "head", "sequence", "position"], ignore_index=True)
 
 

@@ -1,6 +1,9 @@
-"""A close look at one sequence, once the run has shown where to look: attention maps of telling heads, and the tokens
-and coordinates around the largest activation. Drawn by the figures `attention-maps` and `massive-map`.
+"""Maps of a few tokens: attention weights by query and key, and the tokens and coordinates around the largest
+activation. Drawn by the figures `attention-maps`, `arm-maps` and `massive-map`.
 """
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Self
 
 import numpy as np
 import pandas as pd
@@ -9,28 +12,39 @@ import torch
 from sinkscope.attention.kernels import upcast
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.measuring.observables.observable import Mean, Observable, Reading, Settings, long_form
+from sinkscope.results.tables import COORDINATE, HEAD, KEY, POSITION, QUERY, SEQUENCE, TOKEN, TOKEN_ID, Column
 from sinkscope.text.batch import Batch
 
 TOKENS = 64  # of the sequence, from its first
 MAP_TOKENS = 32  # of a map that is one of many
-TOP_COORDINATES = 8  # of the largest magnitude …
-OTHER_COORDINATES = 8  # … and evenly spaced ones beside them, to show what is usual
+TOP_COORDINATES = 8  # those of the largest magnitude …
+OTHER_COORDINATES = 8  # … and evenly spaced ones beside them, for comparison
 
 
 class AttentionMaps(Observable):
     """Table `attention_maps`: the weights of chosen (layer, head) pairs on the batch's first sequence."""
 
     name = "attention-maps"
+    about = "attention weights of six telling heads on the first sequence; follows `attention`"
     sites = ("attention",)
+    after = ("attention",)
+    columns: ClassVar = {
+        "attention_maps": (
+            HEAD, SEQUENCE, QUERY, KEY, TOKEN_ID, TOKEN, Column("weight", "the query's attention weight on the key"),
+        ),
+    }  # fmt: skip
 
-    def __init__(self, heads: list[tuple[int, int]]) -> None:
-        super().__init__(Settings())
+    def __init__(self, settings: Settings, heads: Sequence[tuple[int, int]] = ()) -> None:
+        super().__init__(settings)
         self.heads = heads
         self.frames: list[pd.DataFrame] = []
 
+    @classmethod
+    def aimed(cls, settings: Settings, tables: Mapping[str, pd.DataFrame]) -> Self:
+        return cls(settings, telling_heads(tables["attention"]))
+
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
-        start = int(batch.start[0])
-        shown = slice(start, start + min(TOKENS, int(batch.lengths[0])))
+        shown = _shown(batch)
         chosen = sorted(head for at, head in self.heads if at == layer)
         if not chosen:
             return
@@ -41,20 +55,23 @@ class AttentionMaps(Observable):
             {"weight": weights.cpu().numpy()},
         )
         frame = frame[frame["key"] <= frame["query"]]
-        self.frames.append(frame.assign(token_id=batch.token_ids[0].numpy()[start + frame["key"]]))
+        self.frames.append(frame.assign(token_id=batch.token_ids[0].numpy()[shown.start + frame["key"]]))
 
     def tables(self) -> dict[str, pd.DataFrame]:
-        return {"attention_maps": pd.concat(self.frames, ignore_index=True)}
+        return {"attention_maps": pd.concat(self.frames, ignore_index=True)} if self.frames else {}
 
 
 class MeanMaps(Observable):
-    """Table `arm_maps`: every layer's weights among the first tokens, mean over heads and sequences (NU's maps)."""
+    """Table `arm_maps`: every layer's weights among the first tokens, mean over heads and sequences (NU figure 3)."""
 
     name = "mean-maps"
+    about = "attention weights among the first tokens, mean over heads and sequences; measured by `intervene`"
     sites = ("attention",)
+    by_default = False
+    columns: ClassVar = {"arm_maps": (QUERY, KEY, Column("weight", "attention weight, mean over heads and sequences"))}
 
-    def __init__(self) -> None:
-        super().__init__(Settings())
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
         self.maps = Mean()
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
@@ -64,8 +81,8 @@ class MeanMaps(Observable):
         self.maps.add(layer, read.weights(shown, shown)[0].mean(1))
 
     def tables(self) -> dict[str, pd.DataFrame]:
-        frames, layers = [], self.maps.keys()
-        for layer in layers:
+        frames = []
+        for layer in self.maps.keys():  # noqa: SIM118 (not a dict)
             weights = self.maps[layer].astype(np.float32)
             places = range(len(weights))
             frame = long_form({"layer": layer, "query": places, "key": places}, {"weight": weights})
@@ -77,46 +94,66 @@ class MassiveMap(Observable):
     """Table `massive_map`: magnitudes at one layer's output, tokens × coordinates, the largest coordinates first."""
 
     name = "massive-map"
+    about = "tokens × coordinates of the first sequence at the layer with the largest activation; follows `massive`"
     sites = ("layer_out",)
+    after = ("massive",)
+    columns: ClassVar = {
+        "massive_map": (
+            SEQUENCE, POSITION, TOKEN_ID, TOKEN, COORDINATE,
+            Column("magnitude", "absolute entry of the layer's output"),
+            Column("is_top", "whether the coordinate is one of the largest"),
+        ),
+    }  # fmt: skip
 
-    def __init__(self, layer: int) -> None:
-        super().__init__(Settings())
+    def __init__(self, settings: Settings, layer: int = 0) -> None:
+        super().__init__(settings)
         self.layer = layer
         self.frame: pd.DataFrame | None = None
+
+    @classmethod
+    def aimed(cls, settings: Settings, tables: Mapping[str, pd.DataFrame]) -> Self:
+        massive = tables["massive"]
+        return cls(settings, int(massive.loc[massive["ratio"].idxmax(), "layer"]))
 
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
         if layer != self.layer:
             return
-        start = int(batch.start[0])
-        shown = slice(start, start + min(TOKENS, int(batch.lengths[0])))
+        shown = _shown(batch)
         magnitude = upcast(reading.tensor[0, shown]).abs()
         top = magnitude.amax(0).argsort(descending=True)[:TOP_COORDINATES].tolist()
         even = np.linspace(0, magnitude.shape[1] - 1, OTHER_COORDINATES).round().astype(int).tolist()
         coordinates = top + [coordinate for coordinate in even if coordinate not in top]
+        places = range(shown.stop - shown.start)
         frame = long_form(
-            {
-                "layer": layer,
-                "sequence": batch.first,
-                "position": range(shown.stop - shown.start),
-                "coordinate": coordinates,
-            },
+            {"layer": layer, "sequence": batch.first, "position": places, "coordinate": coordinates},
             {"magnitude": magnitude[:, torch.tensor(coordinates)].cpu().numpy()},
         )
         ids = batch.token_ids[0].numpy()
-        self.frame = frame.assign(token_id=ids[start + frame["position"]], is_top=frame["coordinate"].isin(top))
+        self.frame = frame.assign(token_id=ids[shown.start + frame["position"]], is_top=frame["coordinate"].isin(top))
 
     def tables(self) -> dict[str, pd.DataFrame]:
         return {} if self.frame is None else {"massive_map": self.frame}
 
 
+def _shown(batch: Batch) -> slice:
+    """The columns of the first sequence's first tokens."""
+    start = int(batch.start[0])
+    return slice(start, start + min(TOKENS, int(batch.lengths[0])))
+
+
 def telling_heads(attention: pd.DataFrame) -> list[tuple[int, int]]:
-    """Six heads that show the range: the strongest, three quantiles and the weakest by window mass at position 0, and
-    the head that gives a later position most.
+    """Six heads that show the range of sinks.
+
+    Args:
+        attention: the table `attention`.
+
+    Returns:
+        (layer, head) pairs: the strongest, three quantiles and the weakest by window mass at position 0, and the
+        head with the most window mass at a later position.
     """
     first = attention[attention["position"] == 0].sort_values("window_mass", ascending=False, kind="stable")
     places = [round(share * (len(first) - 1)) for share in (0.0, 0.25, 0.5, 0.75, 1.0)]
     chosen = [(int(row.layer), int(row.head)) for row in first.iloc[places].itertuples()]
-    # from layer 1 on and past the first few tokens: a head that only looks at itself is no sink
     later = attention[attention["position"] >= 1].sort_values("window_mass", ascending=False, kind="stable")
     chosen += [(int(row.layer), int(row.head)) for row in later.head(1).itertuples()]
     return sorted(set(chosen))

@@ -1,11 +1,9 @@
-"""Do the gates of a retrofit close at the sink, and has the value drain gone? (VGA §3.2, GS §5)
+"""A retrofit's gates, and the values before them: do they close at the sink? (VGA §3.2, GS §5)
 
-    gate             what is multiplied in: g = scale · σ(·) of VGA and IGA, φ(‖v‖²) of V-scale
-    raw_value_norm   ‖v‖ as the value projection gives it out, before that; table `geometry` has what is attended to
-
-Heads are those that have a gate each: key/value heads where values are gated at the key's position, query heads where
-a head's output is gated at the query's.
+The table `geometry` has the norms of the values as they are attended to, behind a gate.
 """
+
+from typing import ClassVar
 
 import pandas as pd
 import torch
@@ -14,6 +12,7 @@ from transformers import PreTrainedModel
 from sinkscope.attention.kernels import repeat_heads, upcast
 from sinkscope.measuring.observables.observable import Mean, Observable, Settings, by_head
 from sinkscope.models.families import Family
+from sinkscope.results.tables import KV_HEAD, POSITION, Column
 from sinkscope.retrofits import has_gates
 from sinkscope.text.batch import Batch
 
@@ -25,10 +24,19 @@ class Gate(Observable):
     about = "a retrofit's gates, and the norms of the values before them, per head and position"
     sites = ("gate",)
     expected = False  # only retrofits have gates
+    columns: ClassVar = {
+        "gate": (
+            Column("head", "key/value head where values are gated, query head where heads' outputs are"),
+            KV_HEAD,
+            POSITION,
+            Column("gate", "the factor: scale · σ(·) of VGA and IGA, φ(‖v‖²) of V-scale"),
+            Column("raw_value_norm", "L2 norm of the value as it is projected, before any gate"),
+        ),
+    }
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.columns = {name: Mean() for name in ("gate", "raw_value_norm")}
+        self.means = {name: Mean() for name in ("gate", "raw_value_norm")}
         self.groups: dict[int, int] = {}
 
     @classmethod
@@ -42,7 +50,7 @@ class Gate(Observable):
         norms = torch.linalg.vector_norm(upcast(value), dim=-1).transpose(1, 2)
         present = batch.present(positions)
         for name, x in (("gate", upcast(gate).transpose(1, 2)), ("raw_value_norm", repeat_heads(norms, heads))):
-            self.columns[name].add(layer, batch.at_positions(x, positions), present)
+            self.means[name].add(layer, batch.at_positions(x, positions), present)
 
     def tables(self) -> dict[str, pd.DataFrame]:
-        return {"gate": by_head(self.columns, self.groups)}
+        return {"gate": by_head(self.means, self.groups)}

@@ -1,14 +1,15 @@
 """Why a key is a sink: norms and angles of q, k, v (WSE fig. 2) and the logit gap (VGA §4.1)."""
 
+from typing import ClassVar
+
 import pandas as pd
 import torch
 
 from sinkscope.attention.kernels import grouped_matmul, repeat_heads, upcast
 from sinkscope.attention.weights import AttentionRead, row_chunks
 from sinkscope.measuring.observables.observable import Mean, Observable, Settings, by_head
+from sinkscope.results.tables import HEAD, KV_HEAD, POSITION, Column, names_of
 from sinkscope.text.batch import Batch
-
-COLUMNS = ("query_norm", "key_norm", "value_norm", "qk_cosine", "qk_norm_product", "sink_logit_gap")
 
 
 class Geometry(Observable):
@@ -17,10 +18,19 @@ class Geometry(Observable):
     name = "geometry"
     about = "norms of query, key and value, query–key cosine and the sink's logit gap per head and position"
     sites = ("attention",)
+    measured = (
+        Column("query_norm", "L2 norm of the query at this position"),
+        Column("key_norm", "L2 norm of its key"),
+        Column("value_norm", "L2 norm of its value as it is attended to"),
+        Column("qk_cosine", "cosine between the key and the queries that see it, mean over queries"),
+        Column("qk_norm_product", "‖q‖‖k‖, mean over the same queries"),
+        Column("sink_logit_gap", "logit of the key minus the mean logit of the query's other keys (VGA §4.1)"),
+    )
+    columns: ClassVar = {"geometry": (HEAD, KV_HEAD, POSITION, *measured)}
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.columns = {name: Mean() for name in COLUMNS}
+        self.means = {name: Mean() for name in names_of(self.measured)}
         self.groups: dict[int, int] = {}
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
@@ -35,10 +45,10 @@ class Geometry(Observable):
         by_column = {"query_norm": query_norm, "key_norm": key_norm, "value_norm": value_norm} | pairs
         present = batch.present(positions)
         for name, statistic in by_column.items():
-            self.columns[name].add(layer, batch.at_positions(statistic, positions), present)
+            self.means[name].add(layer, batch.at_positions(statistic, positions), present)
 
     def tables(self) -> dict[str, pd.DataFrame]:
-        return {"geometry": by_head(self.columns, self.groups)}
+        return {"geometry": by_head(self.means, self.groups)}
 
 
 def pair_means(

@@ -6,6 +6,7 @@ The loss is the causal-LM loss exactly as in training: cross-entropy summed over
 
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import pandas as pd
 import torch
@@ -15,14 +16,16 @@ from transformers import PreTrainedModel
 from sinkscope.attention.kernels import upcast
 from sinkscope.attention.weights import AttentionRead, row_chunks
 from sinkscope.errors import SinkscopeError
-from sinkscope.measuring.observables.observable import GradientObservable, Mean, Settings, long_form
+from sinkscope.measuring.observables.observable import Mean, Observable, Settings, long_form
 from sinkscope.models.families import RESIDUAL_SITES, Family
+from sinkscope.results.tables import HEAD, POSITION, Column
 from sinkscope.text.batch import Batch
 
 ALL_HEADS = -1
 GRAM_QUERIES = 64  # queries, evenly spaced, on which theorem 1's μ, σ² and ρ are measured
 ROUND_OFF = 1e-5  # relative, allowed to theorem 1: equal g make its bounds equalities
 RATIOS = ("input_norm", "bloat", "compress", "change")
+BRANCH = Column("branch", "attn or mlp")
 
 
 @dataclass(frozen=True)
@@ -63,11 +66,11 @@ def undefined_ratios(family: Family) -> dict[str, str]:
     elif branches["attn"].y is None:
         reasons["bloat and compress"] = "no norm stands in front of the branches"
     if "mlp" not in branches:
-        reasons["the MLP's ratios"] = "the layer normalises behind its residual sums"
+        reasons["the MLP's ratios"] = "the layer normalizes behind its residual sums"
     return reasons
 
 
-class Gradient(GradientObservable):
+class Gradient(Observable):
     """Tables `gradient`, `gradient_ratio`, `gradient_check` (theorem 1) and `norm_bound` (theorem 2).
 
     Ratios are taken per sequence and token; a row is their mean over sequences. Tokens without any gradient (the last
@@ -77,6 +80,37 @@ class Gradient(GradientObservable):
     name = "gradient"
     about = "gradients of query, key and value by token; bloat, compress and change; GS's two theorems checked"
     sites = (*RESIDUAL_SITES, "attention")
+    backward = True
+    columns: ClassVar = {
+        "gradient": (
+            Column("pathway", "query, key or value"),
+            Column("head", "from 0 on, of key and value the key/value head; -1: all heads together"),
+            POSITION,
+            Column("grad_norm", "L2 norm of the run's gradient of the loss"),
+        ),
+        "gradient_ratio": (
+            BRANCH, POSITION,
+            Column("input_norm", "‖x‖, L2 norm of the branch's input"),
+            Column("bloat", "‖∇y‖ ÷ ‖∇r‖: y the branch's normed input, r its output (GS eq. 3)"),
+            Column("compress", "‖∇x - ∇z‖ ÷ ‖∇y‖: z the stream behind the branch (GS eq. 3)"),
+            Column("change", "‖∇x‖ ÷ ‖∇z‖ (GS eq. 3)"),
+        ),
+        "gradient_check": (
+            HEAD, POSITION,
+            Column("identity_residual", "relative distance of ∇v_s from Σ_t a[t,s] g_t"),
+            Column("lower_bound", "of the squared gradient (GS theorem 1)"),
+            Column("measured", "the head's squared gradient, mean over sequences"),
+            Column("upper_bound", "of the squared gradient (GS theorem 1)"),
+            Column("holds", "whether it lies between the bounds"),
+        ),
+        "norm_bound": (
+            BRANCH, POSITION,
+            Column("measured", "compress, mean over sequences"),
+            Column("bound", "‖γ‖∞ ÷ rms(x) (GS theorem 2)"),
+            Column("holds", "share of sequences in which compress is within the bound"),
+            Column("tightness", "compress ÷ bound"),
+        ),
+    }  # fmt: skip
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -123,7 +157,7 @@ class Gradient(GradientObservable):
     # -------------------------------------------------------------- the backward pass: last layer first
 
     def _on_pathway(self, layer: int, pathway: str, batch: Batch, first_is_zero: bool, gradient: torch.Tensor) -> None:
-        """∇ of query (B,H,T,d), key or value (B,K,T,d): summed over the batch as an optimiser step would see it."""
+        """∇ of query (B,H,T,d), key or value (B,K,T,d): summed over the batch as an optimizer step would see it."""
         gradient = batch.tokens_at(upcast(gradient).transpose(1, 2), self.settings.positions)
         if first_is_zero:
             gradient = torch.cat([torch.zeros_like(gradient[:, :1]), gradient[:, 1:]], dim=1)

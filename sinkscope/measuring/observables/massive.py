@@ -1,6 +1,7 @@
 """Massive activations (Sun et al. 2024): few entries of the residual stream, thousands of times the median."""
 
 from collections import defaultdict
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -8,6 +9,7 @@ import torch
 
 from sinkscope.attention.kernels import upcast
 from sinkscope.measuring.observables.observable import Observable, Reading, Settings
+from sinkscope.results.tables import COORDINATE, POSITION, SEQUENCE, TOKEN, TOKEN_ID, Column
 from sinkscope.text.batch import Batch
 
 THRESHOLD = 100.0  # an entry is massive above this …
@@ -21,6 +23,15 @@ class Massive(Observable):
     name = "massive"
     about = "massive activations: layer, token, coordinate, value, and the ratio to the median"
     sites = ("layer_out",)
+    columns: ClassVar = {
+        "massive": (
+            SEQUENCE, POSITION, TOKEN_ID, TOKEN, COORDINATE,
+            Column("value", "the entry"),
+            Column("median", "of the absolute entries of this layer's output on the sequence"),
+            Column("ratio", "|value| ÷ median"),
+            Column("is_massive", "|value| > 100 and ratio ≥ 1000 (Sun et al. 2024)"),
+        ),
+    }  # fmt: skip
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -47,7 +58,7 @@ class Massive(Observable):
 
     def tables(self) -> dict[str, pd.DataFrame]:
         table = pd.DataFrame({name: np.concatenate(parts) for name, parts in self.rows.items()})
-        # batch by batch they came: the batch size shall change nothing. Largest first stays within a sequence.
+        # they come batch by batch: sorted, so that the batch size changes nothing; within a sequence largest first
         table = table.sort_values(["layer", "sequence"], kind="stable", ignore_index=True)
         table["ratio"] = table["value"].abs() / table["median"]
         table["is_massive"] = (table["value"].abs() > THRESHOLD) & (table["ratio"] >= RATIO)

@@ -1,9 +1,9 @@
 """What every observable is, and the running sums that it is made of."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import pandas as pd
@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.models.families import Family
+from sinkscope.results.tables import Columns
 from sinkscope.text.batch import Batch
 
 ATTENTION_SITES = ("gate", "attention")  # of the attention modules, in the order in which a forward pass reaches them
@@ -19,7 +20,7 @@ ATTENTION_SITES = ("gate", "attention")  # of the attention modules, in the orde
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured: the options of a run that observables read."""
+    """The options of a run that observables read."""
 
     positions: int = 16  # columns reported, counted from each sequence's first token
     window: int = 64  # W of window_mass
@@ -27,7 +28,7 @@ class Settings:
 
 
 class Reading:
-    """One site's tensor (B,T,D) on one batch; several observables share what they compute of it."""
+    """One site's tensor (B,T,D) on one batch; observables share the statistics that they compute of it."""
 
     def __init__(self, tensor: torch.Tensor, batch: Batch) -> None:
         self.tensor = tensor
@@ -35,6 +36,7 @@ class Reading:
         self._known: dict[Callable, Any] = {}
 
     def once(self, statistic: Callable[[torch.Tensor, Batch], Any]) -> Any:
+        """statistic(tensor, batch), computed by the first observable that asks for it."""
         if statistic not in self._known:
             self._known[statistic] = statistic(self.tensor, self.batch)
         return self._known[statistic]
@@ -43,13 +45,18 @@ class Reading:
 class Observable(ABC):
     """A phenomenon, reduced at once to small running sums while the trace runs.
 
-    A file of this package with a subclass is an observable: nothing else needs to know of it.
+    A new one is a file of this folder and a line in the register OBSERVABLES.
     """
 
     name: ClassVar[str]
-    about: ClassVar[str]  # one line for `sinkscope list`
-    expected: ClassVar[bool] = True  # of any model: where it does not apply, a run says so
+    about: ClassVar[str]  # one line for `sinkscope list observables`
     sites: ClassVar[tuple[str, ...]]  # residual-stream sites (families.py) and ATTENTION_SITES
+    columns: ClassVar[Mapping[str, Columns]] = {}  # its tables, and their columns behind model, condition and layer
+    expected: ClassVar[bool] = True  # of any model: where it does not apply, a run and the doctor say so
+    by_default: ClassVar[bool] = True  # measured where the user names no observables
+    backward: ClassVar[bool] = False  # needs gradients: `watch` and `watch_attention` are called, not `see`
+    # A follow-up: where these are measured it sees the first sequence, after the pass and aimed by its tables.
+    after: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -59,8 +66,13 @@ class Observable(ABC):
         """Why this model does not have what is measured here; None where it has."""
         return None
 
+    @classmethod
+    def aimed(cls, settings: Settings, tables: Mapping[str, pd.DataFrame]) -> Self:
+        """The observable of a follow-up pass, given the tables of the first pass."""
+        return cls(settings)
+
     def prepare(self, model: PreTrainedModel, family: Family, predicted: int) -> None:  # noqa: B027 (optional)
-        """Before the first batch of a run that predicts this many tokens in all."""
+        """Called before the first batch of a run that predicts this many tokens in all."""
 
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:  # noqa: B027 (optional)
         """One residual-stream site of one layer, the moment it exists."""
@@ -71,27 +83,25 @@ class Observable(ABC):
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:  # noqa: B027 (optional)
         """One layer's attention."""
 
+    def watch(self, layer: int, site: str, tensor: torch.Tensor, batch: Batch) -> None:  # noqa: B027 (optional)
+        """One residual-stream site of one layer with its graph, to hang hooks on that reduce its gradient."""
+
+    def watch_attention(  # noqa: B027 (optional)
+        self, layer: int, read: AttentionRead, mix: torch.Tensor, batch: Batch
+    ) -> None:
+        """One layer's attention and its heads' mix (B,T,H,d), with their graph."""
+
     def notices(self) -> list[str]:
-        """What the user should know of the measurement. Errors: SinkscopeError if it cannot be used."""
+        """What the user should know of the measurement.
+
+        Raises:
+            SinkscopeError: the measurement cannot be used.
+        """
         return []
 
     @abstractmethod
     def tables(self) -> dict[str, pd.DataFrame]:
-        """The tables so far, each beginning with `layer` (tables.py puts model and condition in front)."""
-
-
-class GradientObservable(Observable):
-    """An observable of the backward pass: it hangs hooks on the sites' own tensors, which reduce what arrives."""
-
-    loss_scale = 1.0  # 1 ÷ the number of predicted tokens of the run: gradients arrive for the sum of the loss
-
-    @abstractmethod
-    def watch(self, layer: int, site: str, tensor: torch.Tensor, batch: Batch) -> None:
-        """One residual-stream site of one layer, with its graph."""
-
-    @abstractmethod
-    def watch_attention(self, layer: int, read: AttentionRead, mix: torch.Tensor, batch: Batch) -> None:
-        """One layer's attention and its heads' mix (B,T,H,d), with their graph."""
+        """The tables so far: those of `columns`, each beginning with `layer`, without texts of tokens."""
 
 
 class Mean:

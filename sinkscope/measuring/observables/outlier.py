@@ -1,4 +1,6 @@
-"""Outliers as quantisation feels them: infinity norm and kurtosis (VGA table 1; Bondarenko et al. 2023)."""
+"""Outliers that make quantization costly: infinity norm and kurtosis (VGA table 1; Bondarenko et al. 2023)."""
+
+from typing import ClassVar
 
 import pandas as pd
 import torch
@@ -6,33 +8,39 @@ import torch
 from sinkscope.attention.kernels import upcast
 from sinkscope.measuring.observables.activation import SITES
 from sinkscope.measuring.observables.observable import Mean, Observable, Reading, Settings, long_form
+from sinkscope.results.tables import SITE, Column
 from sinkscope.text.batch import Batch
 
 
 class Outlier(Observable):
-    """Table `outlier`: means over sequences. A model's figures (table `summary`) are the maximum of max_inf_norm and
-    the mean of kurtosis over sites and layers.
-    """
+    """Table `outlier`: means over sequences."""
 
     name = "outlier"
     about = "largest absolute entry and kurtosis of each site, by layer"
     sites = SITES
+    columns: ClassVar = {
+        "outlier": (
+            SITE,
+            Column("max_inf_norm", "largest absolute entry of a sequence, mean over sequences"),
+            Column("kurtosis", "mean((x-μ)⁴) ÷ σ⁴ over a sequence's entries, mean over sequences"),
+        ),
+    }
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.columns = {"max_inf_norm": Mean(), "kurtosis": Mean()}
+        self.means = {"max_inf_norm": Mean(), "kurtosis": Mean()}
 
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
-        self.columns["max_inf_norm"].add((layer, site), reading.once(infinity_norm))
-        self.columns["kurtosis"].add((layer, site), reading.once(kurtosis))
+        self.means["max_inf_norm"].add((layer, site), reading.once(infinity_norm))
+        self.means["kurtosis"].add((layer, site), reading.once(kurtosis))
 
     def tables(self) -> dict[str, pd.DataFrame]:
         frames = [
             long_form(
                 {"layer": layer, "site": site},
-                {name: mean[layer, site].reshape(1) for name, mean in self.columns.items()},
+                {name: mean[layer, site].reshape(1) for name, mean in self.means.items()},
             )
-            for layer, site in self.columns["kurtosis"].keys()  # noqa: SIM118 (not a dict)
+            for layer, site in self.means["kurtosis"].keys()  # noqa: SIM118 (not a dict)
         ]
         return {"outlier": pd.concat(frames, ignore_index=True)}
 

@@ -1,15 +1,15 @@
 """The query bias as the cause of a sink: Δ, γ and the keys of the positions alone (NU §3.2 and §4).
 
 A query is W_q x + b_Q, so that each logit holds a term of the key's token alone, Δ_j = b_Qᵀ W_k x_j: it raises token j
-for all queries alike. γ = W_kᵀ b_Q says which coordinates of x_j it rests on, EPE_i (projections.py) what a learned
-position puts there.
+for all queries alike. γ = W_kᵀ b_Q says which coordinates of x_j it reads, and EPE_i (positions.py) what a learned
+position adds to them.
 
-All of it is taken from the bare projections: without the key's bias, before any rotation and without the logits'
-1/√d. With rotary positions Δ is therefore the un-rotated product, which the logits hold at distance 0 only.
+Computed from the projections alone: without the key's bias, before any rotation and without the logits' 1/√d. With
+rotary positions Δ is therefore the un-rotated product, which is part of the logits at distance 0 only.
 """
 
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -22,6 +22,7 @@ from sinkscope.measuring.observables.observable import Observable, Reading, Sett
 from sinkscope.models.families import Family
 from sinkscope.models.positions import effective_positions, massive_coordinates
 from sinkscope.models.projections import projections
+from sinkscope.results.tables import COORDINATE, POSITION, Column
 from sinkscope.text.batch import Batch
 
 ALL_HEADS = -1
@@ -39,6 +40,26 @@ class QueryBias(Observable):
     name = "query-bias"
     about = "what the query bias adds to each key's logits, by layer and position, and the coordinates it rests on"
     sites = ("layer_in", "attn_norm")
+    columns: ClassVar = {
+        "query_bias": (
+            Column("head", "query head, from 0 on; -1: all heads together"),
+            POSITION,
+            Column("delta_mean", "Δ = b_Qᵀ W_k x of this position's token, mean over sequences"),
+            Column("delta_std", "its standard deviation over sequences"),
+            Column("key_alignment", "cos(W_k EPE, b_Q) of this position; NaN without learned positions (NU §4.2.2)"),
+        ),
+        "gamma": (
+            COORDINATE,
+            Column("gamma", "entry of γ = W_kᵀ b_Q, sum over heads (NU §4.2.3)"),
+            Column("epe_0", "entry of position 0's effective positional encoding; NaN without learned positions"),
+            Column("is_massive_epe", "whether that entry is massive"),
+        ),
+        "delta_distribution": (
+            Column("group", "tokens: position 0 or later"),
+            Column("delta", "middle of the histogram's bin of Δ, all heads together"),
+            Column("count", "tokens in the bin"),
+        ),
+    }
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -59,7 +80,7 @@ class QueryBias(Observable):
         if norm is not None:
             return f"a norm ({norm}) stands between the projection of queries or keys and the logits"
         if any(module.weight.is_meta or not module.weight.is_floating_point() for module in modules):
-            return "its weights cannot be read here: they are offloaded or quantised"
+            return "its weights cannot be read here: they are offloaded or quantized"
         return None
 
     def prepare(self, model: PreTrainedModel, family: Family, predicted: int) -> None:

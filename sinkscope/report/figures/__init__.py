@@ -1,18 +1,20 @@
-"""What is drawn, one figure a file, from a run's tables alone.
+"""The figures, one in each file, drawn from tables alone.
 
-A new one is a file here, and a line in the register: NAME and ABOUT for `sinkscope list`, the TABLES that it needs, and
-`draw(run)`. One that needs more than a table with rows also has `lacking(run)`: what is missing, or None.
+A new one is a file here that ends with its `FIGURE`, and an entry in the register of its kind.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Never
 
 from sinkscope.errors import InputError, unknown
 from sinkscope.report.figures import (
     arm_maps,
     arm_maps_by_layer,
     attention_maps,
+    backcopy_maps,
+    backcopy_training,
+    comparison,
     effects,
     effects_by_layer,
     epe_coordinates,
@@ -22,55 +24,78 @@ from sinkscope.report.figures import (
     gradient_reshaping,
     massive_activations,
     massive_map,
-    quantisation_cost,
-    quantisation_ranges,
+    quantization_cost,
+    quantization_ranges,
     query_bias_alignment,
     query_bias_distribution,
     query_key_geometry,
+    retrofit_bars,
+    retrofit_layers,
+    retrofit_training,
+    retrofit_values,
     sink_map,
     sink_positions,
     sinks_by_layer,
     streaming_perplexity,
+    training_by_step,
+    training_gradient_norms,
 )
-from sinkscope.report.figures.style import Figure, in_style
+from sinkscope.report.figures.arms import Arms
+from sinkscope.report.figures.spec import FigureSpec
+from sinkscope.report.figures.steps import Checkpoints
+from sinkscope.report.figures.style import Figure
 from sinkscope.results.run import RunData
 
+FIGURES: dict[str, FigureSpec[RunData]] = {
+    spec.name: spec
+    for spec in (
+        arm_maps.draw,
+        arm_maps_by_layer.draw,
+        attention_maps.draw,
+        effects.draw,
+        effects_by_layer.draw,
+        epe_coordinates.draw,
+        gamma.draw,
+        gradient_bounds.draw,
+        gradient_norms.draw,
+        gradient_reshaping.draw,
+        massive_activations.draw,
+        massive_map.draw,
+        quantization_cost.draw,
+        quantization_ranges.draw,
+        query_bias_alignment.draw,
+        query_bias_distribution.draw,
+        query_key_geometry.draw,
+        sink_map.draw,
+        sink_positions.draw,
+        sinks_by_layer.draw,
+        streaming_perplexity.draw,
+    )
+}
+OF_RUNS: dict[str, FigureSpec[Sequence[RunData]]] = {spec.name: spec for spec in (comparison.draw,)}
+OF_STEPS: dict[str, FigureSpec[Checkpoints]] = {
+    spec.name: spec for spec in (training_by_step.draw, training_gradient_norms.draw)
+}
+OF_ARMS: dict[str, FigureSpec[Arms]] = {
+    spec.name: spec
+    for spec in (
+        retrofit_bars.draw,
+        retrofit_training.draw,
+        retrofit_layers.draw,
+        retrofit_values.draw,
+        backcopy_maps.draw,
+        backcopy_training.draw,
+    )
+}
+# what a figure is drawn from → the register of such figures
+KINDS: dict[str, Mapping[str, FigureSpec[Never]]] = {
+    "one run": FIGURES,
+    "several runs": OF_RUNS,
+    "training steps": OF_STEPS,
+    "arms of a training": OF_ARMS,
+}
 
-class FigureModule(Protocol):
-    """What a figure's file holds."""
-
-    NAME: str
-    ABOUT: str
-    TABLES: tuple[str, ...]
-    draw: Callable[[RunData], Figure]
-
-
-_MODULES: tuple[Any, ...] = (
-    arm_maps,
-    arm_maps_by_layer,
-    attention_maps,
-    effects,
-    effects_by_layer,
-    epe_coordinates,
-    gamma,
-    gradient_bounds,
-    gradient_norms,
-    gradient_reshaping,
-    massive_activations,
-    massive_map,
-    quantisation_cost,
-    quantisation_ranges,
-    query_bias_alignment,
-    query_bias_distribution,
-    query_key_geometry,
-    sink_map,
-    sink_positions,
-    sinks_by_layer,
-    streaming_perplexity,
-)
-FIGURES: dict[str, FigureModule] = {module.NAME: module for module in _MODULES}
-
-# tables that bear another name than the observable that they come from
+# tables whose name differs from that of the observable that makes them
 OBSERVABLE = {
     "sink_positions": "attention",
     "attention_heads": "attention",
@@ -82,66 +107,75 @@ OBSERVABLE = {
     "gamma": "query-bias",
     "delta_distribution": "query-bias",
 }
-
-
-# tables that other commands than `analyze` make; those of `intervene` hold all its arms, for one figure
+# tables that commands other than `analyze` make; those of `intervene` hold all arms, for one figure
 COMMAND = {
     "effect": "intervene",
     "arm_maps": "intervene",
     "streaming": "intervene",
-    "quantisation": "quantize",
-    "quantisation_sites": "quantize",
+    "quantization": "quantize",
+    "quantization_sites": "quantize",
 }
-ARM_TABLES = {table for table, command in COMMAND.items() if command == "intervene"}
 
 
 def draw(name: str, run: RunData) -> Figure:
-    """One figure of a run. Errors: InputError if it is unknown, or if the run lacks a table that it needs."""
+    """Draw a figure of one run.
+
+    Raises:
+        InputError: the figure is unknown, or the run lacks what it needs.
+    """
     if name not in FIGURES:
         raise InputError(f"figure {unknown(name, FIGURES)}")
-    if run.is_experiment and not ARM_TABLES & set(FIGURES[name].TABLES):
+    spec = FIGURES[name]
+    if run.is_experiment and not _is_of_arms(spec):
         raise InputError(f"figure '{name}' is of one arm: draw it of run.at('before'), or of another arm")
-    missing = [table for table in FIGURES[name].TABLES if not _has(run, table)]
-    if missing and missing[0] in COMMAND:
-        runs = f"only some runs of `{COMMAND[missing[0]]}` have"
-        raise InputError(f"figure '{name}' needs the table '{missing[0]}', which {runs}")
+    missing = [table for table in spec.tables if not _has(run, table)]
     if missing:
-        observables = dict.fromkeys(OBSERVABLE.get(table, table) for table in missing)
-        for observable, reason in (run.manifest.get("not_measured") or {}).items():
-            if observable in observables:
-                raise InputError(f"figure '{name}': {observable} does not apply to {run.model}: {reason}")
-        raise InputError(
-            f"figure '{name}' needs the table '{missing[0]}', which this run lacks: "
-            f"run the observable{'s' * (len(observables) > 1)} {', '.join(observables)}"
-        )
-    lacking = _lacking(FIGURES[name], run)
-    if lacking is not None:
-        raise InputError(f"figure '{name}' has nothing to draw of {run.model}: {lacking}")
-    with in_style():
-        return FIGURES[name].draw(run)
+        raise InputError(f"figure '{name}' {_why_missing(run, missing)}")
+    return spec(run)
 
 
 def applicable(run: RunData) -> list[str]:
-    """The figures that the run's tables allow; of an experiment, whose other tables hold several arms, its own."""
-    complete = {name: module for name, module in FIGURES.items() if all(_has(run, table) for table in module.TABLES)}
-    if run.is_experiment:
-        complete = {name: module for name, module in complete.items() if ARM_TABLES & set(module.TABLES)}
-    return [name for name, module in complete.items() if _lacking(module, run) is None]
+    """The figures that the run's tables allow; of an experiment, those of all its arms together."""
+    return [
+        name
+        for name, spec in FIGURES.items()
+        if run.is_experiment <= _is_of_arms(spec)
+        and all(_has(run, table) for table in spec.tables)
+        and spec.lacking(run) is None
+    ]
 
 
 def save_all(run: RunData, folder: Path) -> None:
-    """Every applicable figure as NAME.png and NAME.pdf."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Save every applicable figure of a run."""
     for name in applicable(run):
-        figure = draw(name, run)
+        save_figures({name: draw(name, run)}, folder)
+
+
+def save_figures(figures: Mapping[str, Figure], folder: Path) -> None:
+    """Save each figure as NAME.png and NAME.pdf."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, figure in figures.items():
         for kind in ("png", "pdf"):
             figure.savefig(folder / f"{name}.{kind}")
 
 
-def _lacking(module: FigureModule, run: RunData) -> str | None:
-    return module.lacking(run) if hasattr(module, "lacking") else None
+def _is_of_arms(spec: FigureSpec[RunData]) -> bool:
+    return any(COMMAND.get(table) == "intervene" for table in spec.tables)
 
 
 def _has(run: RunData, table: str) -> bool:
-    """An empty `sink_positions` is a finding; any other empty table has nothing to draw."""
-    return table in run.tables and (table == "sink_positions" or len(run.tables[table]) > 0)
+    """Whether there is something to draw: `sink_positions` may be empty, which is a finding; no other table may."""
+    of_arms = COMMAND.get(table) == "intervene" and not run.is_experiment  # one arm by itself has no figure of arms
+    return table in run.tables and not of_arms and (table == "sink_positions" or len(run.tables[table]) > 0)
+
+
+def _why_missing(run: RunData, missing: Sequence[str]) -> str:
+    needs = f"needs the table '{missing[0]}', which"
+    if missing[0] in COMMAND:
+        return f"{needs} only some runs of `{COMMAND[missing[0]]}` have"
+    observables = dict.fromkeys(OBSERVABLE.get(table, table) for table in missing)
+    for observable, reason in (run.manifest.get("not_measured") or {}).items():
+        if observable in observables:
+            return f"cannot be drawn: {observable} does not apply to {run.model}: {reason}"
+    plural = "s" * (len(observables) > 1)
+    return f"{needs} this run lacks: run the observable{plural} {', '.join(observables)}"

@@ -1,34 +1,32 @@
-"""One layer's attention maps under every arm of an experiment: NU figure 3, in less space.
+"""One layer's attention maps under every arm of an experiment (NU figure 3).
 
-Few maps stand in one row, each arm's random control beside it. Many stand in columns, each control below its arm: then
-its name is not repeated, and the colour bar has its place below the model as it is, which has no control. The number
-in a map is the mean weight that its queries give the sink.
+Few maps stand in one row, each arm's random control beside it. Many stand in several rows, each control below its arm
+without repeating its name, and the color bar below the map of the unchanged model, which has no control. The number in
+a map is the mean weight that its queries give the sink.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm
 from matplotlib.image import AxesImage
 from matplotlib.ticker import NullLocator
 
 from sinkscope.report.effects import arms
+from sinkscope.report.figures.heatmaps import draw_weights, square
 from sinkscope.report.figures.labels import title, wrapped
-from sinkscope.report.figures.style import COLUMN, SEQUENTIAL, Figure, new_figure
+from sinkscope.report.figures.spec import declare
+from sinkscope.report.figures.style import COLUMN, Figure, new_figure
 from sinkscope.results.run import RunData
 
-NAME = "arm-maps"
-ABOUT = "attention maps of one layer under every arm and its control (NU fig. 3)"
-TABLES = ("arm_maps",)
 BEFORE = "before"
-FAINTEST = 1e-2  # the colour scale is logarithmic from here to 1: means over heads and sequences are seldom below it
+FAINTEST = 1e-2  # of the color scale: means over heads and sequences are seldom below it
 
 ACROSS = 8  # maps in a row
 SMALLEST, GAP = 0.745, 0.045  # inches: a map, and the space between maps
 LEFT, RIGHT, BELOW = 0.32, 0.05, 0.2  # inches: margins
-BAR = 0.42  # inches: the colour bar, where it stands beside the maps
-HEADING, LINE = 0.17, 0.13  # inches: the title's first line, and another
+BAR = 0.42  # inches: the color bar, where it stands beside the maps
+TITLE, LINE = 0.17, 0.13  # inches: the title's first line, and another
 NAME_LINE, LETTER = 0.1, 0.053  # inches: a line of an arm's name, and a letter
 SMALL = 6.5  # points
 
@@ -37,30 +35,31 @@ Maps = dict[str, dict[int, np.ndarray]]  # condition → layer → (query, key) 
 
 @dataclass(frozen=True)
 class _Cell:
+    """A map in the grid."""
+
     row: int
     column: int
     condition: str
-    name: str  # "": that of the cell above holds
-    sink: int  # its position
+    name: str  # empty for a control below its arm
+    sink: int  # position
 
 
+@declare("arm-maps", "attention maps of one layer under every arm and its control (NU fig. 3)", "arm_maps")
 def draw(run: RunData) -> Figure:
     maps = maps_by_condition(run)
-    layer = telling_layer(run, maps)
+    layer = most_changed_layer(run, maps)
     cells = _cells(run, maps)
     down, across = 1 + max(cell.row for cell in cells), 1 + max(cell.column for cell in cells)
-    has_room = any(not cell.name for cell in cells)  # below the first map, for the colour bar
+    has_room = any(not cell.name for cell in cells)  # for the color bar, below the first map
     beside = 0.0 if has_room else BAR
-    size = max((COLUMN - LEFT - RIGHT - beside) / across - GAP, SMALLEST)  # few maps are larger
+    size = max((COLUMN - LEFT - RIGHT - beside) / across - GAP, SMALLEST)
     names = {cell: wrapped(cell.name, int(size / LETTER)) for cell in cells}
     lines = [max(names[cell].count("\n") + bool(cell.name) for cell in cells if cell.row == row) for row in range(down)]
     width = LEFT + across * (size + GAP) + beside + RIGHT
-    heading = title(run, width, f"layer {layer} (sink changes most)")
-    tops = HEADING + LINE * heading.count("\n") + np.cumsum(np.array(lines) * NAME_LINE + size + GAP) - size
+    text = title(run, width, f"layer {layer} (sink changes most)")
+    tops = TITLE + LINE * text.count("\n") + np.cumsum(np.array(lines) * NAME_LINE + size + GAP) - size
 
-    figure = new_figure(width, tops[-1] + size + (0.05 if has_room else BELOW))
-    figure.set_layout_engine("none")  # all is placed in inches, closer than an engine would
-    figure.suptitle(heading, y=1 - 0.04 / figure.get_figheight(), va="top")
+    figure = placed_figure(width, tops[-1] + size + (0.05 if has_room else BELOW), text)
     for cell in cells:
         ax = axes_at(figure, LEFT + cell.column * (size + GAP), tops[cell.row], size, size)
         image = draw_map(ax, maps[cell.condition].get(layer))
@@ -76,7 +75,7 @@ def draw(run: RunData) -> Figure:
         bar = axes_at(figure, LEFT, tops[1] + 0.45 * size, 0.6 * size, 0.07)
     else:
         bar = axes_at(figure, width - BAR - RIGHT + 0.02, tops[0], 0.07, size)
-    colour_bar(figure, image, bar)
+    color_bar(figure, image, bar)
     return figure
 
 
@@ -93,7 +92,7 @@ def _cells(run: RunData, maps: Maps) -> list[_Cell]:
             if label in controlled:
                 cells.append(_Cell(0, len(cells), control_of(label), "random control", sink))
         return cells
-    across = -(-len(shown) // -(-len(shown) // ACROSS))  # rows as long as one another
+    across = -(-len(shown) // -(-len(shown) // ACROSS))  # rows of about equal length
     for place, (label, sink) in enumerate(shown.items()):
         row, column = (2 if controlled else 1) * (place // across), place % across
         cells.append(_Cell(row, column, label, label, sink))
@@ -110,13 +109,13 @@ def _label(ax: Axes) -> None:
     first, *last = ax.get_xticklabels()
     first.set_horizontalalignment("left")
     for label in last:
-        label.set_horizontalalignment("right")  # not into the next map
+        label.set_horizontalalignment("right")  # so that it does not reach into the next map
     ax.tick_params(labelsize=SMALL, pad=1)
     ax.set_xlabel("key", fontsize=SMALL, labelpad=-6)
     ax.set_ylabel("query", fontsize=SMALL, labelpad=-6)
 
 
-# --- what the figures of maps share
+# --- shared with arm_maps_by_layer
 
 
 def maps_by_condition(run: RunData) -> Maps:
@@ -124,20 +123,19 @@ def maps_by_condition(run: RunData) -> Maps:
     size = int(table["query"].max()) + 1
     maps: Maps = {}
     for (condition, layer), rows in table.groupby(["condition", "layer"], sort=False):
-        weights = np.full((size, size), np.nan)
-        weights[rows["query"], rows["key"]] = rows["weight"]
-        maps.setdefault(condition, {})[int(layer)] = weights
+        maps.setdefault(condition, {})[int(layer)] = square(rows, size)
     return maps
 
 
 def control_of(label: str) -> str:
-    """The condition of an arm's control: of its draws, the first has maps."""
+    """The condition of an arm's control: of its draws, only the first has maps."""
     return f"{label} control 0"
 
 
-def telling_layer(run: RunData, maps: Maps) -> int:
-    """Where attention to the sink changes most, median over arms: one that masks the sink is not to decide. An arm's
-    sink is the first position that it watches.
+def most_changed_layer(run: RunData, maps: Maps) -> int:
+    """Where the weight of the sink, an arm's first watched position, changes most.
+
+    This is the median over arms, so that one that masks the sink does not decide alone.
     """
     changes: dict[int, list[float]] = {layer: [] for layer in maps[BEFORE]}
     for label, arm in arms(run).items():
@@ -148,9 +146,17 @@ def telling_layer(run: RunData, maps: Maps) -> int:
 
 
 def to_sink(weights: np.ndarray | None, sink: int) -> float:
-    """Mean over the queries behind the sink, as far as the map reaches; NaN where it does not."""
+    """Mean weight over the queries behind the sink; NaN where the map has none."""
     behind = np.empty(0) if weights is None or sink >= len(weights) else weights[sink + 1 :, sink]
     return float(behind.mean()) if len(behind) else float("nan")
+
+
+def placed_figure(width: float, height: float, text: str) -> Figure:
+    """A figure whose parts are placed in inches, closer together than a layout engine would."""
+    figure = new_figure(width, height)
+    figure.set_layout_engine("none")
+    figure.suptitle(text, y=1 - 0.04 / figure.get_figheight(), va="top")
+    return figure
 
 
 def axes_at(figure: Figure, left: float, top: float, width: float, height: float) -> Axes:
@@ -159,24 +165,20 @@ def axes_at(figure: Figure, left: float, top: float, width: float, height: float
     return figure.add_axes((left / across, 1 - (top + height) / down, width / across, height / down))
 
 
-def draw_map(ax: Axes, weights: np.ndarray | None, blank: np.ndarray | None = None) -> AxesImage:
-    """Queries downwards, without ticks. What the causal mask forbids (`blank`) is white, what is not known grey."""
-    weights = np.full((1, 1), np.nan) if weights is None else weights
-    blank = np.triu(np.ones_like(weights, bool), 1) if blank is None else blank
-    image = ax.imshow(np.clip(weights, FAINTEST / 10, 1), cmap=SEQUENTIAL, norm=LogNorm(FAINTEST, 1))
-    ax.imshow(np.where(blank, 1.0, np.nan), cmap="Greys_r", vmin=0, vmax=1)
+def draw_map(ax: Axes, weights: np.ndarray | None, masked: np.ndarray | None = None) -> AxesImage:
+    """Without ticks; all gray where there are no weights."""
+    image = draw_weights(ax, np.full((1, 1), np.nan) if weights is None else weights, FAINTEST, masked)
     ax.spines[:].set(color="0.6", linewidth=0.4)
     ax.xaxis.set_major_locator(NullLocator())
     ax.yaxis.set_major_locator(NullLocator())
     return image
 
 
-def colour_bar(figure: Figure, image: AxesImage, ax: Axes) -> None:
+def color_bar(figure: Figure, image: AxesImage, ax: Axes) -> None:
     """Along the longer side of `ax`."""
     box = ax.get_window_extent()
     across = box.width > box.height
     bar = figure.colorbar(image, cax=ax, orientation="horizontal" if across else "vertical", extend="min")
-    bar.outline.set_linewidth(0.5)
     bar.set_ticks([FAINTEST, 0.1, 1], labels=[f"{FAINTEST:g}", "0.1", "1"])
     bar.ax.minorticks_off()
     bar.ax.tick_params(labelsize=SMALL, pad=1)

@@ -1,11 +1,10 @@
-"""The attention maps of all layers under every arm: NU figures 7 to 13, on one page.
+"""The attention maps of all layers under every arm (NU figures 7 to 13, on one page).
 
-An arm's maps are one image, a mosaic: hundreds of axes would take long to save. Where its layers do not fit in a row,
+The maps of an arm are one image, as hundreds of axes would take long to save. Where its layers do not fit in one row,
 it has several; maps are as large as the page then allows.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -17,22 +16,19 @@ from sinkscope.report.figures.arm_maps import (
     SMALL,
     Maps,
     axes_at,
-    colour_bar,
+    color_bar,
     control_of,
     draw_map,
     maps_by_condition,
-    wrapped,
+    placed_figure,
 )
-from sinkscope.report.figures.labels import title
-from sinkscope.report.figures.style import COLUMN, WIDE, Figure, new_figure
+from sinkscope.report.figures.labels import title, wrapped
+from sinkscope.report.figures.spec import declare
+from sinkscope.report.figures.style import COLUMN, WIDE, Figure, Look
 from sinkscope.results.run import RunData
 
-NAME = "arm-maps-by-layer"
-ABOUT = "attention maps of every layer under every arm (NU figs. 7–13 on one page)"
-TABLES = ("arm_maps",)
-
 PAGE = 9.0  # inches, at most
-LEFT, RIGHT, TOP, BELOW = 1.05, 0.04, 0.36, 0.4  # inches: names; nothing; title and layers; colour bar
+LEFT, RIGHT, TOP, BELOW = 1.05, 0.04, 0.36, 0.4  # inches: for names; nothing; title and layers; color bar
 BETWEEN, BEFORE_CONTROL = 0.1, 0.03  # inches between arms, and between an arm and its control
 LETTERS = 18  # of a line of an arm's name
 CONTROL = "random control"
@@ -58,16 +54,15 @@ class _Page:
         return np.cumsum([0.0, *(gap + self.rows * self.size for gap in [*gaps[1:], 0.0])])
 
 
+@declare("arm-maps-by-layer", "attention maps of every layer under every arm (NU figs. 7–13 on one page)", "arm_maps")
 def draw(run: RunData) -> Figure:
     maps = maps_by_condition(run)
     layers = sorted({layer for by_layer in maps.values() for layer in by_layer})
     page, note = _page(run, maps, len(layers))
     width = max(LEFT + page.across * page.size + RIGHT, COLUMN)
-    heading = title(run, width, note)
-    top = TOP + 0.13 * heading.count("\n") - (0.13 if page.rows > 1 else 0)  # which has no layers above its maps
-    figure = new_figure(width, top + page.tops[-1] + BELOW)
-    figure.set_layout_engine("none")  # all is placed in inches
-    figure.suptitle(heading, y=1 - 0.04 / figure.get_figheight(), va="top")
+    text = title(run, width, note)
+    top = TOP + 0.13 * text.count("\n") - (0.13 if page.rows > 1 else 0)  # where no layers stand above the maps
+    figure = placed_figure(width, top + page.tops[-1] + BELOW, text)
     for (condition, name), above in zip(page.conditions.items(), page.tops, strict=False):
         ax = axes_at(figure, LEFT, top + above, page.across * page.size, page.rows * page.size)
         image = _mosaic(ax, maps[condition], layers, page)
@@ -76,7 +71,7 @@ def draw(run: RunData) -> Figure:
         if page.rows > 1 or condition == BEFORE:
             _number(ax, layers, page)
     bar = axes_at(figure, LEFT, figure.get_figheight() - BELOW + 0.04, 1.1, 0.07)
-    colour_bar(figure, image, bar)
+    color_bar(figure, image, bar)
     tokens = len(next(iter(maps[BEFORE].values())))
     words = f"down: {tokens} queries\nacross: {tokens} keys" + ("\nnumber: layer" if page.rows > 1 else "")
     bar.text(1.1, 1, words, transform=bar.transAxes, va="top", fontsize=SMALL, color="0.3")
@@ -84,7 +79,7 @@ def draw(run: RunData) -> Figure:
 
 
 def _page(run: RunData, maps: Maps, layers: int) -> tuple[_Page, str]:
-    """With the controls if that leaves maps readable, and a note of what is shown."""
+    """The page, with the controls if that leaves the maps readable, and a note of what is shown."""
     labels = [BEFORE, *(label for label in arms(run) if label in maps)]
     alone, controlled = {}, {}
     for label in labels:
@@ -98,7 +93,7 @@ def _page(run: RunData, maps: Maps, layers: int) -> tuple[_Page, str]:
 
 
 def _largest(conditions: dict[str, str], layers: int) -> _Page:
-    """As few rows for each condition as make the maps about as large as they can be."""
+    """As few rows for each condition as leave the maps about as large as possible."""
     height = (PAGE - TOP - 0.13 - BELOW - sum(_gaps(conditions))) / len(conditions)
     pages = []
     for rows in range(1, layers + 1):
@@ -115,30 +110,30 @@ def _gaps(conditions: dict[str, str]) -> list[float]:
 
 
 def _mosaic(ax: Axes, by_layer: dict[int, np.ndarray], layers: list[int], page: _Page) -> AxesImage:
-    """Maps in reading order. A layer without one is grey below its diagonal, places without a layer stay white."""
+    """Maps in reading order. A layer without one is gray below its diagonal; places without a layer are white."""
     size = len(next(iter(by_layer.values())))
     pitch = size + max(1, round(GAP * size))
     weights = np.full((page.rows * pitch, page.across * pitch), np.nan)
-    blank = np.ones_like(weights, bool)
+    masked = np.ones_like(weights, bool)
     for place, layer in enumerate(layers):
         row, column = divmod(place, page.across)
         spot = np.s_[row * pitch : row * pitch + size, column * pitch : column * pitch + size]
         weights[spot] = by_layer.get(layer, np.nan)
-        blank[spot] = np.triu(np.ones((size, size), bool), 1)
-    image = draw_map(ax, weights, blank)
+        masked[spot] = np.triu(np.ones((size, size), bool), 1)
+    image = draw_map(ax, weights, masked)
     ax.spines[:].set_visible(False)
     return image
 
 
 def _number(ax: Axes, layers: list[int], page: _Page) -> None:
-    """The layers: above a lone row, else in the corners that the causal mask leaves empty."""
+    """The layers' numbers: above a single row, else in the upper right corners, which the causal mask leaves empty."""
     pitch = ax.get_xlim()[1] / page.across
     if page.rows == 1:
         ax.text(-0.3 * pitch, -0.06 * pitch, "layer", fontsize=6, ha="right", va="bottom")
     for place, layer in enumerate(layers):
         row, column = divmod(place, page.across)
         if page.rows == 1:
-            look: dict[str, Any] = {"x": (column + 0.5) * pitch, "y": -0.06 * pitch, "ha": "center", "va": "bottom"}
+            look: Look = {"x": (column + 0.5) * pitch, "y": -0.06 * pitch, "ha": "center", "va": "bottom"}
         else:
             look = {"x": (column + 1 - GAP) * pitch, "y": row * pitch, "ha": "right", "va": "top"}
         ax.text(s=str(layer), fontsize=6, **look)

@@ -1,36 +1,56 @@
-"""How the arms of a retrofit look: each the same in every figure."""
+"""The arms of a training, and how they look: each the same in every figure."""
 
 from collections.abc import Iterable, Mapping
-from itertools import cycle
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 
-from sinkscope.report.figures.comparison import COLOURS, DASHES, MARKERS
-from sinkscope.report.figures.labels import escape, shorten
-from sinkscope.report.figures.style import Figure
+from sinkscope.report.figures.labels import escape, heading, model_name, shorten
+from sinkscope.report.figures.style import Look, line_looks
 from sinkscope.report.retrofit_table import UNTOUCHED
 from sinkscope.results.run import RunData
 
 NAME_LENGTH = 40  # characters of an arm's name
-WIDEST, THINNEST = 2.0, 0.9  # lines: the later and thinner ones lie on top, so that lines that coincide are all seen
+WIDEST, THINNEST = 2.0, 0.9  # lines: later ones are thinner and lie on top, so that lines that coincide are all seen
+FAINT: Look = {"linestyle": (0, (3, 1.5)), "marker": "", "linewidth": 0.8, "alpha": 0.8}  # later positions
 
 
-def arm_looks(arms: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Arm → label, colour, dashes, marker and width of its line. The model as it is is black, and counts for no colour:
-    a figure of the trained arms alone has the same ones.
+@dataclass(frozen=True)
+class Arms:
+    """The arms of one training, of one seed.
+
+    Attributes:
+        tables: The training's tables, each of all arms (column `condition`) and seeds.
+        runs: Arm → its run on held-out text.
+    """
+
+    tables: Mapping[str, pd.DataFrame]
+    runs: Mapping[str, RunData]
+
+    def rows(self, table: str) -> int:
+        """0 for a table that does not exist."""
+        return len(self.tables.get(table, ()))
+
+    def all_have(self, *tables: str) -> bool:
+        """Whether every arm's run has these tables."""
+        return all(set(tables) <= set(run.tables) for run in self.runs.values())
+
+    def title(self, *more: str) -> str:
+        """The model that all arms were made from, and more."""
+        return heading(model_name(next(iter(self.runs.values())).model), *more)
+
+
+def arm_looks(arms: Iterable[str]) -> dict[str, Look]:
+    """Arm → label, color, dashes, marker and width of its line.
+
+    The untouched model is black and takes no color, so that figures of the trained arms alone have the same ones.
     """
     arms = list(arms)
-    looks = zip(cycle(COLOURS), cycle(DASHES), cycle(MARKERS), strict=False)
-    found = {}
-    for arm, width in zip(arms, np.linspace(WIDEST, THINNEST, len(arms)), strict=True):
-        colour, dashes, marker = ("black", "-", "P") if arm == UNTOUCHED else next(looks)
-        name = escape(shorten(arm, NAME_LENGTH))
-        found[arm] = {"label": name, "color": colour, "linestyle": dashes, "marker": marker, "linewidth": width}
-    return found
-
-
-def model_title(figure: Figure, runs: Mapping[str, RunData]) -> None:
-    """The model that all arms were made from."""
-    name = next(iter(runs.values())).model.rstrip("/").split("/")[-1]
-    figure.suptitle(escape(shorten(name, 2 * NAME_LENGTH)))
+    looks = line_looks()
+    untouched: Look = {"color": "black", "linestyle": "-", "marker": "P"}
+    return {
+        arm: (untouched if arm == UNTOUCHED else next(looks))
+        | {"label": escape(shorten(arm, NAME_LENGTH)), "linewidth": width}
+        for arm, width in zip(arms, np.linspace(WIDEST, THINNEST, len(arms)), strict=True)
+    }

@@ -1,5 +1,6 @@
-"""What several figures draw: lines by layer, whole-number axes, and a word where there is nothing to draw."""
+"""What several figures share: curves, axes, rows, grids of panels, and a text where there is nothing to draw."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,16 +10,39 @@ from matplotlib.axis import Axis
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
-MOST_MARKERS = 20  # of one line; more would run into one another
+from sinkscope.report.figures.style import Figure
+
+MOST_MARKERS = 20  # of one line; more would overlap
+
+# --- curves
+
+
+def curve(ax: Axes, values: pd.Series, markers: int = MOST_MARKERS, **look: Any) -> Line2D:
+    """`values` by their index, with at most `markers` markers."""
+    every = 1 + (len(values) - 1) // markers
+    (line,) = ax.plot(values.index, values.to_numpy(float), markevery=every, **look)
+    return line
 
 
 def line_by_layer(ax: Axes, values: pd.Series, **look: Any) -> Line2D:
-    """`values` by layer (its index). Layers that have none leave a gap."""
+    """`values` by layer (its index). Layers without a value leave a gap."""
     if len(values):
         values = values.reindex(range(int(values.index.min()), int(values.index.max()) + 1))
-    every = 1 + (len(values) - 1) // MOST_MARKERS
-    (line,) = ax.plot(values.index, values.to_numpy(float), markevery=every, **look)
-    return line
+    return curve(ax, values, **look)
+
+
+def finite(table: pd.DataFrame) -> pd.DataFrame:
+    """NaN in place of infinite values."""
+    return table.replace([np.inf, -np.inf], np.nan)
+
+
+def drawn(ax: Axes, which: str) -> np.ndarray:
+    """All x or y of the lines of a panel."""
+    values = [np.asarray(line.get_data()[which == "y"], float) for line in ax.lines]
+    return np.concatenate(values) if values else np.empty(0)
+
+
+# --- axes
 
 
 def layer_axis(ax: Axes, label: str = "layer") -> None:
@@ -27,17 +51,19 @@ def layer_axis(ax: Axes, label: str = "layer") -> None:
 
 
 def whole_numbers(ax: Axes, which: str) -> None:
-    """Ticks at whole numbers only, and room for a lone one."""
+    """Ticks at whole numbers only, and some room around a single one."""
     axis = ax.xaxis if which == "x" else ax.yaxis
     axis.set_major_locator(MaxNLocator(nbins="auto", integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
-    values = [value for line in ax.lines for value in np.asarray(line.get_data()[which == "y"], float)]
-    if values and min(values) == max(values):
+    values = drawn(ax, which)
+    if len(values) and values.min() == values.max():
         (ax.set_xlim if which == "x" else ax.set_ylim)(values[0] - 0.5, values[0] + 0.5)
 
 
 def value_axis(ax: Axes, log: bool = False, share: bool = False) -> bool:
-    """A log scale, or that of a share from 0 to 1, if asked for. Call it last, as it goes by what is drawn:
-    where no line has a value that the scale can show, the panel says so. → whether one has.
+    """Set the scale of the y axis once all is drawn: linear, logarithmic, or that of a share from 0 to 1.
+
+    Returns:
+        Whether any value can be shown; where none can, the panel says so.
     """
     if not has_values(ax, log):
         say(ax, "no positive values" if log else "no values")
@@ -53,13 +79,12 @@ def value_axis(ax: Axes, log: bool = False, share: bool = False) -> bool:
 
 
 def has_values(ax: Axes, log: bool = False) -> bool:
-    drawn = [np.asarray(line.get_ydata(), float) for line in ax.lines]
-    values = np.concatenate(drawn) if drawn else np.empty(0)
+    values = drawn(ax, "y")
     return bool(np.any(np.isfinite(values) & (values > 0 if log else True)))
 
 
 def log_ticks(axis: Axis, low: float, high: float) -> None:
-    """At least two ticks on a log axis, by decades if they give as many; short numbers are written out."""
+    """At least two ticks on a log axis, at powers of ten where there are enough; short numbers are written out."""
     few = high / low < 50 or np.floor(np.log10(high)) - np.ceil(np.log10(low)) < 1
     if few:
         narrow = high / low < 5
@@ -71,15 +96,61 @@ def log_ticks(axis: Axis, low: float, high: float) -> None:
 
 
 def widen(ax: Axes, low: float, high: float) -> None:
-    """A log axis of values that spans at least this, with ticks to fit."""
+    """Let a logarithmic y axis span at least this."""
     known = ax.get_ylim()
-    ax.set_yscale("log", nonpositive="mask")  # anew, and with it the ticks
+    ax.set_yscale("log", nonpositive="mask")  # which also resets the ticks
     ax.set_ylim(min(low, known[0]), max(high, known[1]))
     log_ticks(ax.yaxis, *ax.get_ylim())
 
 
+def log_x_axis(ax: Axes, low: float, high: float, room: float) -> None:
+    """A logarithmic x axis narrow enough to show small changes; `room` is the least factor beyond both ends."""
+    ax.set_xscale("log")
+    room *= (high / low) ** 0.06
+    ax.set_xlim(low / room, high * room)
+    log_ticks(ax.xaxis, *ax.get_xlim())
+
+
+# --- panels
+
+
+def panel_grid(figure: Figure, count: int, across: int) -> tuple[list[Axes], list[Axes]]:
+    """Panels with common scales, in rows of `across`.
+
+    Returns:
+        The panels in reading order, and those of them that are the lowest of their column, with numbers on the x axis.
+    """
+    grid = figure.subplots(-(-count // across), across, sharex=True, sharey=True, squeeze=False)
+    axes, unused = list(grid.flat[:count]), list(grid.flat[count:])
+    for ax in unused:
+        ax.set_visible(False)
+    lowest = axes[-across:]
+    for ax in lowest:
+        ax.tick_params(labelbottom=True)
+    return axes, lowest
+
+
+def name_rows(ax: Axes, names: Sequence[str], shaded: bool = True) -> None:
+    """A row for each name, from the top, every second one shaded."""
+    ax.set_yticks(range(len(names)), names)
+    ax.set_ylim(len(names) - 0.5, -0.5)
+    ax.tick_params(axis="y", length=0)
+    if shaded:
+        shade_rows(ax, len(names))
+
+
+def shade_rows(ax: Axes, rows: int) -> None:
+    for row in range(0, rows, 2):
+        ax.axhspan(row - 0.5, row + 0.5, color="0.955", linewidth=0)
+
+
+def write_beside(ax: Axes, text: str, x: float, y: float, space: float = 2, size: float = 6) -> None:
+    """A number to the right of what is drawn at x, y; `space` and `size` in points."""
+    ax.annotate(text, (x, y), (space, 0), textcoords="offset points", va="center", fontsize=size)
+
+
 def say(ax: Axes, text: str) -> None:
-    """In place of data. Ticks may be shared with other panels: they are hidden, not removed."""
+    """Write a text in place of data. Ticks may be shared with other panels: they are hidden, not removed."""
     for line in ax.lines:
         line.set_data([], [])
     ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", color="0.4", fontsize=7)

@@ -1,56 +1,59 @@
-"""What the arms of the Bigram-Backcopy lab have become, on one sequence: VGA figures 4 and 6.
+"""What the arms of the Bigram-Backcopy task attend to on one sequence (VGA figures 4 and 6).
 
-Above, attention weights, a map an arm; below, the norm of each token's value: the bar as the projection makes it, the
-line where it stands behind a gate on the values. Not one run's figure, so `sinkscope list` does not show it.
+Above, attention weights, a map for each arm; of several heads, the one that gives <s> most. Below, the norm of each
+token's value: bars as projected, lines as attended to where there is a gate on the values.
 """
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.image import AxesImage
 
-from sinkscope.errors import InputError
+from sinkscope.report.figures.arms import Arms
+from sinkscope.report.figures.heatmaps import square
 from sinkscope.report.figures.labels import escape, shorten, token_labels
-from sinkscope.report.figures.style import NAVY, SEQUENTIAL, SKY, VERMILION, WIDE, Figure, in_style, new_figure
+from sinkscope.report.figures.spec import declare
+from sinkscope.report.figures.style import NAVY, SEQUENTIAL, SKY, VERMILION, WIDE, Figure, new_figure
 
 NAME_LENGTH = 20  # characters of an arm's name
 SMALL = 5.5  # points: the tokens
 
 
-def draw_backcopy_maps(attention_maps: pd.DataFrame, value_norms: pd.DataFrame) -> Figure:
-    """The tables of those names, of all arms (their `condition`): one sequence, of one seed.
+def lacking(arms: Arms) -> str | None:
+    return None if arms.rows("attention_maps") and arms.rows("value_norms") else "there is no attention map"
 
-    Of several heads, each arm's that gives <s> most. Errors: InputError for tables without rows.
-    """
-    if attention_maps.empty or value_norms.empty:
-        raise InputError("there is no attention map to draw")
-    arms = list(attention_maps["condition"].unique())
-    with in_style():
-        figure = new_figure(WIDE, 0.75 + 1.75 * WIDE / (len(arms) + 0.4))
-        axes = figure.subplots(
-            2, len(arms), sharex="col", sharey="row", squeeze=False, gridspec_kw={"height_ratios": [3, 2]}
-        )
-        for (above, below), arm in zip(axes.T, arms, strict=True):
-            maps = attention_maps[attention_maps["condition"] == arm]
-            layer, head = sinking_head(maps)
-            norms = value_norms[(value_norms["condition"] == arm) & (value_norms["layer"] == layer)]
-            norms = norms.sort_values("position")
-            image = _map(above, maps[(maps["layer"] == layer) & (maps["head"] == head)], len(norms))
-            _bars(below, norms)
-            if above is axes[0, 0]:
-                _name(above.yaxis, norms)
-            _name(below.xaxis, norms)
-            above.tick_params(length=0)
-            heads = maps.groupby(["layer", "head"]).ngroups
-            which = f"\nlayer {layer}, head {head}" if heads > 1 else ""
-            above.set_title(escape(shorten(arm, NAME_LENGTH)) + which)
-        axes[0, 0].set_ylabel("query")
-        axes[1, 0].set_ylabel("norm of value")
-        bar = figure.colorbar(image, ax=axes[0], label="attention weight", aspect=20, pad=0.01)
-        bar.outline.set_linewidth(0.5)
-        figure.supxlabel("token, triggers in red (bars: values as projected; lines: as attended to, behind a gate)")
-        figure.suptitle(escape(shorten(str(attention_maps["model"].iloc[0]).rstrip("/").split("/")[-1], 60)))
+
+@declare(
+    "backcopy-maps",
+    "attention weights and value norms of every arm on one sequence of the Bigram-Backcopy task (VGA figs. 4 and 6)",
+    "attention_maps",
+    "value_norms",
+    lacking=lacking,
+)
+def draw(arms: Arms) -> Figure:
+    attention_maps, value_norms = arms.tables["attention_maps"], arms.tables["value_norms"]
+    names = list(attention_maps["condition"].unique())
+    figure = new_figure(WIDE, 0.75 + 1.75 * WIDE / (len(names) + 0.4))
+    axes = figure.subplots(2, len(names), sharex="col", sharey="row", squeeze=False, height_ratios=[3, 2])
+    for (above, below), name in zip(axes.T, names, strict=True):
+        maps = attention_maps[attention_maps["condition"] == name]
+        layer, head = sinking_head(maps)
+        norms = value_norms[(value_norms["condition"] == name) & (value_norms["layer"] == layer)]
+        norms = norms.sort_values("position")
+        weights = square(maps[(maps["layer"] == layer) & (maps["head"] == head)], len(norms))
+        image = above.imshow(weights, cmap=SEQUENTIAL.with_extremes(bad="white"), vmin=0, vmax=1, aspect="auto")
+        _bars(below, norms)
+        if above is axes[0, 0]:
+            _name_tokens(above.yaxis, norms)
+        _name_tokens(below.xaxis, norms)
+        above.tick_params(length=0)
+        which = f"\nlayer {layer}, head {head}" if maps.groupby(["layer", "head"]).ngroups > 1 else ""
+        above.set_title(escape(shorten(name, NAME_LENGTH)) + which)
+    axes[0, 0].set_ylabel("query")
+    axes[1, 0].set_ylabel("norm of value")
+    figure.colorbar(image, ax=axes[0], label="attention weight", aspect=20, pad=0.01)
+    figure.supxlabel("token, triggers in red (bars: values as projected; lines: as attended to, behind a gate)")
+    figure.suptitle(arms.title())
     return figure
 
 
@@ -61,13 +64,6 @@ def sinking_head(maps: pd.DataFrame) -> tuple[int, int]:
     return int(layer), int(head)
 
 
-def _map(ax: Axes, table: pd.DataFrame, size: int) -> AxesImage:
-    """Queries downwards. What the causal mask forbids stays white."""
-    weights = np.full((size, size), np.nan)
-    weights[table["query"], table["key"]] = table["weight"]
-    return ax.imshow(weights, cmap=SEQUENTIAL.with_extremes(bad="white"), vmin=0, vmax=1, aspect="auto")
-
-
 def _bars(ax: Axes, norms: pd.DataFrame) -> None:
     places = norms["position"].to_numpy()
     ax.bar(places, norms["norm"], width=0.8, color=[NAVY if place == 0 else SKY for place in places])
@@ -76,8 +72,8 @@ def _bars(ax: Axes, norms: pd.DataFrame) -> None:
     ax.grid(True, axis="y", color="0.9", linewidth=0.4)
 
 
-def _name(axis: Axis, norms: pd.DataFrame) -> None:
-    """The tokens along an axis, triggers in colour."""
+def _name_tokens(axis: Axis, norms: pd.DataFrame) -> None:
+    """The tokens along an axis, triggers in color."""
     axis.set_ticks(norms["position"], token_labels(norms["token"], norms["token_id"]), fontsize=SMALL)
     axis.set_tick_params(length=0)
     for label, is_trigger in zip(axis.get_ticklabels(), norms["is_trigger"], strict=True):

@@ -1,8 +1,7 @@
-"""What every arm does, and what random changes of the same kind do: a row an arm, a panel a metric."""
+"""What every arm does, and what random changes of the same kind do: a row for each arm, a panel for each metric."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -10,29 +9,19 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from sinkscope.report.effects import NO_POSITION, SPREAD, Effect, arms, effect_of
-from sinkscope.report.figures.axes import log_ticks
+from sinkscope.report.figures.axes import drawn, log_x_axis, name_rows, shade_rows
 from sinkscope.report.figures.labels import title, wrapped
-from sinkscope.report.figures.style import NAVY, WIDE, Figure, new_figure
+from sinkscope.report.figures.spec import declare
+from sinkscope.report.figures.style import NAVY, REFERENCE, WIDE, Figure, Look, new_figure
 from sinkscope.results.run import RunData
-
-NAME = "effects"
-ABOUT = "what every arm does to sink, perplexity and massive activations, beside its control's spread"
-TABLES = ("effect",)
 
 ROW, PAGE = 0.3, 9.0  # inches: an arm, and at most all of them with what is around
 LETTERS = 24  # of a line of an arm's name
-ABOVE, UNDER = -0.17, 0.17  # in a row of height 1: the arm, and its controls
+ABOVE, UNDER = -0.17, 0.17  # where the arm and its controls stand in a row of height 1
 
-BEFORE: dict[str, Any] = {"color": "0.35", "linewidth": 0.9, "linestyle": (0, (3, 1.5))}
-AFTER: dict[str, Any] = {"color": NAVY, "linewidth": 0.8, "marker": "o", "markersize": 4, "markevery": [-1]}
-DRAWS: dict[str, Any] = {
-    "color": "black",
-    "linestyle": "none",
-    "marker": "|",
-    "markersize": 4.5,
-    "markeredgewidth": 0.6,
-}
-SPREAD_BAR: dict[str, Any] = {"color": "0.72", "linewidth": 3.5, "solid_capstyle": "butt"}
+AFTER: Look = {"color": NAVY, "linewidth": 0.8, "marker": "o", "markersize": 4, "markevery": [-1]}
+DRAWS: Look = {"color": "black", "linestyle": "none", "marker": "|", "markersize": 4.5, "markeredgewidth": 0.6}
+SPREAD_BAR: Look = {"color": "0.72", "linewidth": 3.5, "solid_capstyle": "butt"}
 
 
 @dataclass(frozen=True)
@@ -52,17 +41,18 @@ PANELS = (
 )
 
 
+@declare(
+    "effects", "what every arm does to sink, perplexity and massive activations, beside its control's spread", "effect"
+)
 def draw(run: RunData) -> Figure:
     watched = {label: arm["watched"] for label, arm in arms(run).items() if arm["watched"]}
     panels = [panel for panel in PANELS if any(panel.positions(positions) for positions in watched.values())]
     figure = new_figure(WIDE, min(ROW * len(watched) + 1.0, PAGE))
     widths = [panel.width for panel in panels]
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False, width_ratios=widths)[0]
-    axes[0].set_yticks(range(len(watched)), [wrapped(label, LETTERS, 2) for label in watched])
-    axes[0].set_ylim(len(watched) - 0.5, -0.5)
+    name_rows(axes[0], [wrapped(label, LETTERS, 2) for label in watched], shaded=False)
     for ax, panel in zip(axes, panels, strict=True):
-        for row in range(0, len(watched), 2):
-            ax.axhspan(row - 0.5, row + 0.5, color="0.955", linewidth=0)
+        shade_rows(ax, len(watched))
         ax.tick_params(axis="y", length=0)
         _draw_panel(ax, run, panel, {label: panel.positions(positions) for label, positions in watched.items()})
         _value_axis(ax, panel.log)
@@ -72,9 +62,9 @@ def draw(run: RunData) -> Figure:
 
 
 def _draw_panel(ax: Axes, run: RunData, panel: _Panel, positions: dict[str, list[int]]) -> None:
-    """One metric of all arms, a row each; in it, one below the other, where an arm has several positions."""
+    """One metric of all arms, a row for each; the positions of an arm that has several stand below one another."""
     different = {position for some in positions.values() for position in some}
-    ax.set_title(f"{panel.name}\n{_where(different)}" if different != {NO_POSITION} else panel.name)
+    ax.set_title(panel.name + _where(different))
     for row, (label, some) in enumerate(positions.items()):
         if not some:
             ax.text(0.5, row, "–", transform=ax.get_yaxis_transform(), ha="center", va="center", color="0.5")
@@ -87,11 +77,13 @@ def _draw_panel(ax: Axes, run: RunData, panel: _Panel, positions: dict[str, list
 
 
 def _where(positions: set[int]) -> str:
-    return f"at position {next(iter(positions))}" if len(positions) == 1 else "at @position"
+    if positions == {NO_POSITION}:
+        return ""
+    return f"\nat position {next(iter(positions))}" if len(positions) == 1 else "\nat @position"
 
 
 def _draw_effect(ax: Axes, effect: Effect, middle: float, height: float, log: bool) -> None:
-    """Before, an arm's value and its controls, around `middle`. Rows next to one another make one line of before."""
+    """Before, after and controls around `middle`. In neighboring rows, the lines of before join."""
     above, under = middle + ABOVE * height, middle + UNDER * height
     before, after = _drawable([effect.before], log), _drawable([effect.after], log)
     controls = _drawable(effect.controls, log)
@@ -99,7 +91,7 @@ def _draw_effect(ax: Axes, effect: Effect, middle: float, height: float, log: bo
         ax.plot(_spread(controls, log), [under, under], **SPREAD_BAR)
     ax.plot(controls, np.full(len(controls), under), **DRAWS)
     for value in before:
-        ax.plot([value, value], [middle - height / 2, middle + height / 2], **BEFORE)
+        ax.plot([value, value], [middle - height / 2, middle + height / 2], **REFERENCE)
     if len(after):
         ends = np.concatenate([before, after])
         ax.plot(ends, np.full(len(ends), above), **AFTER)
@@ -114,34 +106,34 @@ def _drawable(values: Sequence[float], log: bool) -> np.ndarray:
 
 
 def _spread(controls: np.ndarray, log: bool) -> np.ndarray:
-    """Mean ± 2 standard deviations; of the logarithms on a log axis, where it is symmetric then."""
+    """Mean ± 2 standard deviations; on a log axis those of the logarithms."""
     values = np.log(controls) if log else controls
     ends = values.mean() + SPREAD * values.std(ddof=1) * np.array([-1, 1])
     return np.exp(ends) if log else ends
 
 
 def _value_axis(ax: Axes, log: bool) -> None:
-    """Called when all is drawn. A log scale by which small changes are seen, or shares from 0 on."""
-    values = np.concatenate([np.asarray(line.get_xdata(), float) for line in ax.lines] or [np.empty(0)])
+    """Set the scale once all is drawn: logarithmic, or from 0 on."""
+    values = drawn(ax, "x")
     if not len(values):
         ax.set_xticks([])
         ax.text(0.5, 0.5, "no values", transform=ax.transAxes, ha="center", va="center", color="0.4", fontsize=7)
         return
     low, high = values.min(), values.max()
     if log:
-        ax.set_xscale("log")
-        room = 1.04 * (high / low) ** 0.06
-        ax.set_xlim(low / room, high * room)
-        log_ticks(ax.xaxis, *ax.get_xlim())
+        log_x_axis(ax, low, high, room=1.04)
         if high / low < 5:
-            ax.xaxis.set_major_locator(MaxNLocator(3))  # of numbers that are long here
+            ax.xaxis.set_major_locator(MaxNLocator(3))  # their numbers are long
     else:
         ax.set_xlim(min(low, 0) - 0.05 * max(high, 0.01), 1.1 * max(high, 0.01))
         ax.xaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))
 
 
 def _legend(run: RunData) -> list[Line2D]:
-    handles = [Line2D([], [], label="before", **BEFORE), Line2D([], [], label="after", **AFTER | {"markevery": None})]
+    handles = [
+        Line2D([], [], label="before", **REFERENCE),
+        Line2D([], [], label="after", **AFTER | {"markevery": None}),
+    ]
     draws = run.tables["effect"]["draw"].max() + 1
     if draws > 0:
         handles.append(Line2D([], [], label=f"random control, {draws} draws", **DRAWS))

@@ -1,29 +1,27 @@
-"""In which layers an arm acts: the sink rate before and after it, beside its control's spread; a panel an arm."""
+"""In which layers an arm acts: the sink rate before and after it, beside its control's spread."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import pandas as pd
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 
 from sinkscope.report.effects import SPREAD, arms
-from sinkscope.report.figures.axes import layer_axis, line_by_layer, value_axis
+from sinkscope.report.figures.axes import layer_axis, line_by_layer, panel_grid, value_axis
 from sinkscope.report.figures.labels import title, wrapped
-from sinkscope.report.figures.style import COLUMN, OTHERS, SINK, WIDE, Figure, new_figure
+from sinkscope.report.figures.spec import declare
+from sinkscope.report.figures.style import COLUMN, OTHERS, REFERENCE, SINK, WIDE, Figure, Look, new_figure
 from sinkscope.results.run import RunData
 
-NAME = "effects-by-layer"
-ABOUT = "sink rate by layer before and after every arm, beside its control's spread"
-TABLES = ("effect",)
 ACROSS = 4
 PAGE = 9.0  # inches, at most
 LETTERS = 24  # of a line of an arm's name
 
-BEFORE: dict[str, Any] = {"color": "0.35", "linewidth": 0.9, "linestyle": (0, (3, 1.5)), "zorder": 3}
-BAND: dict[str, Any] = {"color": "0.75", "linewidth": 1.5, "zorder": 1}  # its edge is seen where the spread is none
+BEFORE = REFERENCE | {"zorder": 3}
+BAND: Look = {"color": "0.75", "linewidth": 1.5, "zorder": 1}  # its edge is seen where there is no spread
 
 
+@declare("effects-by-layer", "sink rate by layer before and after every arm, beside its control's spread", "effect")
 def draw(run: RunData) -> Figure:
     table = run.tables["effect"]
     rates = table[(table["metric"] == "sink_rate") & (table["layer"] >= 0)]
@@ -31,20 +29,16 @@ def draw(run: RunData) -> Figure:
     sinks = {positions[0] for positions in watched.values()}
     targets = {position for positions in watched.values() for position in positions[1:]}
     across = min(ACROSS, len(watched))
-    down = -(-len(watched) // across)
     width = max(WIDE * across / ACROSS, COLUMN)
-    figure = new_figure(width, min(1.3 * down + 0.75, PAGE))
-    axes = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
-    for place, (ax, (label, positions)) in enumerate(zip(axes.flat, watched.items(), strict=False)):
+    figure = new_figure(width, min(1.3 * -(-len(watched) // across) + 0.75, PAGE))
+    axes, lowest = panel_grid(figure, len(watched), across)
+    for ax, (label, positions) in zip(axes, watched.items(), strict=True):
         ax.set_title(wrapped(label, LETTERS, 2) + (f"\nposition {positions[0]}" if len(sinks) > 1 else ""))
         _draw_arm(ax, rates[rates["condition"] == label], positions, targets)
-        layer_axis(ax, "layer" if place >= across * (down - 1) else "")
+        layer_axis(ax, "layer" if ax in lowest else "")
         value_axis(ax, share=True)
-    for place in range(len(watched), down * across):
-        axes.flat[place].set_visible(False)
-        axes.flat[place - across].tick_params(labelbottom=True)
     figure.supylabel(f"sink rate at position {sinks.pop()}" if len(sinks) == 1 else "sink rate")
-    figure.legend(handles=_legend(axes.flat), loc="outside lower center", ncols=4 if width == WIDE else 2)
+    figure.legend(handles=_legend(axes), loc="outside lower center", ncols=4 if width == WIDE else 2)
     figure.suptitle(title(run, width))
     return figure
 

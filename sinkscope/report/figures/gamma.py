@@ -1,22 +1,18 @@
-"""Does the query bias read the coordinates where EPE_0 is massive? |γ| there beside all of γ: NU tables 1 and 2."""
+"""Does the query bias read the coordinates where EPE₀ is massive? |γ| there beside all of γ (NU tables 1 and 2)."""
 
-from typing import Any
-
-import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from sinkscope.report.figures.axes import layer_axis, line_by_layer, value_axis
+from sinkscope.report.figures.axes import finite, layer_axis, line_by_layer, value_axis
 from sinkscope.report.figures.labels import title
-from sinkscope.report.figures.style import COLUMN, GREY, HIGHEST, OTHERS, SINK, Figure, new_figure
+from sinkscope.report.figures.spec import declare
+from sinkscope.report.figures.style import COLUMN, GRAY, GREEN, HIGHEST, OTHERS, SINK, Figure, Look, new_figure
 from sinkscope.results.run import RunData
 
-NAME = "gamma"
-ABOUT = "|γ| at the massive coordinates of EPE₀ beside all others, by layer (NU tables 1 and 2)"
-TABLES = ("gamma",)
-BAND: dict[str, Any] = {"color": GREY, "alpha": 0.3, "linewidth": 0}
-MEAN: dict[str, Any] = {"color": "0.35", "linewidth": 0.9}
-LOOKS = (SINK, OTHERS, HIGHEST, {"color": "#4f9a6b", "linestyle": "-.", "marker": "D", "markersize": 2.4, "zorder": 5})
+BAND: Look = {"color": GRAY, "alpha": 0.3, "linewidth": 0}
+MEAN: Look = {"color": "0.35", "linewidth": 0.9}
+LOOKS = (SINK, OTHERS, HIGHEST, {"color": GREEN, "linestyle": "-.", "marker": "D", "markersize": 2.4, "zorder": 5})
 
 
 def lacking(run: RunData) -> str | None:
@@ -28,8 +24,14 @@ def lacking(run: RunData) -> str | None:
     return "its positions are not learned vectors, so that there is no EPE_0"
 
 
+@declare(
+    "gamma",
+    "|γ| at the massive coordinates of EPE₀ beside all others, by layer (NU tables 1 and 2)",
+    "gamma",
+    lacking=lacking,
+)
 def draw(run: RunData) -> Figure:
-    gamma = run.tables["gamma"].replace([np.inf, -np.inf], np.nan)
+    gamma = finite(run.tables["gamma"])
     gamma = gamma.assign(magnitude=gamma["gamma"].abs())
     by_layer = gamma.groupby("layer")["magnitude"]
     mean, spread = by_layer.mean(), 2 * by_layer.std(ddof=0)
@@ -41,7 +43,7 @@ def draw(run: RunData) -> Figure:
     low = (mean - spread).clip(lower=0)
     ax.bar(mean.index, mean + spread - low, bottom=low, width=0.6, **BAND)
     line_by_layer(ax, mean, **MEAN)
-    handles: list[Any] = []
+    handles: list[Artist] = []
     for coordinate, look in zip(largest, LOOKS, strict=False):
         at = massive[massive["coordinate"] == coordinate].set_index("layer")["magnitude"]
         handles.append(line_by_layer(ax, at, label=f"d = {coordinate}", **look))
@@ -50,8 +52,8 @@ def draw(run: RunData) -> Figure:
     if value_axis(ax):
         ax.set_ylim(bottom=0)
     beyond = len(largest) - len(handles)
-    all_of_it = "mean of all" + (f" ({beyond} massive not drawn)" if beyond > 0 else "")
-    handles += [Line2D([], [], label=all_of_it, **MEAN), Patch(label="mean ± 2 std", **BAND)]
+    label = "mean of all" + (f" ({beyond} massive not drawn)" if beyond > 0 else "")
+    handles += [Line2D([], [], label=label, **MEAN), Patch(label="mean ± 2 std", **BAND)]
     columns = len(handles) if len(handles) <= 4 else 3
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, columnspacing=1.0, handlelength=2)
     figure.suptitle(title(run, width))

@@ -1,54 +1,56 @@
 """The two theorems of GS by layer, beside what is measured.
 
-Left: theorem 1 at position 0, means over heads, for the loss summed over the run: attention holds the square of the
-value gradient between two bounds. They take attention as independent of the gradients that it routes, so they can fail.
-Middle: how often they hold at all heads and positions, and the largest error of the identity beneath them,
-∇v = Σ_t a[t,s] g_t. Right: theorem 2, ‖∇x‖ ÷ ‖∇y‖ of the norm in front of each branch, over its bound.
+Left: theorem 1 at position 0, means over heads, for the loss summed over the run: attention bounds the square of the
+value gradient from both sides. The bounds assume that attention is independent of the gradients that it passes on, so
+they can fail. Middle: how often they hold at all heads and positions, and the largest error of the identity on which
+they rest, ∇v = Σ_t a[t,s] g_t. Right: theorem 2, ‖∇x‖ ÷ ‖∇y‖ of the norm in front of each branch, over its bound.
 """
 
-from typing import Any
-
-import numpy as np
 import pandas as pd
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from sinkscope.report.figures.axes import has_values, layer_axis, line_by_layer, say, value_axis, widen
-from sinkscope.report.figures.gradient_reshaping import GUIDE, why_undefined
-from sinkscope.report.figures.labels import title
-from sinkscope.report.figures.style import NAVY, OTHERS, SINK, WIDE, Figure, new_figure
+from sinkscope.report.figures.axes import finite, has_values, layer_axis, line_by_layer, say, value_axis, widen
+from sinkscope.report.figures.gradient_reshaping import why_undefined
+from sinkscope.report.figures.labels import places, title
+from sinkscope.report.figures.spec import declare
+from sinkscope.report.figures.style import GUIDE, NAVY, OTHERS, SINK, WIDE, Figure, Look, new_figure
 from sinkscope.results.run import RunData
 
-NAME = "gradient-bounds"
-ABOUT = "theorems 1 and 2 of GS by layer: the value gradient and the norms' compression beside their bounds"
-TABLES = ("gradient_check",)  # and `norm_bound`, that is empty where no branch has a norm of its own
-BAND: dict[str, Any] = {"color": NAVY, "alpha": 0.18, "linewidth": 0}
-EDGE: dict[str, Any] = {"color": NAVY, "alpha": 0.5, "linewidth": 0.5}
-CHECK: dict[str, Any] = {"color": "0.25", "marker": "D", "markersize": 2.4}
+BAND: Look = {"color": NAVY, "alpha": 0.18, "linewidth": 0}
+EDGE: Look = {"color": NAVY, "alpha": 0.5, "linewidth": 0.5}
+CHECK: Look = {"color": "0.25", "marker": "D", "markersize": 2.4}
 ROUND_OFF = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 BRANCHES = {"attn": "attention", "mlp": "MLP"}
+UNMEASURED = "not measured: all batches\nhad padding"
 
 
+@declare(
+    "gradient-bounds",
+    "theorems 1 and 2 of GS by layer: the value gradient and the norms' compression beside their bounds",
+    "gradient_check",
+)
 def draw(run: RunData) -> Figure:
-    check = run.tables["gradient_check"].replace([np.inf, -np.inf], np.nan)
+    check = finite(run.tables["gradient_check"])
     figure = new_figure(WIDE, 3.2)
-    panels: Any = [["theorem 1", "holds", "attn"], ["theorem 1", "identity", "mlp"]]
-    axes = figure.subplot_mosaic(panels, width_ratios=[1.2, 1, 1])
+    axes = figure.subplot_mosaic(
+        [["theorem 1", "holds", "attn"], ["theorem 1", "identity", "mlp"]], width_ratios=[1.2, 1, 1]
+    )
     _theorem_one(axes["theorem 1"], check[check["position"] == 0])
     _holds(axes["holds"], check)
     _identity(axes["identity"], check, str(run.manifest.get("dtype")))
     for branch, name in BRANCHES.items():
         axes[branch].set_title(f"theorem 2: {name} branch")
         _tightness(axes[branch], run, branch)
-    handles: list[Any] = [
+    handles: list[Artist] = [
         Line2D([], [], label="position 0, measured", **SINK),
         Patch(label="theorem 1's bounds", **BAND),
     ]
     last = int(check["position"].max())
     if last:
-        places = f"positions 1–{last}" if last > 1 else "position 1"
-        handles.append(Line2D([], [], label=f"mean over {places}", **OTHERS))
+        handles.append(Line2D([], [], label=f"mean over {places(1, last)}", **OTHERS))
     figure.legend(handles=handles, loc="outside lower center", ncols=3)
     figure.suptitle(title(run, WIDE))
     return figure
@@ -60,7 +62,7 @@ def _theorem_one(ax: Axes, first: pd.DataFrame) -> None:
     if not means["measured"].notna().any():
         say(ax, UNMEASURED)
         return
-    alone = {"marker": "_", "markersize": 8} if len(means) == 1 else {}  # a line needs two layers
+    alone: Look = {"marker": "_", "markersize": 8} if len(means) == 1 else {}  # a line needs two layers
     for bound in ("lower_bound", "upper_bound"):
         line_by_layer(ax, means[bound], **EDGE, **alone)
     line_by_layer(ax, means["measured"], **SINK)
@@ -69,9 +71,6 @@ def _theorem_one(ax: Axes, first: pd.DataFrame) -> None:
     if value_axis(ax, log=True):
         floor = ax.get_ylim()[0]  # where a lower bound is 0
         ax.fill_between(means.index, means["lower_bound"].clip(lower=floor), means["upper_bound"], **BAND)
-
-
-UNMEASURED = "not measured: all batches\nhad padding"
 
 
 def _holds(ax: Axes, check: pd.DataFrame) -> None:
@@ -100,8 +99,9 @@ def _identity(ax: Axes, check: pd.DataFrame, dtype: str) -> None:
 
 
 def _tightness(ax: Axes, run: RunData, branch: str) -> None:
+    """The table `norm_bound` has no rows, or is missing, where no branch has a norm of its own."""
     bounds = run.tables.get("norm_bound", pd.DataFrame(columns=["branch", "position", "layer", "tightness"]))
-    rows = bounds[bounds["branch"] == branch].replace([np.inf, -np.inf], np.nan)
+    rows = finite(bounds[bounds["branch"] == branch])
     for chosen, look in ((rows[rows["position"] == 0], SINK), (rows[rows["position"] > 0], OTHERS)):
         line_by_layer(ax, chosen.groupby("layer")["tightness"].mean(), **look)
     layer_axis(ax, "layer" if branch == "mlp" else "")
@@ -115,15 +115,8 @@ def _tightness(ax: Axes, run: RunData, branch: str) -> None:
 
 
 def _guide(ax: Axes, value: float, text: str, below: bool = False) -> None:
+    """A named horizontal line."""
     ax.axhline(value, **GUIDE)
-    ax.annotate(
-        text,
-        (1, value),
-        xycoords=("axes fraction", "data"),
-        xytext=(0, -2 if below else 1),
-        textcoords="offset points",
-        ha="right",
-        va="top" if below else "bottom",
-        fontsize=6,
-        color="0.35",
-    )
+    place: Look = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right"}
+    look: Look = {"va": "top" if below else "bottom", "fontsize": 6, "color": "0.35"}
+    ax.annotate(text, (1, value), (0, -2 if below else 1), **place, **look)

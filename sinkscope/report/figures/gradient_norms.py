@@ -1,7 +1,7 @@
-"""The sink of the forward pass is a sink of gradients too: GS figure 2.
+"""The sink of the forward pass is a sink of gradients too (GS figure 2).
 
-Gradient norms of query, key and value against token position, of all heads together: each layer's, and their mean,
-which the paper draws. Where it lies above most layers, the first few carry the gradient.
+Gradient norms of query, key and value by token position, of all heads together: each layer's, and their mean, which
+the paper draws. Where the mean lies above most layers, the first few carry the gradient.
 """
 
 from collections.abc import Iterable
@@ -16,21 +16,21 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from sinkscope.measuring.gradient_summary import pathway_norms
-from sinkscope.report.figures.axes import MOST_MARKERS, value_axis, whole_numbers
+from sinkscope.report.figures.axes import curve, finite, value_axis, whole_numbers
 from sinkscope.report.figures.labels import title
-from sinkscope.report.figures.style import GRADUAL, SINK, WIDE, Figure, new_figure
+from sinkscope.report.figures.spec import declare
+from sinkscope.report.figures.style import GRADUAL, SINK, WIDE, Figure, Look, new_figure
 from sinkscope.results.run import RunData
 
-NAME = "gradient-norms"
-ABOUT = "gradient norms of query, key and value by token position (GS fig. 2)"
-TABLES = ("gradient",)
 PATHWAYS = ("query", "key", "value")
-# Of a curve's largest value. Below lies what is 0, or would be but for round-off, as the first query's gradient is.
+# Of a curve's largest value. Below it lies what is 0 except for round-off, as the first query's gradient.
 OFF_SCALE = 1e-5
-OFF: dict[str, Any] = {"color": "black", "linestyle": "none", "marker": "v", "ms": 4.5, "mfc": "white", "mew": 0.8}
+FLOOR = "below the scale"  # identifies the marks on a panel's floor
+OFF: Look = {"color": "black", "linestyle": "none", "marker": "v", "ms": 4.5, "mfc": "white", "mew": 0.8}
 MEAN = SINK | {"color": "black", "linewidth": 1.4, "zorder": 4}
 
 
+@declare("gradient-norms", "gradient norms of query, key and value by token position (GS fig. 2)", "gradient")
 def draw(run: RunData) -> Figure:
     figure = new_figure(WIDE, 2.3)
     axes = figure.subplots(1, 3, sharex=True, sharey=True)
@@ -38,15 +38,14 @@ def draw(run: RunData) -> Figure:
     depth = Normalize(0, max(table.index.max() for table in norms))
     for ax, table in zip(axes, norms, strict=True):
         mean = table.mean()
-        for layer, curve in table.iterrows():
-            draw_curve(ax, curve, least=OFF_SCALE * mean.max(), color=GRADUAL(depth(layer)), linewidth=0.5)
+        for layer, norm in table.iterrows():
+            draw_curve(ax, norm, least=OFF_SCALE * mean.max(), color=GRADUAL(depth(layer)), linewidth=0.5)
         draw_curve(ax, mean, color="white", linewidth=3, zorder=3)  # an outline
         draw_curve(ax, mean, **MEAN)
         mark_off_scale(ax, [mean])
     finish(axes)
     if depth.vmax:
         bar = figure.colorbar(ScalarMappable(depth, GRADUAL), ax=axes, label="layer", aspect=30, pad=0.01)
-        bar.outline.set_linewidth(0.5)
         bar.ax.yaxis.set_major_locator(MaxNLocator(6, integer=True))
     add_legend(figure, axes, "mean over layers")
     figure.suptitle(title(run, WIDE))
@@ -55,27 +54,25 @@ def draw(run: RunData) -> Figure:
 
 def layer_norms(run: RunData, pathway: str) -> pd.DataFrame:
     """Gradient norms of all heads together: layers × positions."""
-    return pathway_norms(run.tables["gradient"], pathway).replace([np.inf, -np.inf], np.nan)
+    return finite(pathway_norms(run.tables["gradient"], pathway))
 
 
-def draw_curve(ax: Axes, curve: pd.Series, least: float | None = None, **look: Any) -> None:
-    """`curve` by position (its index), as far as it is on the scale: above `least`."""
-    shown = curve.where(curve > (OFF_SCALE * curve.max() if least is None else least))
-    every = 1 + (len(shown) - 1) // MOST_MARKERS
-    ax.plot(shown.index, shown.to_numpy(float), markevery=every, **look)
+def draw_curve(ax: Axes, norms: pd.Series, least: float | None = None, **look: Any) -> None:
+    """Norms by position, as far as they are above `least`."""
+    curve(ax, norms.where(norms > (OFF_SCALE * norms.max() if least is None else least)), **look)
 
 
 def mark_off_scale(ax: Axes, curves: Iterable[pd.Series]) -> None:
-    """A mark on the panel's floor where a curve is off the scale, with its value: the largest of several curves'.
+    """A mark on the panel's floor where a curve is off the scale, with the largest value there.
 
-    Of neighbours the first one's value is enough.
+    Of neighboring positions, only the first has its value written out.
     """
     hidden = pd.concat([curve[(curve <= OFF_SCALE * curve.max()) & (curve.max() > 0)] for curve in curves])
     values = hidden.groupby(level=0).max()
-    if len(values):  # no line: scales go by those
+    if len(values):  # not as a line, as the lines decide the scale
         floor = np.full(len(values), 0.012)
-        look: dict[str, Any] = {"s": 20, "marker": "v", "facecolors": "white", "edgecolors": "black", "linewidths": 0.8}
-        place: dict[str, Any] = {"transform": ax.get_xaxis_transform(), "clip_on": False, "zorder": 5}
+        look: Look = {"s": 20, "marker": "v", "facecolors": "white", "edgecolors": "black", "linewidths": 0.8}
+        place: Look = {"transform": ax.get_xaxis_transform(), "clip_on": False, "zorder": 5}
         ax.scatter(values.index, floor, gid=FLOOR, **look, **place)
     for position, value in values.items():
         if position - 1 not in values.index:
@@ -85,14 +82,11 @@ def mark_off_scale(ax: Axes, curves: Iterable[pd.Series]) -> None:
             ax.annotate(text, (position, 0), (0, 5), ha=align, **place)
 
 
-FLOOR = "below the scale"
-
-
 def finish(axes: np.ndarray) -> None:
-    """Titles and scales of the three panels, once they are drawn: they share their axes."""
+    """Titles and common scales of the three panels, once all is drawn."""
     last = max(max(line.get_xdata()) for ax in axes for line in ax.lines)
     margin = max(0.5, 0.04 * last)
-    axes[0].set_xlim(-margin, last + margin)  # also where there is but a mark on the floor
+    axes[0].set_xlim(-margin, last + margin)  # also where there is only a mark on the floor
     for ax, pathway in zip(axes, PATHWAYS, strict=True):
         ax.set_title(pathway)
         whole_numbers(ax, "x")

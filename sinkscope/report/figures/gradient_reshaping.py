@@ -1,39 +1,37 @@
-"""Massive activations compress the gradients that sinks concentrate: GS figure 3.
+"""Massive activations compress the gradients that sinks concentrate (GS figure 3).
 
-Bloat, compress and change of the attention branch (GS eq. 3) against the norm of the branch's input: a point a layer
-and position, means over sequences. Both axes are logarithmic, where the paper's show log₁₀. The line is the fit of the
-table `summary`; it leaves out the first layer, whose points are hollow: that reads the bare embeddings.
+Bloat, compress and change of the attention branch (GS eq. 3) against the norm of the branch's input: a point for each
+layer and position, means over sequences. Both axes are logarithmic, where the paper's show log₁₀. The line is the fit
+of the table `summary`; it leaves out the first layer, which reads the bare embeddings and has hollow points.
 """
 
 from itertools import zip_longest
-from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from sinkscope.measuring.gradient_summary import TOKEN_GROUPS, compress_fits, fit_points
-from sinkscope.report.figures.axes import has_values, log_ticks, say, value_axis, widen
+from sinkscope.measuring.gradient_summary import compress_fits, fit_points
+from sinkscope.report.figures.axes import finite, has_values, log_ticks, say, value_axis, widen
 from sinkscope.report.figures.labels import title
-from sinkscope.report.figures.style import GREY, NAVY, SKY, WIDE, Figure, new_figure
+from sinkscope.report.figures.spec import declare
+from sinkscope.report.figures.style import GREEN, GUIDE, NAVY, SKY, WIDE, Figure, Look, new_figure
+from sinkscope.results.metrics import TOKEN_GROUPS
 from sinkscope.results.run import RunData
 
-NAME = "gradient-reshaping"
-ABOUT = "bloat, compress and change of the attention branch against its input's norm (GS fig. 3)"
-TABLES = ("gradient_ratio",)
 PANELS = {  # ratio: its definition
     "bloat": r"$\|\nabla\tilde{h}\|\,/\,\|\nabla r\|$",
     "compress": r"$\|\nabla h-\nabla h_{\mathrm{mid}}\|\,/\,\|\nabla\tilde{h}\|$",
     "change": r"$\|\nabla h\|\,/\,\|\nabla h_{\mathrm{mid}}\|$",
 }
 # From dark to light, each with a marker of its own. The last is for positions beyond the paper's groups.
-LOOKS = ((NAVY, "o"), ("#b33c12", "s"), ("#4f9a6b", "^"), (SKY, "D"), ("#d1bf9a", "v"), ("#e0e0e0", "P"))
-POINT: dict[str, Any] = {"linestyle": "none", "markersize": 3}
-FIT: dict[str, Any] = {"color": "black", "linewidth": 1, "zorder": 4}
-GUIDE: dict[str, Any] = {"color": GREY, "linewidth": 0.9, "linestyle": (0, (4, 2)), "zorder": 1.5}
+LOOKS = ((NAVY, "o"), ("#b33c12", "s"), (GREEN, "^"), (SKY, "D"), ("#d1bf9a", "v"), ("#e0e0e0", "P"))
+POINT: Look = {"linestyle": "none", "markersize": 3}
+HOLLOW: Look = {"mfc": "none", "mew": 0.7}
+FIT: Look = {"color": "black", "linewidth": 1, "zorder": 4}
 
-UNDEFINED = {  # why models of a wiring have no such ratio
+UNDEFINED = {  # (wiring, ratio) → why such models do not have it
     ("parallel", "bloat"): "attention and MLP read one norm:\nits gradient is the sum of both",
     ("parallel", "compress"): "attention and MLP read\nthe same input: there is\nno h+½ between them",
     ("parallel", "change"): "attention and MLP read\nthe same input: there is\nno h+½ between them",
@@ -42,8 +40,13 @@ UNDEFINED = {  # why models of a wiring have no such ratio
 }
 
 
+@declare(
+    "gradient-reshaping",
+    "bloat, compress and change of the attention branch against its input's norm (GS fig. 3)",
+    "gradient_ratio",
+)
 def draw(run: RunData) -> Figure:
-    table = run.tables["gradient_ratio"].replace([np.inf, -np.inf], np.nan)
+    table = finite(run.tables["gradient_ratio"])
     ratios = table[table["branch"] == "attn"]
     groups = token_groups(ratios)
     figure = new_figure(WIDE, 2.55)
@@ -70,7 +73,7 @@ def draw(run: RunData) -> Figure:
 
 
 def token_groups(ratios: pd.DataFrame) -> list[tuple[str, int, int]]:
-    """The paper's groups as far as this run's positions reach, and one of those beyond: (label, first, last)."""
+    """The paper's groups as far as this run's positions reach, and one for those beyond: (label, first, last)."""
     last = int(ratios["position"].max())
     spans = [(start, min(end, last)) for _, start, end in TOKEN_GROUPS if start <= last]
     if spans[-1][1] < last:
@@ -83,17 +86,14 @@ def why_undefined(run: RunData, ratio: str) -> str:
     return UNDEFINED.get((str(wiring), ratio), "no values")
 
 
-def _points(ax: Axes, rows: pd.DataFrame, name: str, colour: str, marker: str) -> None:
-    for in_first, look in ((False, {"mfc": colour, "mec": "white", "mew": 0.3}), (True, HOLLOW | {"mec": colour})):
+def _points(ax: Axes, rows: pd.DataFrame, name: str, color: str, marker: str) -> None:
+    for in_first, look in ((False, {"mfc": color, "mec": "white", "mew": 0.3}), (True, HOLLOW | {"mec": color})):
         chosen = rows[((rows["layer"] == 0) == in_first) & (rows["input_norm"] > 0) & (rows[name] > 0)]
         ax.plot(chosen["input_norm"], chosen[name], marker=marker, **POINT, **look)
 
 
-HOLLOW: dict[str, Any] = {"mfc": "none", "mew": 0.7}
-
-
 def _compression(ax: Axes, ratios: pd.DataFrame) -> bool:
-    """The fitted line, and one of slope -1 through the points' centre. → whether there are enough points."""
+    """Draw the fitted line, and one of slope −1 through the points' center, if there are enough points."""
     fits = compress_fits(ratios)
     if "compress_slope" not in fits:
         return False
@@ -108,16 +108,16 @@ def _compression(ax: Axes, ratios: pd.DataFrame) -> bool:
 
 
 def _no_change(ax: Axes) -> None:
-    """A line at 1, and at least a decade about it, so that what is near 1 looks near."""
+    """A line at 1, on a scale of at least a decade, so that values near 1 look near."""
     ax.axhline(1, **GUIDE)
     widen(ax, 10**-0.5, 10**0.5)
 
 
 def _legend(figure: Figure, groups: list[str], fitted: bool, no_change: bool) -> None:
-    """Two rows: the token groups, and what the other signs mean. Legends are filled column by column."""
+    """Two rows: the token groups, and the other signs. A legend is filled column by column."""
     points = [
-        Line2D([], [], color=colour, marker=marker, label=label, **POINT)
-        for label, (colour, marker) in zip(groups, LOOKS, strict=False)
+        Line2D([], [], color=color, marker=marker, label=label, **POINT)
+        for label, (color, marker) in zip(groups, LOOKS, strict=False)
     ]
     signs = [Line2D([], [], color="0.3", marker="o", label="first layer", **POINT, **HOLLOW)]
     if fitted:

@@ -1,7 +1,7 @@
-"""Massive activations by layer: after the layer-wise figure of Sun et al. 2024.
+"""Massive activations by layer (after the layer-wise figure of Sun et al. 2024).
 
-The three largest magnitudes of each layer's output and the median magnitude, means over sequences. Shaded:
-layers where most sequences have an entry that is massive by the definition, above 100 and 1000 × the median.
+The three largest magnitudes of each layer's output and the median magnitude, means over sequences. Layers where most
+sequences have a massive activation (above 100, and above 1000 × the median) are shaded.
 """
 
 import pandas as pd
@@ -10,16 +10,20 @@ from matplotlib.patches import Patch
 
 from sinkscope.report.figures.axes import layer_axis, line_by_layer, value_axis
 from sinkscope.report.figures.labels import title
-from sinkscope.report.figures.style import HIGHEST, OTHERS, SINK, TEXT, Figure, new_figure
+from sinkscope.report.figures.spec import declare
+from sinkscope.report.figures.style import HIGHEST, OTHERS, SINK, TEXT, Figure, Look, new_figure
 from sinkscope.results.run import RunData
 
-NAME = "massive-activations"
-ABOUT = "the three largest activations and the median by layer, and where they are massive (Sun et al. 2024)"
-TABLES = ("massive",)
 LOOKS = (("largest", SINK), ("second", OTHERS), ("third", HIGHEST))
-MEDIAN = {"color": "0.45", "linestyle": "-.", "marker": "D"}
+MEDIAN: Look = {"color": "0.45", "linestyle": "-.", "marker": "D"}
+SHADE = "0.9"
 
 
+@declare(
+    "massive-activations",
+    "the three largest activations and the median by layer, and where they are massive (Sun et al. 2024)",
+    "massive",
+)
 def draw(run: RunData) -> Figure:
     massive = run.tables["massive"]
     figure = new_figure(TEXT, 2.5)
@@ -49,10 +53,8 @@ def top_magnitudes(massive: pd.DataFrame, rank: int) -> pd.Series:
     return magnitude.groupby(["layer", "sequence"]).nth(rank).groupby("layer")["value"].mean()
 
 
-SHADE = "0.9"
-
-
 def _shade(ax: Axes, massive: pd.DataFrame) -> bool:
+    """Shade the layers where most sequences have a massive activation, if there are any."""
     having = massive[massive["is_massive"].astype(bool)].groupby("layer")["sequence"].nunique()
     layers = sorted(having[having > massive["sequence"].nunique() / 2].index)
     for layer in layers:

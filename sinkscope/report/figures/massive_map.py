@@ -1,7 +1,7 @@
-"""Where in one hidden state the massive activations sit: tokens × coordinates (Sun et al. 2024, fig. 1).
+"""Where in one hidden state the massive activations are: tokens × coordinates (Sun et al. 2024, fig. 1).
 
-The layer with the largest activation, first sequence. Above, the coordinates of the largest magnitude; below,
-evenly spaced ones, to show what is usual.
+The layer with the largest activation, first sequence. Above, the coordinates with the largest magnitudes; below, evenly
+spaced ones for comparison.
 """
 
 import numpy as np
@@ -11,28 +11,24 @@ from matplotlib.colors import LogNorm
 
 from sinkscope.report.figures.axes import say
 from sinkscope.report.figures.labels import title, token_labels
+from sinkscope.report.figures.spec import declare
 from sinkscope.report.figures.style import SEQUENTIAL, WIDE, Figure, new_figure
 from sinkscope.results.run import RunData
 
-NAME = "massive-map"
-ABOUT = "magnitudes by token and coordinate at the layer with the largest activation"
-TABLES = ("massive_map",)
-FAINTEST = 0.25  # this share of the magnitudes is off the colour scale: what is usual stays pale
+FAINTEST = 0.25  # this share of the magnitudes lies below the color scale, so that usual ones stay pale
 
 
+@declare("massive-map", "magnitudes by token and coordinate at the layer with the largest activation", "massive_map")
 def draw(run: RunData) -> Figure:
     table = run.tables["massive_map"]
     layer = table["layer"].iloc[0]
-    tops, others = table[table["is_top"].astype(bool)], table[~table["is_top"].astype(bool)]
-    parts = [
-        (part, name)
-        for part, name in (
-            (_grid(tops, by_size=True), "largest\ncoordinates"),
-            (_grid(others), "evenly spaced\ncoordinates"),
-        )
-        if part.size
-    ]
-    rows = [max(6, len(part)) for part, _ in parts]  # no lower than the panel's name is long
+    is_top = table["is_top"].astype(bool)
+    named = {
+        "largest\ncoordinates": _grid(table[is_top], by_size=True),
+        "evenly spaced\ncoordinates": _grid(table[~is_top]),
+    }
+    parts = [(part, name) for name, part in named.items() if part.size]
+    rows = [max(6, len(part)) for part, _ in parts]  # at least as high as the panel's name is long
     figure = new_figure(WIDE, 0.12 * sum(rows) + 1.5)
     axes = figure.subplots(len(parts), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
     sequence = f"sequence {table['sequence'].iloc[0]}"
@@ -48,15 +44,13 @@ def draw(run: RunData) -> Figure:
         ax.set_yticks(range(len(part)), [str(coordinate) for coordinate in part.index])
         ax.tick_params(length=0, labelsize=6)
     if scale is not None:
-        bar = figure.colorbar(image, ax=list(axes), label="magnitude", aspect=25, pad=0.015, extend="min")
-        bar.outline.set_linewidth(0.5)
+        figure.colorbar(image, ax=list(axes), label="magnitude", aspect=25, pad=0.015, extend="min")
         _name_tokens(axes[-1], table)
     return figure
 
 
 def _grid(table: pd.DataFrame, by_size: bool = False) -> pd.DataFrame:
-    """Coordinates × positions; the coordinate of the largest magnitude first, or in their own order."""
-    # a pivot_table would drop what is NaN
+    """Coordinates × positions, in order or with the largest magnitude first."""
     grid = table.pivot(index="coordinate", columns="position", values="magnitude")
     return grid.loc[grid.max(axis=1).sort_values(ascending=False, kind="stable").index] if by_size else grid
 

@@ -1,10 +1,8 @@
-"""Does the query bias point at the position that is the sink? cos(W_k EPE_i, b_Q) by layer: NU figures 2 and 5.
+"""Does the query bias point at the position that is the sink? cos(W_k EPE_i, b_Q) by layer (NU figures 2 and 5).
 
-Left: all heads together, a dot for each later position, in their order within a layer's strip. Right: each head by
-itself, a dot for each at position 0, and the span of the later positions' cosines over heads.
+Left: all heads together, a dot for each later position, in their order within a layer's strip. Right: each head, a dot
+for each at position 0, and the 10 % to 90 % quantiles of the later positions' cosines over heads.
 """
-
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,36 +11,33 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from sinkscope.measuring.observables.query_bias import ALL_HEADS
-from sinkscope.report.figures.axes import layer_axis, line_by_layer, value_axis
+from sinkscope.report.figures.axes import finite, layer_axis, line_by_layer, value_axis
 from sinkscope.report.figures.labels import title
-from sinkscope.report.figures.style import GREY, NAVY, SINK, VERMILION, WIDE, Figure, new_figure
+from sinkscope.report.figures.spec import declare
+from sinkscope.report.figures.style import GRAY, NAVY, SINK, VERMILION, WIDE, Figure, Look, new_figure
 from sinkscope.results.run import RunData
 
-NAME = "query-bias-alignment"
-ABOUT = "cosine of each position's key and the query bias, by layer (NU fig. 2 and 5); learned positions only"
-TABLES = ("query_bias",)
-LATER: dict[str, Any] = {"color": VERMILION, "linestyle": "none", "marker": "s", "markersize": 1.6, "mew": 0}
-HEADS: dict[str, Any] = {
-    "color": NAVY,
-    "linestyle": "none",
-    "marker": "o",
-    "markersize": 2.2,
-    "mfc": "none",
-    "mew": 0.6,
-}
-SPAN: dict[str, Any] = {"color": VERMILION, "alpha": 0.3, "linewidth": 0}
-SPREAD = 0.5  # of a layer's width, over which its positions' dots lie side by side
+LATER: Look = {"color": VERMILION, "linestyle": "none", "marker": "s", "markersize": 1.6, "mew": 0}
+HEADS: Look = {"color": NAVY, "linestyle": "none", "marker": "o", "markersize": 2.2, "mfc": "none", "mew": 0.6}
+SPAN: Look = {"color": VERMILION, "alpha": 0.3, "linewidth": 0}
+SPREAD = 0.5  # of a layer's width: the dots of its positions lie side by side
 QUANTILES = (0.1, 0.9)
 
 
 def lacking(run: RunData) -> str | None:
     if run.tables["query_bias"]["key_alignment"].notna().any():
         return None
-    return "its positions are not learned vectors, so that none has a key by itself"
+    return "its positions are not learned vectors, so that no position has a key of its own"
 
 
+@declare(
+    "query-bias-alignment",
+    "cosine of each position's key and the query bias, by layer (NU fig. 2 and 5); learned positions only",
+    "query_bias",
+    lacking=lacking,
+)
 def draw(run: RunData) -> Figure:
-    table = run.tables["query_bias"].replace([np.inf, -np.inf], np.nan)
+    table = finite(run.tables["query_bias"])
     together, by_head = table[table["head"] == ALL_HEADS], table[table["head"] != ALL_HEADS]
     figure = new_figure(WIDE, 2.7)
     left, right = figure.subplots(1, 2, sharey=True)
@@ -51,23 +46,18 @@ def draw(run: RunData) -> Figure:
     for ax in (left, right):
         layer_axis(ax)
         if value_axis(ax):
-            ax.axhline(0, color=GREY, linewidth=0.6, zorder=1)
+            ax.axhline(0, color=GRAY, linewidth=0.6, zorder=1)
     low, high = np.nanmin([ax.dataLim.y0 for ax in (left, right)]), np.nanmax([ax.dataLim.y1 for ax in (left, right)])
     if np.isfinite([low, high]).all():
         left.set_ylim(max(low - 0.05, -1.03), min(high + 0.05, 1.03))
     left.set_ylabel(r"$\cos(W_k\,\mathrm{EPE}_i,\ b_Q)$")
-    figure.legend(
-        handles=[
-            Line2D([], [], label="position 0, all heads", **SINK),
-            Line2D([], [], label="later positions, in order", **LATER | {"markersize": 3}),
-            Line2D([], [], label="position 0, one head", **HEADS | {"markersize": 3}),
-            Patch(label="later positions, 10–90 % over heads", **SPAN),
-        ],
-        loc="outside lower center",
-        ncols=4,
-        columnspacing=1.4,
-        handletextpad=0.6,
-    )
+    handles = [
+        Line2D([], [], label="position 0, all heads", **SINK),
+        Line2D([], [], label="later positions, in order", **LATER | {"markersize": 3}),
+        Line2D([], [], label="position 0, one head", **HEADS | {"markersize": 3}),
+        Patch(label="later positions, 10–90 % over heads", **SPAN),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, columnspacing=1.4, handletextpad=0.6)
     figure.suptitle(title(run, WIDE))
     return figure
 

@@ -1,11 +1,9 @@
-"""What the query bias adds to a key's logits, Δ_j, over tokens: NU figures 1 and 4.
+"""What the query bias adds to a key's logits, Δ_j, over tokens (NU figures 1 and 4).
 
-A panel a layer, all heads together. Position 0 is one token a sequence among many: each histogram is drawn to its own
-highest bin. Δ is before the logits' scaling by 1/√d. Titles say by how many standard deviations (σ) of the later
+A panel for each layer, all heads together. Position 0 is one token of each sequence: each histogram is scaled to its
+own highest bin. Δ is before the logits' scaling by 1/√d. Titles say by how many standard deviations (σ) of the later
 tokens' Δ position 0 lies above their mean.
 """
-
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,13 +14,11 @@ from matplotlib.ticker import MaxNLocator
 from sinkscope.measuring.observables.query_bias import ALL_HEADS
 from sinkscope.measuring.summary import delta_gap
 from sinkscope.report.figures.labels import title
-from sinkscope.report.figures.style import NAVY, VERMILION, WIDE, Figure, new_figure
+from sinkscope.report.figures.spec import declare
+from sinkscope.report.figures.style import NAVY, VERMILION, WIDE, Figure, Look, new_figure
 from sinkscope.results.run import RunData
 
-NAME = "query-bias-distribution"
-ABOUT = "distribution of the query bias's shift Δ by layer: position 0 against later tokens (NU fig. 1 and 4)"
-TABLES = ("query_bias", "delta_distribution")
-LOOKS: dict[str, dict[str, Any]] = {  # the later tokens beneath
+LOOKS: dict[str, Look] = {  # the later tokens beneath
     "later": {"facecolor": VERMILION, "alpha": 0.45, "linewidth": 0},
     "position 0": {"facecolor": NAVY, "alpha": 0.85, "linewidth": 0},
 }
@@ -31,6 +27,12 @@ MOST_COLUMNS = 8
 TALLEST = 7.6  # inches
 
 
+@declare(
+    "query-bias-distribution",
+    "distribution of the query bias's shift Δ by layer: position 0 against later tokens (NU fig. 1 and 4)",
+    "query_bias",
+    "delta_distribution",
+)
 def draw(run: RunData) -> Figure:
     table, by_position = run.tables["delta_distribution"], run.tables["query_bias"]
     gaps = delta_gap(by_position[by_position["head"] == ALL_HEADS])
@@ -60,10 +62,10 @@ def _heading(layer: int, gap: float) -> str:
 def _panel(ax: Axes, rows: pd.DataFrame) -> None:
     for group, look in LOOKS.items():
         bins = rows[rows["group"] == group].sort_values("delta")
-        centres, counts = bins["delta"].to_numpy(float), bins["count"].to_numpy(float)
-        if np.isfinite(centres).all() and counts.sum() > 0:
-            width = (centres[-1] - centres[0]) / max(1, len(centres) - 1) or 1.0
-            ax.bar(centres, counts / counts.max(), width=width, **look)
+        centers, counts = bins["delta"].to_numpy(float), bins["count"].to_numpy(float)
+        if np.isfinite(centers).all() and counts.sum() > 0:
+            width = (centers[-1] - centers[0]) / max(1, len(centers) - 1) or 1.0
+            ax.bar(centers, counts / counts.max(), width=width, **look)
     ax.set_ylim(0, 1.08)
     ax.set_yticks([])
     ax.spines["left"].set_visible(False)

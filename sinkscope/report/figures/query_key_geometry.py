@@ -1,8 +1,7 @@
-"""Why the first key is a sink: WSE figure 2. There its norm is small, and its angle to the queries decides.
+"""Why the first key is a sink: its norm is small, and its angle to the queries decides (WSE figure 2).
 
-Norms of query, key and value, cosine and norm product of query and key, and what they come to, the logit gap
-(VGA §4.1). Position 0 against the mean over the other positions; lines are means over heads, bands span the
-10 % to 90 % quantiles over heads.
+Norms of query, key and value, cosine and norm product of query and key, and the logit gap that they make (VGA §4.1), of
+position 0 and the mean over the other positions. Lines are means over heads, bands their 10 % to 90 % quantiles.
 """
 
 import pandas as pd
@@ -11,12 +10,10 @@ from matplotlib.patches import Patch
 
 from sinkscope.report.figures.axes import layer_axis, line_by_layer, value_axis
 from sinkscope.report.figures.labels import title
-from sinkscope.report.figures.style import GREY, OTHERS, SINK, WIDE, Figure, new_figure
+from sinkscope.report.figures.spec import declare
+from sinkscope.report.figures.style import GRAY, OTHERS, SINK, WIDE, Figure, new_figure
 from sinkscope.results.run import RunData
 
-NAME = "query-key-geometry"
-ABOUT = "norms and angles of queries, keys and values by layer: position 0 against the rest (WSE fig. 2)"
-TABLES = ("geometry",)
 PANELS = (  # column, name, log scale
     ("query_norm", "query norm ‖q‖", True),
     ("key_norm", "key norm ‖k‖", True),
@@ -28,6 +25,11 @@ PANELS = (  # column, name, log scale
 BAND = (0.1, 0.9)
 
 
+@declare(
+    "query-key-geometry",
+    "norms and angles of queries, keys and values by layer: position 0 against the rest (WSE fig. 2)",
+    "geometry",
+)
 def draw(run: RunData) -> Figure:
     geometry = run.tables["geometry"]
     figure = new_figure(WIDE, 3.7)
@@ -38,7 +40,7 @@ def draw(run: RunData) -> Figure:
         layer_axis(ax, "layer" if ax in axes[-1] else "")
         value_axis(ax, log)
     handles, labels = axes[0, 0].get_legend_handles_labels()
-    handles.append(Patch(color=GREY, alpha=0.35, linewidth=0))
+    handles.append(Patch(color=GRAY, alpha=0.35, linewidth=0))
     figure.legend(handles, [*labels, "10–90 % of heads"], loc="outside lower center", ncols=3)
     figure.suptitle(title(run, WIDE))
     return figure

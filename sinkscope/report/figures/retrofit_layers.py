@@ -1,67 +1,69 @@
-"""Sinks and norms by layer, the arms of a retrofit side by side: GS figure 5.
+"""Sinks and norms by layer, the arms of a training side by side (GS figure 5).
 
-Sink rate, and the norms of the layer's, the MLP's and the attention's output: position 0 (solid) against the mean over
-the other early tokens (broken). With register tokens position 0 is the first register. Layers count from 0.
-
-Not one run's figure, so `sinkscope list` does not show it.
+Sink rate, and the norms of the outputs of layer, MLP and attention: position 0 (solid) against the mean over the other
+early tokens (broken). With register tokens, position 0 is the first register. Layers count from 0.
 """
-
-from collections.abc import Mapping
-from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from sinkscope.report.figures.arms import arm_looks, model_title
-from sinkscope.report.figures.axes import layer_axis, line_by_layer, say, value_axis
-from sinkscope.report.figures.style import WIDE, Figure, in_style, new_figure
-from sinkscope.results.run import RunData
+from sinkscope.report.figures.arms import FAINT, Arms, arm_looks
+from sinkscope.report.figures.axes import drawn, layer_axis, line_by_layer, say, value_axis
+from sinkscope.report.figures.labels import places
+from sinkscope.report.figures.spec import declare
+from sinkscope.report.figures.style import WIDE, Figure, Look, new_figure
 
 # table, its site, column, name
 PANELS = (
-    ("attention", None, "sink_fraction", "sink rate"),
+    ("attention", None, "sink_rate", "sink rate"),
     ("activation", "layer_out", "norm_mean", "norm of layer output"),
     ("activation", "mlp_out", "norm_mean", "norm of MLP output"),
     ("activation", "attn_out", "norm_mean", "norm of attention output"),
 )
-OTHERS: dict[str, Any] = {"linestyle": (0, (3, 1.5)), "marker": "", "linewidth": 0.8, "alpha": 0.8}
 
 
-def draw_retrofit_layers(runs: Mapping[str, RunData]) -> Figure:
-    """`runs`: arm → its run, with the tables `attention` and `activation`."""
-    looks = arm_looks(runs)
-    with in_style():
-        figure = new_figure(WIDE, 4.2 + 0.15 * (1 + len(runs) // 4))
-        axes = figure.subplots(2, 2, sharex=True)
-        for ax, (table, site, column, name) in zip(axes.flat, PANELS, strict=True):
-            for arm, run in runs.items():
-                rows = run.tables[table]
-                _lines(ax, rows if site is None else rows[rows["site"] == site], column, looks[arm])
-            ax.set_title(name)
-            _finish(ax, share=site is None)
-        most = max(int(run.tables["attention"]["position"].max()) for run in runs.values())
-        ways = [
-            Line2D([], [], color="0.3", label="position 0"),
-            Line2D([], [], color="0.3", label=f"mean over positions 1–{most}", **OTHERS | {"alpha": 1}),
-        ]
-        arms = [Line2D([], [], **look | {"linestyle": "-"}) for look in looks.values()]
-        figure.legend(handles=[*arms, *ways], loc="outside lower center", ncols=4)
-        model_title(figure, runs)
+def lacking(arms: Arms) -> str | None:
+    if not arms.all_have("attention", "activation"):
+        return "not all arms have the tables attention and activation"
+    layers = next(iter(arms.runs.values())).tables["activation"]["layer"].nunique()
+    return None if layers > 1 else "the model has only one layer"
+
+
+@declare(
+    "retrofit-layers",
+    "sink rate and norms by layer, of every arm: position 0 against the other early tokens (GS fig. 5)",
+    "attention",
+    "activation",
+    lacking=lacking,
+)
+def draw(arms: Arms) -> Figure:
+    looks = arm_looks(arms.runs)
+    figure = new_figure(WIDE, 4.2 + 0.15 * (1 + len(looks) // 4))
+    axes = figure.subplots(2, 2, sharex=True)
+    for place, (ax, (table, site, column, name)) in enumerate(zip(axes.flat, PANELS, strict=True)):
+        for arm, run in arms.runs.items():
+            rows = run.tables[table]
+            _lines(ax, rows if site is None else rows[rows["site"] == site], column, looks[arm])
+        ax.set_title(name)
+        if not len(drawn(ax, "x")):
+            say(ax, "no such site\nin this family")
+            continue
+        layer_axis(ax, "layer" if place > 1 else "")
+        value_axis(ax, log=site is not None, share=site is None)
+    most = max(int(run.tables["attention"]["position"].max()) for run in arms.runs.values())
+    handles = [
+        *(Line2D([], [], **look | {"linestyle": "-"}) for look in looks.values()),
+        Line2D([], [], color="0.3", label="position 0"),
+        Line2D([], [], color="0.3", label=f"mean over {places(1, most)}", **FAINT | {"alpha": 1}),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4)
+    figure.suptitle(arms.title())
     return figure
 
 
-def _lines(ax: Axes, rows: pd.DataFrame, column: str, look: dict) -> None:
+def _lines(ax: Axes, rows: pd.DataFrame, column: str, look: Look) -> None:
     """Means over heads, where there are several."""
     first = rows["position"] == 0
-    others = rows[~first].groupby("layer")[column].mean()
-    line_by_layer(ax, others, zorder=2, **look | OTHERS)
+    line_by_layer(ax, rows[~first].groupby("layer")[column].mean(), zorder=2, **look | FAINT)
     line_by_layer(ax, rows[first].groupby("layer")[column].mean(), zorder=3, **look | {"linestyle": "-"})
-
-
-def _finish(ax: Axes, share: bool) -> None:
-    if not any(len(line.get_xdata()) for line in ax.lines):  # type: ignore[arg-type]
-        say(ax, "no such site\nin this family")
-        return
-    layer_axis(ax, "layer" if ax.get_subplotspec().is_last_row() else "")  # type: ignore[union-attr]
-    value_axis(ax, log=not share, share=share)

@@ -1,70 +1,73 @@
 """Has the value drain gone, and do gates close at the sink? (VGA figures 1 and 4, GS §5)
 
-Values as the projection gives them out and as they are attended to, each head's norm ÷ its mean over the positions
-behind 0, and the gates, all of them means over heads: above by position, the layers' median and quartiles; below by
-layer, at position 0. Without gates both values are the same. With register tokens position 0 is the first register.
-
-Not one run's figure, so `sinkscope list` does not show it.
+Values as projected and as attended to, each head's norm ÷ its mean over the later positions, and the gates, means over
+heads: above by position, the layers' median and quartiles; below by layer, at position 0. Without gates both values are
+the same. With register tokens, position 0 is the first register.
 """
-
-from collections.abc import Mapping
-from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from sinkscope.report.figures.arms import arm_looks, model_title
+from sinkscope.report.figures.arms import FAINT, Arms, arm_looks
 from sinkscope.report.figures.axes import has_values, layer_axis, line_by_layer, say, value_axis
-from sinkscope.report.figures.style import GREY, WIDE, Figure, in_style, new_figure
+from sinkscope.report.figures.spec import declare
+from sinkscope.report.figures.style import NEUTRAL, WIDE, Figure, Look, new_figure
 from sinkscope.results.run import RunData
 
 PANELS = ("raw value norm ÷ others", "attended value norm ÷ others", "gate")
-LATER: dict[str, Any] = {"linestyle": (0, (3, 1.5)), "marker": "", "linewidth": 0.8, "alpha": 0.8}
 
 
-def draw_retrofit_values(runs: Mapping[str, RunData]) -> Figure:
-    """`runs`: arm → its run, with the table `geometry`, and `gate` where the arm has gates."""
-    looks = arm_looks(runs)
-    with in_style():
-        figure = new_figure(WIDE, 3.9 + 0.15 * (1 + len(runs) // 4))
-        axes = figure.subplots(2, 3)
-        for arm, run in runs.items():
-            for column, by_layer in enumerate(_measured(run)):
-                _by_position(axes[0, column], by_layer, looks[arm])
-                _at_first(axes[1, column], by_layer, looks[arm], with_later=column == 2)
-        for column, name in enumerate(PANELS):
-            axes[0, column].set_title(name)
-            for ax in axes[:, column]:
-                _finish(ax, "position" if ax is axes[0, column] else "layer, at position 0", log=column < 2)
-        handles = [Line2D([], [], **look) for look in looks.values()]
-        if any("gate" in run.tables for run in runs.values()):
-            handles.append(Line2D([], [], color="0.3", label="gate, mean over later positions", **LATER))
-        figure.legend(handles=handles, loc="outside lower center", ncols=4)
-        model_title(figure, runs)
+def lacking(arms: Arms) -> str | None:
+    return None if arms.all_have("geometry") else "not all arms have the table geometry"
+
+
+@declare(
+    "retrofit-values",
+    "value norms before and behind the gates, and the gates, by position and layer, of every arm (VGA figs. 1 and 4)",
+    "geometry",
+    lacking=lacking,
+)
+def draw(arms: Arms) -> Figure:
+    looks = arm_looks(arms.runs)
+    figure = new_figure(WIDE, 3.9 + 0.15 * (1 + len(looks) // 4))
+    axes = figure.subplots(2, 3)
+    for arm, run in arms.runs.items():
+        for column, by_layer in enumerate(_measured(run)):
+            _by_position(axes[0, column], by_layer, looks[arm])
+            _at_first(axes[1, column], by_layer, looks[arm], with_later=column == 2)
+    for column, name in enumerate(PANELS):
+        axes[0, column].set_title(name)
+        _finish(axes[0, column], "position", log=column < 2)
+        _finish(axes[1, column], "layer, at position 0", log=column < 2)
+    handles = [Line2D([], [], **look) for look in looks.values()]
+    if any("gate" in run.tables for run in arms.runs.values()):
+        handles.append(Line2D([], [], color="0.3", label="gate, mean over later positions", **FAINT))
+    figure.legend(handles=handles, loc="outside lower center", ncols=4)
+    figure.suptitle(arms.title())
     return figure
 
 
 def _measured(run: RunData) -> list[pd.DataFrame]:
-    """One a panel: rows layers, columns positions; empty where the arm has no gates."""
-    attended = run.tables["geometry"]
+    """A table for each panel: rows layers, columns positions; empty where the arm has no gates."""
+    attended = to_others(run.tables["geometry"], "value_norm")
     if "gate" not in run.tables:
-        return [to_others(attended, "value_norm"), to_others(attended, "value_norm"), pd.DataFrame()]
+        return [attended, attended, pd.DataFrame()]
     gate = run.tables["gate"]
     gates = gate.groupby(["layer", "position"])["gate"].mean().unstack()
-    return [to_others(gate, "raw_value_norm"), to_others(attended, "value_norm"), gates]
+    return [to_others(gate, "raw_value_norm"), attended, gates]
 
 
 def to_others(table: pd.DataFrame, column: str) -> pd.DataFrame:
-    """Each head's value ÷ its mean over the positions behind 0, mean over heads: rows layers, columns positions. At
-    position 0 this is the `value_drain` of `summary`.
+    """Each head's value ÷ its mean over the later positions, mean over heads: rows layers, columns positions.
+
+    At position 0 this is the metric `value_drain`.
     """
     heads = table.pivot(index=["layer", "head"], columns="position", values=column)
-    ratios = heads.div(heads.drop(columns=0).mean(axis=1), axis=0)
-    return ratios.groupby("layer").mean()
+    return heads.div(heads.drop(columns=0).mean(axis=1), axis=0).groupby("layer").mean()
 
 
-def _by_position(ax: Axes, by_layer: pd.DataFrame, look: dict) -> None:
+def _by_position(ax: Axes, by_layer: pd.DataFrame, look: Look) -> None:
     if by_layer.empty:
         return
     ax.plot(by_layer.columns, by_layer.median(), **look)
@@ -72,11 +75,11 @@ def _by_position(ax: Axes, by_layer: pd.DataFrame, look: dict) -> None:
     ax.fill_between(by_layer.columns, low, high, color=look["color"], alpha=0.12, linewidth=0)
 
 
-def _at_first(ax: Axes, by_layer: pd.DataFrame, look: dict, with_later: bool) -> None:
+def _at_first(ax: Axes, by_layer: pd.DataFrame, look: Look, with_later: bool) -> None:
     if by_layer.empty:
         return
     if with_later:
-        line_by_layer(ax, by_layer.drop(columns=0).mean(axis=1), **look | LATER)
+        line_by_layer(ax, by_layer.drop(columns=0).mean(axis=1), **look | FAINT)
     line_by_layer(ax, by_layer[0], **look)
 
 
@@ -85,5 +88,5 @@ def _finish(ax: Axes, across: str, log: bool) -> None:
         say(ax, "no gates")
         return
     layer_axis(ax, across)
-    ax.axhline(1.0, color=GREY, linewidth=0.6, zorder=0)
+    ax.axhline(1.0, **NEUTRAL)
     value_axis(ax, log=log)

@@ -1,6 +1,4 @@
-"""Which heads are sinks: window mass α₀ (GS eq. 1) of every layer and head, with WSE's threshold."""
-
-from typing import Any
+"""Which heads are sinks: window mass α₀ (GS eq. 1) of every layer and head, and the threshold of WSE."""
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -8,24 +6,23 @@ from matplotlib.lines import Line2D
 
 from sinkscope.report.figures.axes import whole_numbers
 from sinkscope.report.figures.labels import title
-from sinkscope.report.figures.style import COLUMN, GREY, SEQUENTIAL, WIDE, Figure, new_figure
+from sinkscope.report.figures.spec import declare
+from sinkscope.report.figures.style import COLUMN, GRAY, SEQUENTIAL, WIDE, Figure, Look, new_figure
 from sinkscope.results.run import RunData
 
-NAME = "sink-map"
-ABOUT = "window mass at position 0 of every layer and head; dots: sinks in most sequences"
-TABLES = ("attention",)
 MOST = 0.5  # share of the sequences in which a marked head is a sink
-ASIDE = 1.3  # inches beside the map: axis and colour bar
+ASIDE = 1.3  # inches beside the map: axis and color bar
 LOCAL = ("sliding_attention", "chunked_attention")
 
 
+@declare("sink-map", "window mass at position 0 of every layer and head; dots: sinks in most sequences", "attention")
 def draw(run: RunData) -> Figure:
     attention = run.tables["attention"]
     first = attention[attention["position"] == 0]
     layers, heads = range(int(first["layer"].max()) + 1), range(int(first["head"].max()) + 1)
     mass, share = (
         first.pivot(index="layer", columns="head", values=name).reindex(index=layers, columns=heads).to_numpy(float)
-        for name in ("window_mass", "sink_fraction")
+        for name in ("window_mass", "sink_rate")
     )
     width = float(np.clip(0.16 * len(heads), COLUMN - ASIDE, WIDE - ASIDE))  # inches, of the map
     height = float(np.clip(0.105 * len(layers), 1.5, 6.5))
@@ -38,7 +35,7 @@ def draw(run: RunData) -> Figure:
     whole_numbers(ax, "x")
     whole_numbers(ax, "y")
     notes = _dots(ax, share, run, width, height) + _local_layers(ax, run)
-    figure.colorbar(image, ax=ax, label="window mass at position 0", aspect=30, pad=0.03).outline.set_linewidth(0.5)
+    figure.colorbar(image, ax=ax, label="window mass at position 0", aspect=30, pad=0.03)
     if notes:
         figure.legend(handles=notes, loc="outside lower center", handlelength=1.2)
     figure.suptitle(title(run, width + ASIDE))
@@ -46,34 +43,25 @@ def draw(run: RunData) -> Figure:
 
 
 def _dots(ax: Axes, share: np.ndarray, run: RunData, width: float, height: float) -> list[Line2D]:
-    """Marks the heads that are sinks in most sequences. Dots are as small as the cells make them."""
+    """Mark the heads that are sinks in most sequences, with dots as large as the cells allow."""
     layer, head = np.nonzero(share > MOST)
     if not len(layer):
         return []
     cell = 72 * min(width / share.shape[1], height / share.shape[0])  # points
-    epsilon = (run.manifest.get("config") or {}).get("epsilon")
-    above = "ε" if epsilon is None else f"{epsilon:g}"
-    ax.plot(
-        head,
-        layer,
-        linestyle="none",
-        marker="o",
-        markersize=float(np.clip(0.35 * cell, 0.8, 3)),
-        markerfacecolor="white",
-        markeredgecolor="none",
-    )
-    label = f"window mass > {above} in most sequences"
-    return [Line2D([], [], linestyle="none", marker="o", markersize=3, mfc="white", mec="0.3", mew=0.5, label=label)]
+    look: Look = {"linestyle": "none", "marker": "o", "mfc": "white"}
+    ax.plot(head, layer, markersize=float(np.clip(0.35 * cell, 0.8, 3)), mec="none", **look)
+    label = f"window mass > {run.manifest['config']['epsilon']:g} in most sequences"
+    return [Line2D([], [], markersize=3, mec="0.3", mew=0.5, label=label, **look)]
 
 
 def _local_layers(ax: Axes, run: RunData) -> list[Line2D]:
-    """A bar beside the layers that see only a window of the text: they lose a sink that it leaves behind."""
+    """A bar beside the layers whose attention is limited to a window, which may leave the sink behind."""
     types = run.manifest["model"].get("layer_types") or []
     local = [layer for layer, kind in enumerate(types) if kind in LOCAL]
     if not local:
         return []
     edges = np.array(local)[:, None] + (-0.5, 0.5, np.nan)  # each layer's lower and upper edge, then a gap
-    look: dict[str, Any] = {"color": GREY, "linewidth": 2.5, "solid_capstyle": "butt"}
+    look: Look = {"color": GRAY, "linewidth": 2.5, "solid_capstyle": "butt"}
     ax.plot(np.full(edges.size, -0.015), edges.ravel(), transform=ax.get_yaxis_transform(), clip_on=False, **look)
     ax.tick_params(axis="y", length=0, pad=5)
     window = run.manifest["model"].get("sliding_window")

@@ -1,31 +1,32 @@
-"""Sinks and massive activations occur together: GS figure 1.
+"""Sinks and massive activations occur together (GS figure 1).
 
-Four panels, as in a row of the paper's: sink mass, sink rate, norm of the residual stream after the layer, norm of the
-MLP's output. Token 0 against the mean and the maximum over the other early tokens, all of them means over sequences
-first, as the paper's are. Layers count from 0.
+Sink mass, sink rate, norm of the layer's output and norm of the MLP's output: token 0 against the mean and the maximum
+over the other early tokens, all of them means over sequences, as in the paper. Layers count from 0.
 """
 
 import pandas as pd
 from matplotlib.axes import Axes
 
 from sinkscope.report.figures.axes import layer_axis, line_by_layer, say, value_axis
-from sinkscope.report.figures.labels import title
+from sinkscope.report.figures.labels import places, title
+from sinkscope.report.figures.spec import declare
 from sinkscope.report.figures.style import HIGHEST, OTHERS, SINK, WIDE, Figure, new_figure
 from sinkscope.results.run import RunData
 
-NAME = "sinks-by-layer"
-ABOUT = "sinks and norms by layer: token 0 against the other early tokens (GS fig. 1)"
-TABLES = ("attention", "activation")
 
-
+@declare(
+    "sinks-by-layer",
+    "sinks and norms by layer: token 0 against the other early tokens (GS fig. 1)",
+    "attention",
+    "activation",
+)
 def draw(run: RunData) -> Figure:
     attention, activation = run.tables["attention"], run.tables["activation"]
     figure = new_figure(WIDE, 2.1)
     mass, rate, residual, mlp = figure.subplots(1, 4)
-    epsilon = (run.manifest.get("config") or {}).get("epsilon")
     _panel(mass, "sink mass", attention, "sink_mass", share=True)
-    name = "sink rate" if epsilon is None else f"sink rate (ε = {epsilon:g})"
-    _panel(rate, name, attention, "sink_fraction", share=True)
+    name = f"sink rate (ε = {run.manifest['config']['epsilon']:g})"
+    _panel(rate, name, attention, "sink_rate", share=True)
     for ax, site, name in (
         (residual, "layer_out", "norm of layer output"),
         (mlp, "mlp_out", "norm of MLP output"),
@@ -42,15 +43,14 @@ def _panel(ax: Axes, name: str, table: pd.DataFrame, column: str, **scale: bool)
     if table.empty:
         say(ax, "no such site\nin this family")
         return
-    # heads first: a maximum over positions is meant of what the layer does, not of one head
+    # over heads first: the maximum over positions is of the layer, not of one head
     means = table.groupby(["layer", "position"])[[column]].mean().reset_index()
     later = means[means["position"] > 0]
     line_by_layer(ax, means[means["position"] == 0].set_index("layer")[column], label="token 0", **SINK)
     if len(later):
-        most = int(later["position"].max())
-        places = f"positions 1–{most}" if most > 1 else "position 1"
+        others = places(1, int(later["position"].max()))
         by_layer = later.groupby("layer")
-        line_by_layer(ax, by_layer[column].mean(), label=f"mean over {places}", **OTHERS)
-        line_by_layer(ax, by_layer[column].max(), label=f"maximum over {places}", **HIGHEST)
+        line_by_layer(ax, by_layer[column].mean(), label=f"mean over {others}", **OTHERS)
+        line_by_layer(ax, by_layer[column].max(), label=f"maximum over {others}", **HIGHEST)
     layer_axis(ax)
     value_axis(ax, **scale)

@@ -1,30 +1,40 @@
-"""Perplexity of a long text read through a short cache: StreamingLLM, Xiao et al. 2024, figure 3 and table 1.
+"""Perplexity of a long text read through a short cache (StreamingLLM, Xiao et al. 2024, figure 3 and table 1).
 
-Left, by token, for the shortest window, which slides the longest: dense attention, the last tokens alone, and the most
-first tokens kept beside them. Right, over all tokens, by how many of the first are kept, for every window.
+Left, by token, for the shortest window: dense attention, the last tokens alone, and with the largest number of first
+tokens kept. Right, over all tokens, by the number of first tokens kept, for every window.
 """
-
-from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from sinkscope.report.figures.axes import MOST_MARKERS, value_axis
+from sinkscope.report.figures.axes import curve, value_axis
 from sinkscope.report.figures.labels import title
-from sinkscope.report.figures.style import GRADUAL, GREY, HIGHEST, OTHERS, SINK, WIDE, Figure, new_figure
+from sinkscope.report.figures.spec import declare
+from sinkscope.report.figures.style import (
+    GRADUAL,
+    GRAY,
+    HIGHEST,
+    MARKERS,
+    OTHERS,
+    SINK,
+    WIDE,
+    Figure,
+    Look,
+    new_figure,
+)
 from sinkscope.results.run import RunData
 
-NAME = "streaming-perplexity"
-ABOUT = "perplexity with a cache of the last tokens, and of the first ones too, against dense attention (StreamingLLM)"
-TABLES = ("streaming",)
-
 DENSE = SINK | {"marker": "", "label": "dense"}
-MARKERS = "os^Dv"
 DASHES = ("--", ":", "-.", "-")
 
 
+@declare(
+    "streaming-perplexity",
+    "perplexity with a cache of the last tokens, and of the first ones too, against dense attention (StreamingLLM)",
+    "streaming",
+)
 def draw(run: RunData) -> Figure:
     table = run.tables["streaming"]
     figure = new_figure(WIDE, 2.4)
@@ -42,20 +52,19 @@ def _by_token(ax: Axes, buckets: pd.DataFrame) -> None:
         ways.append(("sinks kept", window, most, HIGHEST | {"label": f"first {most} and last {window}"}))
     for method, last, keep, look in ways:
         of_method = (buckets["method"] == method) & (buckets["window"] == last) & (buckets["keep"] == keep)
-        curve = buckets[of_method].set_index("bucket")["perplexity"].sort_index()
-        every = 1 + (len(curve) - 1) // MOST_MARKERS
-        ax.plot(_middles(curve.index.to_numpy(float)), curve.to_numpy(), markevery=every, **look)
+        by_bucket = buckets[of_method].set_index("bucket")["perplexity"].sort_index()
+        curve(ax, by_bucket.set_axis(_middles(by_bucket.index.to_numpy(float))), **look)
     ax.set_title(f"by token; the window of {window} slides from the dotted line on")
     ax.set_xlabel("token index")
     ax.set_ylabel("perplexity")
     ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     if value_axis(ax, log=True):
-        ax.axvline(window, color=GREY, linewidth=0.7, linestyle=(0, (1, 2)), zorder=1)
+        ax.axvline(window, color=GRAY, linewidth=0.7, linestyle=(0, (1, 2)), zorder=1)
         _legend_above(ax, columns=3)
 
 
 def _middles(starts: np.ndarray) -> np.ndarray:
-    """Of the buckets that begin here, all but the last of one width."""
+    """The middles of buckets of equal width, by their first tokens; only the last may be shorter."""
     width = np.diff(starts).min() if len(starts) > 1 else 1.0
     return starts + (width - 1) / 2
 
@@ -67,13 +76,13 @@ def _by_kept(ax: Axes, totals: pd.DataFrame) -> None:
     dense = float(totals.loc[totals["method"] == "dense", "perplexity"].iloc[0])
     ax.plot([-0.3, len(kept) - 0.7], [dense, dense], **DENSE)
     for nth, window in enumerate(windows):
-        curve = streams[streams["window"] == window].set_index("keep")["perplexity"].reindex(kept)
-        look: dict[str, Any] = {
+        by_kept = streams[streams["window"] == window].set_index("keep")["perplexity"].reindex(kept)
+        look: Look = {
             "color": GRADUAL(1 - 0.65 * nth / max(len(windows) - 1, 1)),
             "marker": MARKERS[nth % len(MARKERS)],
             "linestyle": DASHES[nth % len(DASHES)],
         }
-        ax.plot(range(len(kept)), curve.to_numpy(float), zorder=3, label=f"last {window}", **look)
+        ax.plot(range(len(kept)), by_kept.to_numpy(float), zorder=3, label=f"last {window}", **look)
     ax.set_title("over all tokens")
     ax.set_xticks(range(len(kept)), [str(n) for n in kept])
     ax.set_xlabel("first tokens kept")
@@ -83,7 +92,7 @@ def _by_kept(ax: Axes, totals: pd.DataFrame) -> None:
 
 
 def _legend_above(ax: Axes, columns: int) -> None:
-    """Where no line is: room is made above the highest."""
+    """A legend above the lines, for which room is made."""
     low, high = ax.get_ylim()
     rows = -(-len(ax.get_legend_handles_labels()[1]) // columns)
     ax.set_ylim(low, high * (high / low) ** (0.1 + 0.12 * rows))

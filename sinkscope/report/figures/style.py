@@ -1,12 +1,13 @@
-"""How figures look: one style for all, that reads in print, in greyscale and with any colour vision.
+"""How figures look: one style that can be read in print, in grayscale and with any color vision.
 
-Nothing here touches pyplot or matplotlib's global settings: figures leak nothing and open no window.
+Nothing here uses pyplot or changes matplotlib's global settings.
 """
 
 import io
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from matplotlib.figure import Figure as MatplotlibFigure
 TEXT, WIDE = 5.5, 6.75  # inches: the text width of one-column and of two-column proceedings
 COLUMN = 3.25  # one of the two columns
 DPI = 200
-FONT = "DejaVu Sans"  # comes with matplotlib: the same figure on every machine
+FONT = "DejaVu Sans"  # part of matplotlib: the same figure on every machine
 
 SETTINGS: dict[str, Any] = {
     "font.family": FONT,
@@ -62,33 +63,49 @@ SETTINGS: dict[str, Any] = {
     "svg.hashsalt": "sinkscope",  # else every SVG has other ids
 }
 
-# Lines differ in colour, lightness, dashes and marker, so that any one of them is enough.
-NAVY, VERMILION, SKY, GREY = "#10315c", "#c8501e", "#6fb1dc", "#8a8a8a"
-# The broken and thinner ones lie on top, so that lines that coincide are all seen.
-SINK: dict[str, Any] = {"color": NAVY, "linestyle": "-", "marker": "o", "linewidth": 1.3, "markersize": 3, "zorder": 2}
-OTHERS: dict[str, Any] = {"color": VERMILION, "linestyle": "--", "marker": "s", "markersize": 2.4, "zorder": 3}
-HIGHEST: dict[str, Any] = {"color": SKY, "linestyle": ":", "marker": "^", "markersize": 2.4, "zorder": 4}
+Look = dict[str, Any]  # keyword arguments of matplotlib's artists
 
-SEQUENTIAL = colormaps["magma_r"].with_extremes(bad="#d9d9d9")  # perceptually uniform; dark is much
-GRADUAL = ListedColormap(SEQUENTIAL(np.linspace(0.15, 0.8, 256)), "gradual")  # for lines: without what white swallows
+# Lines differ in color, lightness, dashes and marker: any one of them is enough to tell them apart.
+NAVY, VERMILION, SKY, GREEN, GRAY = "#10315c", "#c8501e", "#6fb1dc", "#4f9a6b", "#8a8a8a"
+# Broken and thinner lines lie on top, so that lines that coincide are all seen.
+SINK: Look = {"color": NAVY, "linestyle": "-", "marker": "o", "linewidth": 1.3, "markersize": 3, "zorder": 2}
+OTHERS: Look = {"color": VERMILION, "linestyle": "--", "marker": "s", "markersize": 2.4, "zorder": 3}
+HIGHEST: Look = {"color": SKY, "linestyle": ":", "marker": "^", "markersize": 2.4, "zorder": 4}
+REFERENCE: Look = {"color": "0.35", "linewidth": 0.9, "linestyle": (0, (3, 1.5))}
+GUIDE: Look = {"color": GRAY, "linewidth": 0.9, "linestyle": (0, (4, 2)), "zorder": 1.5}  # of theory, or of no effect
+NEUTRAL: Look = {"color": GRAY, "linewidth": 0.6, "zorder": 0}  # no effect, behind the lines
+
+# Of any number of lines: models, runs, arms.
+COLORS = (NAVY, VERMILION, SKY, "#1b7a5a", "#e3a82b", "#8d4a86", "#555555")
+DASHES = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)), (0, (7, 2)))
+MARKERS = "os^Dv<>P"
+
+SEQUENTIAL = colormaps["magma_r"].with_extremes(bad="#d9d9d9")  # perceptually uniform; dark is high
+GRADUAL = ListedColormap(SEQUENTIAL(np.linspace(0.15, 0.8, 256)), "gradual")  # for lines: all are seen on white
+
+
+def line_looks() -> Iterator[Look]:
+    """Looks that differ from one another, without end."""
+    for color, dashes, marker in zip(cycle(COLORS), cycle(DASHES), cycle(MARKERS), strict=False):
+        yield {"color": color, "linestyle": dashes, "marker": marker}
 
 
 @contextmanager
 def in_style() -> Iterator[None]:
-    """Our settings on top of matplotlib's own, whatever the user's are, and theirs again afterwards."""
+    """These settings on top of matplotlib's defaults; the user's settings are restored afterwards."""
     with matplotlib.style.context(["default", SETTINGS]):
         yield
 
 
 class Figure(MatplotlibFigure):
-    """A figure made without pyplot, that a notebook shows and that saves in our style from anywhere."""
+    """A figure made without pyplot, which a notebook can show, and which is saved in this style from anywhere."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         FigureCanvasAgg(self)
 
     def savefig(self, fname: Any, **kwargs: Any) -> None:
-        """As matplotlib's, with embedded fonts and no date: equal tables give equal files."""
+        """Save it with embedded fonts and without a date, so that equal tables give equal files."""
         kind = str(kwargs.get("format") or os.path.splitext(str(fname))[1][1:]).lower()
         undated = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}.get(kind)
         if undated is not None:
@@ -97,17 +114,17 @@ class Figure(MatplotlibFigure):
             with in_style():
                 super().savefig(fname, **kwargs)
             return
-        drawn = io.BytesIO()  # at a full disk matplotlib's own writing ends in an error that says nothing of the disk
+        drawn = io.BytesIO()  # where the disk is full, matplotlib's own error does not say so
         self.savefig(drawn, **kwargs | {"format": kind})
         Path(fname).write_bytes(drawn.getvalue())
 
     def _repr_png_(self) -> bytes:
-        """What a notebook shows: it knows only pyplot's figures by itself."""
+        """What a notebook shows."""
         buffer = io.BytesIO()
         self.savefig(buffer, format="png")
         return buffer.getvalue()
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Sizes in inches; saved at exactly this size, so that the fonts are as large as they say."""
+    """Sizes in inches. It is saved at this size, so that font sizes are true."""
     return Figure(figsize=(width, height), layout="constrained")

@@ -85,7 +85,8 @@ def example(
     """
     batch = _batch(sequence[None])
     layers = layers_of(model, family)
-    maps = AttentionMaps([(index, head) for index, layer in enumerate(layers) for head in range(layer.heads)])
+    heads = [(index, head) for index, layer in enumerate(layers) for head in range(layer.heads)]
+    maps = AttentionMaps(Settings(), heads)
     with open_tracer(model, family) as tracer, _watched(layers) as ends:
         tracer.forward(batch, [maps])
     frames = [

@@ -20,7 +20,7 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from sinkscope.text.inputs import documents
+from sinkscope.text.sources import documents
 from sinkscope.training.blocks import Blocks
 
 NAME = "bigram-backcopy"

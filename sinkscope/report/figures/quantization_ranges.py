@@ -1,23 +1,18 @@
-"""What 8 bits have to span: the largest entry of every site by layer, its median, and half a step of its grid.
+"""The range that 8 bits must cover: largest and median entry of every site by layer, and half a step of its grid.
 
-Entries below half a step round to zero: where the median lies under it, most of the tensor is lost to its outliers.
+Entries below half a step round to zero: where the median lies below it, most of the tensor is lost.
 """
-
-from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from sinkscope.quantization.sites import NO_LAYER, WEIGHT
-from sinkscope.report.figures.axes import layer_axis, line_by_layer, value_axis
+from sinkscope.report.figures.axes import layer_axis, line_by_layer, panel_grid, value_axis
 from sinkscope.report.figures.labels import escape, shorten, title
-from sinkscope.report.figures.style import HIGHEST, OTHERS, SINK, VERMILION, WIDE, Figure, new_figure
+from sinkscope.report.figures.spec import declare
+from sinkscope.report.figures.style import HIGHEST, OTHERS, SINK, VERMILION, WIDE, Figure, Look, new_figure
 from sinkscope.results.run import RunData
-
-NAME = "quantisation-ranges"
-ABOUT = "largest and median entry of every linear layer's input and output by layer, and what rounds to zero"
-TABLES = ("quantisation_sites",)
 
 COLUMNS, MOST = 4, 24  # panels in a row, and in all
 HEIGHT = 1.15  # inches of a row
@@ -26,7 +21,7 @@ LONGEST = 30  # letters of a title
 LARGEST = SINK | {"label": "largest entry"}
 MEDIAN = OTHERS | {"label": "median entry"}
 HALF_STEP = HIGHEST | {"label": "half a step: less rounds to zero"}
-MASSIVE: dict[str, Any] = {
+MASSIVE: Look = {
     "label": "massive activations",
     "linestyle": "none",
     "marker": "o",
@@ -41,40 +36,45 @@ def lacking(run: RunData) -> str | None:
     return None if len(_sites(run)) else "none of its linear layers is in one of the model's layers"
 
 
+@declare(
+    "quantization-ranges",
+    "largest and median entry of every linear layer's input and output by layer, and what rounds to zero",
+    "quantization_sites",
+    lacking=lacking,
+)
 def draw(run: RunData) -> Figure:
     sites = _sites(run)
     kinds = list(_kinds(sites).items())[:MOST]
-    rows = -(-len(kinds) // COLUMNS)
-    figure = new_figure(WIDE, HEIGHT * rows + 0.7)
-    axes = figure.subplots(rows, min(COLUMNS, len(kinds)), sharex=True, sharey=True, squeeze=False)
-    for ax in axes.flat[len(kinds) :]:
-        ax.set_visible(False)
-    for ax, (name, table) in zip(axes.flat, kinds, strict=False):
+    across = min(COLUMNS, len(kinds))
+    figure = new_figure(WIDE, HEIGHT * -(-len(kinds) // across) + 0.7)
+    axes, lowest = panel_grid(figure, len(kinds), across)
+    for ax, (name, table) in zip(axes, kinds, strict=True):
         _draw_kind(ax, table)
         ax.set_title(escape(name), fontsize=7)
         ax.margins(y=0.12)  # rings have a size
-    for ax in axes.flat[: len(kinds)]:
-        layer_axis(ax, "")
+    for ax in axes:
+        layer_axis(ax, "layer" if ax in lowest else "")
         value_axis(ax, log=True)
-    _label_edges(axes, len(kinds))
+    for ax in axes[::across]:
+        ax.set_ylabel("|entry|")
     shown = [Line2D([], [], **look) for look in (LARGEST, MEDIAN, HALF_STEP)]
     shown += [Line2D([], [], **MASSIVE)] * bool(sites["is_massive"].any())
     figure.legend(handles=shown, loc="outside lower center", ncols=4)
-    calibration = run.manifest["quantisation"]["calibration"]
+    calibration = run.manifest["quantization"]["calibration"]
     figure.suptitle(title(run, WIDE, f"{calibration} sequence{'s' * (calibration > 1)} of calibration"))
     return figure
 
 
 def _sites(run: RunData) -> pd.DataFrame:
-    """Inputs and outputs in the layers; of sites that are one to the layer, such as experts, the widest."""
-    table = run.tables["quantisation_sites"]
+    """Inputs and outputs in the layers. Where a layer has several of a kind, as of experts, the widest."""
+    table = run.tables["quantization_sites"]
     table = table[(table["layer"] != NO_LAYER) & (table["part"] != WEIGHT)]
     widest = table.sort_values("max_abs", ascending=False).drop_duplicates(["layer", "site", "part"])
     return widest.sort_index()
 
 
 def _kinds(sites: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """Title → rows. Linear layers that read the same tensor, as query, key and value do, share a panel."""
+    """Title → rows. Linear layers that read the same tensor, as of query, key and value, share a panel."""
     alike: dict[tuple, tuple[list[str], str, pd.DataFrame]] = {}
     for (site, part), table in sites.groupby(["site", "part"], sort=False):
         same = (part, *table["layer"], *table["low"], *table["high"], *table["median_abs"])
@@ -84,7 +84,7 @@ def _kinds(sites: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
 
 def _joined(names: list[str]) -> str:
-    """One as it is, of several the last parts."""
+    """The name; of several names, their last parts."""
     return shorten(names[0] if len(names) == 1 else ", ".join(name.split(".")[-1] for name in names), LONGEST)
 
 
@@ -95,14 +95,3 @@ def _draw_kind(ax: Axes, table: pd.DataFrame) -> None:
     line_by_layer(ax, table["step"] / 2, **HALF_STEP)
     massive = table[table["is_massive"]]
     ax.plot(massive.index, massive["max_abs"].to_numpy(float), **MASSIVE)
-
-
-def _label_edges(axes: Any, panels: int) -> None:
-    """Ticks' numbers at the left, and at the lowest panel of each column."""
-    columns = axes.shape[1]
-    for place, ax in enumerate(axes.flat[:panels]):
-        lowest = place + columns >= panels
-        ax.tick_params(labelbottom=lowest)
-        ax.set_xlabel("layer" if lowest else "")
-        if place % columns == 0:
-            ax.set_ylabel("|entry|")

@@ -1,63 +1,67 @@
-"""What quantising costs: perplexity of the whole model by setting, and of single sites quantised by themselves.
+"""What quantizing costs: perplexity of the whole model by setting, and with single sites quantized.
 
 Top left, on all sequences. Below, every kind of site, and right, layers of the costliest kinds, on the few sequences
-that the search for costly sites looks at. Full precision on the same sequences is the broken line.
+of the search for costly sites. The broken line is full precision on the same sequences.
 """
-
-from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
+from matplotlib.typing import HashableList
 
 from sinkscope.quantization.settings import ALL_LAYERS, ALONE, FULL
 from sinkscope.quantization.sites import INPUT, NO_LAYER, OUTPUT, WEIGHT
-from sinkscope.report.figures.axes import log_ticks
+from sinkscope.report.figures.axes import drawn, log_x_axis, name_rows
 from sinkscope.report.figures.labels import escape, shorten, title, wrapped
-from sinkscope.report.figures.style import NAVY, SKY, VERMILION, WIDE, Figure, new_figure
+from sinkscope.report.figures.spec import declare
+from sinkscope.report.figures.style import NAVY, REFERENCE, SKY, VERMILION, WIDE, Figure, Look, new_figure
 from sinkscope.report.quantization import label, probed, whole
 from sinkscope.results.run import RunData
-
-NAME = "quantisation-cost"
-ABOUT = "perplexity quantised: the whole model, each kind of site alone, and layers of the costliest kinds"
-TABLES = ("quantisation", "quantisation_sites")
 
 ROW, AROUND = 0.2, 1.5  # inches: a row, and what is above, between and below
 TALL = 1.6  # rows that a setting takes, whose label has two lines
 LETTERS, LONGEST = 26, 30  # of a line of a setting, of a site
 MASSIVE = "†"  # behind the name of a site
 MOST = 16  # modules in a panel, those that cost most, and as many single sites
+NUDGE = {INPUT: -0.24, WEIGHT: 0.0, OUTPUT: 0.24}  # within a row, so that marks with equal values are all seen
 
-NUDGE = {INPUT: -0.24, WEIGHT: 0.0, OUTPUT: 0.24}  # within a row: marks at one place are all seen
-
-SETTING: dict[str, Any] = {"color": "black", "marker": "o", "markersize": 4.2, "linestyle": "none"}
-MARKS: dict[str, dict[str, Any]] = {  # a shape each, so that the colours are not needed
+SETTING: Look = {"color": "black", "marker": "o", "markersize": 4.2, "linestyle": "none"}
+MARKS: dict[str, Look] = {  # of different shapes, so that the colors are not needed
     INPUT: {"marker": "o", "color": NAVY, "markersize": 4.2},
     WEIGHT: {"marker": "D", "color": SKY, "markersize": 3.4},
     OUTPUT: {"marker": "s", "color": VERMILION, "markersize": 3.8, "markerfacecolor": "white", "markeredgewidth": 1.0},
 }
-REFERENCE: dict[str, Any] = {"color": "0.35", "linewidth": 0.9, "linestyle": (0, (3, 1.5)), "zorder": 1}
+FULL_PRECISION = REFERENCE | {"zorder": 1}
 
 
+@declare(
+    "quantization-cost",
+    "perplexity quantized: the whole model, each kind of site alone, and layers of the costliest kinds",
+    "quantization",
+    "quantization_sites",
+)
 def draw(run: RunData) -> Figure:
     alone = probed(run, ALONE)
     kinds, sites = alone[alone["layer"] == ALL_LAYERS], alone[alone["layer"] != ALL_LAYERS].head(MOST)
     modules = list(kinds["site"].unique()[:MOST])
     left = TALL * (len(whole(run)) - 1) + len(modules)
     figure = new_figure(WIDE, ROW * max(left, len(sites)) + AROUND)
-    mosaic: Any = [["whole", "sites"], ["kinds", "sites"]] if len(sites) else [["whole"], ["kinds"]]
+    mosaic: list[HashableList[str]] = [["whole", "sites"], ["kinds", "sites"]] if len(sites) else [["whole"], ["kinds"]]
     axes = figure.subplot_mosaic(mosaic, height_ratios=[TALL * (len(whole(run)) - 1), len(modules)])
     _draw_settings(axes["whole"], run)
     reference = float(probed(run, FULL)["perplexity"].iloc[0])
     _draw_kinds(axes["kinds"], kinds[kinds["site"].isin(modules)], reference)
     if len(sites):
-        _draw_sites(axes["sites"], sites, reference, run.tables["quantisation_sites"])
+        _draw_sites(axes["sites"], sites, reference, run.tables["quantization_sites"])
     for name, ax in axes.items():
-        table = run.tables["quantisation"] if name == "whole" else alone
-        _perplexity_axis(ax, f"perplexity, {table['sequences'].max()} sequences")
+        table = run.tables["quantization"] if name == "whole" else alone
+        values = drawn(ax, "x")
+        values = values[np.isfinite(values)]  # infinite ones lie beyond the axis
+        log_x_axis(ax, values.min(), values.max(), room=1.02)
+        ax.set_xlabel(f"perplexity, {table['sequences'].max()} sequences")
     marks = [Line2D([], [], linestyle="none", label=part, **look) for part, look in MARKS.items()]
-    marks.append(Line2D([], [], label="full precision", **REFERENCE))
+    marks.append(Line2D([], [], label="full precision", **FULL_PRECISION))
     if len(sites) and any(name.get_text().endswith(MASSIVE) for name in axes["sites"].get_yticklabels()):
         marks.append(Line2D([], [], linestyle="none", label=f"{MASSIVE} holds massive activations"))
     figure.legend(handles=marks, loc="outside lower center", ncols=5)
@@ -67,21 +71,21 @@ def draw(run: RunData) -> Figure:
 
 def _draw_settings(ax: Axes, run: RunData) -> None:
     settings = whole(run)["perplexity"]
-    quantised = settings.drop(FULL)
-    _rows(ax, [wrapped(label(run, str(setting)), LETTERS, 2) for setting in quantised.index], float(settings[FULL]))
-    for row, perplexity in enumerate(quantised):
+    quantized = settings.drop(FULL)
+    _rows(ax, [wrapped(label(run, str(setting)), LETTERS, 2) for setting in quantized.index], float(settings[FULL]))
+    for row, perplexity in enumerate(quantized):
         ax.plot([perplexity], [row], **SETTING)
-    ax.set_title("whole model quantised")
+    ax.set_title("whole model quantized")
 
 
 def _draw_kinds(ax: Axes, kinds: pd.DataFrame, reference: float) -> None:
-    """A row a module, in the model's order, with a mark each for its input, weight and output."""
+    """A row for each module, in the model's order, with a mark for its input, weight and output."""
     modules = list(kinds.sort_index()["site"].unique())
     _rows(ax, [escape(shorten(module, LONGEST)) for module in modules], reference)
     for row in kinds.itertuples():
         part = str(row.part)
         ax.plot([row.perplexity], [modules.index(row.site) + NUDGE[part]], linestyle="none", **MARKS[part])
-    ax.set_title("one kind of site quantised")
+    ax.set_title("one kind of site quantized")
 
 
 def _draw_sites(ax: Axes, sites: pd.DataFrame, reference: float, known: pd.DataFrame) -> None:
@@ -93,26 +97,10 @@ def _draw_sites(ax: Axes, sites: pd.DataFrame, reference: float, known: pd.DataF
         names.append(escape(where + shorten(str(row.name), LONGEST)) + mark)
         ax.plot([row.perplexity], [place], linestyle="none", **MARKS[str(row.part)])
     _rows(ax, names, reference)
-    ax.set_title("one site quantised")
+    ax.set_title("one site quantized")
 
 
 def _rows(ax: Axes, names: list[str], reference: float) -> None:
-    """One a name, from the top, every second one shaded; the broken line down all of them."""
-    ax.set_yticks(range(len(names)), names)
-    ax.set_ylim(len(names) - 0.5, -0.5)
-    ax.tick_params(axis="y", length=0)
-    for row in range(0, len(names), 2):
-        ax.axhspan(row - 0.5, row + 0.5, color="0.955", linewidth=0)
-    ax.plot([reference, reference], [-0.5, len(names) - 0.5], **REFERENCE)
-
-
-def _perplexity_axis(ax: Axes, name: str) -> None:
-    """Called when all is drawn. A log scale by which small changes are seen; what is infinite lies beyond its end."""
-    values = np.concatenate([np.asarray(line.get_xdata(), float) for line in ax.lines])
-    values = values[np.isfinite(values)]
-    ax.set_xscale("log")
-    low, high = values.min(), values.max()
-    room = 1.02 * (high / low) ** 0.06
-    ax.set_xlim(low / room, high * room)
-    log_ticks(ax.xaxis, *ax.get_xlim())
-    ax.set_xlabel(name)
+    """Named rows, and the line of full precision through all of them."""
+    name_rows(ax, names)
+    ax.plot([reference, reference], [-0.5, len(names) - 0.5], **FULL_PRECISION)

@@ -1,0 +1,57 @@
+"""The table `effect`: what an experiment compares between its arms."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+
+from sinkscope.measuring.summary import WHOLE_MODEL
+from sinkscope.results.tables import Column
+
+EFFECT_COLUMNS = (
+    Column("name", "the intervention with its parameters"),
+    Column("arm", "before, after or control"),
+    Column("draw", "which of the random controls, from 0 on; -1: no control"),
+    Column("metric", "what was measured (`sinkscope list metrics`)"),
+    Column("position", "watched position; -1: none"),
+    Column("value", "its value"),
+)
+NO_POSITION = -1
+
+
+def arm_metrics(tables: Mapping[str, pd.DataFrame], watched: Sequence[int], loss: float) -> pd.DataFrame:
+    """The metrics of one arm.
+
+    sink_rate, window_mass    at each watched position, means over heads (GS eq. 1); the model's over layers, too
+    massive_magnitude         largest |entry| of a layer's output, mean over sequences; the model's largest layer
+    massive_count             massive activations per sequence; the model's sum over layers
+    loss, perplexity          of the predicted tokens, in nats
+
+    Args:
+        tables: `attention` and `massive` of the arm.
+        watched: positions.
+        loss: per predicted token.
+
+    Returns:
+        layer (-1: the whole model), metric, position (-1: none), value.
+    """
+    rows: list[tuple[int, str, int, float]] = []
+    attention = tables["attention"]
+    for position in watched:
+        by_layer = attention[attention["position"] == position].groupby("layer")
+        for metric in ("sink_rate", "window_mass"):
+            means = by_layer[metric].mean()
+            rows += [(int(layer), metric, position, float(value)) for layer, value in means.items()]
+            rows.append((WHOLE_MODEL, metric, position, float(means.mean())))
+    massive = tables["massive"]
+    sequences = massive["sequence"].nunique()
+    largest = massive["value"].abs().groupby([massive["layer"], massive["sequence"]]).max().groupby("layer").mean()
+    counts = massive.groupby("layer")["is_massive"].sum() / sequences
+    for metric, series, whole in (
+        ("massive_magnitude", largest, largest.max()),
+        ("massive_count", counts, counts.sum()),
+    ):
+        rows += [(int(layer), metric, NO_POSITION, float(value)) for layer, value in series.items()]
+        rows.append((WHOLE_MODEL, metric, NO_POSITION, float(whole)))
+    rows += [(WHOLE_MODEL, "loss", NO_POSITION, loss), (WHOLE_MODEL, "perplexity", NO_POSITION, float(np.exp(loss)))]
+    return pd.DataFrame(rows, columns=["layer", "metric", "position", "value"])

@@ -1,0 +1,222 @@
+"""An experiment: the model as it is, then every arm and its random controls, measured by the same code."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import pandas as pd
+import torch
+from rich.console import Console
+
+from sinkscope.attention.kernels import upcast
+from sinkscope.errors import InputError
+from sinkscope.interventions import Intervention, Known, Target
+from sinkscope.measuring.console import tell_place
+from sinkscope.measuring.effects import arm_metrics
+from sinkscope.measuring.measure import settings_of, tables_of
+from sinkscope.measuring.observables import OBSERVABLES
+from sinkscope.measuring.observables.observable import Mean, Observable, Reading, Settings
+from sinkscope.measuring.passes import Kind, Pass, pass_over
+from sinkscope.measuring.streaming import measure_streaming
+from sinkscope.measuring.subject import Subject
+from sinkscope.measuring.tables import publish
+from sinkscope.measuring.tracer import Tracer, open_tracer
+from sinkscope.options.measuring import RunConfig
+from sinkscope.text.batch import Batch
+
+Stack = tuple[Intervention, ...]
+
+MEASURED = ("attention", "massive")  # of every arm
+MAPS = "mean-maps"  # of every arm but a control's later draws
+CONTROL_TABLES = ("attention", "arm_maps")
+BEFORE = "before"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What was measured of the model under one stack of interventions."""
+
+    tables: dict[str, pd.DataFrame]  # as the observables give them
+    loss: float  # per predicted token
+
+
+@dataclass
+class Experiment:
+    """One model on one input: its arms are measured one after the other, and their tables are collected.
+
+    `lenient`: an arm that does not apply is skipped, and the reason kept; otherwise it is an InputError.
+    """
+
+    subject: Subject
+    config: RunConfig
+    wanted: Mapping[str, Stack]  # label → interventions, applied in this order
+    draws: int  # random controls of an arm
+    lenient: bool
+    console: Console
+    records: dict[str, dict[str, Any]] = field(default_factory=dict)  # label → what was done, for the manifest
+    skipped: dict[str, str] = field(default_factory=dict)  # label → why it was not
+    batch_size: int = 0  # that fitted
+    _parts: dict[str, list[pd.DataFrame]] = field(default_factory=lambda: defaultdict(list))
+    _means: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)  # position → layer → (D,)
+
+    def run(self) -> dict[str, pd.DataFrame]:
+        """Measure the model as it is, then every arm and its controls.
+
+        Returns:
+            The tables by name; their `condition` is the arm.
+
+        Raises:
+            InputError: an arm does not apply, names what the model does not have, or would change nothing.
+        """
+        length = min(len(ids) for ids in self.subject.inputs.sequences)
+        known = Known(Target(self.subject.loaded.model, self.subject.family, seams=[]), length)
+        self._check_arms(known)
+        if any(_way(stack) == "pass" for stack in self.wanted.values()):
+            self.before = self._measured(BEFORE, ())
+            known.tables, known.hidden_means = self.before.tables, self._hidden_mean
+        for place, (label, stack) in enumerate(self.wanted.items(), 1):
+            if label not in self.skipped:
+                tell_place(self.console, label, place, len(self.wanted))
+                self._run_arm(label, stack, known)
+        return {name: pd.concat(parts, ignore_index=True) for name, parts in self._parts.items()}
+
+    def _check_arms(self, known: Known) -> None:
+        """Before anything is measured: does every arm apply, and does the model have what it names?"""
+        for label, stack in self.wanted.items():
+            reasons = [reason for part in stack if (reason := part.inapplicable(known.target))]
+            if reasons and not self.lenient:
+                raise InputError(f"{label} does not apply to {self.subject.loaded.name}: {reasons[0]}")
+            if reasons:
+                self.skipped[label] = reasons[0]
+                continue
+            for part in stack:
+                part.check(known.target, known.length)
+
+    def _run_arm(self, label: str, stack: Stack, known: Known) -> None:
+        try:
+            resolved = tuple(part.resolved(known) for part in stack)
+            for part in resolved:
+                part.check(known.target, known.length)
+            self.WAYS[_way(stack)](self, label, stack, resolved, known)
+        except InputError as error:
+            # Only the choice of parameters is lenient: an arm that has begun to be measured is not skipped.
+            if not self.lenient or label in self.records:
+                raise
+            self.skipped[label] = str(error).removeprefix(f"{label}: ")
+
+    def _by_pass(self, label: str, stack: Stack, resolved: Stack, known: Known) -> None:
+        """Before, after and controls, each in one pass of the tracer."""
+        record = self.records[label] = _record(stack, resolved)
+        arms = [(BEFORE, -1, self.before), ("after", -1, self._measured(label, resolved))]
+        for draw, control in enumerate(_controls(resolved, known, self.config.seed, self.draws)):
+            record["controls"].append([str(part) for part in control])
+            arms.append(("control", draw, self._measured(f"{label} control {draw}", control, draw)))
+        effects = [
+            arm_metrics(arm.tables, record["watched"], arm.loss).assign(arm=name, draw=draw) for name, draw, arm in arms
+        ]
+        self._collect({"effect": pd.concat(effects, ignore_index=True).assign(name=" ".join(record["do"]))}, label)
+
+    def _by_streaming(self, label: str, stack: Stack, resolved: Stack, known: Known) -> None:
+        """The text read anew with every cache, by perplexity alone."""
+        subject, (part,) = self.subject, resolved
+        caches = part.model_dump()
+        table = measure_streaming(
+            subject.loaded.model, subject.family, subject.inputs, caches["window"], caches["keep"]
+        )
+        self._collect({"streaming": table}, label)
+        self.records[label] = _record(stack, resolved)
+
+    WAYS: ClassVar[dict[str, Callable[..., None]]] = {"pass": _by_pass, "streaming": _by_streaming}
+
+    def _measured(self, condition: str, stack: Sequence[Intervention], draw: int = -1) -> Arm:
+        """One pass with these interventions applied; its tables are kept under `condition`. Of a control (a draw from
+        0 on) only the attention by head and position is kept, and of the first draw the maps.
+        """
+        names = (*MEASURED, MAPS) if draw < 1 else MEASURED
+        positions = max(at + 1 for wanted in self.wanted.values() for part in wanted for at in (0, *part.watched))
+        settings = settings_of(self.subject, self.config, positions)
+        done = self._pass(lambda: [OBSERVABLES[name](settings) for name in names], Tracer.forward_with_loss, stack)
+        self.batch_size = done.batch_size
+        raw = tables_of(done.observables)
+        self._collect(raw if draw < 0 else {name: raw[name] for name in CONTROL_TABLES if name in raw}, condition)
+        return Arm(raw, done.loss / self.subject.inputs.num_predicted)
+
+    def _hidden_mean(self, layer: int, position: int) -> torch.Tensor:
+        """(D,): the output of a layer at a position of the model as it is, mean over sequences."""
+        if position not in self._means:
+            (hidden,) = self._pass(lambda: [_HiddenMean(position)], Tracer.forward, ()).observables
+            self._means[position] = {layer: torch.from_numpy(hidden.mean[layer]) for layer in hidden.mean.keys()}  # noqa: SIM118
+        return self._means[position][layer]
+
+    def _pass(
+        self,
+        fresh: Callable[[], list[Kind]],
+        step: Callable[[Tracer, Batch, Sequence[Observable]], float | None],
+        stack: Sequence[Intervention],
+    ) -> Pass[Kind]:
+        subject, config = self.subject, self.config
+        size = self.batch_size or config.batch_size  # what fitted once fits again
+        with open_tracer(subject.loaded.model, subject.family, config.attn, stack) as tracer:
+            return pass_over(
+                tracer, subject.inputs, fresh, lambda *batch: step(tracer, *batch), size, console=self.console
+            )
+
+    def _collect(self, raw: Mapping[str, pd.DataFrame], condition: str) -> None:
+        for name, table in publish(raw, self.subject.loaded, condition).items():
+            self._parts[name].append(table)
+
+
+def _way(stack: Stack) -> str:
+    """How an arm is measured; what is not measured in passes stands alone (`wanted_arms` sees to it)."""
+    return stack[0].measured_by
+
+
+def _record(stack: Stack, resolved: Stack) -> dict[str, Any]:
+    """An arm's entry in the manifest. No paper says what to expect of a stack of several."""
+    alone = len(stack) == 1
+    return {
+        "asked": [str(part) for part in stack],
+        "do": [str(part) for part in resolved],
+        "paper": stack[0].paper if alone else "",
+        "expects": stack[0].expects if alone else "",
+        "watched": list(dict.fromkeys(position for part in resolved for position in part.watched)),
+        "controls": [],
+    }
+
+
+def _controls(stack: Stack, known: Known, seed: int, draws: int) -> list[Stack]:
+    """The stack with each part replaced by its random control where it has one, `draws` times, all different if there
+    are so many; empty where no part has a control.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    found: list[Stack] = []
+    for _ in range(20 * draws):
+        if len(found) == draws:
+            break
+        controls = [part.control(known, generator) for part in stack]
+        if all(control is None for control in controls):
+            break
+        drawn = tuple((control or part).resolved(known) for part, control in zip(stack, controls, strict=True))
+        if drawn not in found:
+            found.append(drawn)
+    return found
+
+
+class _HiddenMean(Observable):
+    """The output of every layer at one position, mean over sequences."""
+
+    about = "what mean-massive puts in the place of massive activations"
+    sites = ("layer_out",)
+
+    def __init__(self, position: int) -> None:
+        super().__init__(Settings())
+        self.position = position
+        self.mean = Mean()
+
+    def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
+        at_position = batch.tokens_at(reading.tensor, self.position + 1)[:, self.position]
+        self.mean.add(layer, upcast(at_position))
+
+    def tables(self) -> dict[str, pd.DataFrame]:
+        return {}

@@ -1,0 +1,201 @@
+"""From static ranges to the sites whose quantization costs most: the tables of `quantize`.
+
+Settings of the whole model are measured on all sequences, the search for the costly sites on the first PROBED.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas as pd
+from rich.console import Console
+
+from sinkscope.measuring.console import say
+from sinkscope.measuring.quantized import Bench
+from sinkscope.quantization.ranges import Range, Rounding
+from sinkscope.quantization.settings import (
+    ACTIVATIONS,
+    ALL,
+    ALL_LAYERS,
+    ALONE,
+    BY_LAYER,
+    COSTLIEST_KEPT,
+    COSTLY,
+    FULL,
+    KEPT,
+    LAYERS,
+    MASSIVE_KEPT,
+    PROBED,
+    RESTORED,
+    WEIGHTS,
+)
+from sinkscope.quantization.sites import WEIGHT, Site
+from sinkscope.results.tables import Column, Columns
+from sinkscope.text.inputs import TokenInputs
+
+Ranges = Mapping[Site, Range]
+
+LINEAR = Column("site", "kind of linear layer, as mlp.down_proj")
+PART = Column("part", "input, weight or output of the linear layer")
+QUANTIZATION_TABLES: dict[str, Columns] = {
+    "quantization": (
+        Column("setting", "what is quantized: quantization/settings.py"),
+        LINEAR,
+        PART,
+        Column("quantized", "how many sites are quantized"),
+        Column("kept", "sites in full precision, where they were searched for"),
+        Column("sequences", "how many sequences it was measured on"),
+        Column("loss", "mean cross-entropy", "nats per token"),
+        Column("perplexity", "exp(loss)"),
+        Column("cost", "loss above that of full precision on the same sequences", "nats per token"),
+        Column("max_inf_norm", "largest absolute entry over sites and layers; NaN where it was not measured"),
+        Column("kurtosis", "mean over sites and layers; NaN where it was not measured"),
+    ),
+    "quantization_sites": (
+        LINEAR,
+        PART,
+        Column("path", "of the linear layer in the model"),
+        Column("low", "smallest entry on the calibration sequences"),
+        Column("high", "largest entry"),
+        Column("median_abs", "median of a sequence's absolute entries, mean over sequences"),
+        Column("max_abs", "largest absolute entry"),
+        Column("is_massive", "whether a sequence has a massive activation here; never of a weight"),
+        Column("step", "of the grid"),
+        Column("zeroed", "share of the entries other than 0 that the grid makes 0"),
+        Column("sqnr", "signal to quantization noise, 10 log₁₀ Σx² ÷ Σ(x-x̂)²", "dB"),
+    ),
+}
+
+
+@dataclass
+class Study:
+    """From the ranges to the sites that cost most, row by row of the table `quantization`."""
+
+    inputs: TokenInputs
+    bench: Bench
+    ranges: Ranges
+    roundings: Mapping[Site, Rounding]
+    console: Console
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def tables(self) -> dict[str, pd.DataFrame]:
+        say(self.console, f"{self.bench.bits} on {len(self.inputs)} sequences")
+        self._whole_model()
+        say(self.console, f"looking for the sites that cost most on {len(self.probes)} sequences")
+        self._keep_costliest(self._costliest_sites(self._costly_kinds()))
+        return {"quantization": pd.DataFrame(self.rows), "quantization_sites": self._sites()}
+
+    # --- what is measured
+
+    def _whole_model(self) -> None:
+        weights = {site for site in self.ranges if site.part == WEIGHT}
+        massive = {site for site, known in self.ranges.items() if known.is_massive}
+        self._note(FULL, {}, outliers=True)
+        self._note(ALL, self.ranges, outliers=True)
+        self._note(WEIGHTS, self._without(self.ranges.keys() - weights))
+        self._note(ACTIVATIONS, self._without(weights))
+        if massive:
+            self._note(MASSIVE_KEPT, self._without(massive))
+        if len(self.probes) < len(self.inputs):
+            self._note(FULL, {}, self.probes)
+            self._note(ALL, self.ranges, self.probes)
+
+    def _costly_kinds(self) -> list[str]:
+        """Every kind of site alone, and each that is costly kept. → the costly ones, the costliest first."""
+        costs: dict[str, float] = {}
+        for role in dict.fromkeys(site.role for site in self.ranges):
+            alone = {site: known for site, known in self.ranges.items() if site.role == role}
+            costs[role] = self._note(ALONE, alone, self.probes, next(iter(alone)))
+        costly = sorted((role for role in costs if costs[role] >= COSTLY), key=lambda role: -costs[role])
+        for role in costly:
+            kept = {site for site in self.ranges if site.role == role}
+            self._note(KEPT, self._without(kept), self.probes, next(iter(kept)))
+        return costly
+
+    def _costliest_sites(self, costly: list[str]) -> list[Site]:
+        """Of the costliest kinds, one layer alone. → sites whose cost shows, the costliest first."""
+        costs: dict[Site, float] = {}
+        for role in costly[:BY_LAYER]:
+            sites = [site for site in self.ranges if site.role == role]
+            coarsest = sorted(sites, key=lambda site: -self.roundings[site].zeroed)[:LAYERS]
+            for site in sorted(coarsest, key=lambda site: site.layer):
+                costs[site] = self._note(ALONE, {site: self.ranges[site]}, self.probes, site, site.layer)
+        return sorted((site for site in costs if costs[site] > 0), key=lambda site: -costs[site])
+
+    def _keep_costliest(self, costliest: list[Site]) -> None:
+        """One, two, four … of them in full precision, until nearly all of the cost is gone; these on all sequences."""
+        whole = self._row(ALL, self.probes)["cost"]
+        if not costliest or whole < COSTLY:
+            return
+        count, cost = 0, math.inf
+        while cost > RESTORED * whole and count < len(costliest):
+            count = min(max(1, 2 * count), len(costliest))
+            kept = costliest[:count]
+            cost = self._note(COSTLIEST_KEPT, self._without(set(kept)), self.probes, kept=kept)
+        if len(self.probes) < len(self.inputs):
+            self._note(COSTLIEST_KEPT, self._without(set(kept)), kept=kept)
+
+    @property
+    def probes(self) -> TokenInputs:
+        return self.inputs.part(0, PROBED)
+
+    def _without(self, kept: Set[Site]) -> dict[Site, Range]:
+        return {site: known for site, known in self.ranges.items() if site not in kept}
+
+    # --- how it is written down
+
+    def _note(
+        self,
+        setting: str,
+        ranges: Ranges,
+        inputs: TokenInputs | None = None,
+        site: Site | None = None,
+        layer: int = ALL_LAYERS,
+        kept: Iterable[Site] = (),
+        outliers: bool = False,
+    ) -> float:
+        """Measure one setting as a row. → its cost: the loss above that of full precision on the same sequences."""
+        inputs = inputs or self.inputs
+        measured = self.bench.measure(ranges, inputs, outliers)
+        cost = 0.0 if setting == FULL else measured.loss - self._row(FULL, inputs)["loss"]
+        self.rows.append(
+            {
+                "layer": layer,
+                "setting": setting,
+                "site": site.kind if site else "",
+                "part": site.part if site else "",
+                "quantized": len(ranges),
+                "kept": ", ".join(str(site) for site in kept),
+                "sequences": len(inputs),
+                "loss": measured.loss,
+                "perplexity": measured.perplexity,
+                "cost": cost,
+                "max_inf_norm": measured.max_inf_norm,
+                "kurtosis": measured.kurtosis,
+            }
+        )
+        return cost
+
+    def _row(self, setting: str, inputs: TokenInputs) -> dict[str, Any]:
+        return next(row for row in self.rows if row["setting"] == setting and row["sequences"] == len(inputs))
+
+    def _sites(self) -> pd.DataFrame:
+        rows = [
+            {
+                "layer": site.layer,
+                "site": site.kind,
+                "part": site.part,
+                "path": site.path,
+                "low": known.low,
+                "high": known.high,
+                "median_abs": known.median_abs,
+                "max_abs": known.max_abs,
+                "is_massive": known.is_massive,
+                "step": self.bench.bits.grid(site, known).step,
+                "zeroed": self.roundings[site].zeroed,
+                "sqnr": self.roundings[site].sqnr,
+            }
+            for site, known in self.ranges.items()
+        ]
+        return pd.DataFrame(rows)

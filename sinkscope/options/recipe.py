@@ -1,0 +1,277 @@
+"""Recipes: a command with all its options as one YAML file, an experiment or a paper's figure on any model.
+
+    title: Gradient norms of query, key and value states by position
+    reproduces: GS figure 2
+    command: analyze          # the default; any other of `sinkscope --help`
+    options:                  # as on its command line
+      num-seqs: 100
+      observables: [gradient]
+    figures: [gradient-norms]
+
+It may also name a `model`, a folder `out`, and several `runs`, each with options on top of those above:
+
+    runs:
+      natural: {input: natural}
+      random: {input: random}
+"""
+
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+
+from sinkscope.errors import InputError, one_line, unknown
+from sinkscope.options import COMMANDS
+from sinkscope.options.option import Options, checked
+
+ENDINGS = (".yaml", ".yml")
+COMPARISON = "comparison"  # the folder beside those of several runs
+
+# what a recipe, which may come from anywhere, cannot decide, and why
+NOT_OPTIONS = {
+    "model": "belongs beside `options`, not among them",
+    "trust_remote_code": "is for you to give, on the command line: --trust-remote-code",
+    "allow_pickle": "is for you to give, on the command line: --allow-pickle",
+}
+
+
+class Content(BaseModel):
+    """What is in the file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    title: str
+    reproduces: str | None = None  # the paper's figure or table
+    command: str = "analyze"
+    model: str | None = None
+    options: dict[str, Any] = {}
+    runs: dict[str, dict[str, Any]] = {}
+    figures: tuple[str, ...] = ()
+    out: str | None = None
+
+    @field_validator("options", mode="before")
+    @classmethod
+    def _may_be_empty(cls, options: Any) -> Any:
+        """`options:` with nothing, or only comments, behind it."""
+        return {} if options is None else options
+
+    @field_validator("runs", mode="before")
+    @classmethod
+    def _runs_may_be_empty(cls, runs: Any) -> Any:
+        """A run with nothing behind its name is as `options` says."""
+        if isinstance(runs, dict):
+            return {name: {} if options is None else options for name, options in runs.items()}
+        return {} if runs is None else runs
+
+    @field_validator("figures", mode="before")
+    @classmethod
+    def _split(cls, names: Any) -> Any:
+        """As on the command line: `a,b`."""
+        if isinstance(names, str):
+            return [name.strip() for name in names.split(",") if name.strip()]
+        return [] if names is None else names
+
+    @field_validator("command")
+    @classmethod
+    def _check_command(cls, command: str) -> str:
+        if command not in COMMANDS:
+            raise ValueError(unknown(command, COMMANDS))
+        if command == "run":
+            raise ValueError("a recipe cannot run another recipe")
+        return command
+
+    @field_validator("runs")
+    @classmethod
+    def _check_runs(cls, runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        if len(runs) == 1:
+            raise ValueError("there is only one: write its options under `options`, and leave `runs` out")
+        for name in runs:
+            if not re.fullmatch(r"[\w+=@-][\w.+=@-]*", name) or name == COMPARISON:
+                raise ValueError(f"'{name}' cannot be the name of a run, which is also its folder's: choose another")
+        return runs
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe that was read from a file."""
+
+    name: str
+    path: Path
+    content: Content
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """For the manifests: the file as it was."""
+        return {"name": self.name, "content": self.content.model_dump(mode="json", exclude_unset=True)}
+
+    def options(self, given: Mapping[str, Any]) -> dict[str, Options]:
+        """Run → the options of its command; the name of an only run is "".
+
+        Args:
+            given: options that take the place of the recipe's.
+
+        Raises:
+            InputError: an option does not exist, or its value is not allowed; it names the file.
+        """
+        kind, content = COMMANDS[self.content.command], self.content
+        own = {"model": content.model} if content.model is not None else {}
+        try:
+            if content.runs and not kind.in_memory:
+                raise InputError(f"`runs` are of commands that measure one run; `{content.command}` is none")
+            shared = own | _named(content.options)
+            runs = {name: shared | _named(options) for name, options in (content.runs or {"": {}}).items()}
+            if given.get("model") is not None:  # these are of the recipe's own model
+                runs = {name: _without(options, "revision", "gguf_file") for name, options in runs.items()}
+            return {name: checked(kind, options | _read_by(kind, given)) for name, options in runs.items()}
+        except InputError as error:
+            raise InputError(f"{self.path}: {error}") from None
+
+
+def _named(options: Mapping[str, Any]) -> dict[str, Any]:
+    """As the fields are named, with underscores where the command line has hyphens."""
+    named = {name.replace("-", "_"): value for name, value in options.items()}
+    for name, why in NOT_OPTIONS.items():
+        if name in named:
+            raise InputError(f"option '{name}' {why}")
+    return named
+
+
+def _read_by(kind: type[Options], given: Mapping[str, Any]) -> dict[str, Any]:
+    """What a training reads is called `text`; on `run`'s command line it is `input` for all commands."""
+    if "text" not in kind.model_fields or "input" not in given:
+        return dict(given)
+    return _without(given, "input") | {"text": given["input"]}
+
+
+def _without(options: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name not in names}
+
+
+# --- finding
+
+
+def known_recipes() -> dict[str, Path]:
+    """Name → file, of recipes/ in the working directory, and of those that come with sinkscope."""
+    found: dict[str, Path] = {}
+    for folder in (Path("recipes"), shipped_recipes()):
+        for path in sorted(folder.glob("*")):
+            if path.suffix in ENDINGS and path.is_file():
+                found.setdefault(path.stem, path)
+    return found
+
+
+def shipped_recipes() -> Path:
+    """recipes/ inside the installed package, or beside the package in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    checkout = package.parent
+    return checkout / "recipes" if (checkout / "pyproject.toml").is_file() else package / "recipes"
+
+
+def find_recipe(recipe: str | os.PathLike[str]) -> Path:
+    """A file, or the file of a name.
+
+    Raises:
+        InputError: there is neither.
+    """
+    path = Path(recipe).expanduser()
+    if path.is_file():
+        return path
+    known = known_recipes()
+    name = path.stem if path.suffix in ENDINGS else path.name
+    if path.name == str(recipe):  # no folder before it
+        if name in known:
+            return known[name]
+        if path.suffix not in ENDINGS:
+            raise InputError(f"recipe {unknown(name, known)}")
+    raise InputError(f"{recipe}: {'this is a folder' if path.is_dir() else 'no such file'}{_hint(name, known)}")
+
+
+def _hint(name: str, known: Mapping[str, Path]) -> str:
+    if name in known:
+        return f"; `sinkscope run {name}` finds {known[name]}"
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.8)
+    return f"; did you mean the recipe '{close[0]}'?" if close else ""
+
+
+# --- reading
+
+
+def read_recipe(path: Path) -> Recipe:
+    """Read a recipe; its options are checked later, with those that are given beside it.
+
+    Raises:
+        InputError: the file cannot be read, is no YAML, or is no recipe.
+    """
+    name = path.stem if path.suffix in ENDINGS else path.name
+    try:
+        return Recipe(name, path, Content.model_validate(_parse(path)))
+    except ValidationError as error:
+        # an unknown key first: it may be the misspelling of one that is missing
+        worst = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
+        raise InputError(f"{path}: {_complaint(worst)}") from None
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    try:
+        content = _with_text_for_keys(yaml.safe_load(path.read_text(encoding="utf-8-sig")))
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{path} is not UTF-8 text") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise InputError(f"{path} is not YAML: {_yaml_complaint(error)}") from None
+    if content is None:
+        raise InputError(f"{path} is empty: a recipe has at least a title")
+    if not isinstance(content, dict):
+        raise InputError(f"{path} is not a recipe: it holds {_some(content)}, and not keys and values, as `title: …`")
+    return content
+
+
+def _with_text_for_keys(content: Any) -> Any:
+    """YAML reads the keys `1` and `on` as a number and a truth value."""
+    if not isinstance(content, dict):
+        return content
+    return {str(key): _with_text_for_keys(value) for key, value in content.items()}
+
+
+def _some(content: Any) -> str:
+    return "text" if isinstance(content, str) else "a list" if isinstance(content, list) else f"only {content!r}"
+
+
+def _yaml_complaint(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
+    where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+    if problem.startswith("but "):  # half of a sentence
+        problem = f"{getattr(error, 'context', None) or ''} {problem}"
+    hint = " (text with a colon in it needs quotes)" if "mapping values" in problem else ""
+    return where + one_line(problem) + hint
+
+
+_NEEDED = {  # pydantic's kind of error → what to say of the value
+    "string_type": "it must be text",
+    "dict_type": "it must hold keys and values, as `seq-len: 64`",
+    "tuple_type": "it must be a list, as [sink-map, sinks-by-layer]",
+}
+
+
+def _complaint(error: Any) -> str:
+    """One of pydantic's errors, for someone who wrote the file."""
+    message = str(error["msg"]).removeprefix("Value error, ")
+    where, key = ".".join(str(part) for part in error["loc"]), str(error["loc"][0])
+    if error["type"] == "missing":
+        return f"it has no `{key}`"
+    if error["type"] == "extra_forbidden":
+        name = key.replace("-", "_")
+        is_option = any(name in kind.model_fields for kind in COMMANDS.values())
+        return f"`{key}` belongs under `options`" if is_option else f"key {unknown(key, Content.model_fields)}"
+    if error["type"] in _NEEDED:
+        return f"`{where}`: {_NEEDED[error['type']]}, not {error['input']!r}"
+    return f"`{where}`: {message}"

@@ -1,0 +1,334 @@
+"""Every metric once: what it is called, how it is defined, in which unit, how it is printed, and from which paper.
+
+Whatever shows a metric (verdicts, tables, figures, comparisons, `sinkscope list metrics`) reads it from `METRICS`.
+
+Papers: GS = Attention Sinks Induce Gradient Sinks, WSE = When Attention Sink Emerges in Language Models, NU = Attention
+Sink Mechanisms Are Not Universal, VGA = Value-State Gated Attention. Position 0 is a sequence's first token.
+"""
+
+from dataclasses import dataclass
+from math import isnan
+
+SUMMARY, EFFECT, QUANTIZATION = "summary", "effect", "quantization"
+RETROFIT, TRAINING = "retrofit", "training"
+
+LARGE = 1e6  # from here on a number is printed as 1.085e+06
+MISSING = "–"  # printed in place of a number that was not measured
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric.
+
+    Attributes:
+        name: As in the column `metric` of the tables.
+        label: As printed in verdicts, with what it is taken over.
+        short: As printed over a panel of a figure or a column of a table, where the rest is said beside it.
+        definition: How it is computed.
+        unit: "share", "nats", "ratio", …; empty for a plain number.
+        form: Format string of its values.
+        source: Paper and equation; empty where it is sinkscope's own.
+        whole: How the layers' values become the whole model's; empty where there are no values by layer.
+        scope: Where it applies; empty for every model and input.
+        lower_is_better: True for metrics that a method is praised for lowering.
+        tables: Tables in which it occurs.
+    """
+
+    name: str
+    label: str
+    short: str
+    definition: str
+    unit: str = ""
+    form: str = "{:.2f}"
+    source: str = ""
+    whole: str = "mean"
+    scope: str = ""
+    lower_is_better: bool = False
+    tables: tuple[str, ...] = (SUMMARY,)
+
+    def text(self, value: float) -> str:
+        """The value as printed."""
+        if isnan(value):
+            return MISSING
+        return f"{value:.4g}" if abs(value) >= LARGE else self.form.format(value)
+
+    def text_with_spread(self, value: float, deviation: float) -> str:
+        """«16.94 ± 0.01»; no ± where `deviation` is NaN, as it is of a single value."""
+        spread = "" if isnan(value) or isnan(deviation) else f" ± {self.text(deviation).lstrip('+')}"
+        return self.text(value) + spread
+
+    @property
+    def heading(self) -> str:
+        """The head of a column of a Markdown table: «Perplexity (↓)»."""
+        text = self.short[:1].upper() + self.short[1:] + " (↓)" * self.lower_is_better
+        return text.replace("<s>", "`<s>`")  # which Markdown would read as a tag
+
+
+# Token groups of GS figure 3: name, first and last position.
+TOKEN_GROUPS = (("0", 0, 0), ("1", 1, 1), ("2-3", 2, 3), ("4-7", 4, 7), ("8-15", 8, 15))
+
+_LEARNED = "models with learned positions and a query bias"
+_QUERY_BIAS = "models with a query bias"
+_GATED = "retrofits with gates or scales on values or heads' outputs"
+_TASK = "train on bigram-backcopy"
+
+# fmt: off
+_ATTENTION = (
+    Metric("sink_rate", "sink rate at position 0", "sink rate",
+        "share of heads whose window mass exceeds ε, per sequence, then averaged over sequences",
+        unit="share", form="{:.1%}", source="GS eq. 1; WSE §3", tables=(SUMMARY, EFFECT, RETROFIT)),
+    Metric("sink_rate_later", "share of heads and sequences with a later sink", "sinks at later positions",
+        "share of (head, sequence) pairs with a window mass above ε at any position from 1 on that has enough "
+        "queries behind it",
+        unit="share", form="{:.1%}", source="GS eq. 1"),
+    Metric("window_mass", "mean window mass at position 0", "window mass",
+        "mean attention to the position over the W queries from it on, averaged over heads and sequences",
+        unit="attention", form="{:.3f}", source="GS eq. 1", tables=(SUMMARY, EFFECT)),
+    Metric("sink_mass", "mean sink mass at position 0", "sink mass",
+        "mean attention to position 0 over all queries, averaged over heads and sequences",
+        unit="attention", form="{:.3f}", source="GS eq. 2"),
+    Metric("repeated_bound", "upper bound of the sink mass on repeated tokens", "bound on the sink mass",
+        "mean over heads and queries of exp(2ξ) ÷ (exp(2ξ) + t), ξ = scaling · ‖q‖‖k‖",
+        unit="attention", form="{:.3f}", source="WSE proposition 4", scope="rotary models on repeated tokens"),
+    Metric("attention_entropy", "attention entropy (nats)", "attention entropy",
+        "entropy of the attention weights of a query, averaged over queries, heads and sequences",
+        unit="nats"),
+    Metric("missing_mass", "attention mass taken by learned sink logits", "missing mass",
+        "1 − sum of a query's attention weights, averaged over queries, heads and sequences",
+        unit="attention", form="{:.3f}", source="WSE table 4", scope="models with learned sink logits"),
+)
+
+_GEOMETRY = (
+    Metric("value_drain", "value norm at position 0 ÷ later positions (mean over all layers)", "value norm ÷ others",
+        "norm of the value state at position 0 ÷ its mean over the other reported positions, per head, averaged "
+        "over heads",
+        unit="ratio", source="VGA §1", tables=(SUMMARY, RETROFIT)),
+    Metric("raw_value_drain", "raw value norm at position 0 ÷ later positions", "raw value norm ÷ others",
+        "as value_drain, of the value states that the projection gives, in front of the gate or scale",
+        unit="ratio", source="GS §5.1; VGA eq. 8", scope=_GATED, tables=(SUMMARY, RETROFIT)),
+    Metric("sink_logit_gap", "logit of position 0 above the other keys'", "logit gap",
+        "pre-softmax logit of position 0 − mean logit of the query's other keys, averaged over queries and heads",
+        source="VGA §4.1"),
+    Metric("qk_cosine", "cosine of queries and the key of position 0", "query-key cosine",
+        "mean over queries of cos(q_t, k_0), averaged over heads",
+        source="WSE fig. 2"),
+    Metric("gate_first", "mean gate at position 0", "gate at position 0",
+        "what the retrofit multiplies values or heads' outputs by at position 0, averaged over heads",
+        form="{:.3f}", source="VGA eq. 6–10; GS §5.1", scope=_GATED, tables=(SUMMARY, RETROFIT)),
+    Metric("gate_later", "mean gate at later positions", "gate at others",
+        "as gate_first, averaged over the other reported positions",
+        form="{:.3f}", source="VGA eq. 6–10; GS §5.1", scope=_GATED, tables=(SUMMARY, RETROFIT)),
+)
+
+_ACTIVATIONS = (
+    Metric("norm_ratio", "residual norm at position 0 ÷ later positions (mean over layers)", "residual norm ÷ others",
+        "norm of the layer's output at position 0 ÷ its mean over the other reported positions",
+        unit="ratio", form="{:.1f}", source="GS §2", tables=(SUMMARY, RETROFIT)),
+    Metric("massive_count", "massive activations per sequence, all layers", "massive activations per sequence",
+        "entries of the layer's output with |x| > 100 and |x| ≥ 1000 × the median |entry|, per sequence",
+        unit="entries", form="{:.1f}", source="Sun et al. 2024", whole="sum", tables=(SUMMARY, EFFECT, RETROFIT)),
+    Metric("massive_magnitude", "largest |activation| (mean over sequences, largest layer)", "largest |activation|",
+        "largest |entry| of the layer's output, averaged over sequences",
+        form="{:,.0f}", source="Sun et al. 2024", whole="largest", tables=(EFFECT,)),
+    Metric("max_inf_norm", "max infinity norm (mean over sequences, largest site and layer)", "max infinity norm",
+        "largest |entry| of each sequence, averaged over sequences, at the site where it is largest",
+        form="{:,.2f}", source="VGA table 1; Bondarenko et al. 2023", whole="largest", lower_is_better=True,
+        tables=(SUMMARY, QUANTIZATION, RETROFIT)),
+    Metric("kurtosis", "kurtosis (mean over sequences, sites and layers)", "mean kurtosis",
+        "mean((x − μ)⁴) ÷ σ⁴ over all entries of a site and sequence, averaged over sequences and sites",
+        form="{:,.2f}", source="VGA table 1; Bondarenko et al. 2023", lower_is_better=True,
+        tables=(SUMMARY, QUANTIZATION, RETROFIT)),
+    Metric("loss", "loss (nats per token)", "loss",
+        "cross-entropy of the predicted tokens; in the table `training` of the training batches",
+        unit="nats", form="{:.3f}", whole="", lower_is_better=True, tables=(SUMMARY, EFFECT, QUANTIZATION, TRAINING)),
+    Metric("perplexity", "perplexity of the run's text", "perplexity",
+        "exp(loss)",
+        form="{:,.2f}", source="VGA table 1", whole="", lower_is_better=True,
+        tables=(SUMMARY, EFFECT, QUANTIZATION, RETROFIT)),
+)
+
+_GRADIENTS = (
+    Metric("value_gradient_ratio", "value gradient at position 0 ÷ positions ≥ 5", "value gradient ÷ later",
+        "gradient norm of the value states at position 0 ÷ its mean over positions ≥ 5, all heads together",
+        unit="ratio", form="{:.1f}", source="GS fig. 2", whole="of the norms averaged over layers",
+        tables=(SUMMARY, RETROFIT)),
+    Metric("key_gradient_ratio", "key gradient at position 0 ÷ positions ≥ 5", "key gradient ÷ later",
+        "as value_gradient_ratio, of the keys",
+        unit="ratio", form="{:.1f}", source="GS fig. 2", whole="of the norms averaged over layers"),
+    *(
+        Metric(f"{name}{ending}", f"{label} at {where}", f"{name} at {where}",
+            definition + reduced,
+            unit="ratio", form=form, source="GS §4", whole="median")
+        for name, label, definition, form in (
+            ("bloat", "gradient gain of the attention branch", "‖∇h̃‖ ÷ ‖∇r_attn‖", "{:,.1f}"),
+            ("compress", "gradient gain of the norm before it", "‖∇h − ∇h+½‖ ÷ ‖∇h̃‖", "{:.3g}"),
+            ("change", "gradient gain of the whole branch", "‖∇h‖ ÷ ‖∇h+½‖", "{:.2f}"),
+        )
+        for ending, where, reduced in (
+            ("", "position 0", " of the attention branch, averaged over sequences"),
+            ("_later", "positions ≥ 5", " of the attention branch, averaged over sequences; median over positions"),
+        )
+    ),
+    Metric("compress_slope", "slope of log compress on log norm", "slope",
+        "least-squares slope of log₁₀ compress on log₁₀‖h‖, attention branch, layers ≥ 1, all positions",
+        source="GS fig. 3", whole=""),
+    Metric("compress_correlation", "correlation of log compress and log norm", "correlation",
+        "Pearson's r of the points of compress_slope",
+        source="GS fig. 3", whole=""),
+    *(
+        Metric(f"{name}_{group}", f"{label}, positions {group}", f"{short} {group}",
+            f"as {name}, over positions {group}",
+            source="GS fig. 3", whole="")
+        for name, label, short in (
+            ("compress_slope", "slope of log compress", "slope"),
+            ("compress_correlation", "correlation of log compress", "correlation"),
+        )
+        for group, _, _ in TOKEN_GROUPS
+    ),
+    Metric("identity_residual", "largest residual of the value-gradient identity", "identity residual",
+        "largest relative residual of ∇v_s = Σ_t a[t,s] g_t over heads and positions",
+        form="{:.1e}", source="GS §3.1", whole="largest"),
+    Metric("theorem1_holds", "share of heads and positions at which theorem 1 holds", "theorem 1 holds",
+        "share of heads and positions whose squared value gradient lies within both bounds",
+        unit="share", form="{:.1%}", source="GS theorem 1"),
+    Metric("theorem2_holds", "share of tokens at which theorem 2 holds", "theorem 2 holds",
+        "share of tokens at which a norm's gradient gain is within its bound",
+        unit="share", form="{:.1%}", source="GS theorem 2"),
+    Metric("theorem2_tightness", "gradient gain of norms ÷ theorem 2's bound", "theorem 2 tightness",
+        "‖∇x‖ ÷ ‖∇y‖ of a norm ÷ ‖γ‖∞ ÷ rms(x), averaged over tokens",
+        unit="ratio", source="GS theorem 2"),
+)
+
+_BIAS = (
+    Metric("delta_first", "Δ of the query bias at position 0", "Δ at position 0",
+        "Δ_0 = b_Qᵀ W_k x_0, what the query bias adds to the logits of position 0",
+        source="NU §4.1", scope=_QUERY_BIAS),
+    Metric("delta_later", "Δ of the query bias at later positions", "Δ at later positions",
+        "as delta_first, averaged over the later positions",
+        source="NU §4.1", scope=_QUERY_BIAS),
+    Metric("delta_gap", "Δ of the query bias, position 0 above later ones (standard deviations)", "Δ gap",
+        "(Δ_0 − mean of the later positions' Δ) ÷ their standard deviation over sequences and positions",
+        unit="standard deviations", form="{:.1f}", source="NU §4.2.1", scope=_QUERY_BIAS),
+    Metric("delta_outlier_share", "share of layers in which Δ sets position 0 apart", "layers with a Δ gap",
+        "share of layers with a delta_gap above 2",
+        unit="share", form="{:.1%}", source="NU §4.2.1", whole="", scope=_QUERY_BIAS),
+    Metric("key_alignment_first", "cosine of W_k EPE₀ and the query bias", "key alignment at position 0",
+        "cos(W_k EPE_0, b_Q), EPE_i = MLP⁽¹⁾(p_i) + p_i",
+        source="NU §4.1", scope=_LEARNED),
+    Metric("key_alignment_later", "cosine of W_k EPE and the query bias, later positions", "key alignment at others",
+        "as key_alignment_first, averaged over the later positions",
+        source="NU §4.1", scope=_LEARNED),
+    Metric("gamma_ratio", "|γ| at EPE₀'s massive coordinates ÷ its mean", "|γ| ratio",
+        "mean |γ| at the massive coordinates of EPE_0 ÷ mean |γ| over all coordinates, γ = W_k b_Q",
+        unit="ratio", form="{:.1f}", source="NU tables 1 and 2", scope=_LEARNED),
+)
+
+_QUANTIZED = (
+    Metric("cost", "cost of quantization (nats per token)", "cost",
+        "loss − loss in full precision on the same sequences",
+        unit="nats", form="{:.3f}", whole="", lower_is_better=True, tables=(QUANTIZATION,)),
+    Metric("perplexity_quantized", "perplexity of the run's text in W8A8", "perplexity in W8A8",
+        "perplexity with every linear layer but the LM head in simulated W8A8",
+        form="{:,.2f}", source="VGA table 2", whole="", lower_is_better=True, tables=(RETROFIT,)),
+    Metric("perplexity_increase", "increase of perplexity in W8A8", "Δ perplexity",
+        "perplexity_quantized − perplexity",
+        form="{:+,.2f}", source="VGA table 2", whole="", lower_is_better=True, tables=(RETROFIT,)),
+    Metric("max_inf_norm_quantized", "max infinity norm in W8A8 (largest site and layer)", "max infinity norm in W8A8",
+        "max_inf_norm with every linear layer but the LM head in simulated W8A8",
+        form="{:,.2f}", source="VGA table 2", whole="", lower_is_better=True, tables=(RETROFIT,)),
+    Metric("kurtosis_quantized", "kurtosis in W8A8 (mean over sites and layers)", "mean kurtosis in W8A8",
+        "kurtosis with every linear layer but the LM head in simulated W8A8",
+        form="{:,.2f}", source="VGA table 2", whole="", lower_is_better=True, tables=(RETROFIT,)),
+)
+
+_TRAINED = (
+    Metric("gate_displacement_mean", "distance of new parameters from their start (mean)", "new parameters moved by",
+        "‖p − p₀‖ of each head's new parameters, averaged over heads",
+        form="{:.3g}", source="VGA §3.2", scope="retrofits with new parameters", tables=(TRAINING,)),
+    Metric("gate_displacement_max", "distance of new parameters from their start (largest)", "gates moved at most",
+        "‖p − p₀‖ of the head whose new parameters have moved farthest",
+        form="{:.3g}", source="VGA §3.2", whole="largest", scope="retrofits with new parameters",
+        tables=(TRAINING, RETROFIT)),
+    Metric("value_ratio", "norm of the projected value of <s> ÷ other tokens", "‖v‖ of <s> ÷ others",
+        "start_value_norm ÷ other_value_norm",
+        unit="ratio", form="{:.3f}", source="VGA fig. 6", whole="by layer", scope=_TASK, tables=()),
+    Metric("attended_ratio", "norm of the attended value of <s> ÷ other tokens", "attended ‖v‖ of <s> ÷ others",
+        "start_attended_norm ÷ other_attended_norm",
+        unit="ratio", form="{:.3f}", source="VGA fig. 6", whole="by layer", scope=_TASK, tables=()),
+    Metric("learning_rate", "learning rate of the pretrained parameters", "learning rate",
+        "as the scheduler has it at the step",
+        form="{:.3g}", whole="", tables=(TRAINING,)),
+    Metric("gradient_norm", "gradient norm of a training step", "gradient norm",
+        "norm of the gradient of all trained parameters, before it is clipped",
+        form="{:.3g}", whole="", tables=(TRAINING,)),
+)
+
+
+def _task(
+    name: str, label: str, short: str, definition: str, unit: str = "", form: str = "{:.3f}", whole: str = ""
+) -> Metric:
+    """A metric of the Bigram-Backcopy task. Queries are those from position 1 on: <s> sees only itself."""
+    source = "VGA §4.1, figures 4–6"
+    return Metric(name, label, short, definition, unit, form, source, whole, _TASK, tables=(TRAINING,))
+
+
+BACKCOPY: dict[str, Metric] = {
+    metric.name: metric
+    for metric in (
+        _task("bigram_risk", "excess loss where the pair decides (nats)", "bigram risk",
+            "loss above the optimum at positions behind no trigger: KL(p ‖ model)",
+            unit="nats", form="{:.4f}"),
+        _task("backcopy_risk", "excess loss at triggers (nats)", "backcopy risk",
+            "loss above the optimum, 0, at triggers",
+            unit="nats", form="{:.4f}"),
+        _task("attention_to_start", "attention of non-trigger queries to <s>", "attention on <s>",
+            "weight that queries which are no triggers give to <s>",
+            unit="attention", whole="by layer"),
+        _task("attention_to_start_max", "attention of non-trigger queries to <s>, highest head", "on <s>, highest head",
+            "as attention_to_start, of the head that gives most",
+            unit="attention", whole="by layer"),
+        _task("early_attention_to_start", "attention to <s> before any trigger", "on <s> before any trigger",
+            "as attention_to_start, of queries before their sequence's first trigger, which is another sink",
+            unit="attention", whole="by layer"),
+        _task("attention_to_triggers", "attention of non-trigger queries to triggers", "attention on triggers",
+            "weight that queries which are no triggers give to triggers, all together",
+            unit="attention", whole="by layer"),
+        _task("trigger_attention_to_start", "attention of triggers to <s>", "triggers' attention on <s>",
+            "weight that triggers give to <s>",
+            unit="attention", whole="by layer"),
+        _task("delta_logit", "logit of <s> above the other keys'", "Δlogit of <s>",
+            "logit of <s> − mean of the query's other keys; queries that are no triggers",
+            form="{:.2f}", whole="by layer"),
+        *(
+            _task(f"{token}_{kind}_norm", f"norm of the {state} of {whose}", f"{state} norm of {whose}",
+                f"‖v‖ of {whose} {how}, all heads together",
+                whole="by layer")
+            for kind, state, how in (
+                ("value", "projected value", "as the projection makes it"),
+                ("attended", "attended value", "as it is attended to: behind a gate on the values, where there is one"),
+            )
+            for token, whose in (("start", "<s>"), ("trigger", "triggers"), ("other", "other tokens"))
+        ),
+        *(
+            _task(f"{token}_output_gate", f"gate on heads' outputs at {where}", f"output gate at {where}",
+                f"what a gate on the heads' outputs leaves of their norm, at {where}",
+                whole="by layer")
+            for token, where in (("plain", "non-trigger queries"), ("trigger", "trigger queries"))
+        ),
+    )
+}
+
+# fmt: on
+METRICS: dict[str, Metric] = {
+    metric.name: metric
+    for metric in (
+        *_ATTENTION,
+        *_GEOMETRY,
+        *_ACTIVATIONS,
+        *_GRADIENTS,
+        *_BIAS,
+        *_QUANTIZED,
+        *_TRAINED,
+        *BACKCOPY.values(),
+    )
+}

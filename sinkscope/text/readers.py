@@ -1,0 +1,185 @@
+"""Readers: one function for each kind of file, and one for datasets, that gives documents one after another.
+
+The library `datasets` reads datasets, but no single files: its JSON reader turns dates into `datetime` and integers
+beside 6.0 into floats and names no line in its errors; its text reader rewrites line ends and keeps a byte order mark.
+"""
+
+import json
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sinkscope.errors import InputError, one_line
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document of a source: its text, or token ids that are taken as they are."""
+
+    where: str  # what error messages call it, such as "notes.jsonl, line 3"
+    text: str = ""
+    ids: list[int] | None = None
+    notice: str = ""  # for a user who asked for more than one sequence
+
+
+def read_text(path: Path) -> Iterator[Document]:
+    """A file of UTF-8 text: one document."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{path.name} cannot be read: {error.strerror}") from error
+    text = _decoded(content, path.name)
+    if not text.strip():
+        raise InputError(f"{path.name} is empty")
+    yield Document(path.name, text)
+
+
+def read_json_lines(path: Path) -> Iterator[Document]:
+    """One JSON object a line, with `text`, `input_ids` or both. No more lines are read than documents are taken."""
+    try:
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                where = f"{path.name}, line {number}"
+                content = _decoded(line, where).strip()
+                if content:
+                    yield _json_document(content, where)
+            if lines.tell() == 0:
+                raise InputError(f"{path.name} is empty")
+    except OSError as error:
+        raise InputError(f"{path.name} cannot be read: {error.strerror}") from error
+
+
+def read_array(path: Path) -> Iterator[Document]:
+    """The rows of an .npy file of integers (N, T), or of one sequence (T,)."""
+    try:
+        # mapped, so that only the rows asked for are read; never pickled, since a pickle can run code
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except OSError as error:
+        raise InputError(f"{path.name} cannot be read: {error.strerror or error}") from error
+    # not an .npy file, cut short, an array of Python objects, or a header that numpy cannot parse
+    except (ValueError, EOFError, SyntaxError, tokenize.TokenError) as error:
+        raise InputError(
+            f"{path.name} is not an .npy file of integers ({one_line(error)}): write it with numpy.save"
+        ) from error
+    if not isinstance(array, np.ndarray):  # an .npz archive under another name
+        raise InputError(f"{path.name} is an archive of arrays, not one array: write it with numpy.save")
+    if array.dtype.kind not in "iu":
+        raise InputError(f"{path.name} holds {array.dtype}, not integers: token ids are integers")
+    if array.ndim not in (1, 2) or array.size == 0:
+        raise InputError(f"{path.name} has shape {array.shape}: token ids are an array (N, T) or (T,), not empty")
+    alone = f"{path.name} has one dimension, so it is one sequence; more are an array (N, T)"
+    for index, row in enumerate(np.atleast_2d(array)):
+        yield Document(f"{path.name}, row {index}", ids=row.tolist(), notice=alone if array.ndim == 1 else "")
+
+
+def dataset_name(spec: str) -> str:
+    """The name that tables give a dataset NAME[:CONFIG[:SPLIT]]: its NAME, or the last part of a folder's path."""
+    name = _dataset_parts(spec)[0]
+    return Path(name).resolve().name if Path(name).exists() else name
+
+
+def read_dataset(spec: str) -> Iterator[Document]:
+    """The documents of a dataset NAME[:CONFIG[:SPLIT]]; no more of it is downloaded than is taken."""
+    label = f"--dataset {spec}"
+    name, config, split = _dataset_parts(spec)
+    column: str | None = None
+    for record in _dataset_records(name, config, split, label):
+        # from the first record: `features` of a streamed dataset are not always known before
+        column = column or _text_column(record, label)
+        if isinstance(record.get(column), str):  # a missing document is None
+            yield Document(label, record[column])
+
+
+def _decoded(content: bytes, label: str) -> str:
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{label} is not UTF-8 (byte 0x{content[error.start]:02x} at {error.start}): save it as UTF-8"
+        ) from error
+
+
+def _json_document(content: str, where: str) -> Document:
+    try:
+        record = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where} is not JSON ({one_line(error)}): give one JSON object a line") from error
+    if not isinstance(record, dict):
+        raise InputError(f"{where} is a JSON {_json_type(record)}: give one JSON object a line")
+    if "input_ids" in record:
+        text = record.get("text")
+        return Document(where, text if isinstance(text, str) else "", _checked_ids(record["input_ids"], where))
+    if "text" in record:
+        return Document(where, _checked_text(record["text"], where))
+    raise InputError(f"{where}: a record needs `text` or `input_ids`; this one has {_keys(record)}")
+
+
+def _checked_ids(ids: Any, where: str) -> list[int]:
+    if not isinstance(ids, list):
+        raise InputError(f"{where}: input_ids is a JSON {_json_type(ids)}, not a list of integers")
+    for at, token in enumerate(ids):
+        if type(token) is not int:  # not isinstance: true and false are ints to Python
+            raise InputError(f"{where}: input_ids[{at}] is a JSON {_json_type(token)}: token ids are integers")
+    return ids
+
+
+def _checked_text(text: Any, where: str) -> str:
+    if not isinstance(text, str):
+        raise InputError(f"{where}: text is a JSON {_json_type(text)}, not a string")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair; no tokenizer takes it
+        raise InputError(f"{where}: text holds \\u{ord(text[error.start]):04x}, which is no character") from error
+    return text
+
+
+def _json_type(value: Any) -> str:
+    names = {dict: "object", list: "list", str: "string", bool: "boolean", type(None): "null"}
+    return names.get(type(value), "number")
+
+
+def _keys(record: dict[str, Any]) -> str:
+    """The first keys of a record, for an error message."""
+    shown = ", ".join(islice(record, 6)) + (", …" if len(record) > 6 else "")
+    return shown or "nothing"
+
+
+def _dataset_parts(spec: str) -> tuple[str, str | None, str]:
+    name, *rest = spec.split(":")
+    if not name or len(rest) > 2:
+        raise InputError(f"--dataset {spec}: it is written NAME, NAME:CONFIG or NAME:CONFIG:SPLIT")
+    config, split = (*rest, "", "")[:2]
+    return name, config or None, split or "train"
+
+
+def _dataset_records(name: str, config: str | None, split: str, label: str) -> Iterator[dict[str, Any]]:
+    import datasets  # here, not above: it takes a second to import, and few runs need it
+
+    try:
+        yield from datasets.load_dataset(name, config, split=split, streaming=True)
+    # reading a dataset can fail in about any way: network, hub, compression, parsing, a format's library
+    except Exception as error:
+        advice = ""
+        if "gated" in str(error) or "private" in str(error):
+            advice = "; ask for access on its page, then log in with `hf auth login`"
+        elif isinstance(error, datasets.exceptions.DatasetNotFoundError):
+            advice = "; if it is private, log in with `hf auth login`"
+        elif isinstance(error, (ConnectionError, TimeoutError)):
+            advice = "; without a network, give a local folder, or a file with --input"
+        raise InputError(f"{label} cannot be read: {one_line(error)}{advice}") from error
+
+
+def _text_column(record: dict[str, Any], label: str) -> str:
+    """`text`, or the only column that holds strings."""
+    strings = [column for column, value in record.items() if isinstance(value, str)]
+    if "text" in strings:
+        return "text"
+    if len(strings) == 1:
+        return strings[0]
+    found = f"{len(strings)} columns of strings" if strings else "no column of strings"
+    raise InputError(f"{label}: no column `text`, and {found}, among {_keys(record)}; take another dataset")

@@ -1,0 +1,120 @@
+"""What `build_inputs` was asked for, the same for every source, and what it means for position 0."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from sinkscope.errors import InputError
+from sinkscope.text.tokens import check_ids, own_prefix, token_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# (first token, sequences, tokens in each, seed) → ids (sequences, tokens), the first token included
+Sampler = Callable[[int, int, int, int], np.ndarray]
+
+
+class Selection(NamedTuple):
+    """The sequences chosen from one source, what stands at their position 0, and notices for the user."""
+
+    sequences: list[list[int]]
+    token_zero: str
+    notices: list[str]
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of `build_inputs` that every source needs."""
+
+    tokenizer: "PreTrainedTokenizerBase | None"
+    vocab_size: int
+    num_seqs: int
+    seq_len: int
+    bos: str
+    bos_token_id: int | None
+    special_ids: frozenset[int]
+    seed: int
+    sampler: Sampler | None
+
+    def check(self, max_positions: int | None) -> None:
+        """Raise InputError for the first argument that is out of range."""
+        length = f"--seq-len {self.seq_len}"
+        for wrong, message in (
+            (self.num_seqs < 1, f"--num-seqs {self.num_seqs}: at least 1 sequence is needed"),
+            (self.seq_len < 2, f"{length}: attention needs at least 2 tokens"),
+            (
+                max_positions is not None and self.seq_len > max_positions,
+                f"{length} is beyond the model's {max_positions} positions: take at most {max_positions}",
+            ),
+            (self.seed < 0, f"--seed {self.seed}: a seed is 0 or more"),
+            (self.bos not in ("auto", "always", "never"), f"--bos {self.bos}: it is auto, always or never"),
+        ):
+            if wrong:
+                raise InputError(message)
+
+    def need_tokenizer(self, label: str) -> None:
+        if self.tokenizer is None:
+            raise InputError(
+                f"{label} needs a tokenizer, and this model has none: "
+                "give token ids (.npy, or JSON lines with input_ids), or --input random or repeated"
+            )
+
+    def refuse_bos(self, label: str) -> None:
+        """Raise InputError where a BOS is to be put in front of token ids that a file gives."""
+        if self.bos == "always":
+            raise InputError(
+                f"{label} gives token ids, which are taken as they are: "
+                "--bos always does not apply; write the BOS into the file"
+            )
+
+    @cached_property
+    def text_prefix(self) -> tuple[int, ...]:
+        """What the BOS policy puts in front of text."""
+        if self.bos == "never":
+            return ()
+        prefix = own_prefix(self.tokenizer)
+        if not prefix and self.bos == "always":
+            prefix = (self.known_bos,)
+        if len(prefix) >= self.seq_len:
+            raise InputError(f"--seq-len {self.seq_len}: {len(prefix)} tokens stand in front of every text")
+        check_ids(prefix, self.vocab_size, "what stands in front of every sequence")
+        return prefix
+
+    @property
+    def drawn_prefix(self) -> tuple[int, ...]:
+        """What the BOS policy puts in front of random and repeated tokens: only `always` puts anything."""
+        return self.text_prefix if self.bos == "always" else ()
+
+    @property
+    def known_bos(self) -> int:
+        """The beginning-of-sequence token that the tokenizer or the model's config names."""
+        if self._bos_ids:
+            return self._bos_ids[0]
+        raise InputError(
+            "--bos always: neither the tokenizer nor the model's config names a beginning-of-sequence token; "
+            "use --bos auto or never"
+        )
+
+    @property
+    def _bos_ids(self) -> list[int]:
+        named = getattr(self.tokenizer, "bos_token_id", None), self.bos_token_id
+        return [int(token) for token in named if token is not None]
+
+    @property
+    def token_zero_of_text(self) -> str:
+        return self.described(self.text_prefix[0]) if self.text_prefix else "first text token"
+
+    def common_first(self, sequences: list[list[int]]) -> str:
+        """What stands at position 0 of sequences that a file gives."""
+        first = {ids[0] for ids in sequences}
+        return self.described(first.pop()) if len(first) == 1 else "varies"
+
+    def described(self, token_id: int) -> str:
+        """For example "bos <|im_start|> (id 1)"."""
+        special = "special token" if token_id in self.special_ids else "token"
+        kind = "bos" if token_id in self._bos_ids else special
+        text = f" {token_text(self.tokenizer, token_id)}" if self.tokenizer is not None else ""
+        return f"{kind}{text} (id {token_id})"

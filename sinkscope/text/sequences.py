@@ -1,0 +1,167 @@
+"""How token sequences are made: from documents (windows, heads, rows), or drawn (random, repeated, sampled)."""
+
+from collections.abc import Iterator
+from itertools import chain, islice
+
+import numpy as np
+
+from sinkscope.errors import InputError
+from sinkscope.text.readers import Document
+from sinkscope.text.request import Request, Selection
+from sinkscope.text.tokens import check_ids, first_tokens
+
+# Of a dataset, at most this many documents are looked at for every sequence asked for: without a limit, a
+# dataset of short documents would be streamed to its end.
+DOCUMENTS_PER_SEQUENCE = 200
+
+
+def windows(documents: Iterator[Document], label: str, request: Request) -> Selection:
+    """Consecutive windows of one text, each with the BOS in front that the policy asks for."""
+    request.need_tokenizer(label)
+    (document,) = documents
+    prefix = request.text_prefix
+    step = request.seq_len - len(prefix)
+    ids = first_tokens(request.tokenizer, document.text, request.num_seqs * step)
+    count = min(len(ids) // step, request.num_seqs)
+    if count == 0:
+        raise InputError(
+            f"{label} has {len(prefix) + len(ids)} tokens, fewer than one sequence of {request.seq_len}: "
+            "give a longer text or a smaller --seq-len"
+        )
+    check_ids(ids, request.vocab_size, f"{label} through this tokenizer")
+    sequences = [[*prefix, *ids[at * step : (at + 1) * step]] for at in range(count)]
+    return Selection(sequences, request.token_zero_of_text, [])
+
+
+def heads(documents: Iterator[Document], label: str, request: Request) -> Selection:
+    """The first seq_len tokens of every document; shorter documents are kept whole, from 2 tokens on."""
+    taken, skipped = _take(documents, request, 2)
+    if not taken:
+        raise InputError(f"{label} holds no document of at least 2 tokens")
+    notices = []
+    if skipped:
+        notices.append(f"{label}: {counted(skipped, 'document')} of fewer than 2 tokens left out")
+    cut = sum(len(ids) > request.seq_len for _, ids in taken)
+    if cut:
+        notices.append(f"{label}: {counted(cut, 'list')} of input_ids cut to {request.seq_len}")
+    sequences = [ids[: request.seq_len] for _, ids in taken]
+    lengths = {len(ids) for ids in sequences}
+    if len(lengths) > 1:
+        notices.append(f"{label}: sequences have {min(lengths)} to {max(lengths)} tokens; shorter ones are padded")
+    all_text = all(document.ids is None for document, _ in taken)
+    return Selection(sequences, request.token_zero_of_text if all_text else request.common_first(sequences), notices)
+
+
+def long_heads(documents: Iterator[Document], label: str, request: Request) -> Selection:
+    """The first seq_len tokens of those documents that have so many, among a limited number of documents."""
+    request.need_tokenizer(label)
+    limit = DOCUMENTS_PER_SEQUENCE * request.num_seqs
+    taken, skipped = _take(islice(documents, limit), request, request.seq_len)
+    looked = len(taken) + skipped
+    if not taken:
+        raise InputError(
+            f"{label}: none of its first {counted(looked, 'document')} has {request.seq_len} tokens: "
+            "take a smaller --seq-len, or another dataset"
+        )
+    few = len(taken) < request.num_seqs and looked == limit
+    notices = [f"{label}: only its first {looked} documents were looked at"] if few else []
+    return Selection([ids for _, ids in taken], request.token_zero_of_text, notices)
+
+
+def _take(
+    documents: Iterator[Document], request: Request, shortest: int
+) -> tuple[list[tuple[Document, list[int]]], int]:
+    """Documents with their token ids, as many as were asked for, and how many were skipped as too short."""
+    taken: list[tuple[Document, list[int]]] = []
+    skipped = 0
+    for document in documents:
+        ids = _text_ids(document, request) if document.ids is None else _given_ids(document, document.ids, request)
+        if len(ids) < shortest:
+            skipped += 1
+            continue
+        taken.append((document, ids))
+        if len(taken) == request.num_seqs:
+            break
+    return taken, skipped
+
+
+def rows(documents: Iterator[Document], label: str, request: Request) -> Selection:
+    """The first seq_len ids of every row of an array; rows that are shorter are refused."""
+    first = next(documents)
+    width = len(first.ids or ())
+    if width < request.seq_len:
+        raise InputError(
+            f"{label} holds sequences of {width} ids, fewer than --seq-len {request.seq_len}: "
+            + (f"give --seq-len {width}" if width >= 2 else "give at least 2 a sequence")
+        )
+    request.refuse_bos(label)
+    sequences = []
+    for document in islice(chain([first], documents), request.num_seqs):
+        ids = (document.ids or [])[: request.seq_len]
+        check_ids(ids, request.vocab_size, document.where)
+        sequences.append(ids)
+    notices = [f"{label}: its sequences of {width} ids are cut to {request.seq_len}"] * (width > request.seq_len)
+    notices += [first.notice] * (bool(first.notice) and request.num_seqs > 1)
+    return Selection(sequences, request.common_first(sequences), notices)
+
+
+def _text_ids(document: Document, request: Request) -> list[int]:
+    """The first tokens of one document, at most seq_len, BOS included."""
+    request.need_tokenizer(document.where)
+    prefix = request.text_prefix
+    ids = first_tokens(request.tokenizer, document.text, request.seq_len - len(prefix))
+    check_ids(ids, request.vocab_size, f"{document.where}, through this tokenizer")
+    return [*prefix, *ids]
+
+
+def _given_ids(document: Document, ids: list[int], request: Request) -> list[int]:
+    request.refuse_bos(document.where)
+    check_ids(ids, request.vocab_size, document.where)
+    if len(ids) < 2:
+        raise InputError(f"{document.where}: input_ids holds {counted(len(ids), 'token')}; attention needs at least 2")
+    return ids
+
+
+def random_tokens(request: Request) -> Selection:
+    """Independent tokens, uniform over the vocabulary without special tokens (WSE §3.3)."""
+    drawn = _draw((request.num_seqs, request.seq_len - len(request.drawn_prefix)), request)
+    return _with_prefix(drawn, "random token", request)
+
+
+def repeated_tokens(request: Request) -> Selection:
+    """One such token a sequence, seq_len times (WSE §3.3)."""
+    length = request.seq_len - len(request.drawn_prefix)
+    return _with_prefix(np.repeat(_draw((request.num_seqs, 1), request), length, axis=1), "repeated token", request)
+
+
+def sampled_tokens(request: Request) -> Selection:
+    """Text that the model itself makes after its BOS, which is left out afterwards with --bos never."""
+    if request.sampler is None:
+        raise InputError("--input sampled needs a model to sample from")
+    bos = request.known_bos
+    left_out = int(request.bos == "never")
+    drawn = request.sampler(bos, request.num_seqs, request.seq_len + left_out, request.seed)
+    token_zero = "the model's own token" if left_out else request.described(bos)
+    return Selection(drawn[:, left_out:].tolist(), token_zero, [])
+
+
+def _draw(shape: tuple[int, ...], request: Request) -> np.ndarray:
+    tokenizer = request.tokenizer
+    # many models pad their vocabulary with ids that no text can give: those are not drawn
+    size = request.vocab_size if tokenizer is None else min(request.vocab_size, len(tokenizer))
+    ordinary = np.setdiff1d(np.arange(size), list(request.special_ids))
+    if len(ordinary) == 0:
+        raise InputError(f"all {size} tokens of the vocabulary are special: there is none to draw")
+    generator = np.random.default_rng(request.seed)
+    return ordinary[generator.integers(len(ordinary), size=shape)]
+
+
+def _with_prefix(drawn: np.ndarray, token_zero: str, request: Request) -> Selection:
+    prefix = request.drawn_prefix
+    sequences = [[*prefix, *row] for row in drawn.tolist()]
+    return Selection(sequences, request.described(prefix[0]) if prefix else token_zero, [])
+
+
+def counted(number: int, noun: str) -> str:
+    """For example "1 document", "2 documents"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,103 @@
+"""The registers of inputs: which names, file endings and datasets can be read, and how. A new one is one line here."""
+
+import difflib
+import os
+from collections.abc import Callable, Collection, Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import NamedTuple
+
+from sinkscope.errors import InputError
+from sinkscope.text.readers import Document, dataset_name, read_array, read_dataset, read_json_lines, read_text
+from sinkscope.text.request import Request, Selection
+from sinkscope.text.sequences import heads, long_heads, random_tokens, repeated_tokens, rows, sampled_tokens, windows
+
+Reader = Callable[[Path], Iterator[Document]]
+# (documents, what error messages call the source, what was asked for) → sequences
+Cut = Callable[[Iterator[Document], str, Request], Selection]
+
+FORMATS: dict[str, tuple[Reader, Cut]] = {
+    ".txt": (read_text, windows),
+    ".jsonl": (read_json_lines, heads),
+    ".json": (read_json_lines, heads),
+    ".npy": (read_array, rows),
+}
+DRAWN: dict[str, Callable[[Request], Selection]] = {
+    "random": random_tokens,
+    "repeated": repeated_tokens,
+    "sampled": sampled_tokens,
+}
+KINDS = ("natural", *DRAWN)
+
+
+class Source(NamedTuple):
+    """A text that was found, and how it becomes sequences."""
+
+    name: str  # the condition in tables
+    label: str  # in error messages
+    documents: Iterator[Document]
+    cut: Cut
+
+
+def open_source(source: str, dataset: str | None, option: str = "--input") -> Source:
+    """Find "natural", a file or a dataset; `option` is what named it on the command line.
+
+    Raises:
+        InputError: there is no such source, or both are given. Errors of its content come with its documents.
+    """
+    if dataset is not None:
+        if source != "natural":
+            raise InputError(f"{option} {source} and --dataset {dataset}: give one of the two")
+        return Source(dataset_name(dataset), f"--dataset {dataset}", read_dataset(dataset), long_heads)
+    if source == "natural":
+        corpus = files("sinkscope.text").joinpath("corpus.txt").read_text(encoding="utf-8")
+        return Source(source, "natural text", iter([Document("natural text", corpus)]), windows)
+    path = _existing_file(source)
+    read, cut = FORMATS[path.suffix.lower()]
+    # a file named like an input kind keeps its ending, so that tables do not take one for the other
+    return Source(path.name if path.stem in KINDS else path.stem, path.name, read(path), cut)
+
+
+def documents(source: str, dataset: str | None = None) -> tuple[str, Iterator[str]]:
+    """The name of a text and its documents, to train on.
+
+    Raises:
+        InputError: it cannot be read; some errors come only when a document is asked for.
+    """
+    found = open_source(source, dataset, "--text")
+    return found.name, map(_text_to_train_on, found.documents)
+
+
+def _text_to_train_on(document: Document) -> str:
+    if document.ids is not None and not document.text:
+        raise InputError(f"{document.where}: a record needs `text` to train on; this one has only `input_ids`")
+    return document.text
+
+
+def check_source(source: str) -> None:
+    """Raise InputError where there is no such input; cheap, so that it can be asked before a model is loaded."""
+    if source not in KINDS:
+        _existing_file(source)
+
+
+def _existing_file(source: str) -> Path:
+    path = Path(source)
+    known = path.suffix.lower() in FORMATS
+    endings = ", ".join(FORMATS)
+    if path.is_dir():
+        raise InputError(f"--input {source} is a folder: give a file ({endings})")
+    if path.is_file():
+        if not known:
+            raise InputError(f"--input {source}: the ending says what a file holds, one of {endings}")
+        return path
+    if known:
+        siblings = os.listdir(path.parent) if path.parent.is_dir() else []
+        raise InputError(f"--input {source}: no such file{_did_you_mean(path.name, siblings)}")
+    raise InputError(
+        f"--input {source}: neither an input ({', '.join(KINDS)}) nor a file{_did_you_mean(source, KINDS)}"
+    )
+
+
+def _did_you_mean(word: str, known: Collection[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""

@@ -1,0 +1,75 @@
+"""What a tokenizer does to text, and how single token ids are checked and shown."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from sinkscope.errors import InputError
+from sinkscope.text.batch import REGISTER
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def encode(tokenizer: Any, text: str, *, special: bool) -> list[int]:
+    """Token ids of a text; `special`: with the special tokens that the tokenizer adds by itself."""
+    # verbose=False: a text longer than the model's context is cut in windows here, which needs no warning
+    return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+
+
+def first_tokens(tokenizer: Any, text: str, count: int) -> list[int]:
+    """The first `count` tokens of a text (all, if it has fewer), without special tokens.
+
+    Only the beginning of a long text is tokenized, doubled until it gives more tokens than needed: the last tokens
+    before a cut may differ from those of the whole text.
+    """
+    spare = 64
+    size = 8 * (count + spare)
+    while True:
+        ids = encode(tokenizer, text[:size], special=False)
+        if len(ids) >= count + spare or size >= len(text):
+            return ids[:count]
+        size *= 2
+
+
+def own_prefix(tokenizer: Any) -> tuple[int, ...]:
+    """What a tokenizer puts in front of a text by itself: usually one BOS or nothing; never its EOS."""
+    if tokenizer is None:
+        return ()
+    plain = encode(tokenizer, "x", special=False)
+    full = encode(tokenizer, "x", special=True)
+    for start in range(len(full) - len(plain) + 1):
+        if plain and full[start : start + len(plain)] == plain:
+            return tuple(full[:start])
+    # a tokenizer that does not know "x" at all, for example one of nucleotides
+    return tuple(full[:1]) if full and full[0] == tokenizer.bos_token_id else ()
+
+
+def special_token_ids(tokenizer: "PreTrainedTokenizerBase | None") -> frozenset[int]:
+    """All ids that a tokenizer marks special, including those that only its list of added tokens names."""
+    if tokenizer is None:
+        return frozenset()
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return frozenset(tokenizer.all_special_ids) | {at for at, token in added.items() if token.special}
+
+
+def token_text(tokenizer: "PreTrainedTokenizerBase | None", token_id: int) -> str:
+    """How a token looks in a table: its text, its raw form where it is part of a character, or "<id 123>"."""
+    if token_id == REGISTER:
+        return "<register>"
+    by_number = f"<id {token_id}>"
+    if tokenizer is None or not 0 <= token_id < len(tokenizer):
+        return by_number
+    text = str(tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
+    if text and "\ufffd" not in text:  # the replacement character: bytes that are no whole character
+        return text
+    return str(tokenizer.convert_ids_to_tokens(token_id) or by_number)
+
+
+def check_ids(ids: Sequence[int], vocab_size: int, where: str) -> None:
+    """Raise InputError for the first id outside the vocabulary; `where` begins the message."""
+    for at, token in enumerate(ids):
+        if not 0 <= token < vocab_size:
+            raise InputError(
+                f"{where}: token id {token} at position {at} is outside the model's vocabulary "
+                f"of {vocab_size} (0 … {vocab_size - 1})"
+            )

@@ -1,0 +1,126 @@
+"""Which observables a run measures, and how a new one comes into it."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+import pandas as pd
+import pytest
+from tiny import tiny_model
+
+import sinkscope
+from sinkscope import Run
+from sinkscope.attention.weights import AttentionRead
+from sinkscope.commands.list import listing
+from sinkscope.measuring.observables import OBSERVABLES
+from sinkscope.measuring.observables.observable import Observable, Reading, Settings
+from sinkscope.results.tables import LEADING, POSITION, SEQUENCE, TOKEN, TOKEN_ID, Column
+from sinkscope.text.batch import Batch
+
+
+class LastToken(Observable):
+    """Table `last_token`: which sequence ends with which token."""
+
+    name = "last-token"
+    about = "the last token of every sequence"
+    sites = ("layer_out",)
+    columns: ClassVar = {"last_token": (SEQUENCE, TOKEN_ID, TOKEN, Column("depth", "a number", "layers"))}
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.rows: list[tuple[int, int, int, int]] = []
+
+    def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
+        for row, ids in enumerate(batch.token_ids.tolist()):
+            self.rows.append((layer, batch.first + row, layer + 1, ids[-1]))
+
+    def tables(self) -> dict[str, pd.DataFrame]:
+        return {"last_token": pd.DataFrame(self.rows, columns=["layer", "sequence", "depth", "token_id"])}
+
+
+class Closer(Observable):
+    """Table `closer`: how many sequences a look at the strongest position's attention sees."""
+
+    name = "closer"
+    about = "a follow-up"
+    sites = ("attention",)
+    after = ("attention", "last-token")
+    columns: ClassVar = {"closer": (POSITION, Column("sequences", "seen at once"))}
+    position = -1
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.sequences: dict[int, int] = {}
+
+    @classmethod
+    def aimed(cls, settings: Settings, tables: Mapping[str, pd.DataFrame]) -> Self:
+        made = cls(settings)
+        attention = tables["attention"]
+        made.position = int(attention.loc[attention["window_mass"].idxmax(), "position"])
+        return made
+
+    def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
+        self.sequences[layer] = len(batch.token_ids)
+
+    def tables(self) -> dict[str, pd.DataFrame]:
+        rows = [(layer, self.position, count) for layer, count in self.sequences.items()]
+        return {"closer": pd.DataFrame(rows, columns=["layer", "position", "sequences"])}
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OBSERVABLES, "closer", Closer)
+    monkeypatch.setitem(OBSERVABLES, "last-token", LastToken)
+
+
+def run_of(**options: Any) -> Run:
+    return sinkscope.analyze(tiny_model("llama"), input="random", num_seqs=3, seq_len=8, **options)
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_new_observable_is_a_class_and_a_line_in_the_register() -> None:
+    table = run_of().tables["last_token"]
+    assert table.columns.tolist() == [*LEADING, "sequence", "token_id", "token", "depth"]
+    assert set(table["model"]) == {"LlamaForCausalLM"}
+    assert (table["depth"] == table["layer"] + 1).all()
+    assert set(table["sequence"]) == {0, 1, 2}
+    assert table["token"].tolist() == [f"<id {token}>" for token in table["token_id"]]
+    columns = listing("tables")["tables"].query("table == 'last_token'")
+    assert columns["column"].tolist() == ["sequence", "token_id", "token", "depth"]
+    assert columns["unit"].tolist()[-1] == "layers"
+    assert "last-token" in listing("observables")["observables"]["observable"].tolist()
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_follow_up_sees_the_first_sequence_aimed_by_the_tables_before() -> None:
+    run = run_of(observables=("attention", "last-token"))
+    closer = run.tables["closer"]
+    assert closer.columns.tolist() == [*LEADING, "position", "sequences"]
+    assert set(closer["sequences"]) == {1}
+    attention = run.tables["attention"]
+    assert set(closer["position"]) == {attention.loc[attention["window_mass"].idxmax(), "position"]}
+    assert "closer" not in run_of(observables=("attention",)).tables
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_follow_up_that_is_named_brings_what_it_follows() -> None:
+    named, whole = run_of(observables=("closer",)), run_of(observables=("attention", "last-token"))
+    assert set(named.tables) == set(whole.tables)
+    pd.testing.assert_frame_equal(named.tables["closer"], whole.tables["closer"])
+
+
+def test_mean_maps_are_measured_when_they_are_named() -> None:
+    assert "arm_maps" not in run_of().tables
+    run = run_of(observables=("mean-maps", "attention"))
+    assert run.tables["arm_maps"].columns.tolist() == [*LEADING, "query", "key", "weight"]
+    assert "arm-maps" not in run.verdict
+    with pytest.raises(sinkscope.InputError, match="'arm_maps'"):
+        run.figure("arm-maps")
+
+
+@pytest.mark.parametrize("kind", OBSERVABLES.values(), ids=OBSERVABLES.keys())
+def test_every_column_is_described_once(kind: type[Observable]) -> None:
+    for columns in kind.columns.values():
+        names = [column.name for column in columns]
+        assert len(set(names)) == len(names)
+        assert all(column.about for column in columns)
+        assert not {*LEADING} & {*names}
