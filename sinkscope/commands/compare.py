@@ -8,7 +8,3 @@ from sinkscope.report.comparison import compare
 def command(options: CompareOptions, output: OutputOptions) -> Result:
     comparison = compare(*options.runs, out=output.out, overwrite=output.overwrite)
     return Result(comparison, numbers=comparison.table, notes=comparison.warnings, folder=output.out)
-
-
-def check(options: CompareOptions) -> None:
-    """Nothing is wrong before the runs are opened."""

@@ -243,7 +243,7 @@ def test_wrong_options(options: list[str], message: str, tiny: Path) -> None:
         ),
         (["run", "nowhere.yaml"], "nowhere.yaml: no such file"),
         (["run", "gradient-sinks-figure-1", "--dtype", "int8"], "'int8' is unknown"),
-        (["run", "gradient-sinks-figure-1", "--seed", "1"], "--seed"),
+        (["run", "gradient-sinks-figure-1", "--draws", "1"], "--draws"),
         (["compare"], "a comparison needs at least two runs; none was given"),
         (["compare", "one"], "a comparison needs at least two runs; 1 was given"),
         (["doctor", "--dtype", "int8"], "'int8' is unknown"),
@@ -577,7 +577,7 @@ def test_an_unexpected_error(bare: Path, failing: Any, where: str) -> None:
     ],
 )
 def test_errors_of_the_machine(bare: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, message: str) -> None:
-    monkeypatch.setattr("sinkscope.measuring.measure.measure", _raising(error))
+    monkeypatch.setattr("sinkscope.commands.analyze.measure", _raising(error))
     assert refused(1, "analyze", bare, *RANDOM).startswith(message)
 
 

@@ -13,14 +13,16 @@ from tiny import VOCAB, tiny_model
 
 import sinkscope
 from sinkscope import InputError, Run
-from sinkscope.commands import run as recipes
 from sinkscope.commands.list import listing
-from sinkscope.commands.run import find_recipe, known_recipes, read_recipe, run_recipe
-from sinkscope.options.measuring import RunConfig
+from sinkscope.commands.run import run_recipe
+from sinkscope.options import COMMANDS
+from sinkscope.options import recipe as recipes
+from sinkscope.options.measuring import AnalyzeOptions
+from sinkscope.options.recipe import find_recipe, known_recipes, read_recipe, shipped_recipes
 from sinkscope.report.figures import FIGURES
 
-SHIPPED = sorted((Path(__file__).parents[2] / "recipes").iterdir())
-TRAINING = [path for path in SHIPPED if read_recipe(path).content.methods]
+SHIPPED = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+TRAINING = [path for path in SHIPPED if not COMMANDS[read_recipe(path).content.command].in_memory]
 MEASURING = [path for path in SHIPPED if path not in TRAINING]
 SMALL: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 16, "positions": 16, "window": 16}
 TRAINED: dict[str, Any] = {
@@ -98,8 +100,8 @@ def test_a_recipe_that_comes_with_sinkscope(path: Path) -> None:
         assert recipe.content.model == "openai-community/gpt2"
     else:
         assert recipe.content.model is None  # whatever the user names, or the demo model
-    for config in recipe.configs().values():
-        assert isinstance(config, RunConfig)
+    for options in recipe.options({}).values():
+        assert isinstance(options, COMMANDS[recipe.content.command])
     assert set(recipe.content.figures) <= set(FIGURES)
     assert known_recipes()[path.stem] == path
     assert max(map(len, path.read_text(encoding="utf-8").splitlines())) <= 120
@@ -109,8 +111,8 @@ def test_a_recipe_that_comes_with_sinkscope(path: Path) -> None:
 def test_it_runs(path: Path, tiny: Path, tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[str] = []
     tiny = tiny_gpt2 if path.stem.startswith("not-universal") else tiny
-    monkeypatch.setattr("sinkscope.report.run.save_figures", lambda figures, folder: drawn.extend(figures))
-    monkeypatch.setattr("sinkscope.report.figures.comparison.draw_comparison", lambda runs: {})
+    monkeypatch.setattr("sinkscope.report.figures.save_figures", lambda figures, folder: drawn.extend(figures))
+    monkeypatch.setattr("sinkscope.report.comparison.save_figures", lambda figures, folder: None)
     given = SMALL if not read_recipe(path).content.runs else SMALL | {"input": "random"}
     if path.stem in ("streaming-perplexity", "massive-activations-ablation"):  # too much for a tiny random model
         with pytest.raises(InputError, match=r"window|no massive activations"):
@@ -118,7 +120,7 @@ def test_it_runs(path: Path, tiny: Path, tiny_gpt2: Path, monkeypatch: pytest.Mo
         return
     done = run_recipe(path.stem, tiny, out="out", **given)
     assert set(drawn) == set(done.recipe.content.figures)
-    table = "summary" if done.recipe.content.arms is None else "effect"
+    table = "effect" if done.recipe.content.command == "intervene" else "summary"
     assert all(len(run.tables[table]) for run in done.runs.values())
 
 
@@ -127,15 +129,17 @@ def test_it_trains(path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> N
     skip_figures(monkeypatch)
     np.save("ids.npy", np.random.default_rng(0).integers(3, VOCAB, (12, 16)))
     content = read_recipe(path).content
-    model, given = (None, TRAINED | {"seeds": 1}) if content.architecture else (tiny, TRAINED)
+    fresh = content.command == "train"
+    model, given = (None, TRAINED | {"seeds": 1}) if fresh else (tiny, TRAINED)
     done = run_recipe(path.stem, model, out="out", **given)
-    assert done.trained is not None
-    assert set(done.trained.tables["retrofit"]["condition"]) - {"untouched"} == set(content.methods)
+    assert done.result is not None
+    trained = done.result.value
+    assert set(trained.tables["retrofit"]["condition"]) - {"untouched"} == set(content.options["method"])
     record = json.loads(Path("out/recipe.json").read_text())["recipe"]
     assert record == done.recipe.record
-    assert run_recipe(path.stem, model, out="out", **given).runs  # goes on
-    if content.architecture:
-        with pytest.raises(InputError, match="from random weights: --model does not go with it"):
+    assert run_recipe(path.stem, model, out="out", **given).result  # goes on
+    if fresh:
+        with pytest.raises(InputError, match="option 'model' is unknown"):
             run_recipe(path.stem, tiny, out="other", **given)
 
 
@@ -190,21 +194,21 @@ def test_several_runs_are_compared(tiny: Path) -> None:
 def test_what_is_given_takes_the_recipes_place() -> None:
     content = "title: x\nmodel: org/name\noptions: {revision: r, dtype: float16, seed: 3}"
     recipe = read_recipe(written(content))
-    own = recipe.configs()[""]
+    own = recipe.options({})[""]
     assert (own.model, own.revision, own.dtype, own.seed) == ("org/name", "r", "float16", 3)
-    other = recipe.configs(model="another", dtype="float32")[""]
+    other = recipe.options({"model": "another", "dtype": "float32"})[""]
     assert (other.model, other.revision, other.dtype, other.seed) == ("another", None, "float32", 3)
-    assert recipe.configs(model="another", revision="s")[""].revision == "s"
+    assert recipe.options({"model": "another", "revision": "s"})[""].revision == "s"
 
 
 def test_runs_have_their_options_on_top() -> None:
     recipe = read_recipe(written("title: x\noptions: {seed: 3}\nruns:\n  as-it-is:\n  other: {seed: 4}\n"))
-    assert {name: config.seed for name, config in recipe.configs().items()} == {"as-it-is": 3, "other": 4}
+    assert {name: config.seed for name, config in recipe.options({}).items()} == {"as-it-is": 3, "other": 4}
 
 
 def test_keys_left_empty_are_as_if_left_out() -> None:
     recipe = read_recipe(written("title: x\noptions:\nruns:\nfigures:\n"))
-    assert recipe.configs() == {"": RunConfig()}
+    assert recipe.options({}) == {"": AnalyzeOptions()}
 
 
 def test_the_recipe_says_where(tiny: Path) -> None:
@@ -258,7 +262,12 @@ def test_a_file_that_does_not_parse(content: str | bytes, message: str) -> None:
         ("title: x\nruns: {a: {}}", "`runs`: there is only one"),
         ("title: x\nruns: {a: {}, ../b: {}}", "`runs`: '../b' cannot be the name of a run"),
         ("title: x\nruns: {a: {}, comparison: {}}", "`runs`: 'comparison' cannot be the name of a run"),
-        ("title: x\nruns: {a: {}, b: {}}\narms: all", "it has `runs` and `arms`: an experiment is one run"),
+        ("title: x\ncommand: analyse", "`command`: 'analyse' is unknown; did you mean 'analyze'?"),
+        ("title: x\ncommand: run", "`command`: a recipe cannot run another recipe"),
+        (
+            "title: x\ncommand: train\nruns: {a: {}, b: {}}",
+            "`runs` are of commands that measure one run; `train` is none",
+        ),
         ("title: x\nruns: {a: {}, b: 5}", "`runs.b`: it must hold keys and values"),
     ],
 )
@@ -302,20 +311,40 @@ def test_a_recipe_is_of_one_model() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("methods: [vgaa]", "retrofit 'vgaa' is unknown; did you mean 'vga'?"),
-        ("methods: [vga]\nruns: {a: {}, b: {}}", "`methods` train a model: it has no `runs` or `arms`"),
-        ("methods: [vga]\nfigures: [sink-map]", "`methods` train a model"),
-        ("architecture: tiny-llama", "`architecture` is trained with `methods`, and it has none"),
-        ("architecture: tiny-llama\nmodel: a/b\nmethods: [none]", "it has a `model` and an `architecture`"),
-        ("architecture: tiny-lama\nmethods: [none]", "--config 'tiny-lama' is unknown; did you mean 'tiny-llama'?"),
-        ("methods: [vga]\noptions: {steps: 0}", "--steps 0: it must be at least 1"),
-        ("methods: [vga]\noptions: {stepz: 5}", "option 'stepz' is unknown"),
-        ("methods: [vga]\noptions: {text: random}", "--text random: nothing can be learned from it"),
-        ("methods: [vga]\noptions: {trust-remote-code: true}", "option 'trust_remote_code' is for you to give"),
+        ("options: {method: [vgaa]}", "retrofit 'vgaa' is unknown; did you mean 'vga'?"),
+        (
+            "options: {method: [vga]}\nfigures: [sink-map]",
+            "figure 'sink-map' is of `sinkscope analyze`, not of `retrofit`",
+        ),
+        ("options: {steps: 0}", "--steps 0: it must be at least 1"),
+        ("options: {stepz: 5}", "option 'stepz' is unknown"),
+        ("options: {text: random}", "--text random: nothing can be learned from it"),
+        ("options: {trust-remote-code: true}", "option 'trust_remote_code' is for you to give"),
     ],
 )
 def test_trainings_that_are_wrong(content: str, message: str) -> None:
-    assert message in refused(f"title: x\n{content}")
+    assert message in refused(f"title: x\ncommand: retrofit\n{content}")
+
+
+def test_a_training_from_random_weights_that_is_wrong() -> None:
+    path = written("title: x\ncommand: train\noptions: {config: tiny-lama}")
+    with pytest.raises(InputError, match="--config 'tiny-lama' is unknown; did you mean 'tiny-llama'"):
+        run_recipe(path)
+    with pytest.raises(InputError, match="option 'model' is unknown"):
+        run_recipe(written("title: x\ncommand: train\nmodel: a/b"))
+
+
+@pytest.mark.parametrize("command", ["compare", "doctor", "list"])
+def test_any_command_has_recipes(tiny: Path, command: str) -> None:
+    options = {"compare": "{runs: [one, two]}", "doctor": "{}", "list": "{kind: families}"}[command]
+    path = written(f"title: x\ncommand: {command}\noptions: {options}")
+    if command == "compare":
+        with pytest.raises(InputError, match="one is not a run folder"):
+            run_recipe(path)
+        return
+    done = run_recipe(path, tiny if command == "doctor" else None)
+    assert done.result is not None
+    assert "llama" in (done.result.text or str(done.result.tables["families"]))
 
 
 # --- finding them
@@ -353,16 +382,16 @@ def test_no_such_recipe(name: str, message: str) -> None:
     assert not list(Path().iterdir())
 
 
-def test_an_installed_sinkscope_has_no_recipes(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
-    """Beside an installed package may be anybody's folder called recipes."""
-    elsewhere = here / "site-packages"
-    (elsewhere / "sinkscope").mkdir(parents=True)
-    shutil.copytree(SHIPPED[0].parent, elsewhere / "recipes")
-    monkeypatch.setattr(recipes, "__file__", str(elsewhere / "sinkscope" / "commands" / "run.py"))
-    assert known_recipes() == {}
-    assert listing("recipes")["recipes"].empty
-    with pytest.raises(InputError, match="'x' is unknown, and there is no folder recipes/ here: name a YAML file"):
-        find_recipe("x")
+def test_an_installed_sinkscope_has_its_recipes(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
+    """In a wheel they lie inside the package; beside it may be anybody's folder called recipes."""
+    package = here / "site-packages" / "sinkscope"
+    shutil.copytree(SHIPPED[0].parent, package / "recipes")
+    (package.parent / "recipes").mkdir()
+    (package.parent / "recipes" / "not-ours.yaml").write_text("title: x")
+    monkeypatch.setattr(recipes, "__file__", str(package / "options" / "recipe.py"))
+    assert shipped_recipes() == package / "recipes"
+    assert known_recipes().keys() == {path.stem for path in SHIPPED}
+    assert find_recipe("gradient-sinks-figure-2").parent == package / "recipes"
 
 
 def test_the_list_says_what_is_no_recipe() -> None:
