@@ -200,15 +200,15 @@ def test_no_step(name: str) -> None:
 
 
 def test_what_counts_as_a_series(trained: Path, tmp_path: Path) -> None:
-    assert AnalyzeOptions(model=str(trained).has_steps)
+    assert AnalyzeOptions(model=str(trained)).has_steps
     assert AnalyzeOptions(model="org/name", revision="step0,step1").has_steps
     assert not AnalyzeOptions(model="org/name", revision="step0").has_steps
-    assert not AnalyzeOptions(model=str(trained / "checkpoint-5").has_steps)
+    assert not AnalyzeOptions(model=str(trained / "checkpoint-5")).has_steps
     assert not AnalyzeOptions(model="org/name").has_steps
     assert not AnalyzeOptions().has_steps
     finished = copied(trained, tmp_path / "finished", 5, 40)
     shutil.copytree(trained / "checkpoint-40", finished, dirs_exist_ok=True)
-    assert not AnalyzeOptions(model=str(finished).has_steps)  # it holds the final model
+    assert not AnalyzeOptions(model=str(finished)).has_steps  # it holds the final model
     assert [at.step for at in find_checkpoints(str(finished))] == [5, 40]  # which analyze_steps is not asked for
 
 

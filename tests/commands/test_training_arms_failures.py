@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, Trainer
 
 import sinkscope.commands.training_arms
 import sinkscope.report.figures
-import sinkscope.report.run
+import sinkscope.report.outputs
 from sinkscope.commands.retrofit import retrofit
 from sinkscope.errors import InputError
 from sinkscope.report.run import Run
@@ -70,7 +70,7 @@ def same_arm(out: Path, other: Path, arm: str = "vga") -> bool:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-import sinkscope.report.figures, sinkscope.report.run
+import sinkscope.report.figures, sinkscope.report.outputs
 from transformers import PreTrainedModel
 from sinkscope.cli.app import app
 
@@ -86,7 +86,7 @@ sinkscope.report.figures.applicable = lambda run: []
 if stage == "saving the model":
     PreTrainedModel.save_pretrained = killed_after(PreTrainedModel.save_pretrained, vga)
 if stage == "writing the run":
-    sinkscope.report.run.write_tables = killed_after(sinkscope.report.run.write_tables, vga)
+    sinkscope.report.outputs.write_tables = killed_after(sinkscope.report.outputs.write_tables, vga)
 app(prog_name="sinkscope")
 """
 
@@ -136,7 +136,7 @@ def test_a_full_disk_at_any_stage_says_so_and_loses_nothing(
     arguments = ("retrofit", tiny, "--method", "vga", "--text", text, *TYPED, "--out", tmp_path / "out")
     stages: list[tuple[Any, str, Any, str]] = [
         (sinkscope.commands.training_arms.np, "save", full, "what was reached is kept"),  # the held-out blocks
-        (sinkscope.report.run, "write_tables", full, "untouched/run failed"),
+        (sinkscope.report.outputs, "write_tables", full, "untouched/run failed"),
         (Trainer, "_save_rng_state", full, "what was reached is kept"),  # a checkpoint
         (sinkscope.commands.training_arms, "write_tables", full, "the training up to step 3 is kept"),
         (PreTrainedModel, "save_pretrained", full_in_rust, "the training up to step 3 is kept"),
