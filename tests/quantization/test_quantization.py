@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 import torch
 from rich.console import Console
+from support.figures import skip_figures
 from support.retrofitted import METHODS, retrofitted
 from tiny import TINY, ragged_tokens, tiny_model, tiny_tokens
 from torch import nn
@@ -28,6 +29,7 @@ from sinkscope.measuring.subject import load_subject
 from sinkscope.measuring.tables import column_names
 from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.models.families import find_family
+from sinkscope.models.loading import LoadedModel
 from sinkscope.models.projections import projections
 from sinkscope.options.measuring import make_config
 from sinkscope.quantization.arithmetic import asymmetric_grid, quantize_symmetric, symmetric_grid
@@ -632,7 +634,7 @@ def folder(tmp_path: Path, llama: PreTrainedModel, monkeypatch: pytest.MonkeyPat
     return tmp_path / "llama"
 
 
-def test_the_command_writes_a_run_folder_and_repeats_it(folder: Path) -> None:
+def test_the_command_writes_a_run_folder_and_repeats_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = command_line("quantize", folder, *OPTIONS)
     assert done.exit_code == 0, done.stderr
     assert "| W8A3 |" in done.stdout
@@ -643,6 +645,7 @@ def test_the_command_writes_a_run_folder_and_repeats_it(folder: Path) -> None:
     assert {path.stem for path in Path("runs/llama-random-W8A3/figures").glob("*.png")} == {
         *("quantization-cost", "quantization-ranges"),
     }  # fmt: skip
+    skip_figures(monkeypatch)
     again = command_line("quantize", "--from", "runs/llama-random-W8A3")
     assert again.exit_code == 0, again.stderr
     for name, table in Run.open("runs/llama-random-W8A3-repeated").tables.items():
@@ -696,13 +699,12 @@ def test_figures_of_another_command_say_whose_they_are(coarse: Run) -> None:
 
 
 @pytest.mark.real_model
-def test_what_w8a8_costs_smollm() -> None:
+def test_what_w8a8_costs_smollm(smollm: LoadedModel) -> None:
     """Measured, in nats per token: 3.949 in full precision; W8A8 +1.296, weights alone +0.052. The sites with massive
     activations, all of them the down projection's, in full precision: +0.908. Its other inputs and outputs, which are
     hundreds of times their median without being massive, as well: +0.138.
     """
-    loaded = sinkscope.load()
-    subject = load_subject(loaded, None, make_config(num_seqs=16), Console(quiet=True))
+    subject = load_subject(smollm, None, make_config(num_seqs=16), Console(quiet=True))
     inputs, calibration = subject.inputs.part(0, 8), subject.inputs.part(8, 16)
     bench = Bench(subject, Bits())
     ranges = bench.ranges(calibration)
