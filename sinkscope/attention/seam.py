@@ -1,7 +1,7 @@
 """The one door into attention: small identity modules, kept in every attention module, that nnsight can read.
 
 A model whose family is on transformers' `AttentionInterface` calls `attend` below in place of its own attention
-function. Any other family keeps its own code, and `Interceptor` recognises in it either a fused SDPA call or
+function. Any other family keeps its own code, and `Interceptor` recognizes in it either a fused SDPA call or
 matmul → softmax → matmul. Both ways pass the same tensors through the same taps:
 
     query (B,H,T,d)   key, value (B,K,T,d)   lse (B,H,T)   mix (B,T,H,d)

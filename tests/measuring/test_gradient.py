@@ -421,10 +421,10 @@ BROKEN: dict[str, tuple[str, str, Any, str, Any]] = {
     "fewer queries": ("llama", "gradient_check", gradient_theorems, "GRAM_QUERIES", 8),
     "no epsilon": ("llama", "norm_bound", gradient, "norm_gain", gain_with(lambda *_: {"epsilon": 0.0})),
     "LayerNorm taken for RMSNorm": (
-        "gpt2", "norm_bound", gradient, "norm_gain", gain_with(lambda *_: {"centred": False}),
+        "gpt2", "norm_bound", gradient, "norm_gain", gain_with(lambda *_: {"centered": False}),
     ),
     "RMSNorm taken for LayerNorm": (
-        "llama", "norm_bound", gradient, "norm_gain", gain_with(lambda *_: {"centred": True}),
+        "llama", "norm_bound", gradient, "norm_gain", gain_with(lambda *_: {"centered": True}),
     ),
     "Gemma's weight taken for γ": (
         "gemma2", "norm_bound", gradient, "norm_gain",
@@ -640,7 +640,7 @@ def test_a_norms_gain_is_found_by_probing_it(kind: str, dtype: torch.dtype, widt
     norm = random_norm(kind, width, dtype)
     found = norm_gain(norm, width)
     assert found.largest == pytest.approx(np.abs(reference.gain_of(norm)).max(), rel=1e-6)
-    assert found.centred == kind.startswith("layer")
+    assert found.centered == kind.startswith("layer")
     assert found.epsilon == {"llama": 1e-5, "layer": 1e-5, "layer without bias": 1e-12}.get(kind, 1e-6)
 
 
@@ -650,7 +650,7 @@ def test_a_norms_gain_is_found_in_half_precision(kind: str, dtype: torch.dtype) 
     norm = random_norm(kind, 768, dtype)
     found = norm_gain(norm, 768)
     assert found.largest == pytest.approx(np.abs(reference.gain_of(norm)).max(), rel=0.01)
-    assert found.centred == kind.startswith("layer")
+    assert found.centered == kind.startswith("layer")
 
 
 @EACH_NORM

@@ -22,12 +22,12 @@ class NormGain:
     """The bound of a norm's Jacobian: ‖J‖ ≤ ‖γ‖∞ ÷ rms(x) for RMSNorm (GS theorem 2), ÷ std(x) for LayerNorm."""
 
     largest: float  # ‖γ‖∞
-    centred: bool  # LayerNorm
+    centered: bool  # LayerNorm
     epsilon: float
 
     def divisor(self, x: torch.Tensor) -> torch.Tensor:
-        """(B,T,D) → (B,T): √(mean square + ε), of the centred entries for LayerNorm."""
-        if self.centred:
+        """(B,T,D) → (B,T): √(mean square + ε), of the centered entries for LayerNorm."""
+        if self.centered:
             x = x - x.mean(-1, keepdim=True)
         return (x.square().mean(-1) + self.epsilon).sqrt()
 
@@ -41,11 +41,11 @@ def norm_gain(module: nn.Module, width: int) -> NormGain:
     """
     weight = next(module.parameters(), torch.zeros(1))
     signs = torch.ones(1, 1, width, dtype=weight.dtype, device=weight.device)
-    centred = torch.equal(module(signs.clone()), module(-signs))
+    centered = torch.equal(module(signs.clone()), module(-signs))
     signs[..., 1::2] = -1
     gain = float(upcast(module(signs) - module(-signs)).abs().max()) / 2
     epsilon = next((value for name in ("variance_epsilon", "eps") if (value := getattr(module, name, None))), 0.0)
-    return NormGain(gain * (1 + epsilon) ** 0.5, centred, epsilon)
+    return NormGain(gain * (1 + epsilon) ** 0.5, centered, epsilon)
 
 
 class TheoremOne:
