@@ -12,7 +12,6 @@ from sinkscope.interventions.intervention import (
     Known,
     Target,
     edited_positions,
-    random_positions,
 )
 
 
@@ -24,10 +23,6 @@ class NullifyFirstEmbedding(Intervention):
 
     positions: Indices = (0,)
 
-    @property
-    def watched(self) -> tuple[int, ...]:
-        return self.positions
-
     def applied(self, target: Target) -> AbstractContextManager[None]:
         embedding = target.model.get_input_embeddings()
         return edited_positions(
@@ -35,5 +30,4 @@ class NullifyFirstEmbedding(Intervention):
         )
 
     def control(self, known: Known, draw: torch.Generator) -> Intervention:
-        """Tokens elsewhere."""
-        return NullifyFirstEmbedding(positions=random_positions(len(self.positions), known, draw, self.positions))
+        return self.at_other_positions(known, draw)

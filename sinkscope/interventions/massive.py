@@ -17,20 +17,15 @@ from sinkscope.interventions.intervention import (
     Reals,
     Target,
     edited_positions,
-    random_choice,
 )
 
 
 class _Massive(Intervention):
-    """Coordinates of the hidden state behind the chosen layers, at the chosen positions, get other values."""
+    """Coordinates of the chosen layers' outputs get other values at the chosen positions."""
 
     layers: Open = None  # None: the first behind which they are massive
     positions: Indices = (0,)
     coordinates: Open = None  # None: those that are massive there
-
-    @property
-    def watched(self) -> tuple[int, ...]:
-        return self.positions
 
     def resolved(self, known: Known) -> Self:
         if self.layers is not None and self.coordinates is not None:
@@ -41,7 +36,7 @@ class _Massive(Intervention):
 
     @abstractmethod
     def value(self, layer: int, position: int) -> torch.Tensor:
-        """(coordinates,): what is put there."""
+        """What is put there, (coordinates,)."""
 
     def applied(self, target: Target) -> AbstractContextManager[None]:
         if self.layers is None or self.coordinates is None:
@@ -61,9 +56,8 @@ class _Massive(Intervention):
         return edited_positions(self.name, target, layers.values(), self.positions, edit)
 
     def control(self, known: Known, draw: torch.Generator) -> Intervention:
-        """As many random coordinates at the same place."""
-        mine = self.coordinates or ()
-        others = random_choice(len(mine), known.target.width, draw, mine, "coordinate")
+        """At other coordinates, whose means are measured anew."""
+        others = self.at_other_coordinates(known, draw).coordinates
         return type(self)(layers=self.layers, positions=self.positions, coordinates=others)
 
 
@@ -110,8 +104,13 @@ class MeanMassive(_Massive):
 def first_massive(
     name: str, known: Known, position: int, layers: tuple[int, ...] | None = None
 ) -> tuple[int, list[int]]:
-    """The first layer (of these) behind which this position has massive activations in most sequences, and their
-    coordinates. Errors: InputError where there is none.
+    """The first layer, of these, at whose output a position has massive activations in at least half of the sequences.
+
+    Returns:
+        The layer, and the coordinates.
+
+    Raises:
+        InputError: there is none.
     """
     missing = f"{name}: no massive activations at position {position} are known: name layers and coordinates"
     if "massive" not in known.tables:

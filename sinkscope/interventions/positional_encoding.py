@@ -20,7 +20,7 @@ from sinkscope.models.edits import Edit, check_changes, replaced
 
 
 class _PositionVectors(Intervention):
-    """Rows of the position embedding in each other's place: one edit for every batch, padding and cache."""
+    """Rows of the position embedding replaced by others of its rows."""
 
     expected: ClassVar[bool] = False  # only some models have learned positions
 
@@ -66,7 +66,7 @@ class ReplaceEpe(_PositionVectors):
         return tuple(dict.fromkeys((*self.positions, self.source)))
 
     def control(self, known: Known, draw: torch.Generator) -> Intervention:
-        """The same among positions where the sink is not."""
+        """The same among positions that have no sink."""
         *positions, source = random_positions(len(self.positions) + 1, known, draw, self.watched)
         return ReplaceEpe(positions=tuple(positions), source=source)
 

@@ -1,4 +1,4 @@
-"""b_Q taken away (NU intervention 1), and its control: b_Q changed as much in a random direction."""
+"""The query bias b_Q removed (NU intervention 1), and its control: b_Q changed as much in a random direction."""
 
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from sinkscope.models.edits import Edit, check_changes, replaced
 
 
 class _QueryBias(Intervention):
-    """Every layer's query bias (H,d) in another form, at the chosen layers and query heads."""
+    """The query bias (H,d) edited at the chosen layers and query heads."""
 
     expected: ClassVar[bool] = False  # only some models have query biases
 

@@ -25,11 +25,6 @@ def measure(
 ) -> tuple[dict[str, pd.DataFrame], Facts]:
     """Measure a model on its inputs.
 
-    Args:
-        subject: the model, its family and its inputs.
-        config: which observables, and their settings.
-        console: for a progress bar.
-
     Returns:
         The run's tables by name, and what else the manifest says of the pass.
 

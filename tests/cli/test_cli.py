@@ -16,14 +16,13 @@ import pytest
 import torch
 from hub import Hub
 from safetensors.torch import load_file, save_file
-from support.figures import skip_figures
 from tiny import VOCAB, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 import sinkscope.report.figures
-import sinkscope.report.run
+import sinkscope.results.tables
 from sinkscope.cli.app import app
 from sinkscope.measuring.tables import column_names
 from sinkscope.measuring.tracer import Tracer
@@ -74,12 +73,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.chdir(folder)
     return folder
-
-
-@pytest.fixture
-def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes seconds; `finished` has it."""
-    skip_figures(monkeypatch)
 
 
 def command_line(*args: object) -> Result:
@@ -525,7 +518,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Any:
             for name in ("forward", "forward_backward"):
                 monkeypatch.setattr(Tracer, name, _raising(error, after=2, plain=getattr(Tracer, name)))
         elif where == "tables":
-            monkeypatch.setattr(sinkscope.report.run, "write_table", _raising(error, after=3, plain=write_table))
+            monkeypatch.setattr(sinkscope.results.tables, "write_table", _raising(error, after=3, plain=write_table))
         else:
             monkeypatch.setattr(sinkscope.report.figures, "applicable", _raising(error))
 
@@ -642,7 +635,7 @@ main()
 
 
 def test_ended_from_outside(bare: Path, here: Path) -> None:
-    options = ("--input", "random", "--num-seqs", "200000", "--batch-size", "8", "--out", "run")
+    options = ("--input", "random", "--num-seqs", "20000", "--batch-size", "8", "--out", "run")
     command = [sys.executable, "-c", ANNOUNCED, "analyze", str(bare), *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -485,14 +485,6 @@ def test_figures_draw_what_the_tables_say() -> None:
 # ------------------------------------------------------------------------------------------- a real model
 
 
-@pytest.fixture(scope="module")
-def mgm() -> LoadedModel:
-    path = Path(__file__).parents[2] / ".models" / "mgm"
-    if not path.exists():
-        pytest.fail("the model is missing: run `make models`")
-    return sinkscope.load(path, allow_pickle=True)
-
-
 @pytest.mark.real_model
 def test_a_trained_gpt2_has_one_massive_coordinate_that_its_bias_reads(mgm: LoadedModel, tmp_path: Path) -> None:
     ids = torch.randint(5, 9000, (6, 64), generator=torch.Generator().manual_seed(0))

@@ -129,7 +129,7 @@ def test_bars_begin_at_0_and_have_their_numbers_beside_them() -> None:
     assert said(axes["perplexity"]) == ["17.03", "16.94", "17.01"]
     assert [bar.get_width() for bar in axes["perplexity_quantized"].patches] == [0, 18.5, 0]
     assert said(axes["perplexity_quantized"]) == ["∞", "18.50", "–"]
-    assert said(axes["sink_rate"]) == ["0.731", "0", "1.00"]
+    assert said(axes["sink_rate"]) == ["73.1%", "0.0%", "100.0%"]
     assert said(axes["kurtosis"]) == ["not measured"]
     assert [label.get_text() for label in axes["perplexity"].get_yticklabels()] == list(ARMS)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Never
 
 from sinkscope.errors import InputError, unknown
+from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.report.figures import (
     arm_maps,
     arm_maps_by_layer,
@@ -46,47 +47,23 @@ from sinkscope.report.figures.steps import Checkpoints
 from sinkscope.report.figures.style import Figure
 from sinkscope.results.run import RunData
 
-FIGURES: dict[str, FigureSpec[RunData]] = {
-    spec.name: spec
-    for spec in (
-        arm_maps.draw,
-        arm_maps_by_layer.draw,
-        attention_maps.draw,
-        effects.draw,
-        effects_by_layer.draw,
-        epe_coordinates.draw,
-        gamma.draw,
-        gradient_bounds.draw,
-        gradient_norms.draw,
-        gradient_reshaping.draw,
-        massive_activations.draw,
-        massive_map.draw,
-        quantization_cost.draw,
-        quantization_ranges.draw,
-        query_bias_alignment.draw,
-        query_bias_distribution.draw,
-        query_key_geometry.draw,
-        sink_map.draw,
-        sink_positions.draw,
-        sinks_by_layer.draw,
-        streaming_perplexity.draw,
-    )
-}
+# fmt: off
+FIGURES: dict[str, FigureSpec[RunData]] = {spec.name: spec for spec in (  # of one run
+    arm_maps.draw, arm_maps_by_layer.draw, attention_maps.draw, effects.draw, effects_by_layer.draw,
+    epe_coordinates.draw, gamma.draw, gradient_bounds.draw, gradient_norms.draw, gradient_reshaping.draw,
+    massive_activations.draw, massive_map.draw, quantization_cost.draw, quantization_ranges.draw,
+    query_bias_alignment.draw, query_bias_distribution.draw, query_key_geometry.draw, sink_map.draw,
+    sink_positions.draw, sinks_by_layer.draw, streaming_perplexity.draw,
+)}
 OF_RUNS: dict[str, FigureSpec[Sequence[RunData]]] = {spec.name: spec for spec in (comparison.draw,)}
-OF_STEPS: dict[str, FigureSpec[Checkpoints]] = {
-    spec.name: spec for spec in (training_by_step.draw, training_gradient_norms.draw)
-}
-OF_ARMS: dict[str, FigureSpec[Arms]] = {
-    spec.name: spec
-    for spec in (
-        retrofit_bars.draw,
-        retrofit_training.draw,
-        retrofit_layers.draw,
-        retrofit_values.draw,
-        backcopy_maps.draw,
-        backcopy_training.draw,
-    )
-}
+OF_STEPS: dict[str, FigureSpec[Checkpoints]] = {spec.name: spec for spec in (
+    training_by_step.draw, training_gradient_norms.draw,
+)}
+OF_ARMS: dict[str, FigureSpec[Arms]] = {spec.name: spec for spec in (
+    retrofit_bars.draw, retrofit_training.draw, retrofit_layers.draw, retrofit_values.draw,
+    backcopy_maps.draw, backcopy_training.draw,
+)}
+# fmt: on
 # what a figure is drawn from → the register of such figures
 KINDS: dict[str, Mapping[str, FigureSpec[Never]]] = {
     "one run": FIGURES,
@@ -95,18 +72,8 @@ KINDS: dict[str, Mapping[str, FigureSpec[Never]]] = {
     "arms of a training": OF_ARMS,
 }
 
-# tables whose name differs from that of the observable that makes them
-OBSERVABLE = {
-    "sink_positions": "attention",
-    "attention_heads": "attention",
-    "attention_maps": "attention",
-    "massive_map": "massive",
-    "gradient_ratio": "gradient",
-    "gradient_check": "gradient",
-    "query_bias": "query-bias",
-    "gamma": "query-bias",
-    "delta_distribution": "query-bias",
-}
+# table → the observable that a user names to have it
+OBSERVABLE = {table: (kind.after or (name,))[0] for name, kind in OBSERVABLES.items() for table in kind.columns}
 # tables that commands other than `analyze` make
 COMMAND = {
     "effect": "intervene",
@@ -115,8 +82,6 @@ COMMAND = {
     "quantization": "quantize",
     "quantization_sites": "quantize",
 }
-
-
 ALL_ARMS = ("effect", "arm_maps")  # of one arm by itself, they have no figure
 
 
@@ -176,7 +141,7 @@ def _why_missing(run: RunData, missing: Sequence[str]) -> str:
     needs = f" needs the table '{missing[0]}', which"
     if missing[0] in COMMAND:
         return f"{needs} only some runs of `{COMMAND[missing[0]]}` have"
-    observables = dict.fromkeys(OBSERVABLE.get(table, table) for table in missing)
+    observables = dict.fromkeys(OBSERVABLE[table] for table in missing)
     for observable, reason in (run.manifest.get("not_measured") or {}).items():
         if observable in observables:
             return f": {observable} does not apply to {run.model}: {reason}"

@@ -11,6 +11,7 @@ from sinkscope.report.figures.axes import layer_axis, line_by_layer, panel_grid,
 from sinkscope.report.figures.labels import title, wrapped
 from sinkscope.report.figures.spec import declare
 from sinkscope.report.figures.style import COLUMN, OTHERS, REFERENCE, SINK, WIDE, Figure, Look, new_figure
+from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
 
 ACROSS = 4
@@ -38,7 +39,8 @@ def draw(run: RunData) -> Figure:
         _draw_arm(ax, rates[rates["condition"] == label], positions, targets)
         layer_axis(ax, "layer" if place >= across * (down - 1) else "")
         value_axis(ax, share=True)
-    figure.supylabel(f"sink rate at position {sinks.pop()}" if len(sinks) == 1 else "sink rate")
+    where = f" at position {sinks.pop()}" if len(sinks) == 1 else ""
+    figure.supylabel(METRICS["sink_rate"].short + where)
     figure.legend(handles=_legend(axes), loc="outside lower center", ncols=4 if width == WIDE else 2)
     figure.suptitle(title(run, width))
     return figure

@@ -25,10 +25,7 @@ def percent(share: float) -> str:
 
 
 @declare(
-    "sink-positions",
-    "share of heads with a sink at each position, and the tokens that carry sinks beyond position 0",
-    "sink_positions",
-    "attention",
+    "sink-positions", "heads with a sink at each position, and the tokens of later sinks", "sink_positions", "attention"
 )
 def draw(run: RunData) -> Figure:
     sinks = run.tables["sink_positions"]
