@@ -21,7 +21,7 @@ def draw(arms: Arms) -> Figure:
     figure = new_figure(WIDE, 2.6)
     left, right = figure.subplots(1, 2, sharex=True)
     left.set_title(f"training {METRICS['loss'].short}")
-    right.set_title(f"{METRICS['gate_displacement_mean'].short} (mean ‖p − p₀‖ of the heads)")
+    right.set_title(f"{METRICS['gate_displacement_mean'].short} (mean ‖p − p₀‖)")
     for arm, look in arm_looks(training["condition"].unique()).items():
         for ax, table in ((left, loss), (right, gates)):
             rows = table[table["condition"] == arm]
