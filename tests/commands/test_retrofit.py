@@ -68,7 +68,15 @@ def loaded() -> LoadedModel:
 def test_it_prints_the_comparison_and_how_far_the_gates_moved(finished: tuple[Result, Path]) -> None:
     result, out = finished
     assert result.exit_code == 0, result.output
-    for column in ("untouched", "vga-placement=output", "none", "Perplexity", "Max I+O norm", "Avg. kurtosis", "INT8"):
+    for column in (
+        "untouched",
+        "vga-placement=output",
+        "none",
+        "Perplexity",
+        "Max infinity norm",
+        "Mean kurtosis",
+        "W8A8",
+    ):
         assert column in result.stdout
     assert "note: vga-placement=output: new parameters moved by" in result.stderr
     assert "differs" not in result.stderr

@@ -16,6 +16,7 @@ from sinkscope.models.loading import LoadedModel
 from sinkscope.options import recipe as recipes
 from sinkscope.options.measuring import make_config
 from sinkscope.report.effects import effect_of
+from sinkscope.results.findings import Outcome
 
 pytestmark = pytest.mark.real_model
 
@@ -34,7 +35,7 @@ def mgm_text(mgm: LoadedModel) -> list[np.ndarray]:
 def mgm_run(mgm: LoadedModel) -> Run:
     """NU's five interventions, as its recipe names them."""
     recipe = recipes.read_recipe(recipes.find_recipe("not-universal-interventions"))
-    return sinkscope.intervene(mgm, arms=recipe.content.arms, draws=3, **OPTIONS)
+    return sinkscope.intervene(mgm, arms=recipe.content.options["arms"], draws=3, **OPTIONS)
 
 
 def test_sampled_text_is_natural_to_the_model(mgm: LoadedModel, mgm_text: list[np.ndarray]) -> None:
@@ -71,21 +72,21 @@ def test_position_vectors_are_exchanged_as_in_plain_transformers(
 
 def test_mgm_without_its_query_bias_loses_the_sink_most_in_layers_1_to_3(mgm_run: Run) -> None:
     effects = [effect_of(mgm_run, "nullify-query-bias", "sink_rate", 0, layer) for layer in range(8)]
-    assert set(np.argsort([effect.change for effect in effects])[:3]) == {1, 2, 3}
-    assert effect_of(mgm_run, "nullify-query-bias", "sink_rate", 0).falls
+    assert set(np.argsort([effect.after - effect.before for effect in effects])[:3]) == {1, 2, 3}
+    assert effect_of(mgm_run, "nullify-query-bias", "sink_rate", 0).outcome == Outcome.FALLS
 
 
 def test_mgm_needs_what_its_keys_read_of_the_massive_coordinate_and_of_no_random_one(mgm_run: Run) -> None:
     assert mgm_run.manifest["arms"]["zero-key-columns"]["do"] == ["zero-key-columns:coordinates=165"]
     rate = effect_of(mgm_run, "zero-key-columns", "sink_rate", 0)
-    assert rate.falls
-    assert rate.change < -0.05
+    assert rate.outcome == Outcome.FALLS
+    assert rate.after - rate.before < -0.05
     assert max(abs(control - rate.before) for control in rate.controls) < 0.02
 
 
 def test_mgm_has_its_sink_where_the_first_position_vector_is(mgm_run: Run) -> None:
     assert "the sink moved to position 1" in mgm_run.verdict
-    assert effect_of(mgm_run, "transplant-epe", "window_mass", 1).rises
+    assert effect_of(mgm_run, "transplant-epe", "window_mass", 1).outcome == Outcome.RISES
 
 
 def test_smollm_dies_of_one_coordinate_and_not_of_its_mean(smollm: LoadedModel) -> None:

@@ -114,7 +114,8 @@ def applicable(run: RunData) -> list[str]:
 
 
 def save_all(run: RunData, folder: Path) -> None:
-    """Save every applicable figure of a run."""
+    """Save every applicable figure of a run, one drawn at a time."""
+    folder.mkdir(parents=True, exist_ok=True)
     for name in applicable(run):
         save_figures({name: draw(name, run)}, folder)
 

@@ -13,9 +13,10 @@ from sinkscope.report.figures.arms import FAINT, Arms, arm_looks
 from sinkscope.report.figures.axes import has_values, layer_axis, line_by_layer, say, value_axis
 from sinkscope.report.figures.spec import declare
 from sinkscope.report.figures.style import NEUTRAL, WIDE, Figure, Look, new_figure
+from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
 
-PANELS = ("raw value norm ÷ others", "attended value norm ÷ others", "gate")
+PANELS = (METRICS["raw_value_drain"].short, "attended value norm ÷ others", "gate")
 
 
 def lacking(arms: Arms) -> str | None:
