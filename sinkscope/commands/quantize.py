@@ -88,7 +88,7 @@ def quantize(
 
 
 def _split(subject: Subject, config: QuantizeOptions) -> tuple[Subject, TokenInputs]:
-    """The first sequences to evaluate, those behind to calibrate by. Errors: InputError where there are too few."""
+    """The first sequences, to evaluate, and those behind them, to calibrate by."""
     inputs, wanted = subject.inputs, config.num_seqs + config.calibration
     if len(inputs) < wanted:
         what = f"--dataset {config.dataset}" if config.dataset else f"--input {config.input}"

@@ -600,7 +600,7 @@ def test_max_norm_and_kurtosis_are_those_of_analyze(llama: PreTrainedModel, coar
         ({"bits_weights": 1}, "--bits-weights 1: it must be a whole number from 2 to 16"),
         ({"bits_activations": 32}, "--bits-activations 32"),
         ({"calibration": 0}, "--calibration 0: it must be a whole number of at least 1"),
-        ({"observables": ("outlier",)}, "leave `observables` out"),
+        ({"observables": ("outlier",)}, "--observables does not apply"),
         (
             {"input": "few.jsonl", "num_seqs": 3, "calibration": 2},
             "holds 4 sequences, fewer than the 3 to evaluate and 2",
