@@ -407,8 +407,8 @@ def outlier(sequences: list[Sequence]) -> pd.DataFrame:
             seen = []
             for sequence in sequences:
                 entries = sequence.layers[number].sites[site].ravel()
-                centred = entries - entries.mean()
-                seen.append((np.abs(entries).max(), (centred**4).mean() / (centred**2).mean() ** 2))
+                centered = entries - entries.mean()
+                seen.append((np.abs(entries).max(), (centered**4).mean() / (centered**2).mean() ** 2))
             rows.append((number, site, *np.mean(seen, axis=0)))
     return pd.DataFrame(rows, columns=["layer", "site", "max_inf_norm", "kurtosis"])
 

@@ -70,11 +70,11 @@ def no_query_bias(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def inputs_of(model: PreTrainedModel) -> list[np.ndarray]:
-    from sinkscope.measuring.subject import inputs_for, loaded_model
+    from sinkscope.measuring.subject import inputs_for, load_model
     from sinkscope.options.measuring import make_config
 
     config = make_config(**SMALL)
-    return list(inputs_for(loaded_model(model, None, config), config).sequences)
+    return list(inputs_for(load_model(model, None, config), config).sequences)
 
 
 # --- what comes out

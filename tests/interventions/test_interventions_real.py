@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 import sinkscope
 from sinkscope import Run
-from sinkscope.commands import run as recipes
 from sinkscope.measuring.subject import inputs_for
 from sinkscope.models.loading import LoadedModel
+from sinkscope.options import recipe as recipes
 from sinkscope.options.measuring import make_config
 from sinkscope.report.effects import effect_of
 

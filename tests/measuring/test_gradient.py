@@ -33,16 +33,9 @@ from sinkscope.attention.weights import AttentionRead
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring import tracer as tracer_module
 from sinkscope.measuring.gradient_summary import gradient_summary
-from sinkscope.measuring.observables import OBSERVABLES, gradient
-from sinkscope.measuring.observables.gradient import (
-    Branch,
-    Gradient,
-    NormGain,
-    TheoremOne,
-    branches_of,
-    norm_gain,
-    undefined_ratios,
-)
+from sinkscope.measuring.observables import OBSERVABLES, gradient, gradient_theorems
+from sinkscope.measuring.observables.gradient import Branch, Gradient, branches_of, undefined_ratios
+from sinkscope.measuring.observables.gradient_theorems import NormGain, TheoremOne, norm_gain
 from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.tables import column_names
 from sinkscope.measuring.tracer import Tracer, open_tracer, summed_loss
@@ -199,7 +192,7 @@ def test_every_table_of_equal_sequences_is_the_references(name: str) -> None:
 def test_more_than_one_chunk_of_rows_is_the_references(name: str) -> None:
     """T = 100: attention in two chunks of rows, theorem 1 on 64 of the queries."""
     lengths = (100, 70, 100)
-    assert gradient.GRAM_QUERIES < 100
+    assert gradient_theorems.GRAM_QUERIES < 100
     reference.assert_same(measured_anew(name, lengths, positions=16), expected(name, lengths, 16), TOLERANCE)
 
 
@@ -425,13 +418,13 @@ BROKEN: dict[str, tuple[str, str, Any, str, Any]] = {
     "groups in another order": ("llama", "gradient_check", TheoremOne, "add_value_gradient", groups_in_another_order),
     "one head for all": ("llama", "gradient_check", TheoremOne, "add_upstream", of_all_heads_the_first),
     "a query left out": ("llama", "gradient_check", gradient, "row_chunks", lambda length: [slice(1, length)]),
-    "fewer queries": ("llama", "gradient_check", gradient, "GRAM_QUERIES", 8),
+    "fewer queries": ("llama", "gradient_check", gradient_theorems, "GRAM_QUERIES", 8),
     "no epsilon": ("llama", "norm_bound", gradient, "norm_gain", gain_with(lambda *_: {"epsilon": 0.0})),
     "LayerNorm taken for RMSNorm": (
-        "gpt2", "norm_bound", gradient, "norm_gain", gain_with(lambda *_: {"centred": False}),
+        "gpt2", "norm_bound", gradient, "norm_gain", gain_with(lambda *_: {"centered": False}),
     ),
     "RMSNorm taken for LayerNorm": (
-        "llama", "norm_bound", gradient, "norm_gain", gain_with(lambda *_: {"centred": True}),
+        "llama", "norm_bound", gradient, "norm_gain", gain_with(lambda *_: {"centered": True}),
     ),
     "Gemma's weight taken for γ": (
         "gemma2", "norm_bound", gradient, "norm_gain",
@@ -647,7 +640,7 @@ def test_a_norms_gain_is_found_by_probing_it(kind: str, dtype: torch.dtype, widt
     norm = random_norm(kind, width, dtype)
     found = norm_gain(norm, width)
     assert found.largest == pytest.approx(np.abs(reference.gain_of(norm)).max(), rel=1e-6)
-    assert found.centred == kind.startswith("layer")
+    assert found.centered == kind.startswith("layer")
     assert found.epsilon == {"llama": 1e-5, "layer": 1e-5, "layer without bias": 1e-12}.get(kind, 1e-6)
 
 
@@ -657,7 +650,7 @@ def test_a_norms_gain_is_found_in_half_precision(kind: str, dtype: torch.dtype) 
     norm = random_norm(kind, 768, dtype)
     found = norm_gain(norm, 768)
     assert found.largest == pytest.approx(np.abs(reference.gain_of(norm)).max(), rel=0.01)
-    assert found.centred == kind.startswith("layer")
+    assert found.centered == kind.startswith("layer")
 
 
 @EACH_NORM
