@@ -24,13 +24,8 @@ SEQUENCES, TOKENS = 16, 64
 
 
 @pytest.fixture(scope="module")
-def smollm(smollm_on_cpu: LoadedModel) -> LoadedModel:
-    return smollm_on_cpu
-
-
-@pytest.fixture(scope="module")
-def run(smollm: LoadedModel) -> Run:
-    return sinkscope.analyze(smollm, num_seqs=SEQUENCES, seq_len=TOKENS, observables=("gradient",))
+def run(smollm_on_cpu: LoadedModel) -> Run:
+    return sinkscope.analyze(smollm_on_cpu, num_seqs=SEQUENCES, seq_len=TOKENS, observables=("gradient",))
 
 
 def test_the_query_of_token_0_has_no_gradient(run: Run) -> None:
@@ -75,26 +70,26 @@ def test_what_is_an_identity_and_what_is_a_bound_holds(run: Run) -> None:
 OPTIONS = {"num_seqs": 2, "seq_len": TOKENS, "positions": 16}
 
 
-def plain_autograd(smollm: LoadedModel) -> list[reference.Sequence]:
+def plain_autograd(smollm_on_cpu: LoadedModel) -> list[reference.Sequence]:
     """Dense attention put into the bare model, `retain_grad` on every tensor, one sequence at a time."""
-    sequences = [np.array(ids) for ids in inputs_for(smollm, make_config(**OPTIONS)).sequences]
-    before = smollm.model.config._attn_implementation
-    smollm.model.set_attn_implementation(reference.NAME)
+    sequences = [np.array(ids) for ids in inputs_for(smollm_on_cpu, make_config(**OPTIONS)).sequences]
+    before = smollm_on_cpu.model.config._attn_implementation
+    smollm_on_cpu.model.set_attn_implementation(reference.NAME)
     try:
-        return reference.record(smollm.model, sequences)
+        return reference.record(smollm_on_cpu.model, sequences)
     finally:
-        smollm.model.set_attn_implementation(before)
+        smollm_on_cpu.model.set_attn_implementation(before)
 
 
 def published(run: Run) -> dict[str, pd.DataFrame]:
     return {name: table.drop(columns=["model", "condition"]) for name, table in run.tables.items()}
 
 
-def test_gradients_are_plain_autograds(smollm: LoadedModel) -> None:
+def test_gradients_are_plain_autograds(smollm_on_cpu: LoadedModel) -> None:
     """In float32: against the largest of query, key or value, where sums over the batch cancel."""
-    measured = published(sinkscope.analyze(smollm, observables=("gradient",), **OPTIONS))
-    recorded = plain_autograd(smollm)
-    assert all(parameter.grad is None for parameter in smollm.model.parameters())
+    measured = published(sinkscope.analyze(smollm_on_cpu, observables=("gradient",), **OPTIONS))
+    recorded = plain_autograd(smollm_on_cpu)
+    assert all(parameter.grad is None for parameter in smollm_on_cpu.model.parameters())
     keys = ["layer", "pathway", "head", "position"]
     both = measured["gradient"].merge(reference.gradient(recorded, 16), on=keys, suffixes=("", "_plain"))
     assert len(both) == len(measured["gradient"])
@@ -103,14 +98,14 @@ def test_gradients_are_plain_autograds(smollm: LoadedModel) -> None:
         print(pathway, error)
         assert error < 1e-4
     # gradients of h and of all that stands in eq. 3
-    expected = {"gradient_ratio": reference.gradient_ratio(smollm.model, recorded, 16)}
+    expected = {"gradient_ratio": reference.gradient_ratio(smollm_on_cpu.model, recorded, 16)}
     print(reference.assert_same(measured, expected, 5e-4))
 
 
 @contextmanager
-def in_float64(smollm: LoadedModel) -> Iterator[None]:
+def in_float64(smollm_on_cpu: LoadedModel) -> Iterator[None]:
     """Back and forth without a loss. A model from GGUF refuses `.double()`."""
-    model = smollm.model
+    model = smollm_on_cpu.model
     tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
     before = [tensor.data for tensor in tensors]
     try:
@@ -123,13 +118,13 @@ def in_float64(smollm: LoadedModel) -> Iterator[None]:
             tensor.data = data
 
 
-def test_gradients_are_plain_autograds_to_round_off(smollm: LoadedModel) -> None:
+def test_gradients_are_plain_autograds_to_round_off(smollm_on_cpu: LoadedModel) -> None:
     """Every table, in float64: trained weights, massive activations and gradient sinks."""
-    with in_float64(smollm):
-        measured = published(sinkscope.analyze(smollm, observables=("gradient",), **OPTIONS))
-        recorded = plain_autograd(smollm)
-        expected = reference.tables(smollm.model, recorded, 16)
+    with in_float64(smollm_on_cpu):
+        measured = published(sinkscope.analyze(smollm_on_cpu, observables=("gradient",), **OPTIONS))
+        recorded = plain_autograd(smollm_on_cpu)
+        expected = reference.tables(smollm_on_cpu.model, recorded, 16)
     print(reference.assert_same(measured, expected, 1e-9))
-    assert next(smollm.model.parameters()).dtype == torch.float32
+    assert next(smollm_on_cpu.model.parameters()).dtype == torch.float32
     truth = reference.gradient(recorded, 16).query("pathway == 'query' and position == 0")
     assert truth["grad_norm"].max() < 1e-15

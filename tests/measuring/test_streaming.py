@@ -19,9 +19,8 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from sinkscope.attention.seam import open_seam
-from sinkscope.attention.streaming import streaming
+from sinkscope.attention.streaming import streamed_attention, streaming
 from sinkscope.errors import InputError, SinkscopeError
-from sinkscope.measuring import streaming as module
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Settings
 from sinkscope.measuring.streaming import measure_streaming, token_losses
@@ -267,7 +266,7 @@ def test_a_cache_that_holds_the_whole_text_is_dense_attention(name: str, keep: i
 def test_the_block_of_queries_changes_nothing(name: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = smooth(name), tiny_tokens(2, 20)
     whole = streamed(model, ids, 2, 4)
-    monkeypatch.setattr(module.streamed_attention, "__defaults__", (block,))
+    monkeypatch.setattr(streamed_attention, "__defaults__", (block,))
     assert_close(streamed(model, ids, 2, 4), whole, 1e-7)
 
 

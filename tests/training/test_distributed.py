@@ -51,8 +51,7 @@ TWO = """
 import json, sys
 from pathlib import Path
 import torch
-from support.training import CASES, random_blocks
-from support.training import config, model
+from support.training import CASES, config, model, random_blocks, repetitive
 from sinkscope.training.sharding import launched
 from sinkscope.training.trainer import train
 
@@ -62,6 +61,10 @@ for name, options in CASES.items():
     if launched().is_main_process:
         history.to_parquet(Path(sys.argv[1]) / f"{name}.parquet")
         torch.save(changed.state_dict(), Path(sys.argv[1]) / f"{name}.pt")
+
+changed = model()
+train(changed, repetitive(), config(), Path(sys.argv[1]) / "one model")
+torch.save(changed.state_dict(), Path(sys.argv[1]) / f"rank-{launched().process_index}.pt")
 """
 
 
@@ -85,6 +88,14 @@ def test_two_processes_train_as_one_with_the_same_global_batch(case: str, two: P
     assert history[names].equals(expected[names])
     np.testing.assert_allclose(history["value"], expected["value"], **ROUND_OFF)
     torch.testing.assert_close(torch.load(two / f"{case}.pt"), dict(alone.state_dict()), **ROUND_OFF)
+
+
+def test_two_processes_train_one_model(two: Path) -> None:
+    assert json.loads((two / "one model" / "run.json").read_text())["processes"] == 2
+    one, other = (torch.load(two / f"rank-{rank}.pt") for rank in (0, 1))
+    before = model().state_dict()
+    assert all(torch.equal(one[name], other[name]) for name in before)
+    assert not all(torch.equal(one[name], before[name]) for name in before)
 
 
 def test_every_block_is_read_once_before_any_is_read_again() -> None:

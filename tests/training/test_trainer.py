@@ -337,32 +337,3 @@ def test_the_record_is_json(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "run.json").read_text())
     assert record["retrofit"]["method"] == "vga"
     assert record["config"]["steps"] == 1
-
-
-# --- several processes ---
-
-LAUNCHED = """
-import sys
-from pathlib import Path
-import torch
-from support.training import config, model, repetitive
-from sinkscope.training.sharding import launched
-from sinkscope.training.trainer import train
-
-changed = model()
-train(changed, repetitive(), config(), Path(sys.argv[1]))
-torch.save(changed.state_dict(), Path(sys.argv[1]) / f"rank-{launched().process_index}.pt")
-"""
-
-
-def test_two_processes_train_one_model(tmp_path: Path) -> None:
-    (tmp_path / "launched.py").write_text(LAUNCHED)
-    folder = tmp_path / "two"
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    subprocess.run([*launch, str(tmp_path / "launched.py"), str(folder)], env=environment, check=True, timeout=120)
-    assert json.loads((folder / "run.json").read_text())["processes"] == 2
-    one, other = (torch.load(folder / f"rank-{rank}.pt") for rank in (0, 1))
-    before = model().state_dict()
-    assert all(torch.equal(one[name], other[name]) for name in before)
-    assert not all(torch.equal(one[name], before[name]) for name in before)
