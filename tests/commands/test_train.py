@@ -8,12 +8,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from sinkscope.commands.series import analyze_steps
 from support.figures import skip_figures
 from support.retrofit_command import command_line
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, T5Config
 from typer.testing import Result
 
+from sinkscope.commands.analyze import analyze_steps
 from sinkscope.commands.train import train
 from sinkscope.errors import InputError
 from sinkscope.models.families import find_family
