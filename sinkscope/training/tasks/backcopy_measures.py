@@ -49,9 +49,10 @@ METRICS = {
 
 @torch.no_grad()
 def measure(task: BigramBackcopy, model: PreTrainedModel, family: Family, held_out: np.ndarray) -> pd.DataFrame:
-    """Every metric of METRICS on sequences (N,T) of the task: layer (−1: the whole model), metric, value.
+    """Measure every metric of METRICS on sequences (N,T) of the task, of a model in eval mode.
 
-    The model stays as it is; it should be in eval mode.
+    Returns:
+        layer (−1: the whole model), metric, value.
     """
     seen: dict[tuple[int, str], list[torch.Tensor]] = defaultdict(list)
     with open_tracer(model, family) as tracer:
