@@ -43,7 +43,7 @@ class Place:
     mid: str | None = "post_attention_layernorm"  # h+½ enters here
     mlp_norm: str | None = "post_attention_layernorm"
     mlp_out: str = "mlp"
-    post_norm: bool = False  # h+½ is normalised before the MLP reads it and before the MLP is added
+    post_norm: bool = False  # h+½ is normalized before the MLP reads it and before the MLP is added
 
 
 def _parallel(

@@ -58,11 +58,6 @@ def finished(tiny: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -
         return command_line("retrofit", tiny, *arguments), out
 
 
-@pytest.fixture
-def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    skip_figures(monkeypatch)
-
-
 def loaded() -> LoadedModel:
     return LoadedModel(tiny_model("llama"), words_tokenizer(), "tiny", "tiny", None, None, ())
 

@@ -61,8 +61,8 @@ def kurtosis(x: torch.Tensor, batch: Batch) -> torch.Tensor:
         x = x.masked_fill(~batch.valid[..., None].to(x.device), 0.0)
         entries = (batch.lengths * x.shape[2]).to(x.device)
     mean = x.sum((1, 2)) / entries
-    centred = x - mean[:, None, None]
+    centered = x - mean[:, None, None]
     if batch.valid is not None:
-        centred = centred.masked_fill(~batch.valid[..., None].to(x.device), 0.0)
-    squares = centred.square_().flatten(1)
+        centered = centered.masked_fill(~batch.valid[..., None].to(x.device), 0.0)
+    squares = centered.square_().flatten(1)
     return entries * torch.linalg.vecdot(squares, squares) / squares.sum(1).square()

@@ -1,0 +1,126 @@
+"""Every option is declared once, and the command line, recipes and run.json are spellings of that declaration."""
+
+import ast
+import inspect
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from sinkscope.cli.app import app
+from sinkscope.cli.parameters import parameters_of
+from sinkscope.errors import InputError
+from sinkscope.options import COMMANDS
+from sinkscope.options.option import Options, checked, flag, option
+from sinkscope.options.output import OutputOptions
+from sinkscope.options.training import RetrofitOptions, TrainOptions
+
+PACKAGE = Path(inspect.getfile(Options)).parents[1]
+
+
+def declared() -> list[tuple[str, str, str]]:
+    """(class, option, help text) of every declaration in the source."""
+    found = []
+    for path in sorted((PACKAGE / "options").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            for line in node.body:
+                value = line.value if isinstance(line, ast.AnnAssign) else None
+                if isinstance(value, ast.Call) and getattr(value.func, "id", "") == "option":
+                    assert isinstance(line, ast.AnnAssign)
+                    assert isinstance(line.target, ast.Name)
+                    found.append((node.name, line.target.id, ast.literal_eval(value.args[2])))
+    return found
+
+
+def test_an_option_is_declared_once() -> None:
+    names = Counter(name for _, name, _ in declared())
+    # two options of one name, of sequences that are measured at once and of blocks that are trained on at once
+    assert {name for name, count in names.items() if count > 1} == {"batch_size"}
+    assert max(Counter(about for *_, about in declared()).values()) == 1
+    assert {name for kind in COMMANDS.values() for name in kind.model_fields} <= names.keys()
+
+
+def test_no_help_text_stands_anywhere_else() -> None:
+    source = "".join(path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py"))
+    for _, _, about in declared():
+        beginning = about[:40]
+        assert source.count(beginning) == 1, beginning
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_shows_every_option(name: str) -> None:
+    kind = COMMANDS[name]
+    text = " ".join(CliRunner(env={"COLUMNS": "200"}).invoke(app, [name, "--help"]).stdout.split())
+    for field, info in kind.model_fields.items():
+        is_shown = field not in (*kind.arguments, *kind.refused, *kind.hidden)
+        assert (f"{flag(field)} " in text) == is_shown, field
+        if is_shown:
+            assert str(info.description)[:30] in text
+    assert ("--out " in text) == bool(kind.writes)
+    assert ("--from " in text) == kind.repeatable
+
+
+def test_a_new_option_is_one_line() -> None:
+    class Analyze(COMMANDS["analyze"]):  # type: ignore[misc]
+        depth: int = option(3, "Measuring", "How deep to look.", metavar="N", ge=1)
+
+    parameter = next(parameter for parameter in parameters_of(Analyze) if parameter.name == "depth")
+    assert parameter.default == 3
+    assert checked(Analyze, {"depth": "4"}).depth == 4
+    assert json.loads(checked(Analyze, {}).model_dump_json())["depth"] == 3
+    with pytest.raises(InputError, match="--depth 0: it must be at least 1"):
+        checked(Analyze, {"depth": 0})
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("analyze", {"seq_len": 20, "observables": "massive,outlier"}),
+        ("intervene", {"do": ["mask-sink", "replace-epe:source=1"], "draws": 2}),
+        ("intervene", {"arms": {"one": "mask-sink", "two": ["mask-sink", "zero-massive"]}}),
+        ("quantize", {"bits_weights": 4, "seq_len": 8}),
+        ("retrofit", {"method": {"VGA": "vga:placement=output"}, "steps": 3}),
+        ("train", {"method": "none,vscale", "seeds": 2, "learning_rate": 0.1}),
+    ],
+)
+def test_run_json_gives_the_options_back(command: str, options: dict[str, Any]) -> None:
+    asked = checked(COMMANDS[command], options)
+    assert checked(COMMANDS[command], json.loads(asked.model_dump_json())) == asked
+
+
+def test_options_that_do_not_apply_are_refused() -> None:
+    for command, given, reason in (
+        ("intervene", {"do": "mask-sink", "observables": "massive"}, "always measures attention and massive"),
+        ("quantize", {"observables": ["massive"]}, "always measures perplexity and outliers"),
+        ("train", {"only_new": True}, "begins with random weights"),
+        ("doctor", {"attn": "eager"}, "tries both kernels"),
+    ):
+        with pytest.raises(InputError, match=reason):
+            checked(COMMANDS[command], given)
+
+
+def test_defaults_of_a_training_from_random_weights() -> None:
+    assert (TrainOptions().steps, RetrofitOptions().steps) == (2000, 6000)
+    assert TrainOptions().training.new_learning_rate == TrainOptions().learning_rate == 1e-3
+    assert TrainOptions(learning_rate=0.5).training.new_learning_rate == 0.5
+    assert TrainOptions(learning_rate=0.5, new_learning_rate=0.1).training.new_learning_rate == 0.1
+
+
+def test_arms_are_measured_on_blocks() -> None:
+    measuring = RetrofitOptions(
+        block_length=32, batch_size=2, dataset="org/text", num_seqs=5, model="org/name"
+    ).measuring
+    assert (measuring.seq_len, measuring.window, measuring.num_seqs, measuring.model) == (32, 32, 5, "org/name")
+    assert (measuring.batch_size, measuring.dataset, measuring.dtype) == ("auto", None, "float32")
+    for wrong in ({"dtype": "float16"}, {"device_map": "auto"}):
+        with pytest.raises(InputError, match=r"overflow|stays on one GPU"):
+            checked(RetrofitOptions, wrong)
+
+
+def test_output_decides_no_number() -> None:
+    assert not OutputOptions.model_fields.keys() & {name for kind in COMMANDS.values() for name in kind.model_fields}
