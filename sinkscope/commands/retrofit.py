@@ -18,7 +18,7 @@ from sinkscope.measuring.subject import ModelLike, family_of, load_model, option
 from sinkscope.options.output import OutputOptions
 from sinkscope.options.training import RetrofitOptions
 from sinkscope.report.trained import Trained
-from sinkscope.training.arms import Methods, one_each, parse_methods
+from sinkscope.training.arms import Methods, arms_of, parse_methods
 from sinkscope.training.blocks import check_text, read_blocks
 from sinkscope.training.sharding import launched
 
@@ -88,4 +88,4 @@ def retrofit(
             loaded, config.text, config.dataset, training.block_length, count, training.eval_share, seed=training.seed
         )
     arms = TrainingArms(plan, loaded, family, blocks, begin=lambda arm: copy.deepcopy(loaded.model))
-    return arms.finish(one_each(wanted, training.seed), untouched=True)
+    return arms.finish(arms_of(wanted, training.seed), untouched=True)

@@ -25,7 +25,7 @@ from sinkscope.options.training import TrainOptions
 from sinkscope.report.trained import Trained
 from sinkscope.text.sources import documents
 from sinkscope.training.architectures import architecture, fresh_model
-from sinkscope.training.arms import Methods, one_each, parse_methods, with_seeds
+from sinkscope.training.arms import Methods, arms_of, parse_methods
 from sinkscope.training.blocks import check_text, is_written, read_blocks
 from sinkscope.training.sharding import launched
 from sinkscope.training.tasks import TASKS, Task
@@ -96,9 +96,7 @@ def train(
         else:
             blocks = read_blocks(loaded, options.text, options.dataset, length, count, training.eval_share)
     arms = TrainingArms(plan, loaded, family, blocks, lambda arm: fresh_model(shape, arm.seed), True, task)
-    drawn = range(training.seed, training.seed + options.seeds)
-    several = options.seeds > 1
-    return arms.finish(with_seeds(wanted, drawn) if several else one_each(wanted, training.seed), untouched=False)
+    return arms.finish(arms_of(wanted, training.seed, options.seeds), untouched=False)
 
 
 def _options(

@@ -1,7 +1,7 @@
-"""A learned key k* per head with a fixed zero value (WSE §7): one more place to attend to, from which nothing comes.
+"""A learned key k* per head with a fixed zero value (WSE §7): one more key to attend to, which contributes nothing.
 
-Its logit is scaling · q_t·k*, with the model's softcap where it has one. k* is not rotated: it stands at no position.
-It starts at 0, a logit of 0 in every row: no other start brings every query's logit down without looking at data.
+Its logit is scaling · q_t·k*, with the model's softcap if it has one. k* is not rotated, as it has no position. It
+starts at 0, a logit of 0 in every row: no other start lowers every query's logit without looking at data.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """A learned logit b in every row's softmax, with no value: a[t,s] = exp(l[t,s]) / (exp(b) + Σ exp(l[t,·])).
 
-At b = −∞ it is the pretrained attention, and untrainable: ∂a/∂b falls with exp(b). It starts in between.
+b = −∞ is the pretrained attention, but cannot be trained: ∂a/∂b falls with exp(b). The start is a compromise.
 """
 
 from collections.abc import Mapping

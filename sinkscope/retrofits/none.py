@@ -1,4 +1,4 @@
-"""Nothing: the plain fine-tune that every retrofit is compared with (VGA table 3, "fine-tuning w/o VGA")."""
+"""No change: the plain fine-tune that every retrofit is compared with (VGA table 3, "fine-tuning w/o VGA")."""
 
 from typing import ClassVar
 

@@ -27,7 +27,7 @@ CHUNK = 4096  # rows of the vocabulary at once
 
 
 class Registers(Part):
-    """`embeddings` (n,E), in the space of the token embeddings; `first`, where they started: that moves in training."""
+    """`embeddings` (n,E), in the space of the token embeddings, and `first`, the values with which they started."""
 
     def __init__(self, model: PreTrainedModel, count: int, limit: int | None) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Registers(Part):
 
 
 def _refuse(inputs: dict[str, Any]) -> None:
-    """Errors: InputError for what cannot be widened."""
+    """Raise InputError for inputs that cannot be widened."""
     mask, cache = inputs.get("attention_mask"), inputs.get("past_key_values")
     if getattr(cache, "is_compileable", False):
         raise InputError("register tokens need a cache that grows: a static one has no place for them")
@@ -125,7 +125,7 @@ class RegisterTokens(Retrofit):
 
 @torch.no_grad()
 def mean_embedding(model: PreTrainedModel) -> torch.Tensor:
-    """What the embedding module gives out, averaged over the vocabulary: (E,)."""
+    """The embedding module's output, averaged over the vocabulary: (E,)."""
     embedding: Any = model.get_input_embeddings()
     ids = torch.arange(embedding.weight.shape[0], device=embedding.weight.device)
     return torch.stack([embedding(part).double().sum(0) for part in ids.split(CHUNK)]).sum(0) / len(ids)

@@ -1,4 +1,4 @@
-"""What every retrofit is, and the three places at which one can act on attention.
+"""What every retrofit is, and the three places at which it can act on attention.
 
     values       behind the value projection, before anything is cached: `ValuePart`
     output       in front of the output projection, on every head's mix: `OutputPart`
@@ -31,7 +31,7 @@ from sinkscope.retrofits.registers import RETROFIT
 
 @dataclass(frozen=True)
 class Layer:
-    """One attention layer, as far as a retrofit needs to know it."""
+    """What a retrofit needs to know of one attention layer."""
 
     attention: nn.Module
     value: Projection
@@ -61,12 +61,12 @@ class Layer:
 
 
 def layers_of(model: PreTrainedModel, family: Family) -> list[Layer]:
-    """Every attention layer. Errors: InputError where the family's row does not say how its values are projected."""
+    """Every attention layer; InputError if the family's row does not say how its values are projected."""
     config: Any = model.config.get_text_config()
     layers = []
     for index, module in enumerate(family.layer_modules(model)):
         attention = module.get_submodule(family.attention)
-        with torch.device("cpu"):  # `from_pretrained` builds the model on meta, where places would be nowhere
+        with torch.device("cpu"):  # `from_pretrained` builds the model on meta, where indices would have no values
             value = projections(model, family, index)["value"]
         head_dim = value.places.shape[1]
         layers.append(
@@ -100,27 +100,27 @@ class Part(nn.Module):
 
     @torch.no_grad()
     def displacement(self) -> dict[str, torch.Tensor]:
-        """Parameter → how far each head's is from its start, ‖p − p₀‖, (heads,) in float64.
+        """Parameter → distance of each head's from its start, ‖p − p₀‖, (heads,) in float64.
 
-        Where FSDP has shared the parameters out, every process must ask.
+        Where FSDP has sharded the parameters, every process must call this.
         """
         moved = {name: _whole(self.get_parameter(name)) - _whole(value) for name, value in self.start().items()}
         return {name: _by_head(x, self.head_axis) for name, x in moved.items()}
 
 
 def _whole(x: torch.Tensor) -> torch.Tensor:
-    """In float64; of a DTensor all of it."""
+    """A tensor, or the whole of a DTensor, in float64."""
     return (x.full_tensor() if hasattr(x, "full_tensor") else x).double()
 
 
 def _by_head(x: torch.Tensor, axis: int) -> torch.Tensor:
-    """Each head's norm, (heads,): of all other axes together."""
+    """Each head's norm over all other axes, (heads,)."""
     return torch.linalg.vector_norm(x.movedim(axis, 0).reshape(x.shape[axis], -1), dim=1)
 
 
 class GatePart(Part):
-    """A factor for every head and position, made where the values are made. What goes into this module and what comes
-    out of it is read by the tracer: the raw values and the factors.
+    """A factor for every head and position, computed where the values are. The tracer reads this module's inputs and
+    outputs: the raw values and the factors.
     """
 
     def __init__(self, layer: Layer) -> None:
@@ -138,7 +138,7 @@ def gated(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
 
 
 class ValuePart(GatePart):
-    """Its factors, one a key/value head, are on the values: what is cached and attended to."""
+    """Multiplies each key/value head's values by its factor, before they are cached and attended to."""
 
     def __init__(self, layer: Layer) -> None:
         super().__init__(layer)
@@ -159,7 +159,7 @@ class ValuePart(GatePart):
 
 
 class OutputPart(GatePart):
-    """Its factors, one a query head, are on each head's mix at the query's own position."""
+    """Multiplies each query head's mix by its factor, at the query's own position."""
 
     def __init__(self, layer: Layer) -> None:
         super().__init__(layer)
@@ -188,7 +188,7 @@ class OutputPart(GatePart):
 
 
 class DenominatorPart(Part, Denominator):
-    """A logit with no value in each row's softmax. `scaling` counts where the model's own code makes the logits."""
+    """A logit without a value in each row's softmax. `scaling` is used if the model's own code makes the logits."""
 
     def __init__(self, layer: Layer) -> None:
         super().__init__()
@@ -204,19 +204,19 @@ class DenominatorPart(Part, Denominator):
 
 
 class Retrofit(BaseModel, ABC):
-    """One method, with its parameters. A file of this package with a subclass that has a name is listed."""
+    """One method, with its parameters as fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: ClassVar[str]
     about: ClassVar[str]  # one line for `sinkscope list`
-    paper: ClassVar[str]  # whose method it is
+    paper: ClassVar[str]  # that describes it
 
     @classmethod
     def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
-        """Why this cannot be done to this model; None where it can."""
+        """The reason why the method does not apply to this model; None if it does."""
         return None if family.qkv else f"how '{family.name}' keeps q, k and v is not known: its row needs `qkv`"
 
     @abstractmethod
     def install(self, model: PreTrainedModel, family: Family) -> None:
-        """Put the new parts in, at their start. Works on meta too, where `from_pretrained` builds."""
+        """Add the new modules, with their parameters at their start; also on meta, where `from_pretrained` builds."""

@@ -1,7 +1,7 @@
 """Models to train from scratch, by name: configurations of transformers', small enough for a laptop.
 
-A row is a model type and what differs from its defaults. Any other architecture is given as a config.json.
-Vocabularies and special tokens are the tokenizer's (pretraining.py).
+A row is a model type and what differs from its defaults. Any other architecture is given as a config.json. The
+vocabulary and special tokens are the tokenizer's.
 """
 
 import copy
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
-from sinkscope.errors import InputError, unknown
+from sinkscope.errors import InputError, one_line, unknown
 
 _SMALL_VOCABULARY = {"vocab_size": 4096, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -47,7 +47,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             **_SMALL_VOCABULARY,
         },
     ),
-    # one head in one layer, as in Guo et al.'s lab, which VGA §4.1 takes over
+    # one head in one layer, as in VGA §4.1 after Guo et al. 2024
     "bigram-backcopy": (
         "gpt2",
         {
@@ -80,9 +80,13 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def architecture(source: str | os.PathLike[str]) -> PreTrainedConfig:
-    """A name of the table above, or a config.json (or its folder) in HuggingFace's format.
+    """The configuration of a model to train.
 
-    Errors: InputError for a name that does not exist, a file that is damaged, or no causal language model.
+    Args:
+        source: a name of ARCHITECTURES, or a config.json (or its folder) in HuggingFace's format.
+
+    Raises:
+        InputError: the name does not exist, the file is damaged, or it is no causal language model.
     """
     name = os.fspath(source)
     if name in ARCHITECTURES:
@@ -104,16 +108,14 @@ def _read(path: Path) -> PreTrainedConfig:
         what = "it has no model_type" if error.args == ("model_type",) else f"{error} is no model type of transformers"
         raise InputError(f"--config {path}: {what}") from None
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise InputError(
-            f"--config {path} is not a model's config.json: {' '.join(str(error).split())[:200]}"
-        ) from None
+        raise InputError(f"--config {path} is not a model's config.json: {one_line(error)}") from None
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise InputError(f"--config {path}: {model_type} is no causal language model in transformers")
     return config
 
 
 def fresh_model(config: PreTrainedConfig, seed: int) -> Any:
-    """A model with random weights, which the seed decides; in eval mode and frozen, as a loaded one is."""
+    """A model with random weights, by the seed; in eval mode and frozen, as a loaded one is."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config))  # a retrofit writes itself into it

@@ -1,4 +1,4 @@
-"""The arms of a training: a method each, as it is typed, and for trainings from scratch also a seed."""
+"""The arms of a training: a method each, as it is typed, and a seed."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from sinkscope.options.option import as_folder_name
 from sinkscope.retrofits import make_retrofit
 
 Methods = str | Iterable[str] | Mapping[str, str]
-RESERVED = ("untouched", "comparison", "figures", "tables")  # other folders of a workshop
+RESERVED = ("untouched", "comparison", "figures", "tables")  # other folders beside those of the arms
 
 
 @dataclass(frozen=True)
@@ -18,11 +18,11 @@ class Method:
 
     name: str
     parameters: Mapping[str, Any]
-    called: str | None = None  # in a recipe
+    called: str | None = None  # its label, if one was given
 
     @property
     def label(self) -> str:
-        """Its condition in the tables."""
+        """Its `condition` in the tables."""
         if self.called is not None:
             return self.called
         return as_folder_name(self.name, *(f"{key}={value}" for key, value in self.parameters.items()))
@@ -30,28 +30,26 @@ class Method:
 
 @dataclass(frozen=True)
 class Arm:
-    """A method, trained once. `label` is its folder's name: the method's, and the seed where there are several."""
+    """A method, trained once. `label` names its folder: the method's, with the seed if there are several."""
 
     method: Method
     seed: int
     label: str
 
 
-def one_each(methods: Iterable[Method], seed: int) -> list[Arm]:
-    """An arm a method, as a retrofit has them."""
-    return [Arm(method, seed, method.label) for method in methods]
-
-
-def with_seeds(methods: Iterable[Method], seeds: Iterable[int]) -> list[Arm]:
-    """Every method with every seed, seed after seed: what is broken off has whole comparisons."""
+def arms_of(methods: Iterable[Method], seed: int, seeds: int = 1) -> list[Arm]:
+    """An arm for each method and seed: seed after seed, so that what an interruption leaves can be compared."""
+    if seeds == 1:
+        return [Arm(method, seed, method.label) for method in methods]
     methods = list(methods)
-    return [Arm(method, seed, f"{method.label}-seed{seed}") for seed in seeds for method in methods]
+    return [Arm(method, at, f"{method.label}-seed{at}") for at in range(seed, seed + seeds) for method in methods]
 
 
 def parse_methods(methods: Methods) -> list[Method]:
-    """NAME[:key=value,…], several behind commas, or several such texts; or one each by what it is to be called.
+    """Methods as they are typed: NAME[:key=value,…], several behind commas, or several such texts; or label → method.
 
-    Errors: InputError.
+    Raises:
+        InputError: a method, a parameter or a label is wrong, or a method is given twice.
     """
     if isinstance(methods, Mapping):
         wanted = [_called(name, _parse(text)) for name, text in methods.items()]
@@ -83,7 +81,7 @@ def _parse(methods: str | Iterable[str]) -> list[Method]:
             name, colon, assigned = part.partition(":")
             if colon or "=" not in part:
                 found.append((name.strip(), {}))
-            else:  # the method's parameters go on
+            else:  # a further parameter of the last method
                 assigned = part
             if not assigned:
                 continue

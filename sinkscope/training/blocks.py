@@ -1,7 +1,7 @@
 """What a model is trained on: text packed into blocks of one length, the last of them held out to measure by.
 
-Documents follow one another with the end-of-sequence token between them. Every block begins as a sequence does that
-is measured (inputs.py): with what the tokenizer puts in front of a text by itself.
+Documents follow one another with the end-of-sequence token between them. Every block begins as a measured sequence
+does: with what the tokenizer puts in front of a text by itself.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from sinkscope.options.measuring import make_config
 from sinkscope.text.sources import check_source, documents
 from sinkscope.text.tokens import check_ids, encode, own_prefix
 
-PIECE = 1 << 20  # characters that are tokenised at once
+PIECE = 1 << 20  # characters that are tokenized at once
 DOCUMENTS = (".txt", ".jsonl", ".json")
 NO_TEXT = ("random", "repeated")
 
@@ -44,7 +44,7 @@ class Blocks:
 
 
 def check_text(text: str) -> None:
-    """Cheap, so that it can be asked before a model is loaded. Errors: InputError."""
+    """Raise InputError for a text that cannot be trained on. Cheap: to be called before a model is loaded."""
     if text in NO_TEXT:
         raise InputError(f"--text {text}: nothing can be learned from it; name a text file or a --dataset")
     try:
@@ -54,19 +54,26 @@ def check_text(text: str) -> None:
 
 
 def is_written(text: str, dataset: str | None) -> bool:
-    """Words that a tokenizer reads, and not token ids or what the model says itself."""
+    """Whether a source is text for a tokenizer, and not token ids or sampled by the model."""
     return dataset is not None or text == "natural" or Path(text).suffix.lower() in DOCUMENTS
 
 
 def read_blocks(
     loaded: LoadedModel, text: str, dataset: str | None, length: int, wanted: int, share: float, seed: int = 0
 ) -> Blocks:
-    """Blocks of `length` tokens: at most `wanted` to train on, and a `share` of all held out, from the text's end.
+    """Read a text in blocks; no more of it is read than is needed.
 
-    `text`: "natural", a .txt or .jsonl file, token ids in an .npy file, or "sampled" by the model itself; `dataset`
-    takes its place. No more of it is read than is needed.
+    Args:
+        loaded: the model, for its tokenizer, vocabulary and positions.
+        text: "natural", a .txt or .jsonl file, token ids in an .npy file, or "sampled" by the model itself.
+        dataset: a HuggingFace dataset in place of `text`.
+        length: tokens in a block.
+        wanted: blocks to train on, at most.
+        share: of all blocks that is held out, from the text's end.
+        seed: of sampled text.
 
-    Errors: InputError for a text that cannot be read, or holds fewer than two blocks.
+    Raises:
+        InputError: the text cannot be read, or holds fewer than two blocks.
     """
     needed = wanted + max(1, math.ceil(wanted * share / (1 - share)))
     if is_written(text, dataset):

@@ -12,8 +12,9 @@ MOST_CHARACTERS = 1 << 26
 
 
 def tokenizer_of(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Of at most `vocab_size` tokens, which 256 bytes and three special ones are among: fewer where the text is short.
-    The same text gives the same tokenizer.
+    """Train a tokenizer of at most `vocab_size` tokens, 256 bytes and three special ones among them.
+
+    A short text gives fewer tokens; the same text gives the same tokenizer.
     """
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -102,7 +102,7 @@ def test_its_folder(finished: tuple[Result, Path]) -> None:
     assert gates.columns.tolist() == [*LEADING, *column_names("gates")]
     assert len(gates) == 3 * 4
     manifest = json.loads((out / "run.json").read_text())
-    assert manifest["training"]["steps"] == 3
+    assert manifest["config"]["steps"] == 3
     assert manifest["arms"]["vga-placement=output"]["parameters"] == {"placement": "output"}
     assert manifest["arms"]["vga-placement=output"]["moved"] == pytest.approx(gates["displacement"].max())
 

@@ -31,9 +31,10 @@ AT_ONCE = 64  # sequences
 
 @torch.no_grad()
 def measure(task: BigramBackcopy, model: PreTrainedModel, family: Family, held_out: np.ndarray) -> pd.DataFrame:
-    """The metrics `BACKCOPY` of results/metrics.py on sequences (N,T): layer (−1: the whole model), metric, value.
+    """Measure the metrics `BACKCOPY` of results/metrics.py on sequences (N,T) of the task, of a model in eval mode.
 
-    The model stays as it is; it should be in eval mode.
+    Returns:
+        layer (−1: the whole model), metric, value.
     """
     seen: dict[tuple[int, str], list[torch.Tensor]] = defaultdict(list)
     with open_tracer(model, family) as tracer:
