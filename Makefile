@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 MGM := .models/mgm --allow-pickle --input sampled
 
-.PHONY: install models demo test fast check format report report-training clean
+.PHONY: install models demo test fast check format report report-models report-training clean
 
 install: .venv/installed
 
@@ -50,7 +50,9 @@ define report
 	find runs/report/$(1)/tables -type f -size -100k -exec cp {} reports/$(1)/tables/ \;
 endef
 
-report: install models  ## what reports/ holds: half an hour on two cores
+report: report-models report-training  ## what reports/ holds
+
+report-models: install models  ## of pretrained models: 40 minutes on two cores
 	$(call report,smollm2-135m,analyze)
 	$(call report,gemma3-270m,analyze .models/gemma3-270m.gguf)
 	$(call report,mgm,analyze $(MGM))
@@ -61,7 +63,7 @@ report: install models  ## what reports/ holds: half an hour on two cores
 	$(call report,smollm2-135m-w8a8,quantize)
 	$(call report,smollm2-135m-streaming,run streaming-perplexity)
 
-report-training: install  ## the reports of trainings: two hours on two cores
+report-training: install  ## of trainings: two hours on two cores
 	$(call report,smollm2-135m-retrofit,run retrofit-in-an-hour)
 	$(call report,bigram-backcopy,run bigram-backcopy)
 	$(call report,bigram-backcopy-equal-rate,run bigram-backcopy-equal-rate)
