@@ -14,29 +14,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sinkscope.commands.analyze import analyze as analyze
+    from sinkscope.commands.analyze import analyze_steps as analyze_steps
     from sinkscope.commands.doctor import doctor as doctor
     from sinkscope.commands.intervene import intervene as intervene
+    from sinkscope.commands.load import load as load
     from sinkscope.commands.quantize import quantize as quantize
     from sinkscope.commands.retrofit import retrofit as retrofit
     from sinkscope.commands.run import run_recipe as run_recipe
-    from sinkscope.commands.series import Series as Series
-    from sinkscope.commands.series import analyze_steps as analyze_steps
     from sinkscope.commands.train import train as train
     from sinkscope.errors import InputError as InputError
     from sinkscope.errors import SinkscopeError as SinkscopeError
     from sinkscope.interventions import intervening as intervening
     from sinkscope.measuring.calibration import calibrate_ranges as calibrate_ranges
-    from sinkscope.models.loading import load as load
     from sinkscope.quantization.simulation import quantized as quantized
     from sinkscope.report.comparison import compare as compare
     from sinkscope.report.run import Run as Run
+    from sinkscope.report.series import Series as Series
     from sinkscope.retrofits import gate_displacement as gate_displacement
     from sinkscope.retrofits import new_parameters as new_parameters
     from sinkscope.retrofits import retrofit_model as retrofit_model
 
 _MODULES = {
     "analyze": "commands.analyze",
-    "analyze_steps": "commands.series",
+    "analyze_steps": "commands.analyze",
     "calibrate_ranges": "measuring.calibration",
     "compare": "report.comparison",
     "doctor": "commands.doctor",
@@ -44,7 +44,7 @@ _MODULES = {
     "InputError": "errors",
     "intervene": "commands.intervene",
     "intervening": "interventions",
-    "load": "models.loading",
+    "load": "commands.load",
     "new_parameters": "retrofits",
     "quantized": "quantization.simulation",
     "quantize": "commands.quantize",
@@ -52,7 +52,7 @@ _MODULES = {
     "retrofit_model": "retrofits",
     "Run": "report.run",
     "run_recipe": "commands.run",
-    "Series": "commands.series",
+    "Series": "report.series",
     "SinkscopeError": "errors",
     "train": "commands.train",
 }

@@ -2,6 +2,9 @@
 
 import os
 import time
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -9,17 +12,20 @@ from transformers import PreTrainedTokenizerBase
 
 from sinkscope.commands.repeat import differences
 from sinkscope.commands.result import Result
-from sinkscope.commands.series import analyze_steps
-from sinkscope.errors import InputError
+from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.console import tell
 from sinkscope.measuring.manifest import make_manifest
 from sinkscope.measuring.measure import measure
 from sinkscope.measuring.observables import check_names
 from sinkscope.measuring.subject import ModelLike, options_of, subject_of
+from sinkscope.models.steps import find_checkpoints
 from sinkscope.options.measuring import AnalyzeOptions
+from sinkscope.options.option import checked
 from sinkscope.options.output import OutputOptions
-from sinkscope.report.run import Run, finished
-from sinkscope.results.folders import check_output
+from sinkscope.report.outputs import finished
+from sinkscope.report.run import Run
+from sinkscope.report.series import COMMAND, Series, name_of, series_manifest, series_table, write_series, written
+from sinkscope.results.folders import check_output, new_folder
 from sinkscope.text.sources import check_source
 
 
@@ -68,3 +74,62 @@ def analyze(
     tell(console, facts.notices)
     manifest = make_manifest(subject, config, facts, list(tables), start)
     return finished(Run(manifest, tables, folder), console)
+
+
+def analyze_steps(
+    model: str | os.PathLike[str] | None,
+    revisions: str | Iterable[str] | None = None,
+    *,
+    out: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    quiet: bool = True,
+    **options: Any,
+) -> Series:
+    """Measure a model at several steps of its training; with `out`, also write a run folder each and the figures.
+
+    Args:
+        model: a hub id, or a folder with a checkpoint in each subfolder.
+        revisions: the revisions of the hub id that hold the steps, or the subfolders; of a folder by default those
+            called `checkpoint-…`, as transformers' Trainer writes them.
+        out: the folder to write; None: in memory only.
+        overwrite: replace an earlier series in `out`.
+        quiet: say nothing meanwhile.
+        **options: those of `analyze`.
+
+    Raises:
+        InputError: as `analyze` does, and for names without a step or with the same one.
+        SinkscopeError: a run failed; nothing is written.
+    """
+    start = time.time()
+    if model is None:
+        raise InputError("several revisions were given, but no model to take them from")
+    model = os.fspath(model)
+    checkpoints = find_checkpoints(model, revisions)
+    configs = [
+        checked(AnalyzeOptions, options | {"model": checkpoint.model, "revision": checkpoint.revision})
+        for checkpoint in checkpoints
+    ]
+    check_names(configs[0].observables)
+    check_source(configs[0].input)
+    folder = None if out is None else check_output(out, overwrite, (COMMAND,))
+    console = Console(stderr=True, quiet=quiet)
+    runs: dict[int, Run] = {}
+    with nullcontext() if folder is None else new_folder(folder) as fresh:
+        for place, (checkpoint, config) in enumerate(zip(checkpoints, configs, strict=True), 1):
+            console.print(f"step {checkpoint.step} ({place} of {len(checkpoints)})", highlight=False)
+            try:
+                run = analyze(config.model, config=config, quiet=quiet)
+            except SinkscopeError as error:
+                raise type(error)(f"at step {checkpoint.step}: {error}") from error
+            if folder is not None and fresh is not None:
+                run = written(replace(run, folder=folder / checkpoint.folder), fresh / checkpoint.folder)
+            runs[checkpoint.step] = run
+        series = Series(
+            series_manifest(model, checkpoints, configs[0], runs, start),
+            runs,
+            series_table(name_of(model), runs),
+            folder,
+        )
+        if fresh is not None:
+            write_series(series, fresh)
+    return series if folder is None else Series.open(folder)

@@ -17,7 +17,8 @@ from sinkscope.measuring.manifest import Facts, make_manifest
 from sinkscope.measuring.subject import ModelLike, options_of, subject_of
 from sinkscope.options.measuring import InterveneOptions
 from sinkscope.options.output import OutputOptions
-from sinkscope.report.run import Run, finished
+from sinkscope.report.outputs import finished
+from sinkscope.report.run import Run
 from sinkscope.results.folders import check_output
 from sinkscope.text.sources import check_source
 

@@ -21,7 +21,8 @@ from sinkscope.options.measuring import QuantizeOptions
 from sinkscope.options.output import OutputOptions
 from sinkscope.quantization.ranges import Bits
 from sinkscope.quantization.sites import WEIGHT, not_quantized
-from sinkscope.report.run import Run, finished
+from sinkscope.report.outputs import finished
+from sinkscope.report.run import Run
 from sinkscope.results.folders import check_output
 from sinkscope.text.inputs import TokenInputs
 from sinkscope.text.sources import check_source

@@ -5,8 +5,9 @@ each, their comparison, and a run.json of its own.
 """
 
 import os
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,10 @@ from sinkscope.options.output import OutputOptions, RunOptions
 from sinkscope.options.recipe import COMPARISON, Content, Recipe, find_recipe, read_recipe
 from sinkscope.report.comparison import Comparison, compare
 from sinkscope.report.figures import COMMAND, FIGURES, OBSERVABLE
-from sinkscope.report.run import Run, write_run
-from sinkscope.results.folders import check_output, new_folder, write_json
+from sinkscope.report.outputs import write_run
+from sinkscope.report.run import Run
+from sinkscope.results.folders import check_output, new_folder
+from sinkscope.results.manifest import RUNS, make_manifest, write_manifest
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,7 @@ def run_recipe(
         InputError: the recipe does not exist or is faulty, or an option is wrong.
         SinkscopeError: a run failed.
     """
+    start = time.time()
     found = read_recipe(find_recipe(recipe))
     given = options if model is None else options | {"model": os.fspath(model)}
     runs = found.options(given)
@@ -94,7 +98,7 @@ def run_recipe(
     folder = Path(out or found.content.out or Path("runs", as_folder_name(found.name, source)))
     is_measured_here = COMMANDS[found.content.command].in_memory
     if is_measured_here:
-        check_output(folder, overwrite)
+        check_output(folder, overwrite, ("run",) if found.content.runs else RUNS)
     console = Console(stderr=True, quiet=quiet)
     say(console, f"{found.name}: {found.content.title}")
     if not is_measured_here:
@@ -106,7 +110,7 @@ def run_recipe(
         run = _module(found).command(asked, OutputOptions(quiet=quiet)).value
         measured[name] = Run(run.manifest | {"recipe": found.record}, run.tables, folder / name)
     with new_folder(folder) as fresh:
-        comparison = _write_several(found, measured, folder, fresh) if found.content.runs else None
+        comparison = _write_several(found, measured, folder, fresh, start) if found.content.runs else None
         if comparison is None:
             write_run(measured[""], fresh, found.content.figures)
     return RecipeRun(found, measured, comparison, folder)
@@ -148,11 +152,12 @@ def _one_command(recipe: Recipe, options: Options, folder: Path, overwrite: bool
     return RecipeRun(recipe, {}, None, folder, _module(recipe).command(options, output))
 
 
-def _write_several(recipe: Recipe, runs: Mapping[str, Run], folder: Path, fresh: Path) -> Comparison:
+def _write_several(recipe: Recipe, runs: Mapping[str, Run], folder: Path, fresh: Path, start: float) -> Comparison:
     """A folder for each run, their comparison, and the manifest last."""
     for name, run in runs.items():
         (fresh / name).mkdir()
         write_run(run, fresh / name, recipe.content.figures)
-    compare(*runs.values(), out=fresh / COMPARISON)
-    write_json(fresh / "run.json", {"command": "run", "recipe": recipe.record, "runs": list(runs)})
-    return compare(*runs.values())
+    comparison = compare(*runs.values(), out=fresh / COMPARISON)
+    manifest = make_manifest("run", recipe.content.options, start, recipe=recipe.record, runs=list(runs))
+    write_manifest(fresh, manifest)
+    return replace(comparison, folder=folder / COMPARISON)

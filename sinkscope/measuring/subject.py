@@ -18,7 +18,7 @@ from sinkscope.models import loading
 from sinkscope.models.families import Family, embedding_weight, find_family
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.wiring import calibrate
-from sinkscope.options.measuring import RunConfig
+from sinkscope.options.measuring import ObservableOptions, RunConfig
 from sinkscope.options.option import checked
 from sinkscope.retrofits.registers import registers_before
 from sinkscope.text.inputs import TokenInputs, build_inputs
@@ -31,7 +31,7 @@ MOST_SAMPLES = 20  # for each that is needed
 ModelLike = str | os.PathLike[str] | PreTrainedModel | LoadedModel | None
 
 
-Asked = TypeVar("Asked", bound=RunConfig)
+Asked = TypeVar("Asked", bound=ObservableOptions)
 
 
 @dataclass(frozen=True)

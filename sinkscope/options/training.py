@@ -1,5 +1,6 @@
 """The options of a training. Nothing here imports torch: the command line shows their defaults."""
 
+import os
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -65,6 +66,12 @@ class ArmOptions(TrainingConfig, SequenceOptions, ObservableOptions, DeviceOptio
         "natural, a file (.txt, .jsonl with `text`, .npy of token ids), or sampled by the model itself.",
         metavar="FILE",
     )
+
+    @field_validator("text", mode="before")
+    @classmethod
+    def _as_text(cls, text: Any) -> Any:
+        """A path given from Python; run.json holds text."""
+        return os.fspath(text) if isinstance(text, os.PathLike) else text
 
     @field_validator("method", mode="before")
     @classmethod
@@ -147,6 +154,12 @@ class TrainOptions(ArmOptions):
         if not isinstance(options, dict) or "new_learning_rate" in options:
             return options
         return options | {"new_learning_rate": options.get("learning_rate", cls.defaults["learning_rate"])}
+
+    @property
+    def shape_name(self) -> str:
+        """The architecture's name, or that of its config.json."""
+        path = Path(self.config).expanduser()
+        return path.resolve().stem if path.exists() else self.config
 
     def folder(self) -> Path:
         return Path("runs", as_folder_name(Path(self.config).stem, "train"))

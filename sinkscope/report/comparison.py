@@ -1,17 +1,16 @@
 """`compare`: runs side by side, from their folders alone: no model is loaded.
 
-OUT/comparison.json                      which runs, and the settings in which they differ
+OUT/run.json                             which runs, and the settings in which they differ
 OUT/tables/comparison.parquet            one row a metric of the whole model, one column a run
 OUT/tables/comparison_by_layer.parquet   the same metrics by layer, one row a value
 OUT/figures/*.png|pdf
 """
 
 import html
-import json
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,8 @@ from sinkscope.report.figures.spec import draw_all
 from sinkscope.report.figures.style import Figure
 from sinkscope.report.run import Run
 from sinkscope.results.folders import check_output, new_folder
-from sinkscope.results.tables import write_table
-
-MANIFEST = "comparison.json"
+from sinkscope.results.manifest import make_manifest, write_manifest
+from sinkscope.results.tables import write_tables
 
 # What two runs must share for their numbers to be comparable, and where run.json has it.
 SETTINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -87,21 +85,22 @@ def compare(
     Errors: InputError for fewer than two runs, for a folder that holds none, or for an `out` that is taken;
     SinkscopeError where writing fails.
     """
+    start = time.time()
     if len(runs) < 2:
         raise InputError(f"a comparison needs at least two runs; {len(runs) or 'none'} was given")
-    folder = None if out is None else check_output(out, overwrite, MANIFEST)
+    folder = None if out is None else check_output(out, overwrite, ("compare",))
     opened = tuple(run if isinstance(run, Run) else Run.open(run) for run in runs)
     for run in opened:
         if run.command != "analyze":
             raise InputError(
                 f"{run.folder or run.model} is a run of `{run.command}`: what it compares is in its own tables"
             )
-    names, _ = labels(opened)  # as in the figures' legends
+    names = _labels(opened)
     differing = differing_settings([run.manifest for run in opened], names)
     comparison = Comparison(opened, _table(opened, names), _by_layer(opened, names), differing, folder)
     if folder is not None:
         with new_folder(folder) as fresh:
-            _write(comparison, names, fresh)
+            _write(comparison, names, fresh, start)
     return comparison
 
 
@@ -119,6 +118,12 @@ def _setting(read: Callable[[dict[str, Any]], Any], manifest: dict[str, Any]) ->
         return str(read(manifest))
     except (KeyError, TypeError):
         return "not recorded"
+
+
+def _labels(runs: tuple[Run, ...]) -> list[str]:
+    """As in the figures' legends: of model, revision and condition those that differ."""
+
+    return labels(list(runs))[0]
 
 
 def _table(runs: tuple[Run, ...], names: list[str]) -> pd.DataFrame:
@@ -143,25 +148,15 @@ def _by_layer(runs: tuple[Run, ...], names: list[str]) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True)[["model", "condition", "layer", "run", "metric", "value"]]
 
 
-def _write(comparison: Comparison, names: list[str], folder: Path) -> None:
+def _write(comparison: Comparison, names: list[str], folder: Path, start: float) -> None:
     """Tables, figures and manifest into an empty folder; the manifest last."""
-    (folder / "tables").mkdir()
-    write_table(comparison.table.reset_index(), folder / "tables" / "comparison.parquet")
-    write_table(comparison.by_layer, folder / "tables" / "comparison_by_layer.parquet")
+    tables = {"comparison": comparison.table.reset_index(), "comparison_by_layer": comparison.by_layer}
+    write_tables(tables, folder)
     save_figures(comparison.figures(), folder / "figures")
-    manifest = {
-        "sinkscope": version("sinkscope"),
-        "command": "compare",
-        "runs": [
-            {
-                "label": name,
-                "folder": run.folder and str(run.folder),
-                "model": run.model,
-                "condition": run.condition,
-            }
-            for run, name in zip(comparison.runs, names, strict=True)
-        ],
-        "differing": comparison.differing.to_dict(orient="index"),
-    }
-    text = json.dumps(manifest, indent=2, ensure_ascii=False)
-    (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
+    runs = [
+        {"label": name, "folder": run.folder and str(run.folder), "model": run.model, "condition": run.condition}
+        for run, name in zip(comparison.runs, names, strict=True)
+    ]
+    config = {"runs": [run["folder"] for run in runs]}
+    differing = comparison.differing.to_dict(orient="index")
+    write_manifest(folder, make_manifest("compare", config, start, tables, runs=runs, differing=differing))

@@ -1,46 +1,53 @@
-"""Folders that a command writes: checked before, written under a temporary name, renamed when whole."""
+"""Folders that a command writes: checked beforehand, written under a temporary name, renamed when they are complete."""
 
-import json
 import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from sinkscope.errors import InputError, SinkscopeError, one_line
+from sinkscope.results.manifest import MANIFEST, RUNS, read_manifest
 
-if TYPE_CHECKING:
-    pass
-from sinkscope.results.manifest import MANIFEST
+_TEMPORARY = ".sinkscope-"  # how the names of unfinished folders begin
 
 
-def check_output(folder: str | os.PathLike[str], overwrite: bool, manifest: str = MANIFEST) -> Path:
-    """Before anything is computed: can a run be written there? → the folder. Errors: InputError.
+def check_output(folder: str | os.PathLike[str], overwrite: bool, commands: Collection[str] = RUNS) -> Path:
+    """Check, before anything is computed, that a command can write its folder.
 
-    `manifest` is the file by which a folder is known as one of ours, that --overwrite may replace.
+    Args:
+        folder: where to write.
+        overwrite: whether an earlier result there may be replaced.
+        commands: those whose earlier result may be replaced; any other folder is left alone.
+
+    Returns:
+        The folder as a path.
+
+    Raises:
+        InputError: it holds something else, or cannot be written.
     """
     folder = Path(folder)
     try:
-        _check_target(folder, overwrite, manifest)
+        _check_target(folder, overwrite, commands)
     except OSError as error:
         raise InputError(f"--out {folder} cannot be used: {error.strerror}") from None
     return folder
 
 
-def _check_target(folder: Path, overwrite: bool, manifest: str) -> None:
+def _check_target(folder: Path, overwrite: bool, commands: Collection[str]) -> None:
     real = folder.resolve()
     parent = next((path for path in real.parents if path.exists()), real)
     in_the_way = real if real.exists() else parent
     if not in_the_way.is_dir():
         raise InputError(f"--out {folder}: the file {in_the_way} is in the way")
-    if (real / manifest).exists() and not overwrite:
-        raise InputError(f"--out {folder} already holds a run: --overwrite replaces it, or name another folder")
-    if real.is_dir() and any(real.iterdir()) and not (real / manifest).exists():
-        kind = "" if manifest == MANIFEST else f" with a {manifest}"
-        raise InputError(f"--out {folder} is not empty and holds no run{kind}: name another folder, or a new one in it")
+    if (real / MANIFEST).exists():
+        if not overwrite:
+            raise InputError(f"--out {folder} already holds a run: --overwrite replaces it, or name another folder")
+        _check_replaceable(folder, commands)
+    elif real.is_dir() and any(real.iterdir()):
+        raise InputError(f"--out {folder} is not empty and holds no run: name another folder, or a new one in it")
     if os.path.ismount(real) or Path.cwd().is_relative_to(real):
         raise InputError(f"--out {folder} cannot be made anew: name a new folder in it, such as {folder / 'run'}")
     try:  # permission bits do not tell: root passes them, read-only file systems do not ask
@@ -51,21 +58,24 @@ def _check_target(folder: Path, overwrite: bool, manifest: str) -> None:
         ) from None
 
 
-_TEMPORARY = ".sinkscope-"  # how the names of unfinished folders begin
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Under a temporary name and then renamed: a kill leaves the file as it was."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+def _check_replaceable(folder: Path, commands: Collection[str]) -> None:
+    """What another command wrote may have taken days; a damaged manifest protects nothing."""
+    try:
+        by = read_manifest(folder, None)["command"]
+    except InputError:
+        return
+    if by not in commands:
+        raise InputError(f"--out {folder} holds what `{by}` wrote, and is not replaced: name another folder")
 
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
     """A temporary folder that becomes `folder` when the block ends well, and vanishes when it does not.
 
-    What `folder` held before is replaced only then. Errors: SinkscopeError where the disk refuses.
+    What `folder` held before is replaced only then.
+
+    Raises:
+        SinkscopeError: the disk refuses.
     """
     real = folder.resolve()
     made = [path for path in real.parents if not path.exists()]  # the innermost first
@@ -84,10 +94,9 @@ def new_folder(folder: Path) -> Iterator[Path]:
         raise
 
 
-def clear_unfinished(folder: Path) -> None:
-    """Away with what kills have left of `new_folder` anywhere in a folder that is ours alone."""
-    for path in list(folder.rglob(f"{_TEMPORARY}*")):
-        shutil.rmtree(path, ignore_errors=True)
+def unfinished(folder: Path) -> Iterable[Path]:
+    """What kills have left of `new_folder` anywhere in a folder."""
+    return list(folder.rglob(f"{_TEMPORARY}*"))
 
 
 def _put_in_place(temporary: Path, folder: Path) -> None:

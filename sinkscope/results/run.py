@@ -1,9 +1,9 @@
 """A run: its tables and manifest, in memory or in a folder.
 
-RUN/run.json          the manifest: whole configuration, what was loaded, versions, time and memory
-RUN/tables/*.parquet  one row one observation
+RUN/run.json          the manifest: all options, what was loaded, versions, time and memory
+RUN/tables/*.parquet  one row per observation
 RUN/figures/*.png|pdf
-RUN/verdict.md        the verdict as printed
+RUN/verdict.md        the findings
 """
 
 import os
@@ -21,7 +21,13 @@ from sinkscope.results.tables import read_table
 
 @dataclass(frozen=True)
 class RunData:
-    """One analysis. `tables` maps a table's name to its DataFrame."""
+    """What one command measured of one model.
+
+    Attributes:
+        manifest: the content of run.json.
+        tables: name → DataFrame.
+        folder: where it is written; None if it is in memory only.
+    """
 
     manifest: dict[str, Any]
     tables: Mapping[str, pd.DataFrame] = field(repr=False)
@@ -29,7 +35,11 @@ class RunData:
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> Self:
-        """Open a run: its folder, or the run.json in it. Errors: InputError if it is none."""
+        """Open the folder of a run, named itself or by the run.json in it. Tables are read when they are asked for.
+
+        Raises:
+            InputError: it is no run, or incomplete.
+        """
         folder = folder_of(folder)
         manifest = read_manifest(folder)
         paths = {name: folder / "tables" / f"{name}.parquet" for name in manifest["tables"]}
@@ -48,16 +58,20 @@ class RunData:
 
     @property
     def command(self) -> str:
-        """That made it, as on the command line."""
+        """The command that made it."""
         return self.manifest.get("command", "analyze")
 
     @property
     def is_experiment(self) -> bool:
-        """Of `intervene`: its tables hold several arms, each with a `condition` of its own."""
+        """Whether it is of `intervene`: its tables hold several arms, each with a `condition` of its own."""
         return self.command == "intervene"
 
     def at(self, condition: str) -> Self:
-        """One arm of an experiment, as a run by itself. Errors: InputError if there is none of this name."""
+        """One arm of an experiment, as a run by itself.
+
+        Raises:
+            InputError: no table has this condition.
+        """
         tables = {name: table[table["condition"] == condition] for name, table in self.tables.items()}
         tables = {name: table for name, table in tables.items() if len(table)}
         if not tables:
@@ -66,7 +80,7 @@ class RunData:
         return type(self)(self.manifest | {"command": "analyze", "condition": condition}, tables, self.folder)
 
     def metric(self, name: str, layer: int = -1) -> float:
-        """One value of the table `summary`; NaN if it was not measured. Layer -1 is the whole model."""
+        """One value of the table `summary`, of a layer or of the whole model (−1); NaN if it was not measured."""
         summary = self.tables["summary"]
         found = summary[(summary["metric"] == name) & (summary["layer"] == layer)]["value"]
         return float(found.iloc[0]) if len(found) else float("nan")

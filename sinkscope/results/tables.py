@@ -1,6 +1,7 @@
 """The parquet tables: what a column is, the columns that many tables have, and reading and writing a table."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,6 +76,13 @@ def write_table(table: pd.DataFrame, path: Path) -> None:
     temporary = path.with_suffix(".parquet.tmp")
     table.to_parquet(temporary, index=False)
     os.replace(temporary, path)
+
+
+def write_tables(tables: Mapping[str, pd.DataFrame], folder: Path) -> None:
+    """Write each as FOLDER/tables/NAME.parquet."""
+    (folder / "tables").mkdir(exist_ok=True)
+    for name, table in tables.items():
+        write_table(table, folder / "tables" / f"{name}.parquet")
 
 
 def read_table(path: Path) -> pd.DataFrame:

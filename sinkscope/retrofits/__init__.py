@@ -1,9 +1,10 @@
-"""What is built into a model for good, to be trained with it, one method a file.
+"""Changes that are built into a model for good and trained with it, one method a file.
 
     retrofit_model(model, None, "vga", placement="output")
     model.save_pretrained(folder)                              # AutoModelForCausalLM loads it again
 
-A new one is a file here, and a line in the register.
+Importing this package registers the model types of saved retrofitted models with transformers (saving.py), so that
+AutoModelForCausalLM.from_pretrained(folder) loads them. A new method is a file here and a line in the register.
 """
 
 from collections.abc import Mapping
@@ -15,16 +16,15 @@ from transformers import PreTrainedModel
 
 from sinkscope.attention.taps import NAME
 from sinkscope.errors import InputError, unknown
-from sinkscope.models.families import Family, find_family, is_retrofitted
+from sinkscope.models.families import FAMILIES, Family, find_family, is_retrofitted
 from sinkscope.options.option import filled_in
 from sinkscope.retrofits.iga import IGA
 from sinkscope.retrofits.key_bias import KeyBiases
 from sinkscope.retrofits.learnable_sink import LearnableSink
-from sinkscope.retrofits.model_types import teach_transformers
 from sinkscope.retrofits.none import Plain
 from sinkscope.retrofits.register_tokens import RegisterTokens
 from sinkscope.retrofits.retrofit import GatePart, Part, Retrofit
-from sinkscope.retrofits.saving import become_retrofitted
+from sinkscope.retrofits.saving import become_retrofitted, register_model_types
 from sinkscope.retrofits.vga import VGA
 from sinkscope.retrofits.vscale import VScale
 
@@ -34,16 +34,30 @@ RETROFITS: dict[str, type[Retrofit]] = {
 
 
 def retrofit_model(model: PreTrainedModel, family: Family | None, method: str, **parameters: Any) -> PreTrainedModel:
-    """Change a loaded model, in place, into the retrofitted one. → the same model.
+    """Change a loaded model, in place, into the retrofitted one.
 
-    Its new parameters are at their start and are the only ones whose `requires_grad` this sets. With `none` the model
-    stays as it is. `family`: the model's row, found where None.
+    Its new parameters are at their start, and they are the only ones whose `requires_grad` this sets. With `none` the
+    model stays as it is.
 
-    Errors: InputError for a method or parameter that does not exist or does not apply to this model, for a model that
-    has been retrofitted before, or one that sinkscope is measuring just now. The model is then as it was.
+    Args:
+        model: one of transformers' own causal language models.
+        family: the model's row in the table of families; found by the model type if None.
+        method: a name of RETROFITS.
+        **parameters: of the method, as numbers or as text from the command line.
+
+    Returns:
+        The same model.
+
+    Raises:
+        InputError: the method or a parameter does not exist or does not apply to this model, the model has been
+            retrofitted before, or a tracer is open on it. The model is then as it was.
     """
     chosen = make_retrofit(method, parameters)
-    check_unretrofitted(model, method)
+    if is_retrofitted(model.config):
+        before = model.config.retrofit["method"]
+        raise InputError(
+            f"this model has been retrofitted with {before} already: apply {method} to the model it was made from"
+        )
     family = find_family(model) if family is None else family
     reason = chosen.inapplicable(model, family)
     if reason is not None:
@@ -51,31 +65,27 @@ def retrofit_model(model: PreTrainedModel, family: Family | None, method: str, *
     if any(hasattr(layer.get_submodule(family.attention), NAME) for layer in family.layer_modules(model)):
         raise InputError("this model has its seams in: close the tracer that is open on it before retrofitting")
     if method != "none":
-        become_retrofitted(model, method, chosen.model_dump())
+        become_retrofitted(model, method, chosen.model_dump(), _build_in)
         chosen.install(model, family)
     return model
 
 
 def make_retrofit(method: str, parameters: Mapping[str, Any]) -> Retrofit:
-    """The method with its parameters, as numbers or as the command line has them. Errors: InputError."""
+    """A method with its parameters, given as numbers or as text from the command line.
+
+    Raises:
+        InputError: the method or a parameter does not exist, or a value is out of range.
+    """
     if method not in RETROFITS:
         raise InputError(f"retrofit {unknown(method, RETROFITS)}")
     return filled_in(RETROFITS[method], parameters, method)
 
 
-def check_unretrofitted(model: PreTrainedModel, method: str) -> None:
-    """Errors: InputError for a model that has a retrofit already."""
-    if is_retrofitted(model.config):
-        before = model.config.retrofit["method"]
-        raise InputError(
-            f"this model has been retrofitted with {before} already: apply {method} to the model it was made from"
-        )
+def _build_in(model: PreTrainedModel) -> None:
+    """Install what the configuration of a saved model says, when the model is built.
 
-
-def install(model: PreTrainedModel) -> None:
-    """Put in what the configuration says, when a retrofitted model is built.
-
-    Errors: InputError for a configuration that is damaged, or of a sinkscope that knows other methods.
+    Raises:
+        InputError: the configuration is damaged, or was saved by a version of sinkscope with other methods.
     """
     record: Any = model.config.retrofit
     if not isinstance(record, dict) or not {"method", "parameters"} <= record.keys():
@@ -88,17 +98,21 @@ def install(model: PreTrainedModel) -> None:
 
 
 def parts_of(model: nn.Module) -> dict[str, Part]:
-    """Path → what a retrofit has put there."""
+    """Path → module, of those that a retrofit has added."""
     return {path: module for path, module in model.named_modules() if isinstance(module, Part)}
 
 
 def has_gates(model: nn.Module) -> bool:
-    """Does a retrofit multiply its values, or its heads' outputs?"""
+    """Whether a retrofit multiplies the model's values or its heads' outputs."""
     return any(isinstance(part, GatePart) for part in parts_of(model).values())
 
 
 def new_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Name, as in `named_parameters` → parameter, of all that a retrofit has added. Empty for `none`."""
+    """The parameters that a retrofit has added to a model.
+
+    Returns:
+        Name, as in `named_parameters()` → parameter. Empty for a model without a retrofit.
+    """
     return {
         f"{path}.{name}": parameter
         for path, part in parts_of(model).items()
@@ -107,15 +121,18 @@ def new_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def gate_displacement(model: nn.Module) -> pd.DataFrame:
-    """How far each head's new parameters are from where they started (definitions §8).
+    """How far each head's new parameters are from where they started.
 
-    → layer (−1: the whole model's, registers), head (of values or queries, as the parameter counts; registers in
-    order), parameter, displacement: ‖p − p₀‖, for V-scale |θ − θ₀|.
+    Where FSDP has sharded the parameters, every process must call this.
+
+    Returns:
+        layer (−1 for register tokens, which belong to no layer), head (of values or of queries, as the method counts;
+        of register tokens their index), parameter, displacement ‖p − p₀‖ (for V-scale |θ − θ₀|).
     """
-    in_model = [path for path in parts_of(model) if "." not in path]
+    parts = parts_of(model)
     rows = []
-    for index, (path, part) in enumerate(parts_of(model).items()):
-        layer = -1 if path in in_model else index
+    for index, (path, part) in enumerate(parts.items()):
+        layer = index if "." in path else -1  # a part of the model itself is no layer's
         for name, moved in part.displacement().items():
             rows += [(layer, head, name, distance) for head, distance in enumerate(moved.tolist())]
     return pd.DataFrame(rows, columns=["layer", "head", "parameter", "displacement"])
@@ -131,4 +148,4 @@ __all__ = [
     "retrofit_model",
 ]
 
-teach_transformers()  # so that AutoModelForCausalLM.from_pretrained knows retrofitted models
+register_model_types(FAMILIES, _build_in)

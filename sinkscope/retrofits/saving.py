@@ -1,16 +1,31 @@
-"""A retrofitted model's own class, so that saving and loading are transformers' own and nothing is dropped in silence.
+"""Retrofitted models are saved and loaded by transformers' own code, under model types of their own.
 
-`SinkscopeLlamaForCausalLM` is `LlamaForCausalLM` with the retrofit of its configuration put in when it is built, so
-`save_pretrained` writes the new parameters with the others, and `from_pretrained` finds their places. The folder's
-model type is `sinkscope_llama` (model_types.py): transformers without sinkscope does not know it, and says so.
+`sinkscope_llama` is Llama with a retrofit: its configuration is Llama's with a field that names the method, and
+`SinkscopeLlamaForCausalLM` builds the method in when it is made. `save_pretrained` then writes the new parameters with
+all others, and `from_pretrained` finds where they belong. Without `import sinkscope.retrofits` transformers does not
+know the type and refuses the folder; it never loads the model with its retrofit left out.
+
+`import sinkscope.retrofits` registers the configurations of all families with a row in the table (0.16 s of CPU time
+beside 5 s for torch and transformers). For every causal model type of transformers it would be 1.4 s, and of no use:
+a model without a row cannot be loaded with its retrofit. The class of a model, which imports its modeling code, is
+registered when the first configuration of its type is made.
 """
 
+from collections.abc import Callable, Iterable
 from functools import cache, wraps
 from importlib.metadata import version
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
@@ -21,25 +36,65 @@ from sinkscope.attention.seam import attend
 from sinkscope.attention.taps import has_denominators
 from sinkscope.errors import InputError
 from sinkscope.models.families import PREFIX, base_type
-from sinkscope.retrofits.model_types import config_class
 from sinkscope.retrofits.registers import RETROFIT
+
+BuildIn = Callable[[PreTrainedModel], None]  # puts the method that the configuration names into a model
+
+README = """# {name}
+
+A `{base}` model with the method `{method}`{parameters}, built in by sinkscope {sinkscope}. transformers loads it where
+sinkscope is installed and has registered its model types:
+
+```python
+import sinkscope.retrofits
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("this folder")
+```
+"""
+
+
+def register_model_types(model_types: Iterable[str], build_in: BuildIn) -> None:
+    """Let transformers' AutoConfig and AutoModelForCausalLM know `sinkscope_TYPE` for each of the types."""
+    for model_type in model_types:
+        if model_type in CONFIG_MAPPING:  # this transformers has it
+            config_class(model_type, build_in)
 
 
 @cache
-def register_model(base: str) -> Any:
-    """The model class of `sinkscope_<base>`, known to AutoModelForCausalLM from now on."""
+def config_class(base: str, build_in: BuildIn) -> type[PreTrainedConfig]:
+    """The configuration class of `sinkscope_BASE`, registered: the base's, with the field `retrofit`."""
+    parent: Any = CONFIG_MAPPING[base]
+
+    class Config(parent):
+        model_type = PREFIX + base
+        retrofit: dict | None = None  # method, parameters, and the version of sinkscope
+
+        def __post_init__(self, **kwargs: Any) -> None:
+            super().__post_init__(**kwargs)
+            model_class(base, build_in)  # auto classes make the configuration first, and then look for the model's
+
+    Config.__name__ = Config.__qualname__ = f"Sinkscope{parent.__name__}"
+    AutoConfig.register(PREFIX + base, Config)
+    return Config
+
+
+@cache
+def model_class(base: str, build_in: BuildIn) -> type[PreTrainedModel]:
+    """The model class of `sinkscope_BASE`, registered."""
+    config = config_class(base, build_in)
     parent: Any = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[base]]
-    model_class = _model_class(parent, config_class(base))
-    AutoModelForCausalLM.register(config_class(base), model_class, exist_ok=True)
+    ours = _model_class(parent, config, build_in)
+    AutoModelForCausalLM.register(config, ours)
     # Checkpoints of mixtures of experts name and stack their weights otherwise than the model does: by model type.
-    for known, ours in ((base, PREFIX + base), (parent.__name__, model_class.__name__)):
+    for known, name in ((base, PREFIX + base), (parent.__name__, ours.__name__)):
         conversion = get_checkpoint_conversion_mapping(known)
         if conversion is not None:
-            register_checkpoint_conversion_mapping(ours, conversion, overwrite=True)
-    return model_class
+            register_checkpoint_conversion_mapping(name, conversion, overwrite=True)
+    return ours
 
 
-def _model_class(parent: Any, config: Any) -> Any:
+def _model_class(parent: Any, config: type[PreTrainedConfig], build_in: BuildIn) -> Any:
     names = list(signature(parent.forward).parameters)[1:]
 
     class Model(parent):
@@ -49,9 +104,13 @@ def _model_class(parent: Any, config: Any) -> Any:
 
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(config, *args, **kwargs)
-            from sinkscope.retrofits import install  # which imports this module
+            build_in(self)
 
-            install(self)
+        def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+            super().save_pretrained(save_directory, *args, **kwargs)
+            readme = Path(save_directory, "README.md")
+            if kwargs.get("is_main_process", True) and not readme.exists():
+                readme.write_text(_readme(self.config, type(self).__name__), encoding="utf-8")
 
         @wraps(parent.forward)
         def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -70,7 +129,7 @@ def _model_class(parent: Any, config: Any) -> Any:
             return super().prepare_inputs_for_generation(*args, **kwargs)
 
         def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
-            """Errors: InputError for one that would leave the retrofit's denominators out."""
+            """Refuse (InputError) a function that would leave the retrofit's denominators out."""
             wanted = ALL_ATTENTION_FUNCTIONS.get(attn_implementation) if isinstance(attn_implementation, str) else None
             if wanted is not attend and has_denominators(self):
                 raise InputError(
@@ -83,17 +142,30 @@ def _model_class(parent: Any, config: Any) -> Any:
     return Model
 
 
-def become_retrofitted(model: PreTrainedModel, method: str, parameters: dict[str, Any]) -> None:
-    """A loaded model becomes one of the retrofitted class, its retrofit written into its configuration.
+def _readme(config: Any, name: str) -> str:
+    record = config.retrofit
+    parameters = ", ".join(f"{key} = {value}" for key, value in record["parameters"].items())
+    return README.format(
+        name=name,
+        base=base_type(config.model_type),
+        method=record["method"],
+        parameters=f" ({parameters})" if parameters else "",
+        sinkscope=record["sinkscope"],
+    )
 
-    Errors: InputError for a model that is not the plain causal language model of its configuration.
+
+def become_retrofitted(model: PreTrainedModel, method: str, parameters: dict[str, Any], build_in: BuildIn) -> None:
+    """Make a loaded model one of the retrofitted class, with the method in its configuration, but not yet built in.
+
+    Raises:
+        InputError: the model is not the plain causal language model of its configuration.
     """
     config: Any = model.config
-    base = base_type(config.model_type)
     plain: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if type(model) is not plain:
         named = "no such class" if plain is None else plain.__name__
         raise InputError(f"a {type(model).__name__} cannot be retrofitted: only transformers' own ({named})")
-    model.__class__ = register_model(base)
-    config.__class__ = config_class(base)
+    base = config.model_type
+    model.__class__ = model_class(base, build_in)
+    config.__class__ = config_class(base, build_in)
     config.retrofit = {"method": method, "parameters": parameters, "sinkscope": version("sinkscope")}

@@ -1,21 +1,26 @@
-"""FSDP: a model that is too large to be trained on one GPU, its decoder layers cut up and shared out among several.
+"""Several processes: what `accelerate launch` has started, and FSDP, which shards a model's layers among GPUs.
 
     accelerate launch --config_file $(python -m sinkscope.training.sharding) --num_processes 8 \\
         -m sinkscope.cli retrofit MODEL
 
-accelerate tells the processes that it starts by environment variables. It cuts at the model's own `_no_split_modules`,
-which a retrofitted model has from its parent class: a layer's new parameters are cut up and put together with it.
+accelerate configures the processes that it starts by environment variables. It shards at the model's own
+`_no_split_modules`, which a retrofitted model has from its parent class: a layer's new parameters are sharded and
+gathered with the layer.
 """
 
+import atexit
 import os
+from datetime import timedelta
 from pathlib import Path
 
+import torch
 from accelerate import PartialState
 
 from sinkscope.errors import InputError
 
+TIMEOUT = timedelta(days=1)  # while the first process measures, the others wait
 CONFIGURATION = Path(__file__).parent / "fsdp.yaml"
-# what training.py rests on: parameters that keep their names, every process with the whole model before it is cut up,
+# what trainer.py depends on: parameters that keep their names, every process with the whole model before it is sharded,
 # and checkpoints that are whole models
 NEEDED = {
     "FSDP_VERSION": "2",
@@ -25,13 +30,30 @@ NEEDED = {
 }
 
 
+def launched(cpu: bool = False) -> PartialState:
+    """The processes that `accelerate launch` has started, or this one alone.
+
+    To be called before anything else of accelerate: by itself it does not find the others on a machine without a GPU.
+
+    Args:
+        cpu: train on the CPU even if there is a GPU.
+
+    Raises:
+        InputError: FSDP is configured in a way that is not supported.
+    """
+    state = PartialState(cpu=cpu or not torch.cuda.is_available(), timeout=TIMEOUT)
+    check_sharding()
+    atexit.register(state.destroy_process_group)  # gloo can abort if this is left to the interpreter's end
+    return state
+
+
 def is_sharded() -> bool:
-    """Whether `accelerate launch` has been told to."""
+    """Whether `accelerate launch` was configured to use FSDP."""
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
 def check_sharding() -> None:
-    """Errors: InputError for a configuration that would train otherwise than it says."""
+    """Raise InputError for an FSDP configuration under which training would do something else than it says."""
     if not is_sharded():
         return
     for name, needed in NEEDED.items():
@@ -45,7 +67,7 @@ def check_sharding() -> None:
 
 
 def check_device() -> None:
-    """Errors: InputError on the CPU, where accelerate takes no notice of FSDP: every process would have it all."""
+    """Raise InputError on the CPU, where accelerate ignores FSDP and every process would hold the whole model."""
     if PartialState().device.type == "cpu":
         raise InputError("accelerate shards models on GPUs only: on the CPU, launch without an FSDP configuration")
 

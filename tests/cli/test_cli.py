@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 import sinkscope.report.figures
-import sinkscope.report.run
+import sinkscope.results.tables
 from sinkscope.cli.app import app
 from sinkscope.measuring.tables import column_names
 from sinkscope.measuring.tracer import Tracer
@@ -525,7 +525,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Any:
             for name in ("forward", "forward_backward"):
                 monkeypatch.setattr(Tracer, name, _raising(error, after=2, plain=getattr(Tracer, name)))
         elif where == "tables":
-            monkeypatch.setattr(sinkscope.report.run, "write_table", _raising(error, after=3, plain=write_table))
+            monkeypatch.setattr(sinkscope.results.tables, "write_table", _raising(error, after=3, plain=write_table))
         else:
             monkeypatch.setattr(sinkscope.report.figures, "applicable", _raising(error))
 

@@ -18,6 +18,7 @@ def made_up(condition: str = "natural", sink_rate: float = 0.5, layers: int = 2,
     """A run with a summary and nothing else. `changes` are of the manifest, dicts merged in."""
     manifest: dict[str, Any] = {
         "sinkscope": "0.1.0",
+        "command": "analyze",
         "condition": condition,
         "config": {"seq_len": 64, "window": 64, "positions": 16, "epsilon": 0.3},
         "model": {"name": "org/model", "revision": None},
@@ -111,28 +112,31 @@ def test_it_writes_tables_figures_and_manifest(tmp_path: Path) -> None:
     written = {path.relative_to(tmp_path / "both").as_posix() for path in (tmp_path / "both").rglob("*.*")}
     figures = {f"figures/{name}.{kind}" for name in comparison.figures() for kind in ("png", "pdf")}
     assert written == {
-        "comparison.json",
+        "run.json",
         "tables/comparison.parquet",
         "tables/comparison_by_layer.parquet",
         *figures,
     }
     table = pd.read_parquet(tmp_path / "both/tables/comparison.parquet").set_index("metric")
     pd.testing.assert_frame_equal(table, comparison.table, check_names=False)
-    manifest = json.loads((tmp_path / "both/comparison.json").read_text(encoding="utf-8"))
+    manifest = json.loads((tmp_path / "both/run.json").read_text(encoding="utf-8"))
     assert [run["label"] for run in manifest["runs"]] == ["natural", "random"]
     assert manifest["differing"] == {"input": {"natural": "natural", "random": "random"}}
     with pytest.raises(InputError, match="already holds"):
         compare(*folders, out=tmp_path / "both")
     compare(*folders, out=tmp_path / "both", overwrite=True)
-    with pytest.raises(InputError, match="is not empty and holds no run"):
+    assert (manifest["command"], manifest["tables"]) == ("compare", ["comparison", "comparison_by_layer"])
+    with pytest.raises(InputError, match="holds what `analyze` wrote, and is not replaced"):
         compare(*folders, out=tmp_path / "a", overwrite=True)  # a run is no comparison
+    with pytest.raises(InputError, match="is of `sinkscope compare`, not of `analyze`"):
+        compare(folders[0], tmp_path / "both")
 
 
 def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("sinkscope.report.comparison.write_table", full)
+    monkeypatch.setattr("sinkscope.report.comparison.write_tables", full)
     with pytest.raises(SinkscopeError, match=r"nothing of it is left: .* No space left on device"):
         compare(made_up(), made_up(), out=tmp_path / "deep" / "both")
     assert not list(tmp_path.iterdir())

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import Result
 
 import sinkscope
-import sinkscope.commands.workshop
+import sinkscope.commands.training_arms
 import sinkscope.report.figures
 from sinkscope.commands.retrofit import retrofit
 from sinkscope.errors import InputError, SinkscopeError
@@ -83,7 +83,7 @@ def test_it_prints_the_comparison_and_how_far_the_gates_moved(finished: tuple[Re
 def test_its_folder(finished: tuple[Result, Path]) -> None:
     out = finished[1]
     assert {path.name for path in out.iterdir()} == {
-        "retrofit.json", "retrofit.md", "held-out.npy", "untouched", "vga-placement=output", "none",
+        "run.json", "retrofit.md", "held-out.npy", "untouched", "vga-placement=output", "none",
         "comparison", "figures", "tables",
     }  # fmt: skip
     for arm in ("vga-placement=output", "none"):
@@ -97,7 +97,7 @@ def test_its_folder(finished: tuple[Result, Path]) -> None:
     gates = pd.read_parquet(out / "vga-placement=output" / "tables" / "gates.parquet")
     assert gates.columns.tolist() == [*LEADING, *column_names("gates")]
     assert len(gates) == 3 * 4
-    manifest = json.loads((out / "retrofit.json").read_text())
+    manifest = json.loads((out / "run.json").read_text())
     assert manifest["training"]["steps"] == 3
     assert manifest["arms"]["vga-placement=output"]["parameters"] == {"placement": "output"}
     assert manifest["arms"]["vga-placement=output"]["moved"] == pytest.approx(gates["displacement"].max())
@@ -112,7 +112,7 @@ def test_all_are_measured_on_what_none_was_trained_on(finished: tuple[Result, Pa
     assert runs[0].manifest["input"]["sequences"] == len(held_out)
     assert all(run.metric("perplexity") > 1 for run in runs)
     assert runs[1].metric("perplexity") != runs[2].metric("perplexity") != runs[0].metric("perplexity")
-    assert (out / "comparison" / "comparison.json").is_file()
+    assert (out / "comparison" / "run.json").is_file()
     assert (out / "figures" / "retrofit-training.png").is_file()
 
 
@@ -149,7 +149,7 @@ def test_with_as_many_steps_none_is_a_plain_fine_tune(finished: tuple[Result, Pa
 def test_it_goes_on_where_it_was_broken_off(
     tiny: Path, text: Path, tmp_path: Path, no_figures: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measure, train = sinkscope.commands.workshop.measure, sinkscope.commands.workshop.train
+    measure, train = sinkscope.commands.training_arms.measure, sinkscope.commands.training_arms.train
     trained: list[str] = []
 
     def breaks(subject: Any, *rest: Any) -> Any:
@@ -161,9 +161,9 @@ def test_it_goes_on_where_it_was_broken_off(
         trained.append(folder.parent.name)
         return train(model, blocks, training, folder, **rest)
 
-    monkeypatch.setattr(sinkscope.commands.workshop, "train", watched)
+    monkeypatch.setattr(sinkscope.commands.training_arms, "train", watched)
     with monkeypatch.context() as patched:
-        patched.setattr(sinkscope.commands.workshop, "measure", breaks)
+        patched.setattr(sinkscope.commands.training_arms, "measure", breaks)
         result = command_line("retrofit", tiny, "--text", text, *TYPED, "--out", tmp_path / "out")
         assert result.exit_code == 1
         assert "interrupted: what was reached is kept" in result.stderr
@@ -189,7 +189,7 @@ def test_a_training_that_fails_keeps_the_arms_that_are_done(
     def full(*args: Any, **rest: Any) -> None:
         raise SinkscopeError("writing failed")
 
-    monkeypatch.setattr(sinkscope.commands.workshop, "train", full)
+    monkeypatch.setattr(sinkscope.commands.training_arms, "train", full)
     with pytest.raises(SinkscopeError, match="writing failed"):
         retrofit(str(tiny), "vga", text=text, out=tmp_path / "out", **SMALL)
     assert (tmp_path / "out" / "untouched" / "run" / "run.json").is_file()

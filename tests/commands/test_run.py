@@ -111,7 +111,7 @@ def test_a_recipe_that_comes_with_sinkscope(path: Path) -> None:
 def test_it_runs(path: Path, tiny: Path, tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[str] = []
     tiny = tiny_gpt2 if path.stem.startswith("not-universal") else tiny
-    monkeypatch.setattr("sinkscope.report.figures.save_figures", lambda figures, folder: drawn.extend(figures))
+    monkeypatch.setattr("sinkscope.report.outputs.save_figures", lambda figures, folder: drawn.extend(figures))
     monkeypatch.setattr("sinkscope.report.comparison.save_figures", lambda figures, folder: None)
     given = SMALL if not read_recipe(path).content.runs else SMALL | {"input": "random"}
     if path.stem in ("streaming-perplexity", "massive-activations-ablation"):  # too much for a tiny random model
@@ -135,7 +135,7 @@ def test_it_trains(path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert done.result is not None
     trained = done.result.value
     assert set(trained.tables["retrofit"]["condition"]) - {"untouched"} == set(content.options["method"])
-    record = json.loads(Path("out/recipe.json").read_text())["recipe"]
+    record = json.loads(Path("out/run.json").read_text())["recipe"]
     assert record == done.recipe.record
     assert run_recipe(path.stem, model, out="out", **given).result  # goes on
     if fresh:
@@ -168,7 +168,7 @@ def test_a_recipe_is_a_run_folder(tiny: Path) -> None:
         pd.testing.assert_frame_equal(run.tables[name], table, check_exact=True)
     with pytest.raises(InputError, match="already holds a run: --overwrite replaces it"):
         run_recipe("small", tiny)
-    with pytest.raises(InputError, match=r"is not empty and holds no run with a recipe\.json: name another"):
+    with pytest.raises(InputError, match="holds what `analyze` wrote, and is not replaced"):
         run_recipe(written(TWO, "recipes/two.yaml"), tiny, out=done.folder, overwrite=True)
 
 
@@ -181,10 +181,10 @@ def test_several_runs_are_compared(tiny: Path) -> None:
     for name in done.runs:
         run = Run.open(Path("both", name))
         assert (run.condition, run.manifest["recipe"]["name"]) == (name, "mine")
-    manifest = json.loads(Path("both/recipe.json").read_text(encoding="utf-8"))
+    manifest = json.loads(Path("both/run.json").read_text(encoding="utf-8"))
     assert manifest["runs"] == ["random", "repeated"]
     assert manifest["recipe"]["content"]["title"] == "Two"
-    compared = json.loads(Path("both/comparison/comparison.json").read_text(encoding="utf-8"))
+    compared = json.loads(Path("both/comparison/run.json").read_text(encoding="utf-8"))
     assert [run["folder"] for run in compared["runs"]] == [str(Path("both/random")), str(Path("both/repeated"))]
     assert Path("both/comparison/tables/comparison.parquet").is_file()
     with pytest.raises(InputError, match="already holds a run"):
@@ -220,7 +220,7 @@ def test_a_disk_that_refuses(tiny: Path, content: str, monkeypatch: pytest.Monke
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("sinkscope.report.run.write_table", full)
+    monkeypatch.setattr("sinkscope.results.tables.write_table", full)
     with pytest.raises(sinkscope.SinkscopeError, match="writing out failed, and nothing of it is left"):
         run_recipe(written(content), tiny, out="out")
     assert [path.name for path in Path().iterdir()] == ["mine.yaml"]

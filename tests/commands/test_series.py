@@ -17,9 +17,9 @@ from tiny import tiny_model
 
 import sinkscope
 from sinkscope import InputError, Run, Series, SinkscopeError
-from sinkscope.commands.series import find_checkpoints, is_series, step_of
 from sinkscope.models import loading
-from sinkscope.options.measuring import make_config
+from sinkscope.models.steps import find_checkpoints, step_of
+from sinkscope.options.measuring import AnalyzeOptions
 from sinkscope.results.tables import LEADING
 
 OPTIONS: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 16, "observables": "attention,activation"}
@@ -104,15 +104,19 @@ def test_the_folder(series: Series) -> None:
     assert figures
     assert all(name.startswith("training-") for name in figures)
     assert {path.name for path in series.folder.iterdir()} == {
-        "series.json", "tables", "figures", *(f"step{step}" for step in STEPS),
+        "run.json", "tables", "figures", *(f"step{step}" for step in STEPS),
     }  # fmt: skip
     for step in STEPS:
         run = Run.open(series.folder / f"step{step}")
         assert run.manifest["config"]["model"].endswith(f"checkpoint-{step}")
         assert (series.folder / f"step{step}" / "verdict.md").is_file()
-    manifest = json.loads((series.folder / "series.json").read_text(encoding="utf-8"))
+    manifest = json.loads((series.folder / "run.json").read_text(encoding="utf-8"))
     assert [at["step"] for at in manifest["steps"]] == list(STEPS)
     assert manifest["config"]["num_seqs"] == 2
+    assert (manifest["command"], manifest["tables"]) == ("analyze_steps", ["series"])
+    assert manifest["wall_seconds"] > 0
+    with pytest.raises(InputError, match=r"is of `sinkscope analyze_steps`.*but holds runs: name one of them"):
+        Run.open(series.folder)
     assert [path.name for path in series.folder.parent.iterdir()] == ["out"]
 
 
@@ -201,15 +205,15 @@ def test_no_step(name: str) -> None:
 
 
 def test_what_counts_as_a_series(trained: Path, tmp_path: Path) -> None:
-    assert is_series(make_config(model=str(trained)))
-    assert is_series(make_config(model="org/name", revision="step0,step1"))
-    assert not is_series(make_config(model="org/name", revision="step0"))
-    assert not is_series(make_config(model=str(trained / "checkpoint-5")))
-    assert not is_series(make_config(model="org/name"))
-    assert not is_series(make_config())
+    assert AnalyzeOptions(model=str(trained)).has_steps
+    assert AnalyzeOptions(model="org/name", revision="step0,step1").has_steps
+    assert not AnalyzeOptions(model="org/name", revision="step0").has_steps
+    assert not AnalyzeOptions(model=str(trained / "checkpoint-5")).has_steps
+    assert not AnalyzeOptions(model="org/name").has_steps
+    assert not AnalyzeOptions().has_steps
     finished = copied(trained, tmp_path / "finished", 5, 40)
     shutil.copytree(trained / "checkpoint-40", finished, dirs_exist_ok=True)
-    assert not is_series(make_config(model=str(finished)))  # it holds the final model
+    assert not AnalyzeOptions(model=str(finished)).has_steps  # it holds the final model
     assert [at.step for at in find_checkpoints(str(finished))] == [5, 40]  # which analyze_steps is not asked for
 
 
@@ -227,7 +231,7 @@ def test_too_few_steps(trained: Path, tmp_path: Path) -> None:
     assert "(step5 alone goes without a comma)" in refused("org/name", "step5,")
     assert "no model to take them from" in refused(None, "step5,step6")
     one = copied(trained, tmp_path / "one", 5)
-    assert refused(one).endswith(f"to analyse it alone, name {one / 'checkpoint-5'}")
+    assert refused(one).endswith(f"to analyze it alone, name {one / 'checkpoint-5'}")
     (tmp_path / "empty").mkdir()
     assert "holds no steps: no folder in it is called checkpoint-…" in refused(tmp_path / "empty")
     (tmp_path / "file").touch()
@@ -272,7 +276,7 @@ def test_a_disk_that_refuses(trained: Path, tmp_path: Path, monkeypatch: pytest.
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("sinkscope.commands.series.save_figures", full)
+    monkeypatch.setattr("sinkscope.report.series.save_figures", full)
     message = refused(trained, out=tmp_path / "out", error=SinkscopeError)
     assert message.startswith(f"writing {tmp_path / 'out'} failed, and nothing of it is left")
     assert not list(tmp_path.iterdir())
@@ -292,12 +296,19 @@ def test_wrong_options(trained: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "series.json is missing"), ("[1]", "or is damaged"), ("{", "or is damaged"), ("{}", "or is damaged")],
+    [
+        (None, "is not a run folder: it has no run.json"),
+        ("[1]", "is another JSON file"),
+        ("{", "is damaged"),
+        ("{}", "is another JSON file"),
+        ('{"command": "analyze_steps", "config": {}, "tables": []}', "is damaged"),
+        ('{"command": "analyze_steps", "config": {}, "tables": [], "steps": [1]}', "is damaged"),
+    ],
 )
 def test_opening_something_else(tmp_path: Path, content: str | None, message: str) -> None:
     if content is not None:
-        (tmp_path / "series.json").write_text(content)
-    with pytest.raises(InputError, match=f"is not a series of runs.*{message}"):
+        (tmp_path / "run.json").write_text(content)
+    with pytest.raises(InputError, match=message):
         Series.open(tmp_path)
 
 

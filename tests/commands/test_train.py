@@ -8,12 +8,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from sinkscope.commands.series import analyze_steps
 from support.figures import skip_figures
 from support.retrofit_command import command_line
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, T5Config
 from typer.testing import Result
 
-from sinkscope.commands.series import analyze_steps
 from sinkscope.commands.train import train
 from sinkscope.errors import InputError
 from sinkscope.models.families import find_family
@@ -70,7 +70,7 @@ def test_its_folder(finished: tuple[Result, Path]) -> None:
     assert result.exit_code == 0, result.output
     arms = ["none-seed0", "vga-seed0", "none-seed1", "vga-seed1"]
     assert {path.name for path in out.iterdir()} == {
-        "train.json", "retrofit.md", "held-out.npy", "comparison", "figures", "tables", *arms,
+        "run.json", "retrofit.md", "held-out.npy", "comparison", "figures", "tables", *arms,
     }  # fmt: skip
     for arm in arms:
         assert {path.name for path in (out / arm).iterdir()} == {"model", "run", "tables", "checkpoints"}
@@ -83,7 +83,7 @@ def test_its_folder(finished: tuple[Result, Path]) -> None:
         assert (set(table["condition"]), set(table["seed"])) == ({arm[:-6]}, {int(arm[-1])})
     assert "note: vga-seed0" not in result.stderr  # by method: seeds are together
     assert "note: vga: new parameters moved by" in result.stderr
-    assert json.loads((out / "train.json").read_text())["architecture"]["hidden_size"] == 32
+    assert json.loads((out / "run.json").read_text())["architecture"]["hidden_size"] == 32
 
 
 def test_methods_start_from_the_same_weights_and_seeds_from_others(finished: tuple[Result, Path]) -> None:

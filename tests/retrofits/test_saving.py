@@ -176,13 +176,13 @@ def test_plain_transformers_refuses_it(folder: Path) -> None:
 @pytest.mark.parametrize(
     "imports",
     [
-        "import sinkscope; from transformers import AutoModelForCausalLM, AutoConfig",
-        "from transformers import AutoModelForCausalLM, AutoConfig; import sinkscope",
-        "import transformers; import sinkscope; from transformers import AutoModelForCausalLM, AutoConfig",
-        "import sinkscope; from transformers import LlamaForCausalLM, AutoModelForCausalLM, AutoConfig",
+        "import sinkscope.retrofits; from transformers import AutoModelForCausalLM, AutoConfig",
+        "from transformers import AutoModelForCausalLM, AutoConfig; import sinkscope.retrofits",
+        "import transformers; import sinkscope.retrofits; from transformers import AutoModelForCausalLM, AutoConfig",
+        "import sinkscope.retrofits; from transformers import LlamaForCausalLM, AutoModelForCausalLM, AutoConfig",
     ],
 )
-def test_importing_sinkscope_is_enough(folder: Path, imports: str) -> None:
+def test_importing_the_retrofits_is_enough(folder: Path, imports: str) -> None:
     program = f"""{imports}
 config = AutoConfig.from_pretrained({str(folder)!r})
 model = AutoModelForCausalLM.from_pretrained({str(folder)!r})
@@ -194,6 +194,31 @@ print(config.retrofit['method'], type(model).__name__)"""
 def test_importing_sinkscope_costs_nothing() -> None:
     result = python("import sys, sinkscope; print(sorted({'torch', 'transformers', 'pydantic'} & set(sys.modules)))")
     assert result.stdout.strip() == "[]", result.stderr
+
+
+def test_importing_sinkscope_changes_nothing_elsewhere(folder: Path) -> None:
+    """The retrofits' model types are registered by `import sinkscope.retrofits`, and by nothing before it."""
+    program = """import sys; before = list(sys.meta_path); import sinkscope; assert sys.meta_path == before
+from transformers import CONFIG_MAPPING; kind = type(CONFIG_MAPPING); assert 'sinkscope_llama' not in CONFIG_MAPPING
+import sinkscope.retrofits
+assert 'sinkscope_llama' in CONFIG_MAPPING and type(CONFIG_MAPPING) is kind and kind.__module__.startswith('transf')
+print(any('sinkscope' in type(finder).__module__ for finder in sys.meta_path))"""
+    result = python(program)
+    assert result.stdout.strip() == "False", result.stderr
+
+
+def test_sinkscope_itself_loads_it_in_a_fresh_process(folder: Path) -> None:
+    result = python(f"import sinkscope; print(type(sinkscope.load({str(folder)!r}).model).__name__)")
+    assert result.stdout.strip() == "SinkscopeLlamaForCausalLM", result.stderr
+
+
+def test_the_folder_says_how_to_load_it(folder: Path) -> None:
+    """Method, parameters, and the lines that load it, which are run here."""
+    readme = (folder / "README.md").read_text(encoding="utf-8")
+    assert "`vga` (placement = value, scale = 1.5)" in readme
+    program = readme.split("```python\n")[1].split("```")[0].replace("this folder", str(folder))
+    result = python(f"{program}\nprint(type(model).__name__)")
+    assert result.stdout.strip() == "SinkscopeLlamaForCausalLM", result.stderr
 
 
 def test_transformers_own_types_are_what_they_were() -> None:

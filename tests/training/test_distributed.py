@@ -53,7 +53,8 @@ from pathlib import Path
 import torch
 from support.training import CASES, random_blocks
 from support.training import config, model
-from sinkscope.training.trainer import launched, train
+from sinkscope.training.sharding import launched
+from sinkscope.training.trainer import train
 
 for name, options in CASES.items():
     changed = model()

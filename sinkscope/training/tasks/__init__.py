@@ -1,1 +1,39 @@
-"""Tasks in place of a text."""
+"""Synthetic tasks that `train` takes in place of a text, one a file; a new one is a file here and a line in TASKS."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import pandas as pd
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from sinkscope.models.families import Family
+from sinkscope.training.blocks import Blocks
+from sinkscope.training.tasks.backcopy import BackcopyTask
+
+
+class Task(Protocol):
+    """A source of blocks with a tokenizer of its own, and with measurements that only make sense for it."""
+
+    @property
+    def name(self) -> str:
+        """What --text calls it."""
+        ...
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase: ...
+
+    def blocks(self, length: int, train: int, held_out: int, seed: int) -> Blocks:
+        """Draw that many blocks of `length` tokens to train on, and others to measure by."""
+        ...
+
+    def probe(self, model: PreTrainedModel, family: Family, held_out: np.ndarray) -> pd.DataFrame:
+        """Measure a model at step 0 and at every log: layer (−1: the whole model), metric, value."""
+        ...
+
+    def tables(self, model: PreTrainedModel, family: Family, held_out: np.ndarray) -> dict[str, pd.DataFrame]:
+        """Look closely at the trained model: name → table, as `results/tables.py` lists its columns."""
+        ...
+
+
+TASKS: dict[str, Callable[[], Task]] = {BackcopyTask.name: BackcopyTask}

@@ -1,4 +1,4 @@
-"""What the Bigram-Backcopy lab measures of a model at one step of its training (VGA §4.1, figures 4–6).
+"""What is measured on the Bigram-Backcopy task at one step of a training (VGA §4.1, figures 4–6).
 
 Queries are those from position 1 on: <s> sees only itself. Every number is a mean over them in the held-out
 sequences; of attention, by layer, over heads too.
@@ -6,8 +6,8 @@ sequences; of attention, by layer, over heads too.
 
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -214,28 +214,22 @@ def _watched(layers: list[Layer]) -> Iterator[list[dict[str, torch.Tensor]]]:
     to it; `mix` (B,T,H,d) of the heads, `gated` as their output projection reads it.
     """
     ends: list[dict[str, torch.Tensor]] = [{} for _ in layers]
-    handles = []
-    for layer, end in zip(layers, ends, strict=True):
-        for name, first in (("value", True), ("attended", False)):
-            handles.append(layer.value.module.register_forward_hook(_keep_value(end, name, layer), prepend=first))
-        for name, first in (("mix", True), ("gated", False)):
-            handles.append(layer.output.register_forward_pre_hook(_keep_mix(end, name, layer), prepend=first))
-    try:
+    with ExitStack() as hooks:
+        for layer, end in zip(layers, ends, strict=True):
+            for name, first in (("value", True), ("attended", False)):
+                keep = partial(_keep_value, end, name, layer)
+                hooks.enter_context(layer.value.module.register_forward_hook(keep, prepend=first))
+            for name, first in (("mix", True), ("gated", False)):
+                keep = partial(_keep_mix, end, name, layer)
+                hooks.enter_context(layer.output.register_forward_pre_hook(keep, prepend=first))
         yield ends
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
-def _keep_value(end: dict[str, torch.Tensor], name: str, layer: Layer) -> Any:
-    def hook(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
-        end[name] = output[..., layer.value.places]
+def _keep_value(
+    end: dict[str, torch.Tensor], name: str, layer: Layer, module: nn.Module, args: tuple, output: torch.Tensor
+) -> None:
+    end[name] = output[..., layer.value.places]
 
-    return hook
 
-
-def _keep_mix(end: dict[str, torch.Tensor], name: str, layer: Layer) -> Any:
-    def hook(module: nn.Module, args: tuple) -> None:
-        end[name] = args[0].unflatten(-1, (layer.heads, -1))
-
-    return hook
+def _keep_mix(end: dict[str, torch.Tensor], name: str, layer: Layer, module: nn.Module, args: tuple) -> None:
+    end[name] = args[0].unflatten(-1, (layer.heads, -1))

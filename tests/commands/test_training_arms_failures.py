@@ -17,9 +17,9 @@ from support.retrofit_command import SMALL, TYPED, command_line, words_tokenizer
 from tiny import tiny_model
 from transformers import PreTrainedModel, Trainer
 
-import sinkscope.commands.workshop
+import sinkscope.commands.training_arms
 import sinkscope.report.figures
-import sinkscope.report.run
+import sinkscope.report.outputs
 from sinkscope.commands.retrofit import retrofit
 from sinkscope.errors import InputError
 from sinkscope.report.run import Run
@@ -70,7 +70,7 @@ def same_arm(out: Path, other: Path, arm: str = "vga") -> bool:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-import sinkscope.report.figures, sinkscope.results.run
+import sinkscope.report.figures, sinkscope.report.outputs
 from transformers import PreTrainedModel
 from sinkscope.cli.app import app
 
@@ -86,7 +86,7 @@ sinkscope.report.figures.applicable = lambda run: []
 if stage == "saving the model":
     PreTrainedModel.save_pretrained = killed_after(PreTrainedModel.save_pretrained, vga)
 if stage == "writing the run":
-    sinkscope.report.run.write_table = killed_after(sinkscope.report.run.write_table, vga)
+    sinkscope.report.outputs.write_tables = killed_after(sinkscope.report.outputs.write_tables, vga)
 app(prog_name="sinkscope")
 """
 
@@ -110,7 +110,7 @@ def test_killed_between_stages_it_goes_on_without_training_again(
     assert same_arm(out, unbroken)
     assert not list(out.rglob(".sinkscope-*"))
     assert {path.name for path in (out / "vga").iterdir()} == {"model", "run", "tables"}
-    assert json.loads((out / "retrofit.json").read_text())["arms"]["vga"]["moved"] > 0
+    assert json.loads((out / "run.json").read_text())["arms"]["vga"]["moved"] > 0
 
 
 # --- no room ---
@@ -135,13 +135,13 @@ def test_a_full_disk_at_any_stage_says_so_and_loses_nothing(
     )
     arguments = ("retrofit", tiny, "--method", "vga", "--text", text, *TYPED, "--out", tmp_path / "out")
     stages: list[tuple[Any, str, Any, str]] = [
-        (sinkscope.commands.workshop.np, "save", full, "what was reached is kept"),  # the held-out blocks
-        (sinkscope.report.run, "write_table", full, "untouched/run failed"),
+        (sinkscope.commands.training_arms.np, "save", full, "what was reached is kept"),  # the held-out blocks
+        (sinkscope.report.outputs, "write_tables", full, "untouched/run failed"),
         (Trainer, "_save_rng_state", full, "what was reached is kept"),  # a checkpoint
-        (sinkscope.commands.workshop, "write_table", full, "the training up to step 3 is kept"),
+        (sinkscope.commands.training_arms, "write_tables", full, "the training up to step 3 is kept"),
         (PreTrainedModel, "save_pretrained", full_in_rust, "the training up to step 3 is kept"),
-        (sinkscope.commands.workshop, "write_run", full, "vga/run failed"),
-        (sinkscope.commands.workshop, "save_figures", full, "figures failed, and nothing of it is left"),
+        (sinkscope.commands.training_arms, "write_run", full, "vga/run failed"),
+        (sinkscope.commands.training_arms, "save_figures", full, "figures failed, and nothing of it is left"),
     ]
     for place, name, fails, told in stages:
         with monkeypatch.context() as patched:
@@ -174,15 +174,15 @@ def test_an_option_that_an_older_folder_does_not_know_is_as_by_default(
 ) -> None:
     out = tmp_path / "out"
     shutil.copytree(unbroken, out)
-    edited(out / "retrofit.json", "training", weight_decay=None)
-    edited(out / "retrofit.json", "config", epsilon=None)
+    edited(out / "run.json", "training", weight_decay=None)
+    edited(out / "run.json", "config", epsilon=None)
     with pytest.raises(InputError, match=r"made with other options .weight_decay was 0.01"):
         retrofit(str(tiny), "none", text=text, out=out, weight_decay=0.1, **SMALL)
     with pytest.raises(InputError, match=r"made with other options .epsilon was"):
         retrofit(str(tiny), "none", text=text, out=out, epsilon=0.4, **SMALL)
     done = retrofit(str(tiny), "none", text=text, out=out, **SMALL)
     assert list(done.runs) == ["untouched", "vga", "none"]
-    assert json.loads((out / "retrofit.json").read_text())["training"]["weight_decay"] == 0.01
+    assert json.loads((out / "run.json").read_text())["training"]["weight_decay"] == 0.01
 
 
 def test_other_options_and_damaged_folders_are_refused(tiny: Path, text: Path, unbroken: Path, tmp_path: Path) -> None:
@@ -191,13 +191,13 @@ def test_other_options_and_damaged_folders_are_refused(tiny: Path, text: Path, u
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     result = command_line("retrofit", tiny, "--text", text, *TYPED, "--learning-rate", "0.1", "--out", out)
     assert result.exit_code == 2
-    assert "made with other options (learning_rate was 5e-05): repeat them to go on with it" in result.stderr
+    assert "made with other options (learning_rate was 5e-05, now 0.1): repeat them to go on with it" in result.stderr
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
     for content in ('{"command": "retrofit"', '{"command": "retrofit", "config": 3}', '{"command": "train"}'):
-        (out / "retrofit.json").write_text(content)
+        (out / "run.json").write_text(content)
         result = command_line("retrofit", tiny, "--text", text, *TYPED, "--out", out)
         assert result.exit_code == 2, result.output
-        assert f"{out / 'retrofit.json'} " in result.stderr
+        assert f"{out / 'run.json'} " in result.stderr
 
 
 def test_what_retrofit_made_is_no_model_to_be_retrofitted(

@@ -1,0 +1,357 @@
+"""Arms of `retrofit` and `train`: each is trained, measured on held-out text, and compared with the others.
+
+OUT/run.json                      all options, and which arms there are
+OUT/held-out.npy                  the blocks that nothing is trained on
+OUT/vga/model/                    the trained model, which AutoModelForCausalLM loads after `import sinkscope.retrofits`
+OUT/vga/run/                      its run folder
+OUT/vga/tables/training.parquet   loss and gates by step
+OUT/vga/tables/gates.parquet      how far each head's gate is from its start
+OUT/vga/training/                 checkpoints to resume from, until the arm is finished
+OUT/vga/checkpoints/              of `train`: the model at every so many steps, from 0 on
+OUT/untouched/run/                of `retrofit`: a run folder of the model as it is
+OUT/tables/                       of all arms together: training, gates, retrofit, and a task's own
+OUT/retrofit.md                   the last of these in the columns of VGA's tables
+OUT/figures/                      of all arms together
+OUT/comparison/                   the runs side by side
+
+The same command again continues where it was interrupted, and adds arms to those that are there.
+"""
+
+import copy
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from accelerate import PartialState
+from rich.console import Console
+from transformers import PreTrainedModel
+
+from sinkscope.errors import InputError
+from sinkscope.measuring.console import status, tell_place
+from sinkscope.measuring.manifest import make_manifest as run_manifest
+from sinkscope.measuring.measure import measure, publish
+from sinkscope.measuring.quantized import w8a8
+from sinkscope.measuring.subject import Subject, inputs_for, subject_of
+from sinkscope.models.families import Family
+from sinkscope.models.loading import LoadedModel
+from sinkscope.models.positions import known_positions
+from sinkscope.options.measuring import RunConfig, make_config
+from sinkscope.options.training import ArmOptions, TrainingConfig
+from sinkscope.report.comparison import compare
+from sinkscope.report.figures import save_figures
+from sinkscope.report.outputs import write_run
+from sinkscope.report.retrofit_table import UNTOUCHED
+from sinkscope.report.run import Run
+from sinkscope.report.trained import Trained, first_runs, retrofit_tables
+from sinkscope.results.folders import new_folder
+from sinkscope.results.manifest import MANIFEST, make_manifest, write_manifest
+from sinkscope.results.resume import check_resumable, claim, resumable
+from sinkscope.results.tables import read_table, write_tables
+from sinkscope.retrofits import gate_displacement, retrofit_model
+from sinkscope.retrofits.registers import registers_before
+from sinkscope.text.inputs import TokenInputs
+from sinkscope.training.arms import Arm, Method
+from sinkscope.training.blocks import Blocks
+from sinkscope.training.checkpoints import checkpoints, failures, keep_models
+from sinkscope.training.tasks import Task
+from sinkscope.training.trainer import check_trainable, no_bars, train
+
+OWN_TABLES = ("training", "gates")  # of every arm; a task has more
+CALIBRATION = 16  # training blocks that the ranges of W8A8 come from, the same for all arms
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `retrofit` or `train` was asked for.
+
+    Attributes:
+        command: its name.
+        folder: where it writes.
+        options: the entries of run.json that decide its numbers: the folder is resumed only with the same ones.
+        training: how each arm is trained.
+        measuring: how models are loaded and measured.
+        overwrite: begin anew.
+        console: for what is said meanwhile.
+        start: when the command began.
+    """
+
+    command: str
+    folder: Path
+    options: dict[str, Any]
+    training: TrainingConfig
+    measuring: RunConfig
+    overwrite: bool
+    console: Console
+    # options that a folder of an older version does not record count as given with these values
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    record: Mapping[str, Any] | None = None  # of a recipe
+    start: float = field(default_factory=time.time)
+
+    @classmethod
+    def of(
+        cls,
+        command: str,
+        asked: ArmOptions,
+        out: str | os.PathLike[str],
+        overwrite: bool,
+        quiet: bool,
+        record: Mapping[str, Any] | None,
+        **facts: Any,
+    ) -> "Plan":
+        """The plan of either command; `facts` are what else decides its numbers."""
+        state = PartialState()
+        # methods are added to a folder one after the other: each arm's is recorded with the arm
+        own = {"config": asked.model_dump(mode="json", exclude={"method"})}
+        options = own | {"processes": state.num_processes} | facts
+        defaults = {"config": type(asked)().model_dump(mode="json", exclude={"method"})}
+        console = Console(stderr=True, quiet=quiet or not state.is_main_process)
+        return cls(
+            command=command,
+            folder=Path(out),
+            options=options,
+            training=asked.training,
+            measuring=asked.measuring,
+            overwrite=overwrite,
+            console=console,
+            defaults=defaults,
+            record=record,
+        )
+
+    def check_folder(self) -> None:
+        """Raise InputError if the folder cannot be written, or was made with other options."""
+        check_resumable(self.folder, self.command, self.options, self.overwrite, self.defaults)
+
+    def check_methods(self, methods: Iterable[Method], model: PreTrainedModel, family: Family) -> None:
+        """Raise InputError for a method that cannot be trained on this model, before hours of training another."""
+        limit, length = known_positions(model, family), self.training.block_length
+        for method in methods:
+            trial = retrofit_model(copy.deepcopy(model), family, method.name, **method.parameters)
+            try:
+                check_trainable(trial, self.training.only_new)
+            except InputError as error:
+                raise InputError(f"--method {method.label}: {error}") from None
+            registers = registers_before(trial)
+            if limit is not None and length + registers > limit:
+                raise InputError(
+                    f"--method {method.label}: blocks of {length} tokens and {registers} registers are beyond the "
+                    f"model's {limit} positions: take a --block-length of at most {limit - registers}"
+                )
+
+
+@dataclass
+class TrainingArms:
+    """One model, fresh or pretrained, that is trained with several methods on one text.
+
+    Attributes:
+        plan: what was asked for.
+        loaded: the model as it is, on the CPU, with its tokenizer.
+        family: its row in the table of families.
+        blocks: the text.
+        begin: gives an arm its model before the method is built in.
+        keep_checkpoints: keep the model at every so many steps, for `analyze` over a training.
+        task: whose blocks these are, if they are not of a text.
+    """
+
+    plan: Plan
+    loaded: LoadedModel
+    family: Family
+    blocks: Blocks
+    begin: Callable[[Arm], PreTrainedModel]
+    keep_checkpoints: bool = False
+    task: Task | None = None
+
+    def __post_init__(self) -> None:
+        self.folder, self.console = self.plan.folder, self.plan.console
+        self.held_out = self.folder / "held-out.npy"
+        self.arms: dict[str, Any] = {}  # label → its record in the manifest
+
+    @property
+    def is_main(self) -> bool:
+        return PartialState().is_main_process
+
+    def finish(self, arms: Iterable[Arm], untouched: bool) -> Trained:
+        """Do everything that is not done yet.
+
+        Args:
+            arms: to be trained and measured; those of earlier calls stay.
+            untouched: also measure the model as it is.
+        """
+        arms = list(arms)
+        self._claim(arms)
+        if untouched and self.is_main and not self._is_measured(UNTOUCHED):
+            self._measure_untouched()
+        for place, arm in enumerate(arms, 1):
+            tell_place(self.console, arm.label, place, len(arms))
+            self._finish(arm)
+        return self._conclude()
+
+    # ------------------------------------------------------------------------------------------- the folder
+
+    def _claim(self, wanted: Iterable[Arm]) -> None:
+        """Make the folder this command's, and note its arms."""
+        options = self.plan.options | {"text_sha256": self.blocks.sha256}
+        found = None if self.plan.overwrite else resumable(self.folder, self.plan.command, options, self.plan.defaults)
+        self.arms = (found or {}).get("arms", {})
+        for arm in wanted:
+            method, parameters = arm.method.name, dict(arm.method.parameters)
+            record = {"method": method, "parameters": parameters, "label": arm.method.label, "seed": arm.seed}
+            before = self.arms.get(arm.label, record)
+            if (before["method"], before["parameters"]) != (method, parameters):
+                raise InputError(f"--out {self.folder}: its {arm.label} is another method; name another folder")
+            self.arms[arm.label] = before | record
+        PartialState().wait_for_everyone()  # all have looked
+        if self.is_main:
+            with failures(self.folder):
+                if self.plan.overwrite and self.folder.exists():
+                    shutil.rmtree(self.folder)
+                claim(self.folder, self._manifest())
+                np.save(self.held_out, self.blocks.held_out)
+        PartialState().wait_for_everyone()
+
+    def _manifest(self, tables: Iterable[str] = ()) -> dict[str, Any]:
+        facts = self.plan.options | {"text_sha256": self.blocks.sha256, "arms": self.arms}
+        if self.plan.record is not None:
+            facts |= {"recipe": self.plan.record}
+        return make_manifest(self.plan.command, start=self.plan.start, tables=tables, **facts)
+
+    # ------------------------------------------------------------------------------------------- arm by arm
+
+    def _finish(self, arm: Arm) -> None:
+        """Do what is not done yet of an arm."""
+        folder = self.folder / arm.label
+        if not (folder / "model" / "config.json").exists():
+            self._train(arm, folder)
+        PartialState().wait_for_everyone()
+        if self.is_main:
+            if not self._is_measured(arm.label):
+                self._measure_arm(arm.label, folder / "model")
+            if self.keep_checkpoints and (folder / "training").exists():
+                for checkpoint in checkpoints(folder / "training"):
+                    self._save_tokenizer(checkpoint)
+                keep_models(folder / "training", folder / "checkpoints")
+            shutil.rmtree(folder / "training", ignore_errors=True)
+        PartialState().wait_for_everyone()
+
+    def _train(self, arm: Arm, folder: Path) -> None:
+        model = retrofit_model(self.begin(arm), self.family, arm.method.name, **arm.method.parameters)
+        if self.keep_checkpoints and self.is_main:
+            with failures(folder), no_bars():
+                self._save(model, folder / "checkpoints" / "checkpoint-0")
+        history = train(
+            model,
+            self.blocks,
+            self.plan.training.model_copy(update={"seed": arm.seed}),
+            folder / "training",
+            keep_all=self.keep_checkpoints,
+            cpu=self.plan.measuring.device_map == "cpu",
+            console=self.console,
+            probe=None if self.task is None else self._probe(self.task),
+        )
+        if not self.is_main:
+            return
+        gates = gate_displacement(model)
+        raw = {"training": history.assign(seed=arm.seed), "gates": gates.assign(seed=arm.seed)}
+        if self.task is not None:
+            raw |= self.task.tables(model, self.family, self.blocks.held_out)
+        self.arms[arm.label] |= {"moved": float(gates["displacement"].max()) if len(gates) else 0.0}
+        with failures(folder / "training"), no_bars():
+            write_tables(publish(raw, self.loaded, arm.method.label), folder)
+            write_manifest(self.folder, self._manifest())
+            self._save(model, folder / "model")  # last: an arm with a model is trained
+
+    def _probe(self, task: Task) -> Callable[[PreTrainedModel], pd.DataFrame]:
+        return lambda model: task.probe(model, self.family, self.blocks.held_out)
+
+    def _save(self, model: PreTrainedModel, folder: Path) -> None:
+        with new_folder(folder) as fresh:
+            model.save_pretrained(fresh)
+            self._save_tokenizer(fresh)
+
+    def _save_tokenizer(self, folder: Path) -> None:
+        if self.loaded.tokenizer is not None:
+            self.loaded.tokenizer.save_pretrained(folder)
+
+    # --------------------------------------------------------------------------------------------- measuring
+
+    def _measure_untouched(self) -> None:
+        on_gpu = torch.cuda.is_available() and self.plan.measuring.device_map != "cpu"
+        self.loaded.model.to("cuda" if on_gpu else "cpu")  # type: ignore[arg-type]
+        config = self._config(self.plan.measuring.model)
+        self._measure(Subject(self.loaded, self.family, inputs_for(self.loaded, config)), config, UNTOUCHED)
+        self.loaded.model.to("cpu")  # type: ignore[arg-type]
+
+    def _measure_arm(self, label: str, model: Path) -> None:
+        config = self._config(str(model), revision=None, gguf_file=None, trust_remote_code=False, allow_pickle=False)
+        subject = subject_of(None, None, config, self.console)
+        subject = replace(subject, loaded=replace(subject.loaded, name=self.loaded.name))
+        self._measure(subject, config, label)
+
+    def _config(self, model: str | None, **others: Any) -> RunConfig:
+        """To measure on the held-out blocks, in a way that `analyze --from` repeats."""
+        options = self.plan.measuring.model_dump() | {"model": model, "input": str(self.held_out), "bos": "auto"}
+        count = min(self.plan.measuring.num_seqs, len(self.blocks.held_out))
+        return make_config(**options | others | {"num_seqs": count, "dataset": None})
+
+    def _measure(self, subject: Subject, config: RunConfig, label: str) -> None:
+        start = time.time()
+        subject = replace(subject, inputs=replace(subject.inputs, condition=label))
+        tables, facts = measure(subject, config, self.console)
+        with status(self.console, "quantizing"):
+            costs = w8a8(subject, self._calibration(subject), kernel=config.attn, batch_size=facts.batch_size)
+        manifest = run_manifest(subject, config, facts, list(tables), start) | {"w8a8": costs}
+        manifest["input"]["text"] = f"{self.blocks.name}, held out"
+        target = self.folder / label / "run"
+        with status(self.console, "drawing the figures"), new_folder(target) as fresh:
+            write_run(Run(manifest, tables, target), fresh)
+
+    def _calibration(self, subject: Subject) -> TokenInputs:
+        """The text that W8A8's ranges come from: blocks that were trained on, the same for all arms."""
+        return replace(subject.inputs, sequences=tuple(self.blocks.train)).part(0, CALIBRATION)
+
+    def _is_measured(self, label: str) -> bool:
+        return (self.folder / label / "run" / MANIFEST).exists()
+
+    # ------------------------------------------------------------------------------------------- the whole
+
+    def _conclude(self) -> Trained:
+        """Compare everything that is there."""
+        labels = [label for label in (UNTOUCHED, *self.arms) if self._is_measured(label)]
+        runs = {label: Run.open(self.folder / label / "run") for label in labels}
+        firsts = first_runs({"arms": self.arms}, runs)
+        first_folders = [run.folder for run in firsts.values()]
+        trained = [label for label in labels if label != UNTOUCHED]
+        tables = {name: self._all_arms(name, trained) for name in OWN_TABLES}
+        tables["retrofit"] = retrofit_tables({"arms": self.arms}, runs, tables["gates"])
+        for name in self._task_tables(trained[0]):
+            tables[name] = self._all_arms(name, [label for label in trained if runs[label].folder in first_folders])
+        manifest = self._manifest(tables)
+        beside = self.folder / "comparison" if self.is_main else None
+        comparison = compare(*firsts.values(), out=beside, overwrite=True) if len(firsts) > 1 else None
+        done = Trained(self.folder, manifest, runs, comparison, tables)
+        if self.is_main:
+            with failures(self.folder):
+                self._write(done)
+        return done
+
+    def _write(self, done: Trained) -> None:
+        write_tables(done.tables, self.folder)
+        (self.folder / "retrofit.md").write_text(done.verdict, encoding="utf-8")
+        with new_folder(self.folder / "figures") as fresh:
+            save_figures(done.figures(), fresh)
+        write_manifest(self.folder, done.manifest)
+
+    def _task_tables(self, label: str) -> list[str]:
+        names = sorted(path.stem for path in (self.folder / label / "tables").glob("*.parquet"))
+        return [name for name in names if name not in OWN_TABLES]
+
+    def _all_arms(self, name: str, labels: Iterable[str]) -> pd.DataFrame:
+        """A table that each arm has."""
+        paths = [self.folder / label / "tables" / f"{name}.parquet" for label in labels]
+        return pd.concat([read_table(path) for path in paths], ignore_index=True)

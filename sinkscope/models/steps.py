@@ -1,0 +1,96 @@
+"""The steps of a training as checkpoints: revisions of a hub repository, or subfolders of a folder."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+
+from sinkscope.errors import InputError, unknown
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One step: what `analyze` loads for it."""
+
+    step: int
+    name: str  # the revision's or the subfolder's
+    model: str
+    revision: str | None
+
+    @property
+    def folder(self) -> str:
+        return f"step{self.step}"
+
+
+def find_checkpoints(model: str, revisions: str | Iterable[str] | None = None) -> list[Checkpoint]:
+    """The checkpoints, ordered by step; InputError for fewer than two, or names without a step."""
+    if isinstance(revisions, str):
+        revisions = revisions.split(",")
+    names = [name.strip() for name in revisions or () if name.strip()]
+    folder = Path(model).expanduser()
+    if folder.is_file():
+        raise InputError(f"{model} is one file, so it has no steps: name a folder of checkpoints, or a hub id")
+    if folder.is_dir():
+        names = _subfolders(model, folder, names)
+    elif len(names) < 2:
+        alone = f" ({names[0]} alone goes without a comma)" if names else ""
+        raise InputError(f"name two or more steps of {model}, as --revision step0,step512,step1000{alone}")
+    steps = {name: step_of(name, names) for name in names}
+    for first, second in combinations(names, 2):
+        if first == second:
+            raise InputError(f"'{first}' is named twice: name each step once")
+        if steps[first] == steps[second]:
+            raise InputError(f"'{first}' and '{second}' are both step {steps[first]}: name each step once")
+    return [
+        Checkpoint(steps[name], name, str(Path(model) / name), None)
+        if folder.is_dir()
+        else Checkpoint(steps[name], name, model, name)
+        for name in sorted(names, key=steps.__getitem__)
+    ]
+
+
+def step_of(name: str, among: Iterable[str] = ()) -> int:
+    """The number behind `step`, else the one at the end: of OLMo's step1000-tokens4B it is 1000.
+
+    Raises:
+        InputError: there is none; the message says which of the names `among` have one.
+    """
+    found = _step(name)
+    if found is None:
+        others = [other for other in among if _step(other) is not None]
+        hint = f": leave it out, as in --revision {','.join(others)}" if len(others) > 1 else ""
+        raise InputError(f"'{name}' does not end in the number of a step, as step512 or checkpoint-512 do{hint}")
+    return found
+
+
+def _step(name: str) -> int | None:
+    if re.fullmatch(r"[0-9a-f]{40}", name):  # a commit
+        return None
+    found = re.search(r"step[-_]?(\d{1,15})(?!\d)", name, re.IGNORECASE) or re.search(r"(?<![\d.])(\d{1,15})$", name)
+    return int(found[1]) if found else None
+
+
+def _trainer_checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("checkpoint-*") if path.is_dir())
+
+
+def _subfolders(model: str, folder: Path, names: list[str]) -> list[str]:
+    """The subfolders named, or else all `checkpoint-…`, each checked to look like a model."""
+    there = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    for name in names:
+        if not (folder / name).is_dir():
+            raise InputError(f"{model} has no such folder: {unknown(name, there)}")
+    found = _trainer_checkpoints(folder)
+    if not names and not found:
+        raise InputError(f"{model} holds no steps: no folder in it is called checkpoint-…")
+    names = names or found
+    if len(names) == 1:
+        raise InputError(f"{model}: only {names[0]} was found or named; to analyze it alone, name {folder / names[0]}")
+    for name in names:
+        if not (folder / name / "config.json").is_file():
+            raise InputError(
+                f"{folder / name} is not a model in HuggingFace format: it has no config.json. "
+                "Save it whole, or name the other steps with --revision"
+            )
+    return names
