@@ -24,10 +24,10 @@ demo: install  ## SmolLM2-135M-Instruct (4-bit GGUF): tables, figures and a verd
 	$(BIN)/sinkscope analyze --out runs/demo --overwrite
 
 test: install models
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 fast: install  ## the tests that need no real model
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m 'not real_model'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not real_model'
 
 check: install
 	$(BIN)/ruff check .

@@ -1,13 +1,29 @@
 """Fixtures that more than one file of tests needs."""
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hub import Hub
 from huggingface_hub import constants
 
+import sinkscope
+from sinkscope.models.loading import LoadedModel
+
 pytest.register_assert_rewrite("gradient_reference", "reference", "support", "tiny")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of real models first: side by side, so that with several workers one of them loads each model."""
+    items.sort(key=lambda item: item.get_closest_marker("real_model") is None)
+
+
+def pytest_collection_finish() -> None:
+    """`analyze` collects garbage before every pass, which takes 0.1 s with all libraries and tests to look at."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -34,3 +50,36 @@ def hub(hub_server: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     return hub_server
+
+
+@pytest.fixture
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes seconds; tests/report and the whole runs of tests/cli and tests/commands have it."""
+    from support.figures import skip_figures  # behind the registration above
+
+    skip_figures(monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def smollm() -> LoadedModel:
+    """SmolLM2-135M-Instruct, as `load` finds it without being told a name. Not to be changed."""
+    try:
+        return sinkscope.load()
+    except sinkscope.SinkscopeError as error:
+        pytest.fail(f"SmolLM2 is missing: run `make install` ({error})")
+
+
+@pytest.fixture(scope="session")
+def smollm_on_cpu(smollm: LoadedModel) -> LoadedModel:
+    """In float32. Not to be changed."""
+    on_cpu = smollm.model.device.type == "cpu" and smollm.model.dtype == torch.float32
+    return smollm if on_cpu else sinkscope.load(dtype="float32", device_map="cpu")
+
+
+@pytest.fixture(scope="session")
+def mgm() -> LoadedModel:
+    """Not to be changed."""
+    path = Path(__file__).parents[1] / ".models" / "mgm"
+    if not path.exists():
+        pytest.fail(".models/mgm is missing: run `make models`")
+    return sinkscope.load(str(path), allow_pickle=True)

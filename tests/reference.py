@@ -350,16 +350,13 @@ def geometry(sequences: list[Sequence], positions: int) -> pd.DataFrame:
                 layer = sequence.layers[number]
                 query, key = layer.query[head], layer.key[head // groups, position]
                 allowed, logits = layer.allowed[head], layer.logits[head]
-                cosines, products, gaps = [], [], []
-                for t in range(position, len(sequence.ids)):
-                    if not allowed[t, position]:
-                        continue
-                    products.append(norm(query[t]) * norm(key))
-                    cosines.append(query[t] @ key / products[-1])
-                    others = allowed[t].copy()
-                    others[position] = False
-                    if others.any():
-                        gaps.append(logits[t, position] - logits[t, others].mean())
+                rows_seen = [t for t in range(position, len(sequence.ids)) if allowed[t, position]]
+                products = norm(query[rows_seen], axis=1) * norm(key)
+                cosines = query[rows_seen] @ key / products
+                others = allowed[rows_seen] & (np.arange(len(sequence.ids)) != position)
+                count = others.sum(1)
+                sums = np.where(others, logits[rows_seen], 0.0).sum(1)
+                gaps = (logits[rows_seen, position][count > 0] - sums[count > 0] / count[count > 0]).tolist()
                 seen.append((
                     norm(query[position]), norm(key), norm(layer.value[head // groups, position]),
                     np.mean(cosines), np.mean(products), np.mean(gaps),

@@ -14,10 +14,10 @@ from sinkscope.attention.taps import NAME, Denominator, Seam, denominator_of
 
 
 class Interceptor(TorchFunctionMode):
-    """Finds attention inside one attention module's own code, for families that are not on the interface.
+    """Recognizes attention in one module's own code: F.scaled_dot_product_attention, or matmul (q, kᵀ) → softmax →
+    matmul (weights, v).
 
-    Knows F.scaled_dot_product_attention, and matmul (q, kᵀ) → softmax → matmul (weights, v). Torch runs
-    `__torch_function__` with the mode switched off, so whatever an observer computes at a tap is not intercepted.
+    Torch runs `__torch_function__` with the mode off, so what an observer computes at a tap is not intercepted.
     """
 
     MATMULS: ClassVar = {
@@ -28,14 +28,14 @@ class Interceptor(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.idle = Seam("sdpa", "interceptor")  # for a module that has none: a retrofit's, while nobody measures
-        self.idle.scaling = math.nan  # nobody asks
+        self.idle = Seam("sdpa", "interceptor")  # of a module with a denominator term while nobody measures
+        self.idle.scaling = math.nan  # never read
         self.seam = self.idle
         self.denominator: Denominator | None = None
         self.batch = 0
         self.kv_heads: int | None = None  # where the module says so
         self.query, self.key = torch.empty(0), torch.empty(0)  # of the call under way
-        self.awaited = "logits"  # then "softmax", then "mix", then nothing more in this call
+        self.awaited = "logits"  # then "softmax", "mix" and, for the rest of the call, "nothing"
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -65,7 +65,7 @@ class Interceptor(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        if attn_mask is None and not is_causal and query.shape[2] > 1:  # not causal: nothing that a tap should see
+        if attn_mask is None and not is_causal and query.shape[2] > 1:  # not causal: not a decoder's attention
             return F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=enable_gqa)
         seam = self.seam
         scaling = query.shape[-1] ** -0.5 if scale is None else scale
@@ -73,7 +73,7 @@ class Interceptor(TorchFunctionMode):
         seam.call = AttentionCall(attn_mask, scaling, forbidden=seam.forbidden, dropout=dropout_p)
         if self.denominator is not None:
             seam.call = self.denominator.added_to(seam.call, query, self._own_bias(attn_mask))
-        # The taps run in one order whatever the model does, so lse (which needs no value) comes before value.
+        # The taps of this door run in one order: lse, which needs no value, before value.
         mix, lse = seam.kernel(query, key, value, seam.call)
         seam.lse(lse)
         tapped = seam.value(value)
@@ -82,7 +82,7 @@ class Interceptor(TorchFunctionMode):
         return seam.mix(mix.transpose(1, 2)).transpose(1, 2)
 
     def _logits(self, func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-        # baddbmm has the bias (ALiBi) in front and may name its two factors
+        # baddbmm has the bias (ALiBi) as first argument, and its factors may be named
         names = ("batch1", "batch2")
         named = all(name in kwargs for name in names)
         query, key_t = (kwargs[name] for name in names) if named else args[-2:]
@@ -114,21 +114,21 @@ class Interceptor(TorchFunctionMode):
         self.awaited = "mix"
         if self.seam.call.sink_logits is None:
             return func(*args, **kwargs)
-        sinks = self.seam.call.sink_logits.to(scores.dtype)[..., None]  # a column more, whose weight nobody gets
+        sinks = self.seam.call.sink_logits.to(scores.dtype)[..., None]  # a further column without a value
         with_sinks = torch.cat([scores, sinks], dim=-1).reshape(*args[0].shape[:-1], -1)
         return func(with_sinks, *args[1:], **kwargs)[..., :-1]
 
     @torch.no_grad()
     def _own_bias(self, scores: torch.Tensor | None, has_dots: bool = False) -> torch.Tensor | None:
-        """What ALiBi has added to the logit of each query's own key, (B|1,H,T); None where there is no ALiBi.
+        """What ALiBi has added to the logit of each query's own key, (B|1,H,T); None without ALiBi.
 
-        scores (B|1,H,T,S): biases under the mask, with scaling · q·k in them where `has_dots`.
+        scores (B|1,H,T,S) are masked biases, plus scaling · q·k where `has_dots`.
         """
         term = self.denominator
         if term is None or not term.is_biased or scores is None:
             return None
         columns = torch.arange(scores.shape[-1], device=scores.device)
-        own = ((scores > MASKED) * columns).argmax(-1, keepdim=True)  # the last that the query sees
+        own = ((scores > MASKED) * columns).argmax(-1, keepdim=True)  # the last key that the query sees
         bias = upcast(scores).gather(-1, own).squeeze(-1)
         if not has_dots:
             return bias
@@ -150,7 +150,7 @@ class Interceptor(TorchFunctionMode):
         return x.reshape(self.batch, -1, *x.shape[-2:])
 
     def _own_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """Key or value heads without the copies that the model's own code has made of them (Falcon 40B and on)."""
+        """Key or value heads without the copies that the model's own code makes of them (Falcon 40B)."""
         return x if self.kv_heads is None else x[:, :: max(1, x.shape[1] // self.kv_heads)]
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -166,10 +166,10 @@ class Interceptor(TorchFunctionMode):
     def leave(self, module: nn.Module, args: tuple, output: Any) -> None:
         """Forward hook of the attention module; runs also when its forward raised."""
         self.__exit__(None, None, None)
-        self.seam, self.idle.call = self.idle, None  # no graph is kept that nobody reads
+        self.seam, self.idle.call = self.idle, None  # keep no graph
 
     def watch(self, attention: nn.Module) -> list[RemovableHandle]:
-        """Be there in every forward of this module."""
+        """Hook into every forward of this module."""
         return [
             attention.register_forward_pre_hook(self.enter, with_kwargs=True),
             attention.register_forward_hook(self.leave, always_call=True),
@@ -178,8 +178,8 @@ class Interceptor(TorchFunctionMode):
 
 @torch.no_grad()
 def found_scaling(query: torch.Tensor, key: torch.Tensor, scores: torch.Tensor) -> float:
-    """What a model's own code multiplied q·k by on the way to its scores (B,H,T,T), read off their diagonal; NaN where
-    it also added something (ALiBi).
+    """The factor of q·k in a model's own scores (B,H,T,T), read off their diagonal; NaN where something was added to
+    it (ALiBi).
     """
     cached = key.shape[2] - query.shape[2]
     dots = torch.linalg.vecdot(upcast(query), upcast(repeat_heads(key, query.shape[1]))[:, :, cached:])
@@ -187,5 +187,5 @@ def found_scaling(query: torch.Tensor, key: torch.Tensor, scores: torch.Tensor) 
     seen = found > MASKED  # not padding
     dots, found = dots[seen].double(), found[seen].double()
     scaling = dots @ found / dots.square().sum()
-    is_exact = (found - scaling * dots).abs().max() < 1e-2 * found.abs().max()  # half precision is no more exact
+    is_exact = (found - scaling * dots).abs().max() < 1e-2 * found.abs().max()  # the tolerance is half precision's
     return float(scaling) if is_exact else float("nan")

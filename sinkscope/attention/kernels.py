@@ -7,23 +7,21 @@ import torch
 import torch.nn.functional as F
 
 MASKED = torch.finfo(torch.float16).min / 2  # a logit below this was put there by a mask
-
-
 ROW_CHUNK = 64  # rows of attention weights in memory at once; more fall out of a CPU's cache
 
 
 @dataclass(frozen=True)
 class ForbiddenKeys:
-    """Keys that an intervention hides from every later query, each still seen by its own token."""
+    """Keys that an intervention hides from all later queries; each is still seen by its own token."""
 
     pairs: Callable[[slice, slice, torch.device], torch.Tensor]  # (rows, cols, device) → (B|1,H,R,C) bool
-    columns: Callable[[torch.device], torch.Tensor]  # (B|1,n): where they are in whole sequences
+    columns: Callable[[torch.device], torch.Tensor]  # (B|1,n): their columns in whole sequences
     heads: tuple[int, ...]  # query heads from which they are hidden
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """How one attention call came from query and key to logits; what cannot be read off its taps."""
+    """How one attention call makes logits from query and key: all that its taps do not show."""
 
     mask: torch.Tensor | None  # (B,1|H,T,T), bool (True = may attend) or additive; None: causal
     scaling: float  # NaN where the model makes the logits itself and not by scaling alone
@@ -37,10 +35,11 @@ class AttentionCall:
 def fused_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention by the kernel behind F.scaled_dot_product_attention, keeping the log-sum-exp that it computes.
+    """Attention by the kernel behind F.scaled_dot_product_attention, with the log-sum-exp that it computes.
 
-    → mix (B,H,T,d), lse (B,H,T) in float32 or better. Softcap, sink logits, dropout, other devices and value heads of
-    another width go the chunked way: no fused kernel serves them.
+    query (B,H,T,d), key and value (B,K,T,d) → mix (B,H,T,d), log-sum-exp of each row of logits (B,H,T) in float32 or
+    better. What no fused kernel serves is computed in chunks: softcap, sink logits, dropout, other devices, and value
+    heads of another width.
     """
     causal = call.mask is None and query.shape[2] > 1
     plain = (
@@ -75,8 +74,8 @@ PENALTY = 1e4  # on a logit: e^-10000 is 0, and half precision holds its square 
 def _penalised(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A further coordinate for each forbidden key, whose product is -PENALTY for the pairs that may not be and 0 for
-    all others: the fused kernel then needs no T × T mask to forbid them. Value gets zeros, to be cut off again.
+    """Query and key with one more coordinate for each forbidden key, whose product is -PENALTY for the forbidden pairs
+    and 0 for all others, so that the fused kernel needs no T × T mask. Value gets zeros, to be cut off again.
     """
     place = torch.arange(query.shape[2], device=query.device)
     size = (PENALTY / call.scaling) ** 0.5
@@ -97,7 +96,7 @@ def _penalised(
 def chunked_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall, chunk: int = ROW_CHUNK
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention with softcap and sink logits, `chunk` rows of weights in memory at a time. As `fused_attention`."""
+    """As `fused_attention`, for any call: `chunk` rows of weights in memory at a time."""
     mixes, lses = [], []
     for start in range(0, query.shape[2], chunk):
         rows = slice(start, min(start + chunk, query.shape[2]))
@@ -112,13 +111,11 @@ def chunked_attention(
 def eager_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The textbook way, all weights at once: a reference. As `fused_attention`."""
+    """As `fused_attention`, with all weights at once: a reference."""
     return chunked_attention(query, key, value, call, chunk=query.shape[2])
 
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionCall], tuple[torch.Tensor, torch.Tensor]]
-
-
 KERNELS: dict[str, Kernel] = {"sdpa": fused_attention, "eager": eager_attention}
 
 
@@ -134,7 +131,7 @@ def masked_logits(query: torch.Tensor, key: torch.Tensor, call: AttentionCall, r
         logits = logits.masked_fill(pairs, torch.finfo(logits.dtype).min)
     if call.mask is not None and call.mask.dtype != torch.bool:
         return logits + call.mask[:, :, rows]
-    # no mask, and more keys than several queries: a static cache's empty places, which come behind
+    # No mask, several queries and more keys than queries: the further keys are a static cache's empty places.
     ahead = 0 if query.shape[2] > 1 else offset
     seen = causal(rows, keys, ahead, query.device) if call.mask is None else call.mask[:, :, rows]
     return logits.masked_fill(~seen, torch.finfo(logits.dtype).min)

@@ -6,18 +6,17 @@ matmul → softmax → matmul. Both ways pass the same tensors through the same 
 
     query (B,H,T,d)   key, value (B,K,T,d)   lse (B,H,T)   mix (B,T,H,d)
 
-after any rotary rotation. `lse` is the log-sum-exp of each row of logits, with which any rectangle of the
-attention weights is exp(logit - lse) (attention_weights.py): the weights themselves are never kept.
+after any rotary rotation. `lse` is the log-sum-exp of each row of logits: any rectangle of the attention weights is
+exp(logit - lse) (weights.py), so the weights themselves are never kept.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -42,10 +41,10 @@ def attend(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function registered with transformers: the fused kernel between the taps.
+    """The attention function registered with transformers: the kernel between the taps.
 
-    query (B,H,T,d), key and value (B,K,T,d) → (B,T,H,d). A module with neither a seam nor a denominator of a
-    retrofit's (a vision tower beside the language model, say) gets plain SDPA.
+    query (B,H,T,d), key and value (B,K,T,d) → mix (B,T,H,d). A module with neither a seam nor a further denominator
+    term (a vision tower, say) gets plain SDPA.
     """
     seam: Seam | None = getattr(module, NAME, None)
     denominator = denominator_of(module)
@@ -74,33 +73,33 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 @contextmanager
 def open_seam(model: PreTrainedModel, family: Family, kernel: str = "sdpa") -> Iterator[list[Seam]]:
-    """Put a seam into every attention layer, and take all of it out again at the end, also after an exception.
+    """Put a seam into every attention layer, and give them one a layer, until the end of the block.
 
-    → the seams, one a layer. `kernel` is "sdpa" (fused) or "eager" (the reference).
+    Args:
+        kernel: "sdpa" (fused) or "eager" (the reference).
+
+    Raises:
+        SinkscopeError: the model has seams already.
     """
     attentions = [layer.get_submodule(family.attention) for layer in family.layer_modules(model)]
     if any(hasattr(attention, NAME) for attention in attentions):
         raise SinkscopeError("this model has its seams in already: close the tracer that is open on it first")
     seams = [Seam(kernel, family.door) for _ in attentions]
     door = attention_implementation(model, NAME) if family.door == "interface" else nullcontext()
-    handles: list[RemovableHandle] = []
-    try:
+    with ExitStack() as stack:
         for attention, seam in zip(attentions, seams, strict=True):
             attention.add_module(NAME, seam)
-            if family.door == "interceptor" and denominator_of(attention) is None:  # else a retrofit's is there
-                handles += Interceptor().watch(attention)
-        with door:
-            yield seams
-    finally:
-        for handle in handles:
-            handle.remove()
-        for attention in attentions:
-            attention._modules.pop(NAME, None)
+            stack.callback(attention._modules.pop, NAME, None)
+            if family.door == "interceptor" and denominator_of(attention) is None:  # with a term it is watched already
+                for handle in Interceptor().watch(attention):
+                    stack.callback(handle.remove)
+        stack.enter_context(door)
+        yield seams
 
 
 @contextmanager
 def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """The model with a registered attention function, and with its own again at the end."""
+    """The model with a registered attention function until the end of the block."""
     before = _implementations(model)
     try:
         model.set_attn_implementation(name)
@@ -111,8 +110,8 @@ def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None
 
 
 def _implementations(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str]]:
-    """Every configuration that `set_attn_implementation` writes to, and what stands there; a whole before its parts,
-    which a write to the whole reaches too.
+    """Every configuration that `set_attn_implementation` writes to, with its implementation. A configuration comes
+    before its parts: writing to it changes them too.
     """
     waiting = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
     found: dict[int, PreTrainedConfig] = {}

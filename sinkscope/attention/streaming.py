@@ -4,14 +4,13 @@ When token t is processed the cache holds the first `keep` tokens and the last `
 
     t sees s   iff   s ≤ t  and  (s < keep  or  t − s < window)
 
-Keys and values are those made when a token entered, so that deeper layers see through them what has left since.
-Positions are places in the cache. The query's is c(t) = min(t, keep + window − 1), that of first token i is i, and a
-token in the window is t − s places behind the query, as ever. So only the pairs with a first token change: with rotary
-positions these take the query rotated to c(t); with learned ones each token enters with the vector of position c(t).
+Keys and values are those made when a token entered, so deeper layers still depend on tokens that have left the cache.
+Positions are places in the cache: the query's is c(t) = min(t, keep + window - 1), that of first token i is i, and a
+token in the window is t - s places behind the query. So only the pairs with a first token differ from dense attention:
+with rotary positions they take the query rotated to c(t); with learned ones each token gets the vector of c(t).
 
-The whole text goes through the model in one pass, blocks of queries against the keys that their caches hold: time grows
-with T · (keep + window), memory with T. It is what a cache gives token by token (tests/test_streaming.py). Dense
-attention beside it is the seam's own: where a model has sliding windows transformers makes a T × T boolean mask for it.
+The whole text goes through the model in one pass, in blocks of queries against the keys in their caches: time grows
+with T · (keep + window), memory with T. Dense attention of a model with sliding windows needs a T × T mask beside it.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,17 +29,14 @@ from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.models.families import Family
 
 NAME = "sinkscope-streaming"  # of the attention implementation
-
-
 BLOCK = 128  # queries at a time
-
 
 # (sequence, head, query's position, key's position) → bool, broadcasting: what transformers makes its masks from
 Sees = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Cache(NamedTuple):
-    """What is kept when token t has been processed: the first `keep` tokens and the last `window`."""
+    """A cache of the first `keep` tokens and the last `window`."""
 
     keep: int
     window: int
@@ -50,11 +46,11 @@ class Cache(NamedTuple):
         return tokens.clamp(max=self.keep + self.window - 1)
 
     def band(self, rows: slice) -> slice:
-        """The tokens behind the first ones that any of these queries' windows hold."""
+        """The tokens behind the first ones that are in the window of any of these queries."""
         return slice(max(self.keep, rows.start - self.window + 1), max(self.keep, rows.stop))
 
     def visible(self, queries: torch.Tensor, keys: torch.Tensor, sees: Sees) -> torch.Tensor:
-        """Tokens (R,) and (C,) → (R,C) bool: the key is in the cache, and the model looks that far back in it."""
+        """Tokens (R,) and (C,) → (R,C) bool: the key is in the cache and the model's own mask allows it there."""
         query, key = queries[:, None], keys[None]
         is_first = key < self.keep
         place = self.positions(query)
@@ -73,10 +69,15 @@ def streamed_attention(
     sees: Sees,
     block: int = BLOCK,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of every token over its cache, `block` queries at a time.
+    """Attention of every token over its cache, as one softmax over the first tokens and the window.
 
-    query (B,H,T,d) is rotated to t and meets the window; query_in_cache (B,H,T,d), rotated to c(t), meets the first
-    tokens; they are one softmax. key, value (B,K,T,d). → mix (B,H,T,d), lse (B,H,T) in float32 or better.
+    Args:
+        query: (B,H,T,d), rotated to t: for the keys of the window.
+        query_in_cache: (B,H,T,d), rotated to c(t): for the keys of the first tokens.
+        sees: the model's own mask.
+
+    Returns:
+        As `fused_attention`.
     """
     mixes, lses = [], []
     length = query.shape[2]
@@ -97,7 +98,7 @@ def streamed_attention(
 
 
 class _QueryKnown(Exception):
-    """Ends an attention module's forward where its query is known."""
+    """Ends an attention module's forward as soon as its query is known."""
 
     def __init__(self, query: torch.Tensor) -> None:
         super().__init__()
@@ -105,7 +106,7 @@ class _QueryKnown(Exception):
 
 
 class _Streaming:
-    """One attention layer while it streams: a hook in front of it, and the kernel in its seam."""
+    """One attention layer while it streams: a hook before its forward, and the kernel in its seam."""
 
     def __init__(self, seam: Seam, family: Family, cache: Cache) -> None:
         self.seam = seam
@@ -115,7 +116,7 @@ class _Streaming:
         self.query_in_cache: torch.Tensor | None = None
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Forward pre-hook of the attention module: keep the model's mask function, and get the other query."""
+        """Forward pre-hook of the attention module: keep the model's mask function, and compute `query_in_cache`."""
         self.sees = kwargs.get("attention_mask")
         if not callable(self.sees):
             raise does_not_apply(self.family, "it does not ask transformers for the mask of its attention")
@@ -125,19 +126,19 @@ class _Streaming:
             tables = kwargs.get("position_embeddings")
             if tables is None:
                 raise does_not_apply(self.family, "its attention is not given its rotary positions from outside")
-            if self.cache.keep:  # else no pair has another distance than that in the text
+            if self.cache.keep:  # otherwise every pair has its distance in the text
                 self.query_in_cache = self._query(module, args, kwargs | {"position_embeddings": self._moved(tables)})
         return args, kwargs
 
     def _moved(self, tables: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """Cosines and sines (…,T,d) of c(t) in place of t's: they are rows of the same tables."""
+        """Cosines and sines (…,T,d) at c(t) instead of t: rows of the same tables."""
         return tuple(
             table.index_select(-2, self.cache.positions(torch.arange(table.shape[-2], device=table.device)))
             for table in tables
         )
 
     def _query(self, module: nn.Module, args: tuple, kwargs: dict) -> torch.Tensor:
-        """The query (B,H,T,d) that the module's own code makes of these arguments; it is stopped at its kernel."""
+        """The query (B,H,T,d) that the module's own code makes, stopped where it calls the kernel."""
         kernel = self.seam.kernel
         self.seam.kernel = _stop
         try:
@@ -146,7 +147,7 @@ class _Streaming:
             return known.query
         finally:
             self.seam.kernel = kernel
-        raise SinkscopeError("an attention layer did not come to its kernel: see `sinkscope doctor`")
+        raise SinkscopeError("an attention layer did not call its kernel: see `sinkscope doctor`")
 
     def kernel(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
@@ -154,7 +155,7 @@ class _Streaming:
         if self.sees is None or key.shape[2] != query.shape[2] or call.forbidden:
             raise SinkscopeError("streaming is for whole sequences, use_cache=False and no attention forbidden beside")
         in_cache, sees = self.query_in_cache, self.sees
-        self.query_in_cache = self.sees = self.seam.call = None  # weights read off the taps would be wrong: no call
+        self.query_in_cache = self.sees = self.seam.call = None  # weights computed from the taps would be wrong
         return streamed_attention(query, query if in_cache is None else in_cache, key, value, call, self.cache, sees)
 
 
@@ -171,10 +172,11 @@ def _mask_function(
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> Sees:
-    """In place of a mask, T × T, the function that transformers would make it from: the kernel asks it block by block.
+    """Registered with transformers: gives, in place of a T × T mask, the function from which it would be made.
 
-    Errors: InputError for a padded batch or a cache, and for a text that the model reads with other rotary
-    frequencies than the cache's few positions have.
+    Raises:
+        InputError: a padded batch, a cache, or a text so long that the model uses other rotary frequencies for it than
+            for the positions of a short cache.
     """
     if attention_mask is not None and not bool(attention_mask.all()):
         raise InputError("streaming reads sequences of one length, without padding")
@@ -198,37 +200,31 @@ def _mask_function(
 
 @contextmanager
 def streaming(model: PreTrainedModel, family: Family, seams: list[Seam], keep: int, window: int) -> Iterator[None]:
-    """While this is open the model reads a text as if its cache held the first `keep` and the last `window` tokens.
+    """Until the end of the block the model reads a text with a cache of the first `keep` and the last `window` tokens.
 
-    `seams` are those of `open_seam` on this model. Whole sequences of one length, use_cache=False. Leaves the model
-    and the seams as they were, also after an exception.
+    It is to be called with whole sequences of one length and use_cache=False; `seams` are those of `open_seam`.
 
-    Errors: InputError where it does not apply, with the reason: a model with attention code of its own, or whose
-    positions are neither rotary nor learned; keep < 0 or window < 1.
+    Raises:
+        InputError: streaming does not apply to this model, keep < 0 or window < 1.
     """
-    _check_family(family)
-    _check_denominators(model, family)
+    check_applies(model, family)
     if keep < 0 or window < 1:
         raise InputError(f"a cache of the first {keep} and the last {window} tokens: at least 0 and 1 are needed")
     cache = Cache(keep, window)
-    kernels = [seam.kernel for seam in seams]
     attentions = [layer.get_submodule(family.attention) for layer in family.layer_modules(model)]
-    with attention_implementation(model, NAME), ExitStack() as hooks:
-        try:
-            for attention, seam in zip(attentions, seams, strict=True):
-                layer = _Streaming(seam, family, cache)
-                seam.kernel = layer.kernel
-                hooks.callback(attention.register_forward_pre_hook(layer.enter, with_kwargs=True).remove)
-            if family.positions == "learned":
-                hooks.callback(_clamp_learned(model, family, cache))
-            yield
-        finally:
-            for seam, kernel in zip(seams, kernels, strict=True):
-                seam.kernel = kernel
+    with attention_implementation(model, NAME), ExitStack() as stack:
+        for attention, seam in zip(attentions, seams, strict=True):
+            layer = _Streaming(seam, family, cache)
+            stack.callback(setattr, seam, "kernel", seam.kernel)
+            seam.kernel = layer.kernel
+            stack.callback(attention.register_forward_pre_hook(layer.enter, with_kwargs=True).remove)
+        if family.positions == "learned":
+            stack.callback(_clamp_learned(model, family, cache))
+        yield
 
 
 def _clamp_learned(model: PreTrainedModel, family: Family, cache: Cache) -> Callable[[], None]:
-    """Every token enters with the vector of position c(t) in place of t's. → what undoes it."""
+    """Give every token the vector of position c(t) instead of t's. Returns what undoes it."""
 
     def moved(module: nn.Module, args: tuple, vectors: torch.Tensor) -> torch.Tensor:  # (1|B,T,D)
         return vectors.index_select(-2, cache.positions(torch.arange(vectors.shape[-2], device=vectors.device)))
@@ -236,8 +232,8 @@ def _clamp_learned(model: PreTrainedModel, family: Family, cache: Cache) -> Call
     return model.get_submodule(family.position_embedding).register_forward_hook(moved).remove
 
 
-def inapplicable(family: Family) -> str | None:
-    """Why a model of this family cannot stream here; None where it can."""
+def inapplicable(model: PreTrainedModel, family: Family) -> str | None:
+    """Why this model cannot stream; None where it can."""
     reasons = {
         "alibi": "its positions are a bias on the logits (ALiBi)",
         "unknown": "how it has positions is not known",
@@ -246,25 +242,21 @@ def inapplicable(family: Family) -> str | None:
         return reasons[family.positions]
     if family.door != "interface":
         return "it has attention code of its own, where sinkscope can put no other window"
+    attentions = [layer.get_submodule(family.attention) for layer in family.layer_modules(model)]
+    if any(term.reads_query for term in map(denominator_of, attentions) if term is not None):
+        return "a term of its softmax's denominator depends on where the query stands"
     return None
 
 
-def _check_family(family: Family) -> None:
-    why = inapplicable(family)
-    if why is not None:
-        raise does_not_apply(family, why)
+def check_applies(model: PreTrainedModel, family: Family) -> None:
+    """Raises InputError where this model cannot stream."""
+    reason = inapplicable(model, family)
+    if reason is not None:
+        raise does_not_apply(family, reason)
 
 
-def _check_denominators(model: PreTrainedModel, family: Family) -> None:
-    """Errors: InputError for a further term in the denominator that depends on where the query stands."""
-    attentions = [layer.get_submodule(family.attention) for layer in family.layer_modules(model)]
-    denominators = [found for found in map(denominator_of, attentions) if found is not None]
-    if any(found.reads_query for found in denominators):
-        raise does_not_apply(family, "a term of its softmax's denominator depends on where the query stands")
-
-
-def does_not_apply(family: Family, why: str) -> InputError:
-    return InputError(f"streaming does not apply to {family.name}, because {why}")
+def does_not_apply(family: Family, reason: str) -> InputError:
+    return InputError(f"streaming does not apply to {family.name}, because {reason}")
 
 
 AttentionInterface.register(NAME, attend)

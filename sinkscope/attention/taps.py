@@ -56,11 +56,8 @@ class Denominator(nn.Module, ABC):
     def added_to(self, call: AttentionCall, query: torch.Tensor, own_bias: torch.Tensor | None = None) -> AttentionCall:
         """The call with this term added to the model's own sink logits, if it has any (gpt-oss).
 
-        Args:
-            call: the attention call without this term.
-            query: (B,H,T,d).
-            own_bias: (B|1,H,T), what ALiBi adds to the logit of the query's own key. Models define ALiBi up to a
-                constant per row (MPT counts from the last key); the new logit needs the one with 0 at distance 0.
+        own_bias (B|1,H,T) is what ALiBi adds to the logit of the query's own key. Models define ALiBi up to a constant
+        per row (MPT counts from the last key); the new logit needs the one with 0 at distance 0.
         """
         logits = upcast(self(query, call))
         if own_bias is not None:

@@ -16,12 +16,12 @@ from sinkscope.attention.kernels import MASKED, ROW_CHUNK, AttentionCall, causal
 from sinkscope.text.batch import Batch
 
 SHORT = 256  # up to this length all columns are read, whatever was asked for: it costs little
-SMALLEST = -80.0  # a weight below e⁻⁸⁰ = 2e-35 counts as that
+SMALLEST = -80.0  # the logarithm of a weight is clamped here, at 2e-35
 
 
 @dataclass(frozen=True)
 class AttentionRead:
-    """One layer's attention on one batch, as its taps saw it (shapes: seam.py)."""
+    """One layer's attention on one batch, as its taps gave it (shapes: seam.py)."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -52,11 +52,11 @@ class AttentionRead:
 
     @property
     def is_plain_but_for_keys(self) -> bool:
-        """The same where an intervention may have forbidden a few keys."""
+        """The same, but for a few keys that an intervention may have forbidden."""
         return self.is_linear and self.call.mask is None and self.batch.valid is None
 
     def allowed(self, rows: slice, cols: slice) -> torch.Tensor | None:
-        """Which keys each real query may attend to, (B|1,H|1,R,C) bool; None where that is all of them."""
+        """Which keys each real query may attend to, (B|1,H|1,R,C) bool; None: all of them."""
         call, device = self.call, self.query.device
         below_diagonal = rows.start >= cols.stop - 1
         nothing_else = (call.mask, call.scores, self.batch.valid) == (None, None, None) and not call.forbidden
@@ -76,8 +76,8 @@ class AttentionRead:
         return seen
 
     def logits(self, rows: slice, cols: slice) -> torch.Tensor:
-        """Pre-softmax logits (B,H,R,C), float32 or better; meaningless but finite where `allowed` is False."""
-        if self.length <= ROW_CHUNK:  # the whole matrix is one chunk: made once for all observables
+        """Pre-softmax logits (B,H,R,C) in float32 or better; undefined but finite where `allowed` is False."""
+        if self.length <= ROW_CHUNK:  # the whole matrix is one chunk: computed once for all observables
             return self._all_logits[:, :, rows, cols]
         return self._logits(rows, cols)
 
@@ -95,10 +95,10 @@ class AttentionRead:
         return (logits + mask[:, :, rows, cols]).clamp_(min=MASKED)
 
     def weights(self, rows: slice, cols: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """a[t,s] and its logarithm, (B,H,R,C) each. Where the query may not attend or is padding the weight is 0 and
-        the logarithm anything finite.
+        """a[t,s] and its logarithm, (B,H,R,C) each. Where the query may not attend, or is padding, the weight is 0 and
+        the logarithm undefined but finite.
         """
-        # The clamp costs nothing; below it exp would take its slow path (denormals), 30 times slower.
+        # Without the clamp exp would take its slow path (denormals), 30 times slower.
         log_weights = (self.logits(rows, cols) - self.lse[:, :, rows, None]).clamp_(SMALLEST, 0.0)
         weights = log_weights.exp()
         allowed = self.allowed(rows, cols)
@@ -111,7 +111,7 @@ class AttentionRead:
 
     @cached_property
     def missing_mass(self) -> torch.Tensor:
-        """1 - Σ_s a[t,s] of each row (B,H,T): what a learned sink logit takes (gpt-oss, retrofits); else 0."""
+        """1 - Σ_s a[t,s] of each row (B,H,T): the share of sink logits; 0 without them."""
         sinks = sink_rows(self.call, slice(0, self.length))
         return torch.zeros_like(self.lse) if sinks is None else (sinks.to(self.lse.dtype) - self.lse).exp()
 
@@ -127,8 +127,10 @@ class ColumnSums:
 
 
 def column_sums(read: AttentionRead, columns: int, window: int, chunk: int = ROW_CHUNK) -> ColumnSums:
-    """Column statistics in row chunks of `chunk`: all columns if that is what `columns` asks for, or if the sequence
-    is SHORT; else the first `columns` and, for the window sums of the rest, the diagonal band.
+    """Column statistics of one layer's attention weights, in chunks of rows.
+
+    `mass` and `second` are of the first `columns` columns, or of all if the sequence is SHORT; the window sums are of
+    every column, from the diagonal band.
     """
     length = read.length
     whole = columns >= length or length <= SHORT
@@ -142,7 +144,7 @@ def column_sums(read: AttentionRead, columns: int, window: int, chunk: int = ROW
     if plain:
         windows = plain_window_sums(read, window, max(chunk, window))
         _forget_forbidden(read, windows)
-    # few columns take more rows to the same memory
+    # with few columns, more rows fit into the same memory
     for rows in row_chunks(length, chunk * max(1, length // columns) if plain else chunk):
         cols = slice(0, min(columns, rows.stop))
         weights, log_weights = read.weights(rows, cols)
@@ -164,8 +166,9 @@ BLOCKS = 8  # of the diagonal band in one product
 
 
 def plain_window_sums(read: AttentionRead, window: int, block: int) -> torch.Tensor:
-    """Σ a[t,s] over t = s … s+W-1 for every key (B,H,T), under the plain causal mask: `BLOCKS` blocks of `block` ≥ W
-    queries at a time, each against its own keys and the W-1 before them.
+    """Σ a[t,s] over t = s … s+W-1 for every key (B,H,T), under the plain causal mask.
+
+    Computed for `BLOCKS` blocks of `block` ≥ W queries at a time, each against its own keys and the W-1 before them.
     """
     reach = window - 1
     blocks = -(-read.length // block)
@@ -177,7 +180,7 @@ def plain_window_sums(read: AttentionRead, window: int, block: int) -> torch.Ten
     # query r of a block sees column c = r … r + W-1 of its keys
     behind = torch.arange(block + reach, device=lse.device) - torch.arange(block, device=lse.device)[:, None]
     near = ((behind >= 0) & (behind <= reach)).to(lse.dtype)
-    sums = lse.new_zeros(*lse.shape[:2], blocks * block + reach)  # `reach` places for what stands before the first key
+    sums = lse.new_zeros(*lse.shape[:2], blocks * block + reach)  # with `reach` places before the first key
     for first in range(0, blocks, BLOCKS):
         group = slice(first, min(first + BLOCKS, blocks))
         seen = keys[:, :, group].repeat_interleave(heads_per_key, dim=1)
@@ -190,7 +193,7 @@ def plain_window_sums(read: AttentionRead, window: int, block: int) -> torch.Ten
 
 
 def _forget_forbidden(read: AttentionRead, windows: torch.Tensor) -> None:
-    """Of a key that is hidden from all later queries only its own token's weight is left."""
+    """A key that is hidden from all later queries keeps its own token's weight only."""
     for forbidden in read.call.forbidden:
         for column in forbidden.columns(windows.device)[0].tolist():  # no padding: the same in all sequences
             if column < read.length:

@@ -13,11 +13,11 @@ from transformers import PreTrainedTokenizerBase
 from sinkscope.commands.repeat import differences
 from sinkscope.commands.result import Result
 from sinkscope.errors import InputError, SinkscopeError
-from sinkscope.measuring.console import tell
+from sinkscope.measuring.console import print_notices
 from sinkscope.measuring.manifest import make_manifest
 from sinkscope.measuring.measure import measure
 from sinkscope.measuring.observables import check_names
-from sinkscope.measuring.subject import ModelLike, options_of, subject_of
+from sinkscope.measuring.subject import ModelLike, load_subject, options_of
 from sinkscope.models.steps import find_checkpoints
 from sinkscope.options.measuring import AnalyzeOptions
 from sinkscope.options.option import checked
@@ -68,10 +68,10 @@ def analyze(
     config = config or options_of(AnalyzeOptions, model, options)
     folder = None if out is None else check_output(out, overwrite)
     console = Console(stderr=True, quiet=quiet)
-    subject = subject_of(model, tokenizer, config, console)
+    subject = load_subject(model, tokenizer, config, console)
 
     tables, facts = measure(subject, config, console)
-    tell(console, facts.notices)
+    print_notices(console, facts.notices)
     manifest = make_manifest(subject, config, facts, list(tables), start)
     return finished(Run(manifest, tables, folder), console)
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from sinkscope.attention.seam import attention_implementation
 from sinkscope.attention.taps import has_denominators
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.commands.result import Result
@@ -13,7 +14,7 @@ from sinkscope.interventions import INTERVENTIONS, Target
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.gradient import undefined_ratios
 from sinkscope.measuring.observables.observable import ATTENTION_SITES, Observable, Settings
-from sinkscope.measuring.subject import ModelLike, family_of, loaded_model, options_of
+from sinkscope.measuring.subject import ModelLike, family_of, load_model, options_of
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import RESIDUAL_SITES, Family, embedding_weight
 from sinkscope.models.loading import LoadedModel
@@ -66,7 +67,7 @@ def doctor(model: ModelLike = None, **options: Any) -> Report:
     Raises:
         InputError: the model cannot be loaded, or its architecture is unknown and cannot be calibrated.
     """
-    loaded = loaded_model(model, None, options_of(RunConfig, model, options))
+    loaded = load_model(model, None, options_of(RunConfig, model, options))
     family, notices = family_of(loaded.model)
     calibrated = [f"the calibrated row: {family}"] if notices else []
     report = Report(loaded.name, _facts(loaded, family))
@@ -161,22 +162,15 @@ class _FirstColumn(Observable):
         weights, _ = read.weights(slice(0, read.length), slice(0, 1))
         self.weights.append(weights[0, :, :, 0].float().cpu())
 
-    def tables(self) -> dict:
-        return {}
-
 
 @torch.no_grad()
 def _weights(model: PreTrainedModel, family: Family, batch: Batch) -> tuple[str, bool, str]:
-    """Fused weights against transformers' eager ones, which it returns whole."""
+    """Compare our weights with those that transformers' eager attention returns."""
     observable = _FirstColumn()
     with open_tracer(model, family) as tracer:
         tracer.forward(batch, [observable])
-    before = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    try:
+    with attention_implementation(model, "eager"):
         eager = model(batch.token_ids.to(model.device), use_cache=False, output_attentions=True).attentions
-    finally:
-        model.set_attn_implementation(before)
     pairs = zip(observable.weights, eager, strict=True)
     worst = max(float((mine - theirs[0, :, :, 0].float().cpu()).abs().max()) for mine, theirs in pairs)
     return ("attention to position 0 is transformers' eager", worst < TOLERANCE[eager[0].dtype], f"within {worst:.1e}")

@@ -14,7 +14,7 @@ from sinkscope.errors import InputError
 from sinkscope.interventions import INTERVENTIONS, Intervention, parse_all
 from sinkscope.measuring.experiment import BEFORE, Experiment
 from sinkscope.measuring.manifest import Facts, make_manifest
-from sinkscope.measuring.subject import ModelLike, options_of, subject_of
+from sinkscope.measuring.subject import ModelLike, load_subject, options_of
 from sinkscope.options.measuring import InterveneOptions
 from sinkscope.options.output import OutputOptions
 from sinkscope.report.outputs import finished
@@ -78,7 +78,7 @@ def intervene(
     wanted = wanted_arms(config.stacks)
     folder = None if out is None else check_output(out, overwrite)
     console = Console(stderr=True, quiet=quiet)
-    subject = subject_of(model, tokenizer, config, console)
+    subject = load_subject(model, tokenizer, config, console)
 
     experiment = Experiment(subject, config, wanted, config.draws, config.stacks == "all", console)
     tables = experiment.run()

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from sinkscope.commands.result import Result
 from sinkscope.commands.training_arms import Plan, TrainingArms
-from sinkscope.measuring.console import status, tell
-from sinkscope.measuring.subject import ModelLike, family_of, loaded_model, options_of
+from sinkscope.measuring.console import print_notices, spinner
+from sinkscope.measuring.subject import ModelLike, family_of, load_model, options_of
 from sinkscope.options.output import OutputOptions
 from sinkscope.options.training import RetrofitOptions
 from sinkscope.report.trained import Trained
@@ -77,13 +77,13 @@ def retrofit(
     check_text(config.text)
     plan = Plan.of("retrofit", config, out, overwrite, quiet, record)
     plan.check_folder()
-    with status(plan.console, "loading the model"):
-        loaded = loaded_model(model, tokenizer, plan.measuring.model_copy(update={"device_map": "cpu"}))
+    with spinner(plan.console, "loading the model"):
+        loaded = load_model(model, tokenizer, plan.measuring.model_copy(update={"device_map": "cpu"}))
     family, notices = family_of(loaded.model)
-    tell(plan.console, (*loaded.notices, *notices))
+    print_notices(plan.console, (*loaded.notices, *notices))
     plan.check_methods(wanted, loaded.model, family)
     count = training.blocks_wanted(PartialState().num_processes)
-    with status(plan.console, "reading the text"):
+    with spinner(plan.console, "reading the text"):
         blocks = read_blocks(
             loaded, config.text, config.dataset, training.block_length, count, training.eval_share, seed=training.seed
         )

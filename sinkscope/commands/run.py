@@ -16,7 +16,7 @@ from rich.console import Console
 
 from sinkscope.commands.result import Result
 from sinkscope.errors import InputError, SinkscopeError, unknown
-from sinkscope.measuring.console import say
+from sinkscope.measuring.console import print_line
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.options import COMMANDS
 from sinkscope.options.option import Options, as_folder_name
@@ -100,13 +100,13 @@ def run_recipe(
     if is_measured_here:
         check_output(folder, overwrite, ("run",) if found.content.runs else RUNS)
     console = Console(stderr=True, quiet=quiet)
-    say(console, f"{found.name}: {found.content.title}")
+    print_line(console, f"{found.name}: {found.content.title}")
     if not is_measured_here:
         return _one_command(found, first, folder, overwrite, quiet)
     measured = {}
     for place, (name, asked) in enumerate(runs.items(), 1):
         if name:
-            say(console, f"run {name} ({place} of {len(runs)})")
+            print_line(console, f"run {name} ({place} of {len(runs)})")
         run = _module(found).command(asked, OutputOptions(quiet=quiet)).value
         measured[name] = Run(run.manifest | {"recipe": found.record}, run.tables, folder / name)
     with new_folder(folder) as fresh:

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from sinkscope.commands.result import Result
 from sinkscope.commands.training_arms import Plan, TrainingArms
 from sinkscope.errors import InputError
-from sinkscope.measuring.console import status, tell
+from sinkscope.measuring.console import print_notices, spinner
 from sinkscope.measuring.observables import check_names
 from sinkscope.measuring.subject import family_of
 from sinkscope.models.loading import LoadedModel, load_tokenizer
@@ -82,15 +82,15 @@ def train(
     shape = architecture(options.config)
     plan = Plan.of("train", options, out, overwrite, quiet, record, architecture=shape.to_diff_dict())
     plan.check_folder()
-    with status(plan.console, "making the tokenizer"):
+    with spinner(plan.console, "making the tokenizer"):
         tokens = task.tokenizer if task else _tokenizer(tokenizer or options.tokenizer, options, shape.vocab_size)
     _fit(shape, tokens)
     loaded = LoadedModel(fresh_model(shape, training.seed), tokens, options.shape_name, options.config, None, None, ())
     family, notices = family_of(loaded.model)
-    tell(plan.console, notices)
+    print_notices(plan.console, notices)
     plan.check_methods(wanted, loaded.model, family)
     length, count = training.block_length, training.blocks_wanted(PartialState().num_processes)
-    with status(plan.console, "reading the text"):
+    with spinner(plan.console, "reading the text"):
         if task:
             blocks = task.blocks(length, count, options.num_seqs, training.seed)
         else:

@@ -34,11 +34,11 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from sinkscope.errors import InputError
-from sinkscope.measuring.console import status, tell_place
+from sinkscope.measuring.console import print_part, spinner
 from sinkscope.measuring.manifest import make_manifest as run_manifest
 from sinkscope.measuring.measure import measure, publish
 from sinkscope.measuring.quantized import w8a8
-from sinkscope.measuring.subject import Subject, inputs_for, subject_of
+from sinkscope.measuring.subject import Subject, inputs_for, load_subject
 from sinkscope.models.families import Family
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.positions import known_positions
@@ -188,7 +188,7 @@ class TrainingArms:
         if untouched and self.is_main and not self._is_measured(UNTOUCHED):
             self._measure_untouched()
         for place, arm in enumerate(arms, 1):
-            tell_place(self.console, arm.label, place, len(arms))
+            print_part(self.console, arm.label, place, len(arms))
             self._finish(arm)
         return self._conclude()
 
@@ -289,7 +289,7 @@ class TrainingArms:
 
     def _measure_arm(self, label: str, model: Path) -> None:
         config = self._config(str(model), revision=None, gguf_file=None, trust_remote_code=False, allow_pickle=False)
-        subject = subject_of(None, None, config, self.console)
+        subject = load_subject(None, None, config, self.console)
         subject = replace(subject, loaded=replace(subject.loaded, name=self.loaded.name))
         self._measure(subject, config, label)
 
@@ -303,12 +303,12 @@ class TrainingArms:
         start = time.time()
         subject = replace(subject, inputs=replace(subject.inputs, condition=label))
         tables, facts = measure(subject, config, self.console)
-        with status(self.console, "quantizing"):
+        with spinner(self.console, "quantizing"):
             costs = w8a8(subject, self._calibration(subject), kernel=config.attn, batch_size=facts.batch_size)
         manifest = run_manifest(subject, config, facts, list(tables), start) | {"w8a8": costs}
         manifest["input"]["text"] = f"{self.blocks.name}, held out"
         target = self.folder / label / "run"
-        with status(self.console, "drawing the figures"), new_folder(target) as fresh:
+        with spinner(self.console, "drawing the figures"), new_folder(target) as fresh:
             write_run(Run(manifest, tables, target), fresh)
 
     def _calibration(self, subject: Subject) -> TokenInputs:

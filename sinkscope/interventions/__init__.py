@@ -1,4 +1,4 @@
-"""What is taken away, moved or replaced, one mechanism a file. A new one is a file here, and a line in the register.
+"""Changes of a model for the length of a block, one mechanism a file. A new one is a file here and a line below.
 
 with intervening(model, "zero-massive:layers=11,coordinates=507"):
     model.generate(…)
@@ -42,9 +42,12 @@ INTERVENTIONS: dict[str, type[Intervention]] = {
 
 
 def parse(text: str) -> Intervention:
-    """NAME or NAME:key=value,key=value; a value may be a list: coordinates=138,447 and layers=1-3.
+    """An intervention as the command line has it: NAME or NAME:key=value,key=value.
 
-    Errors: InputError for names, parameters and values that do not exist.
+    A value may be a list: coordinates=138,447 or layers=1-3.
+
+    Raises:
+        InputError: a name, parameter or value does not exist.
     """
     name, _, rest = text.partition(":")
     name = name.strip()
@@ -61,37 +64,35 @@ def parse(text: str) -> Intervention:
             parameters[last] = value.strip()
         elif last is None:
             raise InputError(f"--do {text}: '{part}' is no key=value")
-        else:  # a list goes on
+        else:  # the next value of a list
             parameters[last] += f",{part}"
     return filled_in(INTERVENTIONS[name], parameters, f"--do {text}", whole=name)
 
 
 def parse_all(do: str | Intervention | Iterable[str | Intervention]) -> tuple[Intervention, ...]:
-    """One or several, as text or made already."""
+    """One or several interventions, as text or objects."""
     parts = [do] if isinstance(do, str | Intervention) else list(do)
     return tuple(parse(part) if isinstance(part, str) else part for part in parts)
 
 
 @contextmanager
 def intervening(model: PreTrainedModel, *do: str | Intervention) -> Iterator[None]:
-    """Change a loaded model until the end of the block: `model(…)`, `generate` and gradients are then the changed
-    model's. Several are stacked in their order.
+    """Change a loaded model until the end of the block: calls, `generate` and gradients are those of the changed model.
 
-    Errors: InputError where one does not apply, names what the model does not have, or would change nothing; the
-    model is then untouched. SinkscopeError at the end where no pass met the position that was to be changed.
+    Interventions are applied in their order; afterwards the model is bit for bit as it was.
+
+    Raises:
+        InputError: one does not apply, names what the model does not have, or would change nothing.
+        SinkscopeError: at the end, no forward pass had the position that was to be changed.
     """
     family = find_family(model)
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1
     with open_seam(model, family) as seams:
         target = Target(model, family, seams)
-        parts = [_decided(part, target) for part in parse_all(do)]
+        known = Known(target, longest)
+        parts = [part if part.inapplicable(target) else part.resolved(known) for part in parse_all(do)]
         with applied(target, parts):
             yield
-
-
-def _decided(part: Intervention, target: Target) -> Intervention:
-    longest = getattr(target.model.config.get_text_config(), "max_position_embeddings", None) or 1
-    reason = part.inapplicable(target)
-    return part if reason else part.resolved(Known(target, longest))
 
 
 __all__ = ["INTERVENTIONS", "Intervention", "Known", "Target", "applied", "intervening", "parse", "parse_all"]

@@ -6,12 +6,12 @@ from typing import ClassVar
 import torch
 
 from sinkscope.interventions.intervention import (
+    Expectation,
     Indices,
     Intervention,
     Known,
     Target,
     edited_positions,
-    random_positions,
 )
 
 
@@ -19,13 +19,9 @@ class NullifyFirstEmbedding(Intervention):
     name: ClassVar[str] = "nullify-first-embedding"
     about: ClassVar[str] = "token embedding of position 0 = 0, its position kept (positions)"
     paper: ClassVar[str] = "NU intervention 4"
-    expects: ClassVar[str] = "sink stays"
+    expects: ClassVar[Expectation] = Expectation.SINK_STAYS
 
     positions: Indices = (0,)
-
-    @property
-    def watched(self) -> tuple[int, ...]:
-        return self.positions
 
     def applied(self, target: Target) -> AbstractContextManager[None]:
         embedding = target.model.get_input_embeddings()
@@ -34,5 +30,4 @@ class NullifyFirstEmbedding(Intervention):
         )
 
     def control(self, known: Known, draw: torch.Generator) -> Intervention:
-        """Tokens elsewhere."""
-        return NullifyFirstEmbedding(positions=random_positions(len(self.positions), known, draw, self.positions))
+        return self.at_other_positions(known, draw)

@@ -1,8 +1,4 @@
-"""What every intervention is, and the few ways in which a model is changed and put back.
-
-Weights are never written to: an edited copy takes the parameter's place and the parameter itself comes back. What a
-module gives out is changed by wrapping its `forward`, so that nnsight, which wraps it again, sees the changed tensor.
-"""
+"""What every intervention is, and how tensors are edited at given positions of every sequence."""
 
 import inspect
 import re
@@ -10,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Self
 
 import pandas as pd
@@ -27,30 +24,31 @@ from sinkscope.models.projections import Projection, Role, projections
 from sinkscope.retrofits.registers import registers_before
 
 
-class Places:
-    """Where in the batch under way each sequence begins: told by a hook on the model, read by what edits positions."""
+class Layout:
+    """Where each sequence of the current batch begins: recorded by a hook on the model."""
 
     def __init__(self) -> None:
         self.mask: torch.Tensor | None = None
         self.past = 0  # tokens in the cache
         self.length = 0  # tokens in the cache and the batch
 
-    def note(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def record(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Forward pre-hook of the whole model."""
         names = list(inspect.signature(type(module).forward).parameters)[1:]
         kwargs = dict(zip(names, args, strict=False)) | kwargs
         mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
         tokens = next(x for x in map(kwargs.get, ("input_ids", "inputs_embeds")) if isinstance(x, torch.Tensor))
-        if isinstance(mask, dict):  # generate has made them already, one for each type of layer
+        if isinstance(mask, dict):  # made by `generate`, one for each type of layer
             mask = mask.get("full_attention", next(iter(mask.values())))
         self.mask = mask if isinstance(mask, torch.Tensor) else None
-        self.past = int(cache.get_seq_length()) if cache is not None else 0  # a static one's is a tensor that grows
+        self.past = int(cache.get_seq_length()) if cache is not None else 0  # of a static cache a tensor that grows
         self.length = self.past + tokens.shape[1] + (0 if self.past else registers_before(module))
 
     def start(self, device: torch.device) -> torch.Tensor:
-        """(B,) or (1,): the column of each sequence's position 0, columns in the cache counted.
+        """The column of each sequence's position 0, (B,) or (1,), counted from the first column of the cache.
 
-        Errors: InputError for a mask (B,1,T,T) of a padded batch, which may be a sliding window's just as well.
+        Raises:
+            InputError: a mask (B,1,T,T) that may be a padded batch's or a sliding window's.
         """
         if self.mask is not None and self.mask.dim() == 2:
             return self.mask.to(device).int().argmax(dim=1)
@@ -63,8 +61,8 @@ class Places:
                 )
         return torch.zeros(1, dtype=torch.long, device=device)
 
-    def find(self, x: torch.Tensor, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of x (B,T,…): rows and columns at which sequences have this position."""
+    def locate(self, x: torch.Tensor, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows and columns of x (B,T,…) at which sequences have this position."""
         columns = (self.start(x.device) + position - self.past).expand(x.shape[0])
         rows = ((columns >= 0) & (columns < x.shape[1])).nonzero().flatten()
         return rows, columns[rows]
@@ -72,12 +70,12 @@ class Places:
 
 @dataclass
 class Target:
-    """A model with its seams in, as interventions see it."""
+    """A model with its seams in."""
 
     model: PreTrainedModel
     family: Family
     seams: list[Seam]
-    places: Places = field(default_factory=Places)
+    layout: Layout = field(default_factory=Layout)
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -89,7 +87,7 @@ class Target:
         return int(self.model.config.get_text_config().hidden_size)
 
     def without_projections(self) -> str | None:
-        """Why no projection of this model can be edited; None where they can."""
+        """Why the projections of this model cannot be edited; None where they can."""
         return None if self.family.qkv else "how it keeps q, k and v together is not known: its row needs `qkv`"
 
     def projection(self, layer: int, role: Role) -> Projection:
@@ -97,7 +95,7 @@ class Target:
 
 
 def chosen(numbers: tuple[int, ...] | None, count: int) -> list[int]:
-    """Those named, or all of `count`."""
+    """The numbers that were named, or all of `count`."""
     return list(range(count)) if numbers is None else list(numbers)
 
 
@@ -148,7 +146,7 @@ Reals = Annotated[tuple[Real, ...], BeforeValidator(_reals)]
 
 @dataclass
 class Known:
-    """What is known of the model before it is changed: defaults and random controls are chosen by it."""
+    """What is known of the model before it is changed, from which defaults and random controls are chosen."""
 
     target: Target
     length: int  # of the shortest sequence
@@ -156,15 +154,25 @@ class Known:
     hidden_means: Callable[[int, int], torch.Tensor] | None = None  # (layer, position) → (D,) mean over sequences
 
 
+class Expectation(StrEnum):
+    """What a paper found that an intervention does."""
+
+    SINK_FALLS = "sink-falls"
+    SINK_STAYS = "sink-stays"
+    SINK_MOVES = "sink-moves"
+    PERPLEXITY_COLLAPSES = "perplexity-collapses"
+    PERPLEXITY_UNHARMED = "perplexity-unharmed"
+
+
 class Intervention(BaseModel, ABC):
-    """One mechanism, with its parameters. A file of this package with a subclass that has a name is listed."""
+    """One mechanism, with its parameters. A new one is a file of this folder and a line in the register."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: ClassVar[str]
     about: ClassVar[str]  # one line for `sinkscope list`
     paper: ClassVar[str]  # whose experiment it is
-    expects: ClassVar[str] = ""  # a key of effects.EXPECTATIONS: what the paper found
+    expects: ClassVar[Expectation | None] = None  # what the paper found
     is_control: ClassVar[bool] = False  # of use only beside another
     expected: ClassVar[bool] = True  # of any model: where it does not apply, the doctor says so
     measured_by: ClassVar[str] = "pass"  # a key of experiment.Experiment.WAYS; what is not measured in passes is alone
@@ -176,9 +184,10 @@ class Intervention(BaseModel, ABC):
         return None
 
     def check(self, target: Target, length: int | None = None) -> None:
-        """Does the model have what the parameters name, and do sequences of this length?
+        """Check the parameters against the model and, if given, the length of the sequences.
 
-        Errors: InputError for the first that is missing.
+        Raises:
+            InputError: a parameter names a layer, head, coordinate or position that does not exist.
         """
         counts: dict[str, tuple[str, Callable[[], int | None]]] = {
             "layers": ("layer", lambda: len(target.layers)),
@@ -196,23 +205,40 @@ class Intervention(BaseModel, ABC):
                 raise InputError(f"{self.name}: there is no {what} {max(numbers)}: {whose} {total}, from 0 on")
 
     def resolved(self, known: Known) -> Self:
-        """The same with every parameter that was left open decided. Errors: InputError where it cannot be."""
+        """The same with every parameter decided that was left open.
+
+        Raises:
+            InputError: a parameter cannot be decided and has to be named.
+        """
         return self
 
     def control(self, known: Known, draw: torch.Generator) -> "Intervention | None":
-        """The same kind of change at a random place or in a random direction; None where there is none."""
+        """The same kind of change at a random place or in a random direction; None if this has no control."""
         return None
 
     @property
     def watched(self) -> tuple[int, ...]:
-        """The positions at which this should show, the sink's own first."""
-        return (0,)
+        """The positions at which this should have an effect, the sink's own first."""
+        return getattr(self, "positions", (0,))
+
+    def at_other_positions(self, known: Known, draw: torch.Generator) -> Self:
+        """A control: the same at as many random positions."""
+        mine: tuple[int, ...] = self.watched
+        return self.model_copy(update={"positions": random_positions(len(mine), known, draw, mine)})
+
+    def at_other_coordinates(self, known: Known, draw: torch.Generator) -> Self:
+        """A control: the same at as many random coordinates of the residual stream."""
+        mine: tuple[int, ...] = getattr(self, "coordinates", None) or ()
+        others = random_choice(len(mine), known.target.width, draw, mine, "coordinate")
+        return self.model_copy(update={"coordinates": others})
 
     @abstractmethod
     def applied(self, target: Target) -> AbstractContextManager[None]:
         """Change the model until the end of the block; then it is bit for bit what it was.
 
-        Errors: InputError where a parameter names what the model does not have, or nothing would change.
+        Raises:
+            InputError: a parameter names what the model does not have, or nothing would change.
+            SinkscopeError: at the end, nothing was changed because no forward pass had the position.
         """
 
     def __str__(self) -> str:
@@ -234,9 +260,9 @@ def _text(value: Any) -> str:
 
 @contextmanager
 def applied(target: Target, interventions: Iterable[Intervention]) -> Iterator[None]:
-    """One after the other, each on the model as those before have left it; undone in the opposite order."""
+    """Apply interventions in their order until the end of the block, each to the model as those before left it."""
     with ExitStack() as stack:
-        handle = target.model.register_forward_pre_hook(target.places.note, with_kwargs=True, prepend=True)
+        handle = target.model.register_forward_pre_hook(target.layout.record, with_kwargs=True, prepend=True)
         stack.callback(handle.remove)
         for intervention in interventions:
             reason = intervention.inapplicable(target)
@@ -247,14 +273,22 @@ def applied(target: Target, interventions: Iterable[Intervention]) -> Iterator[N
         yield
 
 
-# --- the ways to change a model
+@contextmanager
+def must_touch(name: str, missing: str) -> Iterator[Callable[[], None]]:
+    """Give a function to call whenever an edit changes something.
 
+    Raises:
+        SinkscopeError: at the end, it was never called; `missing` says why.
+    """
+    is_touched = False
 
-class Count:
-    """How often an edit met what it edits."""
+    def touch() -> None:
+        nonlocal is_touched
+        is_touched = True
 
-    def __init__(self) -> None:
-        self.touched = 0
+    yield touch
+    if not is_touched:
+        raise SinkscopeError(f"{name} changed nothing: no forward pass held {missing}")
 
 
 @contextmanager
@@ -265,31 +299,29 @@ def edited_positions(
     positions: Iterable[int],
     edit: Callable[[nn.Module, int, torch.Tensor], torch.Tensor],
 ) -> Iterator[None]:
-    """What `modules` give out, (B,T,X), goes through edit(module, position, (n,X)) → (n,X) at these positions.
+    """Edit the outputs (B,T,X) of modules at some positions: edit(module, position, (n,X)) → (n,X).
 
-    Errors: SinkscopeError at the end where no pass held any of them.
+    Raises:
+        SinkscopeError: at the end, no forward pass had any of the positions.
     """
-    touched = Count()
 
     def changed(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         x = x.clone()
         for position in positions:
-            rows, columns = target.places.find(x, position)
+            rows, columns = target.layout.locate(x, position)
             if len(rows):
                 x[rows, columns] = edit(module, position, x[rows, columns])
-                touched.touched += 1
+                touch()
         return x
 
-    with ExitStack() as stack:
+    with must_touch(name, f"position {', '.join(map(str, positions))}") as touch, ExitStack() as stack:
         for module in modules:
             stack.enter_context(edited_output(module, changed))
         yield
-    if not touched.touched:
-        raise SinkscopeError(f"{name} changed nothing: no forward pass held position {', '.join(map(str, positions))}")
 
 
 def random_positions(count: int, known: Known, draw: torch.Generator, but: Iterable[int]) -> tuple[int, ...]:
-    """Positions other than these, for a control: not 0, where the sink usually is, nor the last, that nobody sees."""
+    """Positions for a control: none of `but`, not 0, the usual sink, and not the last, which no later query sees."""
     return random_choice(count, known.length - 1, draw, {0, *but}, "position")
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar, Self
 import torch
 
 from sinkscope.errors import InputError
-from sinkscope.interventions.intervention import Chosen, Intervention, Known, Open, Target, chosen, random_choice
+from sinkscope.interventions.intervention import Chosen, Expectation, Intervention, Known, Open, Target, chosen
 from sinkscope.interventions.massive import first_massive
 from sinkscope.models.edits import Edit, check_changes, replaced
 from sinkscope.models.positions import effective_positions, massive_coordinates
@@ -18,7 +18,7 @@ class ZeroKeyColumns(Intervention):
     name: ClassVar[str] = "zero-key-columns"
     about: ClassVar[str] = "W_k reads nothing of these coordinates (layers, key heads, coordinates: the massive ones)"
     paper: ClassVar[str] = "NU intervention 5"
-    expects: ClassVar[str] = "sink falls"
+    expects: ClassVar[Expectation] = Expectation.SINK_FALLS
 
     heads_of: ClassVar[Role] = "key"
 
@@ -59,7 +59,4 @@ class ZeroKeyColumns(Intervention):
             yield
 
     def control(self, known: Known, draw: torch.Generator) -> Intervention:
-        """As many random coordinates."""
-        mine = self.coordinates or ()
-        others = random_choice(len(mine), known.target.width, draw, mine, "coordinate")
-        return self.model_copy(update={"coordinates": others})
+        return self.at_other_coordinates(known, draw)

@@ -9,6 +9,7 @@ from torch import nn
 
 from sinkscope.errors import InputError
 from sinkscope.interventions.intervention import (
+    Expectation,
     Indices,
     Intervention,
     Known,
@@ -16,20 +17,15 @@ from sinkscope.interventions.intervention import (
     Reals,
     Target,
     edited_positions,
-    random_choice,
 )
 
 
 class _Massive(Intervention):
-    """Coordinates of the hidden state behind the chosen layers, at the chosen positions, get other values."""
+    """Coordinates of the chosen layers' outputs get other values at the chosen positions."""
 
     layers: Open = None  # None: the first behind which they are massive
     positions: Indices = (0,)
     coordinates: Open = None  # None: those that are massive there
-
-    @property
-    def watched(self) -> tuple[int, ...]:
-        return self.positions
 
     def resolved(self, known: Known) -> Self:
         if self.layers is not None and self.coordinates is not None:
@@ -40,7 +36,7 @@ class _Massive(Intervention):
 
     @abstractmethod
     def value(self, layer: int, position: int) -> torch.Tensor:
-        """(coordinates,): what is put there."""
+        """What is put there, (coordinates,)."""
 
     def applied(self, target: Target) -> AbstractContextManager[None]:
         if self.layers is None or self.coordinates is None:
@@ -60,9 +56,8 @@ class _Massive(Intervention):
         return edited_positions(self.name, target, layers.values(), self.positions, edit)
 
     def control(self, known: Known, draw: torch.Generator) -> Intervention:
-        """As many random coordinates at the same place."""
-        mine = self.coordinates or ()
-        others = random_choice(len(mine), known.target.width, draw, mine, "coordinate")
+        """At other coordinates, whose means are measured anew."""
+        others = self.at_other_coordinates(known, draw).coordinates
         return type(self)(layers=self.layers, positions=self.positions, coordinates=others)
 
 
@@ -70,7 +65,7 @@ class ZeroMassive(_Massive):
     name: ClassVar[str] = "zero-massive"
     about: ClassVar[str] = "hidden-state coordinates at the sink = 0 (layers, positions, coordinates: the massive ones)"
     paper: ClassVar[str] = "S2M §3"
-    expects: ClassVar[str] = "perplexity collapses"
+    expects: ClassVar[Expectation] = Expectation.PERPLEXITY_COLLAPSES
 
     def value(self, layer: int, position: int) -> torch.Tensor:
         return torch.zeros(len(self.coordinates or ()))
@@ -80,7 +75,7 @@ class MeanMassive(_Massive):
     name: ClassVar[str] = "mean-massive"
     about: ClassVar[str] = "hidden-state coordinates at the sink = their mean over sequences (as zero-massive; means)"
     paper: ClassVar[str] = "S2M §3"
-    expects: ClassVar[str] = "perplexity unharmed"
+    expects: ClassVar[Expectation] = Expectation.PERPLEXITY_UNHARMED
 
     means: Reals | None = None  # by layer, position, coordinate; None: measured
 
@@ -109,8 +104,13 @@ class MeanMassive(_Massive):
 def first_massive(
     name: str, known: Known, position: int, layers: tuple[int, ...] | None = None
 ) -> tuple[int, list[int]]:
-    """The first layer (of these) behind which this position has massive activations in most sequences, and their
-    coordinates. Errors: InputError where there is none.
+    """The first layer, of these, at whose output a position has massive activations in at least half of the sequences.
+
+    Returns:
+        The layer, and the coordinates.
+
+    Raises:
+        InputError: there is none.
     """
     missing = f"{name}: no massive activations at position {position} are known: name layers and coordinates"
     if "massive" not in known.tables:

@@ -7,12 +7,20 @@ from typing import ClassVar
 
 import torch
 
-from sinkscope.interventions.intervention import Index, Indices, Intervention, Known, Target, random_positions
+from sinkscope.interventions.intervention import (
+    Expectation,
+    Index,
+    Indices,
+    Intervention,
+    Known,
+    Target,
+    random_positions,
+)
 from sinkscope.models.edits import Edit, check_changes, replaced
 
 
 class _PositionVectors(Intervention):
-    """Rows of the position embedding in each other's place: one edit for every batch, padding and cache."""
+    """Rows of the position embedding replaced by others of its rows."""
 
     expected: ClassVar[bool] = False  # only some models have learned positions
 
@@ -45,7 +53,7 @@ class ReplaceEpe(_PositionVectors):
     name: ClassVar[str] = "replace-epe"
     about: ClassVar[str] = "position 0 gets another position's vector (positions, source: whose vector)"
     paper: ClassVar[str] = "NU intervention 2"
-    expects: ClassVar[str] = "sink falls"
+    expects: ClassVar[Expectation] = Expectation.SINK_FALLS
 
     positions: Indices = (0,)
     source: Index = 1
@@ -58,7 +66,7 @@ class ReplaceEpe(_PositionVectors):
         return tuple(dict.fromkeys((*self.positions, self.source)))
 
     def control(self, known: Known, draw: torch.Generator) -> Intervention:
-        """The same among positions where the sink is not."""
+        """The same among positions that have no sink."""
         *positions, source = random_positions(len(self.positions) + 1, known, draw, self.watched)
         return ReplaceEpe(positions=tuple(positions), source=source)
 
@@ -67,7 +75,7 @@ class TransplantEpe(_PositionVectors):
     name: ClassVar[str] = "transplant-epe"
     about: ClassVar[str] = "two positions exchange their vectors (source: the sink's, target: where it should go)"
     paper: ClassVar[str] = "NU intervention 3"
-    expects: ClassVar[str] = "sink moves"
+    expects: ClassVar[Expectation] = Expectation.SINK_MOVES
 
     source: Index = 0
     target: Index = 1

@@ -1,4 +1,4 @@
-"""b_Q taken away (NU intervention 1), and its control: b_Q changed as much in a random direction."""
+"""The query bias b_Q removed (NU intervention 1), and its control: b_Q changed as much in a random direction."""
 
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -8,12 +8,12 @@ from typing import ClassVar
 import torch
 
 from sinkscope.errors import InputError
-from sinkscope.interventions.intervention import Chosen, Index, Intervention, Known, Target, chosen
+from sinkscope.interventions.intervention import Chosen, Expectation, Index, Intervention, Known, Target, chosen
 from sinkscope.models.edits import Edit, check_changes, replaced
 
 
 class _QueryBias(Intervention):
-    """Every layer's query bias (H,d) in another form, at the chosen layers and query heads."""
+    """The query bias (H,d) edited at the chosen layers and query heads."""
 
     expected: ClassVar[bool] = False  # only some models have query biases
 
@@ -52,7 +52,7 @@ class NullifyQueryBias(_QueryBias):
     name: ClassVar[str] = "nullify-query-bias"
     about: ClassVar[str] = "b_Q = 0 (layers, query heads)"
     paper: ClassVar[str] = "NU intervention 1"
-    expects: ClassVar[str] = "sink falls"
+    expects: ClassVar[Expectation] = Expectation.SINK_FALLS
 
     def edited(self, bias: torch.Tensor, layer: int) -> torch.Tensor:
         return torch.zeros_like(bias)

@@ -1,22 +1,20 @@
 """Attention to the sink forbidden (S2M §1: a window whose first tokens are gone)."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import ClassVar
 
 import torch
 
 from sinkscope.attention.kernels import ForbiddenKeys
-from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.intervention import (
     Chosen,
-    Count,
     Indices,
     Intervention,
     Known,
     Target,
     chosen,
-    random_positions,
+    must_touch,
 )
 
 
@@ -31,40 +29,34 @@ class MaskSink(Intervention):
     heads: Chosen = None
     positions: Indices = (0,)
 
-    @property
-    def watched(self) -> tuple[int, ...]:
-        return self.positions
-
     @contextmanager
     def applied(self, target: Target) -> Iterator[None]:
         count = int(target.model.config.get_text_config().num_attention_heads)
         heads = chosen(self.heads, count)
-        touched = Count()
-        mine = self._forbidden(target, heads, count, touched)
-        with ExitStack() as stack:
+        missing = f"a token behind position {', '.join(map(str, self.positions))}"
+        with must_touch(self.name, missing) as touch, ExitStack() as stack:
+            mine = self._forbidden(target, heads, count, touch)
             for layer in chosen(self.layers, len(target.layers)):
                 seam = target.seams[layer]
                 stack.callback(setattr, seam, "forbidden", seam.forbidden)
                 seam.forbidden = (*seam.forbidden, mine)
             yield
-        if not touched.touched:
-            where = ", ".join(map(str, self.positions))
-            raise SinkscopeError(f"{self.name} changed nothing: no forward pass held a token behind position {where}")
 
-    def _forbidden(self, target: Target, heads: list[int], count: int, touched: Count) -> ForbiddenKeys:
-        places = target.places
+    def _forbidden(self, target: Target, heads: list[int], count: int, touch: Callable[[], None]) -> ForbiddenKeys:
+        layout = target.layout
 
         def columns(device: torch.device) -> torch.Tensor:
-            found = places.start(device)[:, None] + torch.tensor(self.positions, device=device)
-            touched.touched += int((found < places.length - 1).any())
+            found = layout.start(device)[:, None] + torch.tensor(self.positions, device=device)
+            if bool((found < layout.length - 1).any()):
+                touch()
             return found
 
         def pairs(rows: slice, cols: slice, device: torch.device) -> torch.Tensor:
             """(B,H,R,C): a later token's attention to one of the positions, in one of the heads."""
             row, col = (torch.arange(at.start, at.stop, device=device) for at in (rows, cols))
-            # The kernel counts from the first key that its cache still holds (a sliding window) has room for (a static
-            # cache); here columns count from the first token of all.
-            shift = places.length - cols.stop if places.past or cols.stop > places.length else 0
+            # The kernel counts columns from the first key that a sliding window's cache still holds, or up to the last
+            # that a static cache has room for; here they count from the first token.
+            shift = layout.length - cols.stop if layout.past or cols.stop > layout.length else 0
             row, col = row + shift, col + max(shift, 0)
             is_sink = (col == columns(device)[:, :, None]).any(1)  # (B,C)
             hidden = torch.zeros(count, dtype=torch.bool, device=device)
@@ -74,6 +66,4 @@ class MaskSink(Intervention):
         return ForbiddenKeys(pairs, columns, tuple(heads))
 
     def control(self, known: Known, draw: torch.Generator) -> Intervention:
-        """Attention to other positions forbidden."""
-        others = random_positions(len(self.positions), known, draw, self.positions)
-        return self.model_copy(update={"positions": others})
+        return self.at_other_positions(known, draw)

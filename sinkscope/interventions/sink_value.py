@@ -16,7 +16,6 @@ from sinkscope.interventions.intervention import (
     Target,
     chosen,
     edited_positions,
-    random_positions,
 )
 from sinkscope.models.projections import Role
 
@@ -31,10 +30,6 @@ class ScaleSinkValue(Intervention):
     heads: Chosen = None
     positions: Indices = (0,)
     factor: Real = 0.0
-
-    @property
-    def watched(self) -> tuple[int, ...]:
-        return self.positions
 
     @classmethod
     def inapplicable(cls, target: Target) -> str | None:
@@ -56,6 +51,4 @@ class ScaleSinkValue(Intervention):
         return edited_positions(self.name, target, places, self.positions, edit)
 
     def control(self, known: Known, draw: torch.Generator) -> Intervention:
-        """The same at positions elsewhere."""
-        others = random_positions(len(self.positions), known, draw, self.positions)
-        return self.model_copy(update={"positions": others})
+        return self.at_other_positions(known, draw)

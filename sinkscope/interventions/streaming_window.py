@@ -13,12 +13,12 @@ from sinkscope.retrofits.registers import registers_before
 
 
 def cannot_stream(model: PreTrainedModel, family: Family) -> str | None:
-    """Why this model cannot stream here; None where it can."""
-    return "its register tokens are no tokens of the text" if registers_before(model) else inapplicable(family)
+    """Why this model cannot stream; None where it can."""
+    return "its register tokens are no tokens of the text" if registers_before(model) else inapplicable(model, family)
 
 
 class StreamingWindow(Intervention):
-    """Measured by perplexity alone, against dense attention, for every pair of the two lists; see streaming.py."""
+    """Measured by perplexity alone, against dense attention, for every pair of the two lists."""
 
     name: ClassVar[str] = "streaming-window"
     about: ClassVar[str] = "attend to the last tokens only, and the first that are kept (window, keep: lists); alone"
@@ -37,8 +37,7 @@ class StreamingWindow(Intervention):
 
     @property
     def watched(self) -> tuple[int, ...]:
-        """None: no attention is read."""
-        return ()
+        return ()  # no attention is read
 
     def applied(self, target: Target) -> AbstractContextManager[None]:
         if self.window is None or len(self.window) > 1 or len(self.keep) > 1:

@@ -1,6 +1,6 @@
-"""What each site holds on the calibration sequences: its range, its median, massive activations, and what a grid does.
+"""What each quantization site holds on the calibration sequences, and what rounding to a grid does to it.
 
-One sequence at a time, so that there is no padding to leave out, and reduced at once: no tensor is kept.
+One sequence at a time, so that there is no padding, and reduced at once: no tensor is kept.
 """
 
 import math
@@ -29,19 +29,21 @@ See = Callable[[Site, torch.Tensor], None]
 
 
 def calibrate_ranges(model: PreTrainedModel, sequences: Iterable[Any]) -> dict[Site, Range]:
-    """Static ranges of a loaded model: those of its weights, and of activations on these sequences of token ids.
+    """Static ranges of a loaded model, for `quantized`.
 
-    Errors: InputError for weights that cannot be quantized; SinkscopeError where the model gives NaN.
+    `sequences` are the token ids on which the ranges of activations are measured. A linear layer that no token reaches
+    (an expert never chosen) has a range of its weight only.
+
+    Raises:
+        InputError: there is no sequence, or weights that cannot be quantized.
+        SinkscopeError: the model gives NaN.
     """
     with open_tracer(model, family_of(model)[0]) as tracer:
         return measured_ranges(tracer, sequences)
 
 
 def measured_ranges(tracer: Tracer, sequences: Iterable[Any]) -> dict[Site, Range]:
-    """A linear layer that no token reaches, as an expert never chosen, has a range of its weight only.
-
-    Errors: InputError without a sequence.
-    """
+    """As `calibrate_ranges`."""
     seen: dict[Site, _Seen] = defaultdict(_Seen)
     sites = sites_of(tracer.model, tracer.family)
     _read(tracer, sites, sequences, lambda site, x: seen[site].add(site, x))
@@ -55,7 +57,7 @@ def measured_ranges(tracer: Tracer, sequences: Iterable[Any]) -> dict[Site, Rang
 def measured_roundings(
     tracer: Tracer, sequences: Iterable[Any], ranges: Mapping[Site, Range], bits: Bits
 ) -> dict[Site, Rounding]:
-    """Each site by itself, of the model in full precision."""
+    """What rounding does to each site by itself, in the model in full precision."""
     grids = {site: bits.grid(site, known) for site, known in ranges.items()}
     sums: dict[Site, np.ndarray] = defaultdict(lambda: np.zeros(4))
 
@@ -91,22 +93,18 @@ class _Seen:
 
 
 def _rounding_sums(x: torch.Tensor, grid: Grid) -> np.ndarray:
-    """Entries other than 0, those of them that become 0, energy of the signal, and of the noise."""
+    """Entries other than 0, those of them that become 0, and the energies of the signal and of the noise."""
     snapped = grid.snap(x)
-    there = x != 0
-    lost = there & (snapped == 0)
+    nonzero = x != 0
+    zeroed = nonzero & (snapped == 0)
     noise = snapped.sub_(x)
-    counts = (there.sum(), lost.sum(), _energy(x), _energy(noise))
-    return np.array([float(count) for count in counts])
+    sums = (nonzero.sum(), zeroed.sum(), x.double().square_().sum(), noise.double().square_().sum())
+    return np.array([float(total) for total in sums])
 
 
-def _energy(x: torch.Tensor) -> torch.Tensor:
-    return x.double().square_().sum()
-
-
-def _rounding(there: float, lost: float, signal: float, noise: float) -> Rounding:
+def _rounding(nonzero: float, zeroed: float, signal: float, noise: float) -> Rounding:
     sqnr = 10 * math.log10(signal / noise) if signal and noise else math.inf
-    return Rounding(lost / there if there else 0.0, sqnr)
+    return Rounding(zeroed / nonzero if nonzero else 0.0, sqnr)
 
 
 def _read(tracer: Tracer, sites: Iterable[Site], sequences: Iterable[Any], see: See) -> None:
@@ -118,22 +116,21 @@ def _read(tracer: Tracer, sites: Iterable[Site], sequences: Iterable[Any], see: 
 
 @contextmanager
 def _watched(model: nn.Module, sites: Iterable[Site], see: See) -> Iterator[None]:
-    """What goes into these linear layers and comes out of them is seen, in float32 or better: before any hook of a
-    retrofit's changes the output, as that is what is quantized.
+    """Show `see` the inputs and outputs of these linear layers, in float32 or better, until the end of the block.
+
+    Outputs as they are before a retrofit's hook changes them: that is what is quantized.
     """
 
-    def look(mine: dict[str, Site], module: nn.Module, args: tuple, output: torch.Tensor) -> None:
-        for part, x in ((INPUT, args[0]), (OUTPUT, output)):
-            if part in mine and x.numel():  # an expert may be given no token
-                see(mine[part], upcast(x.detach()))
+    def look(site: Site, module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+        x = args[0] if site.part == INPUT else output
+        if x.numel():  # an expert may be given no token
+            see(site, upcast(x.detach()))
 
-    by_path: dict[str, dict[str, Site]] = defaultdict(dict)
-    for site in sites:
-        by_path[site.path][site.part] = site
     with ExitStack() as hooks:
-        for path, mine in by_path.items():
-            handle = model.get_submodule(path).register_forward_hook(partial(look, mine), prepend=True)
-            hooks.callback(handle.remove)
+        for site in sites:
+            if site.part in (INPUT, OUTPUT):
+                module = model.get_submodule(site.path)
+                hooks.callback(module.register_forward_hook(partial(look, site), prepend=True).remove)
         yield
 
 

@@ -1,4 +1,4 @@
-"""TODO"""
+"""What commands print on stderr while they run."""
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -6,20 +6,21 @@ from contextlib import AbstractContextManager, nullcontext
 from rich.console import Console
 
 
-def tell(console: Console, notices: Iterable[str]) -> None:
+def print_line(console: Console, text: str) -> None:
+    """Print a line as it is, without rich's markup, colors and line breaks."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_notices(console: Console, notices: Iterable[str]) -> None:
     for notice in notices:
-        say(console, f"note: {notice}")
+        print_line(console, f"note: {notice}")
 
 
-def tell_place(console: Console, label: str, place: int, count: int) -> None:
-    """Of a run in several parts, which one begins."""
-    say(console, f"{label} ({place} of {count})")
+def print_part(console: Console, label: str, number: int, count: int) -> None:
+    """Print which part of a run in several parts begins."""
+    print_line(console, f"{label} ({number} of {count})")
 
 
-def say(console: Console, words: str) -> None:
-    console.print(words, markup=False, highlight=False, soft_wrap=True)
-
-
-def status(console: Console, words: str) -> AbstractContextManager:
-    """A spinner; nothing where stderr is no terminal."""
-    return console.status(words) if console.is_terminal else nullcontext()
+def spinner(console: Console, text: str) -> AbstractContextManager:
+    """A spinner beside the text until the end of the block; nothing where stderr is no terminal."""
+    return console.status(text) if console.is_terminal else nullcontext()

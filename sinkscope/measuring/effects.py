@@ -5,16 +5,16 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pandas as pd
 
-from sinkscope.measuring.summary import WHOLE_MODEL
-from sinkscope.results.tables import Column
+from sinkscope.measuring.summary import WHOLE_MODEL, attention_by_layer
+from sinkscope.results.tables import METRIC, VALUE, Column
 
 EFFECT_COLUMNS = (
     Column("name", "the intervention with its parameters"),
     Column("arm", "before, after or control"),
     Column("draw", "which of the random controls, from 0 on; -1: no control"),
-    Column("metric", "what was measured (`sinkscope list metrics`)"),
+    METRIC,
     Column("position", "watched position; -1: none"),
-    Column("value", "its value"),
+    VALUE,
 )
 NO_POSITION = -1
 
@@ -27,22 +27,15 @@ def arm_metrics(tables: Mapping[str, pd.DataFrame], watched: Sequence[int], loss
     massive_count             massive activations per sequence; the model's sum over layers
     loss, perplexity          of the predicted tokens, in nats
 
-    Args:
-        tables: `attention` and `massive` of the arm.
-        watched: positions.
-        loss: per predicted token.
-
-    Returns:
-        layer (-1: the whole model), metric, position (-1: none), value.
+    `tables` are the arm's `attention` and `massive`, `loss` is per predicted token. Columns: layer, metric, position,
+    value.
     """
     rows: list[tuple[int, str, int, float]] = []
-    attention = tables["attention"]
     for position in watched:
-        by_layer = attention[attention["position"] == position].groupby("layer")
+        by_layer = attention_by_layer(tables["attention"], position)
         for metric in ("sink_rate", "window_mass"):
-            means = by_layer[metric].mean()
-            rows += [(int(layer), metric, position, float(value)) for layer, value in means.items()]
-            rows.append((WHOLE_MODEL, metric, position, float(means.mean())))
+            rows += [(int(layer), metric, position, float(value)) for layer, value in by_layer[metric].items()]
+            rows.append((WHOLE_MODEL, metric, position, float(by_layer[metric].mean())))
     massive = tables["massive"]
     sequences = massive["sequence"].nunique()
     largest = massive["value"].abs().groupby([massive["layer"], massive["sequence"]]).max().groupby("layer").mean()

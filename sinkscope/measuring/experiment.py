@@ -12,7 +12,7 @@ from rich.console import Console
 from sinkscope.attention.kernels import upcast
 from sinkscope.errors import InputError
 from sinkscope.interventions import Intervention, Known, Target
-from sinkscope.measuring.console import tell_place
+from sinkscope.measuring.console import print_part
 from sinkscope.measuring.effects import arm_metrics
 from sinkscope.measuring.measure import settings_of, tables_of
 from sinkscope.measuring.observables import OBSERVABLES
@@ -77,7 +77,7 @@ class Experiment:
             known.tables, known.hidden_means = self.before.tables, self._hidden_mean
         for place, (label, stack) in enumerate(self.wanted.items(), 1):
             if label not in self.skipped:
-                tell_place(self.console, label, place, len(self.wanted))
+                print_part(self.console, label, place, len(self.wanted))
                 self._run_arm(label, stack, known)
         return {name: pd.concat(parts, ignore_index=True) for name, parts in self._parts.items()}
 
@@ -204,9 +204,8 @@ def _controls(stack: Stack, known: Known, seed: int, draws: int) -> list[Stack]:
 
 
 class _HiddenMean(Observable):
-    """The output of every layer at one position, mean over sequences."""
+    """The output of every layer at one position, mean over sequences: what mean-massive puts there."""
 
-    about = "what mean-massive puts in the place of massive activations"
     sites = ("layer_out",)
 
     def __init__(self, position: int) -> None:
@@ -217,6 +216,3 @@ class _HiddenMean(Observable):
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
         at_position = batch.tokens_at(reading.tensor, self.position + 1)[:, self.position]
         self.mean.add(layer, upcast(at_position))
-
-    def tables(self) -> dict[str, pd.DataFrame]:
-        return {}

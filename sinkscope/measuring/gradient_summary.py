@@ -12,7 +12,7 @@ SETTLED = 5  # from this position on, a token counts as an ordinary one
 
 
 def gradient_summary(tables: Mapping[str, pd.DataFrame]) -> tuple[dict[str, pd.Series], dict[str, float]]:
-    """→ metrics by layer, and those of the whole model that are not their means."""
+    """Metrics by layer, and the whole model's where they are not the means over layers."""
     per_layer: dict[str, pd.Series] = {}
     totals: dict[str, float] = {}
     for pathway in ("value", "key"):
@@ -47,9 +47,9 @@ def pathway_norms(gradient: pd.DataFrame, pathway: str) -> pd.DataFrame:
 
 
 def fit_points(ratios: pd.DataFrame, first: int = 0, last: int | None = None) -> pd.DataFrame:
-    """The points of GS figure 3 that a line is fitted to: one a layer ≥ 1 and position, with a finite ratio.
+    """The points of GS figure 3 that a line is fitted to: one for each layer ≥ 1 and position, with a finite ratio.
 
-    The first layer reads the bare embeddings, all of one scale: the paper sets it apart too.
+    Layer 0 is left out as in the paper: it reads the bare embeddings, which are all of one scale.
     """
     last = int(ratios["position"].max()) if last is None else last
     points = ratios[(ratios["layer"] >= 1) & ratios["position"].between(first, last)]

@@ -40,6 +40,7 @@ def _described(subject: Subject, config: RunConfig, facts: Facts) -> dict[str, A
             "source": loaded.source,
             "revision": loaded.revision,
             "commit": loaded.commit,
+            "weights": loaded.weights,
             "architecture": type(loaded.model).__name__,
             "parameters": sum(p.numel() for p in loaded.model.parameters()),
             "layer_types": getattr(text, "layer_types", None),

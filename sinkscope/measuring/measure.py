@@ -12,7 +12,7 @@ from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.passes import batches_of, pass_over
 from sinkscope.measuring.subject import Subject
-from sinkscope.measuring.summary import summarise
+from sinkscope.measuring.summary import summarize
 from sinkscope.measuring.tables import publish
 from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.options.measuring import RunConfig
@@ -24,11 +24,6 @@ def measure(
     subject: Subject, config: RunConfig, console: Console | None = None
 ) -> tuple[dict[str, pd.DataFrame], Facts]:
     """Measure a model on its inputs.
-
-    Args:
-        subject: the model, its family and its inputs.
-        config: which observables, and their settings.
-        console: for a progress bar.
 
     Returns:
         The run's tables by name, and what else the manifest says of the pass.
@@ -51,7 +46,7 @@ def measure(
         raw |= tables_of(follow_ups)
         facts.scaling = tuple(seam.call.scaling if seam.call else float("nan") for seam in tracer.seams)
     tables = publish(raw, loaded, inputs.condition)
-    summary = summarise(tables, inputs, family, facts.scaling, facts.loss)
+    summary = summarize(tables, inputs, family, facts.scaling, facts.loss)
     return tables | publish({"summary": summary}, loaded, inputs.condition), facts
 
 

@@ -1,9 +1,9 @@
 """One pass over a run's sequences: batch after batch through the tracer, in batches that fit into memory."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from accelerate.utils import find_executable_batch_size
 from rich.console import Console
@@ -42,13 +42,10 @@ def pass_over(
     """Put every batch through `step`; out of memory, start again with new observables and half the batch.
 
     Args:
-        tracer: of the model.
-        inputs: the sequences.
         fresh: makes the observables.
         step: one of the tracer's methods: a batch and the observables → its summed loss, if it has one.
         batch_size: sequences in a batch; "auto" begins with TOKENS_PER_BATCH.
         costs: memory of a step, in forward passes.
-        console: for a progress bar.
 
     Raises:
         SinkscopeError: not even one sequence fits into memory.
@@ -89,24 +86,13 @@ def batches_of(inputs: TokenInputs, batch_size: int, padding_side: str = "right"
         first += len(ids)
 
 
-def _progress(console: Console | None) -> Any:
-    """A context that gives advance(done, total); silent without a console."""
+@contextmanager
+def _progress(console: Console | None) -> Iterator[Callable[[int, int], None]]:
+    """Give advance(done, total): a progress bar where the console is a terminal."""
     if console is None or console.quiet or not console.is_terminal:
-        return nullcontext(lambda done, total: None)
-    return _Bar(console)
-
-
-class _Bar:
-    def __init__(self, console: Console) -> None:
-        self.progress = Progress(
-            TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TextColumn("sequences"), TimeRemainingColumn(),
-            console=console, transient=True,
-        )  # fmt: skip
-        self.task = self.progress.add_task("measuring", total=None)
-
-    def __enter__(self) -> Callable[[int, int], None]:
-        self.progress.start()
-        return lambda done, total: self.progress.update(self.task, completed=done, total=total)
-
-    def __exit__(self, *error: object) -> None:
-        self.progress.stop()
+        yield lambda done, total: None
+        return
+    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TextColumn("sequences"))
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
+        task = progress.add_task("measuring", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

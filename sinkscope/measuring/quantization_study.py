@@ -5,31 +5,16 @@ Settings of the whole model are measured on all sequences, the search for the co
 
 import math
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import pandas as pd
 from rich.console import Console
 
-from sinkscope.measuring.console import say
+from sinkscope.measuring.console import print_line
 from sinkscope.measuring.quantized import Bench
+from sinkscope.quantization import settings
 from sinkscope.quantization.ranges import Range, Rounding
-from sinkscope.quantization.settings import (
-    ACTIVATIONS,
-    ALL,
-    ALL_LAYERS,
-    ALONE,
-    BY_LAYER,
-    COSTLIEST_KEPT,
-    COSTLY,
-    FULL,
-    KEPT,
-    LAYERS,
-    MASSIVE_KEPT,
-    PROBED,
-    RESTORED,
-    WEIGHTS,
-)
 from sinkscope.quantization.sites import WEIGHT, Site
 from sinkscope.results.tables import Column, Columns
 from sinkscope.text.inputs import TokenInputs
@@ -70,7 +55,7 @@ QUANTIZATION_TABLES: dict[str, Columns] = {
 
 @dataclass
 class Study:
-    """From the ranges to the sites that cost most, row by row of the table `quantization`."""
+    """Measures setting after setting; each is a row of the table `quantization`."""
 
     inputs: TokenInputs
     bench: Bench
@@ -80,9 +65,9 @@ class Study:
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def tables(self) -> dict[str, pd.DataFrame]:
-        say(self.console, f"{self.bench.bits} on {len(self.inputs)} sequences")
+        print_line(self.console, f"{self.bench.bits} on {len(self.inputs)} sequences")
         self._whole_model()
-        say(self.console, f"looking for the sites that cost most on {len(self.probes)} sequences")
+        print_line(self.console, f"looking for the sites that cost most on {len(self.probes)} sequences")
         self._keep_costliest(self._costliest_sites(self._costly_kinds()))
         return {"quantization": pd.DataFrame(self.rows), "quantization_sites": self._sites()}
 
@@ -91,54 +76,56 @@ class Study:
     def _whole_model(self) -> None:
         weights = {site for site in self.ranges if site.part == WEIGHT}
         massive = {site for site, known in self.ranges.items() if known.is_massive}
-        self._note(FULL, {}, outliers=True)
-        self._note(ALL, self.ranges, outliers=True)
-        self._note(WEIGHTS, self._without(self.ranges.keys() - weights))
-        self._note(ACTIVATIONS, self._without(weights))
+        self._note(settings.FULL, {}, outliers=True)
+        self._note(settings.ALL, self.ranges, outliers=True)
+        self._note(settings.WEIGHTS, self._without(self.ranges.keys() - weights))
+        self._note(settings.ACTIVATIONS, self._without(weights))
         if massive:
-            self._note(MASSIVE_KEPT, self._without(massive))
+            self._note(settings.MASSIVE_KEPT, self._without(massive))
         if len(self.probes) < len(self.inputs):
-            self._note(FULL, {}, self.probes)
-            self._note(ALL, self.ranges, self.probes)
+            self._note(settings.FULL, {}, self.probes)
+            self._note(settings.ALL, self.ranges, self.probes)
 
     def _costly_kinds(self) -> list[str]:
-        """Every kind of site alone, and each that is costly kept. → the costly ones, the costliest first."""
+        """Quantize each kind of site alone, and all but each costly kind. Returns the costly ones, costliest first."""
         costs: dict[str, float] = {}
         for role in dict.fromkeys(site.role for site in self.ranges):
             alone = {site: known for site, known in self.ranges.items() if site.role == role}
-            costs[role] = self._note(ALONE, alone, self.probes, next(iter(alone)))
-        costly = sorted((role for role in costs if costs[role] >= COSTLY), key=lambda role: -costs[role])
+            costs[role] = self._note(settings.ALONE, alone, self.probes, next(iter(alone)))
+        costly = sorted((role for role in costs if costs[role] >= settings.COSTLY), key=lambda role: -costs[role])
         for role in costly:
             kept = {site for site in self.ranges if site.role == role}
-            self._note(KEPT, self._without(kept), self.probes, next(iter(kept)))
+            self._note(settings.KEPT, self._without(kept), self.probes, next(iter(kept)))
         return costly
 
     def _costliest_sites(self, costly: list[str]) -> list[Site]:
-        """Of the costliest kinds, one layer alone. → sites whose cost shows, the costliest first."""
+        """Quantize single layers of the costliest kinds. Returns the sites that have a cost, costliest first."""
         costs: dict[Site, float] = {}
-        for role in costly[:BY_LAYER]:
+        for role in costly[: settings.BY_LAYER]:
             sites = [site for site in self.ranges if site.role == role]
-            coarsest = sorted(sites, key=lambda site: -self.roundings[site].zeroed)[:LAYERS]
+            coarsest = sorted(sites, key=lambda site: -self.roundings[site].zeroed)[: settings.LAYERS]
             for site in sorted(coarsest, key=lambda site: site.layer):
-                costs[site] = self._note(ALONE, {site: self.ranges[site]}, self.probes, site, site.layer)
+                costs[site] = self._note(settings.ALONE, {site: self.ranges[site]}, self.probes, site, site.layer)
         return sorted((site for site in costs if costs[site] > 0), key=lambda site: -costs[site])
 
     def _keep_costliest(self, costliest: list[Site]) -> None:
-        """One, two, four … of them in full precision, until nearly all of the cost is gone; these on all sequences."""
-        whole = self._row(ALL, self.probes)["cost"]
-        if not costliest or whole < COSTLY:
+        """Keep one, two, four … of them in full precision until nearly all of the cost is gone, then measure the last
+        choice on all sequences.
+        """
+        whole = self._row(settings.ALL, self.probes)["cost"]
+        if not costliest or whole < settings.COSTLY:
             return
         count, cost = 0, math.inf
-        while cost > RESTORED * whole and count < len(costliest):
+        while cost > settings.RESTORED * whole and count < len(costliest):
             count = min(max(1, 2 * count), len(costliest))
             kept = costliest[:count]
-            cost = self._note(COSTLIEST_KEPT, self._without(set(kept)), self.probes, kept=kept)
+            cost = self._note(settings.COSTLIEST_KEPT, self._without(set(kept)), self.probes, kept=kept)
         if len(self.probes) < len(self.inputs):
-            self._note(COSTLIEST_KEPT, self._without(set(kept)), kept=kept)
+            self._note(settings.COSTLIEST_KEPT, self._without(set(kept)), kept=kept)
 
     @property
     def probes(self) -> TokenInputs:
-        return self.inputs.part(0, PROBED)
+        return self.inputs.part(0, settings.PROBED)
 
     def _without(self, kept: Set[Site]) -> dict[Site, Range]:
         return {site: known for site, known in self.ranges.items() if site not in kept}
@@ -151,14 +138,14 @@ class Study:
         ranges: Ranges,
         inputs: TokenInputs | None = None,
         site: Site | None = None,
-        layer: int = ALL_LAYERS,
+        layer: int = settings.ALL_LAYERS,
         kept: Iterable[Site] = (),
         outliers: bool = False,
     ) -> float:
-        """Measure one setting as a row. → its cost: the loss above that of full precision on the same sequences."""
+        """Measure one setting, as a row. Returns its cost: the loss above full precision's on the same sequences."""
         inputs = inputs or self.inputs
         measured = self.bench.measure(ranges, inputs, outliers)
-        cost = 0.0 if setting == FULL else measured.loss - self._row(FULL, inputs)["loss"]
+        cost = 0.0 if setting == settings.FULL else measured.loss - self._row(settings.FULL, inputs)["loss"]
         self.rows.append(
             {
                 "layer": layer,
@@ -168,11 +155,9 @@ class Study:
                 "quantized": len(ranges),
                 "kept": ", ".join(str(site) for site in kept),
                 "sequences": len(inputs),
-                "loss": measured.loss,
-                "perplexity": measured.perplexity,
                 "cost": cost,
-                "max_inf_norm": measured.max_inf_norm,
-                "kurtosis": measured.kurtosis,
+                "perplexity": measured.perplexity,
+                **asdict(measured),
             }
         )
         return cost
@@ -182,20 +167,8 @@ class Study:
 
     def _sites(self) -> pd.DataFrame:
         rows = [
-            {
-                "layer": site.layer,
-                "site": site.kind,
-                "part": site.part,
-                "path": site.path,
-                "low": known.low,
-                "high": known.high,
-                "median_abs": known.median_abs,
-                "max_abs": known.max_abs,
-                "is_massive": known.is_massive,
-                "step": self.bench.bits.grid(site, known).step,
-                "zeroed": self.roundings[site].zeroed,
-                "sqnr": self.roundings[site].sqnr,
-            }
+            {"layer": site.layer, "site": site.kind, "part": site.part, "path": site.path, "max_abs": known.max_abs}
+            | {"step": self.bench.bits.grid(site, known).step, **asdict(known), **asdict(self.roundings[site])}
             for site, known in self.ranges.items()
         ]
         return pd.DataFrame(rows)

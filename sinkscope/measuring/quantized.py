@@ -24,11 +24,11 @@ from sinkscope.text.inputs import TokenInputs
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one setting. The last two as in the table `summary`: the largest and the mean over sites and layers."""
+    """What was measured of one setting."""
 
     loss: float  # per predicted token, in nats
-    max_inf_norm: float = math.nan
-    kurtosis: float = math.nan
+    max_inf_norm: float = math.nan  # the largest over sites and layers
+    kurtosis: float = math.nan  # mean over sites and layers
 
     @property
     def perplexity(self) -> float:
@@ -38,7 +38,7 @@ class Measured:
 
 @dataclass
 class Bench:
-    """`interventions` are on the model throughout, calibration included."""
+    """A model and its inputs, to be measured with any sites quantized, always under the same interventions."""
 
     subject: Subject
     bits: Bits
@@ -57,7 +57,7 @@ class Bench:
             return measured_roundings(tracer, calibration.sequences, ranges, self.bits)
 
     def measure(self, ranges: Mapping[Site, Range], inputs: TokenInputs, outliers: bool = False) -> Measured:
-        """With these sites quantized. `outliers`: infinity norm and kurtosis, too."""
+        """Measure the model with these sites quantized; with `outliers` infinity norm and kurtosis, too."""
 
         def fresh() -> list[Observable]:
             return [Outlier(Settings())] if outliers else []
@@ -89,14 +89,19 @@ def w8a8(
     batch_size: int | Literal["auto"] = "auto",
     interventions: Iterable[Intervention] = (),
 ) -> dict[str, float]:
-    """What quantizing every linear layer but the LM head costs on the subject's input, in plain numbers: loss,
-    perplexity, max_inf_norm and kurtosis in full precision, and the same quantized (loss_quantized, …).
+    """What quantizing every linear layer but the LM head costs on the subject's input.
 
-    `calibration`: other sequences than the subject's, that the static ranges come from.
+    In a retrofitted model the same layers are quantized. What a retrofit has added (gates, λ, logits, keys, registers)
+    stays in full precision. The value projection's output is quantized before a gate on values, the output projection's
+    input after a gate on heads' outputs.
 
-    Of a retrofitted model the same layers are quantized: what a retrofit has added (the weights of gates, λ, logits,
-    keys, registers) is no linear layer and stays in full precision, and so does its arithmetic. The value projection's
-    output is quantized in front of a gate on values, the output projection's input behind one on heads' outputs.
+    Args:
+        calibration: other sequences, from which the static ranges come.
+        bits: None: 8 and 8.
+        interventions: on the model throughout, calibration included.
+
+    Returns:
+        loss, perplexity, max_inf_norm and kurtosis in full precision, and the same quantized: loss_quantized, ….
     """
     bench = Bench(subject, bits or Bits(), kernel, batch_size, tuple(interventions))
     arms: dict[str, dict[Site, Range]] = {"": {}, "_quantized": bench.ranges(calibration)}

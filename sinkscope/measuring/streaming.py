@@ -16,7 +16,8 @@ from sinkscope.attention.streaming import BLOCK, does_not_apply, streaming
 from sinkscope.attention.taps import Seam
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.interventions.streaming_window import cannot_stream
-from sinkscope.models.families import Family, embedding_weight
+from sinkscope.measuring.tracer import input_device
+from sinkscope.models.families import Family
 from sinkscope.results.tables import Column
 from sinkscope.text.inputs import TokenInputs
 
@@ -33,10 +34,10 @@ BUCKETS = 32  # of tokens, over the length of the text
 
 
 class Method(NamedTuple):
-    """One way of reading the text. Dense attention has window −1."""
+    """One way of reading the text."""
 
     name: str  # "dense", "window" or "sinks kept"
-    window: int
+    window: int  # -1: dense
     keep: int
 
     def open(self, model: PreTrainedModel, family: Family, seams: list[Seam]) -> AbstractContextManager[None]:
@@ -55,12 +56,9 @@ def measure_streaming(
     """Loss and perplexity of a long text with dense attention, with each window, and with the first tokens kept too.
 
     Args:
-        model: without seams.
-        family: the model's.
         inputs: sequences of one length.
         windows: how many of the last tokens are cached.
         keep: how many of the first tokens are cached too; 0, the plain window, is always measured.
-        batch_size: sequences at a time.
         advance: called after each batch with the sequences read so far and in all, each counted once per method.
 
     Returns:
@@ -77,12 +75,13 @@ def measure_streaming(
     length = _one_length(inputs)
     methods = _methods(windows, keep, length)
     losses = {method: torch.zeros(length - 1, dtype=torch.float64) for method in methods}
-    done = 0
+    device, done = input_device(model), 0
     with open_seam(model, family) as seams, torch.no_grad():
         for ids, _ in inputs.batches(batch_size):
             for method in methods:
                 with method.open(model, family, seams):
-                    losses[method] += token_losses(_logits(model, ids), ids).sum(0, dtype=torch.float64).cpu()
+                    logits = model(input_ids=ids.to(device), use_cache=False).logits
+                losses[method] += token_losses(logits, ids).sum(0, dtype=torch.float64).cpu()
                 done += len(ids)
                 if advance is not None:
                     advance(done, len(methods) * len(inputs))
@@ -114,17 +113,10 @@ def _methods(windows: tuple[int, ...], keep: tuple[int, ...], length: int) -> li
     return [Method("dense", -1, 0), *streams]
 
 
-def _logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    device = embedding_weight(model).device
-    if device.type == "meta":  # offloaded: accelerate moves the inputs itself
-        device = torch.device("cpu")
-    return model(input_ids=ids.to(device), use_cache=False).logits
-
-
 def token_losses(logits: torch.Tensor, token_ids: torch.Tensor, chunk: int = BLOCK) -> torch.Tensor:
-    """Cross-entropy (B,T−1), in nats, of each token given those before it: logits (B,T,V), token_ids (B,T).
+    """Cross-entropy (B,T-1), in nats, of each token given those before it: logits (B,T,V), token_ids (B,T).
 
-    `chunk` tokens at a time: the log-softmax is as large as the logits, which are the largest thing in memory.
+    Computed for `chunk` tokens at a time: the log-softmax of all would be as large as the logits.
     """
     labels = token_ids[:, 1:].to(logits.device)
     pieces = [
@@ -139,7 +131,7 @@ def token_losses(logits: torch.Tensor, token_ids: torch.Tensor, chunk: int = BLO
 
 
 def _rows(method: Method, losses: torch.Tensor, sequences: int) -> Iterator[dict[str, Any]]:
-    """losses (T−1,) of tokens 1 … T−1, summed over the sequences → the method's rows of the table."""
+    """Losses (T-1,) of tokens 1 … T-1, summed over the sequences → the method's rows of the table."""
     length = len(losses) + 1
     size = max(1, round(length / BUCKETS))
     buckets = {start: losses[max(start, 1) - 1 : start + size - 1] for start in range(0, length, size)}

@@ -1,4 +1,4 @@
-"""What a run is about: a model, its family, and the tokens that it reads. Every command begins here, and ends here."""
+"""What every command measures: a model, its family, and the tokens that it reads."""
 
 import os
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from rich.console import Console
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from sinkscope.errors import InputError
-from sinkscope.measuring.console import status, tell
+from sinkscope.measuring.console import print_notices, spinner
 from sinkscope.measuring.observables import check_names
 from sinkscope.models import loading
 from sinkscope.models.families import Family, embedding_weight, find_family
@@ -25,9 +25,9 @@ from sinkscope.text.inputs import TokenInputs, build_inputs
 from sinkscope.text.sources import check_source
 
 SAMPLED_AT_ONCE = 64  # texts
-MOST_SAMPLES = 20  # for each that is needed
+MOST_SAMPLES = 20  # drawn for each text that is needed
 
-# as users name one: hub id, folder, .gguf file, a model loaded already; None is the demo model
+# How users name a model: hub id, folder, .gguf file, or a model that is loaded; None is the demo model.
 ModelLike = str | os.PathLike[str] | PreTrainedModel | LoadedModel | None
 
 
@@ -36,6 +36,8 @@ Asked = TypeVar("Asked", bound=ObservableOptions)
 
 @dataclass(frozen=True)
 class Subject:
+    """A model, its row in the table of families, and its inputs."""
+
     loaded: LoadedModel
     family: Family
     inputs: TokenInputs
@@ -53,21 +55,27 @@ def options_of(kind: type[Asked], model: ModelLike, given: Mapping[str, Any]) ->
     return options
 
 
-def subject_of(
+def load_subject(
     model: ModelLike, tokenizer: PreTrainedTokenizerBase | None, config: RunConfig, console: Console
 ) -> Subject:
-    """Load the model and make its inputs; what the user should know of that is said."""
+    """Load the model and make its inputs; notices of both go to the console.
+
+    Raises:
+        InputError: the model, its architecture or the input cannot be used.
+        SinkscopeError: network, memory or a package fails.
+    """
     check_names(config.observables)  # before minutes of loading
     check_source(config.input)
-    with status(console, "loading the model"):
-        loaded = loaded_model(model, tokenizer, config)
+    with spinner(console, "loading the model"):
+        loaded = load_model(model, tokenizer, config)
     family, notices = family_of(loaded.model)
     inputs = inputs_for(loaded, config)
-    tell(console, (*loaded.notices, *notices, *inputs.notices))
+    print_notices(console, (*loaded.notices, *notices, *inputs.notices))
     return Subject(loaded, family, inputs)
 
 
-def loaded_model(model: ModelLike, tokenizer: PreTrainedTokenizerBase | None, config: RunConfig) -> LoadedModel:
+def load_model(model: ModelLike, tokenizer: PreTrainedTokenizerBase | None, config: RunConfig) -> LoadedModel:
+    """A model that is loaded already, or the one that the configuration names. Raises as `loading.load` does."""
     if isinstance(model, LoadedModel):
         return model
     if isinstance(model, PreTrainedModel):
@@ -85,7 +93,7 @@ def loaded_model(model: ModelLike, tokenizer: PreTrainedTokenizerBase | None, co
 
 
 def family_of(model: PreTrainedModel) -> tuple[Family, list[str]]:
-    """The model's row in the table of families, or one calibrated now, which is said."""
+    """The model's row in the table of families, or a row calibrated for it, with a notice that says so."""
     try:
         return find_family(model), []
     except InputError as missing:
@@ -98,7 +106,7 @@ def family_of(model: PreTrainedModel) -> tuple[Family, list[str]]:
 
 
 def inputs_for(loaded: LoadedModel, config: RunConfig) -> TokenInputs:
-    """The run's token sequences, fitted to the model's vocabulary and positions."""
+    """The run's token sequences, which fit the model's vocabulary and positions."""
     text = loaded.model.config.get_text_config()
     ends = text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]
     return build_inputs(
@@ -111,14 +119,14 @@ def inputs_for(loaded: LoadedModel, config: RunConfig) -> TokenInputs:
         seq_len=config.seq_len,
         bos=config.bos,
         bos_token_id=text.bos_token_id,
-        special_ids=(text.bos_token_id, text.pad_token_id, *ends),
+        special_ids=(text.pad_token_id, *ends),
         seed=config.seed,
         sampler=partial(_sample, loaded.model),
     )
 
 
 def position_limit(model: PreTrainedModel) -> int | None:
-    """The longest sequence that a model's configuration allows, registers left out; None where it names none."""
+    """The longest sequence that a model's configuration allows, without its registers; None where it names none."""
     text = model.config.get_text_config()
     limits = (getattr(text, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len"))
     return next((limit - registers_before(model) for limit in limits if limit), None)
@@ -126,17 +134,17 @@ def position_limit(model: PreTrainedModel) -> int | None:
 
 @torch.no_grad()
 def _sample(model: PreTrainedModel, first: int, count: int, length: int, seed: int) -> np.ndarray:
-    """Texts (count, length) that the model makes after the token `first`, drawn from its own distribution.
+    """Texts (count, length) drawn from the model's own distribution after the token `first`.
 
-    Texts that end sooner are left out. (Forbidding the end instead gives text that the model finds most unlikely.)
-    Errors: InputError where hardly any text gets so long.
+    Texts that end sooner are left out: to forbid the end instead gives text that the model finds most unlikely.
     """
-    # all settings are given here: a checkpoint's own (top-k, temperature) would make the text less its own
     ends = model.generation_config.eos_token_id
+    # a checkpoint's own settings (top-k, temperature) would draw from another distribution: all are given here
     settings = GenerationConfig(
         do_sample=True, top_k=0, max_new_tokens=length - 1, pad_token_id=first, eos_token_id=ends
     )  # fmt: skip
     start = torch.full((SAMPLED_AT_ONCE, 1), first, device=model.device)
+    end_ids = torch.as_tensor(ends if ends is not None else [], device=model.device)
     texts: list[np.ndarray] = []
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -144,9 +152,7 @@ def _sample(model: PreTrainedModel, first: int, count: int, length: int, seed: i
             mask = torch.ones_like(start)
             drawn = model.generate(start, attention_mask=mask, generation_config=settings)  # type: ignore[operator]
             if drawn.shape[1] == length:
-                ended = torch.isin(
-                    drawn[:, 1:-1], torch.as_tensor(ends if ends is not None else [], device=drawn.device)
-                )
+                ended = torch.isin(drawn[:, 1:-1], end_ids)
                 texts += list(drawn[~ended.any(1)].cpu().numpy())
             if len(texts) >= count:
                 return np.stack(texts[:count])

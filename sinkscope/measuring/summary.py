@@ -1,4 +1,4 @@
-"""The table `summary`: one number a layer, and one for the model (layer -1), from the other tables."""
+"""The table `summary`: every metric by layer, and of the whole model (layer -1), from the other tables."""
 
 from collections.abc import Mapping
 
@@ -8,47 +8,32 @@ import pandas as pd
 from sinkscope.measuring.gradient_summary import gradient_summary
 from sinkscope.measuring.observables.query_bias import ALL_HEADS
 from sinkscope.models.families import Family
+from sinkscope.results.findings import FEWEST_QUERIES, OUTLIER
 from sinkscope.text.inputs import TokenInputs
 
-FEWEST_QUERIES = 16  # a later position with fewer queries behind it cannot be told from a head that looks at itself
 WHOLE_MODEL = -1
-OUTLIER = 2.0  # standard deviations that set position 0's Δ apart (NU §4.2.1)
 
 
-def summarise(
+def summarize(
     tables: Mapping[str, pd.DataFrame],
     inputs: TokenInputs,
     family: Family,
     scaling: tuple[float, ...],
     loss: float | None = None,
 ) -> pd.DataFrame:
-    """(layer, metric, value) rows of every metric that the tables allow. Position 0 is meant where none is named.
+    """The table `summary` from a run's other tables: every metric that they allow, by layer and of the whole model.
 
-    sink_rate            share of heads with window mass above ε, mean over sequences (GS eq. 1)
-    sink_rate_later      share of (head, sequence) pairs with a sink at some later position
-    window_mass, sink_mass, attention_entropy, missing_mass    means over heads
-    value_drain          value norm ÷ mean over the other positions, mean over heads
-    gate_first, gate_later    what a retrofit multiplies values or heads' outputs by: at position 0, at later ones
-    raw_value_drain      as value_drain, of the values before that
-    norm_ratio           norm of the layer's output ÷ mean over the other positions
-    massive_count        massive activations per sequence
-    max_inf_norm         largest over sites (the model's: over layers too)
-    kurtosis             mean over sites (the model's: over layers too)
-    loss, perplexity     of the run's predicted tokens, where there was a backward pass
-    value_gradient_ratio, key_gradient_ratio    gradient norm ÷ mean over positions ≥ 5
-    bloat, compress, change    of the attention branch at position 0, the model's a median over layers;
-                         bloat_later, … medians over positions ≥ 5
-    compress_slope, compress_correlation    of log₁₀ compress on log₁₀‖x‖ over layers ≥ 1 and positions, attention
-                         branch; also per token group of GS fig. 3, as compress_slope_2-3
-    identity_residual    the largest relative residual of ∇v_s = Σ_t a[t,s] g_t
-    theorem1_holds, theorem2_holds    share of heads and positions, of tokens, at which the bounds hold
-    theorem2_tightness   measured ÷ bound
-    delta_first, delta_later    what the query bias adds to the logits of position 0, of later ones (Δ, NU §4.1)
-    delta_gap            Δ of position 0 above the later positions', in standard deviations of theirs
-    delta_outlier_share  share of layers where that is more than OUTLIER
-    key_alignment_first, key_alignment_later    cosine of W_k EPE and the query bias, learned positions only
-    gamma_ratio          mean |γ| at the massive coordinates of EPE_0 ÷ mean |γ|
-    repeated_bound       proposition 4 of WSE, for rotary models on repeated tokens: what sink_mass cannot exceed
+    How each metric is defined, and how the layers' values become the model's: `results/metrics.py`.
+
+    Args:
+        tables: Of one run, by name.
+        inputs: What was read.
+        family: Of the model.
+        scaling: Of each layer's logits.
+        loss: Per predicted token in nats, where there was a backward pass.
+
+    Returns:
+        layer (-1: the whole model), metric, value.
     """
     per_layer: dict[str, pd.Series] = {}
     totals: dict[str, float] = {}
@@ -56,9 +41,7 @@ def summarise(
         per_layer |= _attention(tables, inputs)
     if "geometry" in tables:
         per_layer |= _geometry(tables["geometry"])
-        # not with a BOS in front of the repeated token
-        repeated = inputs.condition == "repeated" and all((ids == ids[0]).all() for ids in inputs.sequences)
-        if repeated and family.positions == "rotary":
+        if _all_tokens_equal(inputs) and family.positions == "rotary":
             per_layer["repeated_bound"] = _repeated_bound(tables["geometry"], scaling, inputs.longest)
     if "gate" in tables:
         per_layer |= _gate(tables["gate"])
@@ -92,19 +75,34 @@ def summarise(
     return pd.DataFrame(rows, columns=["layer", "metric", "value"])
 
 
+def _all_tokens_equal(inputs: TokenInputs) -> bool:
+    """False with a BOS in front of the repeated token."""
+    return inputs.condition == "repeated" and all((ids == ids[0]).all() for ids in inputs.sequences)
+
+
+def attention_by_layer(attention: pd.DataFrame, position: int = 0) -> pd.DataFrame:
+    """Sink rate, window mass and sink mass at a position (GS eq. 1 and 2): rows layers, means over heads.
+
+    Args:
+        attention: The table of that name.
+        position: Counted from each sequence's first token.
+    """
+    return attention[attention["position"] == position].groupby("layer").mean(numeric_only=True)
+
+
 def _attention(tables: Mapping[str, pd.DataFrame], inputs: TokenInputs) -> dict[str, pd.Series]:
     attention, sinks = tables["attention"], tables["sink_positions"]
-    first = attention[attention["position"] == 0].groupby("layer")
+    first = attention_by_layer(attention)
     heads = attention.groupby("layer")["head"].nunique()
     lengths = np.array([len(ids) for ids in inputs.sequences])
     later = sinks[(sinks["position"] > 0) & (lengths[sinks["sequence"]] - sinks["position"] >= FEWEST_QUERIES)]
     pairs = later.drop_duplicates(["layer", "head", "sequence"]).groupby("layer").size()
     by_head = tables["attention_heads"].groupby("layer")
     return {
-        "sink_rate": first["sink_rate"].mean(),
+        "sink_rate": first["sink_rate"],
         "sink_rate_later": (pairs.reindex(heads.index, fill_value=0) / heads / len(inputs)),
-        "window_mass": first["window_mass"].mean(),
-        "sink_mass": first["sink_mass"].mean(),
+        "window_mass": first["window_mass"],
+        "sink_mass": first["sink_mass"],
         "attention_entropy": by_head["attention_entropy"].mean(),
         "missing_mass": by_head["missing_mass"].mean(),
     }
@@ -131,7 +129,7 @@ def _gate(gate: pd.DataFrame) -> dict[str, pd.Series]:
 
 
 def _query_bias(tables: Mapping[str, pd.DataFrame]) -> dict[str, pd.Series]:
-    """All heads together. What rests on learned positions is left out where there are none."""
+    """Metrics of all heads together; without those of learned positions where the model has none."""
     table = tables["query_bias"]
     together = table[table["head"] == ALL_HEADS]
     first, later = (rows.groupby("layer") for rows in (together[at] for at in _first_and_later(together)))

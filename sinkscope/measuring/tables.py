@@ -9,13 +9,8 @@ from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.quantization_study import QUANTIZATION_TABLES
 from sinkscope.measuring.streaming import STREAMING_COLUMNS
 from sinkscope.models.loading import LoadedModel
-from sinkscope.results.tables import LEADING, TRAINING_TABLES, Column, Columns, names_of
+from sinkscope.results.tables import LEADING, METRIC, TRAINING_TABLES, VALUE, Columns, names_of
 from sinkscope.text.tokens import token_text
-
-SUMMARY_COLUMNS = (
-    Column("metric", "what was measured (`sinkscope list metrics`)"),
-    Column("value", "its value"),
-)
 
 
 def all_tables() -> dict[str, Columns]:
@@ -23,7 +18,7 @@ def all_tables() -> dict[str, Columns]:
     of_observables = {name: columns for kind in OBSERVABLES.values() for name, columns in kind.columns.items()}
     return {
         **of_observables,
-        "summary": SUMMARY_COLUMNS,
+        "summary": (METRIC, VALUE),
         "effect": EFFECT_COLUMNS,
         "streaming": STREAMING_COLUMNS,
         **QUANTIZATION_TABLES,

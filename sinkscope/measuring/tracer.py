@@ -40,52 +40,46 @@ class Tracer:
         self._finite: list[tuple[int, torch.Tensor]] = []  # layer and verdict, of the forward pass under way
 
     def forward(self, batch: Batch, observables: Sequence[Observable]) -> None:
-        """One forward pass, every observable fed as the sites come by. No logits are made: none is read."""
-        wanted = {site for observable in observables for site in observable.sites}
+        """One forward pass without logits; every observable sees its sites as they are computed.
+
+        Raises:
+            SinkscopeError: the model gives NaN or infinite numbers, or its attention is not recognized.
+        """
         inputs = self.model_inputs(batch) | self._no_logits
-        self._finite.clear()
         with torch.no_grad(), self.traced.trace(**inputs):
-            self._read_layers(batch, observables, wanted)
-        self._refuse_nonsense()
+            self._read_layers(batch, observables)
+        self._check_finite()
 
     def forward_with_loss(self, batch: Batch, observables: Sequence[Observable]) -> float:
-        """As `forward`, logits and all. → the summed cross-entropy of the batch's predicted tokens."""
-        wanted = {site for observable in observables for site in observable.sites}
-        self._finite.clear()
+        """As `forward`, with logits. Returns the summed cross-entropy of the batch's predicted tokens."""
         with torch.no_grad(), self.traced.trace(**self.model_inputs(batch)):
-            self._read_layers(batch, observables, wanted)
+            self._read_layers(batch, observables)
             value = save(loss_in_chunks(self.traced.output.logits, batch))
-        self._refuse_nonsense()
+        self._check_finite()
         return float(value)
 
     def forward_backward(self, batch: Batch, observables: Sequence[Observable]) -> float:
-        """One forward and backward pass. → the summed cross-entropy of the batch's predicted tokens.
+        """One forward and backward pass. Returns the summed cross-entropy of the batch's predicted tokens.
 
         Parameters stay frozen: gradients flow from the embeddings, so that no weight gradient is ever made.
         """
-        wanted = {site for observable in observables for site in observable.sites}
-        inputs = self.model_inputs(batch)
-        self._finite.clear()
-        with torch.enable_grad(), self.traced.trace(**inputs):
+        with torch.enable_grad(), self.traced.trace(**self.model_inputs(batch)):
             embeddings = self.traced.get(self._embedding_path).output.requires_grad_(True)
-            self._read_layers(batch, observables, wanted)
+            self._read_layers(batch, observables)
             loss = summed_loss(self.traced.output.logits, batch)
             torch.autograd.grad(loss, embeddings)
             value = save(loss.detach())
-        self._refuse_nonsense()
+        self._check_finite()
         return float(value)
 
     def logits(self, batch: Batch) -> torch.Tensor:
         """The model's own logits (B,T,V), read in a trace with the seams in: for checks of parity."""
-        inputs = self.model_inputs(batch)
-        with torch.no_grad(), self.traced.trace(**inputs):
+        with torch.no_grad(), self.traced.trace(**self.model_inputs(batch)):
             logits = self.traced.output.logits.save()
         return logits
 
     def model_inputs(self, batch: Batch) -> dict[str, Any]:
-        device = embedding_weight(self.model).device
-        if device.type == "meta":  # offloaded: accelerate moves the inputs itself
-            device = torch.device("cpu")
+        device = input_device(self.model)
         inputs: dict[str, Any] = {"input_ids": batch.token_ids.to(device), "use_cache": False}
         if batch.valid is not None:
             inputs["attention_mask"] = batch.attention_mask.to(device)
@@ -106,15 +100,17 @@ class Tracer:
     def _no_logits(self) -> dict[str, Any]:
         return {"logits_to_keep": 1} if "logits_to_keep" in self._parameters else {}
 
-    def _read_layers(self, batch: Batch, observables: Sequence[Observable], wanted: set[str]) -> None:
+    def _read_layers(self, batch: Batch, observables: Sequence[Observable]) -> None:
         """The body of the trace: ask for every site in the order in which the forward pass reaches it.
 
         Register tokens before the text are its first positions here.
         """
+        self._finite.clear()
         batch = batch.behind(self.registers)
+        sites = self._reading_order({site for observable in observables for site in observable.sites})
         last_tensor: torch.Tensor | None = None
         for layer in range(len(self.seams)):
-            for site in self._reading_order(wanted):
+            for site in sites:
                 watching = [observable for observable in observables if site in observable.sites]
                 if site == "gate":
                     self._see_gate(layer, watching, batch)
@@ -135,9 +131,7 @@ class Tracer:
                         observable.see(layer, site, reading, batch)
 
     def _see_gate(self, layer: int, watching: Sequence[Observable], batch: Batch) -> None:
-        """Of a retrofit that multiplies values or heads' outputs: its module is given the raw values and gives the
-        factors.
-        """
+        """The module of a retrofit that multiplies values or heads' outputs: raw values in, factors out."""
         part = self._envoy(layer).get(f"{self.family.attention}.{RETROFIT}")
         (_, value), _ = part.inputs
         value, gate = value.detach(), part.output.detach()
@@ -160,16 +154,16 @@ class Tracer:
     def _taps(self, layer: int) -> Any:
         return self._envoy(layer).get(f"{self.family.attention}.{NAME}")
 
-    def _refuse_nonsense(self) -> None:
-        """NaN in the model would be a head without a sink in the tables."""
-        for layer, finite in self._finite:  # looked at only now: on a GPU each look waits
+    def _check_finite(self) -> None:
+        """NaN in the model would look like a head without a sink in the tables."""
+        for layer, finite in self._finite:  # only after the pass: on a GPU each look waits
             if not finite:
                 halves = self.model.dtype in (torch.float16, torch.bfloat16)
                 advice = "try --dtype float32" if halves else "are its weights what they should be?"
                 raise SinkscopeError(f"layer {layer}: the model itself gives NaN or infinite numbers; {advice}")
 
     def _reading_order(self, wanted: set[str]) -> list[str]:
-        """The wanted sites that this family has, gates and attention just before its output."""
+        """The wanted sites that this family has, gates and attention just before the attention's output."""
         order = list(self.family.sites)
         place = order.index("attn_out")
         order[place:place] = ATTENTION_SITES
@@ -184,13 +178,13 @@ class Tracer:
         try:
             seen = {name: getattr(taps, name).output for name in seam.order if name != "mix"}
         except OutOfOrderError as error:  # a tap that never ran
-            raise _unrecognised(layer) from error
+            raise _unrecognized(layer) from error
         sequences, length = batch.token_ids.shape
         expected = (sequences, seen["query"].shape[1], length)
         if seam.call is None or seen["lse"].shape != expected or seen["key"].shape[2] != length:
-            raise _unrecognised(layer)
+            raise _unrecognized(layer)
         call = _detached(seam.call)
-        seam.call = replace(call, scores=None)  # T × T, and with its graph: no longer than it is read
+        seam.call = replace(call, scores=None)  # T × T, and with its graph: not kept longer than it is read
         return AttentionRead(**seen, call=call, batch=batch)
 
 
@@ -203,37 +197,43 @@ def summed_loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
     )
 
 
-CHUNK = 8  # tokens whose logits are turned into a loss at once: few enough to stay in a CPU's cache
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where the model expects its token ids."""
+    device = embedding_weight(model).device
+    return torch.device("cpu") if device.type == "meta" else device  # offloaded: accelerate moves the inputs itself
+
+
+CHUNK = 8  # tokens whose loss is computed at once: few enough to stay in a CPU's cache
 
 
 def loss_in_chunks(logits: torch.Tensor, batch: Batch, chunk: int = CHUNK) -> torch.Tensor:
-    """As `summed_loss`, some tokens of one sequence at a time: the logits (B,T,V) are not copied as a whole."""
+    """As `summed_loss`, a few tokens of one sequence at a time: the logits (B,T,V) are never copied as a whole."""
     total = torch.zeros((), dtype=torch.float64, device=logits.device)
     for row in range(len(logits)):
         for start in range(0, logits.shape[1] - 1, chunk):
-            seen = slice(start, start + chunk + 1)  # the last one is only predicted
+            seen = slice(start, start + chunk + 1)  # the last one is predicted and predicts nothing
             part = Batch(batch.token_ids[row : row + 1, seen], batch.attention_mask[row : row + 1, seen])
             total += summed_loss(logits[row : row + 1, seen], part)
     return total
 
 
 def _detached(call: AttentionCall) -> AttentionCall:
-    """The same without a graph: no observable differentiates what is in it."""
+    """The same without its graph: no observable differentiates it."""
     tensors = {name: getattr(call, name) for name in ("mask", "sink_logits", "scores")}
     return replace(call, **{name: x.detach() for name, x in tensors.items() if x is not None})
 
 
 def _all_finite(x: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Is (B,H,T) finite at every real token? On the device still. One sum: it is finite if its terms are."""
+    """Whether (B,H,T) is finite at every real token, as a tensor on its device: one sum, finite if its terms are."""
     if batch.valid is not None:
         x = x.masked_fill(~batch.valid[:, None].to(x.device), 0.0)
     return x.sum(dtype=torch.float64).isfinite()
 
 
-def _unrecognised(layer: int) -> SinkscopeError:
+def _unrecognized(layer: int) -> SinkscopeError:
     return SinkscopeError(
         f"layer {layer}: its attention is not one softmax of q·k over the whole sequence, or not in a form that "
-        "sinkscope recognises; see `sinkscope doctor`"
+        "sinkscope recognizes; see `sinkscope doctor`"
     )
 
 
@@ -246,22 +246,26 @@ class _Traced(NNsight):
 def open_tracer(
     model: PreTrainedModel, family: Family, kernel: str = "sdpa", interventions: Iterable[Intervention] = ()
 ) -> Iterator[Tracer]:
-    """Put the seams in, apply the interventions and wrap the model; at the end, also after an exception, leave the
-    model as it was.
+    """Put the seams in, apply the interventions in their order and wrap the model, until the end of the block.
+
+    The model is then bit for bit as it was, also after an exception.
+
+    Raises:
+        InputError: an intervention does not apply or would change nothing.
+        SinkscopeError: a tracer is open on this model, or an intervention changed nothing.
     """
     with (
         open_seam(model, family, kernel) as seams,
         applied(Target(model, family, seams), interventions),
-        _unwrapped_after(
-            model
-        ),  # innermost: nnsight wraps what the interventions have wrapped, and sees what they give
+        # innermost: nnsight wraps what the interventions have wrapped, and so sees the changed tensors
+        _unwrapped_after(model),
     ):
         yield Tracer(model, family, seams)
 
 
 @contextmanager
 def _unwrapped_after(model: torch.nn.Module) -> Iterator[None]:
-    """nnsight leaves a controller in the `forward` of every module that it wraps: take them out again."""
+    """Take out again what nnsight leaves in the `forward` of every module that it wraps."""
     before = [(module, dict(vars(module))) for module in model.modules()]
     try:
         yield

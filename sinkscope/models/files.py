@@ -216,11 +216,7 @@ def _hub_errors(repo: str, revision: str | None) -> Iterator[None]:
 def _choose_weights(
     label: str, folder: Path, present: set[str], gguf_file: str | None, allow_pickle: bool
 ) -> tuple[str, ...]:
-    """Which of the files `present` hold the weights; an index of shards, if there is one, is in `folder` already.
-
-    Raises:
-        InputError: nothing may be read; the message says what there is instead.
-    """
+    """Which of the files `present` hold the weights; an index of shards, if there is one, is in `folder` already."""
     ggufs = ", ".join(sorted(name for name in present if name.endswith(".gguf")))
     if gguf_file is not None:
         if gguf_file not in present or not gguf_file.endswith(".gguf"):

@@ -113,10 +113,9 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
 
 
 def _check_arguments(dtype: str | None, device_map: str | None) -> None:
-    if dtype is not None and dtype not in DTYPES:
-        raise InputError(f"dtype {dtype!r} is unknown: choose one of {', '.join(DTYPES)}")
-    if device_map is not None and device_map not in DEVICE_MAPS:
-        raise InputError(f"device map {device_map!r} is unknown: choose one of {', '.join(DEVICE_MAPS)}")
+    for option, value, known in (("dtype", dtype, tuple(DTYPES)), ("device map", device_map, DEVICE_MAPS)):
+        if value is not None and value not in known:
+            raise InputError(f"{option} {value!r} is unknown: choose one of {', '.join(known)}")
     if device_map == "cuda" and not torch.cuda.is_available():
         raise InputError("device map 'cuda' was asked for, but PyTorch sees no GPU here: use cpu or auto")
 

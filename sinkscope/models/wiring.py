@@ -3,6 +3,7 @@
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ def calibrate(model: nn.Module, token_ids: torch.Tensor) -> Family:
             attention=attention,
             when={},
             door=_door(model),
-            **_learned_positions(model, text_config),
+            **_positions(model, text_config),
             **_projections(layer.get_submodule(attention)),
         )
         try:
@@ -115,7 +116,7 @@ def calibrate(model: nn.Module, token_ids: torch.Tensor) -> Family:
 
 def _different_rows() -> list[Family]:
     """Rows with the most sites first: a sequential block satisfies the parallel equation, too, which says less."""
-    rows = (row for rows in families.FAMILIES.values() for row in rows)
+    rows = chain.from_iterable(families.FAMILIES.values())
     different = {(row.attention, row.wiring, tuple(row.sites.items())): row for row in rows}
     return sorted(different.values(), key=lambda row: -len(row.sites))
 
@@ -127,13 +128,15 @@ def _projections(attention: nn.Module) -> dict[str, Any]:
     return {"qkv": known if all(_has(attention, name) for name in known) else (), "fused": "", "output": output}
 
 
-def _learned_positions(model: nn.Module, config: Any) -> dict[str, Any]:
-    """Fields of a row: positions are learned where a known row's embedding exists."""
+def _positions(model: nn.Module, config: Any) -> dict[str, Any]:
+    """Fields of a row; positions are learned where a known row's embedding of them exists."""
     for row in _different_rows():
         if row.position_embedding and _has(model, row.position_embedding):
             where = {"position_embedding": row.position_embedding, "position_offset": row.position_offset}
             return {"positions": "learned"} | where
-    return {"positions": _positions(config), "position_embedding": "", "position_offset": 0}
+    others = "rotary" if getattr(config, "rope_parameters", None) else "unknown"
+    positions = "alibi" if getattr(config, "alibi", False) else others
+    return {"positions": positions, "position_embedding": "", "position_offset": 0}
 
 
 _ATTENTIONS = ("attn.attention", "self_attn", "self_attention", "attention", "attn")
@@ -153,9 +156,3 @@ def _door(model: Any) -> str:
     """By transformers' own check before it changes the attention implementation."""
     able = getattr(model, "_can_set_attn_implementation", None)
     return "interface" if able is not None and able() else "interceptor"
-
-
-def _positions(config: Any) -> str:
-    if getattr(config, "alibi", False):
-        return "alibi"
-    return "rotary" if getattr(config, "rope_parameters", None) else "unknown"

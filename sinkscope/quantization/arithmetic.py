@@ -1,11 +1,10 @@
-"""Uniform fake quantization: to a grid of 2^bits numbers and back (Bondarenko et al. 2023; definitions §9).
+"""Uniform fake quantization: to a grid of 2^bits numbers and back (Bondarenko et al. 2023).
 
     x̂ = step · clamp(round(x ÷ step), lowest, highest)        round: half to even
 
-The integers are counted from 0, so that 0 itself is on every grid and stays 0 exactly. This is the arithmetic of
-torch.fake_quantize_per_tensor_affine, which the tests hold it against; that takes three times as long on a CPU, and
-makes a number of NaN. Its MinMaxObserver has the same ranges, but for symmetric weights a step by which the largest
-entry is clipped (± 127.5 steps, and 128 is not there).
+The integers are counted from 0, so that 0 itself is on every grid and stays exact. This is the arithmetic of
+torch.fake_quantize_per_tensor_affine, which takes three times as long on a CPU and turns NaN into a number; the tests
+compare the two. torch's MinMaxObserver has the same ranges but clips the largest symmetric weight, at 127.5 steps.
 """
 
 import math
@@ -22,15 +21,16 @@ TINY = torch.finfo(torch.float32).tiny  # a smaller step has no reciprocal
 
 @dataclass(frozen=True)
 class Grid:
-    """step · k for the whole numbers k from `lowest` ≤ 0 to `highest` ≥ 0. A step of 0: nothing but 0."""
+    """step · k for the whole numbers k from `lowest` ≤ 0 to `highest` ≥ 0; with a step of 0 only the number 0."""
 
     step: float
     lowest: int
     highest: int
 
     def snap(self, x: torch.Tensor) -> torch.Tensor:
-        """x (any shape) → the nearest number of the grid, in x's dtype. What lies beyond an end, infinite too, goes to
-        that end; NaN stays NaN. Computed in float32 or better.
+        """x (any shape) → the nearest numbers of the grid, in x's dtype, computed in float32 or better.
+
+        Numbers beyond an end of the grid, infinities too, go to that end; NaN stays NaN.
         """
         if self.step == 0:
             return x.new_zeros(x.shape).masked_fill(x.isnan(), math.nan)
@@ -39,7 +39,11 @@ class Grid:
 
 
 def symmetric_grid(largest: float, bits: int) -> Grid:
-    """For −largest … largest: 2^(bits−1) − 1 steps to either side. Errors: InputError for what is no such range."""
+    """The grid for -largest … largest, with 2^(bits-1) - 1 steps to either side.
+
+    Raises:
+        InputError: `largest` is negative or not finite, or there are no grids of so many bits.
+    """
     check_bits(bits)
     if not (math.isfinite(largest) and largest >= 0):
         raise InputError(f"a tensor whose largest entry is {largest} cannot be quantized")
@@ -48,9 +52,10 @@ def symmetric_grid(largest: float, bits: int) -> Grid:
 
 
 def asymmetric_grid(low: float, high: float, bits: int) -> Grid:
-    """For low … high, widened to hold 0: 2^bits − 1 steps, of which −low ÷ step, rounded, lie below 0.
+    """The grid for low … high, widened to hold 0: 2^bits - 1 steps, of which -low ÷ step, rounded, lie below 0.
 
-    Errors: InputError for what is no such range.
+    Raises:
+        InputError: low … high is no finite range, or there are no grids of so many bits.
     """
     check_bits(bits)
     if not (math.isfinite(low) and math.isfinite(high) and low <= high):
@@ -63,13 +68,8 @@ def asymmetric_grid(low: float, high: float, bits: int) -> Grid:
 
 
 def quantize_symmetric(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """x (any shape) on the grid of its own largest entry, one for the whole tensor: weights."""
+    """x (any shape) on one grid, made for its own largest entry: for weights."""
     return symmetric_grid(float(x.abs().max()) if x.numel() else 0.0, bits).snap(x)
-
-
-def quantize_asymmetric(x: torch.Tensor, low: float, high: float, bits: int) -> torch.Tensor:
-    """x (any shape) on the grid of a range that was known before: activations."""
-    return asymmetric_grid(low, high, bits).snap(x)
 
 
 def check_bits(bits: int, what: str = "bits") -> None:

@@ -1,4 +1,4 @@
-"""What a site holds, and the bits that its grid is made of."""
+"""What a site holds, and the grid that is made for it."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from sinkscope.quantization.sites import WEIGHT, Site
 
 @dataclass(frozen=True)
 class Range:
-    """Of one site, over all calibration sequences."""
+    """The entries of one site, over all calibration sequences."""
 
     low: float
     high: float

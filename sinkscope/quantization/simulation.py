@@ -1,4 +1,4 @@
-"""A model as it would run quantized: a context manager around any use of it."""
+"""A model as it would run quantized: context managers around any use of it."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,12 +24,16 @@ def quantized(
     bits_weights: int = 8,
     bits_activations: int = 8,
 ) -> Iterator[None]:
-    """Until the end of the block the model computes with quantized weights and activations (simulated: the numbers lie
-    on the grids, the arithmetic is the model's own). Then it is bit for bit what it was.
+    """Until the end of the block the model computes with quantized weights and activations; then it is as it was.
 
-    `ranges` as `calibrate_ranges` gives them; of `except_sites` (see `chosen_sites`) nothing is quantized.
+    Simulated: the numbers lie on the grids, the arithmetic is the model's own.
 
-    Errors: InputError for sites that there are not, and for bits out of range.
+    Args:
+        ranges: from `calibrate_ranges`.
+        except_sites: stay in full precision; named as in `chosen_sites`.
+
+    Raises:
+        InputError: a site that does not exist, or bits out of range.
     """
     kept = chosen_sites(ranges.keys(), except_sites)
     rest = {site: known for site, known in ranges.items() if site not in kept}

@@ -37,12 +37,16 @@ class Site:
 
     @property
     def names(self) -> set[str]:
-        """By which a user may mean it, others too."""
+        """What a user may call it; a name may mean several sites."""
         return {self.kind, self.role, self.path, f"{self.path} {self.part}", str(self)}
 
 
 def sites_of(model: PreTrainedModel, family: Family) -> list[Site]:
-    """In the model's order. Errors: InputError where weights are not there as floating-point numbers."""
+    """The sites in the model's order.
+
+    Raises:
+        InputError: there are none, or weights are offloaded or quantized already.
+    """
     sites = []
     for path, module in linear_modules(model):
         _check_weight(path, module)
@@ -54,7 +58,7 @@ def sites_of(model: PreTrainedModel, family: Family) -> list[Site]:
 
 
 def linear_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
-    """All but the LM head, which is what gives the logits, or whatever shares its weight with the embeddings."""
+    """All linear modules but the LM head: what gives the logits, or shares its weight with the embeddings."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     for path, module in model.named_modules():
         is_head = module is head or getattr(module, "weight", None) is getattr(embedding, "weight", embedding)
@@ -63,9 +67,8 @@ def linear_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
 
 
 def not_quantized(model: PreTrainedModel, family: Family) -> dict[str, float]:
-    """Matrices in the layers that belong to no linear layer → their share of the model's parameters.
-
-    Such are the routers and experts of mixtures, which transformers keeps as one tensor for all of a layer.
+    """Matrices that belong to no linear layer, such as the routers and experts of mixtures, which transformers keeps as
+    one tensor a layer → their share of the model's parameters.
     """
     covered = {f"{path}.weight" for path, _ in linear_modules(model)}
     total = sum(parameter.numel() for parameter in model.parameters())
@@ -78,10 +81,15 @@ def not_quantized(model: PreTrainedModel, family: Family) -> dict[str, float]:
 
 
 def chosen_sites(sites: Collection[Site], named: Iterable[Site | str]) -> set[Site]:
-    """Those meant by name: a kind (mlp.down_proj), a kind's part (mlp.down_proj input), a module's path, with or
-    without the part, or one site as it is printed (layer 11 mlp.down_proj input).
+    """The sites that the user means.
 
-    Errors: InputError for a name of none.
+    Args:
+        sites: all there are.
+        named: sites, or names: a kind (mlp.down_proj), a kind's part (mlp.down_proj input), a module's path with or
+            without the part, or one site as it is printed (layer 11 mlp.down_proj input).
+
+    Raises:
+        InputError: a name of no site.
     """
     found: set[Site] = set()
     for name in [named] if isinstance(named, str) else named:

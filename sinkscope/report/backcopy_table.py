@@ -1,26 +1,25 @@
-"""What the Bigram-Backcopy lab found, in Markdown: from the table `training` alone."""
+"""What the Bigram-Backcopy task shows at the end of a training, in Markdown: from the table `training` alone."""
 
 import pandas as pd
 
 from sinkscope.measuring.summary import WHOLE_MODEL
-from sinkscope.report.paper_tables import as_markdown, table_with_spread
+from sinkscope.report.markdown import as_markdown, table_with_spread
 
-# metric, how it is called, and how its numbers are written
 COLUMNS = (
-    ("bigram_risk", "Bigram risk", "{:.4f}"),
-    ("backcopy_risk", "Backcopy risk", "{:.4f}"),
-    ("attention_to_start", "Attention on `<s>`", "{:.3f}"),
-    ("early_attention_to_start", "before any trigger", "{:.3f}"),
-    ("attention_to_triggers", "on triggers", "{:.3f}"),
-    ("value_ratio", "‖v‖ of `<s>` ÷ others", "{:.3f}"),
-    ("attended_ratio", "behind the gate", "{:.3f}"),
-    ("delta_logit", "Δlogit of `<s>`", "{:.2f}"),
+    "bigram_risk",
+    "backcopy_risk",
+    "attention_to_start",
+    "early_attention_to_start",
+    "attention_to_triggers",
+    "value_ratio",
+    "attended_ratio",
+    "delta_logit",
 )
 
 
 def backcopy_markdown(training: pd.DataFrame) -> str:
-    """What the probe found at the last step, an arm a row: mean ± standard deviation (n − 1) over seeds; of layers the
-    one whose attention the first arm sinks most. `training`: the table of that name, of all arms.
+    """The metrics of the last step, a row for each arm: mean ± standard deviation (n − 1) over seeds, in the layer of
+    `sinking_layer`. `training` is the table of that name, of all arms.
     """
     layers = (WHOLE_MODEL, sinking_layer(training))
     last = training[(training["step"] == training["step"].max()) & training["layer"].isin(layers)]
@@ -29,12 +28,12 @@ def backcopy_markdown(training: pd.DataFrame) -> str:
     wide["attended_ratio"] = wide["start_attended_norm"] / wide["other_attended_norm"]
     arms = training["condition"].unique()
     mean, spread = (wide.groupby("condition").agg(how).reindex(arms) for how in ("mean", "std"))
-    written = as_markdown(table_with_spread(mean, spread, COLUMNS), numbers=True)
-    return f"## Non-trigger queries at step {last['step'].iloc[0]} (VGA figures 4 to 6)\n\n{written}\n"
+    table = as_markdown(table_with_spread(mean, spread, COLUMNS), numbers=True)
+    return f"## Non-trigger queries at step {last['step'].iloc[0]} (VGA figures 4 to 6)\n\n{table}\n"
 
 
 def sinking_layer(table: pd.DataFrame) -> int:
-    """Where the first arm's attention goes most to <s> in the end."""
+    """The layer in which the first arm's attention goes most to <s> at the last step."""
     rows = table[(table["condition"] == table["condition"].iloc[0]) & (table["metric"] == "attention_to_start")]
     last = rows[rows["step"] == rows["step"].max()]
     return int(last.groupby("layer")["value"].mean().idxmax())

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from sinkscope.measuring.console import status
+from sinkscope.measuring.console import spinner
 from sinkscope.report.figures import save_all, save_figures
-from sinkscope.report.paper_tables import as_markdown, paper_tables
+from sinkscope.report.markdown import as_markdown
+from sinkscope.report.paper_tables import paper_tables
 from sinkscope.report.run import Run
 from sinkscope.results.folders import new_folder
 from sinkscope.results.manifest import write_manifest
@@ -58,6 +59,6 @@ def write_run(run: Run, folder: Path, figures: Iterable[str] | None = None) -> N
 def finished(run: Run, console: Console, figures: Iterable[str] | None = None) -> Run:
     """The run, written to its folder if it has one. `figures` as for `write_run`."""
     if run.folder is not None:
-        with status(console, "drawing the figures"), new_folder(run.folder) as fresh:
+        with spinner(console, "drawing the figures"), new_folder(run.folder) as fresh:
             write_run(run, fresh, figures)
     return run

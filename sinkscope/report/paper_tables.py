@@ -1,18 +1,16 @@
 """Tables as the papers print them, from a run's own."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
-import numpy as np
 import pandas as pd
 
 from sinkscope.results.run import RunData
 
-Columns = Iterable[tuple[str, str, str]]
 DIGITS = 3  # behind the decimal point, as NU prints
 
 
 def paper_tables(run: RunData) -> dict[str, pd.DataFrame]:
-    """Name → table, of those that this run's tables allow."""
+    """The tables that this run's tables allow, by name."""
     tables = {name: table(run) for name, table in _TABLES.items()}
     return {name: table for name, table in tables.items() if table is not None}
 
@@ -40,26 +38,3 @@ def _gamma_row(layer: int, rows: pd.DataFrame) -> dict[str, str | float]:
 
 
 _TABLES: dict[str, Callable[[RunData], pd.DataFrame | None]] = {"gamma": gamma_table}
-
-
-def as_markdown(table: pd.DataFrame, numbers: bool = False) -> str:
-    """A Markdown table, its columns' names as the head. `numbers`: all columns but the first to the right."""
-    rule = ["---"] + ["---:" if numbers else "---"] * (len(table.columns) - 1)
-    rows = [table.columns, rule, *table.itertuples(index=False)]
-    return "\n".join(f"| {' | '.join(str(cell) for cell in row)} |" for row in rows)
-
-
-def table_with_spread(mean: pd.DataFrame, spread: pd.DataFrame, columns: Columns) -> pd.DataFrame:
-    """Rows of `mean` and `spread` are methods, their columns metrics; `columns`: metric, heading, how it is written."""
-    table = pd.DataFrame({"Method": mean.index})
-    for metric, heading, form in columns:
-        cells = zip(mean[metric], spread[metric], strict=True)
-        table[heading] = [with_spread(value, deviation, form) for value, deviation in cells]
-    return table
-
-
-def with_spread(value: float, deviation: float, form: str) -> str:
-    """«16.94 ± 0.01», a dash where there is no value, and no ± where there is no spread."""
-    if np.isnan(value):
-        return "–"
-    return form.format(value) + ("" if np.isnan(deviation) else f" ± {form.format(deviation).lstrip('+')}")

@@ -1,4 +1,6 @@
-"""What a run of `quantize` found, in a table and sentences. Reads tables only."""
+"""What a run of `quantize` found: the tables `quantization` and `quantization_sites` become a table and findings."""
+
+from collections.abc import Iterator
 
 import numpy as np
 import pandas as pd
@@ -17,10 +19,17 @@ from sinkscope.quantization.settings import (
     WEIGHTS,
 )
 from sinkscope.quantization.sites import NO_LAYER
-from sinkscope.report.paper_tables import as_markdown
+from sinkscope.report.analysis import quantized_source, settings
+from sinkscope.report.markdown import Report
+from sinkscope.results.findings import Finding, Outcome
+from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
 
 SHOWN = 5  # of a ranking
+COLUMNS = ("perplexity", "loss", "max_inf_norm", "kurtosis")
+
+COST, KINDS, SITES = "Cost", "Kinds of site that cost most", "Single sites that cost most"
+OUTLIERS, REST = "Outliers", "Not quantized"
 
 LABELS = {
     FULL: "full precision",
@@ -32,24 +41,19 @@ LABELS = {
 }
 
 
-def verdict(run: RunData) -> str:
-    sentences = [
-        _setting(run),
-        _cost(run),
-        _kinds(run),
-        _layers(run),
-        _massive(run),
-        _costliest(run),
-        _not_quantized(run),
-    ]
-    said = " ".join(sentence for sentence in sentences if sentence)
-    return f"## {run.model}: simulated {bits(run)}, {run.condition} input\n\n{as_markdown(overview(run))}\n\n{said}"
+def report(run: RunData) -> Report:
+    """The verdict on a run of `quantize`, as data."""
+    given = run.manifest["quantization"]
+    setting = settings(run, calibration=given["calibration"], linear_layers=given["linear_layers"])[:1]
+    title = f"{run.model}: simulated {bits(run)}, {run.condition} input"
+    return Report(title, setting + quantized_source(run, bits(run)), overview(run), findings(run))
 
 
 # --- reading the tables
 
 
 def bits(run: RunData) -> str:
+    """The scheme's name, such as W8A8."""
     given = run.manifest["quantization"]
     return f"W{given['bits_weights']}A{given['bits_activations']}"
 
@@ -57,9 +61,8 @@ def bits(run: RunData) -> str:
 def whole(run: RunData) -> pd.DataFrame:
     """The settings of the whole model on all sequences, by their name."""
     table = run.tables["quantization"]
-    return table[(table["sequences"] == table["sequences"].max()) & table["setting"].isin(LABELS)].drop_duplicates(
-        "setting", keep="last"
-    ).set_index("setting")  # fmt: skip
+    table = table[(table["sequences"] == table["sequences"].max()) & table["setting"].isin(LABELS)]
+    return table.drop_duplicates("setting", keep="last").set_index("setting")
 
 
 def probed(run: RunData, setting: str) -> pd.DataFrame:
@@ -70,24 +73,21 @@ def probed(run: RunData, setting: str) -> pd.DataFrame:
 
 
 def label(run: RunData, setting: str) -> str:
+    """A setting of the whole model in words."""
     given, kept = run.manifest["quantization"], whole(run)["kept"].get(COSTLIEST_KEPT, "")
     count = len(kept.split(", "))
-    costliest = "site" if count == 1 else f"{count} sites"
     return LABELS[setting].format(
-        bits=bits(run), weights=given["bits_weights"], activations=given["bits_activations"], costliest=costliest
+        bits=bits(run),
+        weights=given["bits_weights"],
+        activations=given["bits_activations"],
+        costliest="site" if count == 1 else f"{count} sites",
     )
 
 
 def overview(run: RunData) -> pd.DataFrame:
     """One row a setting: texts."""
     rows = [
-        {
-            "setting": label(run, str(setting)),
-            "perplexity": f"{row['perplexity']:,.4g}",
-            "loss": f"{row['loss']:.3f}",
-            "max infinity norm": _number(row["max_inf_norm"], "{:,.0f}"),
-            "mean kurtosis": _number(row["kurtosis"], "{:,.0f}"),
-        }
+        {"setting": label(run, str(setting))} | {METRICS[name].label: METRICS[name].text(row[name]) for name in COLUMNS}
         for setting, row in whole(run).iterrows()
     ]
     return pd.DataFrame(rows)
@@ -99,130 +99,114 @@ def restored(run: RunData, setting: str) -> float:
     return 1 - float(settings[setting] / settings[ALL])
 
 
+# --- findings
+
+
+def findings(run: RunData) -> list[Finding]:
+    """What quantizing costs, and which sites it is that cost so much."""
+    parts = [_cost, _massive, _costliest, _kinds, _sites, _not_quantized]
+    return [finding for part in parts for finding in part(run)]
+
+
 def _is_harmless(run: RunData) -> bool:
     return bool(whole(run)["cost"][ALL] < COSTLY)
 
 
-def _number(value: float, form: str) -> str:
-    return form.format(value) if np.isfinite(value) else ""
+def _cost(run: RunData) -> Iterator[Finding]:
+    cost, perplexity = whole(run)["cost"], whole(run)["perplexity"]
+    outcome = Outcome.ABSENT if _is_harmless(run) else Outcome.PRESENT
+    numbers = {"scheme": bits(run), "before": perplexity[FULL], "after": perplexity[ALL]}
+    factor = float(np.exp(cost[ALL]))
+    yield Finding("cost", COST, outcome, factor, None, COSTLY, (), numbers, is_headline=True)
+    if outcome == Outcome.PRESENT:
+        parts = {"weights": cost[WEIGHTS], "activations": cost[ACTIVATIONS]}
+        yield Finding("cost-parts", COST, value=cost[ALL], numbers=parts, is_headline=True)
 
 
-# --- sentences
-
-
-def _setting(run: RunData) -> str:
-    given, config, quantization = run.manifest["input"], run.manifest["config"], run.manifest["quantization"]
-    return (
-        f"Measured on {given['sequences']} sequences of {config['seq_len']} tokens ({run.condition}), position 0 being "
-        f"{given['token_zero']}; static ranges from the {quantization['calibration']} sequences behind them. "
-        f"Quantized: input, weight and output of {quantization['linear_layers']} linear layers, but not the LM head."
-    )
-
-
-def _cost(run: RunData) -> str:
-    settings = whole(run)
-    cost = settings["cost"]
-    before, after = settings["perplexity"][FULL], settings["perplexity"][ALL]
-    changed = f"{before:,.4g} → {after:,.4g}"
-    if _is_harmless(run):
-        return f"{bits(run)} is harmless: perplexity {changed}."
-    parts = (
-        f"weights alone cost {cost[WEIGHTS]:.3f} nats per token, activations alone {cost[ACTIVATIONS]:.3f}, "
-        f"both {cost[ALL]:.3f}"
-    )
-    return f"{bits(run)} multiplies perplexity by {np.exp(cost[ALL]):,.4g} ({changed}); {parts}."
-
-
-def _kinds(run: RunData) -> str | None:
-    """Kinds of site, each by itself, and what is left when one stays in full precision."""
-    if _is_harmless(run):
-        return None
-    table = probed(run, ALONE)
-    kinds = table[table["layer"] == ALL_LAYERS]
-    costly = kinds[kinds["cost"] >= COSTLY].head(SHOWN)
-    count = int(table["sequences"].min())
-    if costly.empty:
-        return "No kind of site costs 1 % of perplexity by itself."
-    listed = ", ".join(f"`{row.name_}` {row.cost:.3f}" for row in _named(costly))
-    words = f"Kinds of site that cost most, each quantized alone (nats per token, first {count} sequences): {listed}."
-    kept = probed(run, KEPT)
-    if kept.empty:
-        return words
-    best, total = kept.iloc[-1], float(probed(run, ALL)["cost"].iloc[0])
-    return f"{words} Left in full precision alone, `{best['name']}` saves most: {total:.3f} → {best['cost']:.3f}."
-
-
-def _layers(run: RunData) -> str | None:
-    table = probed(run, ALONE)
-    sites = table[(table["layer"] != ALL_LAYERS) & (table["cost"] >= COSTLY)].head(SHOWN)
-    if sites.empty or _is_harmless(run):
-        return None
-    ranges = run.tables["quantization_sites"].set_index(["layer", "site", "part"])
-    listed = []
-    for row in _named(sites):
-        known = ranges.loc[(row.layer, row.site, row.part)]
-        listed.append(
-            f"`{row.name_}` of layer {row.layer} ({row.cost:.3f}; largest entry {known['max_abs']:,.0f}, median "
-            f"{known['median_abs']:.2g}, {known['zeroed']:.0%} of its entries round to zero)"
-        )
-    return f"Single sites that cost most: {'; '.join(listed)}."
-
-
-def _massive(run: RunData) -> str:
+def _massive(run: RunData) -> Iterator[Finding]:
     sites = run.tables["quantization_sites"]
     sites = sites[sites["is_massive"]]
     if sites.empty:
-        return "No linear layer's input or output holds massive activations."
-    return f"Massive activations are held by {_grouped(sites)}{_in_full_precision(run, MASSIVE_KEPT)}."
+        yield Finding("massive-sites", OUTLIERS, Outcome.ABSENT)
+        return
+    yield Finding("massive-sites", OUTLIERS, Outcome.PRESENT, numbers={"sites": _by_kind(sites)})
+    yield from _restored(run, MASSIVE_KEPT, "the sites with massive activations", is_headline=True)
 
 
-def _costliest(run: RunData) -> str | None:
+def _costliest(run: RunData) -> Iterator[Finding]:
     if COSTLIEST_KEPT not in whole(run).index:
-        return None
+        return
     names = whole(run).loc[COSTLIEST_KEPT, "kept"].split(", ")
     sites = run.tables["quantization_sites"]
     kept = sites[site_names(sites).isin(names)]
-    massive = f", of which {kept['is_massive'].sum()} hold massive activations" if kept["is_massive"].any() else ""
-    which = "costliest" if len(kept) == 1 else f"{len(kept)} costliest"
-    return f"The {which} of {len(sites)} sites{massive}: {_grouped(kept)}{_in_full_precision(run, COSTLIEST_KEPT)}."
+    numbers = {
+        "count": len(kept),
+        "total": len(sites),
+        "massive": int(kept["is_massive"].sum()) or None,
+        "sites": _by_kind(kept),
+    }
+    yield Finding("costliest", OUTLIERS, numbers=numbers)
+    yield from _restored(run, COSTLIEST_KEPT, "the costliest sites")
+
+
+def _restored(run: RunData, setting: str, which: str, is_headline: bool = False) -> Iterator[Finding]:
+    """What is won back when some sites stay in full precision."""
+    if _is_harmless(run):
+        return
+    share = restored(run, setting)
+    outcome = Outcome.ABSENT if share <= 0 else Outcome.CONFIRMED if share >= 1 - RESTORED else Outcome.PARTLY
+    numbers = {"which": which, "perplexity": whole(run)["perplexity"][setting]}
+    yield Finding("restored", OUTLIERS, outcome, share, None, 1 - RESTORED, (), numbers, is_headline)
+
+
+def _kinds(run: RunData) -> Iterator[Finding]:
+    """Kinds of site, each by itself, and what is left when one stays in full precision."""
+    if _is_harmless(run):
+        return
+    table = probed(run, ALONE)
+    sequences = {"sequences": int(table["sequences"].min())}
+    kinds = table[table["layer"] == ALL_LAYERS]
+    costly = kinds[kinds["cost"] >= COSTLY].head(SHOWN)
+    if costly.empty:
+        yield Finding("kind", KINDS, Outcome.ABSENT, threshold=COSTLY, numbers=sequences)
+        return
+    for name, cost in zip(costly["name"], costly["cost"], strict=True):
+        yield Finding("kind", KINDS, Outcome.PRESENT, cost, threshold=COSTLY, numbers=sequences | {"kind": name})
+    kept = probed(run, KEPT)
+    if len(kept):
+        numbers = {"kind": kept["name"].iloc[-1], "before": float(probed(run, ALL)["cost"].iloc[0])}
+        yield Finding("kept", KINDS, value=float(kept["cost"].iloc[-1]), numbers=numbers)
+
+
+def _sites(run: RunData) -> Iterator[Finding]:
+    """Sites of one layer, each by itself."""
+    if _is_harmless(run):
+        return
+    table = probed(run, ALONE)
+    sites = table[(table["layer"] != ALL_LAYERS) & (table["cost"] >= COSTLY)].head(SHOWN)
+    ranges = run.tables["quantization_sites"].set_index(["layer", "site", "part"])
+    for _, row in sites.iterrows():
+        known = ranges.loc[(row["layer"], row["site"], row["part"])]
+        numbers = {"kind": row["name"], "layer": row["layer"], "largest": known["max_abs"]}
+        numbers |= {"median": known["median_abs"], "zeroed": known["zeroed"]}
+        yield Finding("site", SITES, Outcome.PRESENT, row["cost"], threshold=COSTLY, numbers=numbers)
+
+
+def _not_quantized(run: RunData) -> Iterator[Finding]:
+    left = run.manifest["quantization"]["not_quantized"]
+    if left:
+        yield Finding("not-quantized", REST, value=sum(left.values()), numbers={"parameters": tuple(left)})
 
 
 def site_names(sites: pd.DataFrame) -> pd.Series:
-    """Of rows of `quantization_sites`: as the sites are printed."""
+    """The sites of rows of `quantization_sites` as they are printed."""
     layer = np.where(sites["layer"] == NO_LAYER, "", "layer " + sites["layer"].astype(str) + " ")
     return layer + sites["site"] + " " + sites["part"]
 
 
-def _grouped(sites: pd.DataFrame) -> str:
-    """Kind by kind, with the layers."""
+def _by_kind(sites: pd.DataFrame) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Kind of site → its layers, in the table's order."""
     by_kind = sites.groupby(sites["site"] + " " + sites["part"], sort=False)["layer"]
-    return ", ".join(f"`{kind}`{_of_layers(layers)}" for kind, layers in by_kind)
-
-
-def _of_layers(layers: pd.Series) -> str:
-    numbers = sorted({layer for layer in layers if layer != NO_LAYER})
-    listed = ", ".join(map(str, numbers))
-    return f" of layer{'s' if len(numbers) > 1 else ''} {listed}" if numbers else ""
-
-
-def _in_full_precision(run: RunData, setting: str) -> str:
-    if _is_harmless(run):
-        return ""
-    share, perplexity = restored(run, setting), whole(run)["perplexity"][setting]
-    if share <= 0:
-        return f"; leaving these in full precision wins nothing back (perplexity {perplexity:,.4g})"
-    some = "most" if share > 0.5 else "some"
-    how = "nearly restores perplexity" if share >= 1 - RESTORED else f"wins {some} of it back"
-    return f"; leaving these in full precision {how} ({perplexity:,.4g}: {share:.0%} of the cost gone)"
-
-
-def _not_quantized(run: RunData) -> str | None:
-    left = run.manifest["quantization"]["not_quantized"]
-    if not left:
-        return None
-    listed = ", ".join(f"`{kind}`" for kind in left)
-    return f"Not quantized: {listed}, which are no linear layers ({sum(left.values()):.0%} of all parameters)."
-
-
-def _named(table: pd.DataFrame) -> list:
-    return list(table.rename(columns={"name": "name_"}).itertuples())
+    return tuple(
+        (str(kind), tuple(sorted({int(layer) for layer in layers if layer != NO_LAYER}))) for kind, layers in by_kind
+    )

@@ -1,14 +1,10 @@
 """A run with its figures and its verdict."""
 
-from collections.abc import Callable
 from functools import cached_property
 
-from sinkscope.report import effects, figures, quantization, verdict
+from sinkscope.report import figures, verdict
 from sinkscope.report.figures.style import Figure
 from sinkscope.results.run import RunData
-
-# command that made a run → how its findings are written; any other has `analyze`'s
-_VERDICTS: dict[str, Callable[[RunData], str]] = {"intervene": effects.verdict, "quantize": quantization.verdict}
 
 
 class Run(RunData):
@@ -24,8 +20,8 @@ class Run(RunData):
 
     @cached_property
     def verdict(self) -> str:
-        """The findings as Markdown: a short table, and sentences."""
-        return _VERDICTS.get(self.command, verdict.verdict)(self)
+        """The findings as Markdown: the most important ones, a table, the rest by subject, and the files."""
+        return verdict.verdict(self)
 
     def _repr_markdown_(self) -> str:  # what a notebook shows
         return self.verdict

@@ -1,4 +1,4 @@
-"""What came of `retrofit` or `train`: its runs, its tables with all arms together, and its figures."""
+"""The result of `retrofit` or `train`: its runs, its tables with all arms together, and its figures."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 from accelerate import PartialState
 
+from sinkscope.report.analysis import quantized_source
 from sinkscope.report.backcopy_table import backcopy_markdown
 from sinkscope.report.comparison import Comparison
 from sinkscope.report.figures import OF_ARMS
@@ -16,15 +17,20 @@ from sinkscope.report.figures.spec import draw_all
 from sinkscope.report.figures.style import Figure
 from sinkscope.report.retrofit_table import UNTOUCHED, retrofit_markdown, retrofit_table
 from sinkscope.report.run import Run
+from sinkscope.report.words import say
+from sinkscope.results.findings import Finding
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What came of `retrofit` or `train`.
+    """The result of `retrofit` or `train`.
 
-    runs         a run an arm; of `retrofit` also "untouched"
-    comparison   of these, of the first seed's where there are several, on held-out text; None where there is only one
-    tables       `training`, `gates` and `retrofit`, whose condition is the method; `train` on a task has more
+    Attributes:
+        folder: Where it was written.
+        manifest: Its whole configuration, and its arms.
+        runs: Arm → its run on held-out text; of `retrofit` also "untouched", the model as it was.
+        comparison: Of the runs of the first seed; None where there is only one.
+        tables: `training`, `gates` and `retrofit`, whose condition is the method; a task adds its own.
     """
 
     folder: Path
@@ -35,16 +41,24 @@ class Trained:
 
     @property
     def verdict(self) -> str:
-        """VGA's tables, as Markdown; of a task also what the lab found."""
-        whole = retrofit_markdown(self.tables["retrofit"])
-        return f"{whole}\n{backcopy_markdown(self.tables['training'])}" if "value_norms" in self.tables else whole
+        """VGA's tables as Markdown, and of a task its own metrics."""
+        parts = [retrofit_markdown(self.tables["retrofit"])]
+        if UNTOUCHED in self.runs:
+            parts += [f"{say(finding)}\n" for finding in quantized_source(self.runs[UNTOUCHED], "W8A8")]
+        if "value_norms" in self.tables:
+            parts.append(backcopy_markdown(self.tables["training"]))
+        return "\n".join(parts)
+
+    @property
+    def findings(self) -> list[Finding]:
+        """How far the new parameters of each method have moved."""
+        gates = self.tables["gates"]
+        return [_moved(str(arm), rows) for arm, rows in gates.groupby("condition", sort=False)]
 
     @property
     def notes(self) -> list[str]:
-        """How far each method's gates have moved, a line each; and settings in which the runs differ."""
-        gates = self.tables["gates"]
-        moved = [_moved(label, gates) for label in gates["condition"].unique()]
-        return moved + (self.comparison.warnings if self.comparison else [])
+        """The findings, and the settings in which the runs differ, a line each."""
+        return [say(finding) for finding in self.findings] + (self.comparison.warnings if self.comparison else [])
 
     def figures(self) -> dict[str, Figure]:
         """By name, those that the tables, and the runs' own, allow."""
@@ -52,7 +66,7 @@ class Trained:
 
     @property
     def is_main(self) -> bool:
-        """Of several processes, the one that prints."""
+        """Whether this is the one of several processes that prints."""
         return PartialState().is_main_process
 
     def model(self, label: str) -> Path:
@@ -64,7 +78,7 @@ class Trained:
 
 
 def by_seed(manifest: Mapping[str, Any], runs: Mapping[str, Run]) -> Iterator[tuple[int, dict[str, Run]]]:
-    """Seed, and its runs by method; the untouched model's is every seed's."""
+    """Each seed with its runs by method; the untouched model's run belongs to every seed."""
     arms = {label: manifest["arms"][label] for label in runs if label != UNTOUCHED}
     for seed in sorted({arm["seed"] for arm in arms.values()}):
         shared = {UNTOUCHED: runs[UNTOUCHED]} if UNTOUCHED in runs else {}
@@ -72,7 +86,7 @@ def by_seed(manifest: Mapping[str, Any], runs: Mapping[str, Run]) -> Iterator[tu
 
 
 def first_runs(manifest: Mapping[str, Any], runs: Mapping[str, Run]) -> dict[str, Run]:
-    """By method, of the first seed."""
+    """The runs of the first seed, by method."""
     return next(by_seed(manifest, runs))[1]
 
 
@@ -85,9 +99,8 @@ def retrofit_tables(manifest: Mapping[str, Any], runs: Mapping[str, Run], gates:
     return pd.concat(parts, ignore_index=True)
 
 
-def _moved(label: str, gates: pd.DataFrame) -> str:
-    mine = gates[gates["condition"] == label]
-    most = mine.loc[mine["displacement"].idxmax()]
-    where = "" if most["layer"] < 0 else f", in layer {most['layer']}"
-    mean = mine["displacement"].mean()
-    return f"{label}: new parameters moved by {mean:.3g} on average, by {most['displacement']:.3g} at most{where}"
+def _moved(arm: str, gates: pd.DataFrame) -> Finding:
+    """From the rows of the table `gates` of one arm."""
+    most = gates.loc[gates["displacement"].idxmax()]
+    numbers = {"arm": arm, "mean": gates["displacement"].mean(), "layer": most["layer"] if most["layer"] >= 0 else None}
+    return Finding("gates-moved", "Gates", value=most["displacement"], numbers=numbers)

@@ -50,7 +50,8 @@ class Metric:
         """The value as printed."""
         if isnan(value):
             return MISSING
-        return f"{value:.4g}" if abs(value) >= LARGE else self.form.format(value)
+        sign = "+" if "+" in self.form else ""
+        return f"{value:{sign}.4g}" if abs(value) >= LARGE else self.form.format(value)
 
     def text_with_spread(self, value: float, deviation: float) -> str:
         """«16.94 ± 0.01»; no ± where `deviation` is NaN, as it is of a single value."""
@@ -169,10 +170,10 @@ _GRADIENTS = (
             ("_later", "positions ≥ 5", " of the attention branch, averaged over sequences; median over positions"),
         )
     ),
-    Metric("compress_slope", "slope of log compress on log norm", "slope",
+    Metric("compress_slope", "slope of log compress on log norm", "compress slope",
         "least-squares slope of log₁₀ compress on log₁₀‖h‖, attention branch, layers ≥ 1, all positions",
         source="GS fig. 3", whole=""),
-    Metric("compress_correlation", "correlation of log compress and log norm", "correlation",
+    Metric("compress_correlation", "correlation of log compress and log norm", "compress correlation",
         "Pearson's r of the points of compress_slope",
         source="GS fig. 3", whole=""),
     *(
@@ -258,7 +259,7 @@ _TRAINED = (
     Metric("learning_rate", "learning rate of the pretrained parameters", "learning rate",
         "as the scheduler has it at the step",
         form="{:.3g}", whole="", tables=(TRAINING,)),
-    Metric("gradient_norm", "gradient norm of a training step", "gradient norm",
+    Metric("gradient_norm", "gradient norm of a training step", "gradient norm of a step",
         "norm of the gradient of all trained parameters, before it is clipped",
         form="{:.3g}", whole="", tables=(TRAINING,)),
 )

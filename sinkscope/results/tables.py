@@ -42,26 +42,19 @@ SITE = Column("site", "where in the layer: layer_in, attn_out, mid, mlp_out or l
 QUERY = Column("query", "position of the query")
 KEY = Column("key", "position of the key")
 SEED = Column("seed", "of the training")
+METRIC = Column("metric", "what was measured (`sinkscope list metrics`)")
+VALUE = Column("value", "its value")
 
 # Tables that are made above measuring/; all tables: measuring/tables.py
 TRAINING_TABLES: dict[str, Columns] = {
-    "training": (
-        SEED,
-        Column("step", "of the optimizer, 0 is before the first"),
-        Column("metric", "what was measured (`sinkscope list metrics`)"),
-        Column("value", "its value"),
-    ),
+    "training": (SEED, Column("step", "of the optimizer, 0 is before the first"), METRIC, VALUE),
     "gates": (
         SEED,
         Column("head", "of values or queries, as the parameter counts; registers in order"),
         Column("parameter", "of the retrofit"),
         Column("displacement", "distance of the head's parameters from where they started"),
     ),
-    "retrofit": (
-        SEED,
-        Column("metric", "what was measured (`sinkscope list metrics`)"),
-        Column("value", "its value"),
-    ),
+    "retrofit": (SEED, METRIC, VALUE),
     "value_norms": (
         SEQUENCE, POSITION, TOKEN_ID, TOKEN,
         Column("is_trigger", "whether the token is a trigger of the task"),

@@ -18,15 +18,16 @@ WSE is "When Attention Sink Emerges in Language Models"; its experiments take 10
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from sinkscope.errors import InputError
-from sinkscope.text.request import Request, Sampler, Selection
+from sinkscope.text.request import Request, Sampler
 from sinkscope.text.sequences import counted
 from sinkscope.text.sources import DRAWN, open_source
 from sinkscope.text.tokens import special_token_ids
@@ -86,18 +87,12 @@ class TokenInputs:
         if padding_side not in ("left", "right"):
             raise ValueError(f"padding_side is 'left' or 'right', not {padding_side!r}")
         for first in range(0, len(self.sequences), batch_size):
-            yield _padded(self.sequences[first : first + batch_size], pad_id, padding_side)
+            ids = [torch.tensor(ids) for ids in self.sequences[first : first + batch_size]]
+            yield _padded(ids, pad_id, padding_side), _padded([torch.ones_like(row) for row in ids], 0, padding_side)
 
 
-def _padded(sequences: Sequence[np.ndarray], pad_id: int, padding_side: str) -> tuple[torch.Tensor, torch.Tensor]:
-    width = max(len(ids) for ids in sequences)
-    padded = torch.full((len(sequences), width), pad_id, dtype=torch.long)
-    mask = torch.zeros_like(padded)
-    for row, ids in enumerate(sequences):
-        columns = slice(0, len(ids)) if padding_side == "right" else slice(width - len(ids), width)
-        padded[row, columns] = torch.tensor(ids)  # a copy: the sequences stay read-only
-        mask[row, columns] = 1
-    return padded, mask
+def _padded(rows: list[torch.Tensor], value: int, side: str) -> torch.Tensor:
+    return pad_sequence(rows, batch_first=True, padding_value=value, padding_side=side)
 
 
 def build_inputs(
@@ -118,21 +113,17 @@ def build_inputs(
     """The first `num_seqs` sequences of `seq_len` tokens of a source; fewer, with a notice, if it has fewer.
 
     Args:
-        source: see the head of this file.
-        vocab_size: the model's; ids must be below it. Random tokens are below the tokenizer's length too.
-        tokenizer: of the model; text needs one.
-        dataset: instead of a source, a HuggingFace dataset or local folder "NAME", "NAME:CONFIG" or
-            "NAME:CONFIG:SPLIT" (train unless given): its documents of at least seq_len tokens, cut.
+        source: an input kind or a file, see the head of this module.
+        vocab_size: the model's; ids must be below it, and drawn ids below the tokenizer's length, too.
+        dataset: instead of a source, "NAME", "NAME:CONFIG" or "NAME:CONFIG:SPLIT" (train unless given) of a
+            HuggingFace dataset or a local folder: its documents of at least seq_len tokens, cut.
         max_positions: the longest sequence that the model takes; None: no limit.
-        num_seqs, seq_len: how many sequences, and tokens in each.
-        bos: what stands in front of every sequence and counts in seq_len. "auto": in front of text what the
-            tokenizer puts there by itself, in front of drawn tokens nothing (propositions 1–4 of WSE are about
-            equal tokens); "always": that, or else the BOS; "never": nothing. Ids from a file stay as they are.
+        bos: what stands in front of every sequence and counts in seq_len. "auto": what the tokenizer puts in front
+            of a text by itself, and nothing in front of drawn tokens (propositions 1–4 of WSE are about equal
+            tokens); "always": that, or else the BOS; "never": nothing. Ids from a file stay as they are.
         bos_token_id: the model config's, for a tokenizer that names none.
-        special_ids: ids never drawn at random, beside the tokenizer's special tokens and `bos_token_id`; None
-            among them is ignored.
-        seed: of what is drawn.
-        sampler: what draws text from the model, for "sampled".
+        special_ids: ids never drawn, beside the tokenizer's special tokens and `bos_token_id`; None is ignored.
+        sampler: draws text from the model, for "sampled".
 
     Raises:
         InputError: a source that cannot be read, ids outside the vocabulary, or arguments that do not fit.
@@ -141,7 +132,11 @@ def build_inputs(
     special = special_token_ids(tokenizer) | {at for at in (*special_ids, bos_token_id) if at is not None}
     request = Request(tokenizer, vocab_size, num_seqs, seq_len, bos, bos_token_id, special, seed, sampler)
     request.check(max_positions)
-    condition, selection = _select(source, dataset, request)
+    if source in DRAWN and dataset is None:
+        condition, selection = source, DRAWN[source](request)
+    else:
+        found = open_source(source, dataset)
+        condition, selection = found.name, found.cut(found.documents, found.label, request)
     sequences = tuple(np.array(ids, dtype=np.int64) for ids in selection.sequences)
     notices = list(selection.notices)
     if len(sequences) < num_seqs:
@@ -152,14 +147,6 @@ def build_inputs(
     for ids in sequences:
         ids.setflags(write=False)
     return TokenInputs(condition, sequences, selection.token_zero, _sha256(sequences), tuple(notices))
-
-
-def _select(source: str, dataset: str | None, request: Request) -> tuple[str, Selection]:
-    """The condition's name and the sequences of its source."""
-    if source in DRAWN and dataset is None:
-        return source, DRAWN[source](request)
-    found = open_source(source, dataset)
-    return found.name, found.cut(found.documents, found.label, request)
 
 
 def _sha256(sequences: Iterable[np.ndarray]) -> str:

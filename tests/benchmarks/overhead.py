@@ -1,10 +1,14 @@
 """What sinkscope costs, beside the bare model, in one process: `python tests/benchmarks/overhead.py [MODEL]`.
 
+Without options it takes at most five minutes on two slow cores: the rows in `QUICK`, as many rounds as fit into
+`SECONDS` for each table, and peak memory for the first and the last row. `--thorough` takes seven rounds of every row,
+at the longer shapes too, and the memory of every row: half an hour on such a machine. The last line is the summary.
+
 Every variant runs once a round in turn, so that a machine whose speed drifts drifts for all of them alike; time is
 the median over rounds of each variant ÷ the bare SDPA forward of the same round. Peak memory is measured apart,
 one variant a subprocess: the high-water mark of resident memory during the pass above what was resident before it.
-The bare forward is `model(input_ids)`. The forward observables need no logits and make none; the row "no logits" is the
-bare forward that does not either, the strictest thing to be held against.
+The bare forward is `model(input_ids)`. The forward observables need no logits and compute none; the row "no logits" is
+the bare forward that does not either, the strictest baseline.
 """
 
 import argparse
@@ -35,8 +39,18 @@ from sinkscope.text.batch import Batch
 Variant = Callable[[], float]  # runs one pass and gives its seconds
 
 FORWARD = (Attention, Geometry, Activation, Massive, Outlier)
-SHAPES = ((8, 64), (1, 2048))
-BACKWARD_SHAPES = ((8, 64), (1, 1024))
+ROUNDS = 7
+SECONDS = 30.0  # for the rounds of one table without --thorough; at least one round runs
+QUICK = (
+    "bare SDPA forward",
+    "bare SDPA forward, no logits",
+    "attention + activation, 16 columns",
+    "all forward observables, 16 columns",
+    "bare frozen forward + backward",
+    "gradient observables",
+    "arm: before",
+    "arm: mask-sink",
+)
 
 
 def seconds_of(one_pass: Callable[[], None]) -> float:
@@ -155,23 +169,29 @@ def arm_variants(model, shape: tuple[int, int]) -> dict[str, Variant]:
     return {"bare SDPA forward": bare(plain), "arm: before": arm()} | {f"arm: {do}": arm(do) for do in ARMS}
 
 
-def report_times(passes: dict[str, Variant], shape: tuple[int, int], rounds: int) -> None:
+def report_times(passes: dict[str, Variant], shape: tuple[int, int], rounds: int, seconds: float) -> dict[str, float]:
+    """Name → time ÷ the first variant's. Stops after `rounds` rounds, or `seconds`, but takes one round at least."""
+    for one_pass in passes.values():  # warms up
+        one_pass()
     times: dict[str, list[float]] = {name: [] for name in passes}
-    for round_number in range(rounds + 1):
+    start, done = time.perf_counter(), 0
+    while done < rounds and (not done or (time.perf_counter() - start) * (done + 1) / done < seconds):
         for name, one_pass in passes.items():
-            seconds = one_pass()
-            if round_number:  # the first warms up
-                times[name].append(seconds)
+            times[name].append(one_pass())
+        done += 1
     base = next(iter(times.values()))
-    print(f"\n{shape[0]} × {shape[1]} tokens: median of {rounds} rounds")
-    for name, seconds in times.items():
-        ratio = statistics.median(mine / bare for mine, bare in zip(seconds, base, strict=True))
-        print(f"  {name:<40} {1e3 * statistics.median(seconds):8.0f} ms   {ratio:5.2f} ×")
+    print(f"\n{shape[0]} × {shape[1]} tokens: median of {done} round{'s' * (done > 1)}")
+    ratios = {}
+    for name, own in times.items():
+        ratios[name] = statistics.median(mine / bare for mine, bare in zip(own, base, strict=True))
+        print(f"  {name:<40} {1e3 * statistics.median(own):8.0f} ms   {ratios[name]:5.2f} ×", flush=True)
+    return ratios
 
 
-def report_memory(model_name: str | None, shape: tuple[int, int], names: list[str]) -> None:
+def report_memory(model_name: str | None, shape: tuple[int, int], names: list[str]) -> dict[str, float]:
+    """Name → peak memory ÷ the first variant's."""
     print(f"\n{shape[0]} × {shape[1]} tokens: peak memory above what is resident before the pass")
-    base = None
+    peaks = {}
     for name in names:
         command = [sys.executable, __file__, "--peak-of", name, "--shape", *map(str, shape)]
         # every tensor of its own mapping, so that freed memory goes back at once and the high-water mark is exact
@@ -180,9 +200,9 @@ def report_memory(model_name: str | None, shape: tuple[int, int], names: list[st
             [*command, *([model_name] if model_name else [])], check=True, stdout=subprocess.PIPE, text=True,
             env=environment,
         ).stdout  # fmt: skip
-        peak = float(output.split()[-1])
-        base = base or peak
-        print(f"  {name:<40} {peak:8.0f} MB   {peak / base:5.2f} ×")
+        peaks[name] = float(output.split()[-1])
+        print(f"  {name:<40} {peaks[name]:8.0f} MB   {peaks[name] / peaks[names[0]]:5.2f} ×", flush=True)
+    return {name: peak / peaks[names[0]] for name, peak in peaks.items()}
 
 
 def all_variants(model, shape: tuple[int, int]) -> dict[str, Variant]:
@@ -208,30 +228,48 @@ def _status(field: str) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
+KINDS = {
+    # name → variants, shapes, shapes of --thorough
+    "forward": (variants, ((8, 64), (1, 1024)), ((8, 64), (1, 2048))),
+    "backward": (backward_variants, ((8, 64),), ((8, 64), (1, 1024))),
+    "arms": (arm_variants, ((8, 64),), ((8, 64), (1, 2048))),
+}
+
+
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--thorough", action="store_true", help="every row, longer shapes, seven rounds")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--shape", type=int, nargs=2)
-    parser.add_argument("--only", choices=["forward", "backward", "arms"])
-    parser.add_argument("--peak-of")
+    parser.add_argument("--only", choices=KINDS)
+    parser.add_argument("--peak-of", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     model = sinkscope.models.loading.load(arguments.model).model
     if arguments.peak_of:
         print_peak(model, tuple(arguments.shape), arguments.peak_of)
         return
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {model.config._attn_implementation}")
-    kinds = {
-        "forward": (variants, SHAPES),
-        "backward": (backward_variants, BACKWARD_SHAPES),
-        "arms": (arm_variants, SHAPES),
-    }
-    for make, shapes in kinds.values() if arguments.only is None else [kinds[arguments.only]]:
-        for shape in shapes if arguments.shape is None else (tuple(arguments.shape),):
-            passes = make(model, shape)
-            report_times(passes, shape, arguments.rounds)
-            report_memory(arguments.model, shape, list(passes))
+    found = []
+    for kind in [arguments.only] if arguments.only else KINDS:
+        make, quick, thorough = KINDS[kind]
+        shapes = thorough if arguments.thorough else quick
+        for shape in (tuple(arguments.shape),) if arguments.shape else shapes:
+            found.append(report(model, arguments, make(model, shape), shape))
+    print(f"\nsummary (÷ the bare pass): {'; '.join(found)}")
+
+
+def report(model, arguments: argparse.Namespace, passes: dict[str, Variant], shape: tuple[int, int]) -> str:
+    """Prints the tables of one kind and shape. → its last row in the words of the summary."""
+    if not arguments.thorough:
+        passes = {name: one_pass for name, one_pass in passes.items() if name in QUICK}
+    seconds = float("inf") if arguments.thorough else SECONDS
+    times = report_times(passes, shape, arguments.rounds, seconds)
+    names = list(passes)
+    last = names[-1]
+    memory = report_memory(arguments.model, shape, names if arguments.thorough else [names[0], last])
+    return f"{last} at {shape[0]} × {shape[1]}: {times[last]:.2f} × time, {memory[last]:.2f} × memory"
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import pytest
 import torch
 from hub import Hub
 from safetensors.torch import load_file, save_file
-from support.figures import skip_figures
 from tiny import VOCAB, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -74,12 +73,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.chdir(folder)
     return folder
-
-
-@pytest.fixture
-def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes seconds; `finished` has it."""
-    skip_figures(monkeypatch)
 
 
 def command_line(*args: object) -> Result:
@@ -642,7 +635,7 @@ main()
 
 
 def test_ended_from_outside(bare: Path, here: Path) -> None:
-    options = ("--input", "random", "--num-seqs", "200000", "--batch-size", "8", "--out", "run")
+    options = ("--input", "random", "--num-seqs", "20000", "--batch-size", "8", "--out", "run")
     command = [sys.executable, "-c", ANNOUNCED, "analyze", str(bare), *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -337,7 +337,7 @@ def test_the_automatic_batch_size_is_a_number_of_tokens(
 # ------------------------------------------------------------------------------------------ the run folder
 
 
-def test_a_run_folder_holds_what_was_measured(model: PreTrainedModel, tmp_path: Path) -> None:
+def test_a_run_folder_holds_what_was_measured(model: PreTrainedModel, tmp_path: Path, no_figures: None) -> None:
     run = run_of(model, out=tmp_path / "run")
     again = Run.open(tmp_path / "run")
     assert again.manifest == json.loads(json.dumps(run.manifest))

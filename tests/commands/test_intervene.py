@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 import reference
 import torch
+from support.figures import skip_figures
 from tiny import ragged_tokens, tiny_model, tiny_tokens
 from transformers import PreTrainedModel
 from typer.testing import CliRunner
@@ -69,11 +70,11 @@ def no_query_bias(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def inputs_of(model: PreTrainedModel) -> list[np.ndarray]:
-    from sinkscope.measuring.subject import inputs_for, loaded_model
+    from sinkscope.measuring.subject import inputs_for, load_model
     from sinkscope.options.measuring import make_config
 
     config = make_config(**SMALL)
-    return list(inputs_for(loaded_model(model, None, config), config).sequences)
+    return list(inputs_for(load_model(model, None, config), config).sequences)
 
 
 # --- what comes out
@@ -272,7 +273,9 @@ def command_line(*args: object) -> Any:
 OPTIONS = ("--input", "random", "--num-seqs", 3, "--seq-len", 16, "--draws", 2)
 
 
-def test_the_command_writes_a_run_folder_and_repeats_it(folder: Path, tmp_path: Path) -> None:
+def test_the_command_writes_a_run_folder_and_repeats_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done = command_line("intervene", folder, "--do", "nullify-query-bias", *OPTIONS, "--out", tmp_path / "run")
     assert done.exit_code == 0, done.stderr
     assert "| nullify-query-bias |" in done.stdout
@@ -282,13 +285,14 @@ def test_the_command_writes_a_run_folder_and_repeats_it(folder: Path, tmp_path: 
     assert {path.stem for path in (tmp_path / "run" / "figures").glob("*.png")} == {
         *("arm-maps", "arm-maps-by-layer", "effects", "effects-by-layer"),
     }  # fmt: skip
+    skip_figures(monkeypatch)
     again = command_line("intervene", "--from", tmp_path / "run", "--out", tmp_path / "again")
     assert again.exit_code == 0, again.stderr
     for name, table in Run.open(tmp_path / "again").tables.items():
         pd.testing.assert_frame_equal(table, run.tables[name])
 
 
-def test_a_run_is_repeated_by_its_own_command(folder: Path, tmp_path: Path) -> None:
+def test_a_run_is_repeated_by_its_own_command(folder: Path, tmp_path: Path, no_figures: None) -> None:
     command_line("intervene", folder, "--do", "mask-sink", *OPTIONS, "--out", tmp_path / "run")
     refused = command_line("analyze", "--from", tmp_path / "run", "--out", tmp_path / "x")
     assert refused.exit_code == 2

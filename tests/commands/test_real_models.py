@@ -44,19 +44,6 @@ def fetched(name: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def smollm() -> LoadedModel:
-    try:
-        return sinkscope.load()
-    except sinkscope.SinkscopeError as error:
-        pytest.fail(f"SmolLM2 is missing: run `make install` ({error})")
-
-
-@pytest.fixture(scope="module")
-def mgm() -> LoadedModel:
-    return sinkscope.load(fetched("mgm"), allow_pickle=True)
-
-
-@pytest.fixture(scope="module")
 def gemma() -> LoadedModel:
     return sinkscope.load(fetched("gemma3-270m.gguf"))
 

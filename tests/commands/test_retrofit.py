@@ -23,7 +23,8 @@ from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.tables import column_names
 from sinkscope.models.loading import LoadedModel
 from sinkscope.report.comparison import compare
-from sinkscope.report.figures.retrofit_training import draw_retrofit_training
+from sinkscope.report.figures.arms import Arms
+from sinkscope.report.figures.retrofit_training import draw as draw_retrofit_training
 from sinkscope.report.run import Run
 from sinkscope.results.tables import LEADING
 from sinkscope.retrofits import retrofit_model
@@ -55,11 +56,6 @@ def finished(tiny: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -
     with pytest.MonkeyPatch.context() as patched:
         skip_figures(patched)
         return command_line("retrofit", tiny, *arguments), out
-
-
-@pytest.fixture
-def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    skip_figures(monkeypatch)
 
 
 def loaded() -> LoadedModel:
@@ -331,8 +327,9 @@ def test_a_name_stays_with_its_method(tiny: Path, text: Path, tmp_path: Path, no
 def test_the_figure_without_gates() -> None:
     rows = [("tiny", "none", -1, 0, step, "loss", 1 / step) for step in range(1, 5)]
     table = pd.DataFrame(rows, columns=[*LEADING, *column_names("training")])
-    left, right = draw_retrofit_training(table).axes
+    run = Run({"model": {"name": "tiny"}}, {})
+    left, right = draw_retrofit_training(Arms({"training": table}, {"none": run})).axes
     assert left.lines[0].get_ydata().tolist() == pytest.approx([1, 1 / 2, 1 / 3, 1 / 4])
     assert [text.get_text() for text in right.texts] == ["no new parameters"]
     with pytest.raises(InputError, match="nothing was logged"):
-        draw_retrofit_training(table.iloc[:0])
+        draw_retrofit_training(Arms({"training": table.iloc[:0]}, {"none": run}))

@@ -53,11 +53,6 @@ def without_figures(patch: pytest.MonkeyPatch) -> None:
     skip_figures(patch)
 
 
-@pytest.fixture
-def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_figures(monkeypatch)
-
-
 def copied(trained: Path, target: Path, *steps: int) -> Path:
     for step in steps:
         shutil.copytree(trained / f"checkpoint-{step}", target / f"checkpoint-{step}")

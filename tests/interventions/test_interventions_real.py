@@ -26,14 +26,6 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
-def mgm() -> LoadedModel:
-    path = MODELS / "mgm"
-    if not path.exists():
-        pytest.fail(".models/mgm is missing: run `make models`")
-    return sinkscope.load(str(path), allow_pickle=True)
-
-
-@pytest.fixture(scope="module")
 def mgm_text(mgm: LoadedModel) -> list[np.ndarray]:
     return list(inputs_for(mgm, make_config(**OPTIONS)).sequences)
 
@@ -43,11 +35,6 @@ def mgm_run(mgm: LoadedModel) -> Run:
     """NU's five interventions, as its recipe names them."""
     recipe = recipes.read_recipe(recipes.find_recipe("not-universal-interventions"))
     return sinkscope.intervene(mgm, arms=recipe.content.arms, draws=3, **OPTIONS)
-
-
-@pytest.fixture(scope="module")
-def smollm() -> LoadedModel:
-    return sinkscope.load()
 
 
 def test_sampled_text_is_natural_to_the_model(mgm: LoadedModel, mgm_text: list[np.ndarray]) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from support.retrofitted import EACH_FAMILY, METHODS, SETTINGS, in_double, plain_model, retrofitted
+from support.retrofitted import EACH_FAMILY, METHODS, SETTINGS, in_double, plain_model, retrofitted, shared
 from tiny import FORWARD, batched, measured, ragged_tokens, tiny_model
 from torch import nn
 from transformers import PreTrainedModel
@@ -93,7 +93,7 @@ def assert_same(found: pd.DataFrame, expected: pd.DataFrame) -> None:
 @EACH_FAMILY
 @EACH_GATE
 def test_gates_and_raw_values_are_those_of_a_plain_forward(name: str, label: str) -> None:
-    model = retrofitted(name, label)
+    model = shared(name, label)
     found, expected = ours(model), direct(model)
     assert_same(found, expected)
     assert found["gate"].std() > 1e-6  # there is something to compare

@@ -24,11 +24,8 @@ SEQUENCES, TOKENS = 16, 64
 
 
 @pytest.fixture(scope="module")
-def smollm() -> LoadedModel:
-    try:
-        return sinkscope.load(dtype="float32", device_map="cpu")
-    except sinkscope.SinkscopeError as error:
-        pytest.fail(f"SmolLM2 is missing: run `make install` ({error})")
+def smollm(smollm_on_cpu: LoadedModel) -> LoadedModel:
+    return smollm_on_cpu
 
 
 @pytest.fixture(scope="module")

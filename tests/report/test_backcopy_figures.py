@@ -7,11 +7,25 @@ import pandas as pd
 import pytest
 
 from sinkscope.errors import InputError
-from sinkscope.report.figures.backcopy_maps import draw_backcopy_maps, sinking_head
-from sinkscope.report.figures.backcopy_training import ROWS, draw_backcopy_training, sinking_layer
-from sinkscope.training.tasks.backcopy_measures import METRICS
+from sinkscope.report.backcopy_table import sinking_layer
+from sinkscope.report.figures import OF_ARMS
+from sinkscope.report.figures.arms import Arms
+from sinkscope.report.figures.backcopy_maps import sinking_head
+from sinkscope.report.figures.backcopy_training import ROWS
+from sinkscope.report.figures.style import Figure
+from sinkscope.results.metrics import BACKCOPY
+from sinkscope.results.run import RunData
 
 STEPS = range(0, 101, 10)
+RUNS = {"arm 0": RunData({"model": {"name": "tiny"}}, {})}
+
+
+def draw_backcopy_training(training: pd.DataFrame) -> Figure:
+    return OF_ARMS["backcopy-training"](Arms({"training": training}, RUNS))
+
+
+def draw_backcopy_maps(attention_maps: pd.DataFrame, value_norms: pd.DataFrame) -> Figure:
+    return OF_ARMS["backcopy-maps"](Arms({"attention_maps": attention_maps, "value_norms": value_norms}, RUNS))
 
 
 def training(arms: int = 3, seeds: int = 2, layers: int = 1) -> pd.DataFrame:
@@ -22,7 +36,7 @@ def training(arms: int = 3, seeds: int = 2, layers: int = 1) -> pd.DataFrame:
         for layer in range(layers)
         for seed in range(seeds)
         for step in STEPS
-        for metric in METRICS
+        for metric in BACKCOPY
         if layer == 0 or not metric.endswith("risk")
     ]
     return pd.DataFrame(rows, columns=["model", "condition", "layer", "seed", "step", "metric", "value"])

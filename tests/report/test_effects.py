@@ -4,18 +4,27 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from sinkscope.interventions import INTERVENTIONS
+from sinkscope.interventions.intervention import Expectation
 from sinkscope.measuring.effects import arm_metrics
-from sinkscope.report.effects import EXPECTATIONS, Effect, effect_of, finding, overview
+from sinkscope.report.effects import Effect, effect_of, findings_of, overview
 from sinkscope.report.run import Run
+from sinkscope.report.words import TEMPLATES, say
+from sinkscope.results.findings import Outcome
 
 NAN = float("nan")
+
+
+def finding(run: Run, label: str) -> str:
+    """What is said of an arm."""
+    return " ".join(say(finding) for finding in findings_of(run, label))
 
 
 def run_of(
     rates: dict[int, tuple[float, float, tuple[float, ...]]],
     masses: dict[int, tuple[float, float, tuple[float, ...]]] | None = None,
     perplexity: tuple[float, float, tuple[float, ...]] = (20.0, 21.0, (20.1, 20.2)),
-    expects: str = "sink falls",
+    expects: str = "sink-falls",
 ) -> Run:
     """A run of one arm `x`: position → (before, after, controls), the same in each of six layers."""
     rows = []
@@ -43,33 +52,32 @@ def run_of(
 
 
 def test_a_change_counts_only_beyond_what_random_changes_do() -> None:
-    assert Effect(0.7, 0.4, (0.69, 0.71, 0.70)).falls
-    assert not Effect(0.7, 0.4, (0.69, 0.71, 0.70)).rises
-    assert Effect(0.1, 0.4, (0.10, 0.11, 0.09)).rises
-    assert not Effect(0.7, 0.6, (0.5, 0.8, 0.65)).falls  # random changes do as much
-    assert not Effect(0.7, 0.6, (0.59, 0.7, 0.7, 0.7, 0.7)).falls  # one of them does more
+    assert Effect(0.7, 0.4, (0.69, 0.71, 0.70)).outcome == Outcome.FALLS
+    assert Effect(0.7, 0.4, (0.69, 0.71, 0.70)).outcome != Outcome.RISES
+    assert Effect(0.1, 0.4, (0.10, 0.11, 0.09)).outcome == Outcome.RISES
+    assert Effect(0.7, 0.6, (0.5, 0.8, 0.65)).outcome != Outcome.FALLS  # random changes do as much
+    assert Effect(0.7, 0.6, (0.59, 0.7, 0.7, 0.7, 0.7)).outcome != Outcome.FALLS  # one of them does more
 
 
 def test_random_changes_the_other_way_do_not_hide_an_effect() -> None:
-    assert Effect(0.5, 0.4, (0.6, 0.61, 0.62)).falls
-    assert not Effect(0.5, 0.6, (0.6, 0.61, 0.62)).rises
+    assert Effect(0.5, 0.4, (0.6, 0.61, 0.62)).outcome == Outcome.FALLS
+    assert Effect(0.5, 0.6, (0.6, 0.61, 0.62)).outcome != Outcome.RISES
 
 
 @pytest.mark.parametrize("controls", [(), (0.7,)])
 def test_without_two_controls_nothing_is_claimed(controls: tuple[float, ...]) -> None:
-    assert not Effect(0.7, 0.0, controls).falls
+    assert Effect(0.7, 0.0, controls).outcome != Outcome.FALLS
 
 
 def test_a_change_that_cannot_be_seen_in_print_is_none() -> None:
-    assert not Effect(0.713, 0.712, (0.713, 0.713, 0.713)).falls
-    assert Effect(0.713, 0.70, (0.713, 0.713, 0.713)).falls
+    assert Effect(0.713, 0.712, (0.713, 0.713, 0.713)).outcome != Outcome.FALLS
+    assert Effect(0.713, 0.70, (0.713, 0.713, 0.713)).outcome == Outcome.FALLS
 
 
 @pytest.mark.parametrize("after", [NAN, float("inf")])
 def test_what_is_no_number_is_no_effect(after: float) -> None:
     effect = Effect(NAN, after, (NAN, NAN))
-    assert not effect.falls
-    assert not effect.rises
+    assert effect.outcome not in (Outcome.FALLS, Outcome.RISES)
 
 
 # --- in words
@@ -77,13 +85,13 @@ def test_what_is_no_number_is_no_effect(after: float) -> None:
 
 def test_a_sink_moves_only_if_the_target_gains_beyond_the_control() -> None:
     rates = {0: (0.7, 0.1, (0.7, 0.69, 0.71)), 1: (0.0, 0.4, (0.0, 0.0, 0.0))}
-    moved = run_of(rates, {1: (0.02, 0.30, (0.02, 0.03, 0.02))}, expects="sink moves")
+    moved = run_of(rates, {1: (0.02, 0.30, (0.02, 0.03, 0.02))}, expects="sink-moves")
     assert "the sink moved to position 1" in finding(moved, "x")
-    unmoved = run_of(rates, {1: (0.02, 0.05, (0.02, 0.09, 0.04))}, expects="sink moves")
+    unmoved = run_of(rates, {1: (0.02, 0.05, (0.02, 0.09, 0.04))}, expects="sink-moves")
     assert "moved to" not in finding(unmoved, "x")
     assert "did not move" in finding(unmoved, "x")
     both = run_of(
-        {0: (0.7, 0.7, (0.7, 0.69, 0.71)), 1: rates[1]}, {1: (0.02, 0.30, (0.02, 0.03, 0.02))}, expects="sink moves"
+        {0: (0.7, 0.7, (0.7, 0.69, 0.71)), 1: rates[1]}, {1: (0.02, 0.30, (0.02, 0.03, 0.02))}, expects="sink-moves"
     )
     assert "becomes a sink, and position 0 stays one" in finding(both, "x")
 
@@ -91,8 +99,8 @@ def test_a_sink_moves_only_if_the_target_gains_beyond_the_control() -> None:
 @pytest.mark.parametrize(
     ("after", "words"),
     [
-        (0.1, "Here: it does."),
-        (0.5, "more than half of it is left"),
+        (0.1, "Here it does: "),
+        (0.5, "more than 50% of it is left"),
         (0.7, "does not fall beyond the control's spread"),
     ],
 )
@@ -102,39 +110,47 @@ def test_a_sink_that_should_fall(after: float, words: str) -> None:
 
 @pytest.mark.parametrize(
     ("after", "words"),
-    [(0.69, "Here: it does."), (0.6, "though some of it goes"), (0.1, "less than half of it is left")],
+    [(0.69, "Here it does: "), (0.6, "though some of it goes"), (0.1, "less than 50% of it is left")],
 )
 def test_a_sink_that_should_stay(after: float, words: str) -> None:
-    assert words in finding(run_of({0: (0.7, after, (0.7, 0.69, 0.71))}, expects="sink stays"), "x")
+    assert words in finding(run_of({0: (0.7, after, (0.7, 0.69, 0.71))}, expects="sink-stays"), "x")
 
 
-@pytest.mark.parametrize("expects", ["sink falls", "sink stays"])
+@pytest.mark.parametrize("expects", ["sink-falls", "sink-stays"])
 def test_without_a_sink_nothing_is_said_of_it(expects: str) -> None:
     said = finding(run_of({0: (0.0, 0.0, (0.0, 0.0))}, expects=expects), "x")
-    assert "there is no sink at position 0, before or after" in said
+    assert "There is no sink at position 0, before or after" in said
     assert "no sink to begin with" in said
 
 
 def test_perplexity() -> None:
-    collapsed = run_of({0: (0.7, 0.7, (0.7, 0.7))}, perplexity=(20.0, 40_000.0, ()), expects="perplexity collapses")
+    collapsed = run_of({0: (0.7, 0.7, (0.7, 0.7))}, perplexity=(20.0, 40_000.0, ()), expects="perplexity-collapses")
     assert "multiplied by 2,000" in finding(collapsed, "x")
-    unharmed = run_of({0: (0.7, 0.7, (0.7, 0.7))}, perplexity=(20.0, 20.2, ()), expects="perplexity unharmed")
+    unharmed = run_of({0: (0.7, 0.7, (0.7, 0.7))}, perplexity=(20.0, 20.2, ()), expects="perplexity-unharmed")
     assert "changes by +1.0%." in finding(unharmed, "x")
-    harmed = run_of({0: (0.7, 0.7, (0.7, 0.7))}, perplexity=(20.0, 22.0, ()), expects="perplexity unharmed")
+    harmed = run_of({0: (0.7, 0.7, (0.7, 0.7))}, perplexity=(20.0, 22.0, ()), expects="perplexity-unharmed")
     assert "+10.0%, which is harm" in finding(harmed, "x")
 
 
-def test_every_expectation_of_an_intervention_is_known() -> None:
-    from sinkscope.interventions import INTERVENTIONS
+def test_every_expectation_of_an_intervention_has_its_words() -> None:
+    expected = {kind.expects for kind in INTERVENTIONS.values()} - {None}
+    assert expected == set(Expectation)
+    for expectation in Expectation:
+        assert {(expectation, Outcome.CONFIRMED), (expectation, Outcome.REFUTED)} <= set(TEMPLATES)
 
-    assert {kind.expects for kind in INTERVENTIONS.values()} - {""} == set(EXPECTATIONS)
+
+@pytest.mark.parametrize("expects", ["sink-falls", "sink-stays", "sink-moves"])
+def test_without_controls_an_expectation_is_undecided(expects: str) -> None:
+    run = run_of({0: (0.7, 0.0, ()), 1: (0.0, 0.7, ())}, expects=expects)
+    assert [found.outcome for found in findings_of(run, "x") if found.name == expects] == [Outcome.UNDECIDED]
+    assert "too few controls to judge by" in finding(run, "x")
 
 
 def test_the_overview_has_a_row_for_each_arm_and_its_control() -> None:
     table = overview(run_of({0: (0.7, 0.1, (0.7, 0.69, 0.71))}))
     assert list(table["arm"]) == ["before", "x", "  control"]
     assert list(table["sink rate @0"]) == ["70.0%", "10.0%", "70.0% ± 1.0%"]
-    assert list(table["perplexity"]) == ["20", "21", "20.15 ± 0.07071"]
+    assert list(table["perplexity"]) == ["20.00", "21.00", "20.15 ± 0.07"]
 
 
 # --- the table
@@ -185,6 +201,6 @@ def test_each_streaming_arm_speaks_of_its_own_windows() -> None:
     arm = {"do": [], "paper": "S2M", "expects": "", "watched": [], "controls": []}
     manifest = run.manifest | {"arms": {"near": arm, "far": arm}}
     run = Run(manifest, {"streaming": pd.DataFrame(rows, columns=columns)})
-    assert list(overview(run)["perplexity"]) == ["20", "90", "20", "40"]
-    assert "the last 32 tokens" in finding(run, "far")
-    assert "the last 8 tokens" not in finding(run, "far")
+    assert list(overview(run)["perplexity"]) == ["20.00", "90.00", "20.00", "40.00"]
+    assert "The last 32 tokens" in finding(run, "far")
+    assert "The last 8 tokens" not in finding(run, "far")

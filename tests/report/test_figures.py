@@ -13,15 +13,15 @@ from matplotlib.colors import to_hex
 from support.figure_tables import make_run
 
 from sinkscope.errors import InputError
-from sinkscope.report.figures import COMMAND, applicable, draw, save_all
+from sinkscope.report.figures import COMMAND, KINDS, OF_RUNS, applicable, draw, save_all
 from sinkscope.report.figures import FIGURES as ALL_FIGURES
-from sinkscope.report.figures.comparison import draw_comparison
 from sinkscope.report.figures.labels import LONGEST_TOKEN, shorten, title, token_label
 from sinkscope.report.figures.style import SETTINGS, TEXT, WIDE, Figure, new_figure
 from sinkscope.report.run import Run
 
 # those of `analyze`; other commands' have files of their own
-FIGURES = {name: module for name, module in ALL_FIGURES.items() if not COMMAND.keys() & set(module.TABLES)}
+FIGURES = {name: spec for name, spec in ALL_FIGURES.items() if not COMMAND.keys() & set(spec.tables)}
+draw_comparison = OF_RUNS["by-layer"]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,9 @@ def test_the_room_has_these_figures() -> None:
         "attention-maps",
         "sink-positions",
     }
-    assert all(module.ABOUT and "\n" not in module.ABOUT for module in FIGURES.values())
+    specs = [spec for register in KINDS.values() for spec in register.values()]
+    assert all(spec.about and "\n" not in spec.about and spec.tables for spec in specs)
+    assert len({spec.name for spec in specs}) == len(specs)
 
 
 def test_sinks_by_layer_draws_token_0_the_mean_and_the_maximum(run: Run) -> None:
@@ -413,7 +415,7 @@ def test_titles_name_model_condition_and_size(run: Run) -> None:
 
 def test_comparison_draws_each_runs_summary() -> None:
     runs = [make_run(), make_run(condition="random"), make_run(condition="repeated")]
-    figure = draw_comparison(runs)["by-layer"]
+    figure = draw_comparison(runs)
     assert figure.get_suptitle() == "Tiny-1M"
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["natural", "random", "repeated"]
     metrics = ("sink_rate", "value_drain", "norm_ratio", "massive_count")
@@ -424,9 +426,7 @@ def test_comparison_draws_each_runs_summary() -> None:
 
 
 def test_comparison_of_models_of_other_depth_is_by_relative_depth() -> None:
-    figure = draw_comparison([make_run(), make_run(layers=7, model="org/Other"), make_run(layers=1, model="One")])[
-        "by-layer"
-    ]
+    figure = draw_comparison([make_run(), make_run(layers=7, model="org/Other"), make_run(layers=1, model="One")])
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["Tiny-1M", "Other", "One"]
     ends = [line.get_xdata()[[0, -1]].tolist() for line in figure.axes[0].lines]
     assert ends == [[0, 1], [0, 1], [0, 0]]
@@ -442,7 +442,7 @@ def test_comparison_stands_missing_and_empty_metrics() -> None:
     for runs in ([full, only_rate, nothing], [nothing], [full, full], many):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            figure = draw_comparison(runs)["by-layer"]
+            figure = draw_comparison(runs)
             figure.draw_without_rendering()
         names = [text.get_text() for text in figure.legends[0].get_texts()]
         assert len(set(names)) == len(runs)
@@ -453,7 +453,7 @@ def test_comparison_is_no_runs_figure() -> None:
 
 
 def test_many_runs_look_different() -> None:
-    ax = draw_comparison([make_run(condition=str(place)) for place in range(12)])["by-layer"].axes[0]
+    ax = draw_comparison([make_run(condition=str(place)) for place in range(12)]).axes[0]
     looks = {(to_hex(line.get_color()), str(line.get_linestyle()), line.get_marker()) for line in ax.lines}
     assert len(looks) == 12
 

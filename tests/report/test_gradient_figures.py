@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
-from sinkscope.report.figures.training import draw_training, step_label
 from support.figure_tables import gradient_tables, grid
 
 from sinkscope.errors import InputError
 from sinkscope.measuring.gradient_summary import compress_fits
-from sinkscope.report.figures import FIGURES, applicable, draw
+from sinkscope.report.figures import FIGURES, OF_STEPS, applicable, draw
 from sinkscope.report.figures.gradient_reshaping import LOOKS, UNDEFINED
+from sinkscope.report.figures.spec import draw_all
+from sinkscope.report.figures.steps import step_label
 from sinkscope.report.figures.style import GRADUAL, Figure
 from sinkscope.report.run import Run
 
@@ -350,7 +351,7 @@ def checkpoint(step: int, layers: int = 3, positions: int = 16, **names: Any) ->
 
 def test_training_draws_each_steps_numbers_in_their_order() -> None:
     runs = [checkpoint(step) for step in (300, 100, 200)]
-    axes = draw_training(runs)["by-step"].axes
+    axes = OF_STEPS["training-by-step"](runs).axes
     ordered = sorted(runs, key=lambda pair: pair[0])
     whole = {
         metric: [run.tables["summary"].query("layer == -1").set_index("metric")["value"][metric] for _, run in ordered]
@@ -376,7 +377,7 @@ def test_training_draws_each_steps_numbers_in_their_order() -> None:
 
 def test_training_draws_gs_figure_2_with_a_line_a_step() -> None:
     runs = [checkpoint(step) for step in (0, 10, 1000)]
-    figure = draw_training(runs)["gradient-norms"]
+    figure = OF_STEPS["training-gradient-norms"](runs)
     *axes, bar = figure.axes
     for ax, pathway in zip(axes, PATHWAYS, strict=True):
         for (_, run), line in zip(runs, ax.lines, strict=True):
@@ -406,7 +407,7 @@ def test_the_step_axis_fits_the_steps(steps: Any, scale: str) -> None:
     runs = [checkpoint(step, layers=2, positions=2) for step in steps]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        figure = draw_training(runs)["by-step"]
+        figure = OF_STEPS["training-by-step"](runs)
         render(figure, layout=False)
     ax = figure.axes[0]
     assert ax.get_xscale() == scale
@@ -432,20 +433,20 @@ def test_training_stands_what_was_not_measured() -> None:
     for runs in ([(0, forward), full], [(0, forward)], [(0, nothing), (5, nothing)], [(3, forward), (3, full[1])]):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            figures = draw_training(runs)
+            figures = draw_all(OF_STEPS, runs)
             for figure in figures.values():
                 render(figure, layout=len(runs) > 1)
-        assert ("gradient-norms" in figures) == (full[1] in [run for _, run in runs])
-    assert said(draw_training([(0, forward)])["by-step"].axes[0]) == ["not measured"]
+        assert ("training-gradient-norms" in figures) == (full[1] in [run for _, run in runs])
+    assert said(OF_STEPS["training-by-step"]([(0, forward)]).axes[0]) == ["not measured"]
     with pytest.raises(InputError, match="no checkpoints"):
-        draw_training([])
+        OF_STEPS["training-by-step"]([])
 
 
 def test_checkpoints_of_one_folder_go_by_its_name() -> None:
     runs = [checkpoint(step, name=f"runs/baseline/checkpoint-{step}") for step in (1, 2)]
-    assert draw_training(runs)["by-step"].get_suptitle() == "baseline · natural · steps 1–2"
+    assert OF_STEPS["training-by-step"](runs).get_suptitle() == "baseline · natural · steps 1–2"
     runs = [checkpoint(step, name=f"{step}/model-{step}") for step in (1, 2)]
-    assert draw_training(runs)["by-step"].get_suptitle() == "natural · steps 1–2"
+    assert OF_STEPS["training-by-step"](runs).get_suptitle() == "natural · steps 1–2"
 
 
 def test_the_colours_of_lines_are_seen_on_white() -> None:

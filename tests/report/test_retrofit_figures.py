@@ -8,11 +8,10 @@ import pytest
 from matplotlib.axes import Axes
 
 from sinkscope.errors import InputError
-from sinkscope.report.figures.arms import arm_looks
-from sinkscope.report.figures.retrofit_bars import PANELS, draw_retrofit_bars
-from sinkscope.report.figures.retrofit_layers import draw_retrofit_layers
-from sinkscope.report.figures.retrofit_training import draw_retrofit_training
-from sinkscope.report.figures.retrofit_values import draw_retrofit_values, to_others
+from sinkscope.report.figures import OF_ARMS
+from sinkscope.report.figures.arms import Arms, arm_looks
+from sinkscope.report.figures.retrofit_bars import PANELS
+from sinkscope.report.figures.retrofit_values import to_others
 from sinkscope.report.retrofit_table import UNTOUCHED
 from sinkscope.report.run import Run
 
@@ -60,12 +59,12 @@ def test_an_arm_looks_the_same_in_every_figure() -> None:
     assert len({look["color"] for look in whole.values()}) == len(ARMS)
     training = pd.DataFrame([("org/m", arm, -1, step, "loss", 2.0) for arm in ARMS[1:] for step in (1, 2)])
     training.columns = pd.Index(["model", "condition", "layer", "step", "metric", "value"])
-    lines = draw_retrofit_training(training).axes[0].lines
+    lines = OF_ARMS["retrofit-training"](Arms({"training": training}, RUNS)).axes[0].lines
     assert [line.get_color() for line in lines] == [whole[arm]["color"] for arm in ARMS[1:]]
 
 
 def test_layers_are_position_0_against_the_mean_of_the_others() -> None:
-    axes = draw_retrofit_layers(RUNS).axes
+    axes = OF_ARMS["retrofit-layers"](Arms({}, RUNS)).axes
     for arm, run in RUNS.items():
         tables = [run.tables["attention"].rename(columns={"sink_rate": "norm_mean"})]
         activation = run.tables["activation"]
@@ -80,7 +79,7 @@ def test_layers_are_position_0_against_the_mean_of_the_others() -> None:
 
 def test_a_site_that_a_family_lacks_is_said() -> None:
     runs = {arm: run_of(arm, 0, ("layer_out", "attn_out")) for arm in ARMS}
-    assert said(draw_retrofit_layers(runs).axes[2]) == ["no such site\nin this family"]
+    assert said(OF_ARMS["retrofit-layers"](Arms({}, runs)).axes[2]) == ["no such site\nin this family"]
 
 
 def test_values_are_relative_to_each_heads_later_positions() -> None:
@@ -90,7 +89,7 @@ def test_values_are_relative_to_each_heads_later_positions() -> None:
 
 
 def test_values_and_gates_by_position_and_by_layer() -> None:
-    axes = draw_retrofit_values(RUNS).axes
+    axes = OF_ARMS["retrofit-values"](Arms({}, RUNS)).axes
     above, below = axes[:3], axes[3:]
     for arm, run in RUNS.items():
         attended = to_others(run.tables["geometry"], "value_norm")
@@ -106,7 +105,7 @@ def test_values_and_gates_by_position_and_by_layer() -> None:
 
 
 def test_without_gates_the_panels_say_so() -> None:
-    axes = draw_retrofit_values({arm: RUNS[arm] for arm in (UNTOUCHED, "none")}).axes
+    axes = OF_ARMS["retrofit-values"](Arms({}, {arm: RUNS[arm] for arm in (UNTOUCHED, "none")})).axes
     assert said(axes[2]) == said(axes[5]) == ["no gates"]
 
 
@@ -118,7 +117,7 @@ def bars_of(**by_metric: list[float]) -> Any:
         if not np.isnan(value)
     ]
     table = pd.DataFrame(rows, columns=["model", "condition", "layer", "metric", "value"])
-    return dict(zip(PANELS, draw_retrofit_bars(table).axes, strict=True))
+    return dict(zip(PANELS, OF_ARMS["retrofit-bars"](Arms({"retrofit": table}, RUNS)).axes, strict=True))
 
 
 def test_bars_begin_at_0_and_have_their_numbers_beside_them() -> None:
@@ -130,11 +129,11 @@ def test_bars_begin_at_0_and_have_their_numbers_beside_them() -> None:
     assert said(axes["perplexity"]) == ["17.03", "16.94", "17.01"]
     assert [bar.get_width() for bar in axes["perplexity_quantized"].patches] == [0, 18.5, 0]
     assert said(axes["perplexity_quantized"]) == ["∞", "18.50", "–"]
-    assert said(axes["sink_rate"]) == ["0.731", "0", "1.00"]
+    assert said(axes["sink_rate"]) == ["73.1%", "0.0%", "100.0%"]
     assert said(axes["kurtosis"]) == ["not measured"]
     assert [label.get_text() for label in axes["perplexity"].get_yticklabels()] == list(ARMS)
 
 
 def test_nothing_measured_is_refused() -> None:
     with pytest.raises(InputError, match="no arm of this retrofit has been measured"):
-        draw_retrofit_bars(pd.DataFrame(columns=["model", "condition", "layer", "metric", "value"]))
+        bars_of()

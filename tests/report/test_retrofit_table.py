@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from sinkscope.measuring.tables import column_names
-from sinkscope.report.retrofit_table import METRICS, UNTOUCHED, retrofit_markdown, retrofit_table
+from sinkscope.report.retrofit_table import ROWS, UNTOUCHED, retrofit_markdown, retrofit_table
 from sinkscope.report.run import Run
 from sinkscope.results.tables import LEADING
 
@@ -45,10 +45,10 @@ def test_what_was_measured_and_nothing_else() -> None:
     assert list(table.columns) == [*LEADING, *column_names("retrofit")]
     assert (table["layer"] == -1).all()
     assert (table["model"] == "org/model").all()
-    expected = {name: W8A8[name] for name in METRICS if name in W8A8}  # and not the run's perplexity
+    expected = {name: W8A8[name] for name in ROWS if name in W8A8}  # and not the run's perplexity
     expected |= {"perplexity_increase": 600.29, "sink_rate": 0.731, "value_drain": 0.25, "massive_count": 18.8}
     assert values(table, UNTOUCHED) == pytest.approx(expected)
-    assert list(values(table, UNTOUCHED)) == [metric for metric in METRICS if metric in expected]
+    assert list(values(table, UNTOUCHED)) == [metric for metric in ROWS if metric in expected]
     assert values(table, "vga") == {
         "perplexity": 16.94, "kurtosis": 32.47, "sink_rate": 0.5, "gate_first": 0.3, "gate_displacement_max": 0.75,
     }  # fmt: skip
@@ -72,17 +72,19 @@ def test_markdown_has_the_papers_columns() -> None:
     assert text == (
         "# org/model\n\n"
         "## In full precision (VGA tables 1 and 3)\n\n"
-        "| Method | Perplexity (↓) | Max I+O norm (↓) | Avg. kurtosis (↓) |\n"
+        "| Method | Perplexity (↓) | Max infinity norm (↓) | Mean kurtosis (↓) |\n"
         "| --- | ---: | ---: | ---: |\n"
         "| untouched | 17.03 | 256.84 | 13,412.71 |\n"
         "| vga | 16.94 | – | 32.47 |\n\n"
         "## In W8A8 (VGA table 2)\n\n"
-        "| Method | INT8 perplexity (↓) | Δ perplexity (↓) | Max I+O norm (↓) | Avg. kurtosis (↓) |\n"
+        "| Method | Perplexity in W8A8 (↓) | Δ perplexity (↓) | Max infinity norm in W8A8 (↓) "
+        "| Mean kurtosis in W8A8 (↓) |\n"
         "| --- | ---: | ---: | ---: | ---: |\n"
         "| untouched | 617.32 | +600.29 | 486.19 | 2,508.21 |\n"
         "| vga | – | – | – | – |\n\n"
         "## Position 0 against the others\n\n"
-        "| Method | Sink rate | Massive activations | Value norm ÷ others | Gate | Gates moved by, at most |\n"
+        "| Method | Sink rate | Massive activations per sequence | Value norm ÷ others | Gate at position 0 "
+        "| Gates moved at most |\n"
         "| --- | ---: | ---: | ---: | ---: | ---: |\n"
         "| untouched | 73.1% | 18.8 | 0.25 | – | – |\n"
         "| vga | 50.0% | – | – | 0.300 | 0.75 |\n"

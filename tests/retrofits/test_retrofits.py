@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import gradient_reference
@@ -21,6 +22,8 @@ from support.retrofitted import (
     in_double,
     plain_model,
     retrofitted,
+    shared,
+    shared_plain,
     train,
 )
 from tiny import TINY, VOCAB, batched, measured, padded, ragged_tokens, tiny_model, tiny_tokens
@@ -279,14 +282,15 @@ BY_HAND: dict[str, Callable] = {
 def test_logits_are_those_of_the_definition(name: str, label: str) -> None:
     """At its start, and with every parameter moved."""
     for trained in (False, True):
-        model, plain = retrofitted(name, label, trained=trained), plain_model(name)
+        model = shared(name, label) if trained else retrofitted(name, label, trained=False)
+        plain = plain_model(name)
         with changed_by_hand(plain, label, model), torch.no_grad(), in_double(plain):
             expected = plain(IDS, use_cache=False).logits
         # BLOOM's, Falcon's and MPT's ALiBi is made in float32
         tolerance = 1e-5 if name in ("bloom", "falcon-alibi", "mpt") else 1e-10
         assert_close(logits(model), expected, tolerance)
         if trained:
-            assert (expected - logits(plain_model(name))).abs().max() > 1e-4
+            assert (expected - logits(shared_plain(name))).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gptj"])
@@ -374,8 +378,10 @@ def test_gradients_reach_every_new_parameter(name: str, label: str) -> None:
 @EACH_FAMILY
 def test_so_many_parameters_are_added(name: str) -> None:
     """H query heads, K key/value heads of width d, D the width of what attention reads."""
-    family = find_family(tiny_model(name))
-    value, query = (projections(tiny_model(name), family, 0)[role].places for role in ("value", "query"))
+    plain = tiny_model(name)
+    before = sum(parameter.numel() for parameter in plain.parameters())
+    found = projections(plain, find_family(plain), 0)
+    value, query = (found[role].places for role in ("value", "query"))
     heads, (key_heads, d), width = query.shape[0], value.shape, 32
     expected = {
         "vscale": key_heads,
@@ -390,7 +396,6 @@ def test_so_many_parameters_are_added(name: str) -> None:
     for label, count in expected.items():
         if (name, label) == (OWN_SINKS, "learnable-sink"):
             continue
-        before = sum(parameter.numel() for parameter in tiny_model(name).parameters())
         model = retrofitted(name, label, torch.float32)
         assert sum(parameter.numel() for parameter in new_parameters(model).values()) == 3 * count
         assert sum(parameter.numel() for parameter in model.parameters()) == before + 3 * count
@@ -413,7 +418,7 @@ def test_the_new_parameters_are_the_models_own() -> None:
 @EACH_FAMILY
 @EACH_METHOD
 def test_generates_the_same_with_the_cache_and_without(name: str, label: str) -> None:
-    model = retrofitted(name, label)
+    model = shared(name, label)
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     wanted = {"output_logits": True, "return_dict_in_generate": True}
     cached, whole = (model.generate(IDS, use_cache=use, **options, **wanted) for use in (True, False))
@@ -429,22 +434,26 @@ def test_generates_the_same_with_the_cache_and_without(name: str, label: str) ->
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_nothing(name: str, label: str, side: str) -> None:
     """But by a sliding window, which counts places and not positions when the padding is inside it."""
-    model = retrofitted(name, label)
+    model = shared(name, label)
     batch = padded(ragged_tokens([9, 5, 7]), side)
     inputs: dict[str, Any] = {"attention_mask": batch.attention_mask}
     if name not in ("bloom", "mpt", "falcon-alibi"):
         inputs["position_ids"] = batch.position_ids
     together = logits(model, batch.token_ids, **inputs)
-    for row, ids in enumerate(ragged_tokens([9, 5, 7])):
-        alone = logits(model, torch.as_tensor(ids)[None])
+    for row, alone in enumerate(logits_of_each_alone(name, label)):
         tolerance = 1e-5 if name in ("bloom", "falcon-alibi", "mpt") else 1e-9
         assert_close(together[row][batch.attention_mask[row].bool()], alone[0], tolerance)
+
+
+@cache
+def logits_of_each_alone(name: str, label: str) -> list[torch.Tensor]:
+    return [logits(shared(name, label), torch.as_tensor(ids)[None]) for ids in ragged_tokens([9, 5, 7])]
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "gpt_neox"])
 @EACH_METHOD
 def test_generates_from_a_batch_padded_on_the_left(name: str, label: str) -> None:
-    model = retrofitted(name, label)
+    model = shared(name, label)
     batch = padded(ragged_tokens([9, 5]), "left")
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     together = model.generate(batch.token_ids, attention_mask=batch.attention_mask, **options)
@@ -588,7 +597,7 @@ def as_the_plain_family(model: PreTrainedModel, name: str) -> PreTrainedModel:
 @EACH_FAMILY
 @pytest.mark.parametrize("label", ["vscale", "vga", "vga-output", "iga"])
 def test_tables_of_a_retrofitted_model_are_those_of_eager_attention(name: str, label: str) -> None:
-    model = retrofitted(name, label)
+    model = shared(name, label)
     sequences = ragged_tokens([10, 10, 7])
     with in_double(model):
         ours = measured(model, batched(sequences, 2), SETTINGS)
@@ -606,9 +615,8 @@ def test_tables_of_a_retrofitted_model_are_those_of_eager_attention(name: str, l
 @pytest.mark.parametrize("name", [name for name in TINY if TINY[name][0] not in ("bloom", "mpt", "gptj", "gpt_neo")])
 @pytest.mark.parametrize("label", ["vscale", "vga", "vga-output", "iga-output"])
 def test_gradient_tables_of_a_retrofitted_model_are_autograds(name: str, label: str) -> None:
-    model = retrofitted(name, label)
-    sequences = ragged_tokens([10, 10, 7])
-    ours = backward_tables(model, sequences)
+    model, sequences = shared(name, label), ragged_tokens(LENGTHS)
+    ours = backward_tables(name, label)
     twin = copy.deepcopy(model).requires_grad_(True)
     if gradient_reference.on_interface(as_the_plain_family(copy.deepcopy(model), name)):
         twin.set_attn_implementation(gradient_reference.NAME)
@@ -619,7 +627,13 @@ def test_gradient_tables_of_a_retrofitted_model_are_autograds(name: str, label: 
     gradient_reference.assert_same(ours, expected, 1e-5 if name == "falcon-alibi" else 1e-8)
 
 
-def backward_tables(model: PreTrainedModel, sequences: list) -> dict[str, pd.DataFrame]:
+LENGTHS = (10, 10, 7)
+
+
+@cache
+def backward_tables(name: str, label: str) -> dict[str, pd.DataFrame]:
+    """Not to be changed."""
+    model, sequences = shared(name, label), ragged_tokens(LENGTHS)
     observable = OBSERVABLES["gradient"](SETTINGS)
     family = find_family(model)
     with in_double(model), open_tracer(model, family) as tracer:
@@ -633,8 +647,7 @@ def backward_tables(model: PreTrainedModel, sequences: list) -> dict[str, pd.Dat
 @EACH_METHOD
 def test_the_value_gradient_is_what_attention_routes_to_it(name: str, label: str) -> None:
     """∇v_s = Σ_t a[t,s] g_t at the value tap, whatever was done to the value before and to the mix after."""
-    model = retrofitted(name, label)
-    check = backward_tables(model, ragged_tokens([10, 10, 7]))["gradient_check"]
+    check = backward_tables(name, label)["gradient_check"]
     assert check["identity_residual"].max() < (1e-5 if name in ("bloom", "falcon-alibi", "mpt") else 1e-9)
 
 
@@ -672,8 +685,7 @@ def rows_of(model: PreTrainedModel, batch: Batch | None = None, kernel: str = "s
 @pytest.mark.parametrize("label", ["learnable-sink", "key-bias"])
 def test_missing_mass_is_what_the_new_denominator_takes(name: str, label: str) -> None:
     """Of the first layer, where nothing else differs yet: the plain weights, less by one factor a row."""
-    model = retrofitted(name, label)
-    rows, plain = rows_of(model), rows_of(plain_model(name))
+    rows, plain = rows_of(shared(name, label)), rows_of(shared_plain(name))
     tolerance = 1e-5 if name in ("bloom", "falcon-alibi", "mpt") else 1e-10
     for weights, missing in zip(rows.weights, rows.missing, strict=True):
         assert_close(weights.sum(-1) + missing, torch.ones_like(missing), tolerance)

@@ -1,5 +1,6 @@
 """Every retrofit in every tiny model, its parameters moved away from their start."""
 
+from functools import cache
 from typing import Any
 
 import gradient_reference
@@ -55,6 +56,18 @@ def retrofitted(name: str, label: str, dtype: torch.dtype = torch.float64, train
     if trained:
         train(model)
     return model
+
+
+@cache
+def shared(name: str, label: str) -> PreTrainedModel:
+    """As `retrofitted`, one for all the tests that only read it. Not to be changed."""
+    return retrofitted(name, label)
+
+
+@cache
+def shared_plain(name: str) -> PreTrainedModel:
+    """As `plain_model`, one for all the tests that only read it. Not to be changed."""
+    return plain_model(name)
 
 
 @torch.no_grad()

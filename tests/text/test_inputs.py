@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from sinkscope.errors import InputError
 from sinkscope.text.inputs import TokenInputs, build_inputs
+from sinkscope.text.sources import documents
 from sinkscope.text.tokens import special_token_ids, token_text
 
 WORDS = ["<unk>", "<s>", "</s>", "<pad>", "x", *(f"w{at}" for at in range(35))]
@@ -121,7 +122,7 @@ def test_the_shipped_corpus_can_run_short_too(byte_level):
 
 
 def test_a_long_text_gives_the_tokens_of_the_whole_text(plain, tmp_path):
-    """Only the head of a long text is tokenised; long words make the first guess of its length too short."""
+    """Only the head of a long text is tokenized; long words make the first guess of its length too short."""
     path = tmp_path / "long.txt"
     path.write_text(" ".join("w1" if at % 2 else "y" * 100 for at in range(5000)))
     inputs = build_inputs(path, tokenizer=plain, vocab_size=VOCAB, num_seqs=30, seq_len=10)
@@ -549,6 +550,40 @@ def test_dataset_out_of_reach(plain, tmp_path, monkeypatch):
 
 def test_dataset_and_input_exclude_each_other(plain):
     refused("give one of the two", "random", dataset="some/where", tokenizer=plain)
+
+
+# --------------------------------------------------------------------------------------- documents to train on
+
+
+def test_documents_to_train_on_come_from_the_same_readers(plain, dataset_folder, tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_bytes(b"\xef\xbb\xbfw1\r\nw2\n")
+    name, found = documents(str(path))
+    assert (name, list(found)) == ("notes", ["w1\r\nw2\n"])
+    path = write_lines(tmp_path / "docs.jsonl", {"text": "w1"}, {"text": "w2 w3", "input_ids": [5]})
+    assert list(documents(str(path))[1]) == ["w1", "w2 w3"]
+    name, found = documents("natural", f"{dataset_folder}::test")
+    assert (name, list(found)) == ("stories", [words(20, at) for at in range(3)])
+
+
+@pytest.mark.parametrize(
+    ("record", "match"),
+    [
+        ({"input_ids": [5, 6]}, "bad.jsonl, line 1: a record needs `text` to train on"),
+        ({"body": "w1"}, "line 1: a record needs `text`.*this one has body"),
+        ({"text": 5}, "line 1: text is a JSON number, not a string"),
+        ({"text": "w1 \ud800"}, r"text holds \\ud800, which is no character"),
+    ],
+)
+def test_documents_that_cannot_be_trained_on(record, match, tmp_path):
+    path = write_lines(tmp_path / "bad.jsonl", record)
+    with pytest.raises(InputError, match=match):
+        list(documents(str(path))[1])
+
+
+def test_a_text_and_a_dataset_to_train_on_exclude_each_other():
+    with pytest.raises(InputError, match=r"--text a\.txt and --dataset some/where: give one of the two"):
+        documents("a.txt", "some/where")
 
 
 # -------------------------------------------------------------------------------------------- wrong arguments

@@ -10,9 +10,10 @@ from torch.nn.functional import layer_norm
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sinkscope.models.families import find_family
+from sinkscope.results.metrics import BACKCOPY
 from sinkscope.retrofits import new_parameters, retrofit_model
 from sinkscope.text.batch import Batch
-from sinkscope.training.tasks.backcopy_measures import METRICS, example, measure, risks, start_lead
+from sinkscope.training.tasks.backcopy_measures import example, measure, risks, start_lead
 from sinkscope.training.tasks.bigram_backcopy import bigram_backcopy
 
 TASK = bigram_backcopy()
@@ -79,7 +80,7 @@ def by_hand(model: Any, arm: str) -> dict[str, float]:
     last = model.transformer.ln_f
     out = (layer_norm(h, (16,), last.weight, last.bias, 1e-5) @ model.lm_head.weight.T).log_softmax(-1)
 
-    found: dict[str, list[float]] = {metric: [] for metric in METRICS}
+    found: dict[str, list[float]] = {metric: [] for metric in BACKCOPY}
     to_start: list[list[float]] = [[], []]
     for n in range(count):
         for t in range(length):
@@ -118,7 +119,7 @@ def test_every_metric_is_what_the_weights_give(arm: str) -> None:
     with torch.no_grad():
         expected = by_hand(model, arm)
     found = measure(TASK, model, find_family(model), HELD_OUT)
-    assert set(found["metric"]) == set(METRICS) == set(expected)
+    assert set(found["metric"]) == set(BACKCOPY) == set(expected)
     assert set(found.loc[found["metric"].str.endswith("risk"), "layer"]) == {-1}
     assert found.set_index("metric")["value"].to_dict() == pytest.approx(expected, rel=1e-9)
 

@@ -8,7 +8,7 @@ import pandas as pd
 import torch
 
 from sinkscope.attention.weights import AttentionRead, column_sums
-from sinkscope.measuring.observables.observable import Mean, Observable, Settings, by_head
+from sinkscope.measuring.observables.observable import HeadMeans, Observable, Settings
 from sinkscope.results.tables import HEAD, KV_HEAD, POSITION, SEQUENCE, TOKEN, TOKEN_ID, Column
 from sinkscope.text.batch import Batch
 
@@ -44,14 +44,12 @@ class Attention(Observable):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.means = {name: Mean() for name in ("window_mass", "sink_rate", "sink_mass", "sink_second_moment")}
-        self.heads = {name: Mean() for name in ("attention_entropy", "missing_mass")}
+        self.by_position, self.by_head = HeadMeans(), HeadMeans()
         self.sinks: dict[str, list[np.ndarray]] = defaultdict(list)
-        self.groups: dict[int, int] = {}  # layer → query heads to a key/value head
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
         positions, window = self.settings.positions, self.settings.window
-        self.groups[layer] = read.query.shape[1] // read.key.shape[1]
+        group = read.query.shape[1] // read.key.shape[1]
         sums = column_sums(read, batch.columns(positions), window)
 
         window_mass = window_means(sums.window, batch, window, positions)
@@ -62,13 +60,11 @@ class Attention(Observable):
             "sink_mass": batch.at_positions(sums.mass, positions) / queries,
             "sink_second_moment": batch.at_positions(sums.second, positions) / queries,
         }
-        present = batch.present(positions)
-        for name, statistic in statistics.items():
-            self.means[name].add(layer, statistic, present)
+        self.by_position.add(layer, group, statistics, batch.present(positions))
         # NaN where a sequence is too long to read all columns: no mean over all sequences then
         entropy = torch.full_like(read.lse, torch.nan) if sums.entropy is None else sums.entropy
-        self.heads["attention_entropy"].add(layer, mean_over_queries(entropy, batch))
-        self.heads["missing_mass"].add(layer, mean_over_queries(read.missing_mass, batch))
+        rows = {"attention_entropy": entropy, "missing_mass": read.missing_mass}
+        self.by_head.add(layer, group, {name: mean_over_queries(row, batch) for name, row in rows.items()})
         self._list_sinks(layer, window_means(sums.window, batch, window, read.length), batch)
 
     def _list_sinks(self, layer: int, window_mass: torch.Tensor, batch: Batch) -> None:
@@ -89,16 +85,13 @@ class Attention(Observable):
             self.sinks[name].append(column.cpu().numpy())
 
     def tables(self) -> dict[str, pd.DataFrame]:
+        sinks = pd.DataFrame({name: np.concatenate(parts) for name, parts in self.sinks.items()})
         return {
-            "attention": by_head(self.means, self.groups),
-            "attention_heads": by_head(self.heads, self.groups),
-            "sink_positions": self._by_sink(),
+            "attention": self.by_position.table(),
+            "attention_heads": self.by_head.table(),
+            # they come batch by batch: sorted, so that the batch size changes nothing
+            "sink_positions": sinks.sort_values(["layer", "head", "sequence", "position"], ignore_index=True),
         }
-
-    def _by_sink(self) -> pd.DataFrame:
-        found = pd.DataFrame({name: np.concatenate(parts) for name, parts in self.sinks.items()})
-        # they come batch by batch: sorted, so that the batch size changes nothing
-        return found.sort_values(["layer", "head", "sequence", "position"], ignore_index=True)
 
 
 def window_means(window_sums: torch.Tensor, batch: Batch, window: int, positions: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import repeat_heads, upcast
-from sinkscope.measuring.observables.observable import Mean, Observable, Settings, by_head
+from sinkscope.measuring.observables.observable import HeadMeans, Observable, Settings
 from sinkscope.models.families import Family
 from sinkscope.results.tables import KV_HEAD, POSITION, Column
 from sinkscope.retrofits import has_gates
@@ -36,8 +36,7 @@ class Gate(Observable):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.means = {name: Mean() for name in ("gate", "raw_value_norm")}
-        self.groups: dict[int, int] = {}
+        self.means = HeadMeans()
 
     @classmethod
     def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
@@ -46,11 +45,10 @@ class Gate(Observable):
     def see_gate(self, layer: int, gate: torch.Tensor, value: torch.Tensor, batch: Batch) -> None:
         positions = self.settings.positions
         heads = gate.shape[-1]
-        self.groups[layer] = heads // value.shape[2]
         norms = torch.linalg.vector_norm(upcast(value), dim=-1).transpose(1, 2)
-        present = batch.present(positions)
-        for name, x in (("gate", upcast(gate).transpose(1, 2)), ("raw_value_norm", repeat_heads(norms, heads))):
-            self.means[name].add(layer, batch.at_positions(x, positions), present)
+        by_column = {"gate": upcast(gate).transpose(1, 2), "raw_value_norm": repeat_heads(norms, heads)}
+        at_positions = {name: batch.at_positions(x, positions) for name, x in by_column.items()}
+        self.means.add(layer, heads // value.shape[2], at_positions, batch.present(positions))
 
     def tables(self) -> dict[str, pd.DataFrame]:
-        return {"gate": by_head(self.means, self.groups)}
+        return {"gate": self.means.table()}

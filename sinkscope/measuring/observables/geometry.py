@@ -7,8 +7,8 @@ import torch
 
 from sinkscope.attention.kernels import grouped_matmul, repeat_heads, upcast
 from sinkscope.attention.weights import AttentionRead, row_chunks
-from sinkscope.measuring.observables.observable import Mean, Observable, Settings, by_head
-from sinkscope.results.tables import HEAD, KV_HEAD, POSITION, Column, names_of
+from sinkscope.measuring.observables.observable import HeadMeans, Observable, Settings
+from sinkscope.results.tables import HEAD, KV_HEAD, POSITION, Column
 from sinkscope.text.batch import Batch
 
 
@@ -18,37 +18,36 @@ class Geometry(Observable):
     name = "geometry"
     about = "norms of query, key and value, query–key cosine and the sink's logit gap per head and position"
     sites = ("attention",)
-    measured = (
-        Column("query_norm", "L2 norm of the query at this position"),
-        Column("key_norm", "L2 norm of its key"),
-        Column("value_norm", "L2 norm of its value as it is attended to"),
-        Column("qk_cosine", "cosine between the key and the queries that see it, mean over queries"),
-        Column("qk_norm_product", "‖q‖‖k‖, mean over the same queries"),
-        Column("sink_logit_gap", "logit of the key minus the mean logit of the query's other keys (VGA §4.1)"),
-    )
-    columns: ClassVar = {"geometry": (HEAD, KV_HEAD, POSITION, *measured)}
+    columns: ClassVar = {
+        "geometry": (
+            HEAD, KV_HEAD, POSITION,
+            Column("query_norm", "L2 norm of the query at this position"),
+            Column("key_norm", "L2 norm of its key"),
+            Column("value_norm", "L2 norm of its value as it is attended to"),
+            Column("qk_cosine", "cosine between the key and the queries that see it, mean over queries"),
+            Column("qk_norm_product", "‖q‖‖k‖, mean over the same queries"),
+            Column("sink_logit_gap", "logit of the key minus the mean logit of the query's other keys (VGA §4.1)"),
+        ),
+    }  # fmt: skip
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.means = {name: Mean() for name in names_of(self.measured)}
-        self.groups: dict[int, int] = {}
+        self.means = HeadMeans()
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
         positions = self.settings.positions
         heads = read.query.shape[1]
-        self.groups[layer] = heads // read.key.shape[1]
         query_norm, key_norm, value_norm = (
             repeat_heads(torch.linalg.vector_norm(upcast(x), dim=-1, keepdim=True), heads).squeeze(-1)
             for x in (read.query, read.key, read.value)
         )
         pairs = pair_means(read, query_norm, key_norm, batch.columns(positions))
         by_column = {"query_norm": query_norm, "key_norm": key_norm, "value_norm": value_norm} | pairs
-        present = batch.present(positions)
-        for name, statistic in by_column.items():
-            self.means[name].add(layer, batch.at_positions(statistic, positions), present)
+        at_positions = {name: batch.at_positions(statistic, positions) for name, statistic in by_column.items()}
+        self.means.add(layer, heads // read.key.shape[1], at_positions, batch.present(positions))
 
     def tables(self) -> dict[str, pd.DataFrame]:
-        return {"geometry": by_head(self.means, self.groups)}
+        return {"geometry": self.means.table()}
 
 
 def pair_means(

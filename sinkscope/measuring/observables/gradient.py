@@ -1,7 +1,7 @@
-"""Gradient sinks: what backpropagation sees at each token (GS §2, eq. 3; §3 and §4).
+"""Gradient sinks: the gradients at each token (GS §2, eq. 3; §3 and §4).
 
-The loss is the causal-LM loss exactly as in training: cross-entropy summed over the predicted tokens of the whole run
-÷ their number, so that the batch size changes nothing. Every gradient is reduced the moment it appears.
+The loss is that of training: cross-entropy summed over the predicted tokens of the whole run ÷ their number, so that
+the batch size changes nothing. Every gradient is reduced as soon as it is computed.
 """
 
 from dataclasses import dataclass
@@ -10,27 +10,25 @@ from typing import ClassVar
 
 import pandas as pd
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import upcast
-from sinkscope.attention.weights import AttentionRead, row_chunks
+from sinkscope.attention.weights import AttentionRead
 from sinkscope.errors import SinkscopeError
+from sinkscope.measuring.observables.gradient_theorems import NormGain, TheoremOne, norm_gain
 from sinkscope.measuring.observables.observable import Mean, Observable, Settings, long_form
 from sinkscope.models.families import RESIDUAL_SITES, Family
 from sinkscope.results.tables import HEAD, POSITION, Column
 from sinkscope.text.batch import Batch
 
 ALL_HEADS = -1
-GRAM_QUERIES = 64  # queries, evenly spaced, on which theorem 1's μ, σ² and ρ are measured
-ROUND_OFF = 1e-5  # relative, allowed to theorem 1: equal g make its bounds equalities
 RATIOS = ("input_norm", "bloat", "compress", "change")
 BRANCH = Column("branch", "attn or mlp")
 
 
 @dataclass(frozen=True)
 class Branch:
-    """A branch's sites in the roles of GS eq. 3; None where this wiring has no such thing."""
+    """The sites that play the roles of GS eq. 3 in a branch; None where this wiring has no such site."""
 
     x: str  # its input
     y: str | None  # its norm's output, read by this branch alone
@@ -39,7 +37,7 @@ class Branch:
 
 
 def branches_of(family: Family) -> dict[str, Branch]:
-    """Which sites play which part in this family's wiring."""
+    """The branches of this family's wiring."""
     attn_norm, mlp_norm = (site if site in family.sites else None for site in ("attn_norm", "mlp_norm"))
     if family.wiring == "sequential":
         return {
@@ -47,7 +45,7 @@ def branches_of(family: Family) -> dict[str, Branch]:
             "mlp": Branch("mid", mlp_norm, "mlp_out", "layer_out"),
         }
     if family.wiring == "parallel":
-        own = mlp_norm is not None  # else attention and MLP read one norm, and its gradient mixes both
+        own = mlp_norm is not None  # otherwise attention and MLP read one norm, whose gradient is the sum of both
         return {
             "attn": Branch("layer_in", attn_norm if own else None, "attn_out", None),
             "mlp": Branch("layer_in", mlp_norm, "mlp_out", None),
@@ -56,7 +54,7 @@ def branches_of(family: Family) -> dict[str, Branch]:
 
 
 def undefined_ratios(family: Family) -> dict[str, str]:
-    """Ratios of GS eq. 3 that this wiring does not define, with the reason: for the doctor."""
+    """Ratios of GS eq. 3 that this wiring does not define → the reason."""
     reasons = {}
     branches = branches_of(family)
     if family.wiring == "parallel":
@@ -73,8 +71,8 @@ def undefined_ratios(family: Family) -> dict[str, str]:
 class Gradient(Observable):
     """Tables `gradient`, `gradient_ratio`, `gradient_check` (theorem 1) and `norm_bound` (theorem 2).
 
-    Ratios are taken per sequence and token; a row is their mean over sequences. Tokens without any gradient (the last
-    ones predict nothing) have no ratio.
+    Ratios are taken per sequence and token; a row is their mean over sequences. The last tokens, which predict nothing,
+    have no gradient and no ratio.
     """
 
     name = "gradient"
@@ -122,7 +120,7 @@ class Gradient(Observable):
         self.vanished = self.counted = 0  # tokens whose gradient at a layer's input is 0, of all that predict
         self.finite = True
         self.theorem = TheoremOne(settings.positions)
-        self._seen: dict[tuple[int, str], torch.Tensor] = {}  # gradients of this batch that a later one is held against
+        self._seen: dict[tuple[int, str], torch.Tensor] = {}  # gradients of this batch, until the ratios are made
         self._norms: dict[tuple[int, str], torch.Tensor] = {}  # ‖x‖ of the branches' inputs, (B,T)
         self._scales: dict[tuple[int, str], torch.Tensor] = {}  # what the branches' norms divide by, (B,T)
         self._routed: dict[int, torch.Tensor] = {}  # Σ_t a[t,s] g_t by layer, until ∇v_s comes
@@ -136,7 +134,7 @@ class Gradient(Observable):
                     norm = module.get_submodule(family.sites[branch.y].removesuffix(".output"))
                     self.gains[layer, name] = norm_gain(norm, model.config.get_text_config().hidden_size)
 
-    # ------------------------------------------------------------------ the forward pass: hang up the hooks
+    # --- the forward pass: register hooks
 
     def watch(self, layer: int, site: str, tensor: torch.Tensor, batch: Batch) -> None:
         for name, branch in self.branches.items():
@@ -149,12 +147,12 @@ class Gradient(Observable):
 
     def watch_attention(self, layer: int, read: AttentionRead, mix: torch.Tensor, batch: Batch) -> None:
         for pathway in ("query", "key", "value"):
-            # a softmax over one key is constant: the fused kernel leaves round-off in that query's gradient, exactly 0
+            # A softmax over one key is constant, so query 0's gradient is 0; the fused kernel leaves round-off there.
             constant = pathway == "query" and read.call.sink_logits is None
             getattr(read, pathway).register_hook(partial(self._on_pathway, layer, pathway, batch, constant))
         mix.register_hook(partial(self._on_mix, layer, read.detached()))
 
-    # -------------------------------------------------------------- the backward pass: last layer first
+    # --- the backward pass: last layer first
 
     def _on_pathway(self, layer: int, pathway: str, batch: Batch, first_is_zero: bool, gradient: torch.Tensor) -> None:
         """∇ of query (B,H,T,d), key or value (B,K,T,d): summed over the batch as an optimizer step would see it."""
@@ -176,7 +174,7 @@ class Gradient(Observable):
         """∇ at a site of the residual stream, (B,T,D)."""
         self._seen[layer, site] = upcast(gradient).view(*batch.token_ids.shape, -1)
         for name, branch in self.branches.items():
-            if site == branch.x:  # the last of a branch's gradients to come
+            if site == branch.x:  # the last of a branch's gradients
                 self._add_ratios(layer, name, branch, batch)
         if site == "layer_in":
             self._look_for_underflow(self._seen[layer, site], batch)
@@ -184,7 +182,7 @@ class Gradient(Observable):
                 del self._seen[key]
 
     def _add_ratios(self, layer: int, name: str, branch: Branch, batch: Batch) -> None:
-        """GS eq. 3 for one branch: what of it this family's wiring defines, the rest NaN."""
+        """GS eq. 3 for one branch; NaN where this family's wiring does not define a ratio."""
         x, r = self._seen[layer, branch.x], self._seen[layer, branch.r]
         y, z = (None if site is None else self._seen[layer, site] for site in (branch.y, branch.z))
         norm = partial(torch.linalg.vector_norm, dim=-1)
@@ -209,7 +207,7 @@ class Gradient(Observable):
                 self._add(self.bounds[check], (layer, name), statistic, batch)
 
     def _add(self, mean: Mean, key: tuple[int, str], statistic: torch.Tensor, batch: Batch) -> None:
-        """Into the mean over sequences, where there is a value: a token without any gradient has no ratio."""
+        """Add to the mean over sequences where there is a value: a token without gradient has no ratio."""
         statistic = batch.at_positions(statistic, self.settings.positions)
         defined = statistic.isfinite()
         present = batch.present(self.settings.positions)
@@ -229,8 +227,6 @@ class Gradient(Observable):
             share = self.vanished / self.counted
             return [f"{share:.1%} of the tokens' gradients underflowed to zero: take --dtype bfloat16 or float32"]
         return []
-
-    # ------------------------------------------------------------------------------------------ the tables
 
     def tables(self) -> dict[str, pd.DataFrame]:
         return {
@@ -266,146 +262,3 @@ class Gradient(Observable):
             for layer, branch in keys
         ]
         return pd.concat(frames, ignore_index=True)
-
-
-@dataclass(frozen=True)
-class NormGain:
-    """What bounds a norm's Jacobian: ‖J‖ ≤ ‖γ‖∞ ÷ rms(x) for RMSNorm (GS theorem 2), ÷ std(x) for LayerNorm."""
-
-    largest: float  # ‖γ‖∞
-    centred: bool  # LayerNorm
-    epsilon: float
-
-    def divisor(self, x: torch.Tensor) -> torch.Tensor:
-        """(B,T,D) → (B,T): √(mean square + ε), of the centred entries for LayerNorm."""
-        if self.centred:
-            x = x - x.mean(-1, keepdim=True)
-        return (x.square().mean(-1) + self.epsilon).sqrt()
-
-
-@torch.no_grad()
-def norm_gain(module: nn.Module, width: int) -> NormGain:
-    """A norm's gain, found by probing it, so that no family's way of storing γ (Gemma's is 1 + weight) matters.
-
-    Entries of ±1 have mean 0 and mean square 1: half the difference of the norm's answers to them and to their
-    negative is γ, with any bias gone. A constant input is centred away by LayerNorm and not by RMSNorm.
-    """
-    weight = next(module.parameters(), torch.zeros(1))
-    signs = torch.ones(1, 1, width, dtype=weight.dtype, device=weight.device)
-    centred = torch.equal(module(signs.clone()), module(-signs))
-    signs[..., 1::2] = -1
-    gain = float(upcast(module(signs) - module(-signs)).abs().max()) / 2
-    epsilon = next((value for name in ("variance_epsilon", "eps") if (value := getattr(module, name, None))), 0.0)
-    return NormGain(gain * (1 + epsilon) ** 0.5, centred, epsilon)
-
-
-class TheoremOne:
-    """∇v_s = Σ_t a[t,s] g_t, and the bounds that follow from g_t = μ + ε_t (GS theorem 1), per layer and query head.
-
-    Under grouped queries ∇v_s sums the heads of a group; the bounds are those of one query head's share of it.
-    μ is the mean of g over sequences and queries, σ² the largest mean ‖g_t - μ‖² of any query t, ρ the largest
-    |mean (g_t - μ)·(g_t' - μ)| of any two: means over the run's longest sequences. A shorter one has no g at some t.
-    """
-
-    def __init__(self, positions: int) -> None:
-        self.positions = positions
-        self.sums: dict[int, dict[str, torch.Tensor]] = {}
-        self.moments: dict[int, dict[str, torch.Tensor]] = {}  # those of the bounds, by layer
-        self.longest: dict[int, int] = {}  # the length of the sequences in `moments`
-        self.groups: dict[int, int] = {}
-
-    def add_upstream(self, layer: int, read: AttentionRead, upstream: torch.Tensor) -> torch.Tensor:
-        """g (B,H,T,d) of one batch → each query head's Σ_t a[t,s] g_t, (B,H,P,d)."""
-        batch, columns = read.batch, read.batch.columns(self.positions)
-        shape = (*upstream.shape[:2], columns)
-        routed = upstream.new_zeros(*shape, upstream.shape[-1])
-        mass, second = upstream.new_zeros(shape), upstream.new_zeros(shape)
-        for rows in row_chunks(read.length):
-            cols = slice(0, min(columns, rows.stop))
-            weights, _ = read.weights(rows, cols)
-            weights = weights.to(upstream.dtype)
-            routed[:, :, cols] += weights.transpose(-1, -2) @ upstream[:, :, rows]
-            mass[..., cols] += weights.sum(2)
-            second[..., cols] += (weights * weights).sum(2)
-        routed = batch.tokens_at(routed.transpose(1, 2), self.positions).transpose(1, 2)
-        self.groups[layer] = read.query.shape[1] // read.key.shape[1]
-        if read.length > self.longest.get(layer, 0):
-            self.longest[layer], self.moments[layer] = read.length, {}
-        if read.length == self.longest[layer]:
-            self._add_moments(layer, batch, upstream, mass, second, routed)
-        return routed
-
-    def _add_moments(
-        self,
-        layer: int,
-        batch: Batch,
-        upstream: torch.Tensor,
-        mass: torch.Tensor,
-        second: torch.Tensor,
-        routed: torch.Tensor,
-    ) -> None:
-        """Of the batch's sequences without padding: g (B,H,T,d), M and S (B,H,C), Σ_t a[t,s] g_t (B,H,P,d)."""
-        if batch.valid is not None:
-            full = batch.valid.all(1).to(upstream.device)
-            upstream, mass, second, routed = upstream[full], mass[full], second[full], routed[full]
-        length = upstream.shape[2]
-        queries = torch.linspace(0, length - 1, min(GRAM_QUERIES, length)).round().long()
-        chosen = upstream[:, :, queries.to(upstream.device)].double()
-        _accumulate(
-            self.moments[layer],
-            sequences=torch.tensor(float(len(upstream)), dtype=torch.float64),
-            mean=chosen.sum(0),
-            gram=(chosen @ chosen.transpose(-1, -2)).sum(0),
-            mass_squared=mass[..., : self.positions].double().square().sum(0),
-            second=second[..., : self.positions].double().sum(0),
-            measured=routed.double().square().sum((0, 3)),
-        )
-
-    def add_value_gradient(self, layer: int, gradient: torch.Tensor, routed: torch.Tensor, batch: Batch) -> None:
-        """∇v (B,K,P,d), as autograd has it, against the sum over its group of what the heads route there."""
-        summed = routed.unflatten(1, (gradient.shape[1], -1)).sum(2)
-        present = batch.present(self.positions)
-        error, size = (gradient - summed).double().square().sum(-1), gradient.double().square().sum(-1)
-        if present is not None:
-            absent = ~present[:, None].to(error.device)
-            error, size = error.masked_fill(absent, 0.0), size.masked_fill(absent, 0.0)
-        _accumulate(self.sums.setdefault(layer, {}), identity_error=error.sum(0), identity_size=size.sum(0))
-
-    def table(self) -> pd.DataFrame:
-        frames = []
-        for layer, sums in sorted(self.sums.items()):
-            residual = (sums["identity_error"] / sums["identity_size"]).sqrt()
-            residual = residual.repeat_interleave(self.groups[layer], dim=0)
-            columns = {"identity_residual": residual} | _bounds(self.moments[layer])
-            heads, positions = residual.shape
-            frames.append(
-                long_form(
-                    {"layer": layer, "head": range(heads), "position": range(positions)},
-                    {name: value.cpu().numpy() for name, value in columns.items()},
-                )
-            )
-        table = pd.concat(frames, ignore_index=True)
-        lower, measured, upper = table["lower_bound"], table["measured"], table["upper_bound"]
-        slack = ROUND_OFF * upper
-        return table.assign(holds=(lower - slack <= measured) & (measured <= upper + slack))
-
-
-def _accumulate(sums: dict[str, torch.Tensor], **terms: torch.Tensor) -> None:
-    for name, term in terms.items():
-        sums[name] = sums[name] + term if name in sums else term
-
-
-def _bounds(sums: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """M²‖μ‖² ≤ ‖∇v_s‖² ≤ M²‖μ‖² + σ²S + ρ(M² - S), of the loss summed over the run (lengths squared)."""
-    count = sums["sequences"].item()
-    mean = sums["mean"] / count  # (H,T',d)
-    mu = mean.mean(1, keepdim=True)
-    across = (mean @ mu.transpose(-1, -2)).squeeze(-1)  # m_t·μ
-    mu_squared = mu.square().sum((1, 2))  # (H,)
-    gram = sums["gram"] / count - across[:, :, None] - across[:, None, :] + mu_squared[:, None, None]
-    variance = gram.diagonal(dim1=1, dim2=2).amax(1)
-    covariance = (gram - torch.diag_embed(gram.diagonal(dim1=1, dim2=2))).abs().amax((1, 2))
-    mass_squared, second = sums["mass_squared"] / count, sums["second"] / count
-    lower = mass_squared * mu_squared[:, None]
-    upper = lower + variance[:, None] * second + covariance[:, None] * (mass_squared - second)
-    return {"lower_bound": lower, "measured": sums["measured"] / count, "upper_bound": upper}

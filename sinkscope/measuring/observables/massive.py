@@ -12,9 +12,9 @@ from sinkscope.measuring.observables.observable import Observable, Reading, Sett
 from sinkscope.results.tables import COORDINATE, POSITION, SEQUENCE, TOKEN, TOKEN_ID, Column
 from sinkscope.text.batch import Batch
 
-THRESHOLD = 100.0  # an entry is massive above this …
-RATIO = 1000.0  # … and at this many times the median
-TOP = 3  # listed of every sequence and layer, massive or not
+THRESHOLD = 100.0  # an entry is massive if it is above this …
+RATIO = 1000.0  # … and at least this many times the median
+TOP = 3  # entries listed for every sequence and layer, massive or not
 
 
 class Massive(Observable):
@@ -72,8 +72,11 @@ def real_tokens(hidden: torch.Tensor, batch: Batch) -> list[torch.Tensor]:
 
 
 def largest_entries(entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """One hidden state (T,D) → the median of its absolute entries, and the flat places of the TOP largest ones and of
-    every massive one, largest first.
+    """The largest entries of one sequence's hidden state (T,D).
+
+    Returns:
+        The median of its absolute entries, and the places, in the flattened state, of the TOP largest entries and of
+        every massive one, largest first.
     """
     magnitude = entries.abs().flatten()
     median = middle(magnitude)

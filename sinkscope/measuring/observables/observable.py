@@ -1,6 +1,6 @@
 """What every observable is, and the running sums that it is made of."""
 
-from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -42,7 +42,7 @@ class Reading:
         return self._known[statistic]
 
 
-class Observable(ABC):
+class Observable:
     """A phenomenon, reduced at once to small running sums while the trace runs.
 
     A new one is a file of this folder and a line in the register OBSERVABLES.
@@ -71,24 +71,22 @@ class Observable(ABC):
         """The observable of a follow-up pass, given the tables of the first pass."""
         return cls(settings)
 
-    def prepare(self, model: PreTrainedModel, family: Family, predicted: int) -> None:  # noqa: B027 (optional)
+    def prepare(self, model: PreTrainedModel, family: Family, predicted: int) -> None:
         """Called before the first batch of a run that predicts this many tokens in all."""
 
-    def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:  # noqa: B027 (optional)
+    def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
         """One residual-stream site of one layer, the moment it exists."""
 
-    def see_gate(self, layer: int, gate: torch.Tensor, value: torch.Tensor, batch: Batch) -> None:  # noqa: B027
+    def see_gate(self, layer: int, gate: torch.Tensor, value: torch.Tensor, batch: Batch) -> None:
         """One layer's gates (B,T,heads), of a retrofitted model, and its raw values (B,T,K,d)."""
 
-    def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:  # noqa: B027 (optional)
+    def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
         """One layer's attention."""
 
-    def watch(self, layer: int, site: str, tensor: torch.Tensor, batch: Batch) -> None:  # noqa: B027 (optional)
+    def watch(self, layer: int, site: str, tensor: torch.Tensor, batch: Batch) -> None:
         """One residual-stream site of one layer with its graph, to hang hooks on that reduce its gradient."""
 
-    def watch_attention(  # noqa: B027 (optional)
-        self, layer: int, read: AttentionRead, mix: torch.Tensor, batch: Batch
-    ) -> None:
+    def watch_attention(self, layer: int, read: AttentionRead, mix: torch.Tensor, batch: Batch) -> None:
         """One layer's attention and its heads' mix (B,T,H,d), with their graph."""
 
     def notices(self) -> list[str]:
@@ -99,9 +97,9 @@ class Observable(ABC):
         """
         return []
 
-    @abstractmethod
     def tables(self) -> dict[str, pd.DataFrame]:
         """The tables so far: those of `columns`, each beginning with `layer`, without texts of tokens."""
+        return {}
 
 
 class Mean:
@@ -145,16 +143,26 @@ def long_form(axes: dict[str, Any], columns: dict[str, np.ndarray]) -> pd.DataFr
     return pd.DataFrame(frame | {name: array.ravel() for name, array in columns.items()})
 
 
-def by_head(columns: dict[str, Mean], groups: dict[int, int]) -> pd.DataFrame:
-    """Means (H,P) or (H,) by layer → rows of layer, head, kv_head and, where there are any, positions.
+class HeadMeans:
+    """Means over sequences of statistics by head, (B,H,P) or (B,H): a table with head, kv_head and maybe position."""
 
-    `groups` is each layer's number of query heads to a key/value head.
-    """
-    frames = []
-    for layer, group in sorted(groups.items()):
-        arrays = {name: mean[layer] for name, mean in columns.items()}
-        axes = zip(("head", "position"), next(iter(arrays.values())).shape, strict=False)
-        frame = long_form({"layer": layer} | {axis: range(size) for axis, size in axes}, arrays)
-        frame.insert(2, "kv_head", frame["head"] // group)
-        frames.append(frame)
-    return pd.concat(frames, ignore_index=True)
+    def __init__(self) -> None:
+        self._means: dict[str, Mean] = defaultdict(Mean)
+        self._groups: dict[int, int] = {}  # layer → query heads to a key/value head
+
+    def add(
+        self, layer: int, group: int, statistics: Mapping[str, torch.Tensor], present: torch.Tensor | None = None
+    ) -> None:
+        """Add one batch of a layer in which `group` query heads share a key/value head; `present` as for Mean."""
+        self._groups[layer] = group
+        for name, statistic in statistics.items():
+            self._means[name].add(layer, statistic, present)
+
+    def table(self) -> pd.DataFrame:
+        frames = []
+        for layer, group in sorted(self._groups.items()):
+            arrays = {name: mean[layer] for name, mean in self._means.items()}
+            axes = zip(("head", "position"), next(iter(arrays.values())).shape, strict=False)
+            frame = long_form({"layer": layer} | {axis: range(size) for axis, size in axes}, arrays)
+            frames.append(frame.assign(kv_head=frame["head"] // group))
+        return pd.concat(frames, ignore_index=True)

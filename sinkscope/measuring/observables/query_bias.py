@@ -34,7 +34,7 @@ QUERY_OR_KEY_NORM = re.compile(r"(^|[._])(q|k|qk|query|key)_\w*(norm|ln)\w*$")
 class QueryBias(Observable):
     """Tables `query_bias`, `gamma` and `delta_distribution`, of the layers whose queries have a bias.
 
-    Head -1 is all heads together: Δ their sum, γ and the alignment those of the heads' concatenated vectors.
+    Head -1 is all heads together: the sum of their Δ, and the alignment of their concatenated vectors.
     """
 
     name = "query-bias"
@@ -153,9 +153,9 @@ class QueryBias(Observable):
 
 
 class Moments:
-    """Running mean and population variance over sequences, (P,…) for as many positions P as have come, in float64.
+    """Running mean and population variance over sequences, (P,…) for the positions P seen so far, in float64.
 
-    Batches are merged by their deviations (Chan et al. 1979): no small variance is lost beside a large mean.
+    Batches are merged by their deviations (Chan et al. 1979), so that a small variance beside a large mean is not lost.
     """
 
     def __init__(self) -> None:
@@ -166,7 +166,7 @@ class Moments:
         return self._squares / self.count
 
     def add(self, x: torch.Tensor, present: torch.Tensor) -> None:
-        """x (B,P,H); present (B,P) says which sequences have which position."""
+        """Add x (B,P,H); `present` (B,P) says which sequences have which position."""
         x, present = x.double(), present[..., None]
         count = present.sum(0)  # (P,1)
         mean = x.masked_fill(~present, 0.0).sum(0) / count
@@ -186,7 +186,7 @@ class Moments:
 
 
 def key_weight_and_query_bias(model: PreTrainedModel, family: Family, layer: int) -> tuple[torch.Tensor, Any]:
-    """W_k (K,d,D) and b_Q (H,d) of one layer; None where it has none. Copies: one layer's at a time."""
+    """W_k (K,d,D) and b_Q (H,d) of one layer, copied; None where it has no query bias."""
     projected = projections(model, family, layer)
     bias = projected["query"].bias
     return projected["key"].weight.detach(), None if bias is None else bias.detach()
@@ -204,7 +204,7 @@ def bias_directions(weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
 def key_alignment(vectors: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """cos(W_k x, b_Q) for vectors x (P,D): of all heads' vectors concatenated and of each query head, (P,1+H) float64.
 
-    A key head that serves several query heads stands for itself in each (NU §4.2.2, of the EPE).
+    A key head that serves several query heads is compared with each (NU §4.2.2, for the EPE).
     """
     keys = torch.einsum("kdc,pc->pkd", weight.double(), vectors.to(weight.device).double())
     keys = keys.repeat_interleave(len(bias) // len(weight), dim=1)  # (P,H,d)

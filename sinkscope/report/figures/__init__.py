@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Never
 
 from sinkscope.errors import InputError, unknown
+from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.report.figures import (
     arm_maps,
     arm_maps_by_layer,
@@ -46,47 +47,23 @@ from sinkscope.report.figures.steps import Checkpoints
 from sinkscope.report.figures.style import Figure
 from sinkscope.results.run import RunData
 
-FIGURES: dict[str, FigureSpec[RunData]] = {
-    spec.name: spec
-    for spec in (
-        arm_maps.draw,
-        arm_maps_by_layer.draw,
-        attention_maps.draw,
-        effects.draw,
-        effects_by_layer.draw,
-        epe_coordinates.draw,
-        gamma.draw,
-        gradient_bounds.draw,
-        gradient_norms.draw,
-        gradient_reshaping.draw,
-        massive_activations.draw,
-        massive_map.draw,
-        quantization_cost.draw,
-        quantization_ranges.draw,
-        query_bias_alignment.draw,
-        query_bias_distribution.draw,
-        query_key_geometry.draw,
-        sink_map.draw,
-        sink_positions.draw,
-        sinks_by_layer.draw,
-        streaming_perplexity.draw,
-    )
-}
+# fmt: off
+FIGURES: dict[str, FigureSpec[RunData]] = {spec.name: spec for spec in (  # of one run
+    arm_maps.draw, arm_maps_by_layer.draw, attention_maps.draw, effects.draw, effects_by_layer.draw,
+    epe_coordinates.draw, gamma.draw, gradient_bounds.draw, gradient_norms.draw, gradient_reshaping.draw,
+    massive_activations.draw, massive_map.draw, quantization_cost.draw, quantization_ranges.draw,
+    query_bias_alignment.draw, query_bias_distribution.draw, query_key_geometry.draw, sink_map.draw,
+    sink_positions.draw, sinks_by_layer.draw, streaming_perplexity.draw,
+)}
 OF_RUNS: dict[str, FigureSpec[Sequence[RunData]]] = {spec.name: spec for spec in (comparison.draw,)}
-OF_STEPS: dict[str, FigureSpec[Checkpoints]] = {
-    spec.name: spec for spec in (training_by_step.draw, training_gradient_norms.draw)
-}
-OF_ARMS: dict[str, FigureSpec[Arms]] = {
-    spec.name: spec
-    for spec in (
-        retrofit_bars.draw,
-        retrofit_training.draw,
-        retrofit_layers.draw,
-        retrofit_values.draw,
-        backcopy_maps.draw,
-        backcopy_training.draw,
-    )
-}
+OF_STEPS: dict[str, FigureSpec[Checkpoints]] = {spec.name: spec for spec in (
+    training_by_step.draw, training_gradient_norms.draw,
+)}
+OF_ARMS: dict[str, FigureSpec[Arms]] = {spec.name: spec for spec in (
+    retrofit_bars.draw, retrofit_training.draw, retrofit_layers.draw, retrofit_values.draw,
+    backcopy_maps.draw, backcopy_training.draw,
+)}
+# fmt: on
 # what a figure is drawn from → the register of such figures
 KINDS: dict[str, Mapping[str, FigureSpec[Never]]] = {
     "one run": FIGURES,
@@ -95,19 +72,9 @@ KINDS: dict[str, Mapping[str, FigureSpec[Never]]] = {
     "arms of a training": OF_ARMS,
 }
 
-# tables whose name differs from that of the observable that makes them
-OBSERVABLE = {
-    "sink_positions": "attention",
-    "attention_heads": "attention",
-    "attention_maps": "attention",
-    "massive_map": "massive",
-    "gradient_ratio": "gradient",
-    "gradient_check": "gradient",
-    "query_bias": "query-bias",
-    "gamma": "query-bias",
-    "delta_distribution": "query-bias",
-}
-# tables that commands other than `analyze` make; those of `intervene` hold all arms, for one figure
+# table → the observable that a user names to have it
+OBSERVABLE = {table: (kind.after or (name,))[0] for name, kind in OBSERVABLES.items() for table in kind.columns}
+# tables that commands other than `analyze` make
 COMMAND = {
     "effect": "intervene",
     "arm_maps": "intervene",
@@ -115,6 +82,7 @@ COMMAND = {
     "quantization": "quantize",
     "quantization_sites": "quantize",
 }
+ALL_ARMS = ("effect", "arm_maps")  # of one arm by itself, they have no figure
 
 
 def draw(name: str, run: RunData) -> Figure:
@@ -126,11 +94,11 @@ def draw(name: str, run: RunData) -> Figure:
     if name not in FIGURES:
         raise InputError(f"figure {unknown(name, FIGURES)}")
     spec = FIGURES[name]
-    if run.is_experiment and not _is_of_arms(spec):
+    if run.is_experiment and not _is_experiments(spec):
         raise InputError(f"figure '{name}' is of one arm: draw it of run.at('before'), or of another arm")
     missing = [table for table in spec.tables if not _has(run, table)]
     if missing:
-        raise InputError(f"figure '{name}' {_why_missing(run, missing)}")
+        raise InputError(f"figure '{name}'{_why_missing(run, missing)}")
     return spec(run)
 
 
@@ -139,7 +107,7 @@ def applicable(run: RunData) -> list[str]:
     return [
         name
         for name, spec in FIGURES.items()
-        if run.is_experiment <= _is_of_arms(spec)
+        if (_is_experiments(spec) or not run.is_experiment)
         and all(_has(run, table) for table in spec.tables)
         and spec.lacking(run) is None
     ]
@@ -159,23 +127,23 @@ def save_figures(figures: Mapping[str, Figure], folder: Path) -> None:
             figure.savefig(folder / f"{name}.{kind}")
 
 
-def _is_of_arms(spec: FigureSpec[RunData]) -> bool:
+def _is_experiments(spec: FigureSpec[RunData]) -> bool:
     return any(COMMAND.get(table) == "intervene" for table in spec.tables)
 
 
 def _has(run: RunData, table: str) -> bool:
     """Whether there is something to draw: `sink_positions` may be empty, which is a finding; no other table may."""
-    of_arms = COMMAND.get(table) == "intervene" and not run.is_experiment  # one arm by itself has no figure of arms
-    return table in run.tables and not of_arms and (table == "sink_positions" or len(run.tables[table]) > 0)
+    is_split = table in ALL_ARMS and not run.is_experiment  # one arm by itself
+    return table in run.tables and not is_split and (table == "sink_positions" or len(run.tables[table]) > 0)
 
 
 def _why_missing(run: RunData, missing: Sequence[str]) -> str:
-    needs = f"needs the table '{missing[0]}', which"
+    needs = f" needs the table '{missing[0]}', which"
     if missing[0] in COMMAND:
         return f"{needs} only some runs of `{COMMAND[missing[0]]}` have"
-    observables = dict.fromkeys(OBSERVABLE.get(table, table) for table in missing)
+    observables = dict.fromkeys(OBSERVABLE[table] for table in missing)
     for observable, reason in (run.manifest.get("not_measured") or {}).items():
         if observable in observables:
-            return f"cannot be drawn: {observable} does not apply to {run.model}: {reason}"
+            return f": {observable} does not apply to {run.model}: {reason}"
     plural = "s" * (len(observables) > 1)
     return f"{needs} this run lacks: run the observable{plural} {', '.join(observables)}"

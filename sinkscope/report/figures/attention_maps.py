@@ -11,11 +11,7 @@ ACROSS = 3
 FAINTEST = 1e-3  # of the color scale: a sink's column and a diagonal can both be read
 
 
-@declare(
-    "attention-maps",
-    "attention weights on the first sequence, of heads from the strongest sink to the weakest",
-    "attention_maps",
-)
+@declare("attention-maps", "attention weights of selected heads on the first sequence", "attention_maps")
 def draw(run: RunData) -> Figure:
     table = run.tables["attention_maps"]
     heads = table.groupby(["layer", "head"])

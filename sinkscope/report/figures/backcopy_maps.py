@@ -25,8 +25,7 @@ def lacking(arms: Arms) -> str | None:
 
 @declare(
     "backcopy-maps",
-    "attention weights and value norms of every arm on one sequence of the Bigram-Backcopy task (VGA figs. 4 and 6)",
-    "attention_maps",
+    "Bigram-Backcopy: attention and value norms on one sequence (VGA figs. 4 and 6)",
     "value_norms",
     lacking=lacking,
 )

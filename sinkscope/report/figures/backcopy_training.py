@@ -44,7 +44,7 @@ def lacking(arms: Arms) -> str | None:
 
 @declare(
     "backcopy-training",
-    "risks, attention, value norms and Δlogit of the Bigram-Backcopy task by training step (VGA figs. 5 and 6)",
+    "Bigram-Backcopy by training step, of every arm (VGA figs. 5 and 6)",
     "training",
     lacking=lacking,
 )

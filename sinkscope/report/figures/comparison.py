@@ -12,19 +12,15 @@ from sinkscope.report.figures.axes import drawn, layer_axis, line_by_layer, valu
 from sinkscope.report.figures.labels import escape, heading, model_name, shorten
 from sinkscope.report.figures.spec import declare
 from sinkscope.report.figures.style import NEUTRAL, WIDE, Figure, line_looks, new_figure
+from sinkscope.results.metrics import METRICS, Metric
 from sinkscope.results.run import RunData
 
-PANELS = (  # metric of `summary`, name, and of a ratio (on a log scale) its value without an effect
-    ("sink_rate", "sink rate", None),
-    ("value_drain", "value drain, ‖v₀‖ ÷ others", 1.0),
-    ("norm_ratio", "norm of token 0 ÷ others", 1.0),
-    ("massive_count", "massive activations per sequence", None),
-)
+PANELS = ("sink_rate", "value_drain", "norm_ratio", "massive_count")  # metrics of `summary`
 LEGEND = 108  # characters across
 MANY = 10  # massive activations per sequence: with more than this, a linear scale would hide the other models
 
 
-@declare("by-layer", "sink rate, value drain, norm ratio and massive activations of all runs, by layer", "summary")
+@declare("by-layer", "sink rate, value norm, residual norm and massive activations of all runs", "summary")
 def draw(runs: Sequence[RunData]) -> Figure:
     names, common = labels(runs)
     depths = [max(0, int(run.tables["summary"]["layer"].max())) + 1 for run in runs]
@@ -32,13 +28,12 @@ def draw(runs: Sequence[RunData]) -> Figure:
     across = max(1, min(4, LEGEND // (max(map(len, names)) + 8)))
     figure = new_figure(WIDE, 3.6 + 0.15 * -(-len(runs) // across))
     axes = figure.subplots(2, 2)
-    for ax, (metric, name, neutral) in zip(axes.flat, PANELS, strict=True):
+    for ax, metric in zip(axes.flat, PANELS, strict=True):
         for run, label, depth, look in zip(runs, names, depths, line_looks(), strict=False):
             line = line_by_layer(ax, _by_layer(run, metric), label=label, **look)
             if is_relative:
                 line.set_xdata(np.asarray(line.get_xdata()) / max(depth - 1, 1))
-        ax.set_title(name)
-        _finish(ax, metric, neutral, is_relative)
+        _finish(ax, METRICS[metric], is_relative)
     _spread(axes[1, 1])
     figure.legend(axes[0, 0].lines, [escape(name) for name in names], loc="outside lower center", ncols=across)
     if common:
@@ -46,15 +41,16 @@ def draw(runs: Sequence[RunData]) -> Figure:
     return figure
 
 
-def _finish(ax: Axes, metric: str, neutral: float | None, is_relative: bool) -> None:
+def _finish(ax: Axes, metric: Metric, is_relative: bool) -> None:
+    ax.set_title(metric.short)
     if is_relative:
         ax.set_xlim(-0.03, 1.03)
         ax.set_xlabel("relative depth")
     else:
         layer_axis(ax)
-    value_axis(ax, log=neutral is not None, share=metric == "sink_rate")
-    if neutral is not None and ax.get_yscale() == "log":
-        ax.axhline(neutral, **NEUTRAL)
+    value_axis(ax, log=metric.unit == "ratio", share=metric.unit == "share")
+    if ax.get_yscale() == "log":
+        ax.axhline(1, **NEUTRAL)
 
 
 def _spread(ax: Axes) -> None:

@@ -13,6 +13,7 @@ from sinkscope.report.figures.axes import drawn, log_x_axis, name_rows, shade_ro
 from sinkscope.report.figures.labels import title, wrapped
 from sinkscope.report.figures.spec import declare
 from sinkscope.report.figures.style import NAVY, REFERENCE, WIDE, Figure, Look, new_figure
+from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
 
 ROW, PAGE = 0.3, 9.0  # inches: an arm, and at most all of them with what is around
@@ -26,7 +27,6 @@ SPREAD_BAR: Look = {"color": "0.72", "linewidth": 3.5, "solid_capstyle": "butt"}
 
 @dataclass(frozen=True)
 class _Panel:
-    name: str
     metric: str
     positions: Callable[[list[int]], list[int]]  # of those that an arm watches, its sink first
     log: bool = False
@@ -34,16 +34,14 @@ class _Panel:
 
 
 PANELS = (
-    _Panel("sink rate", "sink_rate", lambda watched: watched[:1]),
-    _Panel("window mass", "window_mass", lambda watched: watched[1:], width=0.75),
-    _Panel("perplexity", "perplexity", lambda watched: [NO_POSITION], log=True),
-    _Panel("largest |activation|", "massive_magnitude", lambda watched: [NO_POSITION], log=True),
+    _Panel("sink_rate", lambda watched: watched[:1]),
+    _Panel("window_mass", lambda watched: watched[1:], width=0.75),
+    _Panel("perplexity", lambda watched: [NO_POSITION], log=True),
+    _Panel("massive_magnitude", lambda watched: [NO_POSITION], log=True),
 )
 
 
-@declare(
-    "effects", "what every arm does to sink, perplexity and massive activations, beside its control's spread", "effect"
-)
+@declare("effects", "what every arm does to sink, perplexity and massive activations, beside its control", "effect")
 def draw(run: RunData) -> Figure:
     watched = {label: arm["watched"] for label, arm in arms(run).items() if arm["watched"]}
     panels = [panel for panel in PANELS if any(panel.positions(positions) for positions in watched.values())]
@@ -64,7 +62,7 @@ def draw(run: RunData) -> Figure:
 def _draw_panel(ax: Axes, run: RunData, panel: _Panel, positions: dict[str, list[int]]) -> None:
     """One metric of all arms, a row for each; the positions of an arm that has several stand below one another."""
     different = {position for some in positions.values() for position in some}
-    ax.set_title(panel.name + _where(different))
+    ax.set_title(METRICS[panel.metric].short + _where(different))
     for row, (label, some) in enumerate(positions.items()):
         if not some:
             ax.text(0.5, row, "–", transform=ax.get_yaxis_transform(), ha="center", va="center", color="0.5")

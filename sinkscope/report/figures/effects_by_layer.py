@@ -11,6 +11,7 @@ from sinkscope.report.figures.axes import layer_axis, line_by_layer, panel_grid,
 from sinkscope.report.figures.labels import title, wrapped
 from sinkscope.report.figures.spec import declare
 from sinkscope.report.figures.style import COLUMN, OTHERS, REFERENCE, SINK, WIDE, Figure, Look, new_figure
+from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
 
 ACROSS = 4
@@ -30,14 +31,16 @@ def draw(run: RunData) -> Figure:
     targets = {position for positions in watched.values() for position in positions[1:]}
     across = min(ACROSS, len(watched))
     width = max(WIDE * across / ACROSS, COLUMN)
-    figure = new_figure(width, min(1.3 * -(-len(watched) // across) + 0.75, PAGE))
-    axes, lowest = panel_grid(figure, len(watched), across)
-    for ax, (label, positions) in zip(axes, watched.items(), strict=True):
+    down = -(-len(watched) // across)
+    figure = new_figure(width, min(1.3 * down + 0.75, PAGE))
+    axes, _ = panel_grid(figure, len(watched), across)
+    for place, (ax, (label, positions)) in enumerate(zip(axes, watched.items(), strict=True)):
         ax.set_title(wrapped(label, LETTERS, 2) + (f"\nposition {positions[0]}" if len(sinks) > 1 else ""))
         _draw_arm(ax, rates[rates["condition"] == label], positions, targets)
-        layer_axis(ax, "layer" if ax in lowest else "")
+        layer_axis(ax, "layer" if place >= across * (down - 1) else "")
         value_axis(ax, share=True)
-    figure.supylabel(f"sink rate at position {sinks.pop()}" if len(sinks) == 1 else "sink rate")
+    where = f" at position {sinks.pop()}" if len(sinks) == 1 else ""
+    figure.supylabel(METRICS["sink_rate"].short + where)
     figure.legend(handles=_legend(axes), loc="outside lower center", ncols=4 if width == WIDE else 2)
     figure.suptitle(title(run, width))
     return figure

@@ -15,12 +15,7 @@ def lacking(run: RunData) -> str | None:
     return None if run.tables["gamma"]["epe_0"].notna().any() else "its positions are not learned vectors"
 
 
-@declare(
-    "epe-coordinates",
-    "effective positional vector of position 0 by coordinate, massive ones named (NU fig. 6)",
-    "gamma",
-    lacking=lacking,
-)
+@declare("epe-coordinates", "EPE₀ by coordinate, massive ones named (NU fig. 6)", "gamma", lacking=lacking)
 def draw(run: RunData) -> Figure:
     table = run.tables["gamma"]
     vector = table[table["layer"] == table["layer"].min()]  # the same in the rows of every layer

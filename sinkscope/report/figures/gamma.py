@@ -24,12 +24,7 @@ def lacking(run: RunData) -> str | None:
     return "its positions are not learned vectors, so that there is no EPE_0"
 
 
-@declare(
-    "gamma",
-    "|γ| at the massive coordinates of EPE₀ beside all others, by layer (NU tables 1 and 2)",
-    "gamma",
-    lacking=lacking,
-)
+@declare("gamma", "|γ| at the massive coordinates of EPE₀ and over all (NU tables 1 and 2)", "gamma", lacking=lacking)
 def draw(run: RunData) -> Figure:
     gamma = finite(run.tables["gamma"])
     gamma = gamma.assign(magnitude=gamma["gamma"].abs())

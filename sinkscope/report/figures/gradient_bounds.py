@@ -27,11 +27,7 @@ BRANCHES = {"attn": "attention", "mlp": "MLP"}
 UNMEASURED = "not measured: all batches\nhad padding"
 
 
-@declare(
-    "gradient-bounds",
-    "theorems 1 and 2 of GS by layer: the value gradient and the norms' compression beside their bounds",
-    "gradient_check",
-)
+@declare("gradient-bounds", "theorems 1 and 2 of GS by layer: measured values and bounds", "gradient_check")
 def draw(run: RunData) -> Figure:
     check = finite(run.tables["gradient_check"])
     figure = new_figure(WIDE, 3.2)

@@ -40,11 +40,7 @@ UNDEFINED = {  # (wiring, ratio) → why such models do not have it
 }
 
 
-@declare(
-    "gradient-reshaping",
-    "bloat, compress and change of the attention branch against its input's norm (GS fig. 3)",
-    "gradient_ratio",
-)
+@declare("gradient-reshaping", "bloat, compress and change against the input's norm (GS fig. 3)", "gradient_ratio")
 def draw(run: RunData) -> Figure:
     table = finite(run.tables["gradient_ratio"])
     ratios = table[table["branch"] == "attn"]

@@ -19,11 +19,7 @@ MEDIAN: Look = {"color": "0.45", "linestyle": "-.", "marker": "D"}
 SHADE = "0.9"
 
 
-@declare(
-    "massive-activations",
-    "the three largest activations and the median by layer, and where they are massive (Sun et al. 2024)",
-    "massive",
-)
+@declare("massive-activations", "the three largest activations and the median by layer (Sun et al. 2024)", "massive")
 def draw(run: RunData) -> Figure:
     massive = run.tables["massive"]
     figure = new_figure(TEXT, 2.5)

@@ -17,6 +17,7 @@ from sinkscope.report.figures.labels import escape, shorten, title, wrapped
 from sinkscope.report.figures.spec import declare
 from sinkscope.report.figures.style import NAVY, REFERENCE, SKY, VERMILION, WIDE, Figure, Look, new_figure
 from sinkscope.report.quantization import label, probed, whole
+from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
 
 ROW, AROUND = 0.2, 1.5  # inches: a row, and what is above, between and below
@@ -36,10 +37,7 @@ FULL_PRECISION = REFERENCE | {"zorder": 1}
 
 
 @declare(
-    "quantization-cost",
-    "perplexity quantized: the whole model, each kind of site alone, and layers of the costliest kinds",
-    "quantization",
-    "quantization_sites",
+    "quantization-cost", "perplexity with the model or single sites quantized", "quantization", "quantization_sites"
 )
 def draw(run: RunData) -> Figure:
     alone = probed(run, ALONE)
@@ -59,7 +57,7 @@ def draw(run: RunData) -> Figure:
         values = drawn(ax, "x")
         values = values[np.isfinite(values)]  # infinite ones lie beyond the axis
         log_x_axis(ax, values.min(), values.max(), room=1.02)
-        ax.set_xlabel(f"perplexity, {table['sequences'].max()} sequences")
+        ax.set_xlabel(f"{METRICS['perplexity'].short}, {table['sequences'].max()} sequences")
     marks = [Line2D([], [], linestyle="none", label=part, **look) for part, look in MARKS.items()]
     marks.append(Line2D([], [], label="full precision", **FULL_PRECISION))
     if len(sites) and any(name.get_text().endswith(MASSIVE) for name in axes["sites"].get_yticklabels()):

@@ -37,10 +37,7 @@ def lacking(run: RunData) -> str | None:
 
 
 @declare(
-    "quantization-ranges",
-    "largest and median entry of every linear layer's input and output by layer, and what rounds to zero",
-    "quantization_sites",
-    lacking=lacking,
+    "quantization-ranges", "range and median of every linear layer by layer", "quantization_sites", lacking=lacking
 )
 def draw(run: RunData) -> Figure:
     sites = _sites(run)

@@ -31,10 +31,7 @@ def lacking(run: RunData) -> str | None:
 
 
 @declare(
-    "query-bias-alignment",
-    "cosine of each position's key and the query bias, by layer (NU fig. 2 and 5); learned positions only",
-    "query_bias",
-    lacking=lacking,
+    "query-bias-alignment", "cosine of keys and query bias, by layer (NU figs. 2 and 5)", "query_bias", lacking=lacking
 )
 def draw(run: RunData) -> Figure:
     table = finite(run.tables["query_bias"])

@@ -27,12 +27,7 @@ MOST_COLUMNS = 8
 TALLEST = 7.6  # inches
 
 
-@declare(
-    "query-bias-distribution",
-    "distribution of the query bias's shift Δ by layer: position 0 against later tokens (NU fig. 1 and 4)",
-    "query_bias",
-    "delta_distribution",
-)
+@declare("query-bias-distribution", "the query bias's shift Δ (NU figs. 1 and 4)", "query_bias", "delta_distribution")
 def draw(run: RunData) -> Figure:
     table, by_position = run.tables["delta_distribution"], run.tables["query_bias"]
     gaps = delta_gap(by_position[by_position["head"] == ALL_HEADS])

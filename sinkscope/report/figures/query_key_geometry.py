@@ -25,11 +25,7 @@ PANELS = (  # column, name, log scale
 BAND = (0.1, 0.9)
 
 
-@declare(
-    "query-key-geometry",
-    "norms and angles of queries, keys and values by layer: position 0 against the rest (WSE fig. 2)",
-    "geometry",
-)
+@declare("query-key-geometry", "norms and angles of queries, keys and values by layer (WSE fig. 2)", "geometry")
 def draw(run: RunData) -> Figure:
     geometry = run.tables["geometry"]
     figure = new_figure(WIDE, 3.7)

@@ -13,10 +13,11 @@ from sinkscope.report.figures.axes import drawn, layer_axis, line_by_layer, say,
 from sinkscope.report.figures.labels import places
 from sinkscope.report.figures.spec import declare
 from sinkscope.report.figures.style import WIDE, Figure, Look, new_figure
+from sinkscope.results.metrics import METRICS
 
 # table, its site, column, name
 PANELS = (
-    ("attention", None, "sink_rate", "sink rate"),
+    ("attention", None, "sink_rate", METRICS["sink_rate"].short),
     ("activation", "layer_out", "norm_mean", "norm of layer output"),
     ("activation", "mlp_out", "norm_mean", "norm of MLP output"),
     ("activation", "attn_out", "norm_mean", "norm of attention output"),
@@ -32,7 +33,7 @@ def lacking(arms: Arms) -> str | None:
 
 @declare(
     "retrofit-layers",
-    "sink rate and norms by layer, of every arm: position 0 against the other early tokens (GS fig. 5)",
+    "sink rate and norms of every arm by layer (GS fig. 5)",
     "attention",
     "activation",
     lacking=lacking,

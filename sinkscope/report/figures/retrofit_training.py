@@ -6,26 +6,22 @@ from sinkscope.report.figures.axes import curve, say, value_axis
 from sinkscope.report.figures.spec import declare
 from sinkscope.report.figures.steps import step_axis
 from sinkscope.report.figures.style import WIDE, Figure, new_figure
+from sinkscope.results.metrics import METRICS
 
 
 def lacking(arms: Arms) -> str | None:
     return None if arms.rows("training") else "nothing was logged in training: take a smaller --log-every"
 
 
-@declare(
-    "retrofit-training",
-    "loss and displacement of the new parameters by training step, of every arm",
-    "training",
-    lacking=lacking,
-)
+@declare("retrofit-training", "loss and displacement of new parameters by training step", "training", lacking=lacking)
 def draw(arms: Arms) -> Figure:
     training = arms.tables["training"]
     loss = training[(training["layer"] == WHOLE_MODEL) & (training["metric"] == "loss")]
     gates = training[training["metric"] == "gate_displacement_mean"]
     figure = new_figure(WIDE, 2.6)
     left, right = figure.subplots(1, 2, sharex=True)
-    left.set_title("training loss")
-    right.set_title("new parameters, ‖p − p₀‖ per head, mean")
+    left.set_title(f"training {METRICS['loss'].short}")
+    right.set_title(f"{METRICS['gate_displacement_mean'].short} (mean ‖p − p₀‖ of the heads)")
     for arm, look in arm_looks(training["condition"].unique()).items():
         for ax, table in ((left, loss), (right, gates)):
             rows = table[table["condition"] == arm]

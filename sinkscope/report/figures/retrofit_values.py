@@ -22,12 +22,7 @@ def lacking(arms: Arms) -> str | None:
     return None if arms.all_have("geometry") else "not all arms have the table geometry"
 
 
-@declare(
-    "retrofit-values",
-    "value norms before and behind the gates, and the gates, by position and layer, of every arm (VGA figs. 1 and 4)",
-    "geometry",
-    lacking=lacking,
-)
+@declare("retrofit-values", "value norms and gates of every arm (VGA figs. 1 and 4)", "geometry", lacking=lacking)
 def draw(arms: Arms) -> Figure:
     looks = arm_looks(arms.runs)
     figure = new_figure(WIDE, 3.9 + 0.15 * (1 + len(looks) // 4))

@@ -8,6 +8,7 @@ from sinkscope.report.figures.axes import whole_numbers
 from sinkscope.report.figures.labels import title
 from sinkscope.report.figures.spec import declare
 from sinkscope.report.figures.style import COLUMN, GRAY, SEQUENTIAL, WIDE, Figure, Look, new_figure
+from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
 
 MOST = 0.5  # share of the sequences in which a marked head is a sink
@@ -35,7 +36,7 @@ def draw(run: RunData) -> Figure:
     whole_numbers(ax, "x")
     whole_numbers(ax, "y")
     notes = _dots(ax, share, run, width, height) + _local_layers(ax, run)
-    figure.colorbar(image, ax=ax, label="window mass at position 0", aspect=30, pad=0.03)
+    figure.colorbar(image, ax=ax, label=f"{METRICS['window_mass'].short} at position 0", aspect=30, pad=0.03)
     if notes:
         figure.legend(handles=notes, loc="outside lower center", handlelength=1.2)
     figure.suptitle(title(run, width + ASIDE))
@@ -50,7 +51,7 @@ def _dots(ax: Axes, share: np.ndarray, run: RunData, width: float, height: float
     cell = 72 * min(width / share.shape[1], height / share.shape[0])  # points
     look: Look = {"linestyle": "none", "marker": "o", "mfc": "white"}
     ax.plot(head, layer, markersize=float(np.clip(0.35 * cell, 0.8, 3)), mec="none", **look)
-    label = f"window mass > {run.manifest['config']['epsilon']:g} in most sequences"
+    label = f"{METRICS['window_mass'].short} > {run.manifest['config']['epsilon']:g} in most sequences"
     return [Line2D([], [], markersize=3, mec="0.3", mew=0.5, label=label, **look)]
 
 

@@ -8,11 +8,11 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
-from sinkscope.measuring.summary import FEWEST_QUERIES
 from sinkscope.report.figures.axes import say, whole_numbers, write_beside
 from sinkscope.report.figures.labels import places, title, token_label
 from sinkscope.report.figures.spec import declare
 from sinkscope.report.figures.style import NAVY, VERMILION, WIDE, Figure, new_figure
+from sinkscope.results.findings import FEWEST_QUERIES
 from sinkscope.results.run import RunData
 
 MOST_TOKENS = 12
@@ -25,10 +25,7 @@ def percent(share: float) -> str:
 
 
 @declare(
-    "sink-positions",
-    "share of heads with a sink at each position, and the tokens that carry sinks beyond position 0",
-    "sink_positions",
-    "attention",
+    "sink-positions", "heads with a sink at each position, and the tokens of later sinks", "sink_positions", "attention"
 )
 def draw(run: RunData) -> Figure:
     sinks = run.tables["sink_positions"]

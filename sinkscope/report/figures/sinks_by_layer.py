@@ -11,21 +11,19 @@ from sinkscope.report.figures.axes import layer_axis, line_by_layer, say, value_
 from sinkscope.report.figures.labels import places, title
 from sinkscope.report.figures.spec import declare
 from sinkscope.report.figures.style import HIGHEST, OTHERS, SINK, WIDE, Figure, new_figure
+from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
 
 
 @declare(
-    "sinks-by-layer",
-    "sinks and norms by layer: token 0 against the other early tokens (GS fig. 1)",
-    "attention",
-    "activation",
+    "sinks-by-layer", "sinks and norms by layer: token 0 and other early tokens (GS fig. 1)", "attention", "activation"
 )
 def draw(run: RunData) -> Figure:
     attention, activation = run.tables["attention"], run.tables["activation"]
     figure = new_figure(WIDE, 2.1)
     mass, rate, residual, mlp = figure.subplots(1, 4)
-    _panel(mass, "sink mass", attention, "sink_mass", share=True)
-    name = f"sink rate (ε = {run.manifest['config']['epsilon']:g})"
+    _panel(mass, METRICS["sink_mass"].short, attention, "sink_mass", share=True)
+    name = f"{METRICS['sink_rate'].short} (ε = {run.manifest['config']['epsilon']:g})"
     _panel(rate, name, attention, "sink_rate", share=True)
     for ax, site, name in (
         (residual, "layer_out", "norm of layer output"),

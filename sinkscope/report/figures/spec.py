@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar, overload
+from typing import Generic, TypeVar
 
 from sinkscope.errors import InputError
 from sinkscope.report.figures.style import Figure, in_style
@@ -45,18 +45,8 @@ class FigureSpec(Generic[Data_contra]):
 Draws = Callable[[Data_contra], Figure]
 
 
-@overload
-def declare(name: str, about: str, *tables: str) -> Callable[[Draws[Data_contra]], FigureSpec[Data_contra]]: ...
-
-
-@overload
 def declare(
-    name: str, about: str, *tables: str, lacking: Callable[[Data_contra], str | None]
-) -> Callable[[Draws[Data_contra]], FigureSpec[Data_contra]]: ...
-
-
-def declare(
-    name: str, about: str, *tables: str, lacking: Callable[[Data_contra], str | None] = lambda _: None
+    name: str, about: str, *tables: str, lacking: Callable[..., str | None] = lambda _: None
 ) -> Callable[[Draws[Data_contra]], FigureSpec[Data_contra]]:
     """Make a figure of the function that draws it; the arguments are those of FigureSpec."""
     return lambda draw: FigureSpec(name, about, tables, lacking, draw)

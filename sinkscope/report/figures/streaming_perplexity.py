@@ -31,9 +31,7 @@ DASHES = ("--", ":", "-.", "-")
 
 
 @declare(
-    "streaming-perplexity",
-    "perplexity with a cache of the last tokens, and of the first ones too, against dense attention (StreamingLLM)",
-    "streaming",
+    "streaming-perplexity", "perplexity with a short cache, with and without first tokens (StreamingLLM)", "streaming"
 )
 def draw(run: RunData) -> Figure:
     table = run.tables["streaming"]

@@ -11,6 +11,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import matplotlib.style
 import numpy as np
 from matplotlib import colormaps
@@ -20,47 +21,11 @@ from matplotlib.figure import Figure as MatplotlibFigure
 
 TEXT, WIDE = 5.5, 6.75  # inches: the text width of one-column and of two-column proceedings
 COLUMN = 3.25  # one of the two columns
-DPI = 200
 FONT = "DejaVu Sans"  # part of matplotlib: the same figure on every machine
 
+STYLE_SHEET = Path(__file__).with_name("sinkscope.mplstyle")
 SETTINGS: dict[str, Any] = {
-    "font.family": FONT,
-    "font.size": 8,
-    "axes.titlesize": 8,
-    "axes.labelsize": 8,
-    "figure.titlesize": 8,
-    "figure.labelsize": 8,
-    "xtick.labelsize": 7,
-    "ytick.labelsize": 7,
-    "legend.fontsize": 7,
-    "legend.frameon": False,
-    "legend.handlelength": 2.6,
-    "axes.linewidth": 0.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.titlepad": 4,
-    "axes.labelpad": 2,
-    "lines.linewidth": 1.1,
-    "lines.markersize": 2.6,
-    "lines.solid_capstyle": "round",
-    "lines.dash_capstyle": "round",
-    "xtick.major.width": 0.5,
-    "ytick.major.width": 0.5,
-    "xtick.minor.width": 0.35,
-    "ytick.minor.width": 0.35,
-    "xtick.major.size": 2.5,
-    "ytick.major.size": 2.5,
-    "xtick.minor.size": 1.5,
-    "ytick.minor.size": 1.5,
-    "xtick.major.pad": 2,
-    "ytick.major.pad": 2,
-    "hatch.linewidth": 0.4,
-    "image.interpolation": "nearest",
-    "savefig.dpi": DPI,
-    "pdf.fonttype": 42,  # TrueType: publishers refuse Type 3
-    "ps.fonttype": 42,
-    "svg.hashsalt": "sinkscope",  # else every SVG has other ids
+    str(name): value for name, value in matplotlib.rc_params_from_file(STYLE_SHEET, use_default_template=False).items()
 }
 
 Look = dict[str, Any]  # keyword arguments of matplotlib's artists

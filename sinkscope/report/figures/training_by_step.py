@@ -1,6 +1,7 @@
 """How sinks, gradient sinks and massive activations grow in training: the model's numbers against the step."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -11,22 +12,11 @@ from sinkscope.report.figures.axes import curve, has_values, say, value_axis
 from sinkscope.report.figures.spec import declare
 from sinkscope.report.figures.steps import Checkpoints, in_order, lacking, step_axis, steps_title
 from sinkscope.report.figures.style import GUIDE, OTHERS, SINK, WIDE, Figure, new_figure
+from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
 
-LABELS = {
-    "value_gradient_ratio": "value",
-    "key_gradient_ratio": "key",
-    "compress_slope": "slope",
-    "compress_correlation": "correlation",
-}
 
-
-@declare(
-    "training-by-step",
-    "loss, sink rate, gradient sinks, norms and the fit of compress by training step",
-    "summary",
-    lacking=lacking,
-)
+@declare("training-by-step", "loss, sinks, gradient sinks and norms by training step", "summary", lacking=lacking)
 def draw(runs: Checkpoints) -> Figure:
     runs = in_order(runs)
     figure = new_figure(WIDE, 3.7)
@@ -34,19 +24,20 @@ def draw(runs: Checkpoints) -> Figure:
     (loss, rate, gradient), (norm, ratio, fit) = axes
     steps = [step for step, _ in runs]
 
-    def curves(*metrics: str) -> dict[str, pd.Series]:
-        return {
-            LABELS.get(metric, metric): pd.Series([run.metric(metric) for _, run in runs], steps) for metric in metrics
-        }
+    def by_step(value: Callable[[RunData], float]) -> pd.Series:
+        return pd.Series([value(run) for _, run in runs], steps)
 
-    _panel(loss, "loss", curves("loss"))
-    _panel(rate, "sink rate", curves("sink_rate"), share=True)
-    gradients = curves("value_gradient_ratio", "key_gradient_ratio")
+    def curves(*metrics: str) -> dict[str, pd.Series]:
+        return {METRICS[name].short: by_step(partial(RunData.metric, name=name)) for name in metrics}
+
+    _panel(loss, METRICS["loss"].short, curves("loss"))
+    _panel(rate, METRICS["sink_rate"].short, curves("sink_rate"), share=True)
+    pathways = ("value", "key")
+    gradients = {name: by_step(partial(RunData.metric, name=f"{name}_gradient_ratio")) for name in pathways}
     _panel(gradient, "gradient norm, token 0 ÷ later", gradients, log=True, neutral=1)
-    norms = {name: pd.Series([_largest_norm(run, name) for _, run in runs], steps) for name in ("token 0", "others")}
+    norms = {name: by_step(partial(_largest_norm, of=name)) for name in ("token 0", "others")}
     _panel(norm, "largest norm of a layer's output", norms, log=True)
-    ratios = {"": pd.Series([_largest_ratio(run) for _, run in runs], steps)}
-    _panel(ratio, "largest norm ratio, token 0 ÷ others", ratios, log=True, neutral=1)
+    _panel(ratio, "largest norm ratio, token 0 ÷ others", {"": by_step(_largest_ratio)}, log=True, neutral=1)
     _panel(fit, "compress on ‖h‖, log–log", curves("compress_slope", "compress_correlation"), neutral=-1)
     for ax in axes[-1]:
         ax.set_xlabel("training step")

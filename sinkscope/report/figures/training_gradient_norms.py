@@ -24,10 +24,7 @@ def lacking(runs: Checkpoints) -> str | None:
 
 
 @declare(
-    "training-gradient-norms",
-    "gradient norms of query, key and value by token position, a line for each training step (GS fig. 2)",
-    "gradient",
-    lacking=lacking,
+    "training-gradient-norms", "gradient norms by token position and step (GS fig. 2)", "gradient", lacking=lacking
 )
 def draw(runs: Checkpoints) -> Figure:
     runs = _with_gradients(runs)

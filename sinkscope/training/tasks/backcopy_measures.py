@@ -27,29 +27,11 @@ from sinkscope.text.batch import Batch
 from sinkscope.training.tasks.bigram_backcopy import BigramBackcopy
 
 AT_ONCE = 64  # sequences
-METRICS = {
-    "bigram_risk": "loss above the optimum where the pair decides: KL(p ‖ model), nats",
-    "backcopy_risk": "loss above the optimum, 0, at triggers, nats",
-    "attention_to_start": "weight that queries which are no triggers give to <s>",
-    "attention_to_start_max": "the same, of the head that gives most",
-    "early_attention_to_start": "the same, of queries before their sequence's first trigger, which is another sink",
-    "attention_to_triggers": "weight that queries which are no triggers give to triggers, all together",
-    "trigger_attention_to_start": "weight that triggers give to <s>",
-    "delta_logit": "logit of <s> minus the mean of the query's other keys; queries that are no triggers",
-    "start_value_norm": "‖v‖ of <s> as the projection makes it, all heads together",
-    "trigger_value_norm": "the same, of triggers",
-    "other_value_norm": "the same, of the other tokens",
-    "start_attended_norm": "‖v‖ of <s> as it is attended to: behind a gate on the values, where there is one",
-    "trigger_attended_norm": "the same, of triggers",
-    "other_attended_norm": "the same, of the other tokens",
-    "plain_output_gate": "what a gate on the heads' outputs leaves of their norm, at queries that are no triggers",
-    "trigger_output_gate": "the same, at triggers",
-}
 
 
 @torch.no_grad()
 def measure(task: BigramBackcopy, model: PreTrainedModel, family: Family, held_out: np.ndarray) -> pd.DataFrame:
-    """Every metric of METRICS on sequences (N,T) of the task: layer (−1: the whole model), metric, value.
+    """The metrics `BACKCOPY` of results/metrics.py on sequences (N,T): layer (−1: the whole model), metric, value.
 
     The model stays as it is; it should be in eval mode.
     """
@@ -192,9 +174,6 @@ class _ToStart(Observable):
             (layer, "trigger_attention_to_start", to_start[self.trigger]),
             (layer, "delta_logit", lead[self.plain]),
         ]
-
-    def tables(self) -> dict[str, pd.DataFrame]:
-        return {}
 
 
 def start_lead(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,285 @@
+"""What a run of `analyze` found: its tables become a table of metrics and findings."""
+
+import re
+from collections.abc import Iterator
+
+import numpy as np
+import pandas as pd
+
+from sinkscope.measuring.summary import WHOLE_MODEL
+from sinkscope.report.markdown import Report
+from sinkscope.results.findings import (
+    ALMOST_NO_SINK,
+    AT_ONE_POSITION,
+    COARSE_STEP,
+    DRAINED,
+    FEWEST_QUERIES,
+    MOSTLY,
+    NO_SINK,
+    OUTLIER,
+    RARE,
+    SINK_GRADIENT,
+    STRONG,
+    USUAL,
+    Finding,
+    Outcome,
+    Published,
+)
+from sinkscope.results.metrics import METRICS
+from sinkscope.results.run import RunData
+
+SHOWN = (  # metrics of the whole model, in the order of the verdict's table
+    "sink_rate", "sink_rate_later", "window_mass", "sink_mass", "repeated_bound", "attention_entropy", "missing_mass",
+    "value_drain", "raw_value_drain", "gate_first", "gate_later", "norm_ratio", "massive_count",
+    "value_gradient_ratio", "compress_slope", "delta_gap", "key_alignment_first", "perplexity", "max_inf_norm",
+    "kurtosis",
+)  # fmt: skip
+HIDDEN_AT_ZERO = ("missing_mass",)  # of models without learned sink logits it is 0 by definition
+
+SINK, MASSIVE, GRADIENTS = "Sink", "Massive activations", "Gradients"
+VALUES, BIAS, QUANTIZATION, NOT_HERE = "Value states", "Query bias", "Quantization", "Does not apply here"
+
+# What published sink rates were measured with, and the rates by input.
+WSE_SETTING = {"seq_len": 64, "window": 64, "epsilon": 0.3}
+_PRETRAINED = "T = 64 and ε = 0.3, pretrained"
+_CHAT = "T = 64 and ε = 0.3, chat models"
+_SCRATCH = "T = 64 and ε = 0.3, trained from scratch"
+WSE = {
+    "natural": (
+        Published("LLaMA2-13B", 0.9169, _PRETRAINED, "WSE table 1"),
+        Published("LLaMA2-7B", 0.9247, _PRETRAINED, "WSE table 1"),
+        Published("Mistral-7B", 0.9749, _PRETRAINED, "WSE table 1"),
+        Published("LLaMA3-8B", 0.9902, _PRETRAINED, "WSE table 1"),
+        Published("GPT2-XL", 0.77, _PRETRAINED, "WSE table 1", mark="†"),
+        Published("Mistral-7B", 0.8834, _CHAT, "WSE table 1"),
+        Published("Llama 60M", 0.1818, _SCRATCH, "WSE §4 and §7.4"),
+        Published("Llama 1B", 0.4511, _SCRATCH, "WSE §4 and §7.4"),
+    ),
+    "random": (
+        Published("GPT2-XL", 0.7029, _PRETRAINED, "WSE table 1"),
+        Published("LLaMA3-8B", 0.9123, _PRETRAINED, "WSE table 1"),
+    ),
+}
+
+MOST_COORDINATES = 3  # of massive activations that are named
+MOST_TOKENS = 3  # of later sinks that are named
+EIGHT_BITS = 255  # steps of an 8-bit grid
+
+
+def report(run: RunData) -> Report:
+    """The verdict on a run of `analyze`, as data."""
+    return Report(f"{run.model}, {run.condition} input", settings(run), overview(run), findings(run))
+
+
+def overview(run: RunData) -> pd.DataFrame:
+    """The metrics of the whole model as printed."""
+    values = {name: run.metric(name) for name in SHOWN}
+    shown = {
+        name: value for name, value in values.items() if np.isfinite(value) and (value or name not in HIDDEN_AT_ZERO)
+    }
+    rows = [(METRICS[name].label, METRICS[name].text(value)) for name, value in shown.items()]
+    return pd.DataFrame(rows, columns=["whole model", "value"])
+
+
+def findings(run: RunData) -> list[Finding]:
+    """Everything that the tables say. Reads no text and makes none."""
+    parts = (_sink, _repeated, _massive, _values, _gradients, _query_bias, _eight_bits, _windows, _not_applicable)
+    return [finding for part in parts for finding in part(run)]
+
+
+def settings(run: RunData, **more: int) -> list[Finding]:
+    """How the run was measured, and whether its weights had been quantized before. `more`: of a command's own."""
+    given, config = run.manifest["input"], run.manifest["config"]
+    numbers = {"sequences": given["sequences"], "seq_len": config["seq_len"], "condition": run.condition}
+    numbers |= {"token_zero": given["token_zero"], "dtype": run.manifest["dtype"]} | more
+    return [Finding("setting", "", numbers=numbers), *quantized_source(run)]
+
+
+def quantized_source(run: RunData, scheme: str = "") -> list[Finding]:
+    """Where the weights come from a GGUF file of quantized weights: in how many bits, by the file's name.
+
+    Args:
+        scheme: The quantization that is simulated on top of that, such as W8A8.
+    """
+    files = (str(run.manifest["model"].get("source", "")), str(run.manifest.get("config", {}).get("gguf_file")))
+    for file in files:
+        found = re.search(r"(?<![A-Za-z0-9])I?Q(\d)[\w-]*(?=\.gguf$)", file, re.IGNORECASE)
+        if found:
+            numbers = {"file": file.split("/")[-1], "kind": found[0], "scheme": scheme, "dtype": run.manifest["dtype"]}
+            return [Finding("quantized-source", QUANTIZATION, value=float(found[1]), numbers=numbers)]
+    return []
+
+
+# --- sections
+
+
+def _sink(run: RunData) -> Iterator[Finding]:
+    if "attention" not in run.tables:
+        return
+    rates, config = _by_layer(run, "sink_rate"), run.manifest["config"]
+    strong, weak = _where(rates >= STRONG), _where(rates < ALMOST_NO_SINK)
+    outcome, threshold = Outcome.PRESENT, STRONG
+    if not strong:
+        outcome, threshold = (Outcome.ABSENT, NO_SINK) if rates.max() < NO_SINK else (Outcome.WEAK, STRONG)
+    comparable = all(config[name] == value for name, value in WSE_SETTING.items())
+    numbers = {"epsilon": config["epsilon"], "layers": strong, "weak_layers": weak, "few": ALMOST_NO_SINK}
+    published = WSE.get(run.condition, ()) if comparable else ()
+    value = run.metric("sink_rate")
+    yield Finding("sink", SINK, outcome, value, None, threshold, published, numbers, is_headline=True)
+    if "sink_positions" in run.tables:
+        yield _later_sinks(run)
+
+
+def _later_sinks(run: RunData) -> Finding:
+    rate, rates = run.metric("sink_rate_later"), _by_layer(run, "sink_rate_later")
+    sinks, length = run.tables["sink_positions"], run.manifest["config"]["seq_len"]
+    sinks = sinks[(sinks["position"] > 0) & (sinks["position"] <= length - FEWEST_QUERIES)]
+    if rate < NO_SINK or sinks.empty:
+        return Finding("later-sinks", SINK, Outcome.ABSENT, rate, threshold=NO_SINK)
+    tokens = sinks["token"].value_counts(normalize=True).head(MOST_TOKENS)
+    tokens = tokens[(tokens >= RARE) | (tokens == tokens.max())]
+    numbers = {
+        "layers": _where(rates > max(ALMOST_NO_SINK, MOSTLY * rates.max())),
+        "tokens": tuple((str(token), float(share)) for token, share in tokens.items()),
+    }
+    return Finding("later-sinks", SINK, Outcome.PRESENT, rate, threshold=NO_SINK, numbers=numbers)
+
+
+def _repeated(run: RunData) -> Iterator[Finding]:
+    if run.condition != "repeated" or "attention" not in run.tables:
+        return
+    bound, mass = run.metric("repeated_bound"), run.metric("sink_mass")
+    if np.isfinite(bound):
+        outcome = Outcome.CONFIRMED if mass <= bound else Outcome.REFUTED
+        yield Finding("repeated-bound", SINK, outcome, mass, threshold=bound)
+    else:
+        positions = run.manifest["family"]["positions"]
+        outcome = Outcome.PRESENT if positions == "learned" else Outcome.ABSENT
+        yield Finding("repeated", SINK, outcome, numbers={"positions": positions})
+
+
+def _massive(run: RunData) -> Iterator[Finding]:
+    if "massive" not in run.tables:
+        return
+    table = run.tables["massive"]
+    massive = table[table["is_massive"]]
+    if massive.empty:
+        nearest = table.loc[table["ratio"].idxmax()]
+        numbers = {name: nearest[name] for name in ("coordinate", "layer", "position", "ratio")}
+        value = float(abs(nearest["value"]))
+        yield Finding("massive", MASSIVE, Outcome.ABSENT, value, numbers=numbers, is_headline=True)
+        return
+    coordinates = tuple(int(coordinate) for coordinate in massive["coordinate"].value_counts().index[:MOST_COORDINATES])
+    numbers = {"coordinates": coordinates, "largest": massive["value"].abs().max()}
+    count = run.metric("massive_count")
+    yield Finding("massive", MASSIVE, Outcome.PRESENT, count, numbers=numbers, is_headline=True)
+    for coordinate in coordinates:
+        rows = massive[massive["coordinate"] == coordinate]
+        layers = _where(rows.groupby("layer")["sequence"].nunique() / run.manifest["input"]["sequences"] >= USUAL)
+        positions = rows["position"].value_counts(normalize=True)
+        is_one = positions.iloc[0] > AT_ONE_POSITION
+        numbers = {
+            "coordinate": coordinate,
+            "layers": layers,
+            "usual": None if layers else USUAL,
+            "position": int(positions.index[0]) if is_one else None,
+            "places": None if is_one else len(positions),
+        }
+        value = float(rows["value"].abs().max())
+        yield Finding("massive-coordinate", MASSIVE, Outcome.PRESENT, value, numbers=numbers)
+
+
+def _values(run: RunData) -> Iterator[Finding]:
+    whole = run.metric("value_drain")
+    if "geometry" not in run.tables or not np.isfinite(whole):
+        return
+    drains, rates = _by_layer(run, "value_drain"), _by_layer(run, "sink_rate")
+    with_sink = drains[rates.reindex(drains.index) >= STRONG]
+    if with_sink.empty:
+        yield Finding("value-drain", VALUES, Outcome.MEASURED, whole)
+        return
+    mean = float(with_sink.mean())
+    outcome = Outcome.PRESENT if mean < DRAINED else Outcome.ABSENT
+    numbers = {"layers": tuple(with_sink.index), "all_layers": whole}
+    yield Finding("value-drain", VALUES, outcome, mean, threshold=DRAINED, numbers=numbers)
+
+
+def _gradients(run: RunData) -> Iterator[Finding]:
+    value, key = run.metric("value_gradient_ratio"), run.metric("key_gradient_ratio")
+    if not np.isfinite(value):
+        return
+    largest = max(value, key)
+    outcome = Outcome.PRESENT if largest >= SINK_GRADIENT else Outcome.ABSENT
+    numbers = {"value_ratio": value, "key_ratio": key, "pathway": "value" if value >= key else "key"}
+    yield Finding("gradient-sink", GRADIENTS, outcome, largest, None, SINK_GRADIENT, (), numbers, is_headline=True)
+    bloat, compress = run.metric("bloat"), run.metric("compress")
+    if outcome == Outcome.PRESENT and np.isfinite(bloat * compress):
+        numbers = {"bloat": bloat, "bloat_later": run.metric("bloat_later")}
+        numbers |= {"division": 1 / compress, "division_later": 1 / run.metric("compress_later")}
+        yield Finding("reshaping", GRADIENTS, value=run.metric("change"), numbers=numbers)
+        slope = {"slope": run.metric("compress_slope")}
+        yield Finding("compress", GRADIENTS, value=run.metric("compress_correlation"), numbers=slope)
+
+
+def _query_bias(run: RunData) -> Iterator[Finding]:
+    gaps = _by_layer(run, "delta_gap")
+    if gaps.empty:
+        return
+    apart = _where(gaps > OUTLIER)
+    numbers = {"layers": apart, "total": len(gaps)}
+    outcome = Outcome.PRESENT if apart else Outcome.ABSENT
+    yield Finding("query-bias", BIAS, outcome, len(apart), threshold=OUTLIER, numbers=numbers)
+    alignment, ratio = run.metric("key_alignment_first"), run.metric("gamma_ratio")
+    if not np.isfinite(alignment):
+        return
+    later = {"later": run.metric("key_alignment_later")}
+    yield Finding("key-alignment", BIAS, value=alignment, numbers=later)
+    if np.isfinite(ratio):
+        gamma = run.tables["gamma"]
+        coordinates = tuple(sorted(gamma[gamma["is_massive_epe"]]["coordinate"].unique()))
+        yield Finding("massive-epe", BIAS, value=ratio, numbers={"coordinates": coordinates})
+
+
+def _eight_bits(run: RunData) -> Iterator[Finding]:
+    """The finest step that 8 bits for a whole tensor can have, in units of its median entry."""
+    if "massive" not in run.tables:
+        return
+    by_layer = run.tables["massive"].assign(magnitude=run.tables["massive"]["value"].abs()).groupby("layer")
+    largest, median = by_layer["magnitude"].max(), by_layer["median"].mean()
+    steps = largest / EIGHT_BITS / median
+    worst = steps.idxmax()
+    outcome = Outcome.PRESENT if steps[worst] > COARSE_STEP else Outcome.ABSENT
+    numbers = {"layer": worst, "largest": largest[worst], "median": median[worst]}
+    yield Finding("8-bit-step", QUANTIZATION, outcome, float(steps[worst]), threshold=COARSE_STEP, numbers=numbers)
+
+
+def _windows(run: RunData) -> Iterator[Finding]:
+    kinds, window = run.manifest["model"]["layer_types"] or (), run.manifest["model"]["sliding_window"]
+    sliding = tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
+    if not sliding or not window:
+        return
+    length = run.manifest["config"]["seq_len"]
+    outcome = Outcome.ABSENT if length <= window else Outcome.PRESENT
+    yield Finding("sliding-window", SINK, outcome, window, numbers={"layers": sliding, "seq_len": length})
+
+
+def _not_applicable(run: RunData) -> Iterator[Finding]:
+    reasons = {site: reason for site, reason in run.manifest["absent"].items() if site == "mid"}
+    reasons |= run.manifest.get("not_measured", {})
+    if run.manifest["family"]["wiring"] == "post-norm":
+        reasons["comparison of residual norms with pre-norm models"] = "this one normalizes after each branch"
+    if "attention" in run.tables and not np.isfinite(run.metric("attention_entropy")):
+        reasons[METRICS["attention_entropy"].short] = "needs all columns: --positions as long as --seq-len"
+    for what, reason in reasons.items():
+        yield Finding("not-measured", NOT_HERE, numbers={"what": what, "reason": reason})
+
+
+def _by_layer(run: RunData, metric: str) -> pd.Series:
+    summary = run.tables["summary"]
+    rows = summary[(summary["metric"] == metric) & (summary["layer"] != WHOLE_MODEL)]
+    return rows.set_index("layer")["value"]
+
+
+def _where(chosen: pd.Series) -> tuple[int, ...]:
+    """The layers of a series of bool that are chosen."""
+    return tuple(int(layer) for layer in chosen[chosen].index)

@@ -1,0 +1,253 @@
+"""Findings in words: one template for each name and outcome of a finding, and nothing else.
+
+A template is a format string over the finding's numbers, its `value`, `spread` and `threshold`:
+
+    {value:sink_rate}     a number in the format of that metric
+    {layers:layers}       in words, by one of the functions of `_WAYS`
+    {label.sink_rate}     the label of a metric
+    {metric:short}        the short label of the metric that a number names
+    [, in {layers:layers}]    left out where one of its numbers is missing: None, NaN or empty
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
+from math import isnan
+from string import Formatter
+from types import SimpleNamespace
+from typing import Any
+
+from sinkscope.results.findings import Finding, Outcome, Published
+from sinkscope.results.metrics import METRICS
+
+LABELS = SimpleNamespace(**{name: metric.label for name, metric in METRICS.items()})
+
+MEASURED, PRESENT, WEAK, ABSENT = Outcome.MEASURED, Outcome.PRESENT, Outcome.WEAK, Outcome.ABSENT
+RISES, FALLS, UNCHANGED, UNDECIDED = Outcome.RISES, Outcome.FALLS, Outcome.UNCHANGED, Outcome.UNDECIDED
+CONFIRMED, PARTLY, REFUTED = Outcome.CONFIRMED, Outcome.PARTLY, Outcome.REFUTED
+
+_CHANGE = (
+    "The {metric:short} at position {position} …: {before:{metric}} → {value:{metric}}"
+    "[, control {control:{metric}}][ ± {spread:{metric}}][, most in {layers:layers}]."
+)
+# fmt: off
+TEMPLATES: dict[tuple[str, Outcome], str] = {
+    # analyze
+    ("setting", MEASURED): "Measured on {sequences} sequences of {seq_len} tokens ({condition}), position 0 being "
+        "{token_zero}, in {dtype}[; static ranges from the {calibration} sequences behind them. Quantized: input, "
+        "weight and output of {linear_layers} linear layers, but not the LM head].",
+    ("control", MEASURED): "Controls are random changes of the same kind, at most {value:g} for each arm; of several, "
+        "the mean ± the standard deviation.",
+    ("quantized-source", MEASURED): "The weights are those of {file}, which are quantized to {value:g} bits "
+        "({kind})[: {scheme} begins from these, and full precision means these weights in {dtype}].",
+    ("sink", PRESENT): "The {label.sink_rate} is {value:sink_rate} (ε = {epsilon:g}). At least {threshold:.0%} of the "
+        "heads have the sink in {layers:layers}[, fewer than {few:.0%} in {weak_layers:layers}].",
+    ("sink", WEAK): "The {label.sink_rate} is {value:sink_rate} (ε = {epsilon:g}): in no layer have {threshold:.0%} "
+        "of the heads the sink.",
+    ("sink", ABSENT): "There is no sink at position 0: the {label.sink_rate} is {value:sink_rate} (ε = {epsilon:g}), "
+        "below {threshold:.0%} in every layer.",
+    ("later-sinks", PRESENT): "Later positions are sinks in {value:sink_rate_later} of heads and sequences[, mostly "
+        "in {layers:layers}][; most often at the tokens {tokens:shares}].",
+    ("later-sinks", ABSENT): "No later position is a sink: {value:sink_rate_later} of heads and sequences, below "
+        "{threshold:.0%}.",
+    ("repeated-bound", CONFIRMED): "All tokens are equal, so that a rotary model cannot tell position 0 from the "
+        "rest: sink mass {value:sink_mass}, within proposition 4's bound of {threshold:repeated_bound} (WSE).",
+    ("repeated-bound", REFUTED): "All tokens are equal, and yet the sink mass of {value:sink_mass} exceeds "
+        "proposition 4's bound of {threshold:repeated_bound} (WSE).",
+    ("repeated", PRESENT): "This model's positions are {positions}, for which WSE expects the sink to survive "
+        "repeated tokens.",
+    ("repeated", ABSENT): "This model's positions are {positions}, for which WSE expects the sink to vanish on "
+        "repeated tokens.",
+    ("massive", PRESENT): "{value:massive_count} entries per sequence are massive activations (Sun et al. 2024), most "
+        "often at {coordinates:coordinates}; the largest of all sequences is {largest:,.0f}.",
+    ("massive-coordinate", PRESENT): "Coordinate {coordinate} is massive[ in the output of {layers:layers}][ in less "
+        "than {usual:.0%} of the sequences], at [position {position}][{places} positions]; the largest of all "
+        "sequences is {value:,.0f}.",
+    ("massive", ABSENT): "No entry of the residual stream is a massive activation as Sun et al. (2024) define it; the "
+        "nearest, at coordinate {coordinate} of layer {layer}'s output and position {position}, is {value:,.0f}: "
+        "{ratio:,.0f} × the median.",
+    ("value-drain", PRESENT): "Value states at position 0 are drained where the sink is: their norm is "
+        "{value:value_drain} of the other positions' in {layers:layers} (mean over all layers: "
+        "{all_layers:value_drain}).",
+    ("value-drain", ABSENT): "Value states at position 0 are not drained where the sink is: their norm is "
+        "{value:value_drain} of the other positions' in {layers:layers} (mean over all layers: "
+        "{all_layers:value_drain}).",
+    ("value-drain", MEASURED): "The value norm at position 0 is {value:value_drain} of the other positions' (mean "
+        "over all layers).",
+    ("gradient-sink", PRESENT): "Position 0 is a gradient sink, strongest on the {pathway} pathway: its value "
+        "gradient is {value_ratio:value_gradient_ratio} × and its key gradient {key_ratio:key_gradient_ratio} × that "
+        "of positions ≥ 5 (at least {threshold:g} × makes a gradient sink).",
+    ("gradient-sink", ABSENT): "No gradient sink: the value gradient at position 0 is "
+        "{value_ratio:value_gradient_ratio} × and the key gradient {key_ratio:key_gradient_ratio} × that of positions "
+        "≥ 5 (at least {threshold:g} × makes a gradient sink).",
+    ("reshaping", MEASURED): "Medians over layers, position 0 (positions ≥ 5): the attention branch multiplies its "
+        "gradient by {bloat:,.0f} ({bloat_later:.1f}), the norm before it divides that by {division:,.0f} "
+        "({division_later:,.0f}), and the residual stream's gradient changes by a factor of {value:change}.",
+    ("compress", MEASURED): "log₁₀ compress against log₁₀‖h‖: slope {slope:compress_slope}, r = "
+        "{value:compress_correlation} (GS fig. 3).",
+    ("query-bias", PRESENT): "The query bias lifts the logits of position 0 by more than {threshold:g} standard "
+        "deviations above those of later positions in {value:g} of {total} layers ({layers:layers}).",
+    ("query-bias", ABSENT): "The query bias lifts the logits of position 0 by more than {threshold:g} standard "
+        "deviations above those of later positions in none of {total} layers.",
+    ("key-alignment", MEASURED): "The key of position 0 alone, W_k EPE₀, has cosine {value:key_alignment_first} with "
+        "the query bias (later positions: {later:key_alignment_later}).",
+    ("massive-epe", MEASURED): "EPE₀ is massive at {coordinates:coordinates}, where |γ| is {value:gamma_ratio} × its "
+        "mean.",
+    ("8-bit-step", PRESENT): "One step of per-tensor 8-bit activations at the output of layer {layer} is {value:.1f} "
+        "× the median entry (largest over all sequences {largest:,.0f}, median {median:.2g}), more than "
+        "{threshold:g}: most of the tensor rounds to zero. Keep these tokens or coordinates in higher precision, or "
+        "scale per token.",
+    ("8-bit-step", ABSENT): "One step of per-tensor 8-bit activations is at most {value:.1f} × the median entry, at "
+        "the output of layer {layer} (largest over all sequences {largest:,.0f}, median {median:.2g}): outliers do "
+        "not rule out per-tensor scales.",
+    ("sliding-window", ABSENT): "The window of {value:g} tokens that {layers:layers} attend to is never reached: "
+        "sequences have {seq_len} tokens.",
+    ("sliding-window", PRESENT): "Only the last {value:g} tokens are attended to in {layers:layers}.",
+    ("not-measured", MEASURED): "{what} ({reason})",
+    # intervene
+    ("skipped", MEASURED): "`{what}` does not apply: {reason}.",
+    ("change", ABSENT): "There is no sink at position {position}, before or after.",
+    ("change", FALLS): _CHANGE.replace("…", "falls"),
+    ("change", RISES): _CHANGE.replace("…", "rises"),
+    ("change", UNCHANGED): _CHANGE.replace("…", "changes no more than under the control"),
+    ("change", UNDECIDED): _CHANGE.replace("…", "has too few controls to judge by"),
+    ("perplexity", MEASURED): "Perplexity {before:perplexity} → {value:perplexity}[, control {control:perplexity}][ ± "
+        "{spread:perplexity}].",
+    ("streaming", MEASURED): "The last {window} tokens[ and the first {keep}]: perplexity {value:perplexity}; with "
+        "dense attention {dense:perplexity}.",
+    ("sink-falls", UNDECIDED): "{paper} found that the sink falls. Here there are too few controls to judge by.",
+    ("sink-falls", CONFIRMED): "{paper} found that the sink falls. Here it does: {before:sink_rate} → "
+        "{value:sink_rate}.",
+    ("sink-falls", PARTLY): "{paper} found that the sink falls. Here it does, but more than {threshold:.0%} of it is "
+        "left: {before:sink_rate} → {value:sink_rate}.",
+    ("sink-falls", REFUTED): "{paper} found that the sink falls. Here it does not fall beyond the control's spread: "
+        "{before:sink_rate} → {value:sink_rate}.",
+    ("sink-falls", ABSENT): "{paper} found that the sink falls. Here there is no sink to begin with.",
+    ("sink-stays", UNDECIDED): "{paper} found that the sink stays. Here there are too few controls to judge by.",
+    ("sink-stays", CONFIRMED): "{paper} found that the sink stays. Here it does: {before:sink_rate} → "
+        "{value:sink_rate}.",
+    ("sink-stays", PARTLY): "{paper} found that the sink stays. Here it does, though some of it goes: "
+        "{before:sink_rate} → {value:sink_rate}.",
+    ("sink-stays", REFUTED): "{paper} found that the sink stays. Here less than {threshold:.0%} of it is left: "
+        "{before:sink_rate} → {value:sink_rate}.",
+    ("sink-stays", ABSENT): "{paper} found that the sink stays. Here there is no sink to begin with.",
+    ("sink-moves", UNDECIDED): "{paper} found that the sink moves. Here there are too few controls to judge by.",
+    ("sink-moves", CONFIRMED): "{paper} found that the sink moves. Here the sink moved to position {target}.",
+    ("sink-moves", PARTLY): "{paper} found that the sink moves. Here position {target} becomes a sink, and position "
+        "{source} stays one.",
+    ("sink-moves", REFUTED): "{paper} found that the sink moves. Here it did not move: position {target} gains "
+        "nothing beyond the control's spread.",
+    ("perplexity-collapses", CONFIRMED): "{paper} found that perplexity collapses. Here it is multiplied by "
+        "{value:,.4g}.",
+    ("perplexity-collapses", REFUTED): "{paper} found that perplexity collapses. Here it is multiplied by "
+        "{value:,.4g}, which is no collapse (that begins at {threshold:g}).",
+    ("perplexity-unharmed", CONFIRMED): "{paper} found that perplexity is unharmed. Here it changes by {value:+.1%}.",
+    ("perplexity-unharmed", REFUTED): "{paper} found that perplexity is unharmed. Here it changes by {value:+.1%}, "
+        "which is harm (from {threshold:.0%} on).",
+    # quantize
+    ("cost", ABSENT): "{scheme} is harmless: perplexity {before:perplexity} → {after:perplexity}.",
+    ("cost", PRESENT): "{scheme} multiplies perplexity by {value:,.4g}: {before:perplexity} → {after:perplexity}.",
+    ("cost-parts", MEASURED): "Weights alone cost {weights:cost} nats per token, activations alone "
+        "{activations:cost}, both {value:cost}.",
+    ("kind", PRESENT): "`{kind}` quantized alone costs {value:cost} nats per token (all layers, first {sequences} "
+        "sequences).",
+    ("kind", ABSENT): "No kind of site costs {threshold:g} nats per token when it is quantized alone (first "
+        "{sequences} sequences).",
+    ("kept", MEASURED): "Left in full precision alone, `{kind}` saves most: {before:cost} → {value:cost} nats per "
+        "token.",
+    ("site", PRESENT): "`{kind}` of layer {layer} quantized alone costs {value:cost} nats per token; in "
+        "calibration its largest entry is {largest:,.0f}, the median {median:.2g}, and {zeroed:.0%} round to zero.",
+    ("massive-sites", PRESENT): "Massive activations are held by {sites:sites}.",
+    ("massive-sites", ABSENT): "No linear layer's input or output holds massive activations.",
+    ("costliest", MEASURED): "The {count} costliest of {total} sites[, {massive} of which hold massive activations]: "
+        "{sites:sites}.",
+    ("restored", ABSENT): "Leaving {which} in full precision wins nothing back: perplexity {perplexity:perplexity}.",
+    ("restored", PARTLY): "Leaving {which} in full precision wins {value:.0%} of the cost back: perplexity "
+        "{perplexity:perplexity}.",
+    ("restored", CONFIRMED): "Leaving {which} in full precision nearly restores perplexity: {perplexity:perplexity}, "
+        "{value:.0%} of the cost gone.",
+    ("not-quantized", MEASURED): "Not quantized: {parameters:code}, which are no linear layers ({value:.0%} of all "
+        "parameters).",
+    # retrofit and train
+    ("gates-moved", MEASURED): "{arm}: new parameters moved by {mean:gate_displacement_mean} on average, by "
+        "{value:gate_displacement_max} at most[, in layer {layer}]",
+}
+# fmt: on
+
+
+def say(finding: Finding) -> str:
+    """The finding as a sentence."""
+    given = {"value": finding.value, "spread": finding.spread, "threshold": finding.threshold, **finding.numbers}
+    template = TEMPLATES[finding.name, finding.outcome]
+    template = re.sub(r"\[([^\[\]]*)\]", lambda part: part[1] if _is_given(part[1], given) else "", template)
+    return _Words().vformat(template, (), given | {"label": LABELS})
+
+
+def say_published(published: Sequence[Published]) -> list[str]:
+    """Published values as a list for each setting: «Published at T = 64 (WSE table 1): LLaMA2-13B 91.69%, …»."""
+    lines = []
+    for (setting, source), some in groupby(published, lambda value: (value.setting, value.source)):
+        listed = ", ".join(f"{value.name} {value.value:.2%}{value.mark}" for value in some)
+        note = " († from a transcription of the paper)" if "†" in listed else ""
+        lines.append(f"Published, {setting} ({source}): {listed}{note}.")
+    return lines
+
+
+def _is_given(part: str, given: Mapping[str, Any]) -> bool:
+    """Whether all numbers of an optional part are known."""
+    return all(_is_known(given.get(name)) for _, name, _, _ in Formatter().parse(part) if name)
+
+
+def _is_known(value: Any) -> bool:
+    if isinstance(value, float):
+        return not isnan(value)
+    return value is not None and value != () and value != ""
+
+
+class _Words(Formatter):
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if format_spec in METRICS:
+            return METRICS[format_spec].text(value)
+        if format_spec in _WAYS:
+            return _WAYS[format_spec](value)
+        return str(format(value, format_spec))
+
+
+def layers_text(layers: Iterable[int]) -> str:
+    """(0, 1, 2, 5) → "layers 0–2, 5"."""
+    return _counted("layer", list(layers))
+
+
+def _counted(what: str, numbers: Sequence[int]) -> str:
+    return f"{what}{'s' * (len(numbers) > 1)} {spans(numbers)}"
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """(0, 1, 2, 5) → "0–2, 5"."""
+    spans: list[list[int]] = []
+    for number in sorted(int(number) for number in numbers):
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1].append(number)
+        else:
+            spans.append([number])
+    return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}–{span[-1]}" for span in spans)
+
+
+def _shares(shares: Iterable[tuple[str, float]]) -> str:
+    return ", ".join(f"{name!r} ({share:.0%})" for name, share in shares)
+
+
+def _sites(sites: Iterable[tuple[str, Sequence[int]]]) -> str:
+    """Kinds of site, each with its layers; a site outside the layers has none."""
+    return ", ".join(f"`{kind}`" + (f" of {layers_text(layers)}" if layers else "") for kind, layers in sites)
+
+
+# format specification → how numbers are put in words
+_WAYS: dict[str, Callable[[Any], str]] = {
+    "short": lambda metric: METRICS[metric].short,
+    "layers": layers_text,
+    "coordinates": lambda numbers: f"coordinate{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}",
+    "shares": _shares,
+    "sites": _sites,
+    "code": lambda names: ", ".join(f"`{name}`" for name in names),
+}

@@ -1,0 +1,83 @@
+"""Findings: what a run's tables say, as data. Words are made of them in `report/words.py`, and nowhere else.
+
+Every threshold that decides an outcome is a constant here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+# --- thresholds
+
+NO_SINK = 0.01  # a sink rate below this is none
+ALMOST_NO_SINK = 0.05  # a layer with a sink rate below this has almost none
+STRONG = 0.5  # a layer has the sink when at least this share of its heads has it
+MOSTLY = 0.25  # a layer counts among those with most later sinks from this share of the largest layer's rate on
+RARE = 0.01  # tokens with less than this share of the later sinks are not named
+FEWEST_QUERIES = 16  # with fewer queries from a later position on, a sink cannot be told from a head that reads itself
+USUAL = 0.5  # a layer has a massive activation when at least this share of the sequences has it
+AT_ONE_POSITION = 0.9  # massive activations are at one position when more than this share of them is
+DRAINED = 0.5  # value states are drained when the sink's norm is below this share of the others'
+SINK_GRADIENT = 3.0  # times the later tokens' gradient that make a gradient sink
+OUTLIER = 2.0  # standard deviations that set position 0's Δ apart (NU §4.2.1)
+COARSE_STEP = 2.0  # a quantization step of more median entries than this rounds most of the tensor to zero
+
+SPREAD = 2.0  # standard deviations of the random controls that an intervention's change must exceed
+MATERIAL = 0.005  # a rate or mass that changes by less than this has not changed
+HALF = 0.5  # a sink, or a cost, of which less than this share is left has mostly gone
+COLLAPSE = 10.0  # perplexity multiplied by more than this has collapsed
+HARM = 0.05  # perplexity that changes by more than this share has been harmed
+
+
+class Outcome(StrEnum):
+    """What the numbers of a finding amount to."""
+
+    MEASURED = "measured"  # a number without a threshold
+    PRESENT = "present"
+    WEAK = "weak"
+    ABSENT = "absent"
+    RISES = "rises"
+    FALLS = "falls"
+    UNCHANGED = "unchanged"  # not beyond the random controls
+    UNDECIDED = "undecided"  # nothing to decide by
+    CONFIRMED = "confirmed"  # a published outcome is found here
+    PARTLY = "partly"
+    REFUTED = "refuted"
+
+
+class Published(NamedTuple):
+    """A published value, to be read beside a finding's."""
+
+    name: str  # of the model
+    value: float
+    setting: str  # of the measurement
+    source: str  # paper and table
+    mark: str = ""  # † where it was not taken from the paper itself
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One finding.
+
+    Attributes:
+        name: What it is about; the key of its words.
+        section: Under which heading it is reported.
+        outcome: What its numbers amount to.
+        value: Its main number; NaN where it has none.
+        spread: Standard deviation of `value` where it is a mean; None otherwise.
+        threshold: The constant above that decided the outcome; None where there is none.
+        published: Values to compare with.
+        numbers: Whatever else its sentence needs: numbers, layers (tuples), names of sites and tokens.
+        is_headline: Whether it is among the first things that a reader should see.
+    """
+
+    name: str
+    section: str
+    outcome: Outcome = Outcome.MEASURED
+    value: float = float("nan")
+    spread: float | None = None
+    threshold: float | None = None
+    published: tuple[Published, ...] = ()
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    is_headline: bool = False
