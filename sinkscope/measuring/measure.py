@@ -53,7 +53,8 @@ def measure(
 def settings_of(subject: Subject, config: RunConfig, positions: int = 0) -> Settings:
     """The run's settings, for at least so many positions; sequences from a file may be shorter than --seq-len."""
     longest = subject.inputs.longest
-    return Settings(min(max(config.positions, positions), longest), min(config.window, longest), config.epsilon)
+    fitted = {"positions": min(max(config.positions, positions), longest), "window": min(config.window, longest)}
+    return config.model_copy(update=fitted)
 
 
 def tables_of(observables: list[Observable]) -> dict[str, pd.DataFrame]:

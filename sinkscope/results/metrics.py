@@ -8,6 +8,7 @@ Sink Mechanisms Are Not Universal, VGA = Value-State Gated Attention. Position 0
 
 from dataclasses import dataclass
 from math import isnan
+from typing import Any
 
 SUMMARY, EFFECT, QUANTIZATION = "summary", "effect", "quantization"
 RETROFIT, TRAINING = "retrofit", "training"
@@ -65,6 +66,19 @@ class Metric:
         return text.replace("<s>", "`<s>`")  # which Markdown would read as a tag
 
 
+def is_sink(window_mass: Any, epsilon: float) -> Any:
+    """Whether a position is a sink in one head and sequence: the only place that decides it.
+
+    Args:
+        window_mass: α of GS eq. 1, as a number, an array or a tensor.
+        epsilon: the option of that name (WSE §3).
+
+    Returns:
+        True where it is a sink, in the form of `window_mass`.
+    """
+    return window_mass > epsilon
+
+
 # Token groups of GS figure 3: name, first and last position.
 TOKEN_GROUPS = (("0", 0, 0), ("1", 1, 1), ("2-3", 2, 3), ("4-7", 4, 7), ("8-15", 8, 15))
 
@@ -76,11 +90,10 @@ _TASK = "train on bigram-backcopy"
 # fmt: off
 _ATTENTION = (
     Metric("sink_rate", "sink rate at position 0", "sink rate",
-        "share of heads whose window mass exceeds ε, per sequence, then averaged over sequences",
+        "share of heads in which position 0 is a sink (window mass > ε), averaged over sequences",
         unit="share", form="{:.1%}", source="GS eq. 1; WSE §3", tables=(SUMMARY, EFFECT, RETROFIT)),
     Metric("sink_rate_later", "share of heads and sequences with a later sink", "sinks at later positions",
-        "share of (head, sequence) pairs with a window mass above ε at any position from 1 on that has enough "
-        "queries behind it",
+        "share of (head, sequence) pairs with a sink at any position from 1 on that has enough queries behind it",
         unit="share", form="{:.1%}", source="GS eq. 1"),
     Metric("window_mass", "mean window mass at position 0", "window mass",
         "mean attention to the position over the W queries from it on, averaged over heads and sequences",

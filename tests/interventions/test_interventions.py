@@ -772,7 +772,7 @@ def test_the_attention_table_is_the_references_of_a_model_edited_by_hand(name: s
     sequences = ragged_tokens((12, 9))
     twin = reference.eager_twin(edited)
     recorded = [reference.record(twin, ids) for ids in sequences]
-    settings = Settings(6, 4, reference.clear_threshold(recorded, 4))
+    settings = Settings(positions=6, window=4, epsilon=reference.clear_threshold(recorded, 4))
     expected = reference.tables(recorded, 6, 4, settings.epsilon)
     with open_tracer(model, find_family(model), interventions=[parse(text)]) as tracer:
         observable = OBSERVABLES["attention"](settings)
@@ -1114,7 +1114,7 @@ def test_a_hidden_key_of_a_long_text_has_the_statistics_of_a_dense_mask(columns:
     tables = {}
     for kernel in ("sdpa", "eager"):
         with open_tracer(model, find_family(model), kernel, [parse("mask-sink:positions=0,2,heads=0,3")]) as tracer:
-            observable = OBSERVABLES["attention"](Settings(columns, 64, 0.3))
+            observable = OBSERVABLES["attention"](Settings(positions=columns, window=64, epsilon=0.3))
             tracer.forward(batch, [observable])
         tables[kernel] = observable.tables()
     with open_tracer(model, find_family(model), "eager", [parse("mask-sink:positions=0,2,heads=0,3")]) as tracer:

@@ -77,7 +77,7 @@ def backward(
     """Forward and backward over the batches; `prepared` runs between the preparation and the pass."""
     predicted = sum(int(batch.lengths.sum()) - len(batch.lengths) for batch in batches)
     with open_tracer(model, find_family(model), kernel) as tracer:
-        observables = [OBSERVABLES[name](Settings(positions, 8)) for name in names]
+        observables = [OBSERVABLES[name](Settings(positions=positions, window=8)) for name in names]
         for observable in observables:
             observable.prepare(model, tracer.family, predicted)
         prepared(model)
@@ -760,7 +760,7 @@ def tensors_with_graph() -> int:
 @EACH_FAMILY
 def test_nothing_of_a_batch_outlives_it(name: str) -> None:
     model = tiny_model(name)
-    watching, measuring = Watching(), Gradient(Settings(POSITIONS))
+    watching, measuring = Watching(), Gradient(Settings(positions=POSITIONS))
     gc.freeze()
     with open_tracer(model, find_family(model)) as tracer:
         measuring.prepare(model, tracer.family, 40)
@@ -831,7 +831,7 @@ def test_a_model_in_training_is_measured_as_a_frozen_one_and_keeps_its_gradients
 @EACH_FAMILY
 def test_forward_observables_are_the_same_beside_a_backward_pass(name: str) -> None:
     model, batches = tiny_model(name), batched(ragged_tokens(RAGGED), 2, "left")
-    alone = measured(model, batches, Settings(POSITIONS, 8))
+    alone = measured(model, batches, Settings(positions=POSITIONS, window=8))
     for names in ((*FORWARD, "gradient"), ("gradient", *FORWARD)):
         beside = backward(model, batches, names=names).tables
         assert beside.keys() == alone.keys() | set(TABLES)
@@ -921,7 +921,7 @@ def test_gradients_that_underflow_are_said_to() -> None:
 
 def test_underflow_is_counted_of_the_tokens_that_predict() -> None:
     batch = padded(ragged_tokens((3, 5)), "left")
-    measuring = Gradient(Settings(POSITIONS))
+    measuring = Gradient(Settings(positions=POSITIONS))
     gradients = torch.ones(2, 5, 4)
     gradients[0, :2] = 0  # padding
     gradients[:, 4] = 0  # the last tokens

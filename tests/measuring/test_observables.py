@@ -130,7 +130,7 @@ def table(name: str, read: AttentionRead, settings: Settings) -> dict[str, pd.Da
 def test_uniform_attention_has_the_exact_statistics(batch: Batch | None) -> None:
     """a[t,s] = 1/(t+1): α_s, M̄_s and S̄_s are means of 1/(t+1) and 1/(t+1)², the entropy is the mean of log(t+1)."""
     positions, window = 16, 8
-    tables = table("attention", uniform_read(20, batch), Settings(positions, window, epsilon=0.3))
+    tables = table("attention", uniform_read(20, batch), Settings(positions=positions, window=window, epsilon=0.3))
     lengths = [20] if batch is None else batch.lengths.tolist()
     weights = [1 / np.arange(1, length + 1) for length in lengths]
     rows = tables["attention"].query("head == 1").set_index("position")
@@ -152,7 +152,7 @@ def test_uniform_attention_has_the_exact_statistics(batch: Batch | None) -> None
 def test_the_sink_indicator_is_strict() -> None:
     """α_0 of two tokens under uniform attention is (1 + ½)/2 = ¾ exactly."""
     for epsilon, expected in ((0.75, 0.0), (np.nextafter(0.75, 0), 1.0)):
-        tables = table("attention", uniform_read(2), Settings(1, 2, epsilon))
+        tables = table("attention", uniform_read(2), Settings(positions=1, window=2, epsilon=epsilon))
         assert tables["attention"]["sink_rate"].tolist() == [expected] * 2
         sinks = tables["sink_positions"].query("position == 0")
         assert len(sinks) == 2 * expected
@@ -161,7 +161,7 @@ def test_the_sink_indicator_is_strict() -> None:
 def test_the_indicator_is_taken_per_sequence() -> None:
     """Means above ε of sequences half of which are below it: the fraction is of sequences."""
     batch = padded(ragged_tokens((2, 8)))
-    tables = table("attention", uniform_read(8, batch), Settings(1, 8, epsilon=0.5))
+    tables = table("attention", uniform_read(8, batch), Settings(positions=1, window=8, epsilon=0.5))
     row = tables["attention"].iloc[0]
     alphas = [(1 + 1 / 2) / 2, np.mean(1 / np.arange(1, 9))]
     assert row["window_mass"] == pytest.approx(np.mean(alphas))
@@ -171,7 +171,8 @@ def test_the_indicator_is_taken_per_sequence() -> None:
 
 def test_sinks_are_listed_at_every_position_with_their_token() -> None:
     batch = Batch(torch.tensor([[5, 6, 7], [8, 9, 10]]), torch.ones(2, 3, dtype=torch.long), first=4)
-    observable = Attention(Settings(1, 2, epsilon=0.4))  # `positions` does not bound where sinks are looked for
+    # `positions` does not bound where sinks are looked for
+    observable = Attention(Settings(positions=1, window=2, epsilon=0.4))
     read = uniform_read(3, batch)
     observable.see_attention(3, read, batch)
     sinks = observable.tables()["sink_positions"].query("head == 0")
@@ -187,20 +188,20 @@ def test_sinks_are_listed_at_every_position_with_their_token() -> None:
 
 
 def test_a_run_without_sinks_has_an_empty_list() -> None:
-    sinks = table("attention", uniform_read(5), Settings(1, 5, epsilon=0.99))["sink_positions"]
+    sinks = table("attention", uniform_read(5), Settings(positions=1, window=5, epsilon=0.99))["sink_positions"]
     assert sinks.empty
     assert sinks.columns.tolist() == ["layer", "head", "sequence", "position", "token_id", "window_mass"]
 
 
 def test_a_window_longer_than_what_follows_is_the_mean_over_what_does() -> None:
     """With W = T: the mean over all t ≥ s, so window mass and sink mass are one."""
-    rows = table("attention", make_read("causal"), Settings(23, 23))["attention"]
+    rows = table("attention", make_read("causal"), Settings(positions=23, window=23))["attention"]
     np.testing.assert_allclose(rows["window_mass"], rows["sink_mass"], rtol=1e-12)
 
 
 def test_a_window_of_one_is_what_a_token_pays_itself() -> None:
     read = make_read("causal")
-    rows = table("attention", read, Settings(23, 1))["attention"]
+    rows = table("attention", read, Settings(positions=23, window=1))["attention"]
     weights, _ = read.weights(slice(0, 23), slice(0, 23))
     diagonal = weights.diagonal(dim1=-2, dim2=-1).mean(0)
     np.testing.assert_allclose(rows["window_mass"], diagonal.flatten(), rtol=1e-12)
@@ -208,7 +209,7 @@ def test_a_window_of_one_is_what_a_token_pays_itself() -> None:
 
 def test_key_value_heads_are_numbered_by_group() -> None:
     for name in ("attention", "geometry"):
-        rows = table(name, make_read("causal"), Settings(2, 2))[name]
+        rows = table(name, make_read("causal"), Settings(positions=2, window=2))[name]
         assert rows.groupby("head")["kv_head"].first().tolist() == [0, 0, 1, 1]
 
 
@@ -442,7 +443,9 @@ def test_a_planted_massive_activation_is_found_with_its_token_and_coordinate() -
     sequences[1][4] = 40
     for side in ("right", "left"):
         for size in (1, 3):
-            rows = measured(model, batched(sequences, size, side), Settings(4, 4), ("massive",))["massive"]
+            rows = measured(model, batched(sequences, size, side), Settings(positions=4, window=4), ("massive",))[
+                "massive"
+            ]
             massive = rows[rows["is_massive"]]
             assert massive["layer"].tolist() == [0, 1, 2]
             assert (massive[["sequence", "position", "token_id", "coordinate"]] == [1, 4, 40, 5]).all(axis=None)
@@ -529,8 +532,8 @@ def test_kurtosis_does_not_change_what_it_reads() -> None:
 def test_observables_leave_the_model_alone(name: str) -> None:
     """Whatever is measured, what is measured beside it is the same."""
     model, batch = tiny_model("falcon"), padded(ragged_tokens((9, 6)))
-    alone = measured(model, [batch], Settings(4, 4), (name,))
-    beside = measured(model, [batch], Settings(4, 4), FORWARD)
+    alone = measured(model, [batch], Settings(positions=4, window=4), (name,))
+    beside = measured(model, [batch], Settings(positions=4, window=4), FORWARD)
     for table_name, rows in alone.items():
         assert rows.equals(beside[table_name])
 
@@ -544,7 +547,9 @@ def test_every_observable_is_listed_and_says_what_it_is() -> None:
 
 
 def test_tables_have_the_columns_that_are_published() -> None:
-    tables: dict[str, Any] = measured(tiny_model("llama"), [padded(ragged_tokens((9, 6)))], Settings(4, 4))
+    tables: dict[str, Any] = measured(
+        tiny_model("llama"), [padded(ragged_tokens((9, 6)))], Settings(positions=4, window=4)
+    )
     for name, rows in tables.items():
         assert rows.columns[0] == "layer"
         assert {*rows.columns} == {"layer", *column_names(name)} - {"token"}

@@ -50,7 +50,7 @@ def sequences_of(lengths: tuple[int, ...]) -> list[np.ndarray]:
 def expected(name: str, dtype: torch.dtype, lengths: tuple[int, ...]) -> tuple[Settings, dict[str, pd.DataFrame]]:
     _, twin = models(name, dtype)
     recorded = [reference.record(twin, ids) for ids in sequences_of(lengths)]
-    settings = Settings(POSITIONS, WINDOW, reference.clear_threshold(recorded, WINDOW))
+    settings = Settings(positions=POSITIONS, window=WINDOW, epsilon=reference.clear_threshold(recorded, WINDOW))
     return settings, reference.tables(recorded, POSITIONS, WINDOW, settings.epsilon)
 
 
@@ -180,7 +180,12 @@ def test_long_sequences_are_read_by_first_columns_and_diagonal_band(name: str) -
             "sink_positions": reference.sink_positions(recorded, 64, epsilon),
         }
         for side in ("right", "left"):
-            ours = measured(model, [padded(sequences, side)], Settings(positions, 64, epsilon), ("attention",))
+            ours = measured(
+                model,
+                [padded(sequences, side)],
+                Settings(positions=positions, window=64, epsilon=epsilon),
+                ("attention",),
+            )
             if positions == 16:  # not all columns were read
                 assert ours["attention_heads"].pop("attention_entropy").isna().all()
                 truth["attention_heads"] = truth["attention_heads"].drop(columns="attention_entropy", errors="ignore")
@@ -191,7 +196,9 @@ def test_long_sequences_are_read_by_first_columns_and_diagonal_band(name: str) -
 def test_long_sequences_have_the_same_geometry(name: str) -> None:
     model = tiny_model(name, dtype=torch.float64)
     batch = padded(ragged_tokens((LONG, LONG)))
-    few, many = (measured(model, [batch], Settings(n, 64), ("geometry",))["geometry"] for n in (16, 290))
+    few, many = (
+        measured(model, [batch], Settings(positions=n, window=64), ("geometry",))["geometry"] for n in (16, 290)
+    )
     first = many[many["position"] < 16].reset_index(drop=True)
     assert max(reference.errors(few, first).values()) < 1e-9
 
@@ -199,7 +206,7 @@ def test_long_sequences_have_the_same_geometry(name: str) -> None:
 def test_the_entropy_of_some_sequences_is_not_passed_off_as_that_of_all() -> None:
     model = tiny_model("llama")
     batches = batched(ragged_tokens((40, LONG)), 1)
-    heads = measured(model, batches, Settings(16, 64), ("attention",))["attention_heads"]
+    heads = measured(model, batches, Settings(positions=16, window=64), ("attention",))["attention_heads"]
     assert heads["attention_entropy"].isna().all()
     assert (heads["missing_mass"] == 0).all()
 
@@ -391,7 +398,7 @@ def test_a_model_that_gives_nan_is_refused(family: str, name: str) -> None:
         return output
 
     model.get_submodule(layers)[1].register_forward_hook(overflow)
-    observable = OBSERVABLES[name](Settings(4, 4))
+    observable = OBSERVABLES[name](Settings(positions=4, window=4))
     with (
         open_tracer(model, find_family(model)) as tracer,
         pytest.raises(SinkscopeError, match=r"layer [12]: the model itself gives NaN or infinite numbers; are its"),
@@ -403,14 +410,14 @@ def test_an_overflow_of_half_precision_is_told_what_to_do() -> None:
     model = tiny_model("llama", dtype=torch.float16)
     model.model.layers[0].mlp.down_proj.weight[:] = 6e4
     with open_tracer(model, find_family(model)) as tracer, pytest.raises(SinkscopeError, match="--dtype float32"):
-        tracer.forward(padded(ragged_tokens((5, 5))), [OBSERVABLES["massive"](Settings(4, 4))])
+        tracer.forward(padded(ragged_tokens((5, 5))), [OBSERVABLES["massive"](Settings(positions=4, window=4))])
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_what_padding_gives_does_not_matter(side: str) -> None:
     model = tiny_model("llama")
     batch = padded(ragged_tokens((5, 3)), side)
-    before = measured(model, [batch], Settings(4, 4))
+    before = measured(model, [batch], Settings(positions=4, window=4))
     row, column = 1, 0 if side == "left" else 4
 
     def spoil(module: Any, args: tuple, output: torch.Tensor) -> torch.Tensor:
@@ -419,7 +426,7 @@ def test_what_padding_gives_does_not_matter(side: str) -> None:
         return output
 
     model.model.layers[2].register_forward_hook(spoil)
-    after = measured(model, [batch], Settings(4, 4))
+    after = measured(model, [batch], Settings(positions=4, window=4))
     for table, rows in before.items():
         pd.testing.assert_frame_equal(after[table], rows)
 

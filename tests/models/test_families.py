@@ -213,7 +213,7 @@ def test_calibration_finds_a_known_family_again(name: str, monkeypatch: pytest.M
     mine, other = read_sites(model, found, tiny_tokens(2, 9)), read_sites(model, known, tiny_tokens(2, 9))
     for sites, expected in zip(mine, other, strict=True):
         assert all(torch.equal(sites[site], expected[site]) for site in expected)
-    settings, batch = Settings(4, 4), padded(ragged_tokens((9, 6)))
+    settings, batch = Settings(positions=4, window=4), padded(ragged_tokens((9, 6)))
     weights = []
     for family in (known, found):
         with open_tracer(model, family) as tracer:

@@ -9,6 +9,7 @@ import torch
 
 from sinkscope.attention.weights import AttentionRead, column_sums
 from sinkscope.measuring.observables.observable import HeadMeans, Observable, Settings
+from sinkscope.results.metrics import is_sink
 from sinkscope.results.tables import HEAD, KV_HEAD, POSITION, SEQUENCE, TOKEN, TOKEN_ID, Column
 from sinkscope.text.batch import Batch
 
@@ -27,7 +28,7 @@ class Attention(Observable):
         "attention": (
             HEAD, KV_HEAD, POSITION,
             Column("window_mass", "mean attention weight from the next W queries (GS eq. 1)"),
-            Column("sink_rate", "share of sequences in which window_mass is above ε (GS eq. 2)"),
+            Column("sink_rate", "share of sequences in which the position is a sink (`sinkscope list metrics`)"),
             Column("sink_mass", "mean attention weight from all later queries and itself"),
             Column("sink_second_moment", "mean squared attention weight from the same queries"),
         ),
@@ -38,7 +39,7 @@ class Attention(Observable):
         ),
         "sink_positions": (
             HEAD, SEQUENCE, POSITION, TOKEN_ID, TOKEN,
-            Column("window_mass", "that of this key, above ε"),
+            Column("window_mass", "that of this key"),
         ),
     }  # fmt: skip
 
@@ -56,7 +57,7 @@ class Attention(Observable):
         queries = batch.queries_from(positions)[:, None].to(read.lse.device)
         statistics = {
             "window_mass": window_mass,
-            "sink_rate": window_mass > self.settings.epsilon,
+            "sink_rate": is_sink(window_mass, self.settings.epsilon),
             "sink_mass": batch.at_positions(sums.mass, positions) / queries,
             "sink_second_moment": batch.at_positions(sums.second, positions) / queries,
         }
@@ -68,11 +69,11 @@ class Attention(Observable):
         self._list_sinks(layer, window_means(sums.window, batch, window, read.length), batch)
 
     def _list_sinks(self, layer: int, window_mass: torch.Tensor, batch: Batch) -> None:
-        is_sink = window_mass > self.settings.epsilon
+        sinks = is_sink(window_mass, self.settings.epsilon)
         present = batch.present(window_mass.shape[-1])
         if present is not None:
-            is_sink &= present[:, None].to(is_sink.device)
-        sequence, head, position = is_sink.nonzero(as_tuple=True)
+            sinks &= present[:, None].to(sinks.device)
+        sequence, head, position = sinks.nonzero(as_tuple=True)
         found = {
             "layer": torch.full_like(head, layer),
             "head": head,

@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -12,19 +11,15 @@ from transformers import PreTrainedModel
 
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.models.families import Family
+from sinkscope.options.measuring import ObservableOptions
 from sinkscope.results.tables import Columns
 from sinkscope.text.batch import Batch
 
 ATTENTION_SITES = ("gate", "attention")  # of the attention modules, in the order in which a forward pass reaches them
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The options of a run that observables read."""
-
-    positions: int = 16  # columns reported, counted from each sequence's first token
-    window: int = 64  # W of window_mass
-    epsilon: float = 0.3  # threshold of the sink indicator
+# What observables read: every option that ObservableOptions declares, fitted to the run's sequences.
+Settings = ObservableOptions
 
 
 class Reading:
