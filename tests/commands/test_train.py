@@ -189,10 +189,10 @@ def test_token_ids_need_none(shape: Path) -> None:
     assert not (done.model("none") / "tokenizer.json").exists()
 
 
-# --- the lab
+# --- a task
 
 
-def test_the_lab(tmp_path: Path) -> None:
+def test_a_task(tmp_path: Path) -> None:
     methods = {"plain": "none", "VGA": "vga:placement=output,scale=1"}
     small = SMALL | {"block_length": 24, "batch_size": 4, "log_every": 2}
     done = train("bigram-backcopy", methods, text="bigram-backcopy", seeds=2, out="out", **small, num_seqs=4)
