@@ -272,7 +272,7 @@ def test_refusals_write_nothing(options: tuple[str, ...], message: str, shape: P
 
 
 def test_what_is_of_pretrained_models_is_refused(shape: Path) -> None:
-    with pytest.raises(InputError, match="--only-new does not go with `train`"):
+    with pytest.raises(InputError, match="--only-new does not apply: `train` begins with random weights"):
         train(shape, "vga", out="out", only_new=True)
-    with pytest.raises(InputError, match="--revision does not go with `train`"):
+    with pytest.raises(InputError, match="option 'revision' is unknown"):
         train(shape, "vga", out="out", revision="main")
