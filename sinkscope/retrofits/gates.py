@@ -1,7 +1,7 @@
 """Gates on values or on heads' outputs, g = scale · sigmoid(F W): what VGA and IGA share (VGA §3.1, §3.2, appendix B).
 
-At W = 0 the sigmoid is ½ everywhere. The scale 2 makes that a gate of exactly 1: the retrofitted model starts as the
-pretrained one, bit for bit, where the sigmoid is steepest. A bias would come only near to 1, and where it is flat.
+At W = 0 the sigmoid is ½ everywhere. The scale 2 makes that a gate of exactly 1: the retrofitted model starts bit for
+bit as the pretrained one, where the sigmoid is steepest. A bias would only approach 1, where the sigmoid is flat.
 Scale 1 is the papers' own gate, which halves everything at the start.
 """
 
@@ -10,10 +10,8 @@ from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
-from transformers import PreTrainedModel
 
-from sinkscope.models.families import Family
-from sinkscope.retrofits.retrofit import GatePart, Layer, OutputPart, Retrofit, ValuePart, layers_of
+from sinkscope.retrofits.retrofit import GatePart, Layer, OutputPart, Retrofit, ValuePart
 
 
 def gate(features: torch.Tensor, weight: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
@@ -66,8 +64,5 @@ class Gated(Retrofit):
     placement: Literal["value", "output"] = "value"
     scale: float = Field(default=2.0, gt=0, allow_inf_nan=False)
 
-    def install(self, model: PreTrainedModel, family: Family) -> None:
-        for layer in layers_of(model, family):
-            part = PLACEMENTS[self.placement](layer, self.reads, self.scale)
-            part.reset()
-            part.attach(layer)
+    def part(self, layer: Layer) -> ValueGate | OutputGate:
+        return PLACEMENTS[self.placement](layer, self.reads, self.scale)

@@ -8,11 +8,9 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
-from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import AttentionCall, upcast
-from sinkscope.models.families import Family
-from sinkscope.retrofits.retrofit import DenominatorPart, Layer, Retrofit, layers_of
+from sinkscope.retrofits.retrofit import DenominatorPart, Layer, Retrofit
 
 
 def bias_logits(query: torch.Tensor, key: torch.Tensor, scaling: float, softcap: float | None = None) -> torch.Tensor:
@@ -45,8 +43,5 @@ class KeyBiases(Retrofit):
     about: ClassVar[str] = "a learned key per head whose value is zero"
     paper: ClassVar[str] = "WSE §7"
 
-    def install(self, model: PreTrainedModel, family: Family) -> None:
-        for layer in layers_of(model, family):
-            part = KeyBias(layer)
-            part.reset()
-            part.attach(layer, model, family)
+    def part(self, layer: Layer) -> KeyBias:
+        return KeyBias(layer)

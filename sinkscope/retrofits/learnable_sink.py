@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import AttentionCall
 from sinkscope.models.families import Family
-from sinkscope.retrofits.retrofit import DenominatorPart, Layer, Retrofit, layers_of
+from sinkscope.retrofits.retrofit import DenominatorPart, Layer, Retrofit
 
 
 class SinkLogit(DenominatorPart):
@@ -45,8 +45,5 @@ class LearnableSink(Retrofit):
             return "it has learnable sinks of its own"
         return super().inapplicable(model, family)
 
-    def install(self, model: PreTrainedModel, family: Family) -> None:
-        for layer in layers_of(model, family):
-            part = SinkLogit(layer, self.first)
-            part.reset()
-            part.attach(layer, model, family)
+    def part(self, layer: Layer) -> SinkLogit:
+        return SinkLogit(layer, self.first)

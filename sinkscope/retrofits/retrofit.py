@@ -2,7 +2,7 @@
 
     values       behind the value projection, before anything is cached: `ValuePart`
     output       in front of the output projection, on every head's mix: `OutputPart`
-    denominator  inside the softmax, a logit without a value: `seam.Denominator`
+    denominator  inside the softmax, a logit without a value: `taps.Denominator`
 
 The first two are hooks on modules that every family has, so the model keeps its own attention kernel and its own cache
 of whatever kind: what is cached is the changed value. Only a denominator needs the attention function of seam.py.
@@ -11,7 +11,6 @@ What the taps of seam.py show: `value` is what is attended to, after V-scale or 
 holds there; `mix` is the heads' output before an output gate; the raw value is what the projection gives out.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -144,7 +143,7 @@ class ValuePart(GatePart):
         super().__init__(layer)
         self.is_whole = layer.value.is_whole
 
-    def attach(self, layer: Layer) -> None:
+    def attach(self, layer: Layer, model: PreTrainedModel, family: Family) -> None:
         layer.attention.add_module(RETROFIT, self)
         layer.value.module.register_forward_hook(self._changed)
 
@@ -165,7 +164,7 @@ class OutputPart(GatePart):
         super().__init__(layer)
         self.awaited: torch.Tensor | None = None  # the factors (B,T,H) between the value and the output projection
 
-    def attach(self, layer: Layer) -> None:
+    def attach(self, layer: Layer, model: PreTrainedModel, family: Family) -> None:
         layer.attention.add_module(RETROFIT, self)
         layer.value.module.register_forward_hook(self._made)
         layer.output.register_forward_pre_hook(self._gated)
@@ -203,7 +202,7 @@ class DenominatorPart(Part, Denominator):
             model.set_attn_implementation(NAME)
 
 
-class Retrofit(BaseModel, ABC):
+class Retrofit(BaseModel):
     """One method, with its parameters as fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -217,6 +216,13 @@ class Retrofit(BaseModel, ABC):
         """The reason why the method does not apply to this model; None if it does."""
         return None if family.qkv else f"how '{family.name}' keeps q, k and v is not known: its row needs `qkv`"
 
-    @abstractmethod
+    def part(self, layer: Layer) -> "ValuePart | OutputPart | DenominatorPart":
+        """The new module of one attention layer; not of methods with an `install` of their own."""
+        raise NotImplementedError
+
     def install(self, model: PreTrainedModel, family: Family) -> None:
         """Add the new modules, with their parameters at their start; also on meta, where `from_pretrained` builds."""
+        for layer in layers_of(model, family):
+            part = self.part(layer)
+            part.reset()
+            part.attach(layer, model, family)

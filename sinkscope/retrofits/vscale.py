@@ -10,11 +10,9 @@ from typing import ClassVar
 import torch
 from pydantic import Field, model_validator
 from torch import nn
-from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import upcast
-from sinkscope.models.families import Family
-from sinkscope.retrofits.retrofit import Layer, Retrofit, ValuePart, layers_of
+from sinkscope.retrofits.retrofit import Layer, Retrofit, ValuePart
 
 
 def shrink(r: torch.Tensor, c: torch.Tensor | float) -> torch.Tensor:
@@ -65,8 +63,5 @@ class VScale(Retrofit):
             raise ValueError("λ = exp(θ) is never 0: take a small strength, or learned=false")
         return self
 
-    def install(self, model: PreTrainedModel, family: Family) -> None:
-        for layer in layers_of(model, family):
-            part = ValueScale(layer, self.sigma, self.strength, self.learned)
-            part.reset()
-            part.attach(layer)
+    def part(self, layer: Layer) -> ValueScale:
+        return ValueScale(layer, self.sigma, self.strength, self.learned)

@@ -298,7 +298,7 @@ def test_a_folder_with_something_else_is_refused(tiny: Path, text: Path) -> None
 
 
 def test_measuring_options_that_make_no_sense_are_refused(tiny: Path, text: Path) -> None:
-    with pytest.raises(InputError, match="--seq-len does not go with `retrofit`"):
+    with pytest.raises(InputError, match="option 'seq_len' is unknown"):
         retrofit(str(tiny), "vga", text=text, out="out", seq_len=8)
 
 

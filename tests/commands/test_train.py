@@ -189,10 +189,10 @@ def test_token_ids_need_none(shape: Path) -> None:
     assert not (done.model("none") / "tokenizer.json").exists()
 
 
-# --- the lab
+# --- a task
 
 
-def test_the_lab(tmp_path: Path) -> None:
+def test_a_task(tmp_path: Path) -> None:
     methods = {"plain": "none", "VGA": "vga:placement=output,scale=1"}
     small = SMALL | {"block_length": 24, "batch_size": 4, "log_every": 2}
     done = train("bigram-backcopy", methods, text="bigram-backcopy", seeds=2, out="out", **small, num_seqs=4)
@@ -272,7 +272,7 @@ def test_refusals_write_nothing(options: tuple[str, ...], message: str, shape: P
 
 
 def test_what_is_of_pretrained_models_is_refused(shape: Path) -> None:
-    with pytest.raises(InputError, match="--only-new does not go with `train`"):
+    with pytest.raises(InputError, match="--only-new does not apply: `train` begins with random weights"):
         train(shape, "vga", out="out", only_new=True)
-    with pytest.raises(InputError, match="--revision does not go with `train`"):
+    with pytest.raises(InputError, match="option 'revision' is unknown"):
         train(shape, "vga", out="out", revision="main")

@@ -1,4 +1,4 @@
-"""What the Bigram-Backcopy lab measures, against the same computed from a model's weights in float64."""
+"""What is measured on the Bigram-Backcopy task, against the same computed from a model's weights in float64."""
 
 from typing import Any
 

@@ -98,7 +98,7 @@ def _batch(sequences: np.ndarray) -> Batch:
 
 
 def _kinds(task: BigramBackcopy, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries that are no triggers, and triggers, (B,T) bool each; position 0 is neither."""
+    """Which queries are no triggers, and which are triggers, (B,T) bool each; position 0 is neither."""
     trigger = torch.from_numpy(task.is_trigger(batch.token_ids.numpy()))
     plain = ~trigger
     plain[:, 0] = False
@@ -109,7 +109,7 @@ def _kinds(task: BigramBackcopy, batch: Batch) -> tuple[torch.Tensor, torch.Tens
 
 
 def risks(task: BigramBackcopy, logits: torch.Tensor, batch: Batch) -> dict[str, torch.Tensor]:
-    """Each position's loss above the optimum. Of a pair the whole distribution is compared, not the one draw."""
+    """Each position's loss above the optimum. For a pair it is KL(p ‖ model), not the loss of the token drawn."""
     log_q = upcast(logits).log_softmax(-1).cpu().double()
     ids = batch.token_ids
     plain, trigger = _kinds(task, batch)
@@ -190,8 +190,8 @@ def start_lead(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _watched(layers: list[Layer]) -> Iterator[list[dict[str, torch.Tensor]]]:
-    """What each layer's last forward pass made: `value` (B,T,K,d) as projected, `attended` behind what a retrofit does
-    to it; `mix` (B,T,H,d) of the heads, `gated` as their output projection reads it.
+    """Keep, of each layer's last forward pass: `value` (B,T,K,d) as projected, `attended` after a retrofit has changed
+    it; `mix` (B,T,H,d) of the heads, `gated` as their output projection reads it.
     """
     ends: list[dict[str, torch.Tensor]] = [{} for _ in layers]
     with ExitStack() as hooks:

@@ -2,10 +2,10 @@
 
     <s> h t h i s a t a n …      t, e and the space are triggers: after one comes what stood before it
 
-Every sequence begins with <s>. After any other token that is no trigger the next one is drawn by the frequencies of
-character pairs in the text that `--input natural` reads: nothing but that token tells anything of it, and attention
-is of no use. After a trigger the token before it is repeated: there attention is needed. The first character is drawn
-by its frequency, triggers left out, so that every trigger has something to copy that is none itself.
+Every sequence begins with <s>. After a token that is no trigger, the next one is drawn by the frequencies of character
+pairs in the text that `--input natural` reads: it depends on that token alone, so attention is not needed. After a
+trigger, the token before the trigger is repeated: there attention is needed. The first character is drawn by its
+frequency among those that are no triggers, so that every trigger has something to copy that is no trigger.
 
 As in the paper's code, the triggers are the three most frequent characters, and there are 64 characters; its text is
 tiny Shakespeare.
@@ -58,7 +58,7 @@ class BigramBackcopy:
         return ids
 
     def blocks(self, length: int, train: int, held_out: int, seed: int = 0) -> Blocks:
-        """That many sequences to train on and to measure by, drawn apart."""
+        """Sequences to train on and others to measure by."""
         return Blocks(self.sample(train, length, [seed, 0]), self.sample(held_out, length, [seed, 1]), NAME)
 
     def is_trigger(self, ids: np.ndarray) -> np.ndarray:
@@ -66,13 +66,16 @@ class BigramBackcopy:
 
     @cached_property
     def entropies(self) -> np.ndarray:
-        """(V,): of what follows each token, in nats: the least loss there. 0 after a trigger, where it is certain."""
+        """(V,): entropy of what follows each token, in nats. 0 after a trigger, where the next token is certain."""
         p = self.transitions
         return -np.where(p > 0, p * np.log(np.where(p > 0, p, 1.0)), 0.0).sum(1)
 
     def optimum(self, length: int) -> dict[str, float]:
-        """The least mean loss that any model can have on sequences of `length` tokens, in nats: of the `bigram`
-        positions and the `backcopy` positions, from position 1 on, and of all that is `predicted`, <s>'s successor too.
+        """The lowest mean loss that any model can have on sequences of `length` tokens, in nats.
+
+        Returns:
+            `bigram` and `backcopy`: over the positions of each kind, from position 1 on; `predicted`: over all
+            predictions, the one at <s> included.
         """
         chain, triggers = self.transitions, list(self.triggers)
         plain = np.zeros(self.vocabulary)  # the probability of each token at a position, by what stands there
@@ -92,7 +95,7 @@ class BigramBackcopy:
         }
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        """Of the characters, with <s> in front. Others are left out, as they were where the pairs were counted."""
+        """One token per character, with <s> in front. Other characters are dropped, as when the pairs were counted."""
         core = Tokenizer(models.WordLevel({token: index for index, token in enumerate(self.tokens)}, unk_token=START))
         known = "".join(f"\\x{{{ord(character):x}}}" for character in self.tokens[1:])
         core.normalizer = normalizers.Replace(Regex(f"[^{known}]"), "")
@@ -104,11 +107,11 @@ class BigramBackcopy:
     @cached_property
     def _cumulative(self) -> np.ndarray:
         sums = self.transitions.cumsum(1)
-        return sums / np.maximum(sums[:, -1:], np.finfo(float).tiny)  # to exactly 1: u < 1 never falls behind it
+        return sums / np.maximum(sums[:, -1:], np.finfo(float).tiny)  # up to exactly 1, so that no u < 1 is beyond it
 
 
 def bigram_backcopy(text: str | None = None) -> BigramBackcopy:
-    """The task as a text has its characters: the bundled one, where None is given."""
+    """The task with the character frequencies of a text; None: of the bundled text."""
     if text is None:
         text = "".join(documents("natural")[1])
     counts = Counter(text)
