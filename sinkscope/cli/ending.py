@@ -52,12 +52,23 @@ def interruption(kind: type[Options]) -> Iterator[None]:
     """Say what an interrupted command has left behind."""
     try:
         yield
-    except KeyboardInterrupt:
+    except BaseException as error:
+        if not _was_interrupted(error):
+            raise
         if kind.resumable:
             left = ": what was reached is kept, and the same command goes on from there"
         else:
             left = ": nothing was written" if kind.writes else ""
         raise SinkscopeError(f"interrupted{left}") from None
+
+
+def _was_interrupted(error: BaseException | None) -> bool:
+    """Whether an interrupt is behind an error: libraries that are interrupted may raise one of their own."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        if isinstance(error, SinkscopeError):
+            return False
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _exit_status(error: Exception) -> int:

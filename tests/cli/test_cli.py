@@ -545,6 +545,13 @@ def test_interrupted(bare: Path, failing: Any, where: str) -> None:
     assert refused(1, "analyze", bare, *RANDOM) == "sinkscope: interrupted: nothing was written"
 
 
+def test_interrupted_inside_a_library_that_raises_an_error_of_its_own(bare: Path, failing: Any) -> None:
+    error = TypeError("the library's own")
+    error.__context__ = KeyboardInterrupt()
+    failing("measuring", error)
+    assert refused(1, "analyze", bare, *RANDOM) == "sinkscope: interrupted: nothing was written"
+
+
 @pytest.mark.parametrize("where", ["tables", "figures"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
 def test_a_disk_that_refuses(bare: Path, failing: Any, where: str, number: int) -> None:

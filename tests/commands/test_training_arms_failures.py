@@ -174,7 +174,7 @@ def test_an_option_that_an_older_folder_does_not_know_is_as_by_default(
 ) -> None:
     out = tmp_path / "out"
     shutil.copytree(unbroken, out)
-    edited(out / "run.json", "training", weight_decay=None)
+    edited(out / "run.json", "config", weight_decay=None)
     edited(out / "run.json", "config", epsilon=None)
     with pytest.raises(InputError, match=r"made with other options .weight_decay was 0.01"):
         retrofit(str(tiny), "none", text=text, out=out, weight_decay=0.1, **SMALL)
@@ -182,7 +182,7 @@ def test_an_option_that_an_older_folder_does_not_know_is_as_by_default(
         retrofit(str(tiny), "none", text=text, out=out, epsilon=0.4, **SMALL)
     done = retrofit(str(tiny), "none", text=text, out=out, **SMALL)
     assert list(done.runs) == ["untouched", "vga", "none"]
-    assert json.loads((out / "run.json").read_text())["training"]["weight_decay"] == 0.01
+    assert json.loads((out / "run.json").read_text())["config"]["weight_decay"] == 0.01
 
 
 def test_other_options_and_damaged_folders_are_refused(tiny: Path, text: Path, unbroken: Path, tmp_path: Path) -> None:
