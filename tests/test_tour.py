@@ -30,11 +30,8 @@ def test_the_tour_finds_what_it_says() -> None:
         exec(compile("".join(cell["source"]), f"{TOUR.name}, code cell {index}", "exec"), names)
 
     assert (names["layer"], names["coordinate"]) == (11, 507)
-    effect = names["whole_model"].set_index(["condition", "arm", "metric"])["value"].sort_index()
-    before, zero, mean = (
-        effect[condition, arm, "perplexity"].iloc[0]
-        for condition, arm in (("zero", "before"), ("zero", "after"), ("mean", "after"))
-    )
+    perplexity = names["whole_model"].query("metric == 'perplexity'").groupby(["condition", "arm"])["value"].first()
+    before, zero, mean = perplexity["zero", "before"], perplexity["zero", "after"], perplexity["mean", "after"]
     assert zero > 100 * before
     assert mean == pytest.approx(before, rel=0.02)
     assert names["before"] == names["after"] != names["during"]

@@ -26,8 +26,11 @@ def observables() -> pd.DataFrame:
 def interventions() -> pd.DataFrame:
     from sinkscope.interventions import INTERVENTIONS
 
-    rows = [(name, item.about, item.paper, ", ".join(item.model_fields)) for name, item in INTERVENTIONS.items()]
-    return pd.DataFrame(rows, columns=["intervention", "what it does", "whose", "parameters"])
+    rows = [
+        (name, item.about, item.control_about, item.paper, ", ".join(item.model_fields))
+        for name, item in INTERVENTIONS.items()
+    ]
+    return pd.DataFrame(rows, columns=["intervention", "what it does", "random control", "whose", "parameters"])
 
 
 def retrofits() -> pd.DataFrame:

@@ -19,6 +19,7 @@ class NullifyFirstEmbedding(Intervention):
     name: ClassVar[str] = "nullify-first-embedding"
     about: ClassVar[str] = "token embedding of position 0 = 0, its position kept (positions)"
     paper: ClassVar[str] = "NU intervention 4"
+    control_about: ClassVar[str] = "another token's embedding"
     expects: ClassVar[Expectation] = Expectation.SINK_STAYS
 
     positions: Indices = (0,)

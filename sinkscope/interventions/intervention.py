@@ -172,6 +172,7 @@ class Intervention(BaseModel, ABC):
     name: ClassVar[str]
     about: ClassVar[str]  # one line for `sinkscope list`
     paper: ClassVar[str]  # whose experiment it is
+    control_about: ClassVar[str] = ""  # what its random control changes; "" if it has none
     expects: ClassVar[Expectation | None] = None  # what the paper found
     is_control: ClassVar[bool] = False  # of use only beside another
     expected: ClassVar[bool] = True  # of any model: where it does not apply, the doctor says so

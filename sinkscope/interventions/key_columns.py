@@ -18,6 +18,7 @@ class ZeroKeyColumns(Intervention):
     name: ClassVar[str] = "zero-key-columns"
     about: ClassVar[str] = "W_k reads nothing of these coordinates (layers, key heads, coordinates: the massive ones)"
     paper: ClassVar[str] = "NU intervention 5"
+    control_about: ClassVar[str] = "random coordinates"
     expects: ClassVar[Expectation] = Expectation.SINK_FALLS
 
     heads_of: ClassVar[Role] = "key"

@@ -65,6 +65,7 @@ class ZeroMassive(_Massive):
     name: ClassVar[str] = "zero-massive"
     about: ClassVar[str] = "hidden-state coordinates at the sink = 0 (layers, positions, coordinates: the massive ones)"
     paper: ClassVar[str] = "S2M §3"
+    control_about: ClassVar[str] = "random coordinates"
     expects: ClassVar[Expectation] = Expectation.PERPLEXITY_COLLAPSES
 
     def value(self, layer: int, position: int) -> torch.Tensor:
@@ -75,6 +76,7 @@ class MeanMassive(_Massive):
     name: ClassVar[str] = "mean-massive"
     about: ClassVar[str] = "hidden-state coordinates at the sink = their mean over sequences (as zero-massive; means)"
     paper: ClassVar[str] = "S2M §3"
+    control_about: ClassVar[str] = "random coordinates"
     expects: ClassVar[Expectation] = Expectation.PERPLEXITY_UNHARMED
 
     means: Reals | None = None  # by layer, position, coordinate; None: measured

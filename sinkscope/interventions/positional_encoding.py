@@ -53,6 +53,7 @@ class ReplaceEpe(_PositionVectors):
     name: ClassVar[str] = "replace-epe"
     about: ClassVar[str] = "position 0 gets another position's vector (positions, source: whose vector)"
     paper: ClassVar[str] = "NU intervention 2"
+    control_about: ClassVar[str] = "the same at another position"
     expects: ClassVar[Expectation] = Expectation.SINK_FALLS
 
     positions: Indices = (0,)
@@ -75,6 +76,7 @@ class TransplantEpe(_PositionVectors):
     name: ClassVar[str] = "transplant-epe"
     about: ClassVar[str] = "two positions exchange their vectors (source: the sink's, target: where it should go)"
     paper: ClassVar[str] = "NU intervention 3"
+    control_about: ClassVar[str] = "the target and a random position exchange theirs"
     expects: ClassVar[Expectation] = Expectation.SINK_MOVES
 
     source: Index = 0

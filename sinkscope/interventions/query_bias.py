@@ -52,6 +52,7 @@ class NullifyQueryBias(_QueryBias):
     name: ClassVar[str] = "nullify-query-bias"
     about: ClassVar[str] = "b_Q = 0 (layers, query heads)"
     paper: ClassVar[str] = "NU intervention 1"
+    control_about: ClassVar[str] = "b_Q plus a random vector of its norm"
     expects: ClassVar[Expectation] = Expectation.SINK_FALLS
 
     def edited(self, bias: torch.Tensor, layer: int) -> torch.Tensor:

@@ -24,6 +24,7 @@ class MaskSink(Intervention):
         "no later token attends to the sink, which still sees itself (layers, query heads, positions)"
     )
     paper: ClassVar[str] = "S2M §1"
+    control_about: ClassVar[str] = "another position"
 
     layers: Chosen = None
     heads: Chosen = None

@@ -24,6 +24,7 @@ class ScaleSinkValue(Intervention):
     name: ClassVar[str] = "scale-sink-value"
     about: ClassVar[str] = "value states at the sink times a factor (layers, key/value heads, positions, factor: 0)"
     paper: ClassVar[str] = "VGA §1"
+    control_about: ClassVar[str] = "another position"
     heads_of: ClassVar[Role] = "value"
 
     layers: Chosen = None

@@ -216,8 +216,9 @@ class InterveneOptions(RunConfig):
     about: ClassVar[str] = """Take away, move or replace what may make the sink, and measure before, after, and under
     random controls.
 
-    An intervention is NAME or NAME:key=value,… as in zero-massive:layers=11,coordinates=507; several are stacked.
-    --do all tries each by itself. `sinkscope list interventions` shows their names and parameters."""
+    An intervention is NAME or NAME:key=value,… as in zero-massive:layers=11,coordinates=138,447 (lists) or
+    nullify-query-bias:layers=1-3 (ranges); several are stacked. --do all tries each by itself.
+    `sinkscope list interventions` shows their names and parameters."""
     writes: ClassVar = "runs/MODEL-DO"
     repeatable: ClassVar = True
     in_memory: ClassVar = True
@@ -272,7 +273,7 @@ class QuantizeOptions(RunConfig):
     repeatable: ClassVar = True
     in_memory: ClassVar = True
     refused: ClassVar = {"observables": "`quantize` always measures perplexity and outliers"}
-    hidden: ClassVar = ("positions", "window", "epsilon")
+    hidden: ClassVar = tuple(ObservableOptions.model_fields)
 
     bits_weights: int = option(8, "Quantizing", "Of weights, symmetric per tensor.", metavar="B", ge=2, le=16)
     bits_activations: int = option(

@@ -110,8 +110,10 @@ class RetrofitOptions(ArmOptions, ModelOptions):
     about: ClassVar[str] = """Build a method into a model, train it with that, and compare with a plain fine-tune and
     with the model as it is.
 
-    Writes a folder with a trained model and a run of each arm, and their comparison, which is printed. The same
-    command goes on where it was interrupted. `accelerate launch -m sinkscope.cli retrofit …` trains on several GPUs.
+    Writes ARM/model/ (the trained model) and ARM/run/ (its run folder) of each arm, their comparison in retrofit.md,
+    which is printed, and tables and figures of all arms. W8A8 quantizes the same linear layers in every arm; what a
+    method adds stays in full precision. With register tokens, position 0 is the first register. The same command
+    goes on where it was interrupted. `accelerate launch -m sinkscope.cli retrofit …` trains on several GPUs.
 
     `sinkscope list retrofits` shows the methods and their parameters."""
     writes: ClassVar = "runs/MODEL-retrofit"

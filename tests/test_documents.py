@@ -1,0 +1,69 @@
+"""README, the gallery of reports and CONTRIBUTING: their links exist, and the code that they show works."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import tiny_model
+
+import sinkscope
+from sinkscope.measuring.observables import OBSERVABLES, attention
+from sinkscope.report.outputs import OUTPUTS
+
+ROOT = Path(__file__).parents[1]
+OPTIONS: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 12, "bos": "never"}
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "reports/README.md"])
+def test_links_lead_somewhere(document: str) -> None:
+    path = ROOT / document
+    links = re.findall(r"\]\(([^)#]+)\)", path.read_text(encoding="utf-8"))
+    assert [link for link in links if "://" not in link and not (path.parent / link).exists()] == []
+
+
+def test_the_readme_and_the_reports_stay_small() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 150
+    assert sum(path.stat().st_size for path in (ROOT / "reports").rglob("*") if path.is_file()) < 12e6
+
+
+def test_modules_and_files_named_in_contributing_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:sinkscope/|tests/|recipes/)?[\w/]+/[\w/]+\.(?:py|ipynb|yaml))`", text))
+    new = {"sinkscope/measuring/observables/dominance.py", "sinkscope/report/latex.py", "commands/NAME.py"}
+    missing = {name for name in named - new if not ((ROOT / name).exists() or (ROOT / "sinkscope" / name).exists())}
+    assert missing == set()
+    assert new <= named
+
+
+def shown(start: str) -> dict[str, Any]:
+    """The names that one block of code in CONTRIBUTING.md defines: the block with this line in it."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.DOTALL)
+    (block,) = [block for block in blocks if re.search(f"^{re.escape(start)}", block, re.MULTILINE)]
+    names: dict[str, Any] = {"Any": Any}
+    exec(block, names)
+    return names
+
+
+def test_the_observable_of_contributing_makes_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OBSERVABLES, "dominance", shown("class Dominance")["Dominance"])
+    table = sinkscope.analyze(tiny_model("llama"), observables="dominance", **OPTIONS).tables["dominance"]
+    assert list(table.columns) == ["model", "condition", "layer", "position", "share"]
+    assert len(table) == 3 * 12
+    assert table["share"].between(1 / 32, 1).all()  # of 32 entries
+
+
+def test_the_definition_of_contributing_changes_the_sink_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"observables": "attention", "epsilon": 0.2, **OPTIONS}
+    before = sinkscope.analyze(tiny_model("llama"), **asked)
+    monkeypatch.setattr(attention, "is_sink", shown("def is_sink")["is_sink"])
+    after = sinkscope.analyze(tiny_model("llama"), **asked)
+    assert after.metric("sink_rate") > before.metric("sink_rate")
+    assert len(after.tables["sink_positions"]) > len(before.tables["sink_positions"])
+
+
+def test_the_output_of_contributing_is_in_the_run_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(OUTPUTS, "latex", shown("def write")["write"])
+    run = sinkscope.analyze(tiny_model("llama"), observables="attention", out=tmp_path / "run", **OPTIONS)
+    text = (tmp_path / "run" / "summary.tex").read_text(encoding="utf-8")
+    assert rf"sink rate at position 0 & {100 * run.metric('sink_rate'):.1f}\% \\" in text
