@@ -64,11 +64,13 @@ def interruption(kind: type[Options]) -> Iterator[None]:
 
 def _was_interrupted(error: BaseException | None) -> bool:
     """Whether an interrupt is behind an error: libraries that are interrupted may raise one of their own."""
-    while error is not None and not isinstance(error, KeyboardInterrupt):
-        if isinstance(error, SinkscopeError):
-            return False
-        error = error.__cause__ or error.__context__
-    return error is not None
+    seen: list[BaseException] = []  # a chain of errors may have a circle
+    while error is not None and error not in seen:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        seen.append(error)
+        error = None if isinstance(error, SinkscopeError) else error.__cause__ or error.__context__
+    return False
 
 
 def _exit_status(error: Exception) -> int:

@@ -201,7 +201,7 @@ def _is_given(part: str, given: Mapping[str, Any]) -> bool:
 def _is_known(value: Any) -> bool:
     if isinstance(value, float):
         return not isnan(value)
-    return value is not None and value != () and value != ""
+    return value is not None and (not hasattr(value, "__len__") or len(value) > 0)
 
 
 class _Words(Formatter):

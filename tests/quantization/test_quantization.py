@@ -597,9 +597,9 @@ def test_max_norm_and_kurtosis_are_those_of_analyze(llama: PreTrainedModel, coar
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"bits_weights": 1}, "--bits-weights 1: it must be a whole number from 2 to 16"),
+        ({"bits_weights": 1}, "--bits-weights 1: it must be at least 2"),
         ({"bits_activations": 32}, "--bits-activations 32"),
-        ({"calibration": 0}, "--calibration 0: it must be a whole number of at least 1"),
+        ({"calibration": 0}, "--calibration 0: it must be at least 1"),
         ({"observables": ("outlier",)}, "--observables does not apply"),
         (
             {"input": "few.jsonl", "num_seqs": 3, "calibration": 2},
@@ -665,7 +665,7 @@ def test_the_command_writes_a_run_folder_and_repeats_it(folder: Path, monkeypatc
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--bits-weights", 1), "--bits-weights 1: it must be a whole number from 2 to 16"),
+        (("--bits-weights", 1), "--bits-weights 1: it must be at least 2"),
         (("--calibration", 0), "--calibration 0"),
         (("--positions", 4), "--positions"),
         (("--out", "llama"), "is not empty and holds no run"),
