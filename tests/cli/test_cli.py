@@ -631,7 +631,8 @@ def test_a_killed_run_leaves_no_half_table(tmp_path: Path, monkeypatch: pytest.M
 
 # In the third batch it waits, so that the interrupt never meets a library in which it would become another error
 ANNOUNCED = """
-import time
+import signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite that runs in the background ignores it
 from itertools import count
 from sinkscope.measuring.tracer import Tracer
 plain, calls = Tracer.forward_backward, count(1)
