@@ -26,9 +26,14 @@ def unknown(name: str, known: Iterable[str]) -> str:
         "'x' is unknown; did you mean 'y'? known: …"
     """
     known = list(known)
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean '{close[0]}'? " if close else ""
+    close = closest(name, known)
+    hint = f"did you mean '{close}'? " if close is not None else ""
     return f"'{name}' is unknown; {hint}known: {', '.join(known)}"
+
+
+def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known name that is most like this one; None if none is alike enough (difflib's `cutoff`)."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
 
 
 def one_line(error: object, longest: int = 200) -> str:

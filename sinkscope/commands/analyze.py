@@ -58,11 +58,18 @@ def analyze(
 ) -> Run:
     """Measure one model and return its Run; with `out`, also write the run folder.
 
-    `model` is a hub id, a folder, a .gguf file, or a model already loaded (with its tokenizer beside it); without
-    one, SmolLM2-135M-Instruct. `options` are those of the command line, with underscores: see `AnalyzeOptions`. A whole
-    `config` takes their place.
+    Args:
+        model: a hub id, a folder, a .gguf file, or a model already loaded; None for SmolLM2-135M-Instruct.
+        tokenizer: of a model already loaded.
+        out: the run folder to write; None: in memory only.
+        overwrite: replace a run that is there.
+        quiet: print no progress.
+        config: all options at once, in place of `options`.
+        **options: those of the command line, with underscores: see `AnalyzeOptions`.
 
-    Errors: InputError for wrong options or input, before anything is written; SinkscopeError for a run that failed.
+    Raises:
+        InputError: an option or the input is wrong; nothing was written.
+        SinkscopeError: the run failed.
     """
     start = time.time()
     config = config or options_of(AnalyzeOptions, model, options)

@@ -15,7 +15,6 @@ It may also name a `model`, a folder `out`, and several `runs`, each with option
       random: {input: random}
 """
 
-import difflib
 import os
 import re
 from collections.abc import Mapping
@@ -26,7 +25,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
-from sinkscope.errors import InputError, one_line, unknown
+from sinkscope.errors import InputError, closest, one_line, unknown
 from sinkscope.options import COMMANDS
 from sinkscope.options.option import Options, checked
 
@@ -195,8 +194,8 @@ def find_recipe(recipe: str | os.PathLike[str]) -> Path:
 def _hint(name: str, known: Mapping[str, Path]) -> str:
     if name in known:
         return f"; `sinkscope run {name}` finds {known[name]}"
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.8)
-    return f"; did you mean the recipe '{close[0]}'?" if close else ""
+    close = closest(name, known, cutoff=0.8)
+    return "" if close is None else f"; did you mean the recipe '{close}'?"
 
 
 # --- reading

@@ -14,7 +14,7 @@ from sinkscope.options.measuring import (
     SeedOptions,
     SequenceOptions,
 )
-from sinkscope.options.option import Options, as_folder_name, checked, option
+from sinkscope.options.option import Options, as_folder_name, option
 
 
 class TrainingConfig(SeedOptions):
@@ -165,12 +165,3 @@ class TrainOptions(ArmOptions):
 
     def folder(self) -> Path:
         return Path("runs", as_folder_name(Path(self.config).stem, "train"))
-
-
-def make_training_config(**options: Any) -> TrainingConfig:
-    """TrainingConfig from options.
-
-    Raises:
-        InputError: the first option that is wrong, in one line.
-    """
-    return checked(TrainingConfig, options)

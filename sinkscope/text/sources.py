@@ -1,13 +1,12 @@
 """The registers of inputs: which names, file endings and datasets can be read, and how. A new one is one line here."""
 
-import difflib
 import os
 from collections.abc import Callable, Collection, Iterator
 from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
-from sinkscope.errors import InputError
+from sinkscope.errors import InputError, closest
 from sinkscope.text.readers import Document, dataset_name, read_array, read_dataset, read_json_lines, read_text
 from sinkscope.text.request import Request, Selection
 from sinkscope.text.sequences import heads, long_heads, random_tokens, repeated_tokens, rows, sampled_tokens, windows
@@ -99,5 +98,5 @@ def _existing_file(source: str) -> Path:
 
 
 def _did_you_mean(word: str, known: Collection[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    close = closest(word, known)
+    return "" if close is None else f"; did you mean {close}?"

@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 from tiny import VOCAB, tiny_model
 
-from sinkscope.options.training import TrainingConfig, make_training_config
+from sinkscope.options.option import checked
+from sinkscope.options.training import TrainingConfig
 from sinkscope.retrofits import retrofit_model
 from sinkscope.training.blocks import Blocks
 
@@ -31,7 +32,7 @@ def repetitive(count: int = 10) -> Blocks:
 
 
 def config(**options: Any) -> TrainingConfig:
-    return make_training_config(**SHORT | options)
+    return checked(TrainingConfig, SHORT | options)
 
 
 def model(kind: str = "llama", method: str = "vga", **parameters: Any) -> Any:

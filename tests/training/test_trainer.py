@@ -23,7 +23,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
-from sinkscope.options.training import make_training_config
+from sinkscope.options.option import checked
+from sinkscope.options.training import TrainingConfig
 from sinkscope.retrofits import gate_displacement, new_parameters
 from sinkscope.text.batch import Batch
 from sinkscope.training.trainer import parameter_groups, train
@@ -256,7 +257,7 @@ def test_a_checkpoint_is_a_model(tmp_path: Path) -> None:
 )
 def test_wrong_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError) as caught:
-        make_training_config(**options)
+        checked(TrainingConfig, options)
     assert str(caught.value).startswith(message)
 
 
