@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from sinkscope.errors import InputError, SinkscopeError, described, is_out_of_memory
+from sinkscope.models import gguf
 from sinkscope.models.files import SMALL_FILES, ModelFiles, check_weights, fetch, find_files, is_path, quiet, read_json
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -79,7 +80,7 @@ def load(
         SinkscopeError: network, memory or a package fails.
     """
     _check_arguments(dtype, device_map)
-    with quiet():
+    with quiet(), gguf.read_once():
         files = find_files(model, revision, gguf_file, allow_pickle)
         check_weights(files)
         config = _read_config(files, trust_remote_code)

@@ -89,7 +89,7 @@ def check_against_reference(loaded: LoadedModel, run: Run, sequences: list[np.nd
 def smollm_runs(smollm: LoadedModel) -> dict[str, Run]:
     observables = ("attention", "activation", "massive")
     return {
-        source: sinkscope.analyze(smollm, input=source, num_seqs=32, observables=observables)
+        source: sinkscope.analyze(smollm, input=source, num_seqs=16, observables=observables)
         for source in ("natural", "random", "repeated")
     }
 
@@ -116,7 +116,7 @@ def test_smollm_has_its_massive_activation_at_coordinate_507_from_layer_11_on(sm
         first = massive[massive["layer"] == 11]
         largest = first.loc[first.groupby("sequence")["ratio"].idxmax()]
         assert set(largest["coordinate"]) == {507}
-        assert len(first.query("position == 0 and coordinate == 507")) == 32  # in every sequence
+        assert len(first.query("position == 0 and coordinate == 507")) == 16  # in every sequence
 
 
 def test_smollm_has_none_on_repeated_tokens(smollm_runs: dict[str, Run]) -> None:

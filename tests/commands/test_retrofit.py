@@ -54,7 +54,7 @@ def finished(tiny: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -
     out = tmp_path_factory.mktemp("finished") / "out"
     arguments = ("--method", "vga:placement=output,none", "--text", text, *TYPED, "--out", out)
     with pytest.MonkeyPatch.context() as patched:
-        skip_figures(patched)
+        skip_figures(patched, of_runs_only=True)
         return command_line("retrofit", tiny, *arguments), out
 
 

@@ -55,7 +55,7 @@ def finished(shape: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Res
     """Two methods, two seeds, from the command line. Not to be changed."""
     out = tmp_path_factory.mktemp("trained") / "out"
     with pytest.MonkeyPatch.context() as patched:
-        skip_figures(patched)
+        skip_figures(patched, of_runs_only=True)
         return command_line(
             "train", "--config", shape, "--method", "none,vga", "--seeds", "2", *TYPED, "--num-seqs", "4",
             "--observables", "attention,gradient", "--out", out,

@@ -5,14 +5,14 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors import SafetensorError
 from support.figures import skip_figures
+from support.forked import forked
 from support.retrofit_command import SMALL, TYPED, command_line, words_tokenizer
 from tiny import tiny_model
 from transformers import PreTrainedModel, Trainer
@@ -20,12 +20,11 @@ from transformers import PreTrainedModel, Trainer
 import sinkscope.commands.training_arms
 import sinkscope.report.figures
 import sinkscope.report.outputs
+from sinkscope.cli.app import app
 from sinkscope.commands.retrofit import retrofit
 from sinkscope.errors import InputError
 from sinkscope.report.run import Run
 from sinkscope.retrofits import retrofit_model
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -67,39 +66,38 @@ def same_arm(out: Path, other: Path, arm: str = "vga") -> bool:
 
 # --- killed ---
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-import sinkscope.report.figures, sinkscope.report.outputs
-from transformers import PreTrainedModel
-from sinkscope.cli.app import app
 
-def killed_after(write, folder):
-    def kills(what, path, *args, **rest):
+def killed_after(write: Callable[..., Any], folder: Path) -> Callable[..., Any]:
+    """`write`, which kills its process where it wrote into the folder."""
+
+    def kills(what: Any, path: Any, *args: Any, **rest: Any) -> None:
         write(what, path, *args, **rest)
         if Path(path).resolve().is_relative_to(folder) and "training" not in Path(path).parts:
             os.kill(os.getpid(), signal.SIGKILL)
+
     return kills
 
-stage, vga = sys.argv.pop(1), Path(sys.argv[-1]).resolve() / "vga"
-sinkscope.report.figures.applicable = lambda run: []
-if stage == "saving the model":
-    PreTrainedModel.save_pretrained = killed_after(PreTrainedModel.save_pretrained, vga)
-if stage == "writing the run":
-    sinkscope.report.outputs.write_tables = killed_after(sinkscope.report.outputs.write_tables, vga)
-app(prog_name="sinkscope")
-"""
+
+STAGES: dict[str, tuple[Any, str]] = {
+    "saving the model": (PreTrainedModel, "save_pretrained"),
+    "writing the run": (sinkscope.report.outputs, "write_tables"),
+}
 
 
-@pytest.mark.parametrize("stage", ["saving the model", "writing the run"])
+def killed_in(stage: str, vga: Path, arguments: list[str]) -> None:
+    place, name = STAGES[stage]
+    setattr(place, name, killed_after(getattr(place, name), vga))
+    app(arguments, prog_name="sinkscope")
+
+
+@pytest.mark.parametrize("stage", STAGES)
 def test_killed_between_stages_it_goes_on_without_training_again(
     stage: str, tiny: Path, text: Path, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
     arguments = ["retrofit", str(tiny), "--method", "vga", "--text", str(text), *TYPED, "--out", str(out)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    killed = subprocess.run([sys.executable, "-c", KILLED, stage, *arguments], env=environment, timeout=120)
-    assert killed.returncode == -signal.SIGKILL
+    with forked(lambda: killed_in(stage, (out / "vga").resolve(), arguments)) as process:
+        assert process.wait() == -signal.SIGKILL
     assert (out / "vga" / "training" / "checkpoint-3" / "trainer_state.json").is_file()
     assert (out / "vga" / "model").exists() == (stage == "writing the run")
     assert list((out / "vga").glob(".sinkscope-*"))

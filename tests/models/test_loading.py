@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedToken
 
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.models import files, loading
+from sinkscope.models.gguf import read_once
 from sinkscope.models.loading import LoadedModel, load, load_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -444,6 +445,25 @@ def test_gguf_file(tmp_path: Path) -> None:
     # An ordinary model from here on: it can be cast and saved.
     loaded.model.double().float().save_pretrained(tmp_path / "saved")
     assert load(str(tmp_path / "saved")).model.num_parameters() == loaded.model.num_parameters()
+
+
+def test_gguf_file_is_read_once(tmp_path: Path) -> None:
+    """As transformers reads it, and nothing is left changed, whether the file loads or not."""
+    path = save_gguf(tmp_path / "tiny.gguf")
+    plain, reader = gguf.GGUFReader(path), gguf.GGUFReader
+    with read_once():
+        ours = gguf.GGUFReader(path)
+        assert gguf.GGUFReader(str(path)) is ours
+    assert list(ours.fields) == list(plain.fields)
+    assert all(ours.fields[name].contents() == field.contents() for name, field in plain.fields.items())
+    for one, other in zip(ours.tensors, plain.tensors, strict=True):
+        assert (one.name, one.tensor_type) == (other.name, other.tensor_type)
+        np.testing.assert_array_equal(one.data, other.data)
+    assert gguf.GGUFReader is reader
+    load(str(path))
+    path.write_bytes(path.read_bytes()[:200])
+    refusal(path)
+    assert gguf.GGUFReader is reader
 
 
 def test_gguf_file_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

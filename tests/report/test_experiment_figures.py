@@ -164,7 +164,6 @@ def check_saves(name: str, run: Run, folder: Path) -> None:
         warnings.simplefilter("error")
         figure = draw(name, run)
         start = time.process_time()
-        figure.savefig(folder / "figure.png")
         figure.savefig(folder / "figure.pdf")
         seconds = time.process_time() - start
     width, height = figure.get_size_inches()

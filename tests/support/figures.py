@@ -1,10 +1,25 @@
-"""Runs without figures: drawing them all takes seconds, and tests/report does it."""
+"""Runs without figures: drawing and saving them all takes seconds, and tests/report does it."""
+
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 import sinkscope.report.figures
+from sinkscope.report.figures.style import Figure
 
 
-def skip_figures(patch: pytest.MonkeyPatch) -> None:
-    """No run has an applicable figure any more, wherever figures are saved from."""
+def skip_figures(patch: pytest.MonkeyPatch, *, of_runs_only: bool = False) -> None:
+    """No run has an applicable figure any more, wherever figures are saved from; files of other figures are empty.
+
+    Args:
+        patch: undoes it.
+        of_runs_only: save those of several runs, steps or arms as ever.
+    """
     patch.setattr(sinkscope.report.figures, "applicable", lambda run: [])
+    if not of_runs_only:
+        patch.setattr(Figure, "savefig", _save_nothing)
+
+
+def _save_nothing(figure: Figure, fname: Any, **kwargs: Any) -> None:
+    Path(fname).touch()

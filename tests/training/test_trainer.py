@@ -3,11 +3,8 @@
 import copy
 import errno
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections import namedtuple
 from pathlib import Path
@@ -16,6 +13,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from support.forked import forked
 from support.training import config, model, repetitive
 from tiny import tiny_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
@@ -164,31 +162,25 @@ def test_resumed_it_keeps_what_was_measured(tmp_path: Path) -> None:
 
 # --- broken off and resumed ---
 
-KILLED = """
-import sys, time
-from pathlib import Path
-sys.path.insert(0, "tests")
-from transformers import Trainer
-from support.training import config, model, repetitive
-from sinkscope.training.trainer import train
 
-step = Trainer.training_step
-Trainer.training_step = lambda *args, **rest: (time.sleep(0.05), step(*args, **rest))[1]
-train(model("gpt2"), repetitive(), config(steps=40, save_every=10), Path(sys.argv[1]))
-"""
+def train_slowly(folder: Path) -> None:
+    """Time enough to be killed in."""
+    step = Trainer.training_step
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Trainer, "training_step", lambda *args, **rest: (time.sleep(0.05), step(*args, **rest))[1])
+        train(model("gpt2"), repetitive(), config(steps=40, save_every=10), folder)
 
 
 def test_killed_and_resumed_it_ends_with_the_weights_of_an_unbroken_run(tmp_path: Path) -> None:
     """GPT-2 has dropout, and 40 steps are several epochs: data order and random numbers must go on, too."""
     folder = tmp_path / "killed"
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([sys.executable, "-c", KILLED, str(folder)], cwd=ROOT, env=environment)
-    deadline = time.time() + 60
-    while not (folder / "checkpoint-20" / "trainer_state.json").exists() and time.time() < deadline:
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    with forked(lambda: train_slowly(folder)) as process:
+        deadline = time.time() + 60
+        while not (folder / "checkpoint-20" / "trainer_state.json").exists() and time.time() < deadline:
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
     assert checkpoints(folder)[-1] in ("checkpoint-20", "checkpoint-30")
 
     resumed, unbroken = model("gpt2"), model("gpt2")

@@ -1,0 +1,67 @@
+"""A process of its own that need not import everything again, to be interrupted or killed."""
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class Process:
+    """A process that has been started, and ends with what it was given to do."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None  # -signal where one ended it
+
+    def poll(self) -> int | None:
+        """The status with which it has ended, or None."""
+        return self._collect(os.WNOHANG)
+
+    def wait(self) -> int:
+        self._collect(0)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def _collect(self, options: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+
+@contextmanager
+def forked(work: Callable[[], Any]) -> Iterator[Process]:
+    """Do `work` in a copy of this process, which prints to the terminal and is killed at the end if it still runs."""
+    pid = os.fork()
+    if not pid:
+        _work_and_exit(work)
+    process = Process(pid)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+
+
+def _work_and_exit(work: Callable[[], Any]) -> None:
+    """Never returns: nothing of pytest may run twice."""
+    status = 1
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+        work()
+        status = 0
+    except SystemExit as ending:
+        status = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
