@@ -28,8 +28,8 @@ def read_once() -> Iterator[None]:
         return readers[place]
 
     before = gguf.GGUFReader
-    gguf.GGUFReader = reader
+    gguf.GGUFReader = reader  # type: ignore[misc, assignment]
     try:
         yield
     finally:
-        gguf.GGUFReader = before
+        gguf.GGUFReader = before  # type: ignore[misc]
