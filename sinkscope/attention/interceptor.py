@@ -1,12 +1,14 @@
 """Attention found inside a model's own code, for families that are not on transformers' AttentionInterface."""
 
 import math
+import sys
+from types import FrameType
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.hooks import RemovableHandle
 
 from sinkscope.attention.kernels import MASKED, AttentionCall, repeat_heads, row_lse, upcast
@@ -36,9 +38,12 @@ class Interceptor(TorchFunctionMode):
         self.kv_heads: int | None = None  # where the module says so
         self.query, self.key = torch.empty(0), torch.empty(0)  # of the call under way
         self.awaited = "logits"  # then "softmax", "mix" and, for the rest of the call, "nothing"
+        self.caller: FrameType | None = None  # that calls the module's forward
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        if not self._is_called():
+            return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return self._fused(*args, **kwargs)
         if func in self.MATMULS and self.awaited == "logits" and self._batched(args, kwargs):
@@ -161,12 +166,25 @@ class Interceptor(TorchFunctionMode):
         names = ("num_kv_heads", "num_key_value_heads")
         self.kv_heads = next((getattr(module, name) for name in names if hasattr(module, name)), None)
         self.awaited = "logits"
-        self.__enter__()
+        self.caller = sys._getframe(1)
+        if self not in _get_current_function_mode_stack():  # where an interrupt has left it
+            self.__enter__()
 
-    def leave(self, module: nn.Module, args: tuple, output: Any) -> None:
-        """Forward hook of the attention module; runs also when its forward raised."""
-        self.__exit__(None, None, None)
+    def leave(self, *forward: Any) -> None:
+        """Forward hook of the attention module; runs also when its forward raised an Exception. Torch does not run it
+        when an interrupt ended the forward: the mode stays on, and lets everything pass.
+        """
+        if _get_current_function_mode_stack()[-1:] == [self]:
+            self.__exit__(None, None, None)
+        self.caller = None
         self.seam, self.idle.call = self.idle, None  # keep no graph
+
+    def _is_called(self) -> bool:
+        """Whether the module's forward is under way."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame is not self.caller:
+            frame = frame.f_back
+        return frame is not None
 
     def watch(self, attention: nn.Module) -> list[RemovableHandle]:
         """Hook into every forward of this module."""

@@ -91,7 +91,9 @@ def open_seam(model: PreTrainedModel, family: Family, kernel: str = "sdpa") -> I
             attention.add_module(NAME, seam)
             stack.callback(attention._modules.pop, NAME, None)
             if family.door == "interceptor" and denominator_of(attention) is None:  # with a term it is watched already
-                for handle in Interceptor().watch(attention):
+                interceptor = Interceptor()
+                stack.callback(interceptor.leave)  # behind an interrupt
+                for handle in interceptor.watch(attention):
                     stack.callback(handle.remove)
         stack.enter_context(door)
         yield seams

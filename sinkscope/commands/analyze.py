@@ -17,7 +17,8 @@ from sinkscope.measuring.console import print_notices
 from sinkscope.measuring.manifest import make_manifest
 from sinkscope.measuring.measure import measure
 from sinkscope.measuring.observables import check_names
-from sinkscope.measuring.subject import ModelLike, load_subject, options_of
+from sinkscope.measuring.subject import ModelLike, open_subject, options_of
+from sinkscope.models.in_memory import text_of
 from sinkscope.models.steps import find_checkpoints
 from sinkscope.options.measuring import AnalyzeOptions
 from sinkscope.options.option import checked
@@ -75,11 +76,10 @@ def analyze(
     config = config or options_of(AnalyzeOptions, model, options)
     folder = None if out is None else check_output(out, overwrite)
     console = Console(stderr=True, quiet=quiet)
-    subject = load_subject(model, tokenizer, config, console)
-
-    tables, facts = measure(subject, config, console)
-    print_notices(console, facts.notices)
-    manifest = make_manifest(subject, config, facts, list(tables), start)
+    with open_subject(model, tokenizer, config, console) as subject:
+        tables, facts = measure(subject, config, console)
+        print_notices(console, facts.notices)
+        manifest = make_manifest(subject, config, facts, list(tables), start)
     return finished(Run(manifest, tables, folder), console)
 
 
@@ -110,7 +110,7 @@ def analyze_steps(
     start = time.time()
     if model is None:
         raise InputError("several revisions were given, but no model to take them from")
-    model = os.fspath(model)
+    model = text_of(model)
     checkpoints = find_checkpoints(model, revisions)
     configs = [
         checked(AnalyzeOptions, options | {"model": checkpoint.model, "revision": checkpoint.revision})

@@ -17,6 +17,7 @@ from sinkscope.measuring.observables.observable import ATTENTION_SITES, Observab
 from sinkscope.measuring.subject import ModelLike, family_of, load_model, options_of
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import RESIDUAL_SITES, Family, embedding_weight
+from sinkscope.models.in_memory import undisturbed
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.wiring import check_wiring, read_sites
 from sinkscope.options.measuring import DoctorOptions, RunConfig
@@ -68,6 +69,11 @@ def doctor(model: ModelLike = None, **options: Any) -> Report:
         InputError: the model cannot be loaded, or its architecture is unknown and cannot be calibrated.
     """
     loaded = load_model(model, None, options_of(RunConfig, model, options))
+    with undisturbed(loaded.model):
+        return _examined(loaded)
+
+
+def _examined(loaded: LoadedModel) -> Report:
     family, notices = family_of(loaded.model)
     calibrated = [f"the calibrated row: {family}"] if notices else []
     report = Report(loaded.name, _facts(loaded, family))

@@ -14,7 +14,7 @@ from sinkscope.errors import InputError
 from sinkscope.interventions import INTERVENTIONS, Intervention, parse_all
 from sinkscope.measuring.experiment import BEFORE, Experiment
 from sinkscope.measuring.manifest import Facts, make_manifest
-from sinkscope.measuring.subject import ModelLike, load_subject, options_of
+from sinkscope.measuring.subject import ModelLike, open_subject, options_of
 from sinkscope.options.measuring import InterveneOptions
 from sinkscope.options.output import OutputOptions
 from sinkscope.report.outputs import finished
@@ -78,11 +78,10 @@ def intervene(
     wanted = wanted_arms(config.stacks)
     folder = None if out is None else check_output(out, overwrite)
     console = Console(stderr=True, quiet=quiet)
-    subject = load_subject(model, tokenizer, config, console)
-
-    experiment = Experiment(subject, config, wanted, config.draws, config.stacks == "all", console)
-    tables = experiment.run()
-    manifest = make_manifest(subject, config, Facts(experiment.batch_size), list(tables), start)
+    with open_subject(model, tokenizer, config, console) as subject:
+        experiment = Experiment(subject, config, wanted, config.draws, config.stacks == "all", console)
+        tables = experiment.run()
+        manifest = make_manifest(subject, config, Facts(experiment.batch_size), list(tables), start)
     manifest |= {
         "command": "intervene", "arms": experiment.records, "skipped": experiment.skipped,
     }  # fmt: skip

@@ -15,7 +15,7 @@ from sinkscope.measuring.console import print_line
 from sinkscope.measuring.manifest import Facts, make_manifest
 from sinkscope.measuring.quantization_study import Ranges, Study
 from sinkscope.measuring.quantized import Bench
-from sinkscope.measuring.subject import ModelLike, Subject, load_subject, options_of
+from sinkscope.measuring.subject import ModelLike, Subject, open_subject, options_of
 from sinkscope.measuring.tables import publish
 from sinkscope.options.measuring import QuantizeOptions
 from sinkscope.options.output import OutputOptions
@@ -75,15 +75,15 @@ def quantize(
     folder = None if out is None else check_output(out, overwrite)
     console = Console(stderr=True, quiet=quiet)
     enough = config.model_copy(update={"num_seqs": config.num_seqs + config.calibration})
-    subject, held_out = _split(load_subject(model, tokenizer, enough, console), config)
-    bench = Bench(subject, bits, config.attn, config.batch_size, console=console)
-
-    print_line(console, f"calibrating on {config.calibration} sequences")
-    ranges = bench.ranges(held_out)
-    study = Study(subject.inputs, bench, ranges, bench.roundings(held_out, ranges), console)
-    tables = publish(study.tables(), subject.loaded, subject.inputs.condition)
-    manifest = make_manifest(subject, config, Facts(bench.used_batch_size), list(tables), start)
-    manifest |= {"command": "quantize", "quantization": _record(subject, bits, held_out, ranges)}
+    with open_subject(model, tokenizer, enough, console) as whole:
+        subject, held_out = _split(whole, config)
+        bench = Bench(subject, bits, config.attn, config.batch_size, console=console)
+        print_line(console, f"calibrating on {config.calibration} sequences")
+        ranges = bench.ranges(held_out)
+        study = Study(subject.inputs, bench, ranges, bench.roundings(held_out, ranges), console)
+        tables = publish(study.tables(), subject.loaded, subject.inputs.condition)
+        manifest = make_manifest(subject, config, Facts(bench.used_batch_size), list(tables), start)
+        manifest |= {"command": "quantize", "quantization": _record(subject, bits, held_out, ranges)}
     return finished(Run(manifest, tables, folder), console, figures)
 
 

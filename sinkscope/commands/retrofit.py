@@ -15,6 +15,7 @@ from sinkscope.commands.result import Result
 from sinkscope.commands.training_arms import Plan, TrainingArms
 from sinkscope.measuring.console import print_notices, spinner
 from sinkscope.measuring.subject import ModelLike, family_of, load_model, options_of
+from sinkscope.models.in_memory import undisturbed
 from sinkscope.options.output import OutputOptions
 from sinkscope.options.training import RetrofitOptions
 from sinkscope.report.trained import Trained
@@ -79,13 +80,15 @@ def retrofit(
     plan.check_folder()
     with spinner(plan.console, "loading the model"):
         loaded = load_model(model, tokenizer, plan.measuring.model_copy(update={"device_map": "cpu"}))
-    family, notices = family_of(loaded.model)
-    print_notices(plan.console, (*loaded.notices, *notices))
-    plan.check_methods(wanted, loaded.model, family)
-    count = training.blocks_wanted(PartialState().num_processes)
-    with spinner(plan.console, "reading the text"):
-        blocks = read_blocks(
-            loaded, config.text, config.dataset, training.block_length, count, training.eval_share, seed=training.seed
-        )
-    arms = TrainingArms(plan, loaded, family, blocks, begin=lambda arm: copy.deepcopy(loaded.model))
-    return arms.finish(arms_of(wanted, training.seed), untouched=True)
+    with undisturbed(loaded.model):
+        family, notices = family_of(loaded.model)
+        print_notices(plan.console, (*loaded.notices, *notices))
+        plan.check_methods(wanted, loaded.model, family)
+        count = training.blocks_wanted(PartialState().num_processes)
+        with spinner(plan.console, "reading the text"):
+            share = training.eval_share
+            blocks = read_blocks(
+                loaded, config.text, config.dataset, training.block_length, count, share, seed=training.seed
+            )
+        arms = TrainingArms(plan, loaded, family, blocks, begin=lambda arm: copy.deepcopy(loaded.model))
+        return arms.finish(arms_of(wanted, training.seed), untouched=True)

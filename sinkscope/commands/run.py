@@ -18,6 +18,7 @@ from sinkscope.commands.result import Result
 from sinkscope.errors import InputError, SinkscopeError, unknown
 from sinkscope.measuring.console import print_line
 from sinkscope.measuring.observables import OBSERVABLES
+from sinkscope.models.in_memory import text_of
 from sinkscope.options import COMMANDS
 from sinkscope.options.option import Options, as_folder_name
 from sinkscope.options.output import OutputOptions, RunOptions
@@ -90,7 +91,7 @@ def run_recipe(
     """
     start = time.time()
     found = read_recipe(find_recipe(recipe))
-    given = options if model is None else options | {"model": os.fspath(model)}
+    given = options if model is None else options | {"model": text_of(model)}
     runs = found.options(given)
     _check(found, runs)
     first = next(iter(runs.values()))

@@ -18,6 +18,7 @@ from sinkscope.errors import InputError
 from sinkscope.measuring.console import print_notices, spinner
 from sinkscope.measuring.observables import check_names
 from sinkscope.measuring.subject import family_of
+from sinkscope.models.in_memory import text_of
 from sinkscope.models.loading import LoadedModel, load_tokenizer
 from sinkscope.options.option import checked
 from sinkscope.options.output import OutputOptions
@@ -107,7 +108,7 @@ def _options(
 ) -> TrainOptions:
     named = getattr(tokenizer, "name_or_path", tokenizer)
     own = {
-        "config": config and os.fspath(config),
+        "config": None if config is None else text_of(config),
         "method": methods,
         "tokenizer": named and os.fspath(named),
     }

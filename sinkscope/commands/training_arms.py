@@ -38,7 +38,7 @@ from sinkscope.measuring.console import print_part, spinner
 from sinkscope.measuring.manifest import make_manifest as run_manifest
 from sinkscope.measuring.measure import measure, publish
 from sinkscope.measuring.quantized import w8a8
-from sinkscope.measuring.subject import Subject, inputs_for, load_subject
+from sinkscope.measuring.subject import Subject, inputs_for, open_subject
 from sinkscope.models.families import Family
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.positions import known_positions
@@ -289,9 +289,9 @@ class TrainingArms:
 
     def _measure_arm(self, label: str, model: Path) -> None:
         config = self._config(str(model), revision=None, gguf_file=None, trust_remote_code=False, allow_pickle=False)
-        subject = load_subject(None, None, config, self.console)
-        subject = replace(subject, loaded=replace(subject.loaded, name=self.loaded.name))
-        self._measure(subject, config, label)
+        with open_subject(None, None, config, self.console) as subject:
+            named = replace(subject, loaded=replace(subject.loaded, name=self.loaded.name))
+            self._measure(named, config, label)
 
     def _config(self, model: str | None, **others: Any) -> RunConfig:
         """To measure on the held-out blocks, in a way that `analyze --from` repeats."""

@@ -20,6 +20,7 @@ from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.observables.massive import is_massive, middle
 from sinkscope.measuring.subject import family_of
 from sinkscope.measuring.tracer import Tracer, open_tracer
+from sinkscope.models.in_memory import undisturbed
 from sinkscope.quantization.arithmetic import Grid
 from sinkscope.quantization.ranges import Bits, Range, Rounding
 from sinkscope.quantization.sites import INPUT, OUTPUT, WEIGHT, Site, sites_of
@@ -38,7 +39,7 @@ def calibrate_ranges(model: PreTrainedModel, sequences: Iterable[Any]) -> dict[S
         InputError: there is no sequence, or weights that cannot be quantized.
         SinkscopeError: the model gives NaN.
     """
-    with open_tracer(model, family_of(model)[0]) as tracer:
+    with undisturbed(model), open_tracer(model, family_of(model)[0]) as tracer:
         return measured_ranges(tracer, sequences)
 
 

@@ -1,14 +1,16 @@
 """What every command measures: a model, its family, and the tokens that it reads."""
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from rich.console import Console
+from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from sinkscope.errors import InputError
@@ -16,6 +18,7 @@ from sinkscope.measuring.console import print_notices, spinner
 from sinkscope.measuring.observables import check_names
 from sinkscope.models import loading
 from sinkscope.models.families import Family, embedding_weight, find_family
+from sinkscope.models.in_memory import undisturbed, unwrapped
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.wiring import calibrate
 from sinkscope.options.measuring import ObservableOptions, RunConfig
@@ -27,9 +30,9 @@ from sinkscope.text.sources import check_source
 SAMPLED_AT_ONCE = 64  # texts
 MOST_SAMPLES = 20  # drawn for each text that is needed
 
-# How users name a model: hub id, folder, .gguf file, or a model that is loaded; None is the demo model.
-ModelLike = str | os.PathLike[str] | PreTrainedModel | LoadedModel | None
-
+# How users name a model: hub id, folder, .gguf file, or a model that is loaded (also behind a wrapper that
+# models/in_memory.py knows); None is the demo model.
+ModelLike = str | os.PathLike[str] | nn.Module | LoadedModel | None
 
 Asked = TypeVar("Asked", bound=ObservableOptions)
 
@@ -55,10 +58,12 @@ def options_of(kind: type[Asked], model: ModelLike, given: Mapping[str, Any]) ->
     return options
 
 
-def load_subject(
+@contextmanager
+def open_subject(
     model: ModelLike, tokenizer: PreTrainedTokenizerBase | None, config: RunConfig, console: Console
-) -> Subject:
-    """Load the model and make its inputs; notices of both go to the console.
+) -> Iterator[Subject]:
+    """Load the model and make its inputs; notices of both go to the console. A model that was loaded already is as it
+    was at the end of the block.
 
     Raises:
         InputError: the model, its architecture or the input cannot be used.
@@ -68,19 +73,21 @@ def load_subject(
     check_source(config.input)
     with spinner(console, "loading the model"):
         loaded = load_model(model, tokenizer, config)
-    family, notices = family_of(loaded.model)
-    inputs = inputs_for(loaded, config)
-    print_notices(console, (*loaded.notices, *notices, *inputs.notices))
-    return Subject(loaded, family, inputs)
+    with undisturbed(loaded.model):
+        family, notices = family_of(loaded.model)
+        inputs = inputs_for(loaded, config)
+        print_notices(console, (*loaded.notices, *notices, *inputs.notices))
+        yield Subject(loaded, family, inputs)
 
 
 def load_model(model: ModelLike, tokenizer: PreTrainedTokenizerBase | None, config: RunConfig) -> LoadedModel:
     """A model that is loaded already, or the one that the configuration names. Raises as `loading.load` does."""
     if isinstance(model, LoadedModel):
-        return model
-    if isinstance(model, PreTrainedModel):
-        name = model.config.name_or_path or type(model).__name__
-        return LoadedModel(model, tokenizer, name, name, None, None, ())
+        return replace(model, model=unwrapped(model.model))
+    if model is not None and not isinstance(model, str | os.PathLike):
+        network = unwrapped(model)
+        name = network.config.name_or_path or type(network).__name__
+        return LoadedModel(network, tokenizer, name, name, None, None, ())
     return loading.load(
         config.model,
         revision=config.revision,

@@ -27,6 +27,7 @@ from transformers import (
 from sinkscope.errors import InputError, SinkscopeError, described, is_out_of_memory
 from sinkscope.models import gguf
 from sinkscope.models.files import SMALL_FILES, ModelFiles, check_weights, fetch, find_files, is_path, quiet, read_json
+from sinkscope.models.in_memory import text_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICE_MAPS = ("auto", "cpu", "cuda")
@@ -80,6 +81,7 @@ def load(
         SinkscopeError: network, memory or a package fails.
     """
     _check_arguments(dtype, device_map)
+    model = None if model is None else text_of(model)
     with quiet(), gguf.read_once():
         files = find_files(model, revision, gguf_file, allow_pickle)
         check_weights(files)

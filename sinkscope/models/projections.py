@@ -75,13 +75,17 @@ def projections(model: PreTrainedModel, family: Family, layer: int) -> dict[Role
     """Query, key and value projection of a layer.
 
     Raises:
-        InputError: the family's row does not say how they are kept.
+        InputError: the family's row does not say how they are kept, or they are more than one matrix each.
     """
     if not family.qkv:
         raise InputError(f"'{family.name}' keeps q, k and v together in a way that is not known: its row needs `qkv`")
     config: Any = model.config.get_text_config()
     attention = family.layer_modules(model)[layer].get_submodule(family.attention)
     modules = [attention.get_submodule(name) for name in family.qkv]
+    for module in modules:
+        if not isinstance(module, nn.Linear | Conv1D):  # an adapter's layer has more weights than `weight`
+            kind = type(module).__name__
+            raise InputError(f"layer {layer} projects by a {kind}, not by one matrix: merge its adapter first")
     heads = config.num_attention_heads
     if not family.fused:
         width = _outputs(modules[0]) // heads

@@ -25,7 +25,7 @@ from sinkscope.cli.app import app
 from sinkscope.commands.quantize import quantize
 from sinkscope.measuring.calibration import calibrate_ranges, measured_roundings
 from sinkscope.measuring.quantized import Bench, w8a8
-from sinkscope.measuring.subject import load_subject
+from sinkscope.measuring.subject import Subject, open_subject
 from sinkscope.measuring.tables import column_names
 from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.models.families import find_family
@@ -356,6 +356,11 @@ def test_a_model_that_gives_nan_is_refused() -> None:
 # --- the quantized model
 
 
+def subject_of(model: PreTrainedModel | LoadedModel, **options: Any) -> Subject:
+    with open_subject(model, None, make_config(**options), Console(quiet=True)) as subject:
+        return subject
+
+
 def test_ranges_need_a_sequence(llama: PreTrainedModel) -> None:
     with pytest.raises(InputError, match="at least one sequence to calibrate by"):
         calibrate_ranges(llama, [])
@@ -363,7 +368,7 @@ def test_ranges_need_a_sequence(llama: PreTrainedModel) -> None:
 
 def test_sixteen_bits_are_nearly_none_and_two_are_bad(llama: PreTrainedModel) -> None:
     """Ranges from the very sequences: what lies beyond a static range is clipped, however many bits there are."""
-    subject = load_subject(llama, None, make_config(input="random", num_seqs=8, seq_len=20), Console(quiet=True))
+    subject = subject_of(llama, input="random", num_seqs=8, seq_len=20)
     numbers = w8a8(subject, subject.inputs, bits=Bits(16, 16))
     assert numbers["perplexity_quantized"] == pytest.approx(numbers["perplexity"], rel=1e-3)
     ids, ranges = tiny_tokens(3, 24, seed=7), ranges_of(llama)
@@ -486,8 +491,7 @@ def test_the_settings(coarse: Run) -> None:
 
 
 def test_full_precision_is_the_model_and_all_is_quantized(llama: PreTrainedModel, coarse: Run) -> None:
-    config = make_config(input="random", num_seqs=24, seq_len=20)
-    ids = torch.as_tensor(np.stack(load_subject(llama, None, config, Console(quiet=True)).inputs.sequences))
+    ids = torch.as_tensor(np.stack(subject_of(llama, input="random", num_seqs=24, seq_len=20).inputs.sequences))
 
     def perplexity() -> float:
         logits = llama(ids[:20]).logits[:, :-1].double()
@@ -524,9 +528,7 @@ def test_shorter_sequences(llama: PreTrainedModel, tmp_path: Path) -> None:
 
 
 def test_plain_numbers_for_other_commands(llama: PreTrainedModel, coarse: Run) -> None:
-    subject = load_subject(llama, None, make_config(input="random", num_seqs=24, seq_len=20), Console(quiet=True))
-    from sinkscope.measuring.subject import Subject
-
+    subject = subject_of(llama, input="random", num_seqs=24, seq_len=20)
     evaluated = Subject(subject.loaded, subject.family, subject.inputs.part(0, 20))
     numbers = w8a8(evaluated, subject.inputs.part(20, 24), bits=Bits(4, 4))
     settings = whole(coarse)
@@ -547,7 +549,7 @@ def test_a_retrofitted_model_is_quantized_as_the_plain_one(name: str, label: str
     model = retrofitted(name, label, torch.float32)
     before = state(model)
     assert sites_of(model, find_family(model)) == sites_of(tiny_model(name), find_family(model))
-    subject = load_subject(model, None, make_config(input="random", num_seqs=6, seq_len=20), Console(quiet=True))
+    subject = subject_of(model, input="random", num_seqs=6, seq_len=20)
     numbers = w8a8(subject, subject.inputs, bits=Bits(16, 16))
     assert numbers["loss_quantized"] == pytest.approx(numbers["loss"], rel=1e-4)
     assert numbers["loss_quantized"] != numbers["loss"]
@@ -704,7 +706,7 @@ def test_what_w8a8_costs_smollm(smollm: LoadedModel) -> None:
     activations, all of them the down projection's, in full precision: +0.908. Its other inputs and outputs, which are
     hundreds of times their median without being massive, as well: +0.138.
     """
-    subject = load_subject(smollm, None, make_config(num_seqs=16), Console(quiet=True))
+    subject = subject_of(smollm, num_seqs=16)
     inputs, calibration = subject.inputs.part(0, 8), subject.inputs.part(8, 16)
     bench = Bench(subject, Bits())
     ranges = bench.ranges(calibration)

@@ -1,0 +1,100 @@
+"""Models that the caller has already loaded: found inside their wrappers, and measured without a lasting change."""
+
+import copy
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from sinkscope.errors import InputError
+
+WRAPPERS = ("torch.compile", "DataParallel", "DistributedDataParallel", "PEFT")
+COMPILED = "_compiled_call_impl"  # where `module.compile()` puts its own `__call__`
+
+
+def text_of(name: Any) -> str:
+    """A name or path as text. Raises InputError for any other object."""
+    if not isinstance(name, str | os.PathLike):
+        raise InputError(f"a name or a path is needed, and this is a {_kind(name)}")
+    return os.fspath(name)
+
+
+def unwrapped(model: Any) -> PreTrainedModel:
+    """The transformers model in an object that the caller has handed over.
+
+    Raises:
+        InputError: it is no model of transformers, nor one that torch.compile, DataParallel or PEFT has wrapped, or its
+            weights were made in inference mode.
+    """
+    kind = _kind(model)
+    while not isinstance(model, PreTrainedModel):
+        inner = _inner(model)
+        if inner is None:
+            raise InputError(
+                f"{kind} is no model: give a hub id, a folder, a .gguf file, or a model of transformers "
+                f"(also behind {', '.join(WRAPPERS)})"
+            )
+        model = inner
+    if any(parameter.is_inference() for parameter in model.parameters()):
+        raise InputError(f"the weights of {type(model).__name__} were made in torch.inference_mode: load it outside")
+    return model
+
+
+def _kind(thing: Any) -> str:
+    return f"{type(thing).__module__.partition('.')[0]}.{type(thing).__qualname__}"
+
+
+def _inner(model: Any) -> Any:
+    """What a wrapper holds; None where it is none."""
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        return model.module
+    if not isinstance(model, nn.Module):
+        return None
+    peft: Any = model
+    if hasattr(peft, "get_base_model"):  # adapters are modules of that model
+        if peft.active_peft_config.is_prompt_learning:
+            raise InputError("a model behind PEFT's prompts cannot be measured with them: give the model itself")
+        return peft.get_base_model()
+    return getattr(model, "_orig_mod", None)
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Within it, the model computes what it computes when it is deployed; afterwards it is as it was.
+
+    It is in eval mode, without what `module.compile()` has compiled, and outside of the caller's autocast and
+    inference mode.
+    """
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.callback(_restore, module, _attributes(module))
+            module.training = False
+            vars(module)[COMPILED] = None
+        stack.enter_context(torch.inference_mode(False))
+        for device in {"cpu", *(parameter.device.type for parameter in model.parameters())} - {"meta"}:
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Of the module itself; dicts, such as its hooks and parameters, as copies."""
+    return {name: copy.copy(value) if isinstance(value, dict) else value for name, value in vars(module).items()}
+
+
+def _restore(module: nn.Module, before: dict[str, Any]) -> None:
+    """Its attributes as they were, in the same dicts: transformers, for one, leaves hooks where it was asked for
+    attention weights.
+    """
+    own = vars(module)
+    for name in own.keys() - before.keys():
+        del own[name]
+    for name, value in before.items():
+        if isinstance(value, dict) and isinstance(own.get(name), dict):
+            own[name].clear()
+            own[name].update(value)
+        else:
+            own[name] = value

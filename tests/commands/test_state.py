@@ -1,0 +1,95 @@
+"""Every command leaves a model, its configuration and the process as they were, however it ends."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.everything import differences, snapshot
+from support.figures import skip_figures
+from tiny import TINY, tiny_model, tiny_tokens
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+import sinkscope
+from sinkscope.commands.doctor import doctor
+from sinkscope.models.families import find_family
+
+SMALL: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 10}
+COMMANDS: dict[str, Callable[[PreTrainedModel], Any]] = {
+    "analyze": lambda model: sinkscope.analyze(model, **SMALL),
+    "intervene": lambda model: sinkscope.intervene(model, ["mask-sink", "scale-sink-value"], draws=1, **SMALL),
+    "quantize": lambda model: sinkscope.quantize(model, calibration=1, **SMALL),
+    "doctor": doctor,
+}
+ENDINGS: dict[str, type[BaseException] | None] = {
+    "normal": None,
+    "exception": ZeroDivisionError,
+    "interrupt": KeyboardInterrupt,
+}
+
+
+def break_down(model: PreTrainedModel, layer: int, error: type[BaseException], at: int = 2) -> None:
+    """Raise in the layer's MLP at its second call."""
+    calls: list[int] = []
+
+    def fail(module: nn.Module, args: tuple, output: Any) -> None:
+        calls.append(1)
+        if len(calls) == at:
+            raise error("made up")
+
+    layers = find_family(model).layer_modules(model)
+    next(module for module in layers[layer].modules() if isinstance(module, nn.Linear | Conv1D)).register_forward_hook(
+        fail
+    )
+
+
+def used(name: str) -> PreTrainedModel:
+    """As a user has it in the middle of a training: with gradients, hooks of its own, and partly frozen."""
+    model = tiny_model(name).train()
+    parameters = list(model.parameters())
+    for parameter in parameters[::2]:
+        parameter.requires_grad_(True)
+    model(tiny_tokens(1, 6), labels=tiny_tokens(1, 6)).loss.backward()
+    layer = find_family(model).layer_modules(model)[1]
+    layer.eval()
+    layer.register_forward_hook(lambda module, args, output: None)
+    model.register_forward_pre_hook(lambda module, args: None)
+    model.config.use_cache = True
+    return model
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("name", TINY)
+def test_nothing_is_left(name: str, command: str, ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_figures(monkeypatch)
+    model, error = used(name), ENDINGS[ending]
+    if error is not None:
+        break_down(model, len(name) % 3, error)
+    before = snapshot(model)
+    if error is None:
+        COMMANDS[command](model)
+    else:
+        with pytest.raises(error):
+            COMMANDS[command](model)
+    assert differences(before, snapshot(model)) == []
+
+
+def test_a_difference_is_noticed() -> None:
+    """Everything that is looked at, changed by hand."""
+    model = used("llama")
+    before = snapshot(model)
+    layer = model.model.layers[1]
+    changes: dict[str, Callable[[], Any]] = {
+        "lm_head.weight: bits": lambda: model.lm_head.weight.data[0].add_(1.0),
+        "model.layers.1.mlp: module": lambda: layer.mlp.train(),
+        "model.layers.1: attributes": lambda: layer.register_forward_hook(lambda *arguments: None),
+        "configuration": lambda: setattr(model.config, "use_cache", False),
+        "torch's random numbers": lambda: torch.rand(1),
+    }
+    for name, change in changes.items():
+        assert name not in differences(before, snapshot(model))
+        change()
+        assert name in differences(before, snapshot(model))

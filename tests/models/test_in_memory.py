@@ -1,0 +1,200 @@
+"""Models handed over as objects: behind wrappers, in train mode, compiled in place; and objects that are no model."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import peft
+import pytest
+import torch
+from support.everything import differences, snapshot
+from tiny import tiny_model
+from torch import nn
+from transformers import PreTrainedModel
+
+import sinkscope
+from sinkscope.commands.doctor import doctor
+from sinkscope.errors import InputError
+from sinkscope.models.in_memory import undisturbed, unwrapped
+from sinkscope.models.loading import LoadedModel
+from sinkscope.report.run import Run
+
+SMALL: dict[str, Any] = {"input": "random", "num_seqs": 3, "seq_len": 10}
+
+
+class Wrapper(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+def with_adapter(model: PreTrainedModel) -> Any:
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.5, init_lora_weights=False)
+    return peft.get_peft_model(model, config)
+
+
+def with_prompt(model: PreTrainedModel) -> Any:
+    return peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+
+
+def assert_equal(run: Run, expected: Run) -> None:
+    assert run.tables.keys() == expected.tables.keys()
+    for name, table in expected.tables.items():
+        pd.testing.assert_frame_equal(run.tables[name].drop(columns="model"), table.drop(columns="model"))
+
+
+@pytest.fixture(scope="module")
+def plain() -> Run:
+    return sinkscope.analyze(tiny_model("llama"), **SMALL)
+
+
+WRAPPED: dict[str, Callable[[PreTrainedModel], Any]] = {
+    "torch.compile": torch.compile,
+    "DataParallel": nn.DataParallel,
+    "twice": lambda model: torch.compile(nn.DataParallel(model)),
+}
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_a_wrapped_model_is_measured_as_the_plain_one(kind: str, plain: Run) -> None:
+    wrapped = WRAPPED[kind](tiny_model("llama"))
+    assert_equal(sinkscope.analyze(wrapped, **SMALL), plain)
+
+
+def test_a_model_with_an_adapter_is_measured_as_the_merged_one() -> None:
+    adapted = with_adapter(tiny_model("llama"))
+    run = sinkscope.analyze(adapted, observables=("attention", "gradient"), **SMALL)
+    merged = sinkscope.analyze(
+        with_adapter_of(adapted).merge_and_unload(), observables=("attention", "gradient"), **SMALL
+    )
+    for name, table in merged.tables.items():
+        pd.testing.assert_frame_equal(
+            run.tables[name].drop(columns="model"), table.drop(columns="model"), rtol=1e-3, atol=1e-5
+        )
+    unadapted = sinkscope.analyze(tiny_model("llama"), **SMALL)
+    assert run.metric("window_mass") != pytest.approx(unadapted.metric("window_mass"), rel=1e-3)
+
+
+def with_adapter_of(adapted: Any) -> Any:
+    twin = with_adapter(tiny_model("llama"))
+    twin.load_state_dict(adapted.state_dict())
+    return twin
+
+
+def test_what_rests_on_the_projections_weights_refuses_an_adapter() -> None:
+    """The weights alone would be those without the adapter."""
+    with pytest.raises(InputError, match="layer 0 projects by a Linear, not by one matrix: merge its adapter first"):
+        sinkscope.intervene(with_adapter(tiny_model("llama")), "zero-key-columns:coordinates=3", **SMALL)
+
+
+NO_MODELS: dict[str, tuple[Callable[[], Any], str]] = {
+    "a number": (lambda: 3, "builtins.int is no model"),
+    "a tuple": (lambda: (tiny_model("llama"), None), "builtins.tuple is no model"),
+    "a wrapper": (lambda: Wrapper(tiny_model("llama")), "Wrapper is no model"),
+    "an optimizer": (lambda: torch.optim.SGD(tiny_model("llama").parameters()), "torch.SGD is no model"),
+    "False": (lambda: False, "builtins.bool is no model"),
+    "a loaded number": (lambda: LoadedModel(3, None, "x", "x", None, None, ()), "builtins.int is no model"),  # type: ignore[arg-type]
+    "prompts": (lambda: with_prompt(tiny_model("llama")), "PEFT's prompts"),
+}
+COMMANDS: dict[str, Callable[[Any, Path], Any]] = {
+    "analyze": lambda model, out: sinkscope.analyze(model, out=out, **SMALL),
+    "intervene": lambda model, out: sinkscope.intervene(model, "mask-sink", out=out, **SMALL),
+    "quantize": lambda model, out: sinkscope.quantize(model, out=out, **SMALL),
+    "retrofit": lambda model, out: sinkscope.retrofit(model, "vga", out=out, text="natural"),
+    "doctor": lambda model, out: doctor(model),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("what", NO_MODELS)
+def test_what_is_no_model_is_refused_by_its_type(what: str, command: str, tmp_path: Path) -> None:
+    make, message = NO_MODELS[what]
+    with pytest.raises(InputError, match=message):
+        COMMANDS[command](make(), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("what", ["a number", "a tuple", "a wrapper"])
+def test_where_a_name_is_needed_nothing_else_is_taken(what: str, tmp_path: Path) -> None:
+    model = NO_MODELS[what][0]()
+    for command in (
+        lambda: sinkscope.load(model),
+        lambda: sinkscope.analyze_steps(model),
+        lambda: sinkscope.run_recipe("streaming-perplexity", model),
+        lambda: sinkscope.train(model, "vga", out=tmp_path / "out", text="natural"),
+    ):
+        with pytest.raises(InputError, match="a name or a path is needed"):
+            command()
+
+
+def test_a_model_in_train_mode_is_measured_in_eval_mode() -> None:
+    """GPT-2 has dropout."""
+    expected = sinkscope.analyze(tiny_model("gpt2"), **SMALL)
+    model = tiny_model("gpt2").train()
+    before = snapshot(model)
+    for _ in range(2):
+        assert_equal(sinkscope.analyze(model, **SMALL), expected)
+    assert differences(before, snapshot(model)) == []
+
+
+def test_the_callers_modes_change_nothing(plain: Run) -> None:
+    model = tiny_model("llama")
+    for mode in (torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), torch.no_grad()):
+        with mode:
+            assert_equal(sinkscope.analyze(model, **SMALL), plain)
+
+
+def test_weights_made_in_inference_mode_are_refused() -> None:
+    with torch.inference_mode():
+        model = tiny_model("llama")
+        model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
+        with pytest.raises(InputError, match=r"made in torch.inference_mode: load it outside"):
+            sinkscope.analyze(model, **SMALL)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mpt"])
+def test_a_model_compiled_in_place_is_measured_and_stays_compiled(name: str) -> None:
+    expected = sinkscope.analyze(tiny_model(name), **SMALL)
+    model = tiny_model(name)
+    calls: list[int] = []
+    model.compile(backend=lambda graph, inputs: calls.append(1) or graph.forward)
+    before = snapshot(model)
+    assert_equal(sinkscope.analyze(model, **SMALL), expected)
+    assert differences(before, snapshot(model)) == []
+    assert not calls
+
+
+def test_tied_and_checkpointing_models_too(plain: Run) -> None:
+    model = tiny_model("llama").train()
+    model.gradient_checkpointing_enable()
+    before = snapshot(model)
+    assert_equal(sinkscope.analyze(model, **SMALL), plain)
+    assert differences(before, snapshot(model)) == []
+    tied = tiny_model("llama")
+    tied.lm_head.weight = tied.model.embed_tokens.weight
+    before = snapshot(tied)
+    sinkscope.analyze(tied, **SMALL)
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
+    assert differences(before, snapshot(tied)) == []
+
+
+def test_unwrapping_gives_the_model_itself() -> None:
+    model = tiny_model("llama")
+    assert unwrapped(model) is model
+    assert unwrapped(torch.compile(nn.DataParallel(model))) is model
+
+
+def test_undisturbed_puts_everything_back_where_an_error_ends_it() -> None:
+    model = tiny_model("gpt2").train()
+    before = snapshot(model)
+    with pytest.raises(ZeroDivisionError):
+        leave_a_hook(model)
+    assert differences(before, snapshot(model)) == []
+
+
+def leave_a_hook(model: PreTrainedModel) -> None:
+    with undisturbed(model):
+        assert not any(module.training for module in model.modules())
+        model.transformer.h[0].register_forward_hook(lambda *arguments: None)
+        raise ZeroDivisionError

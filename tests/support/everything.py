@@ -1,0 +1,60 @@
+"""All that a measurement could leave behind: in a model, in its configuration, and in the process."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+
+def snapshot(model: PreTrainedModel) -> dict[str, Any]:
+    """Everything by name, to be compared with `differences`."""
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    seen: dict[str, Any] = {}
+    for name, tensor in tensors:
+        seen[f"{name}: object"] = (id(tensor), tensor.data_ptr(), tensor.dtype, tensor.requires_grad)
+        seen[f"{name}: bits"] = tensor.detach().clone()
+        if tensor.grad is not None:
+            seen[f"{name}: gradient"] = (id(tensor.grad), tensor.grad.detach().clone())
+    for name, module in model.named_modules():
+        seen[f"{name}: module"] = (id(module), type(module), module.training)
+        seen[f"{name}: attributes"] = {key: _of_value(value) for key, value in vars(module).items()}
+    seen["configuration"] = repr(model.config.to_dict()), model.config._attn_implementation
+    seen["generation"] = repr(model.generation_config.to_dict()) if model.generation_config else None
+    return seen | _process()
+
+
+def _process() -> dict[str, Any]:
+    return {
+        "torch's random numbers": torch.get_rng_state(),
+        "numpy's random numbers": repr(np.random.get_state(legacy=False)),  # noqa: NPY002 (a user's may be the legacy ones)
+        "Python's random numbers": random.getstate(),
+        "modes": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")),
+        "function modes": len(_get_current_function_mode_stack()),
+        "default dtype": torch.get_default_dtype(),
+        "attention functions": sorted(ALL_ATTENTION_FUNCTIONS.valid_keys()),
+    }
+
+
+def _of_value(value: Any) -> Any:
+    """Containers by their entries, which hooks are; anything else by identity."""
+    if isinstance(value, dict):
+        return {key: id(entry) for key, entry in value.items()}
+    return id(value) if isinstance(value, nn.Module | torch.Tensor) or callable(value) else repr(value)
+
+
+def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Names of what is not as it was."""
+    return [name for name in before | after if not _same(before.get(name), after.get(name))]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return type(one) is type(other) and bool(one == other)
