@@ -336,8 +336,9 @@ def sink_positions(sequences: list[Sequence], window: int, epsilon: float) -> pd
                 for position in range(len(sequence.ids)):
                     mass = weights[position : position + window, position].mean()
                     if mass > epsilon:
-                        rows.append((number, head, index, position, sequence.ids[position], mass))
-    return pd.DataFrame(rows, columns=["layer", "head", "sequence", "position", "token_id", "window_mass"])
+                        queries = len(sequence.ids) - position
+                        rows.append((number, head, index, position, sequence.ids[position], queries, mass))
+    return pd.DataFrame(rows, columns=["layer", "head", "sequence", "position", "token_id", "queries", "window_mass"])
 
 
 def geometry(sequences: list[Sequence], positions: int) -> pd.DataFrame:

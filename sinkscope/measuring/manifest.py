@@ -58,6 +58,8 @@ def _described(subject: Subject, config: RunConfig, facts: Facts) -> dict[str, A
         "input": {
             "sequences": len(inputs),
             "tokens": inputs.num_tokens,
+            "shortest": inputs.shortest,
+            "longest": inputs.longest,
             "token_zero": inputs.token_zero,
             "sha256": inputs.sha256,
         },

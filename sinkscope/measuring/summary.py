@@ -90,13 +90,22 @@ def attention_by_layer(attention: pd.DataFrame, position: int = 0) -> pd.DataFra
     return attention[attention["position"] == position].groupby("layer").mean(numeric_only=True)
 
 
+def clear_sinks(sinks: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the table `sink_positions` whose key has enough queries (FEWEST_QUERIES)."""
+    return sinks[sinks["queries"] >= FEWEST_QUERIES]
+
+
+def later_sinks(sinks: pd.DataFrame) -> pd.DataFrame:
+    """As `clear_sinks`, without position 0."""
+    clear = clear_sinks(sinks)
+    return clear[clear["position"] > 0]
+
+
 def _attention(tables: Mapping[str, pd.DataFrame], inputs: TokenInputs) -> dict[str, pd.Series]:
     attention, sinks = tables["attention"], tables["sink_positions"]
     first = attention_by_layer(attention)
     heads = attention.groupby("layer")["head"].nunique()
-    lengths = np.array([len(ids) for ids in inputs.sequences])
-    later = sinks[(sinks["position"] > 0) & (lengths[sinks["sequence"]] - sinks["position"] >= FEWEST_QUERIES)]
-    pairs = later.drop_duplicates(["layer", "head", "sequence"]).groupby("layer").size()
+    pairs = later_sinks(sinks).drop_duplicates(["layer", "head", "sequence"]).groupby("layer").size()
     by_head = tables["attention_heads"].groupby("layer")
     return {
         "sink_rate": first["sink_rate"],

@@ -6,14 +6,13 @@ from collections.abc import Iterator
 import numpy as np
 import pandas as pd
 
-from sinkscope.measuring.summary import WHOLE_MODEL
+from sinkscope.measuring.summary import WHOLE_MODEL, later_sinks
 from sinkscope.report.markdown import Report
 from sinkscope.results.findings import (
     ALMOST_NO_SINK,
     AT_ONE_POSITION,
     COARSE_STEP,
     DRAINED,
-    FEWEST_QUERIES,
     MOSTLY,
     NO_SINK,
     OUTLIER,
@@ -40,7 +39,7 @@ SINK, MASSIVE, GRADIENTS = "Sink", "Massive activations", "Gradients"
 VALUES, BIAS, QUANTIZATION, NOT_HERE = "Value states", "Query bias", "Quantization", "Does not apply here"
 
 # What published sink rates were measured with, and the rates by input.
-WSE_SETTING = {"seq_len": 64, "window": 64, "epsilon": 0.3}
+WSE_SETTING = {"shortest": 64, "longest": 64, "window": 64, "epsilon": 0.3}
 _PRETRAINED = "T = 64 and ε = 0.3, pretrained"
 _CHAT = "T = 64 and ε = 0.3, chat models"
 _SCRATCH = "T = 64 and ε = 0.3, trained from scratch"
@@ -89,8 +88,9 @@ def findings(run: RunData) -> list[Finding]:
 
 def settings(run: RunData, **more: int) -> list[Finding]:
     """How the run was measured, and whether its weights had been quantized before. `more`: of a command's own."""
-    given, config = run.manifest["input"], run.manifest["config"]
-    numbers = {"sequences": given["sequences"], "seq_len": config["seq_len"], "condition": run.condition}
+    given = run.manifest["input"]
+    numbers = {"sequences": given["sequences"], "lengths": (given["shortest"], given["longest"])}
+    numbers |= {"condition": run.condition}
     numbers |= {"token_zero": given["token_zero"], "dtype": run.manifest["dtype"]} | more
     return [Finding("setting", "", numbers=numbers), *quantized_source(run)]
 
@@ -121,7 +121,7 @@ def _sink(run: RunData) -> Iterator[Finding]:
     outcome, threshold = Outcome.PRESENT, STRONG
     if not strong:
         outcome, threshold = (Outcome.ABSENT, NO_SINK) if rates.max() < NO_SINK else (Outcome.WEAK, STRONG)
-    comparable = all(config[name] == value for name, value in WSE_SETTING.items())
+    comparable = WSE_SETTING.items() <= (config | run.manifest["input"]).items()
     numbers = {"epsilon": config["epsilon"], "layers": strong, "weak_layers": weak, "few": ALMOST_NO_SINK}
     published = WSE.get(run.condition, ()) if comparable else ()
     value = run.metric("sink_rate")
@@ -132,8 +132,7 @@ def _sink(run: RunData) -> Iterator[Finding]:
 
 def _later_sinks(run: RunData) -> Finding:
     rate, rates = run.metric("sink_rate_later"), _by_layer(run, "sink_rate_later")
-    sinks, length = run.tables["sink_positions"], run.manifest["config"]["seq_len"]
-    sinks = sinks[(sinks["position"] > 0) & (sinks["position"] <= length - FEWEST_QUERIES)]
+    sinks = later_sinks(run.tables["sink_positions"])
     if rate < NO_SINK or sinks.empty:
         return Finding("later-sinks", SINK, Outcome.ABSENT, rate, threshold=NO_SINK)
     tokens = sinks["token"].value_counts(normalize=True).head(MOST_TOKENS)
@@ -258,9 +257,9 @@ def _windows(run: RunData) -> Iterator[Finding]:
     sliding = tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
     if not sliding or not window:
         return
-    length = run.manifest["config"]["seq_len"]
-    outcome = Outcome.ABSENT if length <= window else Outcome.PRESENT
-    yield Finding("sliding-window", SINK, outcome, window, numbers={"layers": sliding, "seq_len": length})
+    longest = run.manifest["input"]["longest"]
+    outcome = Outcome.ABSENT if longest <= window else Outcome.PRESENT
+    yield Finding("sliding-window", SINK, outcome, window, numbers={"layers": sliding, "longest": longest})
 
 
 def _not_applicable(run: RunData) -> Iterator[Finding]:

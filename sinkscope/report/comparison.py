@@ -23,6 +23,7 @@ from sinkscope.report.figures.comparison import labels
 from sinkscope.report.figures.spec import draw_all
 from sinkscope.report.figures.style import Figure
 from sinkscope.report.run import Run
+from sinkscope.report.words import span
 from sinkscope.results.folders import check_output, new_folder
 from sinkscope.results.manifest import make_manifest, write_manifest
 from sinkscope.results.tables import write_tables
@@ -34,7 +35,7 @@ SETTINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "input tokens": lambda manifest: str(manifest["input"]["sha256"])[:12],
     "token 0": lambda manifest: manifest["input"]["token_zero"],
     "sequences": lambda manifest: manifest["input"]["sequences"],
-    "seq-len": lambda manifest: manifest["config"]["seq_len"],
+    "seq-len": lambda manifest: span((manifest["input"]["shortest"], manifest["input"]["longest"])),
     "window": lambda manifest: manifest["config"]["window"],
     "positions": lambda manifest: manifest["config"]["positions"],
     "epsilon": lambda manifest: manifest["config"]["epsilon"],

@@ -33,7 +33,7 @@ _CHANGE = (
 # fmt: off
 TEMPLATES: dict[tuple[str, Outcome], str] = {
     # analyze
-    ("setting", MEASURED): "Measured on {sequences} sequences of {seq_len} tokens ({condition}), position 0 being "
+    ("setting", MEASURED): "Measured on {sequences} sequences of {lengths:span} tokens ({condition}), position 0 being "
         "{token_zero}, in {dtype}[; static ranges from the {calibration} sequences behind them. Quantized: input, "
         "weight and output of {linear_layers} linear layers, but not the LM head].",
     ("control", MEASURED): "Controls are random changes of the same kind, at most {value:g} for each arm; of several, "
@@ -101,7 +101,7 @@ TEMPLATES: dict[tuple[str, Outcome], str] = {
         "the output of layer {layer} (largest over all sequences {largest:,.0f}, median {median:.2g}): outliers do "
         "not rule out per-tensor scales.",
     ("sliding-window", ABSENT): "The window of {value:g} tokens that {layers:layers} attend to is never reached: "
-        "sequences have {seq_len} tokens.",
+        "sequences have at most {longest} tokens.",
     ("sliding-window", PRESENT): "Only the last {value:g} tokens are attended to in {layers:layers}.",
     ("not-measured", MEASURED): "{what} ({reason})",
     # intervene
@@ -233,6 +233,11 @@ def spans(numbers: Iterable[int]) -> str:
     return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}–{span[-1]}" for span in spans)
 
 
+def span(ends: tuple[int, int]) -> str:
+    """(64, 64) → "64", (5, 12) → "5 to 12"."""
+    return f"{ends[0]}" if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"
+
+
 def _shares(shares: Iterable[tuple[str, float]]) -> str:
     return ", ".join(f"{name!r} ({share:.0%})" for name, share in shares)
 
@@ -246,6 +251,7 @@ def _sites(sites: Iterable[tuple[str, Sequence[int]]]) -> str:
 _WAYS: dict[str, Callable[[Any], str]] = {
     "short": lambda metric: METRICS[metric].short,
     "layers": layers_text,
+    "span": span,
     "coordinates": lambda numbers: f"coordinate{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}",
     "shares": _shares,
     "sites": _sites,

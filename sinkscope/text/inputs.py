@@ -67,6 +67,10 @@ class TokenInputs:
         return self.num_tokens - len(self)
 
     @property
+    def shortest(self) -> int:
+        return min(len(ids) for ids in self.sequences)
+
+    @property
     def longest(self) -> int:
         return max(len(ids) for ids in self.sequences)
 

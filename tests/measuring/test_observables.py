@@ -190,7 +190,7 @@ def test_sinks_are_listed_at_every_position_with_their_token() -> None:
 def test_a_run_without_sinks_has_an_empty_list() -> None:
     sinks = table("attention", uniform_read(5), Settings(positions=1, window=5, epsilon=0.99))["sink_positions"]
     assert sinks.empty
-    assert sinks.columns.tolist() == ["layer", "head", "sequence", "position", "token_id", "window_mass"]
+    assert sinks.columns.tolist() == ["layer", "head", "sequence", "position", "token_id", "queries", "window_mass"]
 
 
 def test_a_window_longer_than_what_follows_is_the_mean_over_what_does() -> None:

@@ -47,7 +47,7 @@ def attention_tables(sinks: Sequence[tuple] = ()) -> dict[str, pd.DataFrame]:
     return {
         "attention": table,
         "attention_heads": heads.assign(attention_entropy=[1.0, 2.0, 3.0, 5.0], missing_mass=[0.0, 0.2, 0.0, 0.4]),
-        "sink_positions": pd.DataFrame(sinks, columns=["layer", "head", "sequence", "position"]).astype(int),
+        "sink_positions": pd.DataFrame(sinks, columns=["layer", "head", "sequence", "position", "queries"]).astype(int),
     }
 
 
@@ -77,10 +77,10 @@ def test_attention_is_summed_up_at_position_0() -> None:
 def test_later_sinks_are_pairs_of_head_and_sequence_with_queries_enough() -> None:
     last = LENGTH - FEWEST_QUERIES  # the last position with enough queries from it on
     sinks = [
-        (0, 0, 0, 5), (0, 0, 0, 9),  # one pair, however many positions
-        (0, 0, 1, last),
-        (0, 1, 0, last + 1),  # too late: it mostly looks at itself
-        (0, 1, 1, 0),  # position 0 is no later one
+        (0, 0, 0, 5, LENGTH - 5), (0, 0, 0, 9, LENGTH - 9),  # one pair, however many positions
+        (0, 0, 1, last, FEWEST_QUERIES),
+        (0, 1, 0, last + 1, FEWEST_QUERIES - 1),  # too late: it mostly looks at itself
+        (0, 1, 1, 0, LENGTH),  # position 0 is no later one
     ]  # fmt: skip
     found = metrics(attention_tables(sinks))
     assert found["sink_rate_later", 0] == 2 / (HEADS * 2)
@@ -90,9 +90,9 @@ def test_later_sinks_are_pairs_of_head_and_sequence_with_queries_enough() -> Non
 
 def test_queries_are_counted_by_each_sequences_own_length() -> None:
     ragged = inputs_of([range(LENGTH), range(20)])
-    sinks = [(0, 0, 0, 10), (0, 1, 1, 10)]
+    sinks = [(0, 0, 0, 10, LENGTH - 10), (0, 1, 1, 10, 10)]
     assert metrics(attention_tables(sinks), ragged)["sink_rate_later", 0] == 1 / (HEADS * 2)
-    assert metrics(attention_tables([(0, 1, 1, 4)]), ragged)["sink_rate_later", 0] == 1 / (HEADS * 2)
+    assert metrics(attention_tables([(0, 1, 1, 4, 16)]), ragged)["sink_rate_later", 0] == 1 / (HEADS * 2)
 
 
 def test_geometry_is_summed_up() -> None:

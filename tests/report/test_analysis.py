@@ -29,7 +29,7 @@ def run_of(
     record = {
         "model": {"name": "tiny", "source": "org/tiny", "layer_types": None, "sliding_window": None},
         "family": {"positions": "rotary", "wiring": "pre-norm"},
-        "input": {"sequences": 2, "token_zero": "bos"},
+        "input": {"sequences": 2, "token_zero": "bos", "shortest": 64, "longest": 64},
         "config": {"seq_len": 64, "window": 64, "epsilon": 0.3},
         "condition": "natural",
         "dtype": "float32",
@@ -177,7 +177,7 @@ def rich_run() -> Run:
         "compress_correlation": -0.98, "key_alignment_first": 0.58, "key_alignment_later": 0.18, "gamma_ratio": 6.2,
         "massive_count": 3.0,
     }  # fmt: skip
-    sinks = pd.DataFrame({"position": [5, 6, 0], "token": [" the", " of", "<s>"]})
+    sinks = pd.DataFrame({"position": [5, 6, 0], "token": [" the", " of", "<s>"], "queries": [59, 58, 64]})
     gamma = pd.DataFrame({"coordinate": [165, 7], "is_massive_epe": [True, False]})
     massive = massive_run(2500.0, -3000.0).tables["massive"]
     tables = ATTENTION | {"sink_positions": sinks, "geometry": EMPTY, "gamma": gamma, "massive": massive}

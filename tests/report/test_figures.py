@@ -185,6 +185,7 @@ def test_a_token_that_is_a_sink_twice_in_a_sequence_counts_once() -> None:
             "position": [0, 3, 5],
             "token_id": [1, 4, 4],
             "token": ["a", ",", ","],
+            "queries": [24, 21, 19],
         }
     )
     left, right = draw("sink-positions", make_run(sink_positions=sinks)).axes

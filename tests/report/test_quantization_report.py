@@ -34,7 +34,7 @@ def run_of(costs: dict[str, float], costliest: float | None = None, source: str 
         "dtype": "float32",
         "model": {"name": "tiny", "source": source},
         "config": {"seq_len": 64},
-        "input": {"sequences": 8, "token_zero": "bos"},
+        "input": {"sequences": 8, "token_zero": "bos", "shortest": 64, "longest": 64},
         "quantization": {
             "bits_weights": 8, "bits_activations": 8, "calibration": 4, "linear_layers": 2, "not_quantized": {},
         },

@@ -75,6 +75,7 @@ def tables_of(layers: int, heads: int, kv_heads: int, positions: int, sequences:
     massive["is_massive"] = massive["layer"] % 2 == 1
     sinks = of(grid(layer=range(layers), head=range(heads), sequence=range(sequences), position=range(length)))
     sinks = with_tokens(of(sinks, window_mass=(0.3, 0.9))).sample(frac=0.3, random_state=0)
+    sinks = sinks.assign(queries=length - sinks["position"])
     shown = range(min(length, 64))
     magnitudes = of(
         grid(layer=[layers - 1], sequence=[0], position=shown, coordinate=range(0, 40, 4)), magnitude=(0, 9)
@@ -125,6 +126,6 @@ def make_run(
         "model": {"name": model, "layer_types": None, "sliding_window": None},
         "condition": condition,
         "config": {"epsilon": 0.3},
-        "input": {"sequences": sequences, "tokens": sequences * length},
+        "input": {"sequences": sequences, "tokens": sequences * length, "shortest": length, "longest": length},
     }
     return Run(manifest, tables_of(layers, heads, kv_heads, positions, sequences, length) | replaced)

@@ -39,6 +39,7 @@ class Attention(Observable):
         ),
         "sink_positions": (
             HEAD, SEQUENCE, POSITION, TOKEN_ID, TOKEN,
+            Column("queries", "how many queries the key has: its own and those behind it"),
             Column("window_mass", "that of this key"),
         ),
     }  # fmt: skip
@@ -80,6 +81,7 @@ class Attention(Observable):
             "sequence": sequence + batch.first,
             "position": position,
             "token_id": batch.token_ids[sequence.cpu(), position.cpu() + batch.start[sequence.cpu()]],
+            "queries": batch.lengths[sequence.cpu()] - position.cpu(),
             "window_mass": window_mass[sequence, head, position],
         }
         for name, column in found.items():

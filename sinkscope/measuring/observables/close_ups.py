@@ -62,7 +62,9 @@ class AttentionMaps(Observable):
 
 
 class MeanMaps(Observable):
-    """Table `arm_maps`: every layer's weights among the first tokens, mean over heads and sequences (NU figure 3)."""
+    """Table `arm_maps`: every layer's weights among the first tokens, mean over heads and sequences (NU figure 3). The
+    mean is over the sequences that have the query.
+    """
 
     name = "mean-maps"
     about = "attention weights among the first tokens, mean over heads and sequences; measured by `intervene`"
@@ -75,17 +77,18 @@ class MeanMaps(Observable):
         self.maps = Mean()
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
-        shown = slice(0, min(MAP_TOKENS, read.length))
-        if batch.valid is not None:  # the first tokens are not at the same columns, or are not there
-            return
-        self.maps.add(layer, read.weights(shown, shown)[0].mean(1))
+        columns = slice(0, batch.columns(MAP_TOKENS))
+        by_key = batch.at_positions(read.weights(columns, columns)[0].mean(1), MAP_TOKENS)
+        by_both = batch.tokens_at(by_key, MAP_TOKENS)  # (B, query, key)
+        self.maps.add(layer, by_both.transpose(1, 2), batch.present(MAP_TOKENS))
 
     def tables(self) -> dict[str, pd.DataFrame]:
         frames = []
         for layer in self.maps.keys():  # noqa: SIM118 (not a dict)
-            weights = self.maps[layer].astype(np.float32)
-            places = range(len(weights))
-            frame = long_form({"layer": layer, "query": places, "key": places}, {"weight": weights})
+            weights = self.maps[layer].T.astype(np.float32)
+            places = range(int(np.isfinite(weights[:, 0]).sum()))  # queries that a sequence has
+            shown = weights[: len(places), : len(places)]
+            frame = long_form({"layer": layer, "query": places, "key": places}, {"weight": shown})
             frames.append(frame[frame["key"] <= frame["query"]])
         return {"arm_maps": pd.concat(frames, ignore_index=True)} if frames else {}
 

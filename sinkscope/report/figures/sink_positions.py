@@ -8,6 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
+from sinkscope.measuring.summary import clear_sinks
 from sinkscope.report.figures.axes import say, whole_numbers, write_beside
 from sinkscope.report.figures.labels import places, title, token_label
 from sinkscope.report.figures.spec import declare
@@ -32,8 +33,8 @@ def draw(run: RunData) -> Figure:
     attention = run.tables["attention"]
     sequences = run.manifest["input"]["sequences"]
     heads = len(attention.drop_duplicates(["layer", "head"]))
-    last = _last_position(run)
-    sinks = sinks[sinks["position"] <= last]
+    last = max(0, run.manifest["input"]["longest"] - FEWEST_QUERIES)
+    sinks = clear_sinks(sinks)
     figure = new_figure(WIDE, 0.9 if sinks.empty else 2.5)
     figure.suptitle(title(run, WIDE))
     if sinks.empty:
@@ -43,12 +44,6 @@ def draw(run: RunData) -> Figure:
     _positions(left, sinks, last, heads * sequences)
     _tokens(right, sinks[sinks["position"] > 0], last, heads * sequences)
     return figure
-
-
-def _last_position(run: RunData) -> int:
-    """The last one with enough queries, in a sequence of mean length."""
-    read = run.manifest["input"]
-    return max(0, read["tokens"] // read["sequences"] - FEWEST_QUERIES)
 
 
 def _positions(ax: Axes, sinks: pd.DataFrame, last: int, pairs: int) -> None:

@@ -1,0 +1,100 @@
+"""No result depends on the batch size, the padding, the chunks or the order of sequences, ragged input included."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from tiny import ragged_tokens, tiny_model
+from transformers import PreTrainedModel
+
+import sinkscope
+import sinkscope.measuring.passes
+from sinkscope.attention import weights
+from sinkscope.report.run import Run
+
+LENGTHS = (7, 12, 12, 5, 12, 9, 12, 10)
+ORDER = (4, 0, 7, 2, 6, 1, 3, 5)
+FAMILIES = ("gpt2", "gemma2", "bloom")  # learned positions; rotary and sliding; ALiBi, and attention of its own
+FIRST_ONLY = ("attention_maps", "massive_map")  # of the first sequence
+
+Measure = Callable[..., Run]
+
+
+def analyze(model: PreTrainedModel, path: Path, **options: Any) -> Run:
+    return sinkscope.analyze(model, input=path, num_seqs=8, seq_len=12, **options)
+
+
+def intervene(model: PreTrainedModel, path: Path, **options: Any) -> Run:
+    arms = {"mask": "mask-sink", "value": "scale-sink-value", "zero": "zero-massive:layers=1,coordinates=3"}
+    return sinkscope.intervene(model, arms=arms, draws=1, input=path, num_seqs=8, seq_len=12, **options)
+
+
+def quantize(model: PreTrainedModel, path: Path, **options: Any) -> Run:
+    # with 8 bits an entry at the edge between two steps is rounded by the last bit of a sum
+    bits = {"bits_weights": 16, "bits_activations": 16}
+    return sinkscope.quantize(model, calibration=2, input=path, num_seqs=6, seq_len=12, **bits, **options)
+
+
+COMMANDS: dict[str, Measure] = {"analyze": analyze, "intervene": intervene, "quantize": quantize}
+
+
+def written(path: Path, order: tuple[int, ...] = tuple(range(len(LENGTHS)))) -> Path:
+    sequences = ragged_tokens(LENGTHS)
+    path.write_text("".join(json.dumps({"input_ids": sequences[place].tolist()}) + "\n" for place in order))
+    return path
+
+
+def assert_same(run: Run, expected: Run, order: tuple[int, ...] | None = None) -> None:
+    """`order`: of the run's sequences, those of `expected`."""
+    assert run.tables.keys() == expected.tables.keys()
+    for name in expected.tables.keys() - (FIRST_ONLY if order else ()):
+        found, wanted = (each.tables[name].drop(columns="condition") for each in (run, expected))
+        if order is not None:
+            if "sequence" in found:
+                found = found.assign(sequence=np.array(order)[found["sequence"]])
+            keys = [column for column in wanted if not pd.api.types.is_float_dtype(wanted[column])]
+            found, wanted = (table.sort_values(keys, ignore_index=True) for table in (found, wanted))
+        pd.testing.assert_frame_equal(found, wanted, rtol=1e-4, atol=2e-6, obj=name)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_neither_batch_size_nor_order_changes_a_table(name: str, command: str, tmp_path: Path) -> None:
+    model, measure = tiny_model(name, spread=4.0), COMMANDS[command]
+    path = written(tmp_path / "ragged.jsonl")
+    expected = measure(model, path, batch_size=1)
+    for size in (3, 8):
+        assert_same(measure(model, path, batch_size=size), expected)
+    if command != "quantize":  # which calibrates on the last ones
+        assert_same(measure(model, written(tmp_path / "other.jsonl", ORDER), batch_size=3), expected, ORDER)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_nor_do_padding_and_chunks(name: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, measure = tiny_model(name, spread=4.0), COMMANDS[command]
+    path = written(tmp_path / "ragged.jsonl")
+    expected = measure(model, path, batch_size=1)
+    plain = sinkscope.measuring.passes.batches_of
+    monkeypatch.setattr(sinkscope.measuring.passes, "batches_of", lambda *inputs: plain(*inputs, padding_side="left"))
+    monkeypatch.setattr(weights, "ROW_CHUNK", 5)
+    monkeypatch.setattr(weights.column_sums, "__defaults__", (5,))
+    monkeypatch.setattr(weights.row_chunks, "__defaults__", (5,))
+    assert_same(measure(model, path, batch_size=3), expected)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_all_say_the_same_of_the_sequences_lengths(command: str, tmp_path: Path) -> None:
+    run = COMMANDS[command](tiny_model("llama"), written(tmp_path / "ragged.jsonl"))
+    assert "sequences of 5 to 12 tokens" in run.verdict
+    assert (run.manifest["input"]["shortest"], run.manifest["input"]["longest"]) == (5, 12)
+    short = tmp_path / "short.npy"
+    np.save(short, np.random.default_rng(0).integers(3, 96, (8, 12)))
+    assert (
+        f"{6 if command == 'quantize' else 8} sequences of 12 tokens"
+        in COMMANDS[command](tiny_model("llama"), short).verdict
+    )
