@@ -30,6 +30,10 @@ class Recorder(TrainerCallback):
             state.log_history.append({"step": 0})
             self._measure(state)
 
+    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Log at every checkpoint, too: a log's loss is the mean since the last one, which a checkpoint does not keep."""
+        control.should_log |= control.should_save
+
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
         if "loss" not in logs:  # the Trainer's last log, of times
             return

@@ -191,6 +191,16 @@ def test_killed_and_resumed_it_ends_with_the_weights_of_an_unbroken_run(tmp_path
     assert not same(resumed, model("gpt2"))
 
 
+def test_logs_do_not_depend_on_where_it_was_resumed(tmp_path: Path) -> None:
+    """A log's loss is the mean over the steps since the log before it, and checkpoints come between logs here."""
+    apart = {"steps": 12, "log_every": 5, "save_every": 4}
+    expected = train(model(), repetitive(), config(**apart), tmp_path)
+    assert expected[expected["metric"] == "loss"]["step"].tolist() == [4, 5, 8, 10, 12]
+    shutil.rmtree(tmp_path / "checkpoint-12")
+    resumed = train(model(), repetitive(), config(**apart), tmp_path)  # from step 8
+    pd.testing.assert_frame_equal(resumed, expected, check_exact=True)
+
+
 @pytest.mark.parametrize("missing", ["trainer_state.json", "optimizer.pt", "model.safetensors"])
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 def test_half_a_checkpoint_is_skipped(kind: str, missing: str, tmp_path: Path) -> None:
