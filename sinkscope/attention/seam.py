@@ -10,9 +10,11 @@ after any rotary rotation. `lse` is the log-sum-exp of each row of logits: any r
 exp(logit - lse) (weights.py), so the weights themselves are never kept.
 """
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,12 +22,15 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sinkscope.attention.interceptor import Interceptor
 from sinkscope.attention.kernels import AttentionCall, fused_attention
 from sinkscope.attention.taps import NAME, Seam, denominator_of
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.families import Family
+
+KEPT = ("sdpa", "eager")  # names of attention implementations whose masks `attend` understands
 
 
 def attend(
@@ -85,7 +90,7 @@ def open_seam(model: PreTrainedModel, family: Family, kernel: str = "sdpa") -> I
     if any(hasattr(attention, NAME) for attention in attentions):
         raise SinkscopeError("this model has its seams in already: close the tracer that is open on it first")
     seams = [Seam(kernel, family.door) for _ in attentions]
-    door = attention_implementation(model, NAME) if family.door == "interface" else nullcontext()
+    door = _interface(model) if family.door == "interface" else nullcontext()
     with ExitStack() as stack:
         for attention, seam in zip(attentions, seams, strict=True):
             attention.add_module(NAME, seam)
@@ -97,6 +102,38 @@ def open_seam(model: PreTrainedModel, family: Family, kernel: str = "sdpa") -> I
                     stack.callback(handle.remove)
         stack.enter_context(door)
         yield seams
+
+
+@contextmanager
+def _interface(model: PreTrainedModel) -> Iterator[None]:
+    """`attend` in place of the function that the model's own implementation names, until the end of the block.
+
+    The name stays: some models make masks, or leave them out, by what they are called.
+    """
+    names = {implementation for _, implementation in _implementations(model)}
+    with ExitStack() as stack:
+        if not names <= {*KEPT, NAME}:  # flash attention's masks are of other kinds
+            stack.enter_context(attention_implementation(model, "sdpa"))
+        for name in KEPT:
+            before = ALL_ATTENTION_FUNCTIONS.get(name)
+            ALL_ATTENTION_FUNCTIONS[name] = partial(_attend_or_else, before)
+            stack.callback(_put_back, name, before)
+        yield
+
+
+def _attend_or_else(before: Callable[..., Any] | None, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """`attend` where the module has a seam; anywhere else, such as in another model, what was there before."""
+    if hasattr(module, NAME) or denominator_of(module) is not None:
+        return attend(module, *args, **kwargs)
+    if before is None:  # every modeling file has an eager function of its own
+        before = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+    return before(module, *args, **kwargs)
+
+
+def _put_back(name: str, before: Callable[..., Any] | None) -> None:
+    del ALL_ATTENTION_FUNCTIONS[name]
+    if ALL_ATTENTION_FUNCTIONS.get(name) is not before:  # a local override of the caller's
+        ALL_ATTENTION_FUNCTIONS[name] = before
 
 
 @contextmanager

@@ -31,7 +31,7 @@ class Recorder(TrainerCallback):
             self._measure(state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Log at every checkpoint, too: a log's loss is the mean since the last one, which a checkpoint does not keep."""
+        """Log at every checkpoint, too: a loss is the mean since the last log, which a checkpoint does not keep."""
         control.should_log |= control.should_save
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
