@@ -81,7 +81,13 @@ def intervene(
     with open_subject(model, tokenizer, config, console) as subject:
         experiment = Experiment(subject, config, wanted, config.draws, config.stacks == "all", console)
         tables = experiment.run()
-        manifest = make_manifest(subject, config, Facts(experiment.batch_size), list(tables), start)
+        manifest = make_manifest(
+            subject,
+            config,
+            Facts(experiment.batch_size, parity=experiment.parity_error),
+            list(tables),
+            start,
+        )
     manifest |= {
         "command": "intervene", "arms": experiment.records, "skipped": experiment.skipped,
     }  # fmt: skip

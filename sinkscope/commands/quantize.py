@@ -13,6 +13,7 @@ from sinkscope.commands.result import Result
 from sinkscope.errors import InputError
 from sinkscope.measuring.console import print_line
 from sinkscope.measuring.manifest import Facts, make_manifest
+from sinkscope.measuring.parity import parity_check
 from sinkscope.measuring.quantization_study import Ranges, Study
 from sinkscope.measuring.quantized import Bench
 from sinkscope.measuring.subject import ModelLike, Subject, open_subject, options_of
@@ -77,12 +78,14 @@ def quantize(
     enough = config.model_copy(update={"num_seqs": config.num_seqs + config.calibration})
     with open_subject(model, tokenizer, enough, console) as whole:
         subject, held_out = _split(whole, config)
-        bench = Bench(subject, bits, config.attn, config.batch_size, console=console)
+        parity = parity_check(subject, config)
+        bench = Bench(subject, bits, config.attn, config.batch_size, console=console, parity=parity)
         print_line(console, f"calibrating on {config.calibration} sequences")
         ranges = bench.ranges(held_out)
         study = Study(subject.inputs, bench, ranges, bench.roundings(held_out, ranges), console)
         tables = publish(study.tables(), subject.loaded, subject.inputs.condition)
-        manifest = make_manifest(subject, config, Facts(bench.used_batch_size), list(tables), start)
+        facts = Facts(bench.used_batch_size, parity=parity.error)
+        manifest = make_manifest(subject, config, facts, list(tables), start)
         manifest |= {"command": "quantize", "quantization": _record(subject, bits, held_out, ranges)}
     return finished(Run(manifest, tables, folder), console, figures)
 

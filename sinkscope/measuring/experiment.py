@@ -17,6 +17,7 @@ from sinkscope.measuring.effects import arm_metrics
 from sinkscope.measuring.measure import settings_of, tables_of
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Mean, Observable, Reading, Settings
+from sinkscope.measuring.parity import parity_check
 from sinkscope.measuring.passes import Kind, Pass, pass_over
 from sinkscope.measuring.streaming import measure_streaming
 from sinkscope.measuring.subject import Subject
@@ -57,6 +58,7 @@ class Experiment:
     records: dict[str, dict[str, Any]] = field(default_factory=dict)  # label → what was done, for the manifest
     skipped: dict[str, str] = field(default_factory=dict)  # label → why it was not
     batch_size: int = 0  # that fitted
+    parity_error: float | None = None  # of the model as it is
     _parts: dict[str, list[pd.DataFrame]] = field(default_factory=lambda: defaultdict(list))
     _means: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)  # position → layer → (D,)
 
@@ -73,7 +75,9 @@ class Experiment:
         known = Known(Target(self.subject.loaded.model, self.subject.family, seams=[]), length)
         self._check_arms(known)
         if any(_way(stack) == "pass" for stack in self.wanted.values()):
-            self.before = self._measured(BEFORE, ())
+            check = parity_check(self.subject, self.config)
+            self.before = self._measured(BEFORE, (), extra=check.fresh)
+            self.parity_error = check.error
             known.tables, known.hidden_means = self.before.tables, self._hidden_mean
         for place, (label, stack) in enumerate(self.wanted.items(), 1):
             if label not in self.skipped:
@@ -129,14 +133,24 @@ class Experiment:
 
     WAYS: ClassVar[dict[str, Callable[..., None]]] = {"pass": _by_pass, "streaming": _by_streaming}
 
-    def _measured(self, condition: str, stack: Sequence[Intervention], draw: int = -1) -> Arm:
+    def _measured(
+        self,
+        condition: str,
+        stack: Sequence[Intervention],
+        draw: int = -1,
+        extra: Callable[[], list[Observable]] = list,
+    ) -> Arm:
         """One pass with these interventions applied; its tables are kept under `condition`. Of a control (a draw from
         0 on) only the attention by head and position is kept, and of the first draw the maps.
         """
         names = (*MEASURED, MAPS) if draw < 1 else MEASURED
         positions = max(at + 1 for wanted in self.wanted.values() for part in wanted for at in (0, *part.watched))
         settings = settings_of(self.subject, self.config, positions)
-        done = self._pass(lambda: [OBSERVABLES[name](settings) for name in names], Tracer.forward_with_loss, stack)
+
+        def fresh() -> list[Observable]:
+            return [*(OBSERVABLES[name](settings) for name in names), *extra()]
+
+        done = self._pass(fresh, Tracer.forward_with_loss, stack)
         self.batch_size = done.batch_size
         raw = tables_of(done.observables)
         self._collect(raw if draw < 0 else {name: raw[name] for name in CONTROL_TABLES if name in raw}, condition)

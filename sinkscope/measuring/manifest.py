@@ -16,6 +16,7 @@ class Facts:
     batch_size: int = 0
     scaling: tuple[float, ...] = ()  # of the logits, by layer
     loss: float | None = None  # cross-entropy per predicted token, if there was a backward pass
+    parity: float | None = None  # largest relative difference from the bare model; None: not looked at
     notices: tuple[str, ...] = ()
     not_measured: dict[str, str] = field(default_factory=dict)  # observable that does not apply → the reason
 
@@ -54,6 +55,7 @@ def _described(subject: Subject, config: RunConfig, facts: Facts) -> dict[str, A
         "kernel": config.attn,
         "scaling": [None if math.isnan(scaling) else scaling for scaling in facts.scaling],
         "batch_size": facts.batch_size,
+        "parity": facts.parity,
         "notices": list(facts.notices),
         "input": {
             "sequences": len(inputs),

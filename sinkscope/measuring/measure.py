@@ -10,6 +10,7 @@ from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.manifest import Facts
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Observable, Settings
+from sinkscope.measuring.parity import ParityCheck, parity_check
 from sinkscope.measuring.passes import batches_of, pass_over
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.summary import summarize
@@ -35,8 +36,9 @@ def measure(
     loaded, family, inputs = subject.loaded, subject.family, subject.inputs
     chosen = choose(subject, config)
     facts = Facts(not_measured=chosen.left_out)
+    check = parity_check(subject, config, chosen.costs)
     with open_tracer(loaded.model, family, config.attn) as tracer:
-        observables = _first_pass(tracer, subject, config, chosen, facts, console)
+        observables = _first_pass(tracer, subject, config, chosen, facts, check, console)
         facts.notices = tuple(notice for observable in observables for notice in observable.notices())
         raw = tables_of(observables)
         settings = settings_of(subject, config)
@@ -69,6 +71,15 @@ class Chosen:
     follow_ups: tuple[str, ...]  # of the closer look at the first sequence
     left_out: dict[str, str]  # those that one would expect and that do not apply, with the reason
 
+    @property
+    def backward(self) -> bool:
+        return any(OBSERVABLES[name].backward for name in self.first)
+
+    @property
+    def costs(self) -> int:
+        """Memory of the pass, in forward passes."""
+        return BACKWARD_COSTS if self.backward else 1
+
 
 def choose(subject: Subject, config: RunConfig) -> Chosen:
     """The observables that were named, else all that apply, and the follow-ups of those.
@@ -95,24 +106,27 @@ def choose(subject: Subject, config: RunConfig) -> Chosen:
 
 
 def _first_pass(
-    tracer: Tracer, subject: Subject, config: RunConfig, chosen: Chosen, facts: Facts, console: Console | None
+    tracer: Tracer,
+    subject: Subject,
+    config: RunConfig,
+    chosen: Chosen,
+    facts: Facts,
+    check: ParityCheck,
+    console: Console | None,
 ) -> list[Observable]:
     """Every batch through the tracer: forward, and backward where an observable asks for it."""
-    kinds = [OBSERVABLES[name] for name in chosen.first]
-    backward = any(kind.backward for kind in kinds)
     predicted = subject.inputs.num_predicted
 
     def fresh() -> list[Observable]:
-        observables = [kind(settings_of(subject, config)) for kind in kinds]
+        observables = [OBSERVABLES[name](settings_of(subject, config)) for name in chosen.first]
         for observable in observables:
             observable.prepare(tracer.model, tracer.family, predicted)
-        return observables
+        return [*observables, *check.fresh()]
 
-    step = tracer.forward_backward if backward else tracer.forward
-    costs = BACKWARD_COSTS if backward else 1
-    done = pass_over(tracer, subject.inputs, fresh, step, config.batch_size, costs, console)
-    facts.batch_size = done.batch_size
-    facts.loss = done.loss / predicted if backward else None
+    step = tracer.forward_backward if chosen.backward else tracer.forward
+    done = pass_over(tracer, subject.inputs, fresh, step, config.batch_size, chosen.costs, console)
+    facts.batch_size, facts.parity = done.batch_size, check.error
+    facts.loss = done.loss / predicted if chosen.backward else None
     if facts.loss is not None and not math.isfinite(facts.loss):
         raise SinkscopeError(f"the loss is {facts.loss}: gradients of this model on this input mean nothing")
     return done.observables

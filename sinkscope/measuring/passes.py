@@ -8,6 +8,7 @@ from typing import Generic, Literal, TypeVar
 from accelerate.utils import find_executable_batch_size
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers import PreTrainedModel
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.measuring.observables.observable import Observable
@@ -50,9 +51,6 @@ def pass_over(
     Raises:
         SinkscopeError: not even one sequence fits into memory.
     """
-    device = tracer.model.device.type
-    tokens = TOKENS_PER_BATCH.get(device, TOKENS_PER_BATCH["cpu"]) // costs
-    wanted = max(1, tokens // inputs.longest) if batch_size == "auto" else batch_size
     tried = 0
 
     def all_batches(size: int) -> Pass[Kind]:
@@ -65,9 +63,8 @@ def pass_over(
                 advance(batch.first + len(batch.token_ids), len(inputs))
         return Pass(observables, loss, size)
 
-    attempt = find_executable_batch_size(
-        all_batches, starting_batch_size=min(wanted, len(inputs)), reduce_batch_size_fn=lambda: tried // 2
-    )
+    size = first_size(inputs, tracer.model, batch_size, costs)
+    attempt = find_executable_batch_size(all_batches, starting_batch_size=size, reduce_batch_size_fn=lambda: tried // 2)
     try:
         return attempt()
     except RuntimeError as error:
@@ -77,6 +74,12 @@ def pass_over(
             "out of memory even with one sequence a batch: "
             "take a shorter --seq-len, --dtype bfloat16 or --device-map auto"
         ) from None
+
+
+def first_size(inputs: TokenInputs, model: PreTrainedModel, batch_size: int | Literal["auto"], costs: int) -> int:
+    """The batch size that `pass_over` tries first."""
+    tokens = TOKENS_PER_BATCH.get(model.device.type, TOKENS_PER_BATCH["cpu"]) // costs
+    return min(max(1, tokens // inputs.longest) if batch_size == "auto" else batch_size, len(inputs))
 
 
 def batches_of(inputs: TokenInputs, batch_size: int, padding_side: str = "right") -> Iterator[Batch]:

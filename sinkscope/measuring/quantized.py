@@ -13,6 +13,7 @@ from sinkscope.interventions import Intervention
 from sinkscope.measuring.calibration import measured_ranges, measured_roundings
 from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.observables.outlier import Outlier
+from sinkscope.measuring.parity import ParityCheck
 from sinkscope.measuring.passes import pass_over
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.tracer import Tracer, open_tracer
@@ -46,6 +47,7 @@ class Bench:
     batch_size: int | Literal["auto"] = "auto"
     interventions: tuple[Intervention, ...] = ()
     console: Console | None = None
+    parity: ParityCheck | None = None  # of passes in full precision
     used_batch_size: int = field(default=0, init=False)
 
     def ranges(self, calibration: TokenInputs) -> dict[Site, Range]:
@@ -60,7 +62,8 @@ class Bench:
         """Measure the model with these sites quantized; with `outliers` infinity norm and kurtosis, too."""
 
         def fresh() -> list[Observable]:
-            return [Outlier(Settings())] if outliers else []
+            compared = self.parity.fresh() if self.parity and not ranges else []
+            return [*([Outlier(Settings())] if outliers else []), *compared]
 
         with quantized_sites(self.subject.loaded.model, ranges, self.bits), self._tracer() as tracer:
             size = self.used_batch_size or self.batch_size
@@ -73,8 +76,7 @@ class Bench:
 
 
 def _outliers(observables: Iterable[Observable]) -> dict[str, float]:
-    for observable in observables:
-        by_site = observable.tables()["outlier"]
+    for by_site in (observable.tables()["outlier"] for observable in observables if isinstance(observable, Outlier)):
         by_layer = by_site.groupby("layer")["kurtosis"].mean()
         return {"max_inf_norm": float(by_site["max_inf_norm"].max()), "kurtosis": float(by_layer.mean())}
     return {}

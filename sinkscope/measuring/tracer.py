@@ -1,7 +1,7 @@
 """One nnsight trace per batch over the sites of every layer; observables reduce what passes at once."""
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -45,14 +45,14 @@ class Tracer:
         Raises:
             SinkscopeError: the model gives NaN or infinite numbers, or its attention is not recognized.
         """
-        inputs = self.model_inputs(batch) | self._no_logits
+        inputs = model_inputs(self.model, batch, with_logits=False)
         with torch.no_grad(), self.traced.trace(**inputs):
             self._read_layers(batch, observables)
         self._check_finite()
 
     def forward_with_loss(self, batch: Batch, observables: Sequence[Observable]) -> float:
         """As `forward`, with logits. Returns the summed cross-entropy of the batch's predicted tokens."""
-        with torch.no_grad(), self.traced.trace(**self.model_inputs(batch)):
+        with torch.no_grad(), self.traced.trace(**model_inputs(self.model, batch)):
             self._read_layers(batch, observables)
             value = save(loss_in_chunks(self.traced.output.logits, batch))
         self._check_finite()
@@ -63,7 +63,7 @@ class Tracer:
 
         Parameters stay frozen: gradients flow from the embeddings, so that no weight gradient is ever made.
         """
-        with torch.enable_grad(), self.traced.trace(**self.model_inputs(batch)):
+        with torch.enable_grad(), self.traced.trace(**model_inputs(self.model, batch)):
             embeddings = self.traced.get(self._embedding_path).output.requires_grad_(True)
             self._read_layers(batch, observables)
             loss = summed_loss(self.traced.output.logits, batch)
@@ -74,31 +74,14 @@ class Tracer:
 
     def logits(self, batch: Batch) -> torch.Tensor:
         """The model's own logits (B,T,V), read in a trace with the seams in: for checks of parity."""
-        with torch.no_grad(), self.traced.trace(**self.model_inputs(batch)):
+        with torch.no_grad(), self.traced.trace(**model_inputs(self.model, batch)):
             logits = self.traced.output.logits.save()
         return logits
-
-    def model_inputs(self, batch: Batch) -> dict[str, Any]:
-        device = input_device(self.model)
-        inputs: dict[str, Any] = {"input_ids": batch.token_ids.to(device), "use_cache": False}
-        if batch.valid is not None:
-            inputs["attention_mask"] = batch.attention_mask.to(device)
-            if "position_ids" in self._parameters:
-                inputs["position_ids"] = batch.position_ids.to(device)
-        return inputs
 
     @cached_property
     def _embedding_path(self) -> str:
         embedding = self.model.get_input_embeddings()
         return next(path for path, module in self.model.named_modules() if module is embedding)
-
-    @cached_property
-    def _parameters(self) -> frozenset[str]:
-        return frozenset(inspect.signature(self.model.forward).parameters)
-
-    @cached_property
-    def _no_logits(self) -> dict[str, Any]:
-        return {"logits_to_keep": 1} if "logits_to_keep" in self._parameters else {}
 
     def _read_layers(self, batch: Batch, observables: Sequence[Observable]) -> None:
         """The body of the trace: ask for every site in the order in which the forward pass reaches it.
@@ -195,6 +178,24 @@ def summed_loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
     return F.cross_entropy(
         logits.flatten(0, 1), labels.flatten().to(logits.device), ignore_index=IGNORED, reduction="sum"
     )
+
+
+def model_inputs(model: PreTrainedModel, batch: Batch, with_logits: bool = True) -> dict[str, Any]:
+    """A batch as the model takes it; `with_logits`: those of all tokens, where it lets one choose."""
+    device, parameters = input_device(model), _parameters(model)
+    inputs: dict[str, Any] = {"input_ids": batch.token_ids.to(device), "use_cache": False}
+    if batch.valid is not None:
+        inputs["attention_mask"] = batch.attention_mask.to(device)
+        if "position_ids" in parameters:
+            inputs["position_ids"] = batch.position_ids.to(device)
+    if not with_logits and "logits_to_keep" in parameters:
+        inputs["logits_to_keep"] = 1
+    return inputs
+
+
+def _parameters(model: PreTrainedModel) -> Container[str]:
+    """Names of what the model's forward takes."""
+    return inspect.signature(model.forward).parameters
 
 
 def input_device(model: PreTrainedModel) -> torch.device:

@@ -40,6 +40,20 @@ def read_sites(model: nn.Module, family: Family, token_ids: torch.Tensor) -> lis
     ]
 
 
+@torch.no_grad()
+def layer_output(model: nn.Module, family: Family, layer: int, inputs: dict[str, Any]) -> torch.Tensor:
+    """(B,T,D): what a layer gives on these inputs of the model, on the CPU."""
+    kept: list[torch.Tensor] = []
+    path, _, _ = family.sites["layer_out"].rpartition(".")
+    module = family.layer_modules(model)[layer].get_submodule(path)
+    handle = module.register_forward_hook(lambda module, args, output: kept.append(first_tensor(output).cpu()))
+    try:
+        model(**inputs)
+    finally:
+        handle.remove()
+    return kept[-1].view(*inputs["input_ids"].shape[:1], -1, kept[-1].shape[-1])
+
+
 def _keep_input(record: dict[str, torch.Tensor], address: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
     record[address] = (args[0] if args else next(iter(kwargs.values()))).detach().clone()
 

@@ -147,6 +147,9 @@ class RunConfig(ObservableOptions, InputOptions, DeviceOptions, ModelOptions):
     batch_size: int | Literal["auto"] = option(
         "auto", "Measuring", "Sequences at once; halved where memory runs out.", metavar="N"
     )
+    skip_parity: bool = option(
+        False, "Measuring", "Measure also where the first batch differs from what the model computes by itself."
+    )
 
     @model_validator(mode="before")
     @classmethod

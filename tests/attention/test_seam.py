@@ -28,7 +28,7 @@ from sinkscope.attention.weights import AttentionRead
 from sinkscope.errors import SinkscopeError
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Observable, Settings
-from sinkscope.measuring.tracer import open_tracer
+from sinkscope.measuring.tracer import model_inputs, open_tracer
 from sinkscope.models.families import find_family
 from sinkscope.text.batch import Batch
 
@@ -499,7 +499,7 @@ def test_a_value_overwritten_at_its_tap_is_what_is_mixed(name: str) -> None:
     with open_tracer(model, family) as tracer, torch.no_grad():
         for factor in (1.0, 3.0):
             taps = tracer.traced.get(family.layers)[0].get(f"{family.attention}.{NAME}")
-            with tracer.traced.trace(**tracer.model_inputs(batch())):
+            with tracer.traced.trace(**model_inputs(tracer.model, batch())):
                 taps.value.output = factor * taps.value.output
                 mix = taps.mix.output.save()
             mixes.append(mix)
@@ -515,7 +515,7 @@ def test_a_query_or_key_overwritten_at_its_tap_is_what_attends(name: str, tap: s
     family = find_family(model)
     with open_tracer(model, family) as tracer, torch.no_grad():
         taps = tracer.traced.get(family.layers)[0].get(f"{family.attention}.{NAME}")
-        with tracer.traced.trace(**tracer.model_inputs(batch())):
+        with tracer.traced.trace(**model_inputs(tracer.model, batch())):
             overwritten = getattr(taps, tap)
             overwritten.output = 0 * overwritten.output
             lse = taps.lse.output.save()

@@ -22,7 +22,7 @@ from sinkscope.attention import weights as attention_weights
 from sinkscope.errors import SinkscopeError
 from sinkscope.measuring.observables import OBSERVABLES, activation, attention, geometry
 from sinkscope.measuring.observables.observable import Observable, Reading, Settings
-from sinkscope.measuring.tracer import Tracer, loss_in_chunks, open_tracer, summed_loss
+from sinkscope.measuring.tracer import loss_in_chunks, model_inputs, open_tracer, summed_loss
 from sinkscope.models.families import FAMILIES, find_family
 from sinkscope.text.batch import Batch
 
@@ -132,7 +132,7 @@ def test_traced_logits_are_the_bare_models(name: str, lengths: tuple[int, ...], 
     batch = padded(sequences_of(lengths), side)
     with open_tracer(model, find_family(model)) as tracer:
         traced = tracer.logits(batch)
-        inputs = tracer.model_inputs(batch)
+        inputs = model_inputs(tracer.model, batch)
     with torch.no_grad():
         bare = model(**inputs).logits
     real = batch.attention_mask.bool()  # a padding query sees nothing, and what it then does is the kernel's own
@@ -370,14 +370,14 @@ def test_a_layers_output_and_the_next_ones_input_are_reduced_once() -> None:
 def test_positions_are_given_to_a_padded_model_and_only_to_one_that_takes_them() -> None:
     batch = padded(ragged_tokens((5, 3)), "left")
     with open_tracer(tiny_model("llama"), find_family(tiny_model("llama"))) as tracer:
-        assert tracer.model_inputs(batch)["position_ids"].tolist() == [[0, 1, 2, 3, 4], [0, 0, 0, 1, 2]]
-        assert tracer.model_inputs(padded(ragged_tokens((5, 5)))).keys() == {"input_ids", "use_cache"}
+        assert model_inputs(tracer.model, batch)["position_ids"].tolist() == [[0, 1, 2, 3, 4], [0, 0, 0, 1, 2]]
+        assert model_inputs(tracer.model, padded(ragged_tokens((5, 5)))).keys() == {"input_ids", "use_cache"}
     with open_tracer(tiny_model("bloom"), find_family(tiny_model("bloom"))) as tracer:
-        assert tracer.model_inputs(batch).keys() == {"input_ids", "use_cache", "attention_mask"}
+        assert model_inputs(tracer.model, batch).keys() == {"input_ids", "use_cache", "attention_mask"}
 
 
 def test_left_padding_without_position_ids_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Tracer, "_parameters", frozenset())
+    monkeypatch.setattr("sinkscope.measuring.tracer._parameters", lambda model: ())
     with pytest.raises(AssertionError):
         check_parity("gpt2", RAGGED, "left", torch.float32, 1e-5)
 

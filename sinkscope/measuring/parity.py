@@ -1,0 +1,102 @@
+"""Whether the model computes under the tracer what it computes by itself: looked at in each run's first batch.
+
+Code that treats our attention otherwise than its own (a mask left out, a scale not applied) would give wrong numbers
+without an error. A short check beforehand would not find all: attention to the 2048 best keys is dense below that.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from sinkscope.errors import SinkscopeError, is_out_of_memory
+from sinkscope.measuring.observables.observable import Observable, Reading, Settings
+from sinkscope.measuring.passes import batches_of, first_size
+from sinkscope.measuring.subject import Subject
+from sinkscope.measuring.tracer import model_inputs
+from sinkscope.models.wiring import layer_output
+from sinkscope.options.measuring import RunConfig
+from sinkscope.text.batch import Batch
+
+# How far an output may differ by the order of sums, relative to the norm of its token
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
+
+
+class Parity(Observable):
+    """The last layer's output on the first batch, compared with that of the bare model.
+
+    Raises:
+        SinkscopeError: while the batch is read, they differ by more than round-off.
+    """
+
+    sites = ("layer_out",)
+
+    def __init__(self, layer: int, bare: torch.Tensor) -> None:
+        super().__init__(Settings())
+        self.layer = layer
+        self.bare = bare  # (B,T,D), of the run's first sequences
+        self.error: float | None = None
+
+    def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
+        if layer != self.layer or self.error is not None:
+            return
+        rows, columns = (min(sizes) for sizes in zip(self.bare.shape[:2], reading.tensor.shape[:2], strict=True))
+        self.error = largest_difference(
+            reading.tensor[:rows, :columns], self.bare[:rows, :columns], batch.attention_mask[:rows, :columns]
+        )
+        if not self.error <= TOLERANCE[reading.tensor.dtype]:
+            raise SinkscopeError(
+                f"under the tracer this model computes something else than by itself (the last layer's output differs "
+                f"by {self.error:.1e} of its norm), and numbers would be wrong; --skip-parity measures all the same"
+            )
+
+
+def largest_difference(found: torch.Tensor, expected: torch.Tensor, mask: torch.Tensor) -> float:
+    """The largest ‖a - b‖ ÷ ‖b‖ of any real token, for a and b of shape (B,T,D)."""
+    expected = expected.to(found.device)
+    real = mask.bool().to(found.device)
+    return float(((found - expected).float().norm(dim=-1) / expected.float().norm(dim=-1))[real].max())
+
+
+@dataclass
+class ParityCheck:
+    """The bare model's output on the first batch, and the observables that a pass compares with it.
+
+    expected: (B,T,D) of the layer; None with --skip-parity.
+    """
+
+    layer: int
+    expected: torch.Tensor | None
+    _used: list[Parity] = field(default_factory=list)
+
+    def fresh(self) -> list[Observable]:
+        """Observables for one pass; none with --skip-parity."""
+        self._used = [] if self.expected is None else [Parity(self.layer, self.expected)]
+        return list(self._used)
+
+    @property
+    def error(self) -> float | None:
+        """Of the last pass, once it has begun."""
+        return self._used[0].error if self._used else None
+
+
+def parity_check(subject: Subject, config: RunConfig, costs: int = 1) -> ParityCheck:
+    """Run the bare model on the first batch.
+
+    Args:
+        costs: memory of the pass that is to be compared, as for `pass_over`.
+    """
+    model, family = subject.loaded.model, subject.family
+    layer, size = len(family.layer_modules(model)) - 1, first_size(subject.inputs, model, config.batch_size, costs)
+    if config.skip_parity:
+        return ParityCheck(layer, None)
+
+    def bare(size: int) -> torch.Tensor:
+        batch = next(batches_of(subject.inputs, size))
+        return layer_output(model, family, layer, model_inputs(model, batch, with_logits=False))
+
+    try:
+        return ParityCheck(layer, bare(size))
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return ParityCheck(layer, bare(1))
