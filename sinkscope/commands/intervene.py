@@ -19,7 +19,7 @@ from sinkscope.options.measuring import InterveneOptions
 from sinkscope.options.output import OutputOptions
 from sinkscope.report.outputs import finished
 from sinkscope.report.run import Run
-from sinkscope.results.folders import check_output
+from sinkscope.results.folders import own_folder
 from sinkscope.text.sources import check_source
 
 Do = str | Intervention | Iterable[str | Intervention]
@@ -76,17 +76,15 @@ def intervene(
     start = time.time()
     config = config or options_of(InterveneOptions, model, _named(do, arms) | options)
     wanted = wanted_arms(config.stacks)
-    folder = None if out is None else check_output(out, overwrite)
     console = Console(stderr=True, quiet=quiet)
-    subject = load_subject(model, tokenizer, config, console)
+    with own_folder(out, overwrite, reads=(config.model, config.input)) as folder:
+        subject = load_subject(model, tokenizer, config, console)
 
-    experiment = Experiment(subject, config, wanted, config.draws, config.stacks == "all", console)
-    tables = experiment.run()
-    manifest = make_manifest(subject, config, Facts(experiment.batch_size), list(tables), start)
-    manifest |= {
-        "command": "intervene", "arms": experiment.records, "skipped": experiment.skipped,
-    }  # fmt: skip
-    return finished(Run(manifest, tables, folder), console, figures)
+        experiment = Experiment(subject, config, wanted, config.draws, config.stacks == "all", console)
+        tables = experiment.run()
+        manifest = make_manifest(subject, config, Facts(experiment.batch_size), list(tables), start)
+        manifest |= {"command": "intervene", "arms": experiment.records, "skipped": experiment.skipped}
+        return finished(Run(manifest, tables, folder), console, figures)
 
 
 def _named(do: Do | None, arms: Mapping[str, Do] | Literal["all"] | None) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from sinkscope.quantization.ranges import Bits
 from sinkscope.quantization.sites import WEIGHT, not_quantized
 from sinkscope.report.outputs import finished
 from sinkscope.report.run import Run
-from sinkscope.results.folders import check_output
+from sinkscope.results.folders import own_folder
 from sinkscope.text.inputs import TokenInputs
 from sinkscope.text.sources import check_source
 
@@ -72,19 +72,19 @@ def quantize(
     start = time.time()
     config = config or options_of(QuantizeOptions, model, options)
     bits = Bits(config.bits_weights, config.bits_activations)
-    folder = None if out is None else check_output(out, overwrite)
     console = Console(stderr=True, quiet=quiet)
     enough = config.model_copy(update={"num_seqs": config.num_seqs + config.calibration})
-    subject, held_out = _split(load_subject(model, tokenizer, enough, console), config)
-    bench = Bench(subject, bits, config.attn, config.batch_size, console=console)
+    with own_folder(out, overwrite, reads=(config.model, config.input)) as folder:
+        subject, held_out = _split(load_subject(model, tokenizer, enough, console), config)
+        bench = Bench(subject, bits, config.attn, config.batch_size, console=console)
 
-    print_line(console, f"calibrating on {config.calibration} sequences")
-    ranges = bench.ranges(held_out)
-    study = Study(subject.inputs, bench, ranges, bench.roundings(held_out, ranges), console)
-    tables = publish(study.tables(), subject.loaded, subject.inputs.condition)
-    manifest = make_manifest(subject, config, Facts(bench.used_batch_size), list(tables), start)
-    manifest |= {"command": "quantize", "quantization": _record(subject, bits, held_out, ranges)}
-    return finished(Run(manifest, tables, folder), console, figures)
+        print_line(console, f"calibrating on {config.calibration} sequences")
+        ranges = bench.ranges(held_out)
+        study = Study(subject.inputs, bench, ranges, bench.roundings(held_out, ranges), console)
+        tables = publish(study.tables(), subject.loaded, subject.inputs.condition)
+        manifest = make_manifest(subject, config, Facts(bench.used_batch_size), list(tables), start)
+        manifest |= {"command": "quantize", "quantization": _record(subject, bits, held_out, ranges)}
+        return finished(Run(manifest, tables, folder), console, figures)
 
 
 def _split(subject: Subject, config: QuantizeOptions) -> tuple[Subject, TokenInputs]:

@@ -442,7 +442,7 @@ def test_out_under_a_file(tiny: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc, which takes no folders even from root")
 def test_out_where_no_folder_can_be_made(tiny: Path) -> None:
-    assert "cannot be written: making a folder in /proc fails" in refused(2, "analyze", tiny, "--out", "/proc/run")
+    assert "cannot be written: writing in /proc fails" in refused(2, "analyze", tiny, "--out", "/proc/run")
 
 
 def test_out_that_is_taken(tiny: Path, finished: tuple[Result, Path]) -> None:
