@@ -150,18 +150,26 @@ def new_folder(folder: Path) -> Iterator[Path]:
         SinkscopeError: the disk refuses.
     """
     real = folder.resolve()
+    try:
+        with _undone(real):
+            put_right(real)
+            fresh = beside(real, NEW)
+            fresh.mkdir(parents=True)
+            yield fresh
+            put_in_place(real)
+    except OSError as error:
+        raise SinkscopeError(f"writing {folder} failed, and nothing of it is left: {one_line(error)}") from error
+
+
+@contextmanager
+def _undone(real: Path) -> Iterator[None]:
+    """What a block that fails has written of a folder is removed."""
     made = _missing_parents(real)
     try:
-        put_right(real)
-        fresh = beside(real, NEW)
-        fresh.mkdir(parents=True)
-        yield fresh
-        put_in_place(real)
-    except BaseException as error:
+        yield
+    except BaseException:
         put_right(real)
         _remove_empty(made)
-        if isinstance(error, OSError):
-            raise SinkscopeError(f"writing {folder} failed, and nothing of it is left: {one_line(error)}") from error
         raise
 
 

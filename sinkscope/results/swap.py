@@ -43,7 +43,7 @@ def locked(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        file.unlink(missing_ok=True)  # before the lock is released: who gets it then sees that its file is gone
+        remove(file)  # before the lock is released: who gets it then sees that its file is gone
         os.close(handle)
 
 
@@ -88,7 +88,8 @@ def put_right(path: Path) -> None:
     if not old.exists():
         return
     if path.exists():
-        os.replace(old, new)  # half removed it must not look like what was there before
+        with suppress(OSError):  # whoever comes next removes it
+            os.replace(old, new)  # half removed it must not look like what was there before
         remove(new)
     else:
         os.replace(old, path)
