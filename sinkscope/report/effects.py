@@ -103,7 +103,7 @@ def overview(run: RunData) -> pd.DataFrame:
         if label not in measured:
             rows += [{"arm": _streaming_name(row)} | _texts({("perplexity", NO_POSITION): (row.perplexity, np.nan)})
                      for row in _streamed(run, label).itertuples()]  # fmt: skip
-    table = pd.DataFrame(rows).fillna("")
+    table = pd.DataFrame(rows or [before]).fillna("")
     return table[["arm", *(heading for heading in map(_heading, columns) if heading in table)]]
 
 

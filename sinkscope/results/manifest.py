@@ -146,7 +146,9 @@ def _parsed(path: Path) -> Any:
             return _parsed(path)
         if path.exists() and not path.is_file():
             raise InputError(f"{path} is not the manifest of a run: it is no file")
-        return json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
+        json.dumps(found, ensure_ascii=False).encode()  # half a character, which JSON can write, is no text
+        return found
     except (FileNotFoundError, NotADirectoryError):
         what = f"it has no {MANIFEST}" if folder.is_dir() else "it does not exist"
         raise InputError(f"{folder} is not a run folder: {what}{_runs_inside(folder)}") from None

@@ -7,16 +7,17 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
-Name = Annotated[str, StringConstraints(pattern=r"^[\w.+=@-]+$"), AfterValidator(lambda name: _inside(name))]
-Count = Annotated[int, Field(ge=1, le=2**53)]
-Reasons = dict[str, str]  # what was left out → why
-
 
 def _inside(path: str) -> str:
     """A path that stays in its folder."""
     if path.startswith("/") or {"", ".", ".."} & set(path.removesuffix("/").split("/")):
         raise ValueError("it leads out of the folder")
     return path
+
+
+Name = Annotated[str, StringConstraints(pattern=r"^[\w.+=@-]+$", max_length=200), AfterValidator(_inside)]
+Count = Annotated[int, Field(ge=1, le=2**53)]
+Reasons = dict[str, str]  # what was left out → why
 
 
 def _expectation(name: str | None) -> str | None:
@@ -54,7 +55,7 @@ class Model(Part):
     source: str
     revision: str | None
     layer_types: list[str] | None
-    sliding_window: int | None
+    sliding_window: int | float | None
 
 
 class Family(Part):
@@ -115,7 +116,7 @@ class Quantization(Part):
     bits_activations: Count
     calibration: Count
     linear_layers: int
-    not_quantized: Reasons
+    not_quantized: dict[str, float]  # what → its share of the parameters
 
 
 class QuantizeManifest(RunManifest):
