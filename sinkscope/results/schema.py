@@ -55,7 +55,7 @@ class Model(Part):
     source: str
     revision: str | None
     layer_types: list[str] | None
-    sliding_window: int | float | None
+    sliding_window: bool | int | float | None
 
 
 class Family(Part):
