@@ -118,7 +118,11 @@ def run_recipe(
 def _own_out(recipe: Recipe) -> str | None:
     """The folder that a recipe names; recipes may come from anywhere."""
     out = recipe.content.out
-    if out and (Path(out).resolve() == Path.cwd() or not Path(out).resolve().is_relative_to(Path.cwd())):
+    try:
+        is_below = out is None or Path.cwd() in Path(out).resolve().parents
+    except (OSError, RuntimeError, ValueError):  # a circle of links, or what no path can be
+        is_below = False
+    if not is_below:
         raise InputError(
             f"{recipe.path}: `out: {out}` does not lie below the working directory: to write there, give it as --out"
         )

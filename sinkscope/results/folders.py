@@ -68,7 +68,7 @@ def _place(folder: Path) -> tuple[Path, Path]:
         parent = next((path for path in real.parents if path.exists()), real)
         in_the_way = real if real.exists() else parent
         is_folder = in_the_way.is_dir()
-    except (OSError, RuntimeError) as error:  # RuntimeError: a circle of links
+    except (OSError, RuntimeError, ValueError) as error:  # also a circle of links, and what no path can be
         reason = getattr(error, "strerror", None) or one_line(error)
         raise InputError(f"--out {folder} cannot be used: {reason}") from None
     if not is_folder:

@@ -5,17 +5,13 @@ the time between two renames. Since these names follow from NAME, whoever comes 
 and puts it right. The lock is the file .sinkscope-NAME-lock, which the system releases when its process ends.
 """
 
+import fcntl
 import os
 import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-
-try:
-    import fcntl
-except ImportError:  # Windows: no locks
-    fcntl = None  # type: ignore[assignment]
 
 PREFIX = ".sinkscope-"  # how the names of all that is unfinished begin
 NEW, OLD, LOCK = "new", "old", "lock"
@@ -51,8 +47,7 @@ def _acquire(file: Path) -> int:
     for _ in range(ATTEMPTS):
         handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            if fcntl is not None:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_named(handle, file):
                 return handle
         except BlockingIOError:

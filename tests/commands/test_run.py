@@ -215,11 +215,12 @@ def test_the_recipe_says_where(tiny: Path) -> None:
     assert run_recipe(written(ONE + "out: there\n"), tiny).folder == Path("there")
 
 
-@pytest.mark.parametrize("out", ["/tmp/elsewhere", "../elsewhere", ".", "link/elsewhere"])
+@pytest.mark.parametrize("out", ["/tmp/elsewhere", "../elsewhere", ".", "link/elsewhere", "loop", '"\\0"'])
 def test_a_recipe_writes_below_the_working_directory_alone(
     out: str, tiny: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     Path("link").symlink_to(tmp_path_factory.mktemp("elsewhere"))
+    Path("loop").symlink_to("loop")
     path = written(ONE + f"out: {out}\n")
     with pytest.raises(InputError, match=r"mine.yaml: `out: .*` does not lie below the working directory: .* --out"):
         run_recipe(path, tiny)

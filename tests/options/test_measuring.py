@@ -128,6 +128,5 @@ def test_odd_names_have_folders_of_their_own(one: dict[str, Any], other: dict[st
 
 
 def test_plain_names_stay_as_they_are() -> None:
-    assert AnalyzeOptions(model="org/Name-1.5_b", revision="step512").folder() == Path(
-        "runs/Name-1.5_b-step512-natural"
-    )
+    options = AnalyzeOptions(model="org/Name-1.5_b", revision="step512")
+    assert options.folder() == Path("runs/Name-1.5_b-step512-natural")
