@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 MGM := .models/mgm --allow-pickle --input sampled
 
-.PHONY: install models demo test fast check format report report-models report-training clean
+.PHONY: install models demo test fast torture check format report report-models report-training clean
 
 install: .venv/installed
 
@@ -28,6 +28,14 @@ test: install models
 
 fast: install  ## the tests that need no real model
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not real_model'
+
+# the kills and the generated inputs of `make torture`, and where both begin
+KILLS ?= 200
+SEED ?= 0
+TORTURES := $(wildcard tests/torture/kills.py tests/torture/inputs.py)
+
+torture: install  ## random kills, and generated inputs: half an hour on two cores
+	$(foreach script,$(TORTURES),OMP_NUM_THREADS=1 $(BIN)/python $(script) --seed $(SEED) $(if $(findstring kills,$(script)),--kills $(KILLS)) &&) true
 
 check: install
 	$(BIN)/ruff check .

@@ -47,6 +47,17 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}".removesuffix(": ")
 
 
+def was_interrupted(error: BaseException | None) -> bool:
+    """Whether an interrupt is behind an error: libraries that are interrupted may raise one of their own."""
+    seen: list[BaseException] = []  # a chain of errors may have a circle
+    while error is not None and error not in seen:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        seen.append(error)
+        error = None if isinstance(error, SinkscopeError) else error.__cause__ or error.__context__
+    return False
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that memory ran out; PyTorch's CPU allocator raises a bare RuntimeError."""
     signs = ("out of memory", "not enough memory", "allocate memory")

@@ -11,7 +11,7 @@ from typing import Any
 
 from typer.core import TyperGroup
 
-from sinkscope.errors import InputError, SinkscopeError, is_out_of_memory, one_line
+from sinkscope.errors import InputError, SinkscopeError, is_out_of_memory, one_line, was_interrupted
 from sinkscope.options.option import Options
 
 DONE, FAILED, WRONG_INPUT = 0, 1, 2  # exit status
@@ -53,24 +53,13 @@ def interruption(kind: type[Options]) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not _was_interrupted(error):
+        if not was_interrupted(error):
             raise
         if kind.resumable:
             left = ": what was reached is kept, and the same command goes on from there"
         else:
             left = ": nothing was written" if kind.writes else ""
         raise SinkscopeError(f"interrupted{left}") from None
-
-
-def _was_interrupted(error: BaseException | None) -> bool:
-    """Whether an interrupt is behind an error: libraries that are interrupted may raise one of their own."""
-    seen: list[BaseException] = []  # a chain of errors may have a circle
-    while error is not None and error not in seen:
-        if isinstance(error, KeyboardInterrupt):
-            return True
-        seen.append(error)
-        error = None if isinstance(error, SinkscopeError) else error.__cause__ or error.__context__
-    return False
 
 
 def _exit_status(error: Exception) -> int:

@@ -26,7 +26,7 @@ from sinkscope.options.output import OutputOptions
 from sinkscope.report.outputs import finished
 from sinkscope.report.run import Run
 from sinkscope.report.series import COMMAND, Series, name_of, series_manifest, series_table, write_series, written
-from sinkscope.results.folders import check_output, new_folder
+from sinkscope.results.folders import new_folder, own_folder
 from sinkscope.text.sources import check_source
 
 
@@ -74,13 +74,15 @@ def analyze(
     """
     start = time.time()
     config = config or options_of(AnalyzeOptions, model, options)
-    folder = None if out is None else check_output(out, overwrite)
     console = Console(stderr=True, quiet=quiet)
-    with open_subject(model, tokenizer, config, console) as subject:
+    with (
+        own_folder(out, overwrite, reads=(config.model, config.input)) as folder,
+        open_subject(model, tokenizer, config, console) as subject,
+    ):
         tables, facts = measure(subject, config, console)
         print_notices(console, facts.notices)
         manifest = make_manifest(subject, config, facts, list(tables), start)
-    return finished(Run(manifest, tables, folder), console)
+        return finished(Run(manifest, tables, folder), console)
 
 
 def analyze_steps(
@@ -118,10 +120,12 @@ def analyze_steps(
     ]
     check_names(configs[0].observables)
     check_source(configs[0].input)
-    folder = None if out is None else check_output(out, overwrite, (COMMAND,))
     console = Console(stderr=True, quiet=quiet)
     runs: dict[int, Run] = {}
-    with nullcontext() if folder is None else new_folder(folder) as fresh:
+    with (
+        own_folder(out, overwrite, (COMMAND,), reads=(model, configs[0].input)) as folder,
+        nullcontext() if folder is None else new_folder(folder) as fresh,
+    ):
         for place, (checkpoint, config) in enumerate(zip(checkpoints, configs, strict=True), 1):
             console.print(f"step {checkpoint.step} ({place} of {len(checkpoints)})", highlight=False)
             try:

@@ -10,8 +10,9 @@ from transformers import PreTrainedTokenizerBase
 
 from sinkscope.commands.repeat import differences
 from sinkscope.commands.result import Result
-from sinkscope.errors import InputError
+from sinkscope.errors import InputError, one_line
 from sinkscope.interventions import INTERVENTIONS, Intervention, parse_all
+from sinkscope.measuring.console import print_notices
 from sinkscope.measuring.experiment import BEFORE, Experiment
 from sinkscope.measuring.manifest import Facts, make_manifest
 from sinkscope.measuring.subject import ModelLike, open_subject, options_of
@@ -19,7 +20,7 @@ from sinkscope.options.measuring import InterveneOptions
 from sinkscope.options.output import OutputOptions
 from sinkscope.report.outputs import finished
 from sinkscope.report.run import Run
-from sinkscope.results.folders import check_output
+from sinkscope.results.folders import own_folder
 from sinkscope.text.sources import check_source
 
 Do = str | Intervention | Iterable[str | Intervention]
@@ -27,7 +28,17 @@ Do = str | Intervention | Iterable[str | Intervention]
 
 def command(options: InterveneOptions, output: OutputOptions) -> Result:
     run = intervene(options.model, config=options, **output.where)
-    return Result(run, run.verdict, notes=differences(output.from_, run.manifest), folder=output.out)
+    notes = differences(output.from_, run.manifest)
+    return Result(run, run.verdict, notes=notes, folder=output.out, failure=_failure(run))
+
+
+def _failure(run: Run) -> str:
+    """The message with which the command ends where arms failed."""
+    failed = run.manifest["failed"]
+    if not failed:
+        return ""
+    reasons = "; ".join(f"{label}: {one_line(reason)}" for label, reason in failed.items())
+    return f"{len(failed)} of {len(failed) + len(run.manifest['arms'])} arms failed, and the others are kept: {reasons}"
 
 
 def check(options: InterveneOptions) -> None:
@@ -51,7 +62,8 @@ def intervene(
 ) -> Run:
     """Measure a model before and after interventions, and under random controls of the same kind.
 
-    The model is afterwards bit for bit as it was, also after an error.
+    The model is afterwards bit for bit as it was, also after an error. An arm that fails takes no other with it: the
+    manifest's `failed` says why.
 
     Args:
         model: as for `analyze`.
@@ -71,27 +83,24 @@ def intervene(
 
     Raises:
         InputError: something does not exist, does not apply, or would change nothing; nothing was written.
-        SinkscopeError: the run failed.
+        SinkscopeError: the run failed, or every arm of it.
     """
     start = time.time()
     config = config or options_of(InterveneOptions, model, _named(do, arms) | options)
     wanted = wanted_arms(config.stacks)
-    folder = None if out is None else check_output(out, overwrite)
     console = Console(stderr=True, quiet=quiet)
-    with open_subject(model, tokenizer, config, console) as subject:
+    with (
+        own_folder(out, overwrite, reads=(config.model, config.input)) as folder,
+        open_subject(model, tokenizer, config, console) as subject,
+    ):
         experiment = Experiment(subject, config, wanted, config.draws, config.stacks == "all", console)
         tables = experiment.run()
-        manifest = make_manifest(
-            subject,
-            config,
-            Facts(experiment.batch_size, parity=experiment.parity_error),
-            list(tables),
-            start,
-        )
-    manifest |= {
-        "command": "intervene", "arms": experiment.records, "skipped": experiment.skipped,
-    }  # fmt: skip
-    return finished(Run(manifest, tables, folder), console, figures)
+        facts = Facts(experiment.batch_size, parity=experiment.parity_error)
+        manifest = make_manifest(subject, config, facts, list(tables), start)
+        manifest |= {"command": "intervene", "arms": experiment.records}
+        manifest |= {"skipped": experiment.skipped, "failed": experiment.failed}
+        print_notices(console, (f"{label} failed: {reason}" for label, reason in experiment.failed.items()))
+        return finished(Run(manifest, tables, folder), console, figures)
 
 
 def _named(do: Do | None, arms: Mapping[str, Do] | Literal["all"] | None) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from sinkscope.quantization.ranges import Bits
 from sinkscope.quantization.sites import WEIGHT, not_quantized
 from sinkscope.report.outputs import finished
 from sinkscope.report.run import Run
-from sinkscope.results.folders import check_output
+from sinkscope.results.folders import own_folder
 from sinkscope.text.inputs import TokenInputs
 from sinkscope.text.sources import check_source
 
@@ -73,10 +73,12 @@ def quantize(
     start = time.time()
     config = config or options_of(QuantizeOptions, model, options)
     bits = Bits(config.bits_weights, config.bits_activations)
-    folder = None if out is None else check_output(out, overwrite)
     console = Console(stderr=True, quiet=quiet)
     enough = config.model_copy(update={"num_seqs": config.num_seqs + config.calibration})
-    with open_subject(model, tokenizer, enough, console) as whole:
+    with (
+        own_folder(out, overwrite, reads=(config.model, config.input)) as folder,
+        open_subject(model, tokenizer, enough, console) as whole,
+    ):
         subject, held_out = _split(whole, config)
         parity = parity_check(subject, config)
         bench = Bench(subject, bits, config.attn, config.batch_size, console=console, parity=parity)
@@ -87,7 +89,7 @@ def quantize(
         facts = Facts(bench.used_batch_size, parity=parity.error)
         manifest = make_manifest(subject, config, facts, list(tables), start)
         manifest |= {"command": "quantize", "quantization": _record(subject, bits, held_out, ranges)}
-    return finished(Run(manifest, tables, folder), console, figures)
+        return finished(Run(manifest, tables, folder), console, figures)
 
 
 def _split(subject: Subject, config: QuantizeOptions) -> tuple[Subject, TokenInputs]:

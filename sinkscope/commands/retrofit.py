@@ -73,11 +73,18 @@ def retrofit(
     """
     given = options if methods is None else options | {"method": methods}
     config = config or options_of(RetrofitOptions, model, given)
-    wanted, training = parse_methods(config.method), config.training
+    parse_methods(config.method)
     launched(cpu=config.device_map == "cpu")
     check_text(config.text)
     plan = Plan.of("retrofit", config, out, overwrite, quiet, record)
-    plan.check_folder()
+    with plan.own_folder(config.model, config.text):
+        return _retrofit(plan, config, model, tokenizer)
+
+
+def _retrofit(
+    plan: Plan, config: RetrofitOptions, model: ModelLike, tokenizer: PreTrainedTokenizerBase | None
+) -> Trained:
+    wanted, training = parse_methods(config.method), config.training
     with spinner(plan.console, "loading the model"):
         loaded = load_model(model, tokenizer, plan.measuring.model_copy(update={"device_map": "cpu"}))
     with undisturbed(loaded.model):

@@ -27,7 +27,7 @@ from sinkscope.report.comparison import Comparison, compare
 from sinkscope.report.figures import COMMAND, FIGURES, OBSERVABLE
 from sinkscope.report.outputs import write_run
 from sinkscope.report.run import Run
-from sinkscope.results.folders import check_output, new_folder
+from sinkscope.results.folders import new_folder, own_folder
 from sinkscope.results.manifest import RUNS, make_manifest, write_manifest
 
 
@@ -41,6 +41,7 @@ class RecipeRun:
         comparison: of several runs.
         folder: where they were written.
         result: of the command, where it measures no runs.
+        failure: what failed of the runs, though they were written.
     """
 
     recipe: Recipe
@@ -48,6 +49,7 @@ class RecipeRun:
     comparison: Comparison | None
     folder: Path
     result: Result | None = None
+    failure: str = ""
 
 
 def command(options: RunOptions, output: OutputOptions) -> Result:
@@ -62,8 +64,8 @@ def command(options: RunOptions, output: OutputOptions) -> Result:
     if done.result is not None:
         return done.result
     if done.comparison is not None:
-        return Result(done, numbers=done.comparison.table, folder=done.folder)
-    return Result(done, markdown=done.runs[""].verdict, folder=done.folder)
+        return Result(done, numbers=done.comparison.table, folder=done.folder, failure=done.failure)
+    return Result(done, markdown=done.runs[""].verdict, folder=done.folder, failure=done.failure)
 
 
 def run_recipe(
@@ -96,25 +98,51 @@ def run_recipe(
     _check(found, runs)
     first = next(iter(runs.values()))
     source = getattr(first, "folder_name", "") or getattr(first, "config", "")
-    folder = Path(out or found.content.out or Path("runs", as_folder_name(found.name, source)))
-    is_measured_here = COMMANDS[found.content.command].in_memory
-    if is_measured_here:
-        check_output(folder, overwrite, ("run",) if found.content.runs else RUNS)
+    folder = Path(out or _own_out(found) or Path("runs", as_folder_name(found.name, source)))
     console = Console(stderr=True, quiet=quiet)
-    print_line(console, f"{found.name}: {found.content.title}")
-    if not is_measured_here:
+    title = f"{found.name}: {found.content.title}"
+    if not COMMANDS[found.content.command].in_memory:
+        print_line(console, title)
         return _one_command(found, first, folder, overwrite, quiet)
-    measured = {}
+    replaced = ("run",) if found.content.runs else RUNS
+    reads = [getattr(asked, name, None) for asked in runs.values() for name in ("model", "input")]
+    with own_folder(folder, overwrite, replaced, reads):
+        print_line(console, title)
+        measured, failures = _measured(found, runs, folder, console)
+        with new_folder(folder) as fresh:
+            comparison = _write_several(found, measured, folder, fresh, start) if found.content.runs else None
+            if comparison is None:
+                write_run(measured[""], fresh, found.content.figures)
+    return RecipeRun(found, measured, comparison, folder, failure="; ".join(failures))
+
+
+def _own_out(recipe: Recipe) -> str | None:
+    """The folder that a recipe names; recipes may come from anywhere."""
+    out = recipe.content.out
+    try:
+        is_below = out is None or Path.cwd() in Path(out).resolve().parents
+    except (OSError, RuntimeError, ValueError):  # a circle of links, or what no path can be
+        is_below = False
+    if not is_below:
+        raise InputError(
+            f"{recipe.path}: `out: {out}` does not lie below the working directory: to write there, give it as --out"
+        )
+    return out
+
+
+def _measured(
+    recipe: Recipe, runs: Mapping[str, Options], folder: Path, console: Console
+) -> tuple[dict[str, Run], list[str]]:
+    """The runs by name, and what failed of them."""
+    measured, failures = {}, []
     for place, (name, asked) in enumerate(runs.items(), 1):
         if name:
             print_line(console, f"run {name} ({place} of {len(runs)})")
-        run = _module(found).command(asked, OutputOptions(quiet=quiet)).value
-        measured[name] = Run(run.manifest | {"recipe": found.record}, run.tables, folder / name)
-    with new_folder(folder) as fresh:
-        comparison = _write_several(found, measured, folder, fresh, start) if found.content.runs else None
-        if comparison is None:
-            write_run(measured[""], fresh, found.content.figures)
-    return RecipeRun(found, measured, comparison, folder)
+        result = _module(recipe).command(asked, OutputOptions(quiet=console.quiet))
+        measured[name] = Run(result.value.manifest | {"recipe": recipe.record}, result.value.tables, folder / name)
+        if result.failure:
+            failures.append(f"run {name}: {result.failure}" if name else result.failure)
+    return measured, failures
 
 
 def _module(recipe: Recipe) -> Any:

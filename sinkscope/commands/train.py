@@ -76,13 +76,24 @@ def train(
         SinkscopeError: as `retrofit` does.
     """
     options = options or _options(config, methods, tokenizer, given)
-    wanted, training = parse_methods(options.method), options.training
+    parse_methods(options.method)
     launched(cpu=options.device_map == "cpu")
     check_source(options.text)
     task = _task(options, tokenizer)
     shape = architecture(options.config)
     plan = Plan.of("train", options, out, overwrite, quiet, record, architecture=shape.to_diff_dict())
-    plan.check_folder()
+    with plan.own_folder(options.config, options.text, options.tokenizer):
+        return _train(plan, options, shape, task, tokenizer)
+
+
+def _train(
+    plan: Plan,
+    options: TrainOptions,
+    shape: PreTrainedConfig,
+    task: Task | None,
+    tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None,
+) -> Trained:
+    wanted, training = parse_methods(options.method), options.training
     with spinner(plan.console, "making the tokenizer"):
         tokens = task.tokenizer if task else _tokenizer(tokenizer or options.tokenizer, options, shape.vocab_size)
     _fit(shape, tokens)

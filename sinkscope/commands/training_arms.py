@@ -21,7 +21,8 @@ import copy
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -44,15 +45,16 @@ from sinkscope.models.loading import LoadedModel
 from sinkscope.models.positions import known_positions
 from sinkscope.options.measuring import RunConfig, make_config
 from sinkscope.options.training import ArmOptions, TrainingConfig
-from sinkscope.report.comparison import compare
+from sinkscope.report.comparison import compare, write_comparison
 from sinkscope.report.figures import save_figures
 from sinkscope.report.outputs import write_run
 from sinkscope.report.retrofit_table import UNTOUCHED
 from sinkscope.report.run import Run
 from sinkscope.report.trained import Trained, first_runs, retrofit_tables
-from sinkscope.results.folders import new_folder
-from sinkscope.results.manifest import MANIFEST, make_manifest, write_manifest
-from sinkscope.results.resume import check_resumable, claim, resumable
+from sinkscope.results.folders import alone_in, new_folder
+from sinkscope.results.manifest import MANIFEST, files_in, make_manifest, write_manifest
+from sinkscope.results.resume import FileList, check_resumable, claim, resumable
+from sinkscope.results.swap import new_file
 from sinkscope.results.tables import read_table, write_tables
 from sinkscope.retrofits import gate_displacement, retrofit_model
 from sinkscope.retrofits.registers import registers_before
@@ -60,9 +62,11 @@ from sinkscope.text.inputs import TokenInputs
 from sinkscope.training.arms import Arm, Method
 from sinkscope.training.blocks import Blocks
 from sinkscope.training.checkpoints import checkpoints, failures, keep_models
+from sinkscope.training.sharding import by_the_first
 from sinkscope.training.tasks import Task
 from sinkscope.training.trainer import check_trainable, no_bars, train
 
+RENEWED = ("figures", "comparison")  # folders of all arms together: written anew whenever the command goes on
 OWN_TABLES = ("training", "gates")  # of every arm; a task has more
 CALIBRATION = 16  # training blocks that the ranges of W8A8 come from, the same for all arms
 
@@ -124,9 +128,24 @@ class Plan:
             record=record,
         )
 
-    def check_folder(self) -> None:
-        """Raise InputError if the folder cannot be written, or was made with other options."""
-        check_resumable(self.folder, self.command, self.options, self.overwrite, self.defaults)
+    @contextmanager
+    def own_folder(self, *reads: str | None) -> Iterator[None]:
+        """Have the folder to this command, which may be several processes.
+
+        Args:
+            reads: as for `check_output`.
+
+        Raises:
+            InputError: it cannot be written, was made with other options, or another command is writing it.
+        """
+        with ExitStack() as stack:
+
+            def take() -> None:
+                stack.enter_context(alone_in(self.folder))
+                check_resumable(self.folder, self.command, self.options, self.overwrite, self.defaults, reads, RENEWED)
+
+            by_the_first(take)
+            yield
 
     def check_methods(self, methods: Iterable[Method], model: PreTrainedModel, family: Family) -> None:
         """Raise InputError for a method that cannot be trained on this model, before hours of training another."""
@@ -171,6 +190,7 @@ class TrainingArms:
         self.folder, self.console = self.plan.folder, self.plan.console
         self.held_out = self.folder / "held-out.npy"
         self.arms: dict[str, Any] = {}  # label → its record in the manifest
+        self.files = FileList(self.folder, [self.held_out.name], lambda: write_manifest(self.folder, self._manifest()))
 
     @property
     def is_main(self) -> bool:
@@ -198,7 +218,8 @@ class TrainingArms:
         """Make the folder this command's, and note its arms."""
         options = self.plan.options | {"text_sha256": self.blocks.sha256}
         found = None if self.plan.overwrite else resumable(self.folder, self.plan.command, options, self.plan.defaults)
-        self.arms = (found or {}).get("arms", {})
+        if found is not None:
+            self.arms, self.files.names = found["arms"], found.get("files")
         for arm in wanted:
             method, parameters = arm.method.name, dict(arm.method.parameters)
             record = {"method": method, "parameters": parameters, "label": arm.method.label, "seed": arm.seed}
@@ -208,15 +229,15 @@ class TrainingArms:
             self.arms[arm.label] = before | record
         PartialState().wait_for_everyone()  # all have looked
         if self.is_main:
-            with failures(self.folder):
-                if self.plan.overwrite and self.folder.exists():
-                    shutil.rmtree(self.folder)
-                claim(self.folder, self._manifest())
-                np.save(self.held_out, self.blocks.held_out)
+            begun = new_folder(self.folder) if found is None else nullcontext(self.folder)
+            with failures(self.folder), begun as folder:
+                claim(folder, self._manifest())
+                with new_file(folder / self.held_out.name) as fresh, fresh.open("wb") as file:
+                    np.save(file, self.blocks.held_out)
         PartialState().wait_for_everyone()
 
     def _manifest(self, tables: Iterable[str] = ()) -> dict[str, Any]:
-        facts = self.plan.options | {"text_sha256": self.blocks.sha256, "arms": self.arms}
+        facts = self.plan.options | {"text_sha256": self.blocks.sha256, "arms": self.arms, "files": self.files.names}
         if self.plan.record is not None:
             facts |= {"recipe": self.plan.record}
         return make_manifest(self.plan.command, start=self.plan.start, tables=tables, **facts)
@@ -235,12 +256,16 @@ class TrainingArms:
             if self.keep_checkpoints and (folder / "training").exists():
                 for checkpoint in checkpoints(folder / "training"):
                     self._save_tokenizer(checkpoint)
+                    kept = f"{arm.label}/checkpoints/{checkpoint.name}"
+                    self.files.add(*(f"{kept}/{name}" for name in files_in(checkpoint)))
                 keep_models(folder / "training", folder / "checkpoints")
             shutil.rmtree(folder / "training", ignore_errors=True)
         PartialState().wait_for_everyone()
 
     def _train(self, arm: Arm, folder: Path) -> None:
         model = retrofit_model(self.begin(arm), self.family, arm.method.name, **arm.method.parameters)
+        if self.is_main:
+            self.files.add(f"{arm.label}/training/")
         if self.keep_checkpoints and self.is_main:
             with failures(folder), no_bars():
                 self._save(model, folder / "checkpoints" / "checkpoint-0")
@@ -262,7 +287,7 @@ class TrainingArms:
             raw |= self.task.tables(model, self.family, self.blocks.held_out)
         self.arms[arm.label] |= {"moved": float(gates["displacement"].max()) if len(gates) else 0.0}
         with failures(folder / "training"), no_bars():
-            write_tables(publish(raw, self.loaded, arm.method.label), folder)
+            self._write_tables(publish(raw, self.loaded, arm.method.label), folder)
             write_manifest(self.folder, self._manifest())
             self._save(model, folder / "model")  # last: an arm with a model is trained
 
@@ -270,7 +295,7 @@ class TrainingArms:
         return lambda model: task.probe(model, self.family, self.blocks.held_out)
 
     def _save(self, model: PreTrainedModel, folder: Path) -> None:
-        with new_folder(folder) as fresh:
+        with self.files.new_folder(folder) as fresh:
             model.save_pretrained(fresh)
             self._save_tokenizer(fresh)
 
@@ -308,7 +333,7 @@ class TrainingArms:
         manifest = run_manifest(subject, config, facts, list(tables), start) | {"w8a8": costs}
         manifest["input"]["text"] = f"{self.blocks.name}, held out"
         target = self.folder / label / "run"
-        with spinner(self.console, "drawing the figures"), new_folder(target) as fresh:
+        with spinner(self.console, "drawing the figures"), self.files.new_folder(target) as fresh:
             write_run(Run(manifest, tables, target), fresh)
 
     def _calibration(self, subject: Subject) -> TokenInputs:
@@ -332,8 +357,9 @@ class TrainingArms:
         for name in self._task_tables(trained[0]):
             tables[name] = self._all_arms(name, [label for label in trained if runs[label].folder in first_folders])
         manifest = self._manifest(tables)
-        beside = self.folder / "comparison" if self.is_main else None
-        comparison = compare(*firsts.values(), out=beside, overwrite=True) if len(firsts) > 1 else None
+        comparison = compare(*firsts.values()) if len(firsts) > 1 else None
+        if comparison is not None and self.is_main:
+            comparison = replace(comparison, folder=self.folder / "comparison")
         done = Trained(self.folder, manifest, runs, comparison, tables)
         if self.is_main:
             with failures(self.folder):
@@ -341,11 +367,21 @@ class TrainingArms:
         return done
 
     def _write(self, done: Trained) -> None:
-        write_tables(done.tables, self.folder)
-        (self.folder / "retrofit.md").write_text(done.verdict, encoding="utf-8")
-        with new_folder(self.folder / "figures") as fresh:
+        self._write_tables(done.tables, self.folder)
+        self.files.add("retrofit.md")
+        with new_file(self.folder / "retrofit.md") as fresh:
+            fresh.write_text(done.verdict, encoding="utf-8")
+        with self.files.new_folder(self.folder / "figures") as fresh:
             save_figures(done.figures(), fresh)
-        write_manifest(self.folder, done.manifest)
+        if done.comparison is not None and done.comparison.folder is not None:
+            with self.files.new_folder(done.comparison.folder) as fresh:
+                write_comparison(done.comparison, fresh)
+        write_manifest(self.folder, done.manifest | {"files": self.files.names})
+
+    def _write_tables(self, tables: Mapping[str, pd.DataFrame], folder: Path) -> None:
+        paths = [folder / "tables" / f"{name}.parquet" for name in tables]
+        self.files.add(*(path.relative_to(self.folder).as_posix() for path in paths))
+        write_tables(tables, folder)
 
     def _task_tables(self, label: str) -> list[str]:
         names = sorted(path.stem for path in (self.folder / label / "tables").glob("*.parquet"))

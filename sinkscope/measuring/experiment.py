@@ -1,7 +1,8 @@
 """An experiment: the model as it is, then every arm and its random controls, measured by the same code."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -10,7 +11,7 @@ import torch
 from rich.console import Console
 
 from sinkscope.attention.kernels import upcast
-from sinkscope.errors import InputError
+from sinkscope.errors import InputError, SinkscopeError, described, was_interrupted
 from sinkscope.interventions import Intervention, Known, Target
 from sinkscope.measuring.console import print_part
 from sinkscope.measuring.effects import arm_metrics
@@ -57,6 +58,7 @@ class Experiment:
     console: Console
     records: dict[str, dict[str, Any]] = field(default_factory=dict)  # label → what was done, for the manifest
     skipped: dict[str, str] = field(default_factory=dict)  # label → why it was not
+    errors: dict[str, Exception] = field(default_factory=dict)  # label → with which it broke off
     batch_size: int = 0  # that fitted
     parity_error: float | None = None  # of the model as it is
     _parts: dict[str, list[pd.DataFrame]] = field(default_factory=lambda: defaultdict(list))
@@ -69,7 +71,8 @@ class Experiment:
             The tables by name; their `condition` is the arm.
 
         Raises:
-            InputError: an arm does not apply, names what the model does not have, or would change nothing.
+            InputError: an arm does not apply, or names what the model does not have.
+            Exception: with which the first arm broke off, where none is left. Of others see `failed`.
         """
         length = min(len(ids) for ids in self.subject.inputs.sequences)
         known = Known(Target(self.subject.loaded.model, self.subject.family, seams=[]), length)
@@ -79,11 +82,22 @@ class Experiment:
             self.before = self._measured(BEFORE, (), extra=check.fresh)
             self.parity_error = check.error
             known.tables, known.hidden_means = self.before.tables, self._hidden_mean
-        for place, (label, stack) in enumerate(self.wanted.items(), 1):
-            if label not in self.skipped:
-                print_part(self.console, label, place, len(self.wanted))
-                self._run_arm(label, stack, known)
+        resolved = self._resolved(known)
+        for place, (label, stack) in enumerate(resolved.items(), 1):
+            print_part(self.console, label, place, len(resolved))
+            with self._failing_alone(label):
+                self.WAYS[_way(stack)](self, label, self.wanted[label], stack, known)
+        if self.errors and not self.records:
+            raise next(iter(self.errors.values()))
         return {name: pd.concat(parts, ignore_index=True) for name, parts in self._parts.items()}
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """Label → why its measuring broke off."""
+        return {
+            label: str(error) if isinstance(error, SinkscopeError) else described(error)
+            for label, error in self.errors.items()
+        }
 
     def _check_arms(self, known: Known) -> None:
         """Before anything is measured: does every arm apply, and does the model have what it names?"""
@@ -97,17 +111,39 @@ class Experiment:
             for part in stack:
                 part.check(known.target, known.length)
 
-    def _run_arm(self, label: str, stack: Stack, known: Known) -> None:
+    def _resolved(self, known: Known) -> dict[str, Stack]:
+        """Label → what it is, once all that was left open is decided; before any arm is measured."""
+        resolved: dict[str, Stack] = {}
+        for label, stack in self.wanted.items():
+            if label in self.skipped:
+                continue
+            try:
+                decided = tuple(part.resolved(known) for part in stack)
+                for part in decided:
+                    part.check(known.target, known.length)
+                resolved[label] = decided
+            except InputError as error:
+                if not self.lenient:
+                    raise
+                self.skipped[label] = str(error).removeprefix(f"{label}: ")
+        return resolved
+
+    @contextmanager
+    def _failing_alone(self, label: str) -> Iterator[None]:
+        """Nothing of an arm that fails is kept, and nothing of other arms is lost."""
+        kept = {name: len(parts) for name, parts in self._parts.items()}
         try:
-            resolved = tuple(part.resolved(known) for part in stack)
-            for part in resolved:
-                part.check(known.target, known.length)
-            self.WAYS[_way(stack)](self, label, stack, resolved, known)
-        except InputError as error:
-            # Only the choice of parameters is lenient: an arm that has begun to be measured is not skipped.
-            if not self.lenient or label in self.records:
+            yield
+        except Exception as error:
+            if was_interrupted(error):
                 raise
-            self.skipped[label] = str(error).removeprefix(f"{label}: ")
+            self.records.pop(label, None)
+            for name, parts in self._parts.items():
+                del parts[kept.get(name, 0) :]
+            if self.lenient and isinstance(error, InputError):  # it would change nothing
+                self.skipped[label] = str(error).removeprefix(f"{label}: ")
+            else:
+                self.errors[label] = error
 
     def _by_pass(self, label: str, stack: Stack, resolved: Stack, known: Known) -> None:
         """Before, after and controls, each in one pass of the tracer."""

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import field_validator, model_validator
 
-from sinkscope.options.option import Options, as_folder_name, checked, option
+from sinkscope.options.option import Options, as_folder_name, checked, distinct_folder_name, option
 
 POSITIONS, WINDOW = 16, 64  # where the sequences are long enough; GS fig. 1 and WSE
 DEMO_NAME = "SmolLM2-135M-Instruct"  # the model of a run that names none
@@ -35,7 +35,7 @@ class ModelOptions(Options):
         source = Path(self.gguf_file or self.model or DEMO_NAME)
         if source.exists():
             source = source.resolve()  # "." has no name
-        return as_folder_name(source.stem if source.suffix == ".gguf" else source.name, self.revision)
+        return distinct_folder_name(source.stem if source.suffix == ".gguf" else source.name, self.revision)
 
 
 class DeviceOptions(Options):
@@ -187,7 +187,7 @@ class RunConfig(ObservableOptions, InputOptions, DeviceOptions, ModelOptions):
     def run_name(self) -> str:
         """The model's name, its revision and what it reads, fit for a folder."""
         reads = Path(self.dataset.split(":")[0]).name if self.dataset else Path(self.input).stem
-        return as_folder_name(self.folder_name, reads)
+        return as_folder_name(self.folder_name, distinct_folder_name(reads))
 
 
 class AnalyzeOptions(RunConfig):

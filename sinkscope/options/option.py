@@ -4,9 +4,11 @@ The command line, a recipe and run.json are three spellings of the same model: t
 constraints check the value; its description, panel and metavar are what `--help` shows.
 """
 
+import os
 import re
 from collections.abc import Mapping
 from copy import copy
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -89,6 +91,13 @@ def flag(name: str) -> str:
 def as_folder_name(*parts: str | None) -> str:
     """The parts that there are, joined by hyphens, without characters that do not belong in a folder's name."""
     return re.sub(r"[^\w.+=@-]+", "-", "-".join(part for part in parts if part)).lstrip(".-")
+
+
+def distinct_folder_name(*parts: str | None) -> str:
+    """The same, and another one for other parts: where characters were lost, a checksum of what they were follows."""
+    given = "-".join(part for part in parts if part)
+    name = as_folder_name(given)
+    return name if name == given else as_folder_name(name, sha256(os.fsencode(given)).hexdigest()[:6])
 
 
 # ------------------------------------------------------------------------------------------- one-line complaints

@@ -31,6 +31,8 @@ from sinkscope.options.option import Options, checked
 
 ENDINGS = (".yaml", ".yml")
 COMPARISON = "comparison"  # the folder beside those of several runs
+RESERVED = (COMPARISON, "run.json")  # what lies beside the folders of several runs
+LONGEST_NAME = 200  # bytes: file systems allow 255, and temporary names are longer
 
 # what a recipe, which may come from anywhere, cannot decide, and why
 NOT_OPTIONS = {
@@ -91,8 +93,12 @@ class Content(BaseModel):
         if len(runs) == 1:
             raise ValueError("there is only one: write its options under `options`, and leave `runs` out")
         for name in runs:
-            if not re.fullmatch(r"[\w+=@-][\w.+=@-]*", name) or name == COMPARISON:
-                raise ValueError(f"'{name}' cannot be the name of a run, which is also its folder's: choose another")
+            is_folder = re.fullmatch(r"[\w+=@-][\w.+=@-]*", name) and len(os.fsencode(name)) <= LONGEST_NAME
+            if not is_folder or name.casefold() in RESERVED:
+                shown = one_line(name, 40)
+                raise ValueError(f"'{shown}' cannot be the name of a run, which is also its folder's: choose another")
+        if len({name.casefold() for name in runs}) < len(runs):
+            raise ValueError("two runs are called alike but for upper and lower case: choose another name for one")
         return runs
 
 

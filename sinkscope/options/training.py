@@ -14,7 +14,7 @@ from sinkscope.options.measuring import (
     SeedOptions,
     SequenceOptions,
 )
-from sinkscope.options.option import Options, as_folder_name, option
+from sinkscope.options.option import Options, as_folder_name, distinct_folder_name, option
 
 
 class TrainingConfig(SeedOptions):
@@ -164,4 +164,4 @@ class TrainOptions(ArmOptions):
         return path.resolve().stem if path.exists() else self.config
 
     def folder(self) -> Path:
-        return Path("runs", as_folder_name(Path(self.config).stem, "train"))
+        return Path("runs", as_folder_name(distinct_folder_name(Path(self.config).stem), "train"))

@@ -10,7 +10,7 @@ import html
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from sinkscope.report.figures.spec import draw_all
 from sinkscope.report.figures.style import Figure
 from sinkscope.report.run import Run
 from sinkscope.report.words import span
-from sinkscope.results.folders import check_output, new_folder
+from sinkscope.results.folders import new_folder, own_folder
 from sinkscope.results.manifest import make_manifest, write_manifest
 from sinkscope.results.tables import write_tables
 
@@ -89,7 +89,19 @@ def compare(
     start = time.time()
     if len(runs) < 2:
         raise InputError(f"a comparison needs at least two runs; {len(runs) or 'none'} was given")
-    folder = None if out is None else check_output(out, overwrite, ("compare",))
+    with own_folder(out, overwrite, ("compare",), reads=_folders(runs)) as folder:
+        comparison = replace(_compared(runs), folder=folder)
+        if folder is not None:
+            with new_folder(folder) as fresh:
+                write_comparison(comparison, fresh, start)
+        return comparison
+
+
+def _folders(runs: tuple[Run | str | os.PathLike[str], ...]) -> list[str | os.PathLike[str] | None]:
+    return [run.folder if isinstance(run, Run) else run for run in runs]
+
+
+def _compared(runs: tuple[Run | str | os.PathLike[str], ...]) -> Comparison:
     opened = tuple(run if isinstance(run, Run) else Run.open(run) for run in runs)
     for run in opened:
         if run.command != "analyze":
@@ -98,11 +110,7 @@ def compare(
             )
     names = _labels(opened)
     differing = differing_settings([run.manifest for run in opened], names)
-    comparison = Comparison(opened, _table(opened, names), _by_layer(opened, names), differing, folder)
-    if folder is not None:
-        with new_folder(folder) as fresh:
-            _write(comparison, names, fresh, start)
-    return comparison
+    return Comparison(opened, _table(opened, names), _by_layer(opened, names), differing)
 
 
 def differing_settings(manifests: list[dict[str, Any]], names: list[str]) -> pd.DataFrame:
@@ -149,15 +157,17 @@ def _by_layer(runs: tuple[Run, ...], names: list[str]) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True)[["model", "condition", "layer", "run", "metric", "value"]]
 
 
-def _write(comparison: Comparison, names: list[str], folder: Path, start: float) -> None:
-    """Tables, figures and manifest into an empty folder; the manifest last."""
+def write_comparison(comparison: Comparison, folder: Path, start: float | None = None) -> None:
+    """Tables, figures and manifest into an empty folder; the manifest last. `start`: when it began, if not now."""
     tables = {"comparison": comparison.table.reset_index(), "comparison_by_layer": comparison.by_layer}
     write_tables(tables, folder)
     save_figures(comparison.figures(), folder / "figures")
     runs = [
         {"label": name, "folder": run.folder and str(run.folder), "model": run.model, "condition": run.condition}
-        for run, name in zip(comparison.runs, names, strict=True)
+        for run, name in zip(comparison.runs, _labels(comparison.runs), strict=True)
     ]
     config = {"runs": [run["folder"] for run in runs]}
     differing = comparison.differing.to_dict(orient="index")
-    write_manifest(folder, make_manifest("compare", config, start, tables, runs=runs, differing=differing))
+    write_manifest(
+        folder, make_manifest("compare", config, start or time.time(), tables, runs=runs, differing=differing)
+    )

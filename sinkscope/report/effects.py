@@ -103,7 +103,7 @@ def overview(run: RunData) -> pd.DataFrame:
         if label not in measured:
             rows += [{"arm": _streaming_name(row)} | _texts({("perplexity", NO_POSITION): (row.perplexity, np.nan)})
                      for row in _streamed(run, label).itertuples()]  # fmt: skip
-    table = pd.DataFrame(rows).fillna("")
+    table = pd.DataFrame(rows or [before]).fillna("")
     return table[["arm", *(heading for heading in map(_heading, columns) if heading in table)]]
 
 
@@ -139,10 +139,11 @@ def _streaming_name(row: Any) -> str:
 def findings(run: RunData) -> list[Finding]:
     """What every arm does, and what the papers expect of it; then what does not apply."""
     found = [finding for label in arms(run) for finding in findings_of(run, label)]
-    skipped = run.manifest["skipped"].items()
-    return found + [
-        Finding("skipped", "Does not apply here", numbers={"what": name, "reason": reason}) for name, reason in skipped
-    ]
+    for name, reason in run.manifest["skipped"].items():
+        found.append(Finding("skipped", "Does not apply here", numbers={"what": name, "reason": reason}))
+    for name, reason in run.manifest.get("failed", {}).items():
+        found.append(Finding("failed", "Failed", numbers={"what": name, "reason": reason}))
+    return found
 
 
 def findings_of(run: RunData, label: str) -> list[Finding]:

@@ -106,6 +106,7 @@ TEMPLATES: dict[tuple[str, Outcome], str] = {
     ("not-measured", MEASURED): "{what} ({reason})",
     # intervene
     ("skipped", MEASURED): "`{what}` does not apply: {reason}.",
+    ("failed", MEASURED): "`{what}` could not be measured: {reason}.",
     ("change", ABSENT): "There is no sink at position {position}, before or after.",
     ("change", FALLS): _CHANGE.replace("…", "falls"),
     ("change", RISES): _CHANGE.replace("…", "rises"),

@@ -1,114 +1,184 @@
-"""Folders that a command writes: checked beforehand, written under a temporary name, renamed when they are complete."""
+"""Folders that a command writes: checked beforehand, one command's at a time, renamed when they are complete."""
 
 import os
-import secrets
-import shutil
-import tempfile
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from sinkscope.errors import InputError, SinkscopeError, one_line
-from sinkscope.results.manifest import MANIFEST, RUNS, read_manifest
+from sinkscope.results.manifest import MANIFEST, RUNS, read_manifest, strangers
+from sinkscope.results.swap import NEW, beside, locked, put_in_place, put_right
 
-_TEMPORARY = ".sinkscope-"  # how the names of unfinished folders begin
+
+@contextmanager
+def own_folder(
+    folder: str | os.PathLike[str] | None,
+    overwrite: bool,
+    commands: Collection[str] = RUNS,
+    reads: Iterable[str | os.PathLike[str] | None] = (),
+) -> Iterator[Path | None]:
+    """Have the folder that a command writes to oneself, checked before anything is computed.
+
+    Args:
+        folder: where to write. None: nowhere, which is never in the way.
+        overwrite, commands, reads: as for `check_output`.
+
+    Yields:
+        The folder as a path.
+
+    Raises:
+        InputError: as `check_output` and `alone_in` do.
+    """
+    if folder is None:
+        yield None
+        return
+    with alone_in(folder) as path:
+        check_output(path, overwrite, commands, reads)
+        yield path
 
 
-def check_output(folder: str | os.PathLike[str], overwrite: bool, commands: Collection[str] = RUNS) -> Path:
+@contextmanager
+def alone_in(folder: str | os.PathLike[str]) -> Iterator[Path]:
+    """Keep other processes out of a folder, which need not exist, and put right what a kill has left of it.
+
+    Raises:
+        InputError: another process writes it, or nobody can.
+    """
+    path = Path(folder)
+    real, parent = _place(path)
+    with ExitStack() as stack:
+        stack.callback(_remove_empty, _missing_parents(real))
+        try:
+            real.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(real))
+            put_right(real)
+        except BlockingIOError:
+            raise InputError(
+                f"--out {path} is being written by another process: wait for it, or name another folder"
+            ) from None
+        except OSError as error:  # permission bits do not tell: root passes them, read-only file systems do not ask
+            raise InputError(f"--out {path} cannot be written: writing in {parent} fails ({error.strerror})") from None
+        yield path
+
+
+def _place(folder: Path) -> tuple[Path, Path]:
+    """The real path of a folder, and the folder there is that it is or will be in. Raises: InputError."""
+    try:
+        real = folder.resolve()
+        parent = next((path for path in real.parents if path.exists()), real)
+        in_the_way = real if real.exists() else parent
+        is_folder = in_the_way.is_dir()
+    except (OSError, RuntimeError, ValueError) as error:  # also a circle of links, and what no path can be
+        reason = getattr(error, "strerror", None) or one_line(error)
+        raise InputError(f"--out {folder} cannot be used: {reason}") from None
+    if not is_folder:
+        raise InputError(f"--out {folder}: the file {in_the_way} is in the way")
+    if not real.name:
+        raise _not_replaceable(folder)
+    return real, parent
+
+
+def _not_replaceable(folder: Path) -> InputError:
+    return InputError(f"--out {folder} cannot be made anew: name a new folder in it, such as {folder / 'run'}")
+
+
+def check_output(
+    folder: Path,
+    overwrite: bool,
+    commands: Collection[str] = RUNS,
+    reads: Iterable[str | os.PathLike[str] | None] = (),
+) -> None:
     """Check, before anything is computed, that a command can write its folder.
 
     Args:
         folder: where to write.
         overwrite: whether an earlier result there may be replaced.
         commands: those whose earlier result may be replaced; any other folder is left alone.
-
-    Returns:
-        The folder as a path.
+        reads: names of a model, an input, …: where one is a file or folder, nothing that holds it is replaced.
 
     Raises:
-        InputError: it holds something else, or cannot be written.
+        InputError: it holds something else, or cannot be replaced.
     """
-    folder = Path(folder)
+    real = folder.resolve()
     try:
-        _check_target(folder, overwrite, commands)
+        if (real / MANIFEST).exists():
+            if not overwrite:
+                raise InputError(f"--out {folder} already holds a run: --overwrite replaces it, or name another folder")
+            _check_replaceable(folder, commands, reads)
+        elif real.is_dir() and any(real.iterdir()):
+            raise InputError(f"--out {folder} is not empty and holds no run: name another folder, or a new one in it")
     except OSError as error:
         raise InputError(f"--out {folder} cannot be used: {error.strerror}") from None
-    return folder
-
-
-def _check_target(folder: Path, overwrite: bool, commands: Collection[str]) -> None:
-    real = folder.resolve()
-    parent = next((path for path in real.parents if path.exists()), real)
-    in_the_way = real if real.exists() else parent
-    if not in_the_way.is_dir():
-        raise InputError(f"--out {folder}: the file {in_the_way} is in the way")
-    if (real / MANIFEST).exists():
-        if not overwrite:
-            raise InputError(f"--out {folder} already holds a run: --overwrite replaces it, or name another folder")
-        _check_replaceable(folder, commands)
-    elif real.is_dir() and any(real.iterdir()):
-        raise InputError(f"--out {folder} is not empty and holds no run: name another folder, or a new one in it")
     if os.path.ismount(real) or Path.cwd().is_relative_to(real):
-        raise InputError(f"--out {folder} cannot be made anew: name a new folder in it, such as {folder / 'run'}")
-    try:  # permission bits do not tell: root passes them, read-only file systems do not ask
-        os.rmdir(tempfile.mkdtemp(prefix=_TEMPORARY, dir=parent))
-    except OSError as error:
-        raise InputError(
-            f"--out {folder} cannot be written: making a folder in {parent} fails ({error.strerror})"
-        ) from None
+        raise _not_replaceable(folder)
 
 
-def _check_replaceable(folder: Path, commands: Collection[str]) -> None:
-    """What another command wrote may have taken days; a damaged manifest protects nothing."""
+def _check_replaceable(folder: Path, commands: Collection[str], reads: Iterable[str | os.PathLike[str] | None]) -> None:
+    """Only what a command of ours wrote is replaced, which may have taken days, and only with nothing else in it."""
     try:
         by = read_manifest(folder, None)["command"]
-    except InputError:
-        return
+        stranger = next(strangers(folder), None) if by in commands else None
+    except InputError as error:
+        raise InputError(f"--out {folder} is not replaced: {error}; delete it, or name another folder") from None
     if by not in commands:
         raise InputError(f"--out {folder} holds what `{by}` wrote, and is not replaced: name another folder")
+    if stranger is not None:
+        raise InputError(
+            f"--out {folder} is not replaced: it holds {stranger.relative_to(folder)}, which no run wrote; "
+            "move that away, or name another folder"
+        )
+    for source in reads:
+        if source is not None and _real(source).is_relative_to(folder.resolve()):
+            raise InputError(f"--out {folder} is not replaced: it holds {source}, which is read; name another folder")
+
+
+def _real(source: str | os.PathLike[str]) -> Path:
+    """Of a file or folder, if it is one: `org/name` may also be of the hub."""
+    try:
+        return Path(source).expanduser().resolve()
+    except (OSError, RuntimeError, ValueError):  # no path at all
+        return Path(os.devnull)
 
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
     """A temporary folder that becomes `folder` when the block ends well, and vanishes when it does not.
 
-    What `folder` held before is replaced only then.
+    What `folder` held before is replaced only then. Nobody else may write it meanwhile: see `own_folder`.
 
     Raises:
         SinkscopeError: the disk refuses.
     """
     real = folder.resolve()
-    made = [path for path in real.parents if not path.exists()]  # the innermost first
-    temporary = real.parent / f"{_TEMPORARY}{secrets.token_hex(4)}"
     try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        _put_in_place(temporary, real)
-    except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        with suppress(OSError):  # not empty: another run's by now
-            for path in made:
-                path.rmdir()
-        if isinstance(error, OSError):
-            raise SinkscopeError(f"writing {folder} failed, and nothing of it is left: {one_line(error)}") from error
-        raise
+        with _undone(real):
+            put_right(real)
+            fresh = beside(real, NEW)
+            fresh.mkdir(parents=True)
+            yield fresh
+            put_in_place(real)
+    except OSError as error:
+        raise SinkscopeError(f"writing {folder} failed, and nothing of it is left: {one_line(error)}") from error
 
 
-def unfinished(folder: Path) -> Iterable[Path]:
-    """What kills have left of `new_folder` anywhere in a folder."""
-    return list(folder.rglob(f"{_TEMPORARY}*"))
-
-
-def _put_in_place(temporary: Path, folder: Path) -> None:
-    """Rename, with what was there before put aside: at no time is there neither."""
-    if not folder.exists():
-        os.replace(temporary, folder)
-        return
-    aside = temporary.with_name(temporary.name + "-old")
-    os.replace(folder, aside)
+@contextmanager
+def _undone(real: Path) -> Iterator[None]:
+    """What a block that fails has written of a folder is removed."""
+    made = _missing_parents(real)
     try:
-        os.replace(temporary, folder)
+        yield
     except BaseException:
-        os.replace(aside, folder)
+        put_right(real)
+        _remove_empty(made)
         raise
-    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _missing_parents(folder: Path) -> list[Path]:
+    """Innermost first."""
+    return [path for path in folder.parents if not path.exists()]
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    with suppress(OSError):  # not empty: something was written, or is another run's
+        for path in folders:
+            path.rmdir()

@@ -1,4 +1,9 @@
-"""run.json: which command wrote a folder, with what options, versions, time and memory. Every folder has one."""
+"""run.json: which command wrote a folder, with what options, versions, time and memory. Every folder has one.
+
+It lists the files of its folder, so that nothing else is taken for the command's: by their paths in it, and a folder
+all of whose content is the command's with a / at its end. Of a folder in it that has a run.json of its own only that
+is listed.
+"""
 
 import json
 import os
@@ -7,21 +12,22 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from sinkscope.errors import InputError
+from pydantic import ValidationError
+
+from sinkscope.errors import InputError, one_line
+from sinkscope.results.schema import KINDS
+from sinkscope.results.swap import PREFIX, find_again, new_file
 
 MANIFEST = "run.json"
 LIBRARIES = ("torch", "transformers", "nnsight", "accelerate", "pandas")
 RUNS = ("analyze", "intervene", "quantize")  # commands whose folder is one run, with tables of its own
-# what a manifest needs besides its head, by the command that wrote it: opening a folder rests on these
-_NEEDED = {command: {"condition", "model"} for command in RUNS}
-_NEEDED |= {"analyze_steps": {"steps"}, "retrofit": {"arms"}, "train": {"arms"}}
 
 
 def make_manifest(
@@ -52,10 +58,50 @@ def make_manifest(
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Write run.json under a temporary name and rename it: a kill leaves the file as it was."""
-    temporary = folder / f"{MANIFEST}.tmp"
-    temporary.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, folder / MANIFEST)
+    """Write run.json, at last: it lists the files that are there, unless `files` are given. A kill leaves the file as
+    it was.
+    """
+    listed = manifest if "files" in manifest else {**manifest, "files": files_in(folder)}
+    with new_file(folder / MANIFEST) as fresh:
+        fresh.write_text(json.dumps(listed, indent=2) + "\n", encoding="utf-8")
+
+
+def files_in(folder: Path) -> list[str]:
+    """What there is to list of a folder, but for its own run.json."""
+    return sorted(name for path in _files(folder) if (name := path.relative_to(folder).as_posix()) != MANIFEST)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """All but what is unfinished; of a folder with a run.json of its own only that."""
+    for path in folder.iterdir():
+        if path.name.startswith(PREFIX):
+            continue
+        if path.is_symlink() or not path.is_dir():
+            yield path
+        elif (path / MANIFEST).exists():
+            yield path / MANIFEST
+        else:
+            yield from _files(path)
+
+
+def strangers(folder: Path) -> Iterator[Path]:
+    """What is in a command's folder that the command did not write.
+
+    Raises:
+        InputError: a run.json in it does not say.
+    """
+    listed = read_manifest(folder, None).get("files")
+    if listed is None:
+        raise InputError(f"{folder / MANIFEST} is of an older sinkscope, which did not list its files")
+    known, whole = {MANIFEST, *listed}, tuple(name for name in listed if name.endswith("/"))
+    for path in sorted(_files(folder)):
+        name = path.relative_to(folder).as_posix()
+        if whole and name.startswith(whole):
+            continue
+        if name not in known:
+            yield path
+        elif path.name == MANIFEST and path.parent != folder:
+            yield from strangers(path.parent)
 
 
 def folder_of(path: str | os.PathLike[str]) -> Path:
@@ -75,8 +121,34 @@ def read_manifest(folder: Path, commands: Collection[str] | None = RUNS) -> dict
         InputError: there is no run.json, it cannot be read, it is another file, or another command wrote it.
     """
     path = folder / MANIFEST
+    manifest = _parsed(path)
+    if not isinstance(manifest, dict) or not manifest.keys() >= {"command", "config", "tables"}:
+        raise InputError(f"{path} is not the manifest of a run: it is another JSON file")
+    by = manifest["command"]
+    kind = KINDS.get(by) if isinstance(by, str) else None
+    if kind is None:
+        raise InputError(f"{path} is not the manifest of a run: no command is called {one_line(by, 40)}")
+    if commands is not None and by not in commands:
+        raise InputError(f"{path} is of `sinkscope {by}`, not of `{'`, `'.join(commands)}`{_runs_inside(folder)}")
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        kind.model_validate(manifest)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        where, what = one_line(".".join(map(str, wrong["loc"])), 80), one_line(wrong["msg"])
+        raise InputError(f"{path} is not the manifest of a run: it is damaged (`{where}`: {what})") from None
+    return manifest
+
+
+def _parsed(path: Path) -> Any:
+    folder = path.parent
+    try:
+        if not path.exists() and find_again(folder):
+            return _parsed(path)
+        if path.exists() and not path.is_file():
+            raise InputError(f"{path} is not the manifest of a run: it is no file")
+        found = json.loads(path.read_text(encoding="utf-8"))
+        json.dumps(found, ensure_ascii=False).encode()  # half a character, which JSON can write, is no text
+        return found
     except (FileNotFoundError, NotADirectoryError):
         what = f"it has no {MANIFEST}" if folder.is_dir() else "it does not exist"
         raise InputError(f"{folder} is not a run folder: {what}{_runs_inside(folder)}") from None
@@ -84,14 +156,6 @@ def read_manifest(folder: Path, commands: Collection[str] | None = RUNS) -> dict
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError):  # no JSON, or not even UTF-8
         raise InputError(f"{path} is not the manifest of a run: it is damaged, or another file") from None
-    if not isinstance(manifest, dict) or not manifest.keys() >= {"command", "config", "tables"}:
-        raise InputError(f"{path} is not the manifest of a run: it is another JSON file")
-    by = manifest["command"]
-    if commands is not None and by not in commands:
-        raise InputError(f"{path} is of `sinkscope {by}`, not of `{'`, `'.join(commands)}`{_runs_inside(folder)}")
-    if not manifest.keys() >= _NEEDED.get(by, set()) or not isinstance(manifest["config"], dict):
-        raise InputError(f"{path} is not the manifest of a run: it is damaged")
-    return manifest
 
 
 def _runs_inside(folder: Path) -> str:

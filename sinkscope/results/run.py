@@ -7,7 +7,7 @@ RUN/verdict.md        the findings
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -15,7 +15,7 @@ from typing import Any, Self
 import pandas as pd
 
 from sinkscope.errors import InputError, one_line, unknown
-from sinkscope.results.manifest import folder_of, read_manifest
+from sinkscope.results.manifest import MANIFEST, folder_of, read_manifest
 from sinkscope.results.tables import read_table
 
 
@@ -42,11 +42,11 @@ class RunData:
         """
         folder = folder_of(folder)
         manifest = read_manifest(folder)
-        paths = {name: folder / "tables" / f"{name}.parquet" for name in manifest["tables"]}
-        missing = [str(path) for path in paths.values() if not path.is_file()]
+        tables = _TablesOnDisk(folder, manifest["tables"])
+        missing = [str(path) for path in tables.paths if not path.is_file()]
         if missing:
             raise InputError(f"{folder} is incomplete: {missing[0]} is missing")
-        return cls(manifest, _TablesOnDisk(paths), folder)
+        return cls(manifest, tables, folder)
 
     @property
     def model(self) -> str:
@@ -86,15 +86,28 @@ class RunData:
         return float(found.iloc[0]) if len(found) else float("nan")
 
 
+class NoTable(InputError, KeyError):
+    """Of a run that was opened; KeyError is what mappings raise."""
+
+    __str__ = InputError.__str__
+
+
 class _TablesOnDisk(Mapping[str, pd.DataFrame]):
     """Tables read when they are first asked for."""
 
-    def __init__(self, paths: dict[str, Path]) -> None:
-        self._paths = paths
+    def __init__(self, folder: Path, names: Iterable[str]) -> None:
+        self._folder = folder
+        self._paths = {name: folder / "tables" / f"{name}.parquet" for name in names}
         self._read: dict[str, pd.DataFrame] = {}
+
+    @property
+    def paths(self) -> Iterable[Path]:
+        return self._paths.values()
 
     def __getitem__(self, name: str) -> pd.DataFrame:
         if name not in self._read:
+            if name not in self._paths:
+                raise NoTable(f"{self._folder} has no table '{name}', by its {MANIFEST}")
             try:
                 self._read[name] = read_table(self._paths[name])
             except (OSError, ValueError) as error:  # pyarrow's are both

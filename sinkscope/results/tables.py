@@ -1,11 +1,12 @@
 """The parquet tables: what a column is, the columns that many tables have, and reading and writing a table."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import pandas as pd
+
+from sinkscope.results.swap import new_file
 
 
 class Column(NamedTuple):
@@ -66,9 +67,8 @@ TRAINING_TABLES: dict[str, Columns] = {
 
 def write_table(table: pd.DataFrame, path: Path) -> None:
     """Write under a temporary name and rename: a killed run leaves no half table."""
-    temporary = path.with_suffix(".parquet.tmp")
-    table.to_parquet(temporary, index=False)
-    os.replace(temporary, path)
+    with new_file(path) as fresh:
+        table.to_parquet(fresh, index=False)
 
 
 def write_tables(tables: Mapping[str, pd.DataFrame], folder: Path) -> None:

@@ -10,11 +10,13 @@ gathered with the layer.
 
 import atexit
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 
 from sinkscope.errors import InputError
 
@@ -45,6 +47,20 @@ def launched(cpu: bool = False) -> PartialState:
     check_sharding()
     atexit.register(state.destroy_process_group)  # gloo can abort if this is left to the interpreter's end
     return state
+
+
+def by_the_first(work: Callable[[], object]) -> None:
+    """Do something on the first of several processes. What it finds wrong (InputError) is raised on all."""
+    state = PartialState()
+    wrong: list[str | None] = [None]
+    if state.is_main_process:
+        try:
+            work()
+        except InputError as error:
+            wrong = [str(error)]
+    broadcast_object_list(wrong)
+    if wrong[0] is not None:
+        raise InputError(wrong[0])
 
 
 def is_sharded() -> bool:

@@ -28,6 +28,7 @@ from sinkscope.measuring.tables import column_names
 from sinkscope.measuring.tracer import Tracer
 from sinkscope.report.figures import FIGURES, applicable
 from sinkscope.report.run import Run
+from sinkscope.results.folders import alone_in
 from sinkscope.results.tables import LEADING, write_table
 
 SMALL = ("--num-seqs", "4", "--seq-len", "24")
@@ -442,7 +443,7 @@ def test_out_under_a_file(tiny: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc, which takes no folders even from root")
 def test_out_where_no_folder_can_be_made(tiny: Path) -> None:
-    assert "cannot be written: making a folder in /proc fails" in refused(2, "analyze", tiny, "--out", "/proc/run")
+    assert "cannot be written: writing in /proc fails" in refused(2, "analyze", tiny, "--out", "/proc/run")
 
 
 def test_out_that_is_taken(tiny: Path, finished: tuple[Result, Path]) -> None:
@@ -504,6 +505,54 @@ def test_from_a_run_that_cannot_be_repeated(
     manifest["config"] |= changes
     Path("old/run.json").write_text(json.dumps(manifest | {"sinkscope": "0.0"}))
     assert message in refused(2, "analyze", "--from", "old")
+
+
+def test_from_a_damaged_run_is_refused_before_a_model_is_loaded(
+    finished: tuple[Result, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sinkscope.commands.analyze.open_subject", lambda *args: pytest.fail("loaded"))
+    manifest = json.loads((finished[1] / "run.json").read_text(encoding="utf-8"))
+    Path("old").mkdir()
+    for damaged in ([1], "random", None, manifest["input"] | {"sha256": None}):
+        Path("old/run.json").write_text(json.dumps(manifest | {"input": damaged}))
+        assert "old/run.json is not the manifest of a run: it is damaged (`input" in refused(
+            2, "analyze", "--from", "old"
+        )
+
+
+# --- what --overwrite replaces ---
+
+
+def test_overwrite_replaces_a_run_alone(tiny: Path, finished: tuple[Result, Path]) -> None:
+    shutil.copytree(finished[1], "run")
+    Path("run/notes.txt").write_text("days of work")
+    message = refused(2, "analyze", tiny, *SMALL, "--out", "run", "--overwrite")
+    assert "--out run is not replaced: it holds notes.txt, which no run wrote" in message
+    Path("project/data").mkdir(parents=True)
+    Path("project/data/rows.csv").write_text("1,2")
+    Path("project/run.json").write_text('{"scripts": {"start": "node ."}}')
+    message = refused(2, "analyze", tiny, *SMALL, "--out", "project", "--overwrite")
+    assert "--out project is not replaced: project/run.json is not the manifest of a run" in message
+
+
+def test_overwrite_spares_the_model_and_the_input(tiny: Path) -> None:
+    shutil.copytree(tiny, "model")
+    Path("model/run.json").write_text("{}")
+    assert "is not replaced" in refused(2, "analyze", "model", *SMALL, "--out", "model", "--overwrite")
+    Path("texts").mkdir()
+    Path("texts/words.txt").write_text("the of and " * 99)
+    Path("texts/run.json").write_text("{}")
+    message = refused(2, "analyze", tiny, *SMALL, "--input", "texts/words.txt", "--out", "texts", "--overwrite")
+    assert "is not replaced" in message
+
+
+def test_two_processes_on_one_folder(bare: Path, failing: Any) -> None:
+    """The second is told before it computes anything, and the first is not disturbed."""
+    failing("measuring", ZeroDivisionError())
+    with alone_in("run"):
+        message = refused(2, "analyze", bare, *RANDOM[:-1], "run")
+    assert message == "sinkscope: --out run is being written by another process: wait for it, or name another folder"
+    assert not list(Path().glob(".sinkscope-*"))
 
 
 # --- runs that fail, or are ended ---

@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from support.manifests import run_manifest
 
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.report.comparison import compare
@@ -16,24 +17,7 @@ from sinkscope.results.tables import write_table
 
 def made_up(condition: str = "natural", sink_rate: float = 0.5, layers: int = 2, **changes: Any) -> Run:
     """A run with a summary and nothing else. `changes` are of the manifest, dicts merged in."""
-    manifest: dict[str, Any] = {
-        "sinkscope": "0.1.0",
-        "command": "analyze",
-        "condition": condition,
-        "config": {"seq_len": 64, "window": 64, "positions": 16, "epsilon": 0.3},
-        "model": {"name": "org/model", "revision": None},
-        "input": {
-            "sequences": 100,
-            "tokens": 6400,
-            "shortest": 64,
-            "longest": 64,
-            "token_zero": "bos",
-            "sha256": "0123456789abcdef",
-        },
-        "dtype": "float32",
-        "kernel": "sdpa",
-        "tables": ["summary"],
-    }
+    manifest = run_manifest(condition=condition, tables=["summary"])
     for name, value in changes.items():
         manifest[name] = manifest[name] | value if isinstance(value, dict) else value
     rows = [(layer, metric, value + layer) for layer in range(layers) for metric, value in (("sink_rate", 0.0),)]

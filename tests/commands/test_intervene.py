@@ -264,7 +264,88 @@ def test_an_experiment_that_is_cut_short_leaves_the_model_as_it_was(
     assert torch.equal(gpt2(ids).logits, logits)
 
 
+# --- arms that fail
+
+
+ARMS = {"first": "mask-sink", "second": "scale-sink-value", "third": "nullify-first-embedding"}
+
+
+def failing_at(call: int, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """The call-th pass over the text ends with an error; there is one for the model as it is, and for each arm and
+    control.
+    """
+    forward, calls = Tracer.forward_with_loss, []
+
+    def failing(self: Tracer, *args: Any) -> float:
+        calls.append(1)
+        if len(calls) == call:
+            raise error
+        return forward(self, *args)
+
+    monkeypatch.setattr(Tracer, "forward_with_loss", failing)
+
+
+@pytest.mark.parametrize("call", [4, 5])  # the second arm itself, and its control
+def test_an_arm_that_fails_takes_no_other_with_it(
+    llama: PreTrainedModel, call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = intervene(llama, arms=ARMS, draws=1, **SMALL)
+    failing_at(call, monkeypatch, RuntimeError("broken\nin two"))
+    run = intervene(llama, arms=ARMS, draws=1, **SMALL)
+    assert list(run.manifest["arms"]) == ["first", "third"]
+    assert run.manifest["failed"] == {"second": "RuntimeError: broken in two"}
+    assert "`second` could not be measured: RuntimeError: broken in two" in run.verdict
+    assert set(run.tables) == set(whole.tables)
+    for name, table in whole.tables.items():
+        kept = table[~table["condition"].str.startswith("second")].reset_index(drop=True)
+        pd.testing.assert_frame_equal(run.tables[name], kept, check_exact=True)
+
+
+def test_where_every_arm_fails_so_does_the_command(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing_at(2, monkeypatch, SinkscopeError("no finite numbers"))
+    with pytest.raises(SinkscopeError, match="no finite numbers"):
+        intervene(llama, "mask-sink", draws=0, **SMALL)
+
+
+def test_an_interrupt_inside_an_arm_ends_the_command(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = TypeError("a library's own")
+    error.__context__ = KeyboardInterrupt()
+    failing_at(4, monkeypatch, error)
+    with pytest.raises(TypeError, match="a library's own"):
+        intervene(llama, arms=ARMS, draws=1, **SMALL)
+
+
+def test_what_would_change_nothing_is_skipped_among_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = tiny_model("gpt2")
+    for block in plain.transformer.h:
+        block.attn.c_attn.bias.zero_()
+    run = intervene(plain, arms="all", draws=0, **SMALL)
+    assert "nullify-query-bias" in run.manifest["skipped"]
+    assert run.manifest["failed"] == {}
+    assert "mask-sink" in run.manifest["arms"]
+
+
+def test_open_parameters_are_decided_before_any_arm_is_measured(gpt2: PreTrainedModel) -> None:
+    with pytest.raises(InputError, match="no massive activations"):
+        intervene(gpt2, arms={"first": "mask-sink", "second": "zero-massive"}, draws=0, **SMALL)
+
+
 # --- from the command line
+
+
+def test_an_arm_that_fails_ends_the_command_with_status_1(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_figures: None
+) -> None:
+    failing_at(3, monkeypatch, RuntimeError("broken"))
+    recipe = tmp_path / "three.yaml"
+    recipe.write_text(f"title: x\ncommand: intervene\noptions: {{arms: {json.dumps(ARMS)}, draws: 0, input: random}}\n")
+    done = command_line("run", recipe, "--model", folder, "--num-seqs", 3, "--seq-len", 16, "--out", tmp_path / "run")
+    assert done.exit_code == 1
+    assert done.stderr.splitlines()[-2:] == [
+        f"written to {tmp_path / 'run'}",
+        "sinkscope: 1 of 3 arms failed, and the others are kept: second: RuntimeError: broken",
+    ]
+    assert list(Run.open(tmp_path / "run").manifest["arms"]) == ["first", "third"]
 
 
 def command_line(*args: object) -> Any:

@@ -215,6 +215,18 @@ def test_the_recipe_says_where(tiny: Path) -> None:
     assert run_recipe(written(ONE + "out: there\n"), tiny).folder == Path("there")
 
 
+@pytest.mark.parametrize("out", ["/tmp/elsewhere", "../elsewhere", ".", "link/elsewhere", "loop", '"\\0"'])
+def test_a_recipe_writes_below_the_working_directory_alone(
+    out: str, tiny: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    Path("link").symlink_to(tmp_path_factory.mktemp("elsewhere"))
+    Path("loop").symlink_to("loop")
+    path = written(ONE + f"out: {out}\n")
+    with pytest.raises(InputError, match=r"mine.yaml: `out: .*` does not lie below the working directory: .* --out"):
+        run_recipe(path, tiny)
+    assert run_recipe(path, tiny, out="here").folder == Path("here")
+
+
 @pytest.mark.parametrize("content", [ONE, TWO])
 def test_a_disk_that_refuses(tiny: Path, content: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any) -> None:
@@ -262,6 +274,9 @@ def test_a_file_that_does_not_parse(content: str | bytes, message: str) -> None:
         ("title: x\nruns: {a: {}}", "`runs`: there is only one"),
         ("title: x\nruns: {a: {}, ../b: {}}", "`runs`: '../b' cannot be the name of a run"),
         ("title: x\nruns: {a: {}, comparison: {}}", "`runs`: 'comparison' cannot be the name of a run"),
+        ("title: x\nruns: {a: {}, run.json: {}}", "`runs`: 'run.json' cannot be the name of a run"),
+        (f"title: x\nruns: {{a: {{}}, {'b' * 300}: {{}}}}", "`runs`: 'bbbbbbb"),
+        ("title: x\nruns: {a: {}, A: {}}", "`runs`: two runs are called alike but for upper and lower case"),
         ("title: x\ncommand: analyse", "`command`: 'analyse' is unknown; did you mean 'analyze'?"),
         ("title: x\ncommand: run", "`command`: a recipe cannot run another recipe"),
         (

@@ -133,7 +133,7 @@ def test_a_full_disk_at_any_stage_says_so_and_loses_nothing(
     )
     arguments = ("retrofit", tiny, "--method", "vga", "--text", text, *TYPED, "--out", tmp_path / "out")
     stages: list[tuple[Any, str, Any, str]] = [
-        (sinkscope.commands.training_arms.np, "save", full, "what was reached is kept"),  # the held-out blocks
+        (sinkscope.commands.training_arms.np, "save", full, "nothing of it is left"),  # the held-out blocks
         (sinkscope.report.outputs, "write_tables", full, "untouched/run failed"),
         (Trainer, "_save_rng_state", full, "what was reached is kept"),  # a checkpoint
         (sinkscope.commands.training_arms, "write_tables", full, "the training up to step 3 is kept"),

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from sinkscope.errors import InputError
-from sinkscope.options.measuring import RunConfig, make_config
+from sinkscope.options.measuring import AnalyzeOptions, RunConfig, make_config
+from sinkscope.options.option import as_folder_name
 
 
 def refusal(**options: Any) -> str:
@@ -107,3 +108,25 @@ def test_run_json_gives_it_back(options: dict[str, Any]) -> None:
 def test_it_does_not_change() -> None:
     with pytest.raises(ValueError, match="frozen"):
         RunConfig().seed = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"model": "models/a b"}, {"model": "models/a-b"}),
+        ({"model": "models/a b"}, {"model": "models/a~b"}),
+        ({"model": "models/???"}, {"model": "models/!!!"}),
+        ({"model": "models/.a"}, {"model": "models/a"}),
+        ({"model": "m", "input": "my text.txt"}, {"model": "m", "input": "my-text.txt"}),
+        ({"model": "m", "revision": "refs/pr/1"}, {"model": "m", "revision": "refs-pr-1"}),
+    ],
+)
+def test_odd_names_have_folders_of_their_own(one: dict[str, Any], other: dict[str, Any]) -> None:
+    folders = [AnalyzeOptions(**options).folder() for options in (one, other)]
+    assert folders[0] != folders[1]
+    assert all(folder.parent == Path("runs") and as_folder_name(folder.name) == folder.name for folder in folders)
+
+
+def test_plain_names_stay_as_they_are() -> None:
+    options = AnalyzeOptions(model="org/Name-1.5_b", revision="step512")
+    assert options.folder() == Path("runs/Name-1.5_b-step512-natural")

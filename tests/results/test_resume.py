@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.manifests import run_manifest
 
 from sinkscope.errors import InputError, SinkscopeError
-from sinkscope.results.folders import check_output, new_folder, unfinished
+from sinkscope.results.folders import check_output, new_folder
 from sinkscope.results.manifest import MANIFEST, make_manifest, read_manifest, write_manifest
 from sinkscope.results.resume import check_resumable, claim, resumable
 
@@ -17,7 +18,7 @@ OPTIONS: dict[str, Any] = {"config": {"steps": 3, "names": ("a", "b")}, "text": 
 
 def begun(folder: Path, command: str = "retrofit", **options: Any) -> Path:
     """A folder that a command with these options has claimed."""
-    given = {**OPTIONS, **options}
+    given = {"tables": [], **OPTIONS, **options}
     claim(folder, make_manifest(command, start=time.time(), arms={}, **given))
     return folder
 
@@ -32,13 +33,13 @@ def test_every_manifest_has_the_same_head(tmp_path: Path) -> None:
     assert manifest["peak_memory_mb"] > 0
     assert {"sinkscope", "command", "config", "versions", "python", "git_commit", "started", "extra"} < manifest.keys()
     write_manifest(tmp_path, manifest)
-    assert read_manifest(tmp_path, ("compare",)) == manifest
+    assert read_manifest(tmp_path, ("compare",)) == manifest | {"files": []}
     assert [path.name for path in tmp_path.iterdir()] == [MANIFEST]
 
 
 def test_the_reader_checks_the_command(tmp_path: Path) -> None:
     begun(tmp_path / "out")
-    write_manifest(_made(tmp_path / "out" / "vga"), make_manifest("analyze", {}, 0.0, model={}, condition="x"))
+    write_manifest(_made(tmp_path / "out" / "vga"), run_manifest())
     assert read_manifest(tmp_path / "out" / "vga")["command"] == "analyze"
     assert read_manifest(tmp_path / "out", None)["command"] == "retrofit"
     with pytest.raises(InputError, match=r"of `sinkscope retrofit`, not of `analyze`.*but holds runs: name one"):
@@ -96,16 +97,16 @@ def test_another_commands_folder_is_refused(tmp_path: Path) -> None:
         check_output(tmp_path, overwrite=True)
 
 
-def test_a_damaged_manifest_is_refused_and_can_be_overwritten(tmp_path: Path) -> None:
+def test_a_damaged_manifest_is_refused_and_not_overwritten(tmp_path: Path) -> None:
     for content in ("{", "[]", json.dumps({"command": "retrofit"})):
         (tmp_path / MANIFEST).write_text(content)
-        with pytest.raises(InputError, match="is not the manifest of a run"):
-            check_resumable(tmp_path, "retrofit", OPTIONS, overwrite=False)
-        check_resumable(tmp_path, "retrofit", OPTIONS, overwrite=True)
+        for overwrite in (False, True):
+            with pytest.raises(InputError, match="is not the manifest of a run"):
+                check_resumable(tmp_path, "retrofit", OPTIONS, overwrite)
 
 
 def test_claiming_clears_what_a_kill_has_left(tmp_path: Path) -> None:
-    (tmp_path / "vga" / ".sinkscope-0123" / "tables").mkdir(parents=True)
+    (tmp_path / "vga" / ".sinkscope-run-new" / "tables").mkdir(parents=True)
     (tmp_path / "vga" / "model").mkdir()
     begun(tmp_path)
     assert [path.name for path in (tmp_path / "vga").iterdir()] == ["model"]
@@ -117,7 +118,6 @@ def test_claiming_clears_what_a_kill_has_left(tmp_path: Path) -> None:
 def written(folder: Path, name: str, error: BaseException | None = None) -> None:
     with new_folder(folder) as fresh:
         (fresh / name).touch()
-        assert fresh in unfinished(fresh.parent)
         if error is not None:
             raise error
 

@@ -1,0 +1,158 @@
+"""What run.json must hold, by the command that wrote it: whoever reads a run rests on these, and on no others.
+
+Other entries are left as they are: they are for people, or of another version.
+"""
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
+
+
+def _inside(path: str) -> str:
+    """A path that stays in its folder."""
+    if path.startswith("/") or {"", ".", ".."} & set(path.removesuffix("/").split("/")):
+        raise ValueError("it leads out of the folder")
+    return path
+
+
+Name = Annotated[str, StringConstraints(pattern=r"^[\w.+=@-]+$", max_length=200), AfterValidator(_inside)]
+Count = Annotated[int, Field(ge=1, le=2**53)]
+Reasons = dict[str, str]  # what was left out → why
+
+
+def _expectation(name: str | None) -> str | None:
+    from sinkscope.interventions.intervention import Expectation  # torch: of `intervene` alone
+
+    return name and str(Expectation(name))
+
+
+class Part(BaseModel):
+    """Values as JSON has them, nothing converted."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+
+class Manifest(Part):
+    """What every run.json has."""
+
+    sinkscope: str
+    command: str
+    config: dict[str, Any]
+    tables: list[Name]
+    files: list[Annotated[str, AfterValidator(_inside)]] | None = None
+
+
+class Config(Part):
+    seq_len: Count
+    window: Count
+    positions: Count
+    epsilon: float
+    gguf_file: str | None = None
+
+
+class Model(Part):
+    name: str
+    source: str
+    revision: str | None
+    layer_types: list[str] | None
+    sliding_window: bool | int | float | None
+
+
+class Family(Part):
+    name: str
+    wiring: str
+    positions: str
+
+
+class Input(Part):
+    sequences: Count
+    tokens: Count
+    token_zero: str
+    sha256: str
+    text: str = ""
+
+
+class RecipeContent(Part):
+    figures: list[str] = []
+
+
+class Recipe(Part):
+    name: str
+    content: RecipeContent
+
+
+class RunManifest(Manifest):
+    """Of a run with tables of its own."""
+
+    config: Config  # type: ignore[assignment]
+    condition: str
+    model: Model
+    family: Family
+    absent: Reasons
+    not_measured: Reasons = {}
+    dtype: str
+    kernel: str
+    input: Input
+    recipe: Recipe | None = None
+    w8a8: dict[str, Annotated[float, Field(allow_inf_nan=True)]] | None = None  # of an arm of a training
+
+
+class InterventionArm(Part):
+    do: list[str]
+    paper: str
+    expects: Annotated[str | None, AfterValidator(_expectation)]
+    watched: list[int]
+    controls: list[list[str]]
+
+
+class InterveneManifest(RunManifest):
+    arms: dict[str, InterventionArm]
+    skipped: Reasons
+    failed: Reasons = {}
+
+
+class Quantization(Part):
+    bits_weights: Count
+    bits_activations: Count
+    calibration: Count
+    linear_layers: int
+    not_quantized: dict[str, float]  # what → its share of the parameters
+
+
+class QuantizeManifest(RunManifest):
+    quantization: Quantization
+
+
+class Step(Part):
+    step: int
+    folder: Name
+
+
+class SeriesManifest(Manifest):
+    model: str
+    condition: str
+    steps: list[Step]
+
+
+class TrainingArm(Part):
+    method: str
+    parameters: dict[str, Any]
+    label: str
+    seed: int
+
+
+class ArmsManifest(Manifest):
+    arms: dict[Name, TrainingArm]
+
+
+KINDS: dict[str, type[Manifest]] = {
+    "analyze": RunManifest,
+    "intervene": InterveneManifest,
+    "quantize": QuantizeManifest,
+    "analyze_steps": SeriesManifest,
+    "retrofit": ArmsManifest,
+    "train": ArmsManifest,
+    "compare": Manifest,
+    "run": Manifest,
+    "training": Manifest,
+}

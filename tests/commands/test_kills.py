@@ -1,0 +1,209 @@
+"""Every command that writes a folder, killed before every change that it makes on the disk, and on a disk that is full:
+the same command then writes what an unbroken one writes, and nothing is lost or left over.
+"""
+
+import json
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from support.faults import CHANGES, RENAMES, WRITES, before_change, kill, refuse
+from support.figures import skip_figures
+from support.forked import forked
+from tiny import tiny_model, tiny_tokens
+
+import sinkscope
+import sinkscope.commands.analyze
+from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.options.measuring import AnalyzeOptions
+from sinkscope.report.run import Run
+from sinkscope.report.trained import Trained
+from sinkscope.results.manifest import strangers
+
+SMALL: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 16, "batch_size": 2}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Not to be changed."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_model("llama").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_figures(monkeypatch)
+
+
+def assert_same(run: Run, other: Run) -> None:
+    assert set(run.tables) == set(other.tables)
+    for name, table in other.tables.items():
+        pd.testing.assert_frame_equal(run.tables[name], table, check_exact=True)
+
+
+def analyze(model: Path, out: Path, seed: int = 1, **options: Any) -> Run:
+    return sinkscope.analyze(model, out=out, seed=seed, observables="attention", **SMALL | options)
+
+
+def intervene(model: Path, out: Path, seed: int = 1, **options: Any) -> Run:
+    return sinkscope.intervene(model, "mask-sink", out=out, seed=seed, draws=1, **SMALL | options)
+
+
+def quantize(model: Path, out: Path, seed: int = 1, **options: Any) -> Run:
+    return sinkscope.quantize(model, out=out, seed=seed, calibration=2, **SMALL | options)
+
+
+def broken_off(number: int, parent: Path, act: Callable[[], Any], events: tuple[str, ...], work: Callable) -> int:
+    """The status with which the work ends when `act` is done before the n-th change."""
+
+    def faulty() -> None:
+        before_change(number, parent, act, events)
+        work()
+
+    with forked(faulty) as process:
+        return process.wait()
+
+
+@pytest.fixture
+def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`analyze` measures the same only once: what is tested is its writing."""
+    for name in ("open_subject", "measure"):
+        monkeypatch.setattr(sinkscope.commands.analyze, name, _once(getattr(sinkscope.commands.analyze, name)))
+
+
+def _once(function: Callable[..., Any]) -> Callable[..., Any]:
+    known: dict[str, Any] = {}
+
+    def remembered(*args: Any) -> Any:
+        key = str([arg for arg in args if isinstance(arg, AnalyzeOptions)])
+        if key not in known:
+            known[key] = function(*args)
+        return known[key]
+
+    return remembered
+
+
+def killed_at_every(step: int, command: Any, events: tuple[str, ...], model: Path, folder: Path) -> int:
+    """Replace a run by another one, killed before every step-th change, and then again. → The number of kills."""
+    old, new = command(model, folder / "old" / "run", seed=0), command(model, folder / "new" / "run")
+    out = folder / "killed" / "run"
+    for number in range(1, 1000, step):
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(folder / "old" / "run", out)
+        status = broken_off(number, out.parent, kill, events, lambda: command(model, out, overwrite=True))
+        if status == 0:
+            return number // step
+        assert status == -signal.SIGKILL
+        left = Run.open(out)
+        assert_same(left, new if left.manifest["seed"] else old)
+        command(model, out, overwrite=True)
+        assert_same(Run.open(out), new)
+        assert list(out.parent.iterdir()) == [out]
+    raise AssertionError("it never ends")
+
+
+@pytest.mark.usefixtures("measured_once")
+def test_killed_before_every_change(tiny: Path, tmp_path: Path) -> None:
+    assert killed_at_every(1, analyze, CHANGES, tiny, tmp_path) > 20
+
+
+@pytest.mark.parametrize("command", [intervene, quantize])
+def test_killed_before_some_renames(command: Any, tiny: Path, tmp_path: Path) -> None:
+    assert killed_at_every(4, command, RENAMES, tiny, tmp_path) > 1
+
+
+@pytest.mark.usefixtures("measured_once")
+def test_a_disk_that_is_full_at_every_write(tiny: Path, tmp_path: Path) -> None:
+    """What was there before stays, and is still there for the next command."""
+    old, new = analyze(tiny, tmp_path / "old" / "run", seed=0), analyze(tiny, tmp_path / "new" / "run")
+    out = tmp_path / "full" / "run"
+    shutil.copytree(tmp_path / "old" / "run", out)
+    for number in range(1, 1000):
+
+        def work() -> None:
+            with pytest.raises(SinkscopeError, match=r"\A.*No space left on device.*\Z"):  # one line
+                analyze(tiny, out, overwrite=True)
+
+        if broken_off(number, out.parent, refuse, WRITES, work) != 0:
+            break
+        assert_same(Run.open(out), old)
+        assert list(out.parent.iterdir()) == [out]
+    assert number > 10
+    assert_same(Run.open(out), new)  # the disk was not full any more
+
+
+def test_killed_where_nothing_was_before(tiny: Path, tmp_path: Path, measured_once: None) -> None:
+    """Without --overwrite: a kill leaves no run, or all of it."""
+    new, out = analyze(tiny, tmp_path / "new" / "run"), tmp_path / "deep" / "killed" / "run"
+    for number in range(1, 1000, 3):
+        shutil.rmtree(out, ignore_errors=True)
+        if broken_off(number, tmp_path / "deep", kill, CHANGES, lambda: analyze(tiny, out)) == 0:
+            break
+        if out.exists():
+            with pytest.raises(InputError, match="already holds a run"):
+                analyze(tiny, out)
+        else:
+            analyze(tiny, out)
+        assert_same(Run.open(out), new)
+        assert list(out.parent.iterdir()) == [out]
+    assert number > 10
+
+
+# --- trainings, which go on
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("texts") / "ids.npy"
+    np.save(path, tiny_tokens(12, 16).numpy())
+    return path
+
+
+def retrofit(model: Path, text: Path, out: Path, **options: Any) -> Trained:
+    return sinkscope.retrofit(model, "vga", text=text, out=out, **TRAINED | options)
+
+
+def train(model: Path, text: Path, out: Path, **options: Any) -> Trained:
+    return sinkscope.train(model / "config.json", "vscale,none", text=text, out=out, **TRAINED | options)
+
+
+TRAINED: dict[str, Any] = {
+    "steps": 2, "save_every": 1, "block_length": 16, "batch_size": 1, "num_seqs": 2, "observables": "attention",
+}  # fmt: skip
+
+
+def assert_same_training(out: Path, unbroken: Path) -> None:
+    """Files, weights and tables; and nothing is left over."""
+    files = {path.relative_to(unbroken) for path in unbroken.rglob("*") if path.is_file()}
+    assert {path.relative_to(out) for path in out.rglob("*") if path.is_file()} == files
+    for path in (path for path in files if path.suffix == ".safetensors"):
+        assert (out / path).read_bytes() == (unbroken / path).read_bytes()
+    for path in (path for path in files if path.suffix == ".parquet"):
+        pd.testing.assert_frame_equal(pd.read_parquet(out / path), pd.read_parquet(unbroken / path), check_exact=True)
+    listed = [json.loads((folder / "run.json").read_text())["files"] for folder in (out, unbroken)]
+    assert listed[0] == listed[1]
+    assert not list(strangers(out))
+    assert list(out.parent.iterdir()) == [out]
+
+
+@pytest.mark.parametrize(("command", "step"), [(retrofit, 9), (train, 16)])
+def test_a_training_killed_before_some_renames_goes_on(
+    command: Any, step: int, tiny: Path, text: Path, tmp_path: Path
+) -> None:
+    command(tiny, text, tmp_path / "new" / "run")
+    for number in range(1, 1000, step):
+        out = tmp_path / f"killed{number}" / "run"
+        status = broken_off(number, out.parent, kill, RENAMES, lambda out=out: command(tiny, text, out))  # type: ignore[misc]
+        if status != 0:
+            assert status == -signal.SIGKILL
+            command(tiny, text, out)
+        assert_same_training(out, tmp_path / "new" / "run")
+        if status == 0:
+            break
+    assert number > 3 * step

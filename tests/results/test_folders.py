@@ -1,0 +1,261 @@
+"""What is replaced, what is not, and that one process at a time writes a folder."""
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.faults import CHANGES, before_change, kill
+from support.forked import forked
+from support.manifests import run_manifest
+
+from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.results.folders import alone_in, check_output, new_folder, own_folder
+from sinkscope.results.manifest import read_manifest, strangers, write_manifest
+from sinkscope.results.swap import NEW, OLD, beside, locked
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+
+def run_in(folder: Path, **changes: Any) -> Path:
+    """A run with two files."""
+    with new_folder(folder) as fresh:
+        (fresh / "tables").mkdir()
+        (fresh / "tables" / "summary.parquet").write_text("")
+        (fresh / "verdict.md").write_text("")
+        write_manifest(fresh, run_manifest(**changes))
+    return folder
+
+
+def refused(folder: Path, *reads: Path, overwrite: bool = True) -> str:
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(InputError) as caught, own_folder(folder, overwrite, reads=reads):
+        pytest.fail("it would be replaced")
+    assert sorted(folder.rglob("*")) == before
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# --- what is replaced
+
+
+def test_a_run_lists_its_files_and_is_replaced(tmp_path: Path) -> None:
+    run = run_in(tmp_path / "run")
+    assert read_manifest(run)["files"] == ["tables/summary.parquet", "verdict.md"]
+    assert not list(strangers(run))
+    assert "already holds a run: --overwrite" in refused(run, overwrite=False)
+    check_output(run, overwrite=True)
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "tables/mine.parquet", "data/rows.csv", ".git/config"])
+def test_what_no_run_wrote_stops_it_by_name(name: str, tmp_path: Path) -> None:
+    run = run_in(tmp_path / "run")
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).write_text("days of work")
+    assert f"run is not replaced: it holds {name}, which no run wrote" in refused(run)
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    run = run_in(tmp_path / "run")
+    (tmp_path / "data").mkdir()
+    (run / "data").symlink_to(tmp_path / "data")
+    assert "it holds data, which no run wrote" in refused(run)
+
+
+def test_a_project_with_a_run_json_is_left_alone(tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    (project / "data").mkdir(parents=True)
+    (project / "data" / "rows.csv").write_text("1,2")
+    for content in ("{}", '{"command": "npm start"}', '{"command": "analyze", "config": {}, "tables": []}', "no JSON"):
+        (project / "run.json").write_text(content)
+        assert "is not replaced: " in refused(project)
+
+
+def test_a_run_that_lists_nothing_is_left_alone(tmp_path: Path) -> None:
+    run = run_in(tmp_path / "run")
+    content = json.loads((run / "run.json").read_text())
+    del content["files"]
+    (run / "run.json").write_text(json.dumps(content))
+    assert "is of an older sinkscope, which did not list its files; delete it, or name another folder" in refused(run)
+
+
+def test_runs_in_a_run_are_looked_into(tmp_path: Path) -> None:
+    with new_folder(tmp_path / "series") as fresh:
+        run_in(fresh / "step1")
+        write_manifest(fresh, run_manifest())
+    series = tmp_path / "series"
+    assert read_manifest(series)["files"] == ["step1/run.json"]
+    check_output(series, overwrite=True)
+    (series / "step1" / "notes.txt").write_text("")
+    assert "it holds step1/notes.txt, which no run wrote" in refused(series)
+    (series / "step1" / "notes.txt").unlink()
+    run_in(series / "mine")
+    assert "it holds mine/run.json, which no run wrote" in refused(series)
+    shutil.rmtree(series / "mine")
+    (series / "step1" / "run.json").write_text("{")
+    assert "step1/run.json is not the manifest of a run" in refused(series)
+
+
+def test_what_is_read_is_not_replaced(tmp_path: Path) -> None:
+    run = run_in(tmp_path / "run")
+    for read in (run, run / "verdict.md"):
+        assert f"it holds {read}, which is read" in refused(run, read)
+    check_output(run, True, reads=(None, "org/name", "natural", tmp_path / "other.npy", "\0", "~nosuchuser/x"))
+
+
+def test_nobody_listed_leads_out_of_the_folder(tmp_path: Path) -> None:
+    run = run_in(tmp_path / "run")
+    for name in ("../other", "/etc/passwd", "tables/../../other", ""):
+        write_manifest(run, run_manifest(files=[name]))
+        assert "it leads out of the folder" in refused(run)
+
+
+# --- one process at a time
+
+
+def holding(folder: Path, work: Callable[[], Any]) -> Any:
+    """What `work` gives while another process writes the folder."""
+    ready, go = os.pipe(), os.pipe()
+
+    def hold() -> None:
+        with own_folder(folder, overwrite=True):
+            os.write(ready[1], b".")
+            os.read(go[0], 1)
+            with new_folder(folder) as fresh:
+                write_manifest(fresh, run_manifest())
+
+    with forked(hold) as process:
+        os.read(ready[0], 1)
+        result = work()
+        os.write(go[1], b".")
+        assert process.wait() == 0
+    return result
+
+
+def test_the_second_process_is_told_at_once(tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "run"
+    told = holding(folder, lambda: refused(folder, overwrite=False))
+    assert told == f"--out {folder} is being written by another process: wait for it, or name another folder"
+    assert list(folder.parent.iterdir()) == [folder]
+    assert "already holds a run" in refused(folder, overwrite=False)
+
+
+def test_links_to_a_folder_are_that_folder(tmp_path: Path) -> None:
+    run_in(tmp_path / "run")
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    assert "is being written" in holding(tmp_path / "run", lambda: refused(tmp_path / "link"))
+
+
+def test_one_process_twice(tmp_path: Path) -> None:
+    with own_folder(tmp_path / "run", overwrite=False):
+        assert "is being written" in refused(tmp_path / "run")
+    assert not list(tmp_path.glob("*run*"))
+
+
+def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
+    def killed() -> None:
+        with alone_in(tmp_path / "deep" / "run"):
+            kill()
+
+    with forked(killed) as process:
+        assert process.wait() == -signal.SIGKILL
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == [".sinkscope-run-lock"]
+    with alone_in(tmp_path / "deep" / "run"):
+        pass
+    assert not (tmp_path / "deep" / ".sinkscope-run-lock").exists()
+
+
+def test_many_at_once_never_have_it_together(tmp_path: Path) -> None:
+    """The lock file comes and goes; whoever holds the file that was removed holds nothing."""
+    log = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def often() -> None:
+        taken = 0
+        while taken < 50:
+            try:
+                with locked(tmp_path / "run"):
+                    os.write(log, b"(")
+                    os.write(log, b")")
+                taken += 1
+            except BlockingIOError:
+                pass
+
+    with forked(often) as one, forked(often) as two, forked(often) as three:
+        assert [process.wait() for process in (one, two, three)] == [0, 0, 0]
+    assert (tmp_path / "log").read_text() == "()" * 150
+
+
+# --- what kills leave
+
+
+def test_what_a_kill_left_is_put_right(tmp_path: Path) -> None:
+    folder = run_in(tmp_path / "run")
+    beside(folder, NEW).mkdir()
+    os.replace(folder, beside(folder, OLD))  # between two renames
+    assert "already holds a run" in refused_after_repair(folder)
+    assert read_manifest(folder)["command"] == "analyze"
+    shutil.copytree(folder, beside(folder, OLD))  # behind both
+    with own_folder(folder, overwrite=True):
+        assert [path.name for path in tmp_path.glob("*run*") if path.is_dir()] == ["run"]
+
+
+def refused_after_repair(folder: Path) -> str:
+    with pytest.raises(InputError) as caught, own_folder(folder, overwrite=False):
+        pass
+    assert not list(folder.parent.glob(".sinkscope-*"))
+    return str(caught.value)
+
+
+def test_a_reader_finds_it_too(tmp_path: Path) -> None:
+    folder = run_in(tmp_path / "run")
+    os.replace(folder, beside(folder, OLD))
+    assert read_manifest(folder)["command"] == "analyze"
+    assert not list(tmp_path.glob(".sinkscope-*"))
+
+
+def test_repairs_are_killed_too(tmp_path: Path) -> None:
+    """Whatever is killed, one of the two is there in the end, whole."""
+    for first in range(1, 12, 2):
+        for second in (1, 3, 6):
+            parent = tmp_path / f"{first}-{second}"
+            folder = run_in(parent / "run", condition="old")
+            for number in (first, second):
+                with forked(lambda at=number, out=folder: _replace(out, at)) as process:  # type: ignore[misc]
+                    process.wait()
+            found = read_manifest(folder)["condition"]
+            assert found in ("old", "new")
+            with alone_in(folder):
+                assert (folder / "tables" / "summary.parquet").exists()
+                assert not list(strangers(folder))
+            assert list(parent.iterdir()) == [folder]
+
+
+def _replace(folder: Path, number: int) -> None:
+    before_change(number, folder.parent, kill, CHANGES)
+    with own_folder(folder, overwrite=True):
+        run_in(folder, condition="new")
+
+
+def test_a_disk_that_refuses_even_the_repair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = run_in(tmp_path / "run", condition="old")
+    plain = os.replace
+
+    def refuses(source: Path, target: Path) -> None:
+        if target == folder:
+            raise OSError(5, "Input/output error")
+        plain(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.replace", refuses)
+        with pytest.raises(SinkscopeError, match="Input/output error"):
+            run_in(folder, condition="new")
+    assert not folder.exists()
+    assert read_manifest(folder)["condition"] == "old"

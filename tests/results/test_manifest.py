@@ -1,0 +1,123 @@
+"""A run.json that was edited by hand: every reader either works with it, or says in a line which entry is wrong."""
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.figures import skip_figures
+from tiny import tiny_model
+
+import sinkscope
+import sinkscope.results.run
+from sinkscope.commands.repeat import differences, options_of_run
+from sinkscope.errors import InputError
+from sinkscope.interventions.intervention import Expectation
+from sinkscope.options import COMMANDS
+from sinkscope.report.comparison import compare
+from sinkscope.report.run import Run
+from sinkscope.results.folders import check_output
+from sinkscope.results.manifest import read_manifest
+from sinkscope.results.schema import InterventionArm
+
+SMALL: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 16}
+VALUES: tuple[Any, ...] = (
+    *(None, True, -1, 0, 1.5, 10**30, float("nan"), float("inf")),
+    *("", "x", "../x", "x" * 3000, "\\ud800", "a\nb", [], ["x"], [None], {}, {"x": "y"}, {"x": None}),
+)
+
+
+SAMPLED = 2  # of them, for each entry
+
+
+@pytest.fixture(autouse=True)
+def always_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    random.seed(0)
+    monkeypatch.setattr(sinkscope.results.run, "read_table", cache(sinkscope.results.run.read_table))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of every command that measures. Not to be changed."""
+    folder = tmp_path_factory.mktemp("runs")
+    tiny_model("llama").save_pretrained(folder / "tiny")
+    with pytest.MonkeyPatch.context() as patched:
+        skip_figures(patched)
+        sinkscope.analyze(folder / "tiny", out=folder / "analyze", **SMALL)
+        do = ["mask-sink"]
+        sinkscope.intervene(folder / "tiny", do, out=folder / "intervene", draws=1, **SMALL)
+        sinkscope.quantize(folder / "tiny", out=folder / "quantize", calibration=2, **SMALL)
+    return folder
+
+
+def edits(content: Any, replace: Callable[[Any], Any] = lambda part: part) -> Iterator[Any]:
+    """The content with each of its entries left out, or another value in its place."""
+    entries = list(content.items()) if isinstance(content, dict) else list(enumerate(content))
+    for key, value in entries:
+        kept = [(name, part) for name, part in entries if name != key]
+        yield replace(dict(kept) if isinstance(content, dict) else [part for _, part in kept])
+
+        def replaced(other: Any, key: Any = key) -> Any:
+            changed = [(name, other if name == key else part) for name, part in entries]
+            return replace(dict(changed) if isinstance(content, dict) else [part for _, part in changed])
+
+        for other in random.sample(VALUES, SAMPLED):
+            yield replaced(other)
+        if isinstance(value, dict | list) and value:
+            yield from edits(value, replaced)
+
+
+def read_in_every_way(folder: Path, whole: Path, command: str) -> None:
+    run = Run.open(folder)
+    run.verdict  # noqa: B018
+    assert differences(folder, read_manifest(whole)) is not None
+    if command == "analyze":
+        compare(run, Run.open(whole))
+
+
+def refusal(read: Callable[[], Any]) -> str:
+    """The line or two with which something is refused; "" where it is not."""
+    try:
+        read()
+    except InputError as error:
+        told = str(error)
+    else:
+        return ""
+    assert told
+    assert len(told.splitlines()) in (1, 2)
+    return told
+
+
+@pytest.mark.parametrize("command", ["analyze", "intervene", "quantize"])
+def test_every_entry_edited_by_hand(command: str, runs: Path, tmp_path: Path) -> None:
+    folder, whole = tmp_path / command, runs / command
+    folder.mkdir()
+    (folder / "tables").symlink_to(whole / "tables")
+    content = json.loads((whole / "run.json").read_text())
+    count = {"read": 0, "refused": 0}
+    for changed in edits({name: part for name, part in content.items() if name not in ("versions", "files")}):
+        (folder / "run.json").write_text(json.dumps(changed).replace("\\\\ud800", "\\ud800"))
+        told = refusal(lambda: read_in_every_way(folder, whole, command))
+        count["refused" if told else "read"] += 1
+        assert not told or str(folder) in told
+        refusal(lambda: options_of_run(folder, command, COMMANDS[command]))
+        refusal(lambda: check_output(folder, overwrite=True))
+    assert min(count.values()) > 100, count
+
+
+def test_what_a_paper_expects_is_known() -> None:
+    arm = {"do": [], "paper": "", "watched": [], "controls": []}
+    for value in (*Expectation, "", None):
+        InterventionArm.model_validate(arm | {"expects": value and str(value)})
+    with pytest.raises(ValueError, match="expects"):
+        InterventionArm.model_validate(arm | {"expects": "anything"})
+
+
+def test_the_entry_is_named(runs: Path, tmp_path: Path) -> None:
+    content = json.loads((runs / "analyze" / "run.json").read_text())
+    (tmp_path / "run.json").write_text(json.dumps(content | {"input": content["input"] | {"tokens": "many"}}))
+    with pytest.raises(InputError, match=r"run.json is not .*: it is damaged \(`input.tokens`: .*integer"):
+        options_of_run(tmp_path, "analyze", COMMANDS["analyze"])

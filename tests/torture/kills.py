@@ -1,0 +1,245 @@
+"""Kill commands at random, repeat them, and compare what they then have written with an unbroken run's.
+
+    python tests/torture/kills.py --kills 200 --seed 0
+
+Each trial kills a command once or several times in a row, at a random moment or before a random change that it makes
+on the disk, and then runs it to its end: alone, or with a second process that wants the same folder. It prints how each
+command fared, and ends with status 1 if anything was wrong, lost or left over.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # support, tiny
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import numpy as np
+import pandas as pd
+import pytest
+from support.faults import before_change, kill
+from support.figures import skip_figures
+from support.forked import Process, forked
+from tiny import tiny_model, tiny_tokens
+
+import sinkscope
+from sinkscope.cli.app import app
+from sinkscope.results.manifest import strangers
+
+MEASURED = ("--input", "random", "--num-seqs", "4", "--seq-len", "24", "--batch-size", "2")
+NAMES = ("analyze", "intervene", "quantize", "retrofit", "train")
+TWICE = 0.3  # of the trials end with two processes at once
+MOST_WRONG = 5  # of a command, which is then given up
+TRAINED = ("--steps", "6", "--save-every", "2", "--block-length", "16", "--batch-size", "1", "--num-seqs", "4")
+
+
+@dataclass(frozen=True)
+class Command:
+    """What is run. One that goes on with what is there is not told to overwrite it."""
+
+    name: str
+    arguments: tuple[str, ...]
+    goes_on: bool = False
+
+    def run(self, out: Path, overwrite: bool = True) -> None:
+        """In a process of its own: it ends that."""
+        both = (*self.arguments, "--out", str(out), "--quiet", *(["--overwrite"] if overwrite else []))
+        app([self.name, *both], prog_name="sinkscope")
+
+
+@dataclass(frozen=True)
+class Unbroken:
+    """How long a command takes, and how often it changes something on the disk."""
+
+    seconds: float
+    changes: int
+
+
+def commands(model: Path, text: Path) -> dict[str, Command]:
+    training = ("--text", str(text), *TRAINED)
+    found = [
+        Command("analyze", (str(model), *MEASURED)),
+        Command("intervene", (str(model), "--do", "mask-sink", "--draws", "1", *MEASURED)),
+        Command("quantize", (str(model), "--calibration", "2", *MEASURED[:2], "--num-seqs", "2", "--seq-len", "12")),
+        Command("retrofit", (str(model), "--method", "vga", *training), goes_on=True),
+        Command("train", ("--config", str(model / "config.json"), "--method", "vscale", *training), goes_on=True),
+    ]
+    return {command.name: command for command in found}
+
+
+class Wrong(Exception):
+    """What a trial has found."""
+
+
+def ended(process: Process, errors: Path) -> int:
+    """Its status; an error must be one or two lines, with status 1 or 2."""
+    status, told = process.wait(), errors.read_text()
+    if status > 0 and (status > 2 or not 1 <= len(told.splitlines()) <= 2 or "unexpected" in told):
+        raise Wrong(f"status {status}: {told}")
+    return status
+
+
+def started(
+    command: Command, out: Path, errors: Path, overwrite: bool, before: Callable[[], Any] = lambda: None
+) -> Any:
+    """A context with the command's process; what it says on stderr goes into a file."""
+
+    def work() -> None:
+        handle = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(handle, 2)
+        before()
+        command.run(out, overwrite)
+
+    errors.write_text("")
+    return forked(work)
+
+
+def killed(command: Command, out: Path, errors: Path, overwrite: bool, unbroken: Unbroken) -> bool:
+    """Run it and kill it at a random moment, or before a random change. → Whether it was killed before its end."""
+    if random.random() < 0.5:
+        fault = partial(before_change, random.randint(1, unbroken.changes), out.parent, kill)
+        with started(command, out, errors, overwrite, fault) as process:
+            return ended(process, errors) < 0
+    with started(command, out, errors, overwrite) as process:
+        time.sleep(random.uniform(0, unbroken.seconds))
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+        return ended(process, errors) < 0
+
+
+def finished(command: Command, out: Path, errors: Path, overwrite: bool) -> int:
+    """Run it to its end, at times twice at once. → How many ended with an error, which not all may do."""
+    rival = errors.with_name("rival")
+    with started(command, out, errors, overwrite) as process:
+        if random.random() < TWICE:
+            with started(command, out, rival, overwrite) as other:
+                statuses = [ended(process, errors), ended(other, rival)]
+        else:
+            statuses = [ended(process, errors)]
+    told = "".join(path.read_text() for path in (errors, rival) if path.exists())
+    was_done = not overwrite and not command.goes_on and "already holds a run" in told
+    if 0 not in statuses and not was_done:
+        raise Wrong(f"statuses {statuses}: {told}")
+    return sum(status != 0 for status in statuses)
+
+
+def trial(command: Command, old: Path, new: Path, folder: Path, unbroken: Unbroken) -> Counter[str]:
+    """One folder, killed until the command is let through. → How often what happened."""
+    out, errors = folder / "parent" / "run", folder / "errors"
+    out.parent.mkdir(parents=True)
+    found: Counter[str] = Counter()
+    overwrite = random.random() < 0.5
+    if overwrite:
+        shutil.copytree(old, out)
+    for _ in range(random.choice((1, 1, 2, 3))):
+        found["kills"] += killed(command, out, errors, overwrite, unbroken)
+        if overwrite and not command.goes_on:
+            sinkscope.Run.open(out)  # the old one or the new one, at any time
+    found["clean errors"] += finished(command, out, errors, overwrite)
+    compare(out, new)
+    left = [path.name for path in out.parent.iterdir() if path != out]
+    left += [str(path) for path in out.rglob(".sinkscope-*")] + [str(path) for path in strangers(out)]
+    if left:
+        raise Wrong(f"left over: {left}")
+    found["right"] += 1
+    return found
+
+
+def compare(out: Path, new: Path) -> None:
+    """All files, tables and weights."""
+    files = files_of(new)
+    if files_of(out) != files:
+        raise Wrong(f"other files: {sorted(map(str, files_of(out) ^ files))[:5]}")
+    for name in files:
+        if name.suffix == ".safetensors" and (out / name).read_bytes() != (new / name).read_bytes():
+            raise Wrong(f"other weights: {name}")
+        if name.suffix == ".parquet" and not pd.read_parquet(out / name).equals(pd.read_parquet(new / name)):
+            raise Wrong(f"another table: {name}")
+        if name.name == "run.json" and read_json(out / name)["files"] != read_json(new / name)["files"]:
+            raise Wrong(f"another list of files: {name}")
+
+
+def files_of(folder: Path) -> set[Path]:
+    return {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def run_unbroken(command: Command, out: Path, *more: str) -> Unbroken:
+    errors, log = out.parent / "errors", out.parent / "changes"
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    start = time.monotonic()
+    changed = Command(command.name, (*command.arguments, *more))
+    count = partial(before_change, 1, out.parent, partial(os.write, handle, b"."))
+    with started(changed, out, errors, False, count) as process:
+        if ended(process, errors):
+            raise SystemExit(errors.read_text())
+    os.close(handle)
+    return Unbroken(time.monotonic() - start, log.stat().st_size)
+
+
+def torture(kills: int, folder: Path, names: Collection[str] = NAMES) -> tuple[dict[str, Counter[str]], list[str]]:
+    """→ Command → how often what happened; and what was wrong."""
+    model, text = folder / "tiny", folder / "ids.npy"
+    tiny_model("llama").save_pretrained(model)
+    np.save(text, tiny_tokens(24, 16).numpy())
+    found: dict[str, Counter[str]] = {}
+    wrong: list[str] = []
+    for place, name in enumerate(names):
+        command = commands(model, text)[name]
+        old, new = folder / name / "old" / "run", folder / name / "new" / "run"
+        for path in (old, new):
+            path.parent.mkdir(parents=True)
+        run_unbroken(command, old, "--seed", "1")
+        unbroken = run_unbroken(command, new)
+        counts = found[name] = Counter()
+        wanted = kills // len(names) + (place < kills % len(names))
+        while counts["kills"] < wanted and counts["wrong"] <= MOST_WRONG:
+            counts["trials"] += 1
+            at = folder / name / str(counts["trials"])
+            try:
+                counts += trial(command, old, new, at, unbroken)
+                shutil.rmtree(at)
+            except Exception as error:  # also what is not foreseen
+                counts["wrong"] += 1
+                wrong.append(f"{name}, {at}: {type(error).__name__}: {error}")
+    return found, wrong
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    random.seed(asked.seed)
+    folder = Path(tempfile.mkdtemp(prefix="torture-"))
+    with pytest.MonkeyPatch.context() as patched:
+        skip_figures(patched)
+        found, wrong = torture(asked.kills, folder)
+    columns = ["trials", "kills", "right", "clean errors", "wrong"]
+    table = pd.DataFrame([[counts[name] for name in columns] for counts in found.values()], list(found), columns)
+    table.loc["all"] = table.sum()
+    print(table.to_string())
+    for line in wrong:
+        print(line, file=sys.stderr)
+    if wrong:
+        sys.exit(f"what is wrong is left in {folder}")
+    shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
