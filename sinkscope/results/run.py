@@ -10,13 +10,13 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import pandas as pd
 
-from sinkscope.errors import InputError, one_line, unknown
+from sinkscope.errors import InputError, unknown
 from sinkscope.results.manifest import folder_of, read_manifest
-from sinkscope.results.tables import read_table
+from sinkscope.results.tables import LEADING_COLUMNS, Columns, read_table
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,8 @@ class RunData:
         tables: name → DataFrame.
         folder: where it is written; None if it is in memory only.
     """
+
+    columns: ClassVar[Mapping[str, Columns]] = {}  # of the tables that a folder may hold, behind the leading ones
 
     manifest: dict[str, Any]
     tables: Mapping[str, pd.DataFrame] = field(repr=False)
@@ -46,7 +48,7 @@ class RunData:
         missing = [str(path) for path in paths.values() if not path.is_file()]
         if missing:
             raise InputError(f"{folder} is incomplete: {missing[0]} is missing")
-        return cls(manifest, _TablesOnDisk(paths), folder)
+        return cls(manifest, _TablesOnDisk(paths, cls.columns), folder)
 
     @property
     def model(self) -> str:
@@ -87,18 +89,15 @@ class RunData:
 
 
 class _TablesOnDisk(Mapping[str, pd.DataFrame]):
-    """Tables read when they are first asked for."""
+    """Tables read when they are first asked for, and then checked against their declared columns."""
 
-    def __init__(self, paths: dict[str, Path]) -> None:
-        self._paths = paths
+    def __init__(self, paths: dict[str, Path], columns: Mapping[str, Columns]) -> None:
+        self._paths, self._columns = paths, columns
         self._read: dict[str, pd.DataFrame] = {}
 
     def __getitem__(self, name: str) -> pd.DataFrame:
         if name not in self._read:
-            try:
-                self._read[name] = read_table(self._paths[name])
-            except (OSError, ValueError) as error:  # pyarrow's are both
-                raise InputError(f"{self._paths[name]} is damaged: {one_line(error)}") from error
+            self._read[name] = read_table(self._paths[name], (*LEADING_COLUMNS, *self._columns.get(name, ())))
         return self._read[name]
 
     def __iter__(self) -> Iterator[str]:

@@ -29,7 +29,7 @@ class Massive(Observable):
             Column("value", "the entry"),
             Column("median", "of the absolute entries of this layer's output on the sequence"),
             Column("ratio", "|value| ÷ median"),
-            Column("is_massive", "|value| > 100 and ratio ≥ 1000 (Sun et al. 2024)"),
+            Column("is_massive", "|value| > 100 and ratio ≥ 1000 (Sun et al. 2024)", kind="truth"),
         ),
     }  # fmt: skip
 
