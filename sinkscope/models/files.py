@@ -2,6 +2,7 @@
 
 import importlib.util
 import io
+import logging
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
@@ -79,7 +80,7 @@ def quiet() -> Iterator[None]:
     levels = [logger.get_verbosity() for logger in loggers]
     try:
         for logger in loggers:
-            logger.set_verbosity_error()
+            logger.set_verbosity(logging.CRITICAL)  # what becomes an error is reported as one
         with redirect_stderr(io.StringIO()):
             yield
     finally:

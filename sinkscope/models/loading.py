@@ -5,6 +5,7 @@ model, and checks the result. transformers always reads from a folder on disk, t
 downloads fail in one place only and transformers never falls back to pickled weights.
 """
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,7 @@ def load(
         check_weights(files)
         config = _read_config(files, trust_remote_code)
         _check_causal(files, config, trust_remote_code)
+        _check_size(files, config)
         network, ignored = _build(files, config, dtype, device_map, trust_remote_code)
         _check_values(files, network)
         tokenizer = _read_tokenizer(files, config, trust_remote_code)
@@ -147,9 +149,11 @@ def _read_config(files: ModelFiles, trust_remote_code: bool) -> PreTrainedConfig
     if raw.get("transformers_weights"):
         raise InputError(f"{files.source}: weights under another name (transformers_weights) are not read")
     try:
-        return AutoConfig.from_pretrained(files.folder, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(files.folder, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise InputError(f"{files.source}: transformers cannot use its config.json [{described(error)}]") from error
+    config.return_dict = True  # outputs are read by name
+    return config
 
 
 def _check_causal(files: ModelFiles, config: PreTrainedConfig, trust_remote_code: bool) -> None:
@@ -166,6 +170,27 @@ def _check_causal(files: ModelFiles, config: PreTrainedConfig, trust_remote_code
     causal = getattr(config, "is_decoder", False) or getattr(config, "causal", False)
     if kind in MODEL_FOR_MASKED_LM_MAPPING and not causal:
         raise InputError(f"{refused}: it is an encoder, and attends both ways")
+
+
+def _check_size(files: ModelFiles, config: PreTrainedConfig) -> None:
+    """Raise InputError for a configuration of more parameters than the files have bits.
+
+    transformers takes memory for all of them, also for those that it then finds missing.
+    """
+    if files.gguf or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return
+    bits = 8 * sum((files.folder / name).stat().st_size for name in files.weights)
+    try:
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=None)
+            count = sum(parameter.numel() for parameter in model.parameters())
+    except Exception as error:
+        raise _build_error(files, error) from error
+    if count > bits:
+        raise InputError(
+            f"{files.source}: its config.json describes a model of {count:,} parameters, more than its weights' "
+            "files can hold: one of its sizes is wrong"
+        )
 
 
 def _needs_trust(files: ModelFiles) -> InputError:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from sinkscope.errors import InputError, one_line
 from sinkscope.options.files import read_json
 
-Layers = Annotated[int, Field(ge=1, le=10_000)]
+Layers = Annotated[int, Field(ge=1, le=1000)]
 TokenId = Annotated[int, Field(ge=-1, lt=2**31)]  # -1: some checkpoints' padding
 
 

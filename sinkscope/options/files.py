@@ -9,7 +9,9 @@ import json
 import os
 import stat
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator
 
 from sinkscope.errors import InputError, one_line
 
@@ -26,8 +28,8 @@ def user_path(name: str | os.PathLike[str]) -> Path:
     path = plain_path(name)
     try:
         return path.expanduser()
-    except RuntimeError as error:
-        raise InputError(f"{one_line(name)}: {one_line(error)} write the path in full") from None
+    except RuntimeError:
+        raise InputError(f"{one_line(name)}: no home folder of this user is known: write the path in full") from None
 
 
 def plain_path(name: str | os.PathLike[str]) -> Path:
@@ -58,7 +60,15 @@ def kind_of(path: Path) -> Literal["file", "folder"] | None:
         return "file"
     if stat.S_ISDIR(mode):
         return "folder"
-    raise InputError(f"{one_line(path)} is a pipe, a socket or a device: give an ordinary file")
+    raise InputError(f"{one_line(path)} is a pipe, a socket or a device: give an ordinary file or folder")
+
+
+def _looked_up(path: Path) -> Path:
+    kind_of(plain_path(path))
+    return path
+
+
+UserPath = Annotated[Path, AfterValidator(_looked_up)]  # of an option: there is nothing, a file or a folder
 
 
 def names_in(folder: Path) -> list[str]:

@@ -16,6 +16,7 @@ import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from sinkscope.errors import InputError, one_line
+from sinkscope.options.files import kind_of, plain_path
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,8 @@ def read_array(path: Path) -> Iterator[Document]:
 def dataset_name(spec: str) -> str:
     """The name that tables give a dataset NAME[:CONFIG[:SPLIT]]: its NAME, or the last part of a folder's path."""
     name = _dataset_parts(spec)[0]
-    return Path(name).resolve().name if Path(name).exists() else name
+    path = plain_path(name)
+    return name if kind_of(path) is None else path.resolve().name
 
 
 def read_dataset(spec: str) -> Iterator[Document]:
