@@ -273,6 +273,7 @@ def _read_index(label: str, path: Path) -> tuple[str, ...]:
 
 def check_weights(files: ModelFiles) -> None:
     """Raise InputError unless every weight file is there and whole, as far as its first bytes tell."""
+    kinds: set[str] = set()
     for name in files.weights:
         path = files.folder / name
         if kind_of(path) != "file":
@@ -284,10 +285,12 @@ def check_weights(files: ModelFiles) -> None:
                     raise InputError(f"{path} is not a GGUF file: it does not begin with the letters GGUF")
         if path.suffix == ".safetensors":
             try:
-                with safe_open(path, framework="pt"):  # compares the file's length with its header
-                    pass
+                with safe_open(path, framework="pt") as content:  # compares the file's length with its header
+                    kinds |= {content.get_slice(tensor).get_dtype() for tensor in content.keys()}  # noqa: SIM118
             except (SafetensorError, OSError) as error:
                 raise InputError(
                     f"{files.source}: {name} is damaged or cut short (or a git-lfs pointer without its "
                     f"file); download it again [{described(error)}]"
                 ) from error
+    if kinds and not any("F" in kind for kind in kinds):  # F32, BF16, F8_E4M3, …
+        raise InputError(f"{files.source} holds integers alone ({', '.join(sorted(kinds))}), and no weights")

@@ -60,7 +60,7 @@ class Massive(Observable):
         table = pd.DataFrame({name: np.concatenate(parts) for name, parts in self.rows.items()})
         # they come batch by batch: sorted, so that the batch size changes nothing; within a sequence largest first
         table = table.sort_values(["layer", "sequence"], kind="stable", ignore_index=True)
-        table["ratio"] = table["value"].abs() / table["median"]
+        table["ratio"] = (table["value"].abs() / table["median"]).fillna(0.0)  # 0 ÷ 0 where a layer gives zeros alone
         table["is_massive"] = (table["value"].abs() > THRESHOLD) & (table["ratio"] >= RATIO)
         return {"massive": table}
 
