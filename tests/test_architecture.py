@@ -32,7 +32,7 @@ ROOMS = (
 MOST_ENTRIES = 16
 LONGEST_FILE = 400
 LONGEST_FUNCTION = 60
-NO_ROOMS = {"benchmarks", "support"}  # folders of tests/ without tests
+NO_ROOMS = {"benchmarks", "support", "torture"}  # folders of tests/ without tests
 
 
 @dataclass

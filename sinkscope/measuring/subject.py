@@ -164,7 +164,7 @@ def _sample(model: PreTrainedModel, first: int, count: int, length: int, seed: i
 
 @contextmanager
 def _without_settings(model: PreTrainedModel) -> Iterator[None]:
-    """No settings of the model's own, from which `generate` takes what is not given to it, until the end of the block."""
+    """No settings of its own, from which `generate` takes what is not given to it, until the end of the block."""
     own, model.generation_config = model.generation_config, GenerationConfig()
     try:
         yield
