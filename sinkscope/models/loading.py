@@ -32,6 +32,7 @@ from sinkscope.models.settings import check_settings, read_settings
 from sinkscope.options.files import kind_of, names_in, user_path
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SMALL = 100_000_000  # parameters that fit into any memory
 GENERATION = "generation_config.json"
 DEVICE_MAPS = ("auto", "cpu", "cuda")
 
@@ -186,7 +187,7 @@ def _check_size(files: ModelFiles, config: PreTrainedConfig) -> None:
             count = sum(parameter.numel() for parameter in model.parameters())
     except Exception as error:
         raise _build_error(files, error) from error
-    if count > bits:
+    if count > max(bits, SMALL):
         raise InputError(
             f"{files.source}: its config.json describes a model of {count:,} parameters, more than its weights' "
             "files can hold: one of its sizes is wrong"

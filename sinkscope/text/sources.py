@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sinkscope.errors import InputError, closest
-from sinkscope.options.files import kind_of, names_in, plain_path
+from sinkscope.options.files import check_readable, kind_of, names_in, plain_path
 from sinkscope.text.readers import Document, dataset_name, read_array, read_dataset, read_json_lines, read_text
 from sinkscope.text.request import Request, Selection
 from sinkscope.text.sequences import heads, long_heads, random_tokens, repeated_tokens, rows, sampled_tokens, windows
@@ -89,6 +89,7 @@ def _existing_file(source: str) -> Path:
     if kind == "file":
         if not known:
             raise InputError(f"--input {source}: the ending says what a file holds, one of {endings}")
+        check_readable(path)
         return path
     if known:
         siblings = names_in(path.parent) if kind_of(path.parent) == "folder" else []

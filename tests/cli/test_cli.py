@@ -431,6 +431,83 @@ def test_more_tokens_than_positions(tiny: Path) -> None:
     assert "--seq-len 257 is beyond the model's 256 positions: take at most 256" in message
 
 
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--num-seqs", "1" + "0" * 22), "--num-seqs 10000000000000000000000: it must be at most 1000000000"),
+        (("--seed", str(2**64)), "--seed 18446744073709551616: it must be at most 9223372036854775807"),
+        (("--batch-size", "9" * 30), "at most 1000000000"),
+        (("--epsilon", "inf"), "--epsilon inf: it must be a number"),
+        (("--input", ""), "--input '': neither an input"),
+        (("--input", "x" * 300), "cannot be looked up: File name too long"),
+        (("--out", "loop"), "loop cannot be looked up: Too many levels of symbolic links"),
+        (("--out", "a\0b"), "characters that no path has"),
+    ],
+)
+def test_numbers_and_names_out_of_range(tiny: Path, args: tuple[str, ...], message: str) -> None:
+    Path("loop").symlink_to("loop")
+    assert message in refused(2, "analyze", tiny, *args)
+
+
+@pytest.mark.parametrize("name", ["~nosuchuser", "x" * 300, "loop", "pipe"])
+def test_odd_names_under_every_command(name: str, bare: Path) -> None:
+    Path("loop").symlink_to("loop")
+    os.mkfifo("pipe")
+    refused(2, "analyze", name)
+    refused(2, "doctor", name)
+    refused(2, "compare", name, name)
+    refused(2, "analyze", "--from", name)
+    refused(2, "run", name)
+    refused(2, "train", "--config", name)
+    refused(2, "train", "--tokenizer", name)
+    refused(2, "train", "--text", name)
+    refused(2, "analyze", bare, "--input", name)
+
+
+@pytest.mark.parametrize(
+    "do",
+    ["zero-massive:layers=0-99999999999999", "zero-massive:layers=" + "9" * 30, "mask-sink:positions=" + "9" * 5000],
+)
+def test_interventions_out_of_range(tiny: Path, do: str) -> None:
+    refused(2, "intervene", tiny, *SMALL, "--do", do)
+
+
+def test_retrofits_out_of_range(tiny: Path) -> None:
+    refused(2, "retrofit", tiny, "--method", "register-tokens:count=" + "9" * 30, "--steps", "1")
+
+
+def test_a_message_repeats_no_line_breaks(tiny: Path) -> None:
+    refused(2, "analyze", tiny, *SMALL, "--input", "a\nb\nc\nd")
+
+
+def damage(run: Path, table: str, how: str) -> None:
+    path = run / "tables" / f"{table}.parquet"
+    frame = pd.read_parquet(path)
+    if how == "swapped":
+        shutil.copy(run / "tables" / "attention.parquet", path)
+    elif how == "truncated":
+        path.write_bytes(path.read_bytes()[:-40])
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif how == "a column less":
+        frame.drop(columns="value").to_parquet(path, index=False)
+    elif how == "text for numbers":
+        frame.astype({"value": str}).to_parquet(path, index=False)
+    else:
+        frame.astype({"layer": float}).to_parquet(path, index=False)
+
+
+@pytest.mark.parametrize(
+    "how", ["swapped", "truncated", "empty", "a column less", "text for numbers", "fractions for layers"]
+)
+def test_compare_with_a_damaged_table(finished: tuple[Result, Path], how: str) -> None:
+    run = Path(shutil.copytree(finished[1], "run"))
+    damage(run, "summary", how)
+    message = refused(2, "compare", run, finished[1])
+    assert "summary.parquet is " in message
+    assert ("is damaged" in message) == (how in ("truncated", "empty"))
+
+
 # --- folders that cannot be written ---
 
 

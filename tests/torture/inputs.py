@@ -393,7 +393,7 @@ def _openings(home: Path) -> Iterator[tuple[str, str]]:
         yield "verdict", outcome_of_call(lambda run=run: run.verdict)  # type: ignore[misc]
         yield "_repr_", outcome_of_call(lambda run=run: (repr(run), run.model, run.condition, run.metric("sink_rate")))  # type: ignore[misc]
         for name in FIGURES:
-            yield f"figure {name}", outcome_of_call(lambda run=run, name=name: run.figure(name))  # type: ignore[misc]
+            yield "figures", outcome_of_call(lambda run=run, name=name: run.figure(name))  # type: ignore[misc]
     yield "run --overwrite", outcome_of_command(("run", "x.yaml", "tiny", "--out", "run", "--overwrite", "--quiet"))
 
 
