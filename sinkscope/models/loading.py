@@ -182,9 +182,7 @@ def _check_size(files: ModelFiles, config: PreTrainedConfig) -> None:
         return
     bits = 8 * sum((files.folder / name).stat().st_size for name in files.weights)
     try:
-        with torch.device("meta"), torch.random.fork_rng(devices=[]):
-            model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=None)
-            count = sum(parameter.numel() for parameter in model.parameters())
+        count = count_parameters(config)
     except Exception as error:
         raise _build_error(files, error) from error
     if count > max(bits, SMALL):
@@ -192,6 +190,13 @@ def _check_size(files: ModelFiles, config: PreTrainedConfig) -> None:
             f"{files.source}: its config.json describes a model of {count:,} parameters, more than its weights' "
             "files can hold: one of its sizes is wrong"
         )
+
+
+def count_parameters(config: PreTrainedConfig) -> int:
+    """Of the model that a configuration describes, built without memory. Raises whatever building it raises."""
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=None)
+        return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _needs_trust(files: ModelFiles) -> InputError:

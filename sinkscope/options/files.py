@@ -48,14 +48,14 @@ def kind_of(path: Path) -> Literal["file", "folder"] | None:
     """What there is at a path; None: nothing.
 
     Raises:
-        InputError: it cannot be looked up, or is neither a file nor a folder.
+        InputError: it cannot be used, or is neither a file nor a folder.
     """
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise InputError(f"{one_line(path)} cannot be looked up: {error.strerror}") from None
+        raise InputError(f"{one_line(path)} cannot be used: {error.strerror}") from None
     if stat.S_ISREG(mode):
         return "file"
     if stat.S_ISDIR(mode):

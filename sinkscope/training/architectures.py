@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
-from sinkscope.errors import InputError, one_line, unknown
+from sinkscope.errors import InputError, described, one_line, unknown
+from sinkscope.models.loading import count_parameters
 from sinkscope.models.settings import read_settings
 from sinkscope.options.files import kind_of, user_path
 
@@ -114,6 +115,10 @@ def _read(path: Path) -> PreTrainedConfig:
         raise InputError(f"--config {path} is not a model's config.json: {one_line(error)}") from None
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise InputError(f"--config {path}: {model_type} is no causal language model in transformers")
+    try:
+        count_parameters(config)
+    except Exception as error:
+        raise InputError(f"--config {path}: no model can be made from it [{described(error)}]") from None
     return config
 
 

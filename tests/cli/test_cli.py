@@ -439,8 +439,8 @@ def test_more_tokens_than_positions(tiny: Path) -> None:
         (("--batch-size", "9" * 30), "at most 1000000000"),
         (("--epsilon", "inf"), "--epsilon inf: it must be a number"),
         (("--input", ""), "--input '': neither an input"),
-        (("--input", "x" * 300), "cannot be looked up: File name too long"),
-        (("--out", "loop"), "loop cannot be looked up: Too many levels of symbolic links"),
+        (("--input", "x" * 300), "cannot be used: File name too long"),
+        (("--out", "loop"), "loop cannot be used: Too many levels of symbolic links"),
         (("--out", "a\0b"), "characters that no path has"),
     ],
 )

@@ -641,10 +641,10 @@ def test_names_that_are_no_file(plain, tmp_path, monkeypatch):
     os.symlink("loop.txt", "loop.txt")
     refused("^--input '': neither an input", "", tokenizer=plain)
     refused("pipe.txt is a pipe", "pipe.txt", tokenizer=plain)
-    refused("loop.txt cannot be looked up: Too many levels", "loop.txt", tokenizer=plain)
-    refused("cannot be looked up: File name too long", "x" * 300 + ".txt", tokenizer=plain)
+    refused("loop.txt cannot be used: Too many levels", "loop.txt", tokenizer=plain)
+    refused("cannot be used: File name too long", "x" * 300 + ".txt", tokenizer=plain)
     refused("characters that no path has", "x\ud800.txt", tokenizer=plain)
-    refused("cannot be looked up: File name too long", dataset="x" * 300, tokenizer=plain)
+    refused("cannot be used: File name too long", dataset="x" * 300, tokenizer=plain)
 
 
 @pytest.mark.parametrize(

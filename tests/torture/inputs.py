@@ -227,9 +227,15 @@ def attacks(home: Path) -> dict[str, st.SearchStrategy[Attack]]:
         "interventions": interventions.map(
             lambda text: Attack(("intervene", "tiny", "--do", text, *SMALL, "--draws", "1"))
         ),
-        "retrofits": retrofits.map(lambda text: Attack(("retrofit", "tiny", f"--method={text}x", *TRAINED))),
+        "retrofits": retrofits.map(
+            lambda text: Attack(
+                ("retrofit", "tiny", f"--method={text}", "--text", "x.txt", *TRAINED),
+                {"x.txt": b"the of and drain " * 300},
+            )
+        ),
         "texts to train on": given_file(
-            "x.jsonl", json_lines, "train", "--method", "none", "--text", "x.jsonl", "--config", "missing", *TRAINED
+            *("x.jsonl", json_lines, "train", "--method", "none", "--text", "x.jsonl", "--tokenizer", "tiny"),
+            *("--config", "bare/config.json", *TRAINED),
         ),
         "architectures": given_file("x.json", of_json("config.json"), "train", "--config", "x.json", *TRAINED),
         "options": _options(),
