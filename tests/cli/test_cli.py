@@ -18,7 +18,7 @@ from hub import Hub
 from safetensors.torch import load_file, save_file
 from tiny import VOCAB, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 import sinkscope.report.figures
@@ -495,6 +495,45 @@ def damage(run: Path, table: str, how: str) -> None:
         frame.astype({"value": str}).to_parquet(path, index=False)
     else:
         frame.astype({"layer": float}).to_parquet(path, index=False)
+
+
+@pytest.mark.usefixtures("no_figures")
+@pytest.mark.parametrize("given", ["random", "repeated", "sampled", "ids.npy"])
+def test_a_vocabulary_of_one(bare: Path, given: str) -> None:
+    config = tiny_model("llama").config
+    config.update({"vocab_size": 1, "bos_token_id": 0, "eos_token_id": None, "pad_token_id": None})
+    AutoModelForCausalLM.from_config(config).save_pretrained("one")
+    np.save("ids.npy", np.zeros((4, 24), dtype=int))
+    result = command_line("analyze", "one", *SMALL, "--input", given, "--out", "run")
+    if result.exit_code == 0:
+        assert Run.open("run").metric("loss") == 0
+        Run.open("run").verdict.encode()
+    else:
+        assert (result.exit_code, given in ("random", "repeated")) == (2, True)
+        assert "all 1 tokens of the vocabulary are special: there is none to draw" in result.stderr
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_a_model_that_computes_zeros_alone(bare: Path) -> None:
+    shutil.copytree(bare, "zeros")
+    weights = load_file("zeros/model.safetensors")
+    weights["model.embed_tokens.weight"].zero_()
+    save_file(weights, "zeros/model.safetensors", metadata={"format": "pt"})
+    result = command_line("analyze", "zeros", *SMALL, "--input", "random", "--out", "run")
+    assert result.exit_code == 0, result.output
+    assert (Run.open("run").tables["massive"]["ratio"] == 0).all()
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_samples_do_not_follow_the_checkpoints_settings(bare: Path) -> None:
+    shutil.copytree(bare, "cold")
+    settings = {"bos_token_id": 1, "eos_token_id": 2, "temperature": 0.01, "num_beams": 3, "repetition_penalty": 9.0}
+    Path("cold/generation_config.json").write_text(json.dumps(settings))
+    for model in (bare, "cold"):
+        result = command_line("analyze", model, *SMALL, "--input", "sampled", "--out", f"{Path(model).name}-run")
+        assert result.exit_code == 0, result.output
+    first, second = (Run.open(name).manifest["input"]["sha256"] for name in ("bare-run", "cold-run"))
+    assert first == second
 
 
 @pytest.mark.parametrize(
