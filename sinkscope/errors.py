@@ -6,9 +6,16 @@ Both exceptions carry one or two lines for a person; neither needs a traceback.
 import difflib
 from collections.abc import Iterable
 
+LONGEST = 2000  # characters of a message's line
+
 
 class SinkscopeError(Exception):
     """A run that failed (exit status 1): the message says what was wrong and what to do."""
+
+    def __init__(self, message: object = "") -> None:
+        """A name that a user gave and that the message repeats may hold line breaks, or a million characters."""
+        lines = str(message).splitlines()
+        super().__init__("\n".join(one_line(line, LONGEST) for line in (lines if len(lines) <= 2 else [message])))
 
 
 class InputError(SinkscopeError):

@@ -100,7 +100,7 @@ def tables() -> pd.DataFrame:
     from sinkscope.results.tables import LEADING_COLUMNS
 
     described = {"(every table)": LEADING_COLUMNS} | all_tables()
-    rows = [(name, *column) for name, columns in described.items() for column in columns]
+    rows = [(name, column.name, column.about, column.unit) for name, columns in described.items() for column in columns]
     return pd.DataFrame(rows, columns=["table", "column", "what it holds", "unit"])
 
 

@@ -99,6 +99,9 @@ def chosen(numbers: tuple[int, ...] | None, count: int) -> list[int]:
     return list(range(count)) if numbers is None else list(numbers)
 
 
+MOST_NUMBERS = 1_000_000  # in a range
+
+
 def _numbers(value: Any) -> Any:
     """As the command line has them: `all`, `3`, `1-3`, `138,447`, `0-2,5`."""
     if isinstance(value, int) and not isinstance(value, bool):
@@ -117,6 +120,8 @@ def _numbers(value: Any) -> Any:
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise ValueError(f"the range {part.strip()} is empty")
+        if last - first >= MOST_NUMBERS:
+            raise ValueError(f"the range {part.strip()} has more than {MOST_NUMBERS} numbers")
         found += range(first, last + 1)
     return tuple(dict.fromkeys(found))
 
@@ -134,7 +139,7 @@ def _reals(value: Any) -> Any:
     return re.split(r"(?<!e)\+|,", value) if isinstance(value, str) else value
 
 
-Index = Annotated[int, Field(ge=0)]
+Index = Annotated[int, Field(ge=0, lt=2**62)]
 Indices = Annotated[tuple[Index, ...], BeforeValidator(_named_numbers), Field(min_length=1)]
 Chosen = Annotated[Annotated[tuple[Index, ...], Field(min_length=1)] | None, BeforeValidator(_numbers)]  # None: all
 Open = Annotated[

@@ -9,11 +9,11 @@ from sinkscope.measuring.summary import WHOLE_MODEL, attention_by_layer
 from sinkscope.results.tables import METRIC, VALUE, Column
 
 EFFECT_COLUMNS = (
-    Column("name", "the intervention with its parameters"),
-    Column("arm", "before, after or control"),
-    Column("draw", "which of the random controls, from 0 on; -1: no control"),
+    Column("name", "the intervention with its parameters", kind="text"),
+    Column("arm", "before, after or control", kind="text"),
+    Column("draw", "which of the random controls, from 0 on; -1: no control", kind="whole"),
     METRIC,
-    Column("position", "watched position; -1: none"),
+    Column("position", "watched position; -1: none", kind="whole"),
     VALUE,
 )
 NO_POSITION = -1

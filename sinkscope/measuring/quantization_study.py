@@ -21,16 +21,16 @@ from sinkscope.text.inputs import TokenInputs
 
 Ranges = Mapping[Site, Range]
 
-LINEAR = Column("site", "kind of linear layer, as mlp.down_proj")
-PART = Column("part", "input, weight or output of the linear layer")
+LINEAR = Column("site", "kind of linear layer, as mlp.down_proj", kind="text")
+PART = Column("part", "input, weight or output of the linear layer", kind="text")
 QUANTIZATION_TABLES: dict[str, Columns] = {
     "quantization": (
-        Column("setting", "what is quantized: quantization/settings.py"),
+        Column("setting", "what is quantized: quantization/settings.py", kind="text"),
         LINEAR,
         PART,
-        Column("quantized", "how many sites are quantized"),
-        Column("kept", "sites in full precision, where they were searched for"),
-        Column("sequences", "how many sequences it was measured on"),
+        Column("quantized", "how many sites are quantized", kind="whole"),
+        Column("kept", "sites in full precision, where they were searched for", kind="text"),
+        Column("sequences", "how many sequences it was measured on", kind="whole"),
         Column("loss", "mean cross-entropy", "nats per token"),
         Column("perplexity", "exp(loss)"),
         Column("cost", "loss above that of full precision on the same sequences", "nats per token"),
@@ -40,12 +40,12 @@ QUANTIZATION_TABLES: dict[str, Columns] = {
     "quantization_sites": (
         LINEAR,
         PART,
-        Column("path", "of the linear layer in the model"),
+        Column("path", "of the linear layer in the model", kind="text"),
         Column("low", "smallest entry on the calibration sequences"),
         Column("high", "largest entry"),
         Column("median_abs", "median of a sequence's absolute entries, mean over sequences"),
         Column("max_abs", "largest absolute entry"),
-        Column("is_massive", "whether a sequence has a massive activation here; never of a weight"),
+        Column("is_massive", "whether a sequence has a massive activation here; never of a weight", kind="truth"),
         Column("step", "of the grid"),
         Column("zeroed", "share of the entries other than 0 that the grid makes 0"),
         Column("sqnr", "signal to quantization noise, 10 log₁₀ Σx² ÷ Σ(x-x̂)²", "dB"),

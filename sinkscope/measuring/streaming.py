@@ -22,11 +22,11 @@ from sinkscope.results.tables import Column
 from sinkscope.text.inputs import TokenInputs
 
 STREAMING_COLUMNS = (
-    Column("method", "dense, window, or sinks kept"),
-    Column("window", "how many of the last tokens are cached; -1: dense", "tokens"),
-    Column("keep", "how many of the first tokens are kept", "tokens"),
-    Column("bucket", "first token of a bucket of tokens; -1: all tokens"),
-    Column("tokens", "how many tokens were predicted in it"),
+    Column("method", "dense, window, or sinks kept", kind="text"),
+    Column("window", "how many of the last tokens are cached; -1: dense", "tokens", kind="whole"),
+    Column("keep", "how many of the first tokens are kept", "tokens", kind="whole"),
+    Column("bucket", "first token of a bucket of tokens; -1: all tokens", kind="whole"),
+    Column("tokens", "how many tokens were predicted in it", kind="whole"),
     Column("loss", "mean cross-entropy", "nats per token"),
     Column("perplexity", "exp(loss)"),
 )

@@ -146,14 +146,14 @@ def _sample(model: PreTrainedModel, first: int, count: int, length: int, seed: i
     Texts that end sooner are left out: to forbid the end instead gives text that the model finds most unlikely.
     """
     ends = model.generation_config.eos_token_id
-    # a checkpoint's own settings (top-k, temperature) would draw from another distribution: all are given here
+    # a checkpoint's own settings (top-k, temperature) would draw from another distribution
     settings = GenerationConfig(
         do_sample=True, top_k=0, max_new_tokens=length - 1, pad_token_id=first, eos_token_id=ends
     )  # fmt: skip
     start = torch.full((SAMPLED_AT_ONCE, 1), first, device=model.device)
     end_ids = torch.as_tensor(ends if ends is not None else [], device=model.device)
     texts: list[np.ndarray] = []
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), _without_settings(model):
         torch.manual_seed(seed)
         for _ in range(MOST_SAMPLES * count // SAMPLED_AT_ONCE + 1):
             mask = torch.ones_like(start)
@@ -166,3 +166,13 @@ def _sample(model: PreTrainedModel, first: int, count: int, length: int, seed: i
     raise InputError(
         f"--input sampled: only {len(texts)} of {count} texts reached {length} tokens: take a shorter --seq-len"
     )
+
+
+@contextmanager
+def _without_settings(model: PreTrainedModel) -> Iterator[None]:
+    """No settings of its own, from which `generate` takes what is not given to it, until the end of the block."""
+    own, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own

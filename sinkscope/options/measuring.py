@@ -6,7 +6,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import field_validator, model_validator
 
-from sinkscope.options.option import Options, as_folder_name, checked, distinct_folder_name, option
+from sinkscope.options.files import kind_of, names_in, user_path
+from sinkscope.options.option import MOST, Options, as_folder_name, checked, distinct_folder_name, option
 
 POSITIONS, WINDOW = 16, 64  # where the sequences are long enough; GS fig. 1 and WSE
 DEMO_NAME = "SmolLM2-135M-Instruct"  # the model of a run that names none
@@ -32,8 +33,8 @@ class ModelOptions(Options):
     @property
     def folder_name(self) -> str:
         """The model's name and its revision, fit for a folder."""
-        source = Path(self.gguf_file or self.model or DEMO_NAME)
-        if source.exists():
+        source = user_path(self.gguf_file or self.model or DEMO_NAME)
+        if kind_of(source) is not None:
             source = source.resolve()  # "." has no name
         return distinct_folder_name(source.stem if source.suffix == ".gguf" else source.name, self.revision)
 
@@ -84,7 +85,7 @@ class TextOptions(Options):
 class SeedOptions(Options):
     """What is drawn at random."""
 
-    seed: int = option(0, "Input", "Of all that is drawn at random.", metavar="N", ge=0)
+    seed: int = option(0, "Input", "Of all that is drawn at random.", metavar="N", ge=0, le=2**63 - 1)
 
 
 class SequenceOptions(Options):
@@ -120,9 +121,7 @@ class ObservableOptions(Options):
         shown=f"{WINDOW}, or T if less",
         ge=1,
     )
-    epsilon: float = option(
-        0.3, "Measuring", "A sink has a window mass above E.", metavar="E", ge=0.0, le=1.0, allow_inf_nan=False
-    )
+    epsilon: float = option(0.3, "Measuring", "A sink has a window mass above E.", metavar="E", ge=0.0, le=1.0)
 
     @field_validator("observables", mode="before")
     @classmethod
@@ -159,7 +158,7 @@ class RunConfig(ObservableOptions, InputOptions, DeviceOptions, ModelOptions):
             return options
         try:
             length = int(options.get("seq_len", cls.model_fields["seq_len"].default))
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             return options  # the field itself complains, and better
         if length < 2:
             return options
@@ -169,8 +168,8 @@ class RunConfig(ObservableOptions, InputOptions, DeviceOptions, ModelOptions):
     @field_validator("batch_size")
     @classmethod
     def _check_batch_size(cls, size: int | str) -> int | str:
-        if isinstance(size, int) and size < 1:
-            raise ValueError("at least 1 sequence is needed in a batch")
+        if isinstance(size, int) and not 1 <= size <= MOST:
+            raise ValueError("at least 1 sequence is needed in a batch" if size < 1 else f"at most {MOST}")
         return size
 
     @model_validator(mode="after")
@@ -205,10 +204,13 @@ class AnalyzeOptions(RunConfig):
         """Whether steps of training are meant: revisions with commas between, or a folder of checkpoints alone."""
         if self.revision is not None:
             return "," in self.revision
-        folder = Path(self.model).expanduser() if self.model else None
-        if folder is None or self.gguf_file is not None or (folder / "config.json").exists():
+        folder = user_path(self.model) if self.model else None
+        if folder is None or self.gguf_file is not None or kind_of(folder) != "folder":
             return False
-        return any(path.is_dir() for path in folder.glob("checkpoint-*"))
+        names = names_in(folder)
+        return "config.json" not in names and any(
+            name.startswith("checkpoint-") and kind_of(folder / name) == "folder" for name in names
+        )
 
     def folder(self) -> Path:
         named = self.model_copy(update={"revision": "steps"}) if self.has_steps else self

@@ -14,9 +14,11 @@ from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from sinkscope.errors import InputError, unknown
+from sinkscope.errors import InputError, one_line, unknown
 
 Model = TypeVar("Model", bound=BaseModel)
+
+MOST = 10**9  # of any whole number; more would overflow somewhere behind it
 
 
 class Options(BaseModel):
@@ -77,9 +79,14 @@ def option(
         about: one line for `--help`.
         metavar: what stands for its value in `--help`.
         shown: what `--help` shows as the default, where that is not the value itself.
-        **constraints: of pydantic's Field (ge, le, …).
+        **constraints: of pydantic's Field (ge, le, …). Whole numbers have an upper bound and others are finite,
+            also without.
     """
     extra: dict[str, Any] = {"panel": panel, "metavar": metavar, "shown": shown}
+    if type(default) is int:
+        constraints = {"le": MOST} | constraints
+    if type(default) is float:
+        constraints = {"allow_inf_nan": False} | constraints
     return Field(default=default, description=about, json_schema_extra=extra, **constraints)
 
 
@@ -142,16 +149,18 @@ def filled_in(kind: type[Model], parameters: Mapping[str, Any], what: str, whole
 
 # pydantic's kind of error → what to say of the value; other kinds keep pydantic's words
 _NEEDED = {
-    "greater_than_equal": "it must be at least {ge:g}",
-    "greater_than": "it must be more than {gt:g}",
-    "less_than": "it must be less than {lt:g}",
-    "less_than_equal": "it must be at most {le:g}",
+    "greater_than_equal": "it must be at least {ge}",
+    "greater_than": "it must be more than {gt}",
+    "less_than": "it must be less than {lt}",
+    "less_than_equal": "it must be at most {le}",
     "finite_number": "it must be a number",
     "float_parsing": "it must be a number",
     "int_parsing": "it must be a whole number",
     "int_type": "it must be a whole number",
     "int_from_float": "it must be a whole number",
+    "int_parsing_size": "it must be a whole number of fewer digits",
     "string_type": "it must be text",
+    "string_unicode": "it holds half of a character",
 }
 
 
@@ -169,7 +178,8 @@ def _complaint(error: Any, fields: Any) -> str:
         choices = re.findall(r"'([^']+)'", context["expected"])
         return f"{flag(name)} {unknown(str(value), choices)}"
     if error["type"] in _NEEDED:
-        return f"{flag(name)} {value}: {_NEEDED[error['type']].format(**context)}"
+        bounds = {key: f"{bound:g}" if isinstance(bound, float) else bound for key, bound in context.items()}
+        return f"{flag(name)} {one_line(value)}: {_NEEDED[error['type']].format(**bounds)}"
     if isinstance(value, tuple | list):  # the message names the element that is wrong
         return f"{flag(name)}: {own_words}"
-    return f"{flag(name)} {value}: {own_words[0].lower() + own_words[1:]}"
+    return f"{flag(name)} {one_line(value)}: {own_words[0].lower() + own_words[1:]}"

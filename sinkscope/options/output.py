@@ -1,8 +1,8 @@
 """Where a command writes and what it prints, and the options of commands that measure nothing themselves."""
 
-from pathlib import Path
 from typing import Any, ClassVar
 
+from sinkscope.options.files import UserPath
 from sinkscope.options.measuring import DeviceOptions, InputOptions, ModelOptions
 from sinkscope.options.option import Options, option
 
@@ -10,9 +10,9 @@ from sinkscope.options.option import Options, option
 class OutputOptions(Options):
     """They decide no number, and stand in no run.json."""
 
-    out: Path | None = option(None, "Output", "Folder to write.", metavar="DIR")
+    out: UserPath | None = option(None, "Output", "Folder to write.", metavar="DIR")
     overwrite: bool = option(False, "Output", "Replace what an earlier run wrote to --out.")
-    from_: Path | None = option(
+    from_: UserPath | None = option(
         None, "Output", "Repeat a run, by its folder or run.json, with all its options.", metavar="RUN"
     )
     quiet: bool = option(False, "Output", "Print nothing but errors.")
@@ -31,7 +31,7 @@ class CompareOptions(Options):
     arguments: ClassVar = ("runs",)
     writes: ClassVar = "nothing"
 
-    runs: tuple[Path, ...] = option((), "Input", "Run folders, two or more.", metavar="RUN")
+    runs: tuple[UserPath, ...] = option((), "Input", "Run folders, two or more.", metavar="RUN")
 
 
 class RunOptions(InputOptions, DeviceOptions, ModelOptions):

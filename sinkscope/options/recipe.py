@@ -15,6 +15,7 @@ It may also name a `model`, a folder `out`, and several `runs`, each with option
       random: {input: random}
 """
 
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -27,11 +28,14 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from sinkscope.errors import InputError, closest, one_line, unknown
 from sinkscope.options import COMMANDS
+from sinkscope.options.files import check_depth, kind_of, names_in, read_text, user_path
 from sinkscope.options.option import Options, checked
 
 ENDINGS = (".yaml", ".yml")
 COMPARISON = "comparison"  # the folder beside those of several runs
 RESERVED = (COMPARISON, "run.json")  # what lies beside the folders of several runs
+LARGEST = 1 << 20  # bytes
+MOST_VALUES = 10_000  # in a recipe, repetitions by aliases included
 LONGEST_NAME = 200  # bytes: file systems allow 255, and temporary names are longer
 
 # what a recipe, which may come from anywhere, cannot decide, and why
@@ -165,7 +169,7 @@ def known_recipes() -> dict[str, Path]:
     """Name → file, of recipes/ in the working directory, and of those that come with sinkscope."""
     found: dict[str, Path] = {}
     for folder in (Path("recipes"), shipped_recipes()):
-        for path in sorted(folder.glob("*")):
+        for path in [folder / name for name in names_in(folder)] if kind_of(folder) == "folder" else ():
             if path.suffix in ENDINGS and path.is_file():
                 found.setdefault(path.stem, path)
     return found
@@ -184,8 +188,9 @@ def find_recipe(recipe: str | os.PathLike[str]) -> Path:
     Raises:
         InputError: there is neither.
     """
-    path = Path(recipe).expanduser()
-    if path.is_file():
+    path = user_path(recipe)
+    kind = kind_of(path)
+    if kind == "file":
         return path
     known = known_recipes()
     name = path.stem if path.suffix in ENDINGS else path.name
@@ -194,7 +199,7 @@ def find_recipe(recipe: str | os.PathLike[str]) -> Path:
             return known[name]
         if path.suffix not in ENDINGS:
             raise InputError(f"recipe {unknown(name, known)}")
-    raise InputError(f"{recipe}: {'this is a folder' if path.is_dir() else 'no such file'}{_hint(name, known)}")
+    raise InputError(f"{recipe}: {'this is a folder' if kind else 'no such file'}{_hint(name, known)}")
 
 
 def _hint(name: str, known: Mapping[str, Path]) -> str:
@@ -223,19 +228,43 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def _parse(path: Path) -> dict[str, Any]:
+    text = read_text(path, LARGEST)
     try:
-        content = _with_text_for_keys(yaml.safe_load(path.read_text(encoding="utf-8-sig")))
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise InputError(f"{path} is not UTF-8 text") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        content = _with_text_for_keys(yaml.load(text, _Loader))
+    # whatever looks like a date, a number or one of YAML's other types and is none
+    except (yaml.YAMLError, ValueError, TypeError, ArithmeticError, LookupError, RecursionError) as error:
         raise InputError(f"{path} is not YAML: {_yaml_complaint(error)}") from None
+    check_depth(path, content)
+    try:  # as it will stand in run.json
+        json.dumps(content, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, TypeError) as error:
+        raise InputError(f"{path} holds what JSON, and so run.json, cannot: {one_line(error)}") from None
     if content is None:
         raise InputError(f"{path} is empty: a recipe has at least a title")
     if not isinstance(content, dict):
         raise InputError(f"{path} is not a recipe: it holds {_some(content)}, and not keys and values, as `title: …`")
     return content
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's safe loader for files of a bounded size: aliases of aliases double it with every line."""
+
+    def get_single_node(self) -> Any:
+        node = super().get_single_node()
+        if _count(node, {}) > MOST_VALUES:
+            raise ValueError(f"with all its aliases (*name) it holds more than {MOST_VALUES} values")
+        return node
+
+
+def _count(node: Any, counted: dict[int, int]) -> int:
+    """How many values a YAML node stands for, aliases followed; a node inside itself stands for too many."""
+    if not isinstance(node, yaml.CollectionNode):
+        return 1
+    if id(node) not in counted:
+        counted[id(node)] = MOST_VALUES + 1
+        pairs = node.value if isinstance(node, yaml.MappingNode) else [(part,) for part in node.value]
+        counted[id(node)] = min(1 + sum(_count(part, counted) for pair in pairs for part in pair), MOST_VALUES + 1)
+    return counted[id(node)]
 
 
 def _with_text_for_keys(content: Any) -> Any:

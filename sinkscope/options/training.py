@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from pydantic import field_validator, model_validator
 
+from sinkscope.options.files import kind_of, user_path
 from sinkscope.options.measuring import (
     DeviceOptions,
     ModelOptions,
@@ -27,15 +28,9 @@ class TrainingConfig(SeedOptions):
     block_length: int = option(256, "Training", "Tokens in each block, the BOS included.", metavar="T", ge=2)
     batch_size: int = option(8, "Training", "Blocks at once, on each GPU.", metavar="N", ge=1)
     accumulation: int = option(1, "Training", "Batches in a step.", metavar="N", ge=1)
-    learning_rate: float = option(
-        5e-5, "Training", "Of the model's own weights, by AdamW.", metavar="R", gt=0, allow_inf_nan=False
-    )
-    new_learning_rate: float = option(
-        1e-3, "Training", "Of the parameters that a method adds.", metavar="R", gt=0, allow_inf_nan=False
-    )
-    weight_decay: float = option(
-        0.01, "Training", "Of the model's own matrices.", metavar="W", ge=0, allow_inf_nan=False
-    )
+    learning_rate: float = option(5e-5, "Training", "Of the model's own weights, by AdamW.", metavar="R", gt=0)
+    new_learning_rate: float = option(1e-3, "Training", "Of the parameters that a method adds.", metavar="R", gt=0)
+    weight_decay: float = option(0.01, "Training", "Of the model's own matrices.", metavar="W", ge=0)
     warmup: float = option(
         0.05, "Training", "Share of the steps; then the rates fall to 0 linearly.", metavar="SHARE", ge=0, lt=1
     )
@@ -160,8 +155,8 @@ class TrainOptions(ArmOptions):
     @property
     def shape_name(self) -> str:
         """The architecture's name, or that of its config.json."""
-        path = Path(self.config).expanduser()
-        return path.resolve().stem if path.exists() else self.config
+        path = user_path(self.config)
+        return self.config if kind_of(path) is None else path.resolve().stem
 
     def folder(self) -> Path:
         return Path("runs", as_folder_name(distinct_folder_name(Path(self.config).stem), "train"))

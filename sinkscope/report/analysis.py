@@ -245,7 +245,7 @@ def _eight_bits(run: RunData) -> Iterator[Finding]:
         return
     by_layer = run.tables["massive"].assign(magnitude=run.tables["massive"]["value"].abs()).groupby("layer")
     largest, median = by_layer["magnitude"].max(), by_layer["median"].mean()
-    steps = largest / EIGHT_BITS / median
+    steps = (largest / EIGHT_BITS / median).fillna(0.0)  # of layers that give zeros alone
     worst = steps.idxmax()
     outcome = Outcome.PRESENT if steps[worst] > COARSE_STEP else Outcome.ABSENT
     numbers = {"layer": worst, "largest": largest[worst], "median": median[worst]}

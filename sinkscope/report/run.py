@@ -2,6 +2,7 @@
 
 from functools import cached_property
 
+from sinkscope.measuring.tables import all_tables
 from sinkscope.report import figures, verdict
 from sinkscope.report.figures.style import Figure
 from sinkscope.results.run import RunData
@@ -9,6 +10,8 @@ from sinkscope.results.run import RunData
 
 class Run(RunData):
     """What a command measured: `run.tables["attention"]`, `run.metric("sink_rate")`, `run.figure("sink-map")`."""
+
+    columns = all_tables()
 
     def figure(self, name: str) -> Figure:
         """Draw one figure from the tables.

@@ -25,10 +25,11 @@ from sinkscope.report.figures.style import Figure
 from sinkscope.report.outputs import write_run
 from sinkscope.report.run import Run
 from sinkscope.results.manifest import folder_of, make_manifest, read_manifest, write_manifest
-from sinkscope.results.tables import read_table, write_tables
+from sinkscope.results.tables import LEADING_COLUMNS, METRIC, VALUE, Column, read_table, write_tables
 
 COMMAND = "analyze_steps"  # in the manifest
 COLUMNS = ["model", "condition", "step", "layer", "metric", "value"]
+_SCHEMA = (*LEADING_COLUMNS, Column("step", "of the training", kind="whole"), METRIC, VALUE)
 HEADLINES = ("sink_rate", "value_drain", "norm_ratio", "massive_count", "value_gradient_ratio", "loss")
 
 
@@ -59,7 +60,7 @@ class Series:
         manifest = read_manifest(folder, (COMMAND,))
         try:
             runs = {int(at["step"]): Run.open(folder / at["folder"]) for at in manifest["steps"]}
-            table = read_table(folder / "tables" / "series.parquet")
+            table = read_table(folder / "tables" / "series.parquet", _SCHEMA)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(f"{folder} is damaged: {one_line(error)}") from error
         return cls(manifest, runs, table, folder)

@@ -10,13 +10,13 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import pandas as pd
 
-from sinkscope.errors import InputError, one_line, unknown
+from sinkscope.errors import InputError, unknown
 from sinkscope.results.manifest import MANIFEST, folder_of, read_manifest
-from sinkscope.results.tables import read_table
+from sinkscope.results.tables import LEADING_COLUMNS, Columns, read_table
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,8 @@ class RunData:
         tables: name → DataFrame.
         folder: where it is written; None if it is in memory only.
     """
+
+    columns: ClassVar[Mapping[str, Columns]] = {}  # of the tables that a folder may hold, behind the leading ones
 
     manifest: dict[str, Any]
     tables: Mapping[str, pd.DataFrame] = field(repr=False)
@@ -42,7 +44,7 @@ class RunData:
         """
         folder = folder_of(folder)
         manifest = read_manifest(folder)
-        tables = _TablesOnDisk(folder, manifest["tables"])
+        tables = _TablesOnDisk(folder, manifest["tables"], cls.columns)
         missing = [str(path) for path in tables.paths if not path.is_file()]
         if missing:
             raise InputError(f"{folder} is incomplete: {missing[0]} is missing")
@@ -93,10 +95,10 @@ class NoTable(InputError, KeyError):
 
 
 class _TablesOnDisk(Mapping[str, pd.DataFrame]):
-    """Tables read when they are first asked for."""
+    """Tables read when they are first asked for, and then checked against their declared columns."""
 
-    def __init__(self, folder: Path, names: Iterable[str]) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, names: Iterable[str], columns: Mapping[str, Columns]) -> None:
+        self._folder, self._columns = folder, columns
         self._paths = {name: folder / "tables" / f"{name}.parquet" for name in names}
         self._read: dict[str, pd.DataFrame] = {}
 
@@ -108,10 +110,7 @@ class _TablesOnDisk(Mapping[str, pd.DataFrame]):
         if name not in self._read:
             if name not in self._paths:
                 raise NoTable(f"{self._folder} has no table '{name}', by its {MANIFEST}")
-            try:
-                self._read[name] = read_table(self._paths[name])
-            except (OSError, ValueError) as error:  # pyarrow's are both
-                raise InputError(f"{self._paths[name]} is damaged: {one_line(error)}") from error
+            self._read[name] = read_table(self._paths[name], (*LEADING_COLUMNS, *self._columns.get(name, ())))
         return self._read[name]
 
     def __iter__(self) -> Iterator[str]:

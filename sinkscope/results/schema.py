@@ -67,6 +67,8 @@ class Family(Part):
 class Input(Part):
     sequences: Count
     tokens: Count
+    shortest: Count
+    longest: Count
     token_zero: str
     sha256: str
     text: str = ""

@@ -1,12 +1,15 @@
 """The parquet tables: what a column is, the columns that many tables have, and reading and writing a table."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pandas as pd
 
+from sinkscope.errors import InputError, one_line
 from sinkscope.results.swap import new_file
+
+Kind = Literal["text", "whole", "number", "truth"]
 
 
 class Column(NamedTuple):
@@ -15,6 +18,7 @@ class Column(NamedTuple):
     name: str
     about: str  # one line for `sinkscope list tables`
     unit: str = ""
+    kind: Kind = "number"  # of its values; a number may be whole
 
 
 Columns = tuple[Column, ...]
@@ -26,39 +30,39 @@ def names_of(columns: Columns) -> tuple[str, ...]:
 
 # Every table begins with these, then has its own, in their order: a contract with users.
 LEADING_COLUMNS = (
-    Column("model", "the model's name"),
-    Column("condition", "the kind of input, or the arm: an intervention or retrofit, or what it is compared with"),
-    Column("layer", "from 0 on; -1: the whole model"),
+    Column("model", "the model's name", kind="text"),
+    Column("condition", "the input, or the arm: an intervention or retrofit, or what it is compared with", kind="text"),
+    Column("layer", "from 0 on; -1: the whole model", kind="whole"),
 )
 LEADING = names_of(LEADING_COLUMNS)
 
-HEAD = Column("head", "query head, from 0 on")
-KV_HEAD = Column("kv_head", "key/value head that the query head reads")
-POSITION = Column("position", "place in the sequence, from 0 on")
-SEQUENCE = Column("sequence", "which of the run's sequences, from 0 on")
-TOKEN_ID = Column("token_id", "id of the token at this position")
-TOKEN = Column("token", "its text")
-COORDINATE = Column("coordinate", "of the residual stream, from 0 on")
-SITE = Column("site", "where in the layer: layer_in, attn_out, mid, mlp_out or layer_out")
-QUERY = Column("query", "position of the query")
-KEY = Column("key", "position of the key")
+HEAD = Column("head", "query head, from 0 on", kind="whole")
+KV_HEAD = Column("kv_head", "key/value head that the query head reads", kind="whole")
+POSITION = Column("position", "place in the sequence, from 0 on", kind="whole")
+SEQUENCE = Column("sequence", "which of the run's sequences, from 0 on", kind="whole")
+TOKEN_ID = Column("token_id", "id of the token at this position", kind="whole")
+TOKEN = Column("token", "its text", kind="text")
+COORDINATE = Column("coordinate", "of the residual stream, from 0 on", kind="whole")
+SITE = Column("site", "where in the layer: layer_in, attn_out, mid, mlp_out or layer_out", kind="text")
+QUERY = Column("query", "position of the query", kind="whole")
+KEY = Column("key", "position of the key", kind="whole")
 SEED = Column("seed", "of the training")
-METRIC = Column("metric", "what was measured (`sinkscope list metrics`)")
+METRIC = Column("metric", "what was measured (`sinkscope list metrics`)", kind="text")
 VALUE = Column("value", "its value")
 
 # Tables that are made above measuring/; all tables: measuring/tables.py
 TRAINING_TABLES: dict[str, Columns] = {
-    "training": (SEED, Column("step", "of the optimizer, 0 is before the first"), METRIC, VALUE),
+    "training": (SEED, Column("step", "of the optimizer, 0 is before the first", kind="whole"), METRIC, VALUE),
     "gates": (
         SEED,
-        Column("head", "of values or queries, as the parameter counts; registers in order"),
-        Column("parameter", "of the retrofit"),
+        Column("head", "of values or queries, as the parameter counts; registers in order", kind="whole"),
+        Column("parameter", "of the retrofit", kind="text"),
         Column("displacement", "distance of the head's parameters from where they started"),
     ),
     "retrofit": (SEED, METRIC, VALUE),
     "value_norms": (
         SEQUENCE, POSITION, TOKEN_ID, TOKEN,
-        Column("is_trigger", "whether the token is a trigger of the task"),
+        Column("is_trigger", "whether the token is a trigger of the task", kind="truth"),
         Column("norm", "L2 norm of all heads' values as they are projected"),
         Column("attended_norm", "the same as they are attended to, behind a gate on values"),
     ),
@@ -78,5 +82,41 @@ def write_tables(tables: Mapping[str, pd.DataFrame], folder: Path) -> None:
         write_table(table, folder / "tables" / f"{name}.parquet")
 
 
-def read_table(path: Path) -> pd.DataFrame:
-    return pd.read_parquet(path)
+def read_table(path: Path, columns: Columns = ()) -> pd.DataFrame:
+    """Read one table.
+
+    Args:
+        path: of its file.
+        columns: that it needs, with values of their kinds.
+
+    Raises:
+        InputError: the file is damaged, or holds another table.
+    """
+    import pyarrow.parquet  # here: declaring a column needs none of it
+
+    try:
+        metadata = pyarrow.parquet.read_metadata(path)
+        lacking = [column.name for column in columns if not _has(metadata, column)]
+        if not lacking:
+            return pd.read_parquet(path)
+    except Exception as error:  # a damaged file can fail in about any way
+        raise InputError(f"{path} is damaged: {one_line(error)}") from error
+    raise InputError(f"{path} is not the table '{path.stem}': it has no column {lacking[0]}, or of other values")
+
+
+def _has(metadata: Any, column: Column) -> bool:
+    """Whether a parquet file has a column of this name and kind."""
+    from pyarrow import types
+
+    is_of: dict[Kind, Callable[[Any], bool]] = {
+        "text": lambda kind: types.is_string(kind) or types.is_large_string(kind),
+        "whole": types.is_integer,
+        "number": lambda kind: types.is_integer(kind) or types.is_floating(kind),
+        "truth": types.is_boolean,
+    }
+    schema = metadata.schema.to_arrow_schema()
+    if schema.names.count(column.name) != 1:
+        return False
+    kind = schema.field(column.name).type
+    without_values = types.is_null(kind) and (column.kind == "text" or metadata.num_rows == 0)
+    return is_of[column.kind](kind) or without_values

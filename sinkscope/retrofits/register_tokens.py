@@ -108,7 +108,7 @@ class RegisterTokens(Retrofit):
     about: ClassVar[str] = "learned embeddings before the sequence (count: 4), at first the vocabulary's mean"
     paper: ClassVar[str] = "VGA §1, Darcet 2023"
 
-    count: int = Field(default=4, ge=1)
+    count: int = Field(default=4, ge=1, le=10_000)
 
     @classmethod
     def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:

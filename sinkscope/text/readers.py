@@ -5,16 +5,18 @@ beside 6.0 into floats and names no line in its errors; its text reader rewrites
 """
 
 import json
-import tokenize
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from sinkscope.errors import InputError, one_line
+from sinkscope.options.files import kind_of, plain_path
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,23 @@ class Document:
     text: str = ""
     ids: list[int] | None = None
     notice: str = ""  # for a user who asked for more than one sequence
+
+
+def _of_characters(text: str) -> str:
+    """Refuse half of a surrogate pair, which JSON can spell and no tokenizer takes."""
+    half = re.search("[\ud800-\udfff]", text)
+    if half:
+        raise ValueError(f"text holds \\u{ord(half[0]):04x}, which is no character")
+    return text
+
+
+class _Record(BaseModel):
+    """One line of a JSON lines file; it may have other entries."""
+
+    model_config = ConfigDict(strict=True)  # 6.0 and true are no token ids
+
+    input_ids: list[int] = []
+    text: Annotated[str, AfterValidator(_of_characters)] = ""
 
 
 def read_text(path: Path) -> Iterator[Document]:
@@ -61,8 +80,9 @@ def read_array(path: Path) -> Iterator[Document]:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except OSError as error:
         raise InputError(f"{path.name} cannot be read: {error.strerror or error}") from error
-    # not an .npy file, cut short, an array of Python objects, or a header that numpy cannot parse
-    except (ValueError, EOFError, SyntaxError, tokenize.TokenError) as error:
+    # not an .npy file, cut short, an array of Python objects, or a header, which numpy evaluates: that can fail
+    # in about any way, as with a shape beyond 64 bits
+    except Exception as error:
         raise InputError(
             f"{path.name} is not an .npy file of integers ({one_line(error)}): write it with numpy.save"
         ) from error
@@ -80,7 +100,8 @@ def read_array(path: Path) -> Iterator[Document]:
 def dataset_name(spec: str) -> str:
     """The name that tables give a dataset NAME[:CONFIG[:SPLIT]]: its NAME, or the last part of a folder's path."""
     name = _dataset_parts(spec)[0]
-    return Path(name).resolve().name if Path(name).exists() else name
+    path = plain_path(name)
+    return name if kind_of(path) is None else path.resolve().name
 
 
 def read_dataset(spec: str) -> Iterator[Document]:
@@ -92,7 +113,11 @@ def read_dataset(spec: str) -> Iterator[Document]:
         # from the first record: `features` of a streamed dataset are not always known before
         column = column or _text_column(record, label)
         if isinstance(record.get(column), str):  # a missing document is None
-            yield Document(label, record[column])
+            try:
+                text = _of_characters(record[column])
+            except ValueError as error:
+                raise InputError(f"{label}: {error}") from None
+            yield Document(label, text)
 
 
 def _decoded(content: bytes, label: str) -> str:
@@ -111,31 +136,25 @@ def _json_document(content: str, where: str) -> Document:
         raise InputError(f"{where} is not JSON ({one_line(error)}): give one JSON object a line") from error
     if not isinstance(record, dict):
         raise InputError(f"{where} is a JSON {_json_type(record)}: give one JSON object a line")
-    if "input_ids" in record:
-        text = record.get("text")
-        return Document(where, text if isinstance(text, str) else "", _checked_ids(record["input_ids"], where))
-    if "text" in record:
-        return Document(where, _checked_text(record["text"], where))
-    raise InputError(f"{where}: a record needs `text` or `input_ids`; this one has {_keys(record)}")
-
-
-def _checked_ids(ids: Any, where: str) -> list[int]:
-    if not isinstance(ids, list):
-        raise InputError(f"{where}: input_ids is a JSON {_json_type(ids)}, not a list of integers")
-    for at, token in enumerate(ids):
-        if type(token) is not int:  # not isinstance: true and false are ints to Python
-            raise InputError(f"{where}: input_ids[{at}] is a JSON {_json_type(token)}: token ids are integers")
-    return ids
-
-
-def _checked_text(text: Any, where: str) -> str:
-    if not isinstance(text, str):
-        raise InputError(f"{where}: text is a JSON {_json_type(text)}, not a string")
+    if not record.keys() & _Record.model_fields.keys():
+        raise InputError(f"{where}: a record needs `text` or `input_ids`; this one has {_keys(record)}")
+    if "input_ids" in record and not isinstance(record.get("text"), str):
+        record.pop("text", None)  # not needed beside ids
     try:
-        text.encode()
-    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair; no tokenizer takes it
-        raise InputError(f"{where}: text holds \\u{ord(text[error.start]):04x}, which is no character") from error
-    return text
+        checked = _Record.model_validate(record)
+    except ValidationError as error:
+        raise InputError(f"{where}: {_complaint(error.errors()[0])}") from None
+    return Document(where, checked.text, checked.input_ids if "input_ids" in record else None)
+
+
+def _complaint(error: Any) -> str:
+    name, *places = error["loc"]
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    found = _json_type(error["input"])
+    if places:
+        return f"{name}[{places[0]}] is a JSON {found}: token ids are integers"
+    return f"{name} is a JSON {found}, not a {'string' if name == 'text' else 'list of integers'}"
 
 
 def _json_type(value: Any) -> str:

@@ -139,6 +139,7 @@ def sampled_tokens(request: Request) -> Selection:
     if request.sampler is None:
         raise InputError("--input sampled needs a model to sample from")
     bos = request.known_bos
+    check_ids([bos], request.vocab_size, "the beginning-of-sequence token")
     left_out = int(request.bos == "never")
     drawn = request.sampler(bos, request.num_seqs, request.seq_len + left_out, request.seed)
     token_zero = "the model's own token" if left_out else request.described(bos)

@@ -1,12 +1,12 @@
 """The registers of inputs: which names, file endings and datasets can be read, and how. A new one is one line here."""
 
-import os
 from collections.abc import Callable, Collection, Iterator
 from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
 from sinkscope.errors import InputError, closest
+from sinkscope.options.files import check_readable, kind_of, names_in, plain_path
 from sinkscope.text.readers import Document, dataset_name, read_array, read_dataset, read_json_lines, read_text
 from sinkscope.text.request import Request, Selection
 from sinkscope.text.sequences import heads, long_heads, random_tokens, repeated_tokens, rows, sampled_tokens, windows
@@ -80,20 +80,23 @@ def check_source(source: str) -> None:
 
 
 def _existing_file(source: str) -> Path:
-    path = Path(source)
+    path = plain_path(source)
     known = path.suffix.lower() in FORMATS
     endings = ", ".join(FORMATS)
-    if path.is_dir():
+    kind = kind_of(path) if source else None  # no name would be the working directory
+    if kind == "folder":
         raise InputError(f"--input {source} is a folder: give a file ({endings})")
-    if path.is_file():
+    if kind == "file":
         if not known:
             raise InputError(f"--input {source}: the ending says what a file holds, one of {endings}")
+        check_readable(path)
         return path
     if known:
-        siblings = os.listdir(path.parent) if path.parent.is_dir() else []
+        siblings = names_in(path.parent) if kind_of(path.parent) == "folder" else []
         raise InputError(f"--input {source}: no such file{_did_you_mean(path.name, siblings)}")
     raise InputError(
-        f"--input {source}: neither an input ({', '.join(KINDS)}) nor a file{_did_you_mean(source, KINDS)}"
+        f"--input {source or repr(source)}: neither an input ({', '.join(KINDS)}) nor a file"
+        + _did_you_mean(source, KINDS)
     )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from sinkscope.errors import InputError
+from sinkscope.errors import InputError, described
 from sinkscope.text.batch import REGISTER
 
 if TYPE_CHECKING:
@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 def encode(tokenizer: Any, text: str, *, special: bool) -> list[int]:
     """Token ids of a text; `special`: with the special tokens that the tokenizer adds by itself."""
     # verbose=False: a text longer than the model's context is cut in windows here, which needs no warning
-    return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+    try:
+        return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+    except Exception as error:  # wrong settings of a tokenizer show only when it is used
+        raise InputError(f"the model's tokenizer fails on text: repair its files [{described(error)}]") from error
 
 
 def first_tokens(tokenizer: Any, text: str, count: int) -> list[int]:

@@ -5,7 +5,6 @@ vocabulary and special tokens are the tokenizer's.
 """
 
 import copy
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,10 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
-from sinkscope.errors import InputError, one_line, unknown
+from sinkscope.errors import InputError, described, one_line, unknown
+from sinkscope.models.loading import count_parameters
+from sinkscope.models.settings import read_settings
+from sinkscope.options.files import kind_of, user_path
 
 _SMALL_VOCABULARY = {"vocab_size": 4096, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -92,25 +94,31 @@ def architecture(source: str | os.PathLike[str]) -> PreTrainedConfig:
     if name in ARCHITECTURES:
         model_type, fields = ARCHITECTURES[name]
         return CONFIG_MAPPING[model_type](**fields)
-    path = Path(name).expanduser()
-    path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
+    path = user_path(name)
+    path = path / "config.json" if kind_of(path) == "folder" else path
+    if kind_of(path) != "file":
         raise InputError(f"--config {unknown(name, ARCHITECTURES)}, or a config.json")
     return _read(path)
 
 
 def _read(path: Path) -> PreTrainedConfig:
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = read_settings(path)
         model_type = fields.pop("model_type")
         config = CONFIG_MAPPING[model_type].from_dict(fields)
     except KeyError as error:
         what = "it has no model_type" if error.args == ("model_type",) else f"{error} is no model type of transformers"
         raise InputError(f"--config {path}: {what}") from None
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except InputError as error:
+        raise InputError(f"--config {error}") from None
+    except Exception as error:  # of whatever the family's class makes of it
         raise InputError(f"--config {path} is not a model's config.json: {one_line(error)}") from None
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise InputError(f"--config {path}: {model_type} is no causal language model in transformers")
+    try:
+        count_parameters(config)
+    except Exception as error:
+        raise InputError(f"--config {path}: no model can be made from it [{described(error)}]") from None
     return config
 
 
@@ -118,5 +126,8 @@ def fresh_model(config: PreTrainedConfig, seed: int) -> Any:
     """A model with random weights, by the seed; in eval mode and frozen, as a loaded one is."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))  # a retrofit writes itself into it
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config),  # a retrofit writes itself into it
+            attn_implementation=None,  # the default: a config.json may name code on the hub
+        )
     return model.float().eval().requires_grad_(False)

@@ -18,7 +18,7 @@ from hub import Hub
 from safetensors.torch import load_file, save_file
 from tiny import VOCAB, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 import sinkscope.report.figures
@@ -430,6 +430,122 @@ def test_no_such_input(tiny: Path) -> None:
 def test_more_tokens_than_positions(tiny: Path) -> None:
     message = refused(2, "analyze", tiny, "--seq-len", "257")
     assert "--seq-len 257 is beyond the model's 256 positions: take at most 256" in message
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--num-seqs", "1" + "0" * 22), "--num-seqs 10000000000000000000000: it must be at most 1000000000"),
+        (("--seed", str(2**64)), "--seed 18446744073709551616: it must be at most 9223372036854775807"),
+        (("--batch-size", "9" * 30), "at most 1000000000"),
+        (("--epsilon", "inf"), "--epsilon inf: it must be a number"),
+        (("--input", ""), "--input '': neither an input"),
+        (("--input", "x" * 300), "cannot be used: File name too long"),
+        (("--out", "loop"), "loop cannot be used: Too many levels of symbolic links"),
+        (("--out", "a\0b"), "characters that no path has"),
+    ],
+)
+def test_numbers_and_names_out_of_range(tiny: Path, args: tuple[str, ...], message: str) -> None:
+    Path("loop").symlink_to("loop")
+    assert message in refused(2, "analyze", tiny, *args)
+
+
+@pytest.mark.parametrize("name", ["~nosuchuser", "x" * 300, "loop", "pipe"])
+def test_odd_names_under_every_command(name: str, bare: Path) -> None:
+    Path("loop").symlink_to("loop")
+    os.mkfifo("pipe")
+    refused(2, "analyze", name)
+    refused(2, "doctor", name)
+    refused(2, "compare", name, name)
+    refused(2, "analyze", "--from", name)
+    refused(2, "run", name)
+    refused(2, "train", "--config", name)
+    refused(2, "train", "--tokenizer", name)
+    refused(2, "train", "--text", name)
+    refused(2, "analyze", bare, "--input", name)
+
+
+@pytest.mark.parametrize(
+    "do",
+    ["zero-massive:layers=0-99999999999999", "zero-massive:layers=" + "9" * 30, "mask-sink:positions=" + "9" * 5000],
+)
+def test_interventions_out_of_range(tiny: Path, do: str) -> None:
+    refused(2, "intervene", tiny, *SMALL, "--do", do)
+
+
+def test_retrofits_out_of_range(tiny: Path) -> None:
+    refused(2, "retrofit", tiny, "--method", "register-tokens:count=" + "9" * 30, "--steps", "1")
+
+
+def test_a_message_repeats_no_line_breaks(tiny: Path) -> None:
+    refused(2, "analyze", tiny, *SMALL, "--input", "a\nb\nc\nd")
+
+
+def damage(run: Path, table: str, how: str) -> None:
+    path = run / "tables" / f"{table}.parquet"
+    frame = pd.read_parquet(path)
+    if how == "swapped":
+        shutil.copy(run / "tables" / "attention.parquet", path)
+    elif how == "truncated":
+        path.write_bytes(path.read_bytes()[:-40])
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif how == "a column less":
+        frame.drop(columns="value").to_parquet(path, index=False)
+    elif how == "text for numbers":
+        frame.astype({"value": str}).to_parquet(path, index=False)
+    else:
+        frame.astype({"layer": float}).to_parquet(path, index=False)
+
+
+@pytest.mark.usefixtures("no_figures")
+@pytest.mark.parametrize("given", ["random", "repeated", "sampled", "ids.npy"])
+def test_a_vocabulary_of_one(bare: Path, given: str) -> None:
+    config = tiny_model("llama").config
+    config.update({"vocab_size": 1, "bos_token_id": 0, "eos_token_id": None, "pad_token_id": None})
+    AutoModelForCausalLM.from_config(config).save_pretrained("one")
+    np.save("ids.npy", np.zeros((4, 24), dtype=int))
+    result = command_line("analyze", "one", *SMALL, "--input", given, "--out", "run")
+    if result.exit_code == 0:
+        assert Run.open("run").metric("loss") == 0
+        Run.open("run").verdict.encode()
+    else:
+        assert (result.exit_code, given in ("random", "repeated")) == (2, True)
+        assert "all 1 tokens of the vocabulary are special: there is none to draw" in result.stderr
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_a_model_that_computes_zeros_alone(bare: Path) -> None:
+    shutil.copytree(bare, "zeros")
+    weights = load_file("zeros/model.safetensors")
+    weights["model.embed_tokens.weight"].zero_()
+    save_file(weights, "zeros/model.safetensors", metadata={"format": "pt"})
+    result = command_line("analyze", "zeros", *SMALL, "--input", "random", "--out", "run")
+    assert result.exit_code == 0, result.output
+    assert (Run.open("run").tables["massive"]["ratio"] == 0).all()
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_samples_do_not_follow_the_checkpoints_settings(bare: Path) -> None:
+    shutil.copytree(bare, "cold")
+    settings = {"bos_token_id": 1, "eos_token_id": 2, "temperature": 0.01, "num_beams": 3, "repetition_penalty": 9.0}
+    Path("cold/generation_config.json").write_text(json.dumps(settings))
+    for model in (bare, "cold"):
+        result = command_line("analyze", model, *SMALL, "--input", "sampled", "--out", f"{Path(model).name}-run")
+        assert result.exit_code == 0, result.output
+    first, second = (Run.open(name).manifest["input"]["sha256"] for name in ("bare-run", "cold-run"))
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    "how", ["swapped", "truncated", "empty", "a column less", "text for numbers", "fractions for layers"]
+)
+def test_compare_with_a_damaged_table(finished: tuple[Result, Path], how: str) -> None:
+    run = Path(shutil.copytree(finished[1], "run"))
+    damage(run, "summary", how)
+    message = refused(2, "compare", run, finished[1])
+    assert "summary.parquet is " in message
+    assert ("is damaged" in message) == (how in ("truncated", "empty"))
 
 
 # --- folders that cannot be written ---

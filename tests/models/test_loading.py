@@ -317,7 +317,131 @@ def test_failure_inside_transformers(saved: Path, monkeypatch: pytest.MonkeyPatc
     assert "[ImportError: needs `bitsandbytes` and a long explanation]" in refusal(saved, SinkscopeError)
 
 
+def test_weights_that_may_not_be_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not damaged, and to download them again would not help."""
+    (model / "model.safetensors").chmod(0)
+    plain = Path.open
+
+    def locked(path: Path, *args: Any, **kwargs: Any) -> Any:  # root may read everything
+        if path.name == "model.safetensors":
+            raise PermissionError(13, "Permission denied")
+        return plain(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", locked)
+    message = refusal(model)
+    assert message == f"{model / 'model.safetensors'} cannot be read: Permission denied"
+
+
+def test_a_folder_that_may_not_be_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def locked(*_: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("os.listdir", locked)
+    assert refusal(model) == f"{model} cannot be read: Permission denied"
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "model.safetensors"])
+def test_a_pipe_in_place_of_a_file(model: Path, name: str) -> None:
+    """To open one waits for ever."""
+    (model / name).unlink(missing_ok=True)
+    os.mkfifo(model / name)
+    assert refusal(model) == f"{model / name} is a pipe, a socket or a device: give an ordinary file or folder"
+
+
+@pytest.mark.parametrize("shard", ["../w.safetensors", "/w.safetensors", "a/../../w.safetensors"])
+def test_an_index_that_names_weights_outside_the_folder(model: Path, shard: str) -> None:
+    shutil.copy(model / "model.safetensors", model.parent / "w.safetensors")
+    names = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, shard)}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert f"names weights outside the model's folder ({shard})" in refusal(model)
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.int64, torch.bool])
+def test_weights_of_integers(model: Path, kind: torch.dtype) -> None:
+    edit_weights(model, lambda weights: weights.update({name: weight.to(kind) for name, weight in weights.items()}))
+    assert "holds integers alone" in refusal(model)
+
+
+def test_weights_of_zeros(model: Path) -> None:
+    edit_weights(model, lambda weights: weights.update({name: weight * 0 for name, weight in weights.items()}))
+    assert "has no weights but zeros" in refusal(model)
+
+
 # --- configuration ---
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        (
+            {"num_hidden_layers": 0},
+            "`num_hidden_layers` cannot be used: it should be greater than or equal to 1",
+        ),
+        ({"num_hidden_layers": -1}, "`num_hidden_layers` cannot be used"),
+        ({"num_hidden_layers": 10_000_000}, "it should be less than or equal to 1000, not 10000000"),
+        ({"model_type": ["llama"]}, "`model_type` cannot be used: it should be a valid string, not ['llama']"),
+        ({"auto_map": 5}, "`auto_map` cannot be used"),
+        ({"bos_token_id": "x"}, "`bos_token_id` cannot be used"),
+        ({"eos_token_id": [1, 10**30]}, "`eos_token_id` cannot be used"),
+        (
+            {"vocab_size": 10**9},
+            "parameters, more than its weights' files can hold: one of its sizes is wrong",
+        ),
+    ],
+)
+def test_entries_of_the_configuration(model: Path, entries: dict[str, Any], message: str) -> None:
+    edit_json(model / "config.json", **entries)
+    assert message in refusal(model)
+
+
+def test_bad_token_ids_for_generation(model: Path) -> None:
+    (model / "generation_config.json").write_text('{"eos_token_id": "x"}')
+    assert "generation_config.json: `eos_token_id` cannot be used" in refusal(model)
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"a":' * 400 + "1" + "}" * 400], ids=["parser", "reader"])
+def test_a_configuration_that_is_nested_too_deeply(model: Path, content: str) -> None:
+    (model / "config.json").write_text(content)
+    assert "nested too deeply" in refusal(model)
+
+
+@pytest.mark.parametrize("entry", ["attn_implementation", "_attn_implementation"])
+@pytest.mark.parametrize("kernel", ["kernels-community/flash-attn2", "someone/kernel", "flash_attention_2"])
+def test_no_kernel_comes_from_the_hub(model: Path, entry: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_kernel(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the kernel loader was reached")
+
+    monkeypatch.setattr("transformers.modeling_utils.lazy_import_flash_attention", load_kernel)
+    monkeypatch.setattr("transformers.integrations.hub_kernels.load_and_register_attn_kernel", load_kernel)
+    edit_json(model / "config.json", **{entry: kernel})
+    assert load(str(model)).model.config._attn_implementation == "sdpa"
+
+
+def test_outputs_have_names(model: Path) -> None:
+    edit_json(model / "config.json", return_dict=False)
+    assert load(str(model)).model.config.return_dict
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("~nosuchuser/model", "no home folder of this user is known"),
+        ("x" * 300, "cannot be used: File name too long"),
+        ("a\0b", "characters that no path has"),
+        ("\ud800", "characters that no path has"),
+    ],
+)
+def test_names_that_cannot_be_looked_up(name: str, message: str) -> None:
+    assert message in refusal(name)
+    with pytest.raises(InputError, match=message):
+        load_tokenizer(name)
+
+
+def test_a_circle_of_links(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    assert "loop cannot be used: Too many levels of symbolic links" in refusal(tmp_path / "loop")
 
 
 @pytest.mark.parametrize("content", ["{", "", "[]", "\x00"])

@@ -15,7 +15,10 @@ def run_manifest(**changes: Any) -> dict[str, Any]:
         },
         "family": {"name": "llama", "wiring": "sequential", "positions": "rotary"},
         "absent": {},
-        "input": {"sequences": 100, "tokens": 6400, "shortest": 64, "longest": 64, "token_zero": "bos", "sha256": "0123456789abcdef"},
+        "input": {
+            "sequences": 100, "tokens": 6400, "shortest": 64, "longest": 64, "token_zero": "bos",
+            "sha256": "0123456789abcdef",
+        },
         "dtype": "float32",
         "kernel": "sdpa",
         "tables": [],

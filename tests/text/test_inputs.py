@@ -635,6 +635,61 @@ def test_a_file_that_may_not_be_read(name, plain, tmp_path, monkeypatch):
     refused(f"{name} cannot be read: Permission denied", tmp_path / name, tokenizer=plain)
 
 
+def test_names_that_are_no_file(plain, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe.txt")
+    os.symlink("loop.txt", "loop.txt")
+    refused("^--input '': neither an input", "", tokenizer=plain)
+    refused("pipe.txt is a pipe", "pipe.txt", tokenizer=plain)
+    refused("loop.txt cannot be used: Too many levels", "loop.txt", tokenizer=plain)
+    refused("cannot be used: File name too long", "x" * 300 + ".txt", tokenizer=plain)
+    refused("characters that no path has", "x\ud800.txt", tokenizer=plain)
+    refused("cannot be used: File name too long", dataset="x" * 300, tokenizer=plain)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        "(2**63, 2)",
+        "(9223372036854775808, 9223372036854775808)",
+        "(1152921504606846976, 64)",
+        "(-1, 4)",
+        "('a', 4)",
+        "(4, {})",
+    ],
+)
+def test_array_headers_of_absurd_shape(shape, tmp_path):
+    header = f"{{'descr': '<i8', 'fortran_order': False, 'shape': {shape}}}".ljust(117).encode() + b"\n"
+    path = tmp_path / "absurd.npy"
+    path.write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(64))
+    refused("absurd.npy is not an .npy file of integers", path)
+
+
+def test_text_beside_ids_is_checked_too(tmp_path):
+    """It is what a training reads."""
+    path = write_lines(tmp_path / "both.jsonl", {"text": "w1 \ud800", "input_ids": [1, 2]})
+    with pytest.raises(InputError, match=r"both.jsonl, line 1: text holds \\ud800"):
+        list(documents(str(path))[1])
+
+
+def test_a_dataset_with_half_a_character(plain, monkeypatch):
+    monkeypatch.setattr("sinkscope.text.readers._dataset_records", lambda *_: iter([{"text": "w1 \ud800"}]))
+    refused(r"--dataset some: text holds \\ud800", dataset="some", tokenizer=plain)
+
+
+def test_a_tokenizer_that_fails_on_text(plain, tmp_path):
+    (tmp_path / "x.txt").write_text(words(20))
+    plain.model_max_length = "x"
+    refused("tokenizer fails on text: repair its files", tmp_path / "x.txt", tokenizer=plain)
+
+
+def test_a_sample_begins_inside_the_vocabulary():
+    def sampler(*_):
+        raise AssertionError("the model was run")
+
+    refused("beginning-of-sequence token: token id 99", "sampled", bos_token_id=99, sampler=sampler)
+
+
 def test_a_file_named_like_an_input_kind_is_not_taken_for_one(tmp_path):
     np.save(tmp_path / "random.npy", np.full((1, 8), 5))
     inputs = build_inputs(tmp_path / "random.npy", vocab_size=VOCAB, num_seqs=1, seq_len=8)

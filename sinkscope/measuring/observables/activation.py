@@ -22,7 +22,7 @@ class Activation(Observable):
     sites = (*SITES, "attention")
     columns: ClassVar = {
         "activation": (
-            Column("site", "layer_in, attn_out, mid, mlp_out, layer_out, or value: all heads' value states"),
+            Column("site", "layer_in, attn_out, mid, mlp_out, layer_out, or value: that of all heads", kind="text"),
             POSITION,
             Column("norm_mean", "L2 norm, mean over sequences"),
             Column("norm_max", "L2 norm, maximum over sequences"),

@@ -39,7 +39,7 @@ class Attention(Observable):
         ),
         "sink_positions": (
             HEAD, SEQUENCE, POSITION, TOKEN_ID, TOKEN,
-            Column("queries", "how many queries the key has: its own and those behind it"),
+            Column("queries", "how many queries the key has: its own and those behind it", kind="whole"),
             Column("window_mass", "that of this key"),
         ),
     }  # fmt: skip

@@ -104,7 +104,7 @@ class MassiveMap(Observable):
         "massive_map": (
             SEQUENCE, POSITION, TOKEN_ID, TOKEN, COORDINATE,
             Column("magnitude", "absolute entry of the layer's output"),
-            Column("is_top", "whether the coordinate is one of the largest"),
+            Column("is_top", "whether the coordinate is one of the largest", kind="truth"),
         ),
     }  # fmt: skip
 

@@ -26,7 +26,7 @@ class Gate(Observable):
     expected = False  # only retrofits have gates
     columns: ClassVar = {
         "gate": (
-            Column("head", "key/value head where values are gated, query head where heads' outputs are"),
+            Column("head", "key/value head where values are gated, query head where heads' outputs are", kind="whole"),
             KV_HEAD,
             POSITION,
             Column("gate", "the factor: scale · σ(·) of VGA and IGA, φ(‖v‖²) of V-scale"),

@@ -23,7 +23,7 @@ from sinkscope.text.batch import Batch
 
 ALL_HEADS = -1
 RATIOS = ("input_norm", "bloat", "compress", "change")
-BRANCH = Column("branch", "attn or mlp")
+BRANCH = Column("branch", "attn or mlp", kind="text")
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ class Gradient(Observable):
     backward = True
     columns: ClassVar = {
         "gradient": (
-            Column("pathway", "query, key or value"),
-            Column("head", "from 0 on, of key and value the key/value head; -1: all heads together"),
+            Column("pathway", "query, key or value", kind="text"),
+            Column("head", "from 0 on, of key and value the key/value head; -1: all heads together", kind="whole"),
             POSITION,
             Column("grad_norm", "L2 norm of the run's gradient of the loss"),
         ),
@@ -99,7 +99,7 @@ class Gradient(Observable):
             Column("lower_bound", "of the squared gradient (GS theorem 1)"),
             Column("measured", "the head's squared gradient, mean over sequences"),
             Column("upper_bound", "of the squared gradient (GS theorem 1)"),
-            Column("holds", "whether it lies between the bounds"),
+            Column("holds", "whether it lies between the bounds", kind="truth"),
         ),
         "norm_bound": (
             BRANCH, POSITION,

@@ -29,7 +29,7 @@ class Massive(Observable):
             Column("value", "the entry"),
             Column("median", "of the absolute entries of this layer's output on the sequence"),
             Column("ratio", "|value| ÷ median"),
-            Column("is_massive", "|value| > 100 and ratio ≥ 1000 (Sun et al. 2024)"),
+            Column("is_massive", "|value| > 100 and ratio ≥ 1000 (Sun et al. 2024)", kind="truth"),
         ),
     }  # fmt: skip
 
@@ -60,7 +60,7 @@ class Massive(Observable):
         table = pd.DataFrame({name: np.concatenate(parts) for name, parts in self.rows.items()})
         # they come batch by batch: sorted, so that the batch size changes nothing; within a sequence largest first
         table = table.sort_values(["layer", "sequence"], kind="stable", ignore_index=True)
-        table["ratio"] = table["value"].abs() / table["median"]
+        table["ratio"] = (table["value"].abs() / table["median"]).fillna(0.0)  # 0 ÷ 0 where a layer gives zeros alone
         table["is_massive"] = (table["value"].abs() > THRESHOLD) & (table["ratio"] >= RATIO)
         return {"massive": table}
 

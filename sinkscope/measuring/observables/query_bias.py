@@ -42,7 +42,7 @@ class QueryBias(Observable):
     sites = ("layer_in", "attn_norm")
     columns: ClassVar = {
         "query_bias": (
-            Column("head", "query head, from 0 on; -1: all heads together"),
+            Column("head", "query head, from 0 on; -1: all heads together", kind="whole"),
             POSITION,
             Column("delta_mean", "Δ = b_Qᵀ W_k x of this position's token, mean over sequences"),
             Column("delta_std", "its standard deviation over sequences"),
@@ -52,12 +52,12 @@ class QueryBias(Observable):
             COORDINATE,
             Column("gamma", "entry of γ = W_kᵀ b_Q, sum over heads (NU §4.2.3)"),
             Column("epe_0", "entry of position 0's effective positional encoding; NaN without learned positions"),
-            Column("is_massive_epe", "whether that entry is massive"),
+            Column("is_massive_epe", "whether that entry is massive", kind="truth"),
         ),
         "delta_distribution": (
-            Column("group", "tokens: position 0 or later"),
+            Column("group", "tokens: position 0 or later", kind="text"),
             Column("delta", "middle of the histogram's bin of Δ, all heads together"),
-            Column("count", "tokens in the bin"),
+            Column("count", "tokens in the bin", kind="whole"),
         ),
     }
 

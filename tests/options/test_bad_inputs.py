@@ -1,0 +1,197 @@
+"""Whatever a reader is given, it gives a right result or one InputError of one or two lines: never another error.
+
+A short form, the same at every run; tests/torture/inputs.py does the same to whole commands.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from support.bad_inputs import (
+    NESTED,
+    YAMLS,
+    damaged,
+    edited,
+    interventions,
+    json_lines,
+    json_values,
+    npy_files,
+    odd_numbers,
+    odd_texts,
+    recipes,
+    retrofits,
+    some_json,
+    text_files,
+    written,
+)
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from sinkscope.errors import InputError
+from sinkscope.interventions import parse
+from sinkscope.models.settings import read_settings
+from sinkscope.options import COMMANDS
+from sinkscope.options.files import kind_of, read_json, user_path
+from sinkscope.options.option import checked
+from sinkscope.options.recipe import find_recipe, read_recipe
+from sinkscope.text.inputs import TokenInputs, build_inputs
+from sinkscope.text.sources import check_source, documents
+from sinkscope.training.arms import parse_methods
+
+few = settings(
+    max_examples=40,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+VOCABULARY = 50
+CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "text_config": {"n_layer": 1},
+}
+
+
+def ends_well(reader: Callable[[], Any]) -> Any:
+    """Its result; None where it refuses, which takes one or two lines."""
+    try:
+        return reader()
+    except InputError as error:
+        lines = str(error).splitlines()
+    assert len(lines) in (1, 2)
+    assert all(line.strip() for line in lines)
+    return None
+
+
+@pytest.fixture(scope="module")
+def words() -> PreTrainedTokenizerFast:
+    core = Tokenizer(models.WordLevel({f"w{at}": at for at in range(VOCABULARY)} | {"?": VOCABULARY}, unk_token="?"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="?")
+
+
+def check_inputs(path: Path, tokenizer: Any) -> None:
+    """Every id that comes out is in the vocabulary, and no sequence is longer than asked for."""
+
+    def read() -> TokenInputs:
+        return build_inputs(path, vocab_size=VOCABULARY + 1, tokenizer=tokenizer, num_seqs=3, seq_len=4)
+
+    inputs = ends_well(read)
+    for ids in inputs.sequences if inputs else ():
+        assert 2 <= len(ids) <= 4
+        assert ((ids >= 0) & (ids <= VOCABULARY)).all()
+
+
+def texts(path: Path) -> Iterator[None]:
+    for text in documents(str(path))[1]:
+        text.encode()  # a tokenizer is trained on it
+        yield
+
+
+@few
+@given(text_files)
+def test_text(tmp_path: Path, words: Any, content: bytes) -> None:
+    path = tmp_path / "x.txt"
+    path.write_bytes(content)
+    check_inputs(path, words)
+    ends_well(lambda: list(texts(path)))
+
+
+@few
+@given(json_lines)
+@example(b'{"text": "\\ud800", "input_ids": [1, 2]}')
+@example(NESTED[0])
+def test_json_lines(tmp_path: Path, words: Any, content: bytes) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(content)
+    check_inputs(path, words)
+    ends_well(lambda: list(texts(path)))
+
+
+@few
+@given(npy_files)
+def test_arrays(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "x.npy"
+    path.write_bytes(content)
+    check_inputs(path, None)
+
+
+@settings(few, max_examples=80)
+@given(recipes)
+def test_recipes(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_bytes(content)
+    found = ends_well(lambda: read_recipe(path))
+    if found is not None:
+        json.dumps(found.record, allow_nan=False).encode()  # stands in run.json
+        ends_well(lambda: found.options({}))
+
+
+@pytest.mark.parametrize("content", YAMLS, ids=lambda content: ascii(content[:20]))
+def test_recipes_that_attack_the_reader(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_bytes(content.encode())
+    found = ends_well(lambda: read_recipe(path))
+    if found is not None:
+        ends_well(lambda: found.options({}))
+
+
+@few
+@given(edited(CONFIG).map(written) | some_json | damaged(written(CONFIG)))
+def test_settings_of_models(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    found = ends_well(lambda: read_settings(path))
+    if found is not None:
+        assert isinstance(found.get("model_type", ""), str | None)
+        assert (found.get("num_hidden_layers") or 1) in range(1, 1001)
+
+
+@few
+@given(some_json | text_files)
+def test_json(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "x.json"
+    path.write_bytes(content)
+    ends_well(lambda: read_json(path))
+
+
+@settings(few, max_examples=150)
+@given(interventions)
+def test_interventions(text: str) -> None:
+    ends_well(lambda: parse(text))
+
+
+@settings(few, max_examples=150)
+@given(retrofits)
+def test_retrofits(text: str) -> None:
+    ends_well(lambda: parse_methods([text]))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@settings(few, max_examples=60)
+@given(data=st.data())
+def test_options(command: str, data: st.DataObject) -> None:
+    """As from the command line (text), from recipes (any value of YAML's), and from Python."""
+    kind = COMMANDS[command]
+    names = st.sampled_from(sorted(kind.model_fields)) | odd_texts
+    values = odd_numbers | odd_numbers.map(str) | odd_texts | json_values
+    options = data.draw(st.dictionaries(names, values, min_size=1, max_size=2))
+    found = ends_well(lambda: checked(kind, options))
+    if found is not None:
+        ends_well(found.folder)
+        found.model_dump(mode="json")
+
+
+@settings(few, max_examples=100)
+@given(odd_texts)
+def test_names(text: str) -> None:
+    ends_well(lambda: kind_of(user_path(text)))
+    ends_well(lambda: check_source(text))
+    ends_well(lambda: find_recipe(text))

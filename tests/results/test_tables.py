@@ -1,0 +1,61 @@
+"""Tables are read by their declared columns."""
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from sinkscope.errors import InputError
+from sinkscope.measuring.tables import all_tables
+from sinkscope.results.tables import LEADING, LEADING_COLUMNS, METRIC, VALUE, Column, read_table
+
+REPORTS = sorted((Path(__file__).parents[2] / "reports").glob("*/tables/*.parquet"))
+COLUMNS = (*LEADING_COLUMNS, METRIC, VALUE)
+ROWS = pd.DataFrame([("m", "natural", -1, "loss", 1.5)], columns=[*LEADING, "metric", "value"])
+
+
+@pytest.mark.parametrize("path", REPORTS, ids=lambda path: f"{path.parts[-3]}-{path.stem}")
+def test_declared_columns_are_those_that_were_written(path: Path) -> None:
+    table = read_table(path, (*LEADING_COLUMNS, *all_tables()[path.stem]))
+    assert list(table)[:3] == list(LEADING)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        ROWS.drop(columns="metric"),
+        ROWS.assign(value="1.5"),
+        ROWS.assign(value=True),
+        ROWS.assign(metric=3),
+        ROWS.assign(layer=0.5),
+        ROWS.assign(layer=None),
+    ],
+)
+def test_another_table(rows: pd.DataFrame, tmp_path: Path) -> None:
+    rows.to_parquet(tmp_path / "summary.parquet", index=False)
+    with pytest.raises(InputError, match="is not the table 'summary': it has no column"):
+        read_table(tmp_path / "summary.parquet", COLUMNS)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        ROWS,
+        ROWS.assign(value=2),  # a whole number is a number
+        ROWS.assign(more=1),
+        ROWS.assign(metric=None),  # text may be missing
+        ROWS[:0].astype(object),  # no rows have no kind
+    ],
+)
+def test_the_table(rows: pd.DataFrame, tmp_path: Path) -> None:
+    rows.to_parquet(tmp_path / "summary.parquet", index=False)
+    assert len(read_table(tmp_path / "summary.parquet", COLUMNS)) == len(rows)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
+def test_a_table_cut_short(share: float, tmp_path: Path) -> None:
+    path = tmp_path / "summary.parquet"
+    ROWS.to_parquet(path, index=False)
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+    with pytest.raises(InputError, match=r"summary.parquet is damaged"):
+        read_table(path, (Column("layer", "", kind="whole"),))
