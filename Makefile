@@ -29,13 +29,17 @@ test: install models
 fast: install  ## the tests that need no real model
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not real_model'
 
-# the kills and the generated inputs of `make torture`, and where both begin
+# how many kills, generated inputs and damaged run folders `make torture` tries, and where chance begins
 KILLS ?= 200
+INPUTS ?= 1000
+FOLDERS ?= 100
 SEED ?= 0
-TORTURES := $(wildcard tests/torture/kills.py tests/torture/inputs.py)
 
-torture: install  ## random kills, and generated inputs: half an hour on two cores
-	$(foreach script,$(TORTURES),OMP_NUM_THREADS=1 $(BIN)/python $(script) --seed $(SEED) $(if $(findstring kills,$(script)),--kills $(KILLS)) &&) true
+torture: install  ## random kills, generated inputs and damaged folders: half an hour on two cores
+	OMP_NUM_THREADS=1 $(BIN)/python tests/torture/kills.py --kills $(KILLS) --seed $(SEED)
+ifneq ($(wildcard tests/torture/inputs.py),)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/torture/inputs.py --count $(INPUTS) --folders $(FOLDERS) --seed $(SEED)
+endif
 
 check: install
 	$(BIN)/ruff check .

@@ -127,8 +127,8 @@ def _check_replaceable(folder: Path, commands: Collection[str], reads: Iterable[
             f"--out {folder} is not replaced: it holds {stranger.relative_to(folder)}, which no run wrote; "
             "move that away, or name another folder"
         )
-    for source in reads:
-        if source is not None and _real(source).is_relative_to(folder.resolve()):
+    for source in reads:  # where that is the folder itself, it is a word such as `natural`: a model would be a stranger
+        if source is not None and folder.resolve() in _real(source).parents:
             raise InputError(f"--out {folder} is not replaced: it holds {source}, which is read; name another folder")
 
 

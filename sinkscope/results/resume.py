@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sinkscope.errors import InputError, one_line
+from sinkscope.errors import InputError, SinkscopeError, one_line
 from sinkscope.results.folders import check_output, new_folder
 from sinkscope.results.manifest import MANIFEST, files_in, read_manifest, strangers, write_manifest
 from sinkscope.results.swap import put_right_within, remove
@@ -122,7 +122,11 @@ class FileList:
         """Names are paths in the folder; a folder whose whole content is the command's ends with a slash."""
         if self.names is not None and not set(self.names).issuperset(names):
             self.names = sorted({*self.names, *names})
-            self.record()
+            try:
+                self.record()
+            except OSError as error:
+                told = f"writing {self.folder / MANIFEST} failed, and what was reached is kept: {one_line(error)}"
+                raise SinkscopeError(told) from error
 
     @contextmanager
     def new_folder(self, target: Path) -> Iterator[Path]:

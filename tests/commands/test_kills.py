@@ -207,3 +207,19 @@ def test_a_training_killed_before_some_renames_goes_on(
         if status == 0:
             break
     assert number > 3 * step
+
+
+def test_a_training_on_a_disk_that_fills_up_again_and_again_goes_on(tiny: Path, text: Path, tmp_path: Path) -> None:
+    """Each time it has room for a few changes more than the last time, and gets as far as that allows."""
+    retrofit(tiny, text, tmp_path / "new" / "run")
+    out = tmp_path / "full" / "run"
+
+    def work() -> None:
+        with pytest.raises(SinkscopeError, match=r"\A.*No space left on device.*\Z"):  # one line
+            retrofit(tiny, text, out)
+
+    for number in (1, 2, 3, 10, 25, 40):
+        assert broken_off(number, out.parent, refuse, WRITES, work) == 0
+        assert not list(out.rglob(".sinkscope-*"))
+    retrofit(tiny, text, out)
+    assert_same_training(out, tmp_path / "new" / "run")

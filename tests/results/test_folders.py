@@ -106,9 +106,10 @@ def test_runs_in_a_run_are_looked_into(tmp_path: Path) -> None:
 
 def test_what_is_read_is_not_replaced(tmp_path: Path) -> None:
     run = run_in(tmp_path / "run")
-    for read in (run, run / "verdict.md"):
-        assert f"it holds {read}, which is read" in refused(run, read)
+    read = run / "verdict.md"
+    assert f"it holds {read}, which is read" in refused(run, read)
     check_output(run, True, reads=(None, "org/name", "natural", tmp_path / "other.npy", "\0", "~nosuchuser/x"))
+    check_output(run_in(Path("natural")), True, reads=("natural",))
 
 
 def test_nobody_listed_leads_out_of_the_folder(tmp_path: Path) -> None:

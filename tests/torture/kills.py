@@ -217,6 +217,7 @@ def torture(kills: int, folder: Path, names: Collection[str] = NAMES) -> tuple[d
             except Exception as error:  # also what is not foreseen
                 counts["wrong"] += 1
                 wrong.append(f"{name}, {at}: {type(error).__name__}: {error}")
+        print(f"{name}: {dict(counts)}", file=sys.stderr)
     return found, wrong
 
 
