@@ -105,7 +105,8 @@ def family_of(model: PreTrainedModel) -> tuple[Family, list[str]]:
         return find_family(model), []
     except InputError as missing:
         try:
-            family = calibrate(model, torch.arange(3, 11, device=model.device)[None])
+            few = torch.arange(3, 11, device=model.device)[None] % len(embedding_weight(model))
+            family = calibrate(model, few)
         except InputError as error:
             raise InputError(f"{missing}\n{error}") from None
         note = f"'{family.name}' has no row in the table of families: wired numerically as {family.wiring}"

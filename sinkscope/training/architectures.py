@@ -110,7 +110,7 @@ def _read(path: Path) -> PreTrainedConfig:
         what = "it has no model_type" if error.args == ("model_type",) else f"{error} is no model type of transformers"
         raise InputError(f"--config {path}: {what}") from None
     except InputError as error:
-        raise InputError(f"--config {error}") from None
+        raise InputError(f"--config {path} is not a model's config.json: {error}") from None
     except Exception as error:  # of whatever the family's class makes of it
         raise InputError(f"--config {path} is not a model's config.json: {one_line(error)}") from None
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:

@@ -18,7 +18,7 @@ from hub import Hub
 from safetensors.torch import load_file, save_file
 from tiny import VOCAB, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 import sinkscope.report.figures
@@ -512,6 +512,18 @@ def test_a_vocabulary_of_one(bare: Path, given: str) -> None:
     else:
         assert (result.exit_code, given in ("random", "repeated")) == (2, True)
         assert "all 1 tokens of the vocabulary are special: there is none to draw" in result.stderr
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_a_vocabulary_of_one_in_an_unknown_family() -> None:
+    """Its wiring is found out with a few tokens, which must be its own."""
+    config = {"vocab_size": 1, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("olmo", **config, **sizes))
+    model.save_pretrained("one")
+    result = command_line("analyze", "one", *SMALL, "--input", "repeated")
+    assert result.exit_code == 0, result.output
+    assert "wired numerically" in result.stderr
 
 
 @pytest.mark.usefixtures("no_figures")
