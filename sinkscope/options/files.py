@@ -118,6 +118,7 @@ def read_json(path: Path) -> Any:
     """
     try:
         content = json.loads(read_text(path))
+        json.dumps(content, ensure_ascii=False).encode()  # half a character, which JSON can write, is no text
     except (ValueError, RecursionError) as error:
         why = "it is nested too deeply" if isinstance(error, RecursionError) else one_line(error)
         raise InputError(f"{one_line(path)} is not readable JSON: {why}") from None

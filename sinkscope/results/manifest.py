@@ -22,6 +22,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from sinkscope.errors import InputError, one_line
+from sinkscope.options.files import kind_of, read_json
 from sinkscope.results.schema import KINDS
 from sinkscope.results.swap import PREFIX, find_again, new_file
 
@@ -141,21 +142,13 @@ def read_manifest(folder: Path, commands: Collection[str] | None = RUNS) -> dict
 
 def _parsed(path: Path) -> Any:
     folder = path.parent
-    try:
-        if not path.exists() and find_again(folder):
-            return _parsed(path)
-        if path.exists() and not path.is_file():
-            raise InputError(f"{path} is not the manifest of a run: it is no file")
-        found = json.loads(path.read_text(encoding="utf-8"))
-        json.dumps(found, ensure_ascii=False).encode()  # half a character, which JSON can write, is no text
-        return found
-    except (FileNotFoundError, NotADirectoryError):
+    if kind_of(path) is None and not find_again(folder):
         what = f"it has no {MANIFEST}" if folder.is_dir() else "it does not exist"
-        raise InputError(f"{folder} is not a run folder: {what}{_runs_inside(folder)}") from None
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError):  # no JSON, or not even UTF-8
-        raise InputError(f"{path} is not the manifest of a run: it is damaged, or another file") from None
+        raise InputError(f"{folder} is not a run folder: {what}{_runs_inside(folder)}")
+    try:
+        return read_json(path)
+    except InputError as error:
+        raise InputError(f"{error}: it is not the manifest of a run, or damaged") from None
 
 
 def _runs_inside(folder: Path) -> str:

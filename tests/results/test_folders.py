@@ -101,7 +101,7 @@ def test_runs_in_a_run_are_looked_into(tmp_path: Path) -> None:
     assert "it holds mine/run.json, which no run wrote" in refused(series)
     shutil.rmtree(series / "mine")
     (series / "step1" / "run.json").write_text("{")
-    assert "step1/run.json is not the manifest of a run" in refused(series)
+    assert "step1/run.json is not readable JSON" in refused(series)
 
 
 def test_what_is_read_is_not_replaced(tmp_path: Path) -> None:
