@@ -75,6 +75,7 @@ def analyze(
     start = time.time()
     config = config or options_of(AnalyzeOptions, model, options)
     console = Console(stderr=True, quiet=quiet)
+    check_source(config.input)
     with (
         own_folder(out, overwrite, reads=(config.model, config.input)) as folder,
         open_subject(model, tokenizer, config, console) as subject,

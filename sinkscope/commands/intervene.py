@@ -89,6 +89,7 @@ def intervene(
     config = config or options_of(InterveneOptions, model, _named(do, arms) | options)
     wanted = wanted_arms(config.stacks)
     console = Console(stderr=True, quiet=quiet)
+    check_source(config.input)
     with (
         own_folder(out, overwrite, reads=(config.model, config.input)) as folder,
         open_subject(model, tokenizer, config, console) as subject,

@@ -75,6 +75,7 @@ def quantize(
     bits = Bits(config.bits_weights, config.bits_activations)
     console = Console(stderr=True, quiet=quiet)
     enough = config.model_copy(update={"num_seqs": config.num_seqs + config.calibration})
+    check_source(config.input)
     with (
         own_folder(out, overwrite, reads=(config.model, config.input)) as folder,
         open_subject(model, tokenizer, enough, console) as whole,

@@ -25,7 +25,7 @@ class Parity(Observable):
     """The last layer's output on the first batch, compared with that of the bare model.
 
     Raises:
-        SinkscopeError: while the batch is read, they differ by more than round-off.
+        SinkscopeError: while the batch is read, they differ by more than round-off. (NaN is the tracer's to report.)
     """
 
     sites = ("layer_out",)
@@ -43,7 +43,7 @@ class Parity(Observable):
         self.error = largest_difference(
             reading.tensor[:rows, :columns], self.bare[:rows, :columns], batch.attention_mask[:rows, :columns]
         )
-        if not self.error <= TOLERANCE[reading.tensor.dtype]:
+        if self.error > TOLERANCE[reading.tensor.dtype]:
             raise SinkscopeError(
                 f"under the tracer this model computes something else than by itself (the last layer's output differs "
                 f"by {self.error:.1e} of its norm), and numbers would be wrong; --skip-parity measures all the same"
@@ -51,10 +51,10 @@ class Parity(Observable):
 
 
 def largest_difference(found: torch.Tensor, expected: torch.Tensor, mask: torch.Tensor) -> float:
-    """The largest ‖a - b‖ ÷ ‖b‖ of any real token, for a and b of shape (B,T,D)."""
-    expected = expected.to(found.device)
-    real = mask.bool().to(found.device)
-    return float(((found - expected).float().norm(dim=-1) / expected.float().norm(dim=-1))[real].max())
+    """The largest ‖a - b‖ ÷ ‖b‖ of any real token, for a and b of shape (B,T,D); NaN where one of them holds a NaN."""
+    found, expected = found.float(), expected.to(found.device).float()
+    sizes = expected.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+    return float(((found - expected).norm(dim=-1) / sizes)[mask.bool().to(found.device)].max())
 
 
 @dataclass

@@ -73,8 +73,7 @@ def broken_off(number: int, parent: Path, act: Callable[[], Any], events: tuple[
 @pytest.fixture
 def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """`analyze` measures the same only once: what is tested is its writing."""
-    for name in ("open_subject", "measure"):
-        monkeypatch.setattr(sinkscope.commands.analyze, name, _once(getattr(sinkscope.commands.analyze, name)))
+    monkeypatch.setattr(sinkscope.commands.analyze, "measure", _once(sinkscope.commands.analyze.measure))
 
 
 def _once(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ SMALL: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 10}
 COMMANDS: dict[str, Callable[[PreTrainedModel], Any]] = {
     "analyze": lambda model: sinkscope.analyze(model, **SMALL),
     "intervene": lambda model: sinkscope.intervene(model, ["mask-sink", "scale-sink-value"], draws=1, **SMALL),
-    "quantize": lambda model: sinkscope.quantize(model, calibration=1, **SMALL),
+    "quantize": lambda model: sinkscope.quantize(model, calibration=1, bits_weights=16, bits_activations=16, **SMALL),
     "doctor": doctor,
 }
 ENDINGS: dict[str, type[BaseException] | None] = {
