@@ -603,8 +603,8 @@ def test_from_goes_alone(finished: tuple[Result, Path], tiny: Path) -> None:
     ("content", "message"),
     [
         (None, "is not a run folder: it has no run.json"),
-        (b"{", "is not the manifest of a run: it is damaged"),
-        (b"\xff\xfe", "is not the manifest of a run: it is damaged"),
+        (b"{", "it is not the manifest of a run, or damaged"),
+        (b"\xff\xfe", "it is not the manifest of a run, or damaged"),
         (b"[1]", "is another JSON file"),
         (b'{"config": {}}', "is another JSON file"),
     ],
