@@ -20,8 +20,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("real_model") is None)
 
 
-def pytest_collection_finish() -> None:
-    """`analyze` collects garbage before every pass, which takes 0.1 s with all libraries and tests to look at."""
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> None:
+    """Garbage is collected before every pass over a run's sequences, which takes longer the more objects there are to
+    look at: libraries, tests, and the models that a module before has cached. They are not looked at again.
+    """
     gc.collect()
     gc.freeze()
 
