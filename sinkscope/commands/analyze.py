@@ -16,8 +16,7 @@ from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.console import print_notices
 from sinkscope.measuring.manifest import make_manifest
 from sinkscope.measuring.measure import measure
-from sinkscope.measuring.observables import check_names
-from sinkscope.measuring.subject import ModelLike, open_subject, options_of
+from sinkscope.measuring.subject import ModelLike, check_config, open_subject, options_of
 from sinkscope.models.in_memory import text_of
 from sinkscope.models.steps import find_checkpoints
 from sinkscope.options.measuring import AnalyzeOptions
@@ -27,7 +26,6 @@ from sinkscope.report.outputs import finished
 from sinkscope.report.run import Run
 from sinkscope.report.series import COMMAND, Series, name_of, series_manifest, series_table, write_series, written
 from sinkscope.results.folders import new_folder, own_folder
-from sinkscope.text.sources import check_source
 
 
 def command(options: AnalyzeOptions, output: OutputOptions) -> Result:
@@ -43,8 +41,7 @@ def check(options: AnalyzeOptions) -> None:
     """What can be wrong with the options of a recipe, before a model is loaded. Raises: InputError."""
     if options.has_steps:
         raise InputError("a recipe measures one model: of several steps, name one revision or checkpoint")
-    check_names(options.observables)
-    check_source(options.input)
+    check_config(options)
 
 
 def analyze(
@@ -75,7 +72,7 @@ def analyze(
     start = time.time()
     config = config or options_of(AnalyzeOptions, model, options)
     console = Console(stderr=True, quiet=quiet)
-    check_source(config.input)
+    check_config(config)
     with (
         own_folder(out, overwrite, reads=(config.model, config.input)) as folder,
         open_subject(model, tokenizer, config, console) as subject,
@@ -119,8 +116,7 @@ def analyze_steps(
         checked(AnalyzeOptions, options | {"model": checkpoint.model, "revision": checkpoint.revision})
         for checkpoint in checkpoints
     ]
-    check_names(configs[0].observables)
-    check_source(configs[0].input)
+    check_config(configs[0])
     console = Console(stderr=True, quiet=quiet)
     runs: dict[int, Run] = {}
     with (

@@ -14,6 +14,7 @@ from sinkscope.interventions import INTERVENTIONS, Target
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.gradient import undefined_ratios
 from sinkscope.measuring.observables.observable import ATTENTION_SITES, Observable, Settings
+from sinkscope.measuring.parity import TOLERANCE, largest_difference
 from sinkscope.measuring.subject import ModelLike, family_of, load_model, options_of
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import RESIDUAL_SITES, Family, embedding_weight
@@ -25,8 +26,6 @@ from sinkscope.options.output import OutputOptions
 from sinkscope.text.batch import Batch
 
 TOKENS = 64
-# Relative disagreement that is round-off: the whole network's, between two kernels
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 
 
 @dataclass
@@ -150,7 +149,7 @@ def _logits(model: PreTrainedModel, family: Family, batch: Batch, kernel: str) -
     bare = model(batch.token_ids.to(model.device), use_cache=False).logits
     with open_tracer(model, family, kernel) as tracer:
         traced = tracer.logits(batch)
-    error = float((traced - bare).abs().max() / bare.abs().max())
+    error = largest_difference(traced, bare, batch.attention_mask)
     detail = "bit for bit" if torch.equal(traced, bare) else f"within {error:.1e}"
     return (f"logits through the seam ({kernel}) are the bare model's", error < TOLERANCE[bare.dtype], detail)
 

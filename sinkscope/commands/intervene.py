@@ -15,13 +15,12 @@ from sinkscope.interventions import INTERVENTIONS, Intervention, parse_all
 from sinkscope.measuring.console import print_notices
 from sinkscope.measuring.experiment import BEFORE, Experiment
 from sinkscope.measuring.manifest import Facts, make_manifest
-from sinkscope.measuring.subject import ModelLike, open_subject, options_of
+from sinkscope.measuring.subject import ModelLike, check_config, open_subject, options_of
 from sinkscope.options.measuring import InterveneOptions
 from sinkscope.options.output import OutputOptions
 from sinkscope.report.outputs import finished
 from sinkscope.report.run import Run
 from sinkscope.results.folders import own_folder
-from sinkscope.text.sources import check_source
 
 Do = str | Intervention | Iterable[str | Intervention]
 
@@ -44,7 +43,7 @@ def _failure(run: Run) -> str:
 def check(options: InterveneOptions) -> None:
     """Find what is wrong with a recipe's options before a model is loaded. Raises: InputError."""
     wanted_arms(options.stacks)
-    check_source(options.input)
+    check_config(options)
 
 
 def intervene(
@@ -89,7 +88,7 @@ def intervene(
     config = config or options_of(InterveneOptions, model, _named(do, arms) | options)
     wanted = wanted_arms(config.stacks)
     console = Console(stderr=True, quiet=quiet)
-    check_source(config.input)
+    check_config(config)
     with (
         own_folder(out, overwrite, reads=(config.model, config.input)) as folder,
         open_subject(model, tokenizer, config, console) as subject,

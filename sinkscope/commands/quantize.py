@@ -16,7 +16,7 @@ from sinkscope.measuring.manifest import Facts, make_manifest
 from sinkscope.measuring.parity import parity_check
 from sinkscope.measuring.quantization_study import Ranges, Study
 from sinkscope.measuring.quantized import Bench
-from sinkscope.measuring.subject import ModelLike, Subject, open_subject, options_of
+from sinkscope.measuring.subject import ModelLike, Subject, check_config, open_subject, options_of
 from sinkscope.measuring.tables import publish
 from sinkscope.options.measuring import QuantizeOptions
 from sinkscope.options.output import OutputOptions
@@ -26,7 +26,6 @@ from sinkscope.report.outputs import finished
 from sinkscope.report.run import Run
 from sinkscope.results.folders import own_folder
 from sinkscope.text.inputs import TokenInputs
-from sinkscope.text.sources import check_source
 
 
 def command(options: QuantizeOptions, output: OutputOptions) -> Result:
@@ -36,7 +35,7 @@ def command(options: QuantizeOptions, output: OutputOptions) -> Result:
 
 def check(options: QuantizeOptions) -> None:
     """Find what is wrong with a recipe's options before a model is loaded. Raises: InputError."""
-    check_source(options.input)
+    check_config(options)
 
 
 def quantize(
@@ -75,7 +74,7 @@ def quantize(
     bits = Bits(config.bits_weights, config.bits_activations)
     console = Console(stderr=True, quiet=quiet)
     enough = config.model_copy(update={"num_seqs": config.num_seqs + config.calibration})
-    check_source(config.input)
+    check_config(config)
     with (
         own_folder(out, overwrite, reads=(config.model, config.input)) as folder,
         open_subject(model, tokenizer, enough, console) as whole,

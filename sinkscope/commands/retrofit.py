@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from sinkscope.commands.result import Result
 from sinkscope.commands.training_arms import Plan, TrainingArms
 from sinkscope.measuring.console import print_notices, spinner
+from sinkscope.measuring.observables import check_names
 from sinkscope.measuring.subject import ModelLike, family_of, load_model, options_of
 from sinkscope.models.in_memory import undisturbed
 from sinkscope.options.output import OutputOptions
@@ -32,6 +33,7 @@ def command(options: RetrofitOptions, output: OutputOptions) -> Result:
 def check(options: RetrofitOptions) -> None:
     """Find what is wrong with a recipe's options before a model is loaded. Raises: InputError."""
     parse_methods(options.method)
+    check_names(options.observables)
     check_text(options.text)
 
 
@@ -73,9 +75,8 @@ def retrofit(
     """
     given = options if methods is None else options | {"method": methods}
     config = config or options_of(RetrofitOptions, model, given)
-    parse_methods(config.method)
+    check(config)
     launched(cpu=config.device_map == "cpu")
-    check_text(config.text)
     plan = Plan.of("retrofit", config, out, overwrite, quiet, record)
     with plan.own_folder(config.model, config.text):
         return _retrofit(plan, config, model, tokenizer)

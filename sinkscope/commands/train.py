@@ -41,6 +41,7 @@ def command(options: TrainOptions, output: OutputOptions) -> Result:
 def check(options: TrainOptions) -> None:
     """Find what is wrong with a recipe's options before a model is loaded. Raises: InputError."""
     parse_methods(options.method)
+    check_names(options.observables)
     check_source(options.text)
     architecture(options.config)
 
@@ -76,9 +77,8 @@ def train(
         SinkscopeError: as `retrofit` does.
     """
     options = options or _options(config, methods, tokenizer, given)
-    parse_methods(options.method)
+    check(options)
     launched(cpu=options.device_map == "cpu")
-    check_source(options.text)
     task = _task(options, tokenizer)
     shape = architecture(options.config)
     plan = Plan.of("train", options, out, overwrite, quiet, record, architecture=shape.to_diff_dict())
@@ -123,9 +123,7 @@ def _options(
         "method": methods,
         "tokenizer": named and os.fspath(named),
     }
-    options = checked(TrainOptions, dict(given) | {name: value for name, value in own.items() if value is not None})
-    check_names(options.observables)
-    return options
+    return checked(TrainOptions, dict(given) | {name: value for name, value in own.items() if value is not None})
 
 
 def check_source(text: str) -> None:

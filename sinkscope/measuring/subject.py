@@ -53,9 +53,13 @@ def options_of(kind: type[Asked], model: ModelLike, given: Mapping[str, Any]) ->
         InputError: an option does not exist, or its value is not allowed.
     """
     named = model if isinstance(model, str | os.PathLike) else None
-    options = checked(kind, {"model": named and os.fspath(named)} | dict(given))
-    check_names(options.observables)
-    return options
+    return checked(kind, {"model": named and os.fspath(named)} | dict(given))
+
+
+def check_config(config: RunConfig) -> None:
+    """Find what is wrong with the options before minutes of loading. Raises: InputError."""
+    check_names(config.observables)
+    check_source(config.input)
 
 
 @contextmanager
@@ -69,8 +73,6 @@ def open_subject(
         InputError: the model, its architecture or the input cannot be used.
         SinkscopeError: network, memory or a package fails.
     """
-    check_names(config.observables)  # before minutes of loading
-    check_source(config.input)
     with spinner(console, "loading the model"):
         loaded = load_model(model, tokenizer, config)
     with undisturbed(loaded.model):

@@ -22,6 +22,7 @@ from sinkscope.interventions.intervention import Intervention, Target, applied
 from sinkscope.measuring.observables.activation import token_norms
 from sinkscope.measuring.observables.observable import ATTENTION_SITES, Observable, Reading
 from sinkscope.models.families import Family, embedding_weight, first_tensor
+from sinkscope.models.in_memory import unchanged_after
 from sinkscope.retrofits.registers import RETROFIT, registers_before
 from sinkscope.text.batch import Batch
 
@@ -258,21 +259,8 @@ def open_tracer(
     with (
         open_seam(model, family, kernel) as seams,
         applied(Target(model, family, seams), interventions),
-        # innermost: nnsight wraps what the interventions have wrapped, and so sees the changed tensors
-        _unwrapped_after(model),
+        # innermost: nnsight wraps what the interventions have wrapped, and so sees the changed tensors; what it leaves
+        # in the `forward` of every module is taken out first
+        unchanged_after(model),
     ):
         yield Tracer(model, family, seams)
-
-
-@contextmanager
-def _unwrapped_after(model: torch.nn.Module) -> Iterator[None]:
-    """Take out again what nnsight leaves in the `forward` of every module that it wraps."""
-    before = [(module, dict(vars(module))) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, attributes in before:
-            for name in set(vars(module)) - set(attributes):
-                del vars(module)[name]
-            if "forward" in attributes:  # accelerate's, of a model spread over devices
-                vars(module)["forward"] = attributes["forward"]

@@ -70,14 +70,28 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     inference mode.
     """
     with ExitStack() as stack:
+        stack.enter_context(unchanged_after(model))
         for module in model.modules():
-            stack.callback(_restore, module, _attributes(module))
             module.training = False
             vars(module)[COMPILED] = None
         stack.enter_context(torch.inference_mode(False))
         for device in {"cpu", *(parameter.device.type for parameter in model.parameters())} - {"meta"}:
             stack.enter_context(torch.autocast(device, enabled=False))
         yield
+
+
+@contextmanager
+def unchanged_after(model: nn.Module) -> Iterator[None]:
+    """The attributes of every module are at the end of the block what they were, also after an exception.
+
+    Weights are not copied: what changes their values has to put them back itself.
+    """
+    before = [(module, _attributes(module)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            _restore(module, attributes)
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

@@ -81,11 +81,16 @@ def names_in(folder: Path) -> list[str]:
 
 def check_readable(path: Path) -> None:
     """Raise InputError unless there is an ordinary file that may be read."""
-    if kind_of(path) != "file":
-        raise InputError(f"{one_line(path)}: {'this is a folder' if kind_of(path) else 'no such file'}")
+    _first_bytes(path, 0)
+
+
+def _first_bytes(path: Path, count: int) -> bytes:
+    kind = kind_of(path)
+    if kind != "file":
+        raise InputError(f"{one_line(path)}: {'this is a folder' if kind else 'no such file'}")
     try:
-        with path.open("rb"):
-            pass
+        with path.open("rb") as file:
+            return file.read(count)
     except OSError as error:
         raise InputError(f"{one_line(path)} cannot be read: {error.strerror}") from None
 
@@ -96,12 +101,7 @@ def read_text(path: Path, largest: int = LARGEST) -> str:
     Raises:
         InputError: there is no such file, it cannot be read, it is too large, or it is not UTF-8.
     """
-    check_readable(path)
-    try:
-        with path.open("rb") as file:
-            content = file.read(largest + 1)
-    except OSError as error:
-        raise InputError(f"{one_line(path)} cannot be read: {error.strerror}") from None
+    content = _first_bytes(path, largest + 1)
     if len(content) > largest:
         raise InputError(f"{one_line(path)} has more than {largest >> 20} MB: it is another kind of file")
     try:

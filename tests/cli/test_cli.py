@@ -220,6 +220,15 @@ def test_wrong_options(options: list[str], message: str, tiny: Path) -> None:
     assert message in refused(2, "analyze", tiny, *options)
 
 
+@pytest.mark.parametrize("command", ["retrofit", "train"])
+def test_observables_are_looked_up_before_anything_is_trained(command: str, tiny: Path, tmp_path: Path) -> None:
+    given = (tiny,) if command == "retrofit" else ("--config", tiny / "config.json")
+    text = tmp_path / "text.txt"
+    text.write_text("a text")
+    message = refused(2, command, *given, "--method", "none", "--text", text, "--observables", "masive")
+    assert "'masive' is unknown; did you mean 'massive'?" in message
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

@@ -4,30 +4,14 @@ A short form, the same at every run; tests/torture/inputs.py does the same to wh
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from support.bad_inputs import (
-    NESTED,
-    YAMLS,
-    damaged,
-    edited,
-    interventions,
-    json_lines,
-    json_values,
-    npy_files,
-    odd_numbers,
-    odd_texts,
-    recipes,
-    retrofits,
-    some_json,
-    text_files,
-    written,
-)
+from support import bad_inputs as bad
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -89,34 +73,30 @@ def check_inputs(path: Path, tokenizer: Any) -> None:
         assert ((ids >= 0) & (ids <= VOCABULARY)).all()
 
 
-def texts(path: Path) -> Iterator[None]:
-    for text in documents(str(path))[1]:
+def check_text(path: Path, tokenizer: Any, content: bytes) -> None:
+    """As what is measured, and as what is trained on."""
+    path.write_bytes(content)
+    check_inputs(path, tokenizer)
+    for text in ends_well(lambda: list(documents(str(path))[1])) or ():
         text.encode()  # a tokenizer is trained on it
-        yield
 
 
 @few
-@given(text_files)
+@given(bad.text_files)
 def test_text(tmp_path: Path, words: Any, content: bytes) -> None:
-    path = tmp_path / "x.txt"
-    path.write_bytes(content)
-    check_inputs(path, words)
-    ends_well(lambda: list(texts(path)))
+    check_text(tmp_path / "x.txt", words, content)
 
 
 @few
-@given(json_lines)
+@given(bad.json_lines)
 @example(b'{"text": "\\ud800", "input_ids": [1, 2]}')
-@example(NESTED[0])
+@example(bad.NESTED[0])
 def test_json_lines(tmp_path: Path, words: Any, content: bytes) -> None:
-    path = tmp_path / "x.jsonl"
-    path.write_bytes(content)
-    check_inputs(path, words)
-    ends_well(lambda: list(texts(path)))
+    check_text(tmp_path / "x.jsonl", words, content)
 
 
 @few
-@given(npy_files)
+@given(bad.npy_files)
 def test_arrays(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "x.npy"
     path.write_bytes(content)
@@ -124,7 +104,7 @@ def test_arrays(tmp_path: Path, content: bytes) -> None:
 
 
 @settings(few, max_examples=80)
-@given(recipes)
+@given(bad.recipes)
 def test_recipes(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "x.yaml"
     path.write_bytes(content)
@@ -134,7 +114,7 @@ def test_recipes(tmp_path: Path, content: bytes) -> None:
         ends_well(lambda: found.options({}))
 
 
-@pytest.mark.parametrize("content", YAMLS, ids=lambda content: ascii(content[:20]))
+@pytest.mark.parametrize("content", bad.YAMLS, ids=lambda content: ascii(content[:20]))
 def test_recipes_that_attack_the_reader(tmp_path: Path, content: str) -> None:
     path = tmp_path / "x.yaml"
     path.write_bytes(content.encode())
@@ -144,7 +124,7 @@ def test_recipes_that_attack_the_reader(tmp_path: Path, content: str) -> None:
 
 
 @few
-@given(edited(CONFIG).map(written) | some_json | damaged(written(CONFIG)))
+@given(bad.edited(CONFIG).map(bad.written) | bad.some_json | bad.damaged(bad.written(CONFIG)))
 def test_settings_of_models(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(content)
@@ -155,7 +135,7 @@ def test_settings_of_models(tmp_path: Path, content: bytes) -> None:
 
 
 @few
-@given(some_json | text_files)
+@given(bad.some_json | bad.text_files)
 def test_json(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "x.json"
     path.write_bytes(content)
@@ -163,13 +143,13 @@ def test_json(tmp_path: Path, content: bytes) -> None:
 
 
 @settings(few, max_examples=150)
-@given(interventions)
+@given(bad.interventions)
 def test_interventions(text: str) -> None:
     ends_well(lambda: parse(text))
 
 
 @settings(few, max_examples=150)
-@given(retrofits)
+@given(bad.retrofits)
 def test_retrofits(text: str) -> None:
     ends_well(lambda: parse_methods([text]))
 
@@ -180,8 +160,8 @@ def test_retrofits(text: str) -> None:
 def test_options(command: str, data: st.DataObject) -> None:
     """As from the command line (text), from recipes (any value of YAML's), and from Python."""
     kind = COMMANDS[command]
-    names = st.sampled_from(sorted(kind.model_fields)) | odd_texts
-    values = odd_numbers | odd_numbers.map(str) | odd_texts | json_values
+    names = st.sampled_from(sorted(kind.model_fields)) | bad.odd_texts
+    values = bad.odd_numbers | bad.odd_numbers.map(str) | bad.odd_texts | bad.json_values
     options = data.draw(st.dictionaries(names, values, min_size=1, max_size=2))
     found = ends_well(lambda: checked(kind, options))
     if found is not None:
@@ -190,7 +170,7 @@ def test_options(command: str, data: st.DataObject) -> None:
 
 
 @settings(few, max_examples=100)
-@given(odd_texts)
+@given(bad.odd_texts)
 def test_names(text: str) -> None:
     ends_well(lambda: kind_of(user_path(text)))
     ends_well(lambda: check_source(text))

@@ -28,21 +28,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
-from support.bad_inputs import (
-    damaged,
-    edited,
-    interventions,
-    json_lines,
-    json_values,
-    npy_files,
-    odd_numbers,
-    odd_texts,
-    recipes,
-    retrofits,
-    some_json,
-    text_files,
-    written,
-)
+from support import bad_inputs as bad
 from support.figures import skip_figures
 from tiny import tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -197,13 +183,15 @@ def attacks(home: Path) -> dict[str, st.SearchStrategy[Attack]]:
         return (home / "tiny" / name).read_bytes()
 
     def of_json(name: str) -> st.SearchStrategy[bytes]:
-        return edited(json.loads(whole(name))).map(written) | some_json | damaged(whole(name))
+        return bad.edited(json.loads(whole(name))).map(bad.written) | bad.some_json | bad.damaged(whole(name))
 
     def of_model(name: str, contents: st.SearchStrategy[bytes], *more: str) -> st.SearchStrategy[Attack]:
         return given_file(f"tiny/{name}", contents, "analyze", "tiny", *CHEAP, *more)
 
-    index = st.dictionaries(odd_texts, odd_texts | st.sampled_from(["model.safetensors", "../bare/model.safetensors"]))
-    indices = index.map(lambda weights: written({"metadata": {}, "weight_map": weights})) | some_json
+    index = st.dictionaries(
+        bad.odd_texts, bad.odd_texts | st.sampled_from(["model.safetensors", "../bare/model.safetensors"])
+    )
+    indices = index.map(lambda weights: bad.written({"metadata": {}, "weight_map": weights})) | bad.some_json
     shards = indices.map(
         lambda content: Attack(
             ("analyze", "tiny", *CHEAP), {"tiny/model.safetensors": None, "tiny/model.safetensors.index.json": content}
@@ -211,30 +199,30 @@ def attacks(home: Path) -> dict[str, st.SearchStrategy[Attack]]:
     )
     ids = ("analyze", "bare", *CHEAP, "--input")
     return {
-        "text": given_file("x.txt", text_files, "analyze", "tiny", *CHEAP, "--input", "x.txt"),
-        "JSON lines": given_file("x.jsonl", json_lines, "analyze", "tiny", *CHEAP, "--input", "x.jsonl"),
-        "lists of ids": given_file("x.jsonl", json_lines, *ids, "x.jsonl"),
-        "arrays": given_file("x.npy", npy_files, *ids, "x.npy"),
-        "recipes": given_file("x.yaml", recipes, "run", "x.yaml", "tiny", *SMALL),
+        "text": given_file("x.txt", bad.text_files, "analyze", "tiny", *CHEAP, "--input", "x.txt"),
+        "JSON lines": given_file("x.jsonl", bad.json_lines, "analyze", "tiny", *CHEAP, "--input", "x.jsonl"),
+        "lists of ids": given_file("x.jsonl", bad.json_lines, *ids, "x.jsonl"),
+        "arrays": given_file("x.npy", bad.npy_files, *ids, "x.npy"),
+        "recipes": given_file("x.yaml", bad.recipes, "run", "x.yaml", "tiny", *SMALL),
         "config.json": of_model("config.json", of_json("config.json")),
         "generation_config.json": of_model(
             "generation_config.json", of_json("generation_config.json"), "--input", "sampled"
         ),
         "tokenizer.json": of_model("tokenizer.json", of_json("tokenizer.json")),
         "tokenizer_config.json": of_model("tokenizer_config.json", of_json("tokenizer_config.json")),
-        "weights": of_model("model.safetensors", damaged(whole("model.safetensors"))),
+        "weights": of_model("model.safetensors", bad.damaged(whole("model.safetensors"))),
         "index of weights": shards,
-        "interventions": interventions.map(
+        "interventions": bad.interventions.map(
             lambda text: Attack(("intervene", "tiny", "--do", text, *SMALL, "--draws", "1"))
         ),
-        "retrofits": retrofits.map(
+        "retrofits": bad.retrofits.map(
             lambda text: Attack(
                 ("retrofit", "tiny", f"--method={text}", "--text", "x.txt", *TRAINED),
                 {"x.txt": b"the of and drain " * 300},
             )
         ),
         "texts to train on": given_file(
-            *("x.jsonl", json_lines, "train", "--method", "none", "--text", "x.jsonl", "--tokenizer", "tiny"),
+            *("x.jsonl", bad.json_lines, "train", "--method", "none", "--text", "x.jsonl", "--tokenizer", "tiny"),
             *("--config", "bare/config.json", *TRAINED),
         ),
         "architectures": given_file("x.json", of_json("config.json"), "train", "--config", "x.json", *TRAINED),
@@ -259,7 +247,7 @@ def _options() -> st.SearchStrategy[Attack]:
         ),
         *("--attn", "--observables", "--device-map", "--dataset", "--revision", "--gguf-file"),
     ]
-    named = st.tuples(st.sampled_from(flags), odd_numbers.map(str) | odd_texts)
+    named = st.tuples(st.sampled_from(flags), bad.odd_numbers.map(str) | bad.odd_texts)
     plain = named.filter(lambda pair: pair[0] != "--dataset" or "/" not in pair[1])
     return plain.map(lambda pair: Attack(("analyze", "bare", *CHEAP, "--input", "random", f"{pair[0]}={pair[1]}")))
 
@@ -279,7 +267,7 @@ def _names() -> st.SearchStrategy[Attack]:
         lambda name: ("train", f"--text={name}x", *TRAINED),
         lambda name: ("list", "--quiet", "--", name),
     ]
-    return st.builds(lambda way, name: Attack(way(name)), st.sampled_from(ways), odd_texts)
+    return st.builds(lambda way, name: Attack(way(name)), st.sampled_from(ways), bad.odd_texts)
 
 
 def examples(strategy: st.SearchStrategy[Any], count: int, number: int) -> list[Any]:
@@ -333,7 +321,7 @@ def attack_folders(count: int, number: int, counts: Counts) -> None:
     for name in ("whole", "other"):
         done = CliRunner().invoke(app, ["analyze", "tiny", *SMALL, "--seed", str(len(name)), "--out", name])
         assert done.exit_code == 0, done.output
-    random, odd = np.random.default_rng(number), examples(json_values, count, number)
+    random, odd = np.random.default_rng(number), examples(bad.json_values, count, number)
     for place in range(count):
         shutil.copytree(home / "whole", home / "run")
         how = _damage(home / "run", random, odd[place % len(odd)])
@@ -363,7 +351,7 @@ def _damage(run: Path, random: np.random.Generator, value: Any) -> str:
             del place[path[-1]]
         else:
             place[path[-1]] = value
-        (run / "run.json").write_bytes(written(manifest))
+        (run / "run.json").write_bytes(bad.written(manifest))
         return f"{way} {path}"
     if way == "cut":
         content = table.read_bytes()
