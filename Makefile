@@ -37,9 +37,8 @@ SEED ?= 0
 
 torture: install  ## random kills, generated inputs and damaged folders: half an hour on two cores
 	OMP_NUM_THREADS=1 $(BIN)/python tests/torture/kills.py --kills $(KILLS) --seed $(SEED)
-ifneq ($(wildcard tests/torture/inputs.py),)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/torture/inputs.py --count $(INPUTS) --folders $(FOLDERS) --seed $(SEED)
-endif
+	OMP_NUM_THREADS=1 $(BIN)/python tests/torture/inputs.py --count $(INPUTS) --seed $(SEED)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/torture/folders.py --count $(FOLDERS) --seed $(SEED)
 
 check: install
 	$(BIN)/ruff check .

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from sinkscope.commands.repeat import differences
 from sinkscope.commands.result import Result
-from sinkscope.errors import InputError, one_line
+from sinkscope.errors import InputError, SinkscopeError, one_line
 from sinkscope.interventions import INTERVENTIONS, Intervention, parse_all
 from sinkscope.measuring.console import print_notices
 from sinkscope.measuring.experiment import BEFORE, Experiment
@@ -62,7 +62,7 @@ def intervene(
     """Measure a model before and after interventions, and under random controls of the same kind.
 
     The model is afterwards bit for bit as it was, also after an error. An arm that fails takes no other with it: the
-    manifest's `failed` says why.
+    manifest's `failed` says why. An interrupt after the first arm writes those that are finished, if there is a folder.
 
     Args:
         model: as for `analyze`.
@@ -95,12 +95,18 @@ def intervene(
     ):
         experiment = Experiment(subject, config, wanted, config.draws, config.stacks == "all", console)
         tables = experiment.run()
+        if experiment.interrupt is not None and folder is None:
+            raise experiment.interrupt
         facts = Facts(experiment.batch_size, parity=experiment.parity_error)
         manifest = make_manifest(subject, config, facts, list(tables), start)
         manifest |= {"command": "intervene", "arms": experiment.records}
         manifest |= {"skipped": experiment.skipped, "failed": experiment.failed}
         print_notices(console, (f"{label} failed: {reason}" for label, reason in experiment.failed.items()))
-        return finished(Run(manifest, tables, folder), console, figures)
+        run = finished(Run(manifest, tables, folder), console, figures)
+        if experiment.interrupt is not None:
+            done = f"{len(experiment.records)} of {len(wanted)} arms are kept in {folder}"
+            raise SinkscopeError(f"interrupted: {done}") from experiment.interrupt
+        return run
 
 
 def _named(do: Do | None, arms: Mapping[str, Do] | Literal["all"] | None) -> dict[str, Any]:

@@ -59,6 +59,7 @@ class Experiment:
     records: dict[str, dict[str, Any]] = field(default_factory=dict)  # label → what was done, for the manifest
     skipped: dict[str, str] = field(default_factory=dict)  # label → why it was not
     errors: dict[str, Exception] = field(default_factory=dict)  # label → with which it broke off
+    interrupt: BaseException | None = None  # that ended it after arms had been finished
     batch_size: int = 0  # that fitted
     parity_error: float | None = None  # of the model as it is
     _parts: dict[str, list[pd.DataFrame]] = field(default_factory=lambda: defaultdict(list))
@@ -73,6 +74,7 @@ class Experiment:
         Raises:
             InputError: an arm does not apply, or names what the model does not have.
             Exception: with which the first arm broke off, where none is left. Of others see `failed`.
+            KeyboardInterrupt: before the first arm was finished. Later ones are kept as `interrupt`.
         """
         length = min(len(ids) for ids in self.subject.inputs.sequences)
         known = Known(Target(self.subject.loaded.model, self.subject.family, seams=[]), length)
@@ -85,19 +87,31 @@ class Experiment:
         resolved = self._resolved(known)
         for place, (label, stack) in enumerate(resolved.items(), 1):
             print_part(self.console, label, place, len(resolved))
-            with self._failing_alone(label):
-                self.WAYS[_way(stack)](self, label, self.wanted[label], stack, known)
+            try:
+                with self._failing_alone(label):
+                    self.WAYS[_way(stack)](self, label, self.wanted[label], stack, known)
+            except BaseException as error:
+                if not (self.records and was_interrupted(error)):
+                    raise
+                self.interrupt = error
+                break
         if self.errors and not self.records:
             raise next(iter(self.errors.values()))
-        return {name: pd.concat(parts, ignore_index=True) for name, parts in self._parts.items()}
+        return {name: pd.concat(parts, ignore_index=True) for name, parts in self._parts.items() if parts}
 
     @property
     def failed(self) -> dict[str, str]:
-        """Label → why its measuring broke off."""
-        return {
+        """Label → why its measuring broke off, or did not begin."""
+        reasons = {
             label: str(error) if isinstance(error, SinkscopeError) else described(error)
             for label, error in self.errors.items()
         }
+        if self.interrupt is not None:
+            reasons |= {label: "interrupted" for label in self.wanted if not self._is_settled(label)}
+        return reasons
+
+    def _is_settled(self, label: str) -> bool:
+        return label in self.records or label in self.errors or label in self.skipped
 
     def _check_arms(self, known: Known) -> None:
         """Before anything is measured: does every arm apply, and does the model have what it names?"""
@@ -134,12 +148,12 @@ class Experiment:
         kept = {name: len(parts) for name, parts in self._parts.items()}
         try:
             yield
-        except Exception as error:
-            if was_interrupted(error):
-                raise
+        except BaseException as error:
             self.records.pop(label, None)
             for name, parts in self._parts.items():
                 del parts[kept.get(name, 0) :]
+            if was_interrupted(error) or not isinstance(error, Exception):
+                raise
             if self.lenient and isinstance(error, InputError):  # it would change nothing
                 self.skipped[label] = str(error).removeprefix(f"{label}: ")
             else:

@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 from accelerate import PartialState
 
+from sinkscope.errors import InputError
 from sinkscope.report.analysis import quantized_source
 from sinkscope.report.backcopy_table import backcopy_markdown
 from sinkscope.report.comparison import Comparison
@@ -19,6 +20,7 @@ from sinkscope.report.retrofit_table import UNTOUCHED, retrofit_markdown, retrof
 from sinkscope.report.run import Run
 from sinkscope.report.words import say
 from sinkscope.results.findings import Finding
+from sinkscope.results.manifest import MANIFEST
 
 
 @dataclass(frozen=True)
@@ -94,9 +96,16 @@ def retrofit_tables(manifest: Mapping[str, Any], runs: Mapping[str, Run], gates:
     """The table `retrofit` of all seeds."""
     parts = []
     for seed, mine in by_seed(manifest, runs):
-        quantized = {method: run.manifest["w8a8"] for method, run in mine.items()}
+        quantized = {method: _quantized(run) for method, run in mine.items()}
         parts.append(retrofit_table(mine, quantized, gates[gates["seed"] == seed], seed))
     return pd.concat(parts, ignore_index=True)
+
+
+def _quantized(run: Run) -> dict[str, float]:
+    """What W8A8 costs an arm, by its run.json."""
+    if not run.manifest.get("w8a8"):
+        raise InputError(f"{run.folder}/{MANIFEST} has no `w8a8`: delete the folder, and the command makes it again")
+    return run.manifest["w8a8"]
 
 
 def _moved(arm: str, gates: pd.DataFrame) -> Finding:

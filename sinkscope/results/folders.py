@@ -1,7 +1,8 @@
 """Folders that a command writes: checked beforehand, one command's at a time, renamed when they are complete."""
 
 import os
-from collections.abc import Collection, Iterable, Iterator
+import shutil
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -141,10 +142,15 @@ def _real(source: str | os.PathLike[str]) -> Path:
 
 
 @contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
+def new_folder(folder: Path, others: Callable[[Path], Iterable[Path]] | None = None) -> Iterator[Path]:
     """A temporary folder that becomes `folder` when the block ends well, and vanishes when it does not.
 
-    What `folder` held before is replaced only then. Nobody else may write it meanwhile: see `own_folder`.
+    What `folder` held before is replaced only then. No other command may write it meanwhile: see `own_folder`.
+
+    Args:
+        folder: to be written.
+        others: finds, at the end, the files in it that are not the command's, which stay. Default: all that its
+            run.json does not list.
 
     Raises:
         SinkscopeError: the disk refuses.
@@ -156,9 +162,25 @@ def new_folder(folder: Path) -> Iterator[Path]:
             fresh = beside(real, NEW)
             fresh.mkdir(parents=True)
             yield fresh
+            for path in (others or _others)(real):
+                _keep(path, fresh / path.relative_to(real))
             put_in_place(real)
     except OSError as error:
         raise SinkscopeError(f"writing {folder} failed, and nothing of it is left: {one_line(error)}") from error
+
+
+def _others(folder: Path) -> list[Path]:
+    """What somebody has put into the folder since it was checked."""
+    if (folder / MANIFEST).exists():
+        return list(strangers(folder))
+    return [path for path in folder.rglob("*") if not path.is_dir()]
+
+
+def _keep(path: Path, target: Path) -> None:
+    if target.exists():
+        raise SinkscopeError(f"{path} was written by somebody else meanwhile: move it away, and repeat the command")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy2(path, target, follow_symlinks=False)
 
 
 @contextmanager

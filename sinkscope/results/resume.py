@@ -131,7 +131,13 @@ class FileList:
     @contextmanager
     def new_folder(self, target: Path) -> Iterator[Path]:
         """As the function of that name, for a folder in this one."""
-        with new_folder(target) as fresh:
+
+        def others(real: Path) -> list[Path]:
+            if self.names is None or not (self.folder / MANIFEST).exists():
+                return []
+            return [path for path in strangers(self.folder.resolve()) if path.is_relative_to(real)]
+
+        with new_folder(target, others) as fresh:
             yield fresh
             within = [MANIFEST] if (fresh / MANIFEST).exists() else files_in(fresh)
             self.add(*((target / name).relative_to(self.folder).as_posix() for name in within))

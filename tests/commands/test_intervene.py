@@ -19,6 +19,7 @@ import sinkscope
 from sinkscope import InputError, Run, SinkscopeError
 from sinkscope.cli.app import app
 from sinkscope.commands.intervene import intervene
+from sinkscope.measuring.experiment import Experiment
 from sinkscope.measuring.tracer import Tracer
 from sinkscope.report.effects import effect_of
 
@@ -313,6 +314,31 @@ def test_an_interrupt_inside_an_arm_ends_the_command(llama: PreTrainedModel, mon
     failing_at(4, monkeypatch, error)
     with pytest.raises(TypeError, match="a library's own"):
         intervene(llama, arms=ARMS, draws=1, **SMALL)
+
+
+def test_an_interrupt_leaves_the_arms_that_are_finished(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_figures: None
+) -> None:
+    whole = intervene(llama, ARMS["first"], draws=1, **SMALL)
+    failing_at(5, monkeypatch, KeyboardInterrupt())  # in the second arm's control
+    with pytest.raises(SinkscopeError, match=r"interrupted: 1 of 3 arms are kept in .*run"):
+        intervene(llama, arms=ARMS, draws=1, out=tmp_path / "run", **SMALL)
+    run = sinkscope.Run.open(tmp_path / "run")
+    assert list(run.manifest["arms"]) == ["first"]
+    assert run.manifest["failed"] == {"second": "interrupted", "third": "interrupted"}
+    for name, table in whole.tables.items():
+        pd.testing.assert_series_equal(run.tables[name]["value"], table["value"], check_exact=True)
+
+
+def test_a_table_of_none_but_a_failed_arm_is_left_out(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(experiment: Experiment, *_: Any) -> None:
+        experiment._parts["streaming"].append(pd.DataFrame())
+        raise RuntimeError("broken")
+
+    monkeypatch.setitem(Experiment.WAYS, "streaming", failing)
+    run = intervene(llama, arms={"cache": "window", "first": "mask-sink"}, draws=0, **SMALL)
+    assert list(run.manifest["arms"]) == ["first"]
+    assert "streaming" not in run.tables
 
 
 def test_what_would_change_nothing_is_skipped_among_all(monkeypatch: pytest.MonkeyPatch) -> None:

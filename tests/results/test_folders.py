@@ -16,6 +16,7 @@ from support.manifests import run_manifest
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.results.folders import alone_in, check_output, new_folder, own_folder
 from sinkscope.results.manifest import read_manifest, strangers, write_manifest
+from sinkscope.results.resume import FileList
 from sinkscope.results.swap import NEW, OLD, beside, locked
 
 
@@ -42,6 +43,56 @@ def refused(folder: Path, *reads: Path, overwrite: bool = True) -> str:
     assert sorted(folder.rglob("*")) == before
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+# --- what comes into a folder while a command computes
+
+
+def test_what_somebody_puts_in_meanwhile_stays(tmp_path: Path) -> None:
+    run = run_in(tmp_path / "run")
+    with own_folder(run, overwrite=True) as folder, new_folder(folder) as fresh:
+        (run / "tables" / "notes.txt").write_text("mine")
+        write_manifest(fresh, run_manifest())
+    assert (run / "tables" / "notes.txt").read_text() == "mine"
+    assert read_manifest(run)["files"] == []
+    assert "holds tables/notes.txt, which no run wrote" in refused(run)
+
+
+def test_also_where_there_was_no_folder(tmp_path: Path) -> None:
+    with own_folder(tmp_path / "run", overwrite=False) as folder, new_folder(folder) as fresh:
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "notes.txt").write_text("mine")
+        write_manifest(fresh, run_manifest())
+    assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
+
+
+def test_two_files_of_one_name_are_not_exchanged(tmp_path: Path) -> None:
+    run = run_in(tmp_path / "run")
+    (run / "verdict.md").unlink()
+    write_manifest(run, run_manifest())
+    with pytest.raises(SinkscopeError, match=r"verdict.md was written by somebody else meanwhile"):
+        run_over(run)
+    assert (run / "verdict.md").read_text() == "mine"
+    assert not beside(run, NEW).exists()
+
+
+def run_over(run: Path) -> None:
+    with own_folder(run, overwrite=True) as folder, new_folder(folder) as fresh:
+        (run / "verdict.md").write_text("mine")
+        (fresh / "verdict.md").write_text("new")
+        write_manifest(fresh, run_manifest())
+
+
+def test_what_somebody_puts_into_a_folder_that_is_renewed_stays(tmp_path: Path) -> None:
+    run = run_in(tmp_path / "run")
+    files = FileList(run, read_manifest(run)["files"], lambda: None)
+    with files.new_folder(run / "figures") as fresh:
+        (fresh / "one.png").write_text("")
+    write_manifest(run, run_manifest(files=files.names))
+    with files.new_folder(run / "figures") as fresh:
+        (run / "figures" / "mine.txt").write_text("mine")
+        (fresh / "two.png").write_text("")
+    assert sorted(path.name for path in (run / "figures").iterdir()) == ["mine.txt", "two.png"]
 
 
 # --- what is replaced
