@@ -104,9 +104,12 @@ def intervene(
         print_notices(console, (f"{label} failed: {reason}" for label, reason in experiment.failed.items()))
         run = finished(Run(manifest, tables, folder), console, figures)
         if experiment.interrupt is not None:
-            done = f"{len(experiment.records)} of {len(wanted)} arms are kept in {folder}"
-            raise SinkscopeError(f"interrupted: {done}") from experiment.interrupt
+            raise _interrupted(run, len(wanted)) from experiment.interrupt
         return run
+
+
+def _interrupted(run: Run, wanted: int) -> SinkscopeError:
+    return SinkscopeError(f"interrupted: {len(run.manifest['arms'])} of {wanted} arms are kept in {run.folder}")
 
 
 def _named(do: Do | None, arms: Mapping[str, Do] | Literal["all"] | None) -> dict[str, Any]:

@@ -319,7 +319,7 @@ def test_an_interrupt_inside_an_arm_ends_the_command(llama: PreTrainedModel, mon
 def test_an_interrupt_leaves_the_arms_that_are_finished(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_figures: None
 ) -> None:
-    whole = intervene(llama, ARMS["first"], draws=1, **SMALL)
+    whole = intervene(llama, arms={"first": ARMS["first"]}, draws=1, **SMALL)
     failing_at(5, monkeypatch, KeyboardInterrupt())  # in the second arm's control
     with pytest.raises(SinkscopeError, match=r"interrupted: 1 of 3 arms are kept in .*run"):
         intervene(llama, arms=ARMS, draws=1, out=tmp_path / "run", **SMALL)
@@ -327,7 +327,7 @@ def test_an_interrupt_leaves_the_arms_that_are_finished(
     assert list(run.manifest["arms"]) == ["first"]
     assert run.manifest["failed"] == {"second": "interrupted", "third": "interrupted"}
     for name, table in whole.tables.items():
-        pd.testing.assert_series_equal(run.tables[name]["value"], table["value"], check_exact=True)
+        pd.testing.assert_frame_equal(run.tables[name], table, check_exact=True)
 
 
 def test_a_table_of_none_but_a_failed_arm_is_left_out(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,7 +336,7 @@ def test_a_table_of_none_but_a_failed_arm_is_left_out(llama: PreTrainedModel, mo
         raise RuntimeError("broken")
 
     monkeypatch.setitem(Experiment.WAYS, "streaming", failing)
-    run = intervene(llama, arms={"cache": "window", "first": "mask-sink"}, draws=0, **SMALL)
+    run = intervene(llama, arms={"cache": "streaming-window", "first": "mask-sink"}, draws=0, **SMALL)
     assert list(run.manifest["arms"]) == ["first"]
     assert "streaming" not in run.tables
 

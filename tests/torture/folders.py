@@ -39,7 +39,6 @@ from sinkscope.report.figures import FIGURES
 from sinkscope.report.run import Run
 from sinkscope.report.series import Series
 
-TEXT = "the of and drain " * 300
 RECIPE = "title: x\noptions: {num-seqs: 2, seq-len: 8, observables: [activation]}\n"
 # Kind of folder → the command that writes it
 COMMANDS = {
@@ -47,9 +46,9 @@ COMMANDS = {
     "intervene": ("intervene", "tiny", "--do", "mask-sink", "--draws", "1", *SMALL),
     "quantize": ("quantize", "tiny", "--calibration", "2", *SMALL),
     "series": ("analyze", "steps", *SMALL, "--observables", "attention,activation"),
-    "retrofit": ("retrofit", "tiny", "--method", "vga", "--text", "x.txt", *TRAINED),
-    "train": ("train", "--config", "bare/config.json", "--method", "vscale", "--tokenizer", "tiny", "--text", "x.txt",
-              *TRAINED),
+    "retrofit": ("retrofit", "tiny", "--method", "vga", "--text", "tiny/x.txt", *TRAINED),
+    "train": ("train", "--config", "bare/config.json", "--method", "vscale", "--tokenizer", "tiny",
+              "--text", "tiny/x.txt", *TRAINED),
     "compare": ("compare", "analyze", "other", "--quiet"),
 }  # fmt: skip
 RUNS = ("analyze", "intervene", "quantize")
@@ -79,7 +78,6 @@ def prepare(home: Path) -> None:
     for step in (1, 2):
         shutil.copytree(home / "tiny", home / "steps" / f"checkpoint-{step}")
     (home / "x.yaml").write_text(RECIPE)
-    (home / "x.txt").write_text(TEXT)
     for name, command in ({"other": (*COMMANDS["analyze"], "--seed", "5")} | COMMANDS).items():
         outcome = outcome_of_command((*command, "--out", name))
         if outcome != "right":
@@ -153,7 +151,8 @@ def openings(home: Path, kind: str) -> Iterator[tuple[str, str]]:
     yield "--overwrite", outcome_of_command((*again, "--overwrite"))
     shutil.rmtree(home / "run", ignore_errors=True)
     (home / "copy").rename(home / "run")
-    yield "run --overwrite", outcome_of_command(("run", "x.yaml", "--model", "tiny", "--out", "run", "--overwrite", "--quiet"))
+    recipe = ("run", "x.yaml", "--model", "tiny", "--out", "run", "--overwrite", "--quiet")
+    yield "run --overwrite", outcome_of_command(recipe)
 
 
 def _afterwards_without(out: Path, args: tuple[str, ...]) -> str:

@@ -6,6 +6,7 @@ Each outcome is a right result (status 0) or a message of one or two lines (stat
 with its arguments, and ends this with status 1. Commands run in this process, on a tiny model, without figures.
 """
 
+import io
 import json
 import os
 import shutil
@@ -17,13 +18,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # support, torture
 
+import numpy as np
 from hypothesis import strategies as st
+from safetensors.torch import load
 from support import bad_inputs as bad
 from torture.outcomes import (
     FIFO,
     FOLDER,
     LOOP,
     SMALL,
+    TEXT,
     TRAINED,
     UNREADABLE,
     Content,
@@ -36,6 +40,9 @@ from torture.outcomes import (
 )
 
 CHEAP = (*SMALL, "--observables", "activation")
+LINES = b'{"text": "the of and drain the of and drain the of and drain the of and drain"}\n' * 60
+IDS = b'{"input_ids": [1, 2, 3, 4, 5, 6, 7, 8]}\n' * 4
+RECIPE = b"title: x\noptions: {num-seqs: 2, seq-len: 8, observables: [activation]}\n"
 
 
 @dataclass(frozen=True)
@@ -46,12 +53,34 @@ class Attack:
     files: dict[str, Content | None] = field(default_factory=dict)
 
 
-def attacks(home: Path) -> dict[str, st.SearchStrategy[Attack]]:
-    """What is attacked → how."""
-    special = st.sampled_from([FIFO, FOLDER, LOOP, UNREADABLE])
+@dataclass(frozen=True)
+class Way:
+    """Attacks of one kind, and the same command with what it should be given, which must end well."""
 
-    def given_file(name: str, contents: st.SearchStrategy[bytes], *args: str) -> st.SearchStrategy[Attack]:
-        return st.one_of(contents, contents, contents, special).map(lambda content: Attack(args, {name: content}))
+    attacks: st.SearchStrategy[Attack]
+    good: Attack
+
+
+SPECIAL = st.sampled_from([FIFO, FOLDER, LOOP, UNREADABLE])
+
+
+def file_given(name: str, contents: st.SearchStrategy[bytes], good: bytes, *args: str) -> Way:
+    """A command that reads one file."""
+    drawn = st.one_of(contents, contents, contents, SPECIAL)
+    return Way(drawn.map(lambda content: Attack(args, {name: content})), Attack(args, {name: good}))
+
+
+def words_given(texts: st.SearchStrategy[str], good: str, *args: str) -> Way:
+    """A command that is given a text in place of {}."""
+
+    def attack_with(text: str) -> Attack:
+        return Attack(tuple(arg.replace("{}", text) for arg in args))
+
+    return Way(texts.map(attack_with), attack_with(good))
+
+
+def ways(home: Path) -> dict[str, Way]:
+    """What is attacked → how."""
 
     def whole(name: str) -> bytes:
         return (home / "tiny" / name).read_bytes()
@@ -59,50 +88,67 @@ def attacks(home: Path) -> dict[str, st.SearchStrategy[Attack]]:
     def of_json(name: str) -> st.SearchStrategy[bytes]:
         return bad.edited(json.loads(whole(name))).map(bad.written) | bad.some_json | bad.damaged(whole(name))
 
-    def of_model(name: str, contents: st.SearchStrategy[bytes], *more: str) -> st.SearchStrategy[Attack]:
-        return given_file(f"tiny/{name}", contents, "analyze", "tiny", *CHEAP, *more)
+    def of_model(name: str, contents: st.SearchStrategy[bytes], *more: str) -> Way:
+        return file_given(f"tiny/{name}", contents, whole(name), "analyze", "tiny", *CHEAP, *more)
 
-    index = st.dictionaries(
-        bad.odd_texts, bad.odd_texts | st.sampled_from(["model.safetensors", "../bare/model.safetensors"])
-    )
-    indices = index.map(lambda weights: bad.written({"metadata": {}, "weight_map": weights})) | bad.some_json
-    shards = indices.map(
-        lambda content: Attack(
-            ("analyze", "tiny", *CHEAP), {"tiny/model.safetensors": None, "tiny/model.safetensors.index.json": content}
-        )
-    )
     ids = ("analyze", "bare", *CHEAP, "--input")
+    texts, trained = ("analyze", "tiny", *CHEAP, "--input"), ("--config", "bare/config.json", *TRAINED)
+    generation = "generation_config.json"
     return {
-        "text": given_file("x.txt", bad.text_files, "analyze", "tiny", *CHEAP, "--input", "x.txt"),
-        "JSON lines": given_file("x.jsonl", bad.json_lines, "analyze", "tiny", *CHEAP, "--input", "x.jsonl"),
-        "lists of ids": given_file("x.jsonl", bad.json_lines, *ids, "x.jsonl"),
-        "arrays": given_file("x.npy", bad.npy_files, *ids, "x.npy"),
-        "recipes": given_file("x.yaml", bad.recipes, "run", "x.yaml", "--model", "tiny", *SMALL),
+        "text": file_given("x.txt", bad.text_files, TEXT.encode(), *texts, "x.txt"),
+        "JSON lines": file_given("x.jsonl", bad.json_lines, LINES, *texts, "x.jsonl"),
+        "lists of ids": file_given("x.jsonl", bad.json_lines, IDS, *ids, "x.jsonl"),
+        "arrays": file_given("x.npy", bad.npy_files, array(), *ids, "x.npy"),
+        "recipes": file_given("x.yaml", bad.recipes, RECIPE, "run", "x.yaml", "--model", "tiny", *SMALL),
         "config.json": of_model("config.json", of_json("config.json")),
-        "generation_config.json": of_model(
-            "generation_config.json", of_json("generation_config.json"), "--input", "sampled"
-        ),
+        generation: of_model(generation, of_json(generation), "--input", "sampled"),
         "tokenizer.json": of_model("tokenizer.json", of_json("tokenizer.json")),
         "tokenizer_config.json": of_model("tokenizer_config.json", of_json("tokenizer_config.json")),
         "weights": of_model("model.safetensors", bad.damaged(whole("model.safetensors"))),
-        "index of weights": shards,
-        "interventions": bad.interventions.map(
-            lambda text: Attack(("intervene", "tiny", "--do", text, *SMALL, "--draws", "1"))
+        "index of weights": _index(whole("model.safetensors")),
+        "interventions": words_given(
+            bad.interventions, "mask-sink", "intervene", "tiny", "--do", "{}", *SMALL, "--draws", "1"
         ),
-        "retrofits": bad.retrofits.map(
-            lambda text: Attack(
-                ("retrofit", "tiny", f"--method={text}", "--text", "x.txt", *TRAINED),
-                {"x.txt": b"the of and drain " * 300},
-            )
+        "retrofits": words_given(
+            bad.retrofits, "vga", "retrofit", "tiny", "--method={}", "--text", "tiny/x.txt", *TRAINED
         ),
-        "texts to train on": given_file(
-            *("x.jsonl", bad.json_lines, "train", "--method", "none", "--text", "x.jsonl", "--tokenizer", "tiny"),
-            *("--config", "bare/config.json", *TRAINED),
+        "texts to train on": file_given(
+            *("x.jsonl", bad.json_lines, LINES, "train", "--method", "none", "--text", "x.jsonl"),
+            *("--tokenizer", "tiny", *trained),
         ),
-        "architectures": given_file("x.json", of_json("config.json"), "train", "--config", "x.json", *TRAINED),
-        "options": _options(),
-        "names": _names(),
+        "architectures": file_given(
+            *("x.json", of_json("config.json"), whole("config.json"), "train", "--config", "x.json"),
+            *("--method", "none", "--text", "tiny/x.txt", "--tokenizer", "tiny", *TRAINED),
+        ),
+        "options": Way(_options(), Attack(("analyze", "bare", *CHEAP, "--input", "random"))),
+        "names": Way(_names(), Attack(("list", "metrics", "--quiet"))),
     }
+
+
+def array() -> bytes:
+    file = io.BytesIO()
+    np.save(file, np.arange(32).reshape(4, 8) % 9)
+    return file.getvalue()
+
+
+def _index(weights: bytes) -> Way:
+    """A list of the files that hold the weights, in place of one file."""
+    names = load(weights)
+
+    def with_index(content: bytes) -> Attack:
+        files = {
+            "tiny/model.safetensors": None,
+            "tiny/a.safetensors": weights,
+            "tiny/model.safetensors.index.json": content,
+        }
+        return Attack(("analyze", "tiny", *CHEAP), files)
+
+    def written(where: dict[str, str]) -> bytes:
+        return bad.written({"metadata": {}, "weight_map": where})
+
+    files = st.sampled_from(["a.safetensors", "../bare/model.safetensors"]) | bad.odd_texts
+    odd = st.dictionaries(st.sampled_from(sorted(names)) | bad.odd_texts, files).map(written) | bad.some_json
+    return Way(odd.map(with_index), with_index(written(dict.fromkeys(names, "a.safetensors"))))
 
 
 def _options() -> st.SearchStrategy[Attack]:
@@ -147,12 +193,12 @@ def _names() -> st.SearchStrategy[Attack]:
 def attack_inputs(count: int, number: int, counts: Counts) -> None:
     home = Path(tempfile.mkdtemp(prefix="torture-"))
     save_models(home)
-    strategies = attacks(home)
-    each = -(-count // len(strategies))
-    for what, strategy in strategies.items():
-        for one in examples(strategy, each, number):
+    kinds = ways(home)
+    for what, way in kinds.items():
+        if (outcome := _in_a_copy(home, way.good)) != "right":
+            raise SystemExit(f"{what}: {outcome} even where nothing is wrong: {way.good.args}")
+        for one in examples(way.attacks, -(-count // len(kinds)), number):
             counts.add(what, _in_a_copy(home, one), (one.args, one.files))
-        print(f"{what}: {sum(found for (of, _), found in counts.found.items() if of == what)}", flush=True)
     shutil.rmtree(home)
 
 

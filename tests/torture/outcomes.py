@@ -29,6 +29,7 @@ from sinkscope.errors import SinkscopeError
 
 SECONDS = 60  # a command that takes longer hangs
 WORDS = ("<pad>", "<s>", "</s>", "<unk>", "the", "of", "and", "drain")
+TEXT = "the of and drain " * 300
 SMALL = ("--num-seqs", "2", "--seq-len", "8", "--quiet")
 TRAINED = ("--steps", "1", "--num-seqs", "2", "--block-length", "8", "--batch-size", "1", "--quiet")
 
@@ -113,12 +114,13 @@ class Counts:
 
 
 def save_models(folder: Path) -> None:
-    """`tiny` with a tokenizer, and `bare`, which reads ids."""
+    """`tiny` with a tokenizer and a text, and `bare`, which reads ids."""
     for name in ("tiny", "bare"):
         tiny_model("llama").save_pretrained(folder / name)
     core = Tokenizer(models.WordLevel({word: at for at, word in enumerate(WORDS)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", bos_token="<s>").save_pretrained(folder / "tiny")
+    (folder / "tiny" / "x.txt").write_text(TEXT)
 
 
 def put(path: Path, content: Content | None) -> None:
