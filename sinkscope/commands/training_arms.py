@@ -55,7 +55,7 @@ from sinkscope.results.folders import alone_in, new_folder
 from sinkscope.results.manifest import MANIFEST, files_in, make_manifest, write_manifest
 from sinkscope.results.resume import FileList, check_resumable, claim, resumable
 from sinkscope.results.swap import new_file
-from sinkscope.results.tables import read_table, write_tables
+from sinkscope.results.tables import LEADING_COLUMNS, TRAINING_TABLES, read_table, write_tables
 from sinkscope.retrofits import gate_displacement, retrofit_model
 from sinkscope.retrofits.registers import registers_before
 from sinkscope.text.inputs import TokenInputs
@@ -385,9 +385,10 @@ class TrainingArms:
 
     def _task_tables(self, label: str) -> list[str]:
         names = sorted(path.stem for path in (self.folder / label / "tables").glob("*.parquet"))
-        return [name for name in names if name not in OWN_TABLES]
+        return [name for name in names if name in TRAINING_TABLES and name not in OWN_TABLES]
 
     def _all_arms(self, name: str, labels: Iterable[str]) -> pd.DataFrame:
         """A table that each arm has."""
         paths = [self.folder / label / "tables" / f"{name}.parquet" for label in labels]
-        return pd.concat([read_table(path) for path in paths], ignore_index=True)
+        columns = (*LEADING_COLUMNS, *TRAINING_TABLES[name])
+        return pd.concat([read_table(path, columns) for path in paths], ignore_index=True)
