@@ -183,6 +183,22 @@ def test_an_option_that_an_older_folder_does_not_know_is_as_by_default(
     assert json.loads((out / "run.json").read_text())["config"]["weight_decay"] == 0.01
 
 
+def test_files_of_an_arm_that_were_changed_are_refused(tiny: Path, text: Path, unbroken: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(unbroken, out)
+    table, another = out / "vga" / "tables" / "gates.parquet", out / "vga" / "run" / "tables" / "summary.parquet"
+    table.write_bytes(another.read_bytes())
+    with pytest.raises(InputError, match=r"gates.parquet is not the table 'gates': it has no column seed"):
+        retrofit(str(tiny), "vga", text=text, out=out, **SMALL)
+    shutil.copy(unbroken / "vga" / "tables" / "gates.parquet", table)
+    manifest = out / "vga" / "run" / "run.json"
+    manifest.write_text(
+        json.dumps({key: part for key, part in json.loads(manifest.read_text()).items() if key != "w8a8"})
+    )
+    with pytest.raises(InputError, match=r"vga/run/run.json has no `w8a8`"):
+        retrofit(str(tiny), "vga", text=text, out=out, **SMALL)
+
+
 def test_other_options_and_damaged_folders_are_refused(tiny: Path, text: Path, unbroken: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     shutil.copytree(unbroken, out)
