@@ -77,8 +77,8 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 @contextmanager
-def open_seam(model: PreTrainedModel, family: Family, kernel: str = "sdpa") -> Iterator[list[Seam]]:
-    """Put a seam into every attention layer, and give them one a layer, until the end of the block.
+def open_seam(model: PreTrainedModel, family: Family, kernel: str = "sdpa") -> Iterator[dict[int, Seam]]:
+    """Put a seam into every attention layer, and give them by layer, until the end of the block.
 
     Args:
         kernel: "sdpa" (fused) or "eager" (the reference).
@@ -86,14 +86,14 @@ def open_seam(model: PreTrainedModel, family: Family, kernel: str = "sdpa") -> I
     Raises:
         SinkscopeError: the model has seams already.
     """
-    attentions = [layer.get_submodule(family.attention) for layer in family.layer_modules(model)]
-    if any(hasattr(attention, NAME) for attention in attentions):
+    attentions = family.attentions(model)
+    if any(hasattr(attention, NAME) for attention in attentions.values()):
         raise SinkscopeError("this model has its seams in already: close the tracer that is open on it first")
-    seams = [Seam(kernel, family.door) for _ in attentions]
+    seams = {layer: Seam(kernel, family.door) for layer in attentions}
     door = _interface(model) if family.door == "interface" else nullcontext()
     with ExitStack() as stack:
-        for attention, seam in zip(attentions, seams, strict=True):
-            attention.add_module(NAME, seam)
+        for layer, attention in attentions.items():
+            attention.add_module(NAME, seams[layer])
             stack.callback(attention._modules.pop, NAME, None)
             if family.door == "interceptor" and denominator_of(attention) is None:  # with a term it is watched already
                 interceptor = Interceptor()

@@ -199,7 +199,7 @@ def _mask_function(
 
 
 @contextmanager
-def streaming(model: PreTrainedModel, family: Family, seams: list[Seam], keep: int, window: int) -> Iterator[None]:
+def streaming(model: PreTrainedModel, family: Family, seams: dict[int, Seam], keep: int, window: int) -> Iterator[None]:
     """Until the end of the block the model reads a text with a cache of the first `keep` and the last `window` tokens.
 
     It is to be called with whole sequences of one length and use_cache=False; `seams` are those of `open_seam`.
@@ -211,9 +211,9 @@ def streaming(model: PreTrainedModel, family: Family, seams: list[Seam], keep: i
     if keep < 0 or window < 1:
         raise InputError(f"a cache of the first {keep} and the last {window} tokens: at least 0 and 1 are needed")
     cache = Cache(keep, window)
-    attentions = [layer.get_submodule(family.attention) for layer in family.layer_modules(model)]
     with attention_implementation(model, NAME), ExitStack() as stack:
-        for attention, seam in zip(attentions, seams, strict=True):
+        for at, attention in family.attentions(model).items():
+            seam = seams[at]
             layer = _Streaming(seam, family, cache)
             stack.callback(setattr, seam, "kernel", seam.kernel)
             seam.kernel = layer.kernel
@@ -242,7 +242,9 @@ def inapplicable(model: PreTrainedModel, family: Family) -> str | None:
         return reasons[family.positions]
     if family.door != "interface":
         return "it has attention code of its own, where sinkscope can put no other window"
-    attentions = [layer.get_submodule(family.attention) for layer in family.layer_modules(model)]
+    if family.blocks:
+        return "its layers are not all attention of one kind"
+    attentions = family.attentions(model).values()
     if any(term.reads_query for term in map(denominator_of, attentions) if term is not None):
         return "a term of its softmax's denominator depends on where the query stands"
     return None

@@ -1,5 +1,6 @@
 """`doctor`: how sinkscope sees a model, and whether what it would measure is right, before a long run."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ from sinkscope.measuring.observables.observable import ATTENTION_SITES, Observab
 from sinkscope.measuring.parity import TOLERANCE, largest_difference
 from sinkscope.measuring.subject import ModelLike, family_of, load_model, options_of
 from sinkscope.measuring.tracer import open_tracer
-from sinkscope.models.families import RESIDUAL_SITES, Family, embedding_weight
+from sinkscope.models.families import RESIDUAL_SITES, Block, Family, embedding_weight
 from sinkscope.models.in_memory import undisturbed
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.wiring import check_wiring, read_sites
@@ -74,7 +75,7 @@ def doctor(model: ModelLike = None, **options: Any) -> Report:
 
 def _examined(loaded: LoadedModel) -> Report:
     family, notices = family_of(loaded.model)
-    calibrated = [f"the calibrated row: {family}"] if notices else []
+    calibrated = _calibrated(family) if notices else []
     report = Report(loaded.name, _facts(loaded, family))
     report.notes = [*loaded.notices, *notices, *calibrated, *_not_applicable(loaded.model, family)]
     batch = _tokens(loaded.model)
@@ -92,11 +93,32 @@ def _examined(loaded: LoadedModel) -> Report:
     return report
 
 
+def _calibrated(family: Family) -> list[str]:
+    """How a row was found, for a layer of each kind."""
+    row = f"layers at '{family.layers}', attention '{family.attention}', {family.wiring}, door {family.door}"
+    kinds = {block.kind: (layer, block) for layer, block in reversed(list(enumerate(family.blocks)))}
+    found = kinds.values() or [(0, family.block(0))]
+    lines = [
+        f"layer {layer} ({block.kind}): {_addresses(block)}" for layer, block in sorted(found, key=lambda at: at[0])
+    ]
+    return [f"the calibrated row: {row}", *lines]
+
+
+def _addresses(block: Block) -> str:
+    """Where each site is read."""
+    terms = {site: block.terms(site) for site in RESIDUAL_SITES if site in block.sites}
+    sums = {
+        site: " + ".join(f"{term.scale:g} · {term.address}" if term.scale != 1 else term.address for term in parts)
+        for site, parts in terms.items()
+    }
+    return ", ".join(f"{site} = {total}" for site, total in sums.items() if total not in ("input", "output"))
+
+
 def _not_applicable(model: PreTrainedModel, family: Family) -> list[str]:
     """What one would expect of any model and this one does not have, with the reasons."""
     notes = [f"no site '{site}': {reason}" for site, reason in family.absent_sites().items()]
     notes += [f"gradients: {ratio} undefined: {reason}" for ratio, reason in undefined_ratios(family).items()]
-    target = Target(model, family, seams=[])
+    target = Target(model, family, seams={})
     reasons = {name: kind.inapplicable(model, family) for name, kind in OBSERVABLES.items() if kind.expected}
     reasons |= {name: kind.inapplicable(target) for name, kind in INTERVENTIONS.items() if kind.expected}
     return notes + [f"{name} does not apply: {reason}" for name, reason in reasons.items() if reason]
@@ -109,10 +131,10 @@ def _facts(loaded: LoadedModel, family: Family) -> dict[str, str]:
     windows = getattr(text, "layer_types", None) or []
     sliding = sum(kind == "sliding_attention" for kind in windows)
     present = [site for site in RESIDUAL_SITES if site in family.sites]
-    target = Target(loaded.model, family, seams=[])
+    target = Target(loaded.model, family, seams={})
     changes = {name: kind for name, kind in INTERVENTIONS.items() if not kind.is_control}
     return {
-        "architecture": f"{type(loaded.model).__name__}, {len(layers)} layers, family '{family.name}'",
+        "architecture": f"{type(loaded.model).__name__}, {len(layers)} layers{_kinds(family)}, family '{family.name}'",
         "wiring": f"{family.wiring}, positions {family.positions}",
         "attention": f"{loaded.model.config._attn_implementation} by itself; seam through the {family.door}"
         + (f"; {sliding} layers slide a window of {text.sliding_window}" if sliding else ""),
@@ -122,6 +144,11 @@ def _facts(loaded: LoadedModel, family: Family) -> dict[str, str]:
         "observables": ", ".join(name for name, kind in OBSERVABLES.items() if _applies(kind, loaded.model, family)),
         "interventions": ", ".join(name for name, kind in changes.items() if not kind.inapplicable(target)),
     }
+
+
+def _kinds(family: Family) -> str:
+    counts = Counter(block.kind for block in family.blocks)
+    return f" ({', '.join(f'{count} {kind}' for kind, count in counts.items())})" if len(counts) > 1 else ""
 
 
 def _applies(observable: type[Observable], model: PreTrainedModel, family: Family) -> bool:
@@ -139,7 +166,7 @@ def _tokens(model: PreTrainedModel) -> Batch:
 
 def _wiring(model: PreTrainedModel, family: Family, batch: Batch) -> tuple[str, bool, str]:
     records = read_sites(model, family, batch.token_ids.to(model.device))
-    worst = max(check_wiring(family, sites) for sites in records)
+    worst = max(check_wiring(family.block(layer), sites) for layer, sites in enumerate(records))
     tolerance = 20 * torch.finfo(next(model.parameters()).dtype).eps
     return ("residual stream", worst < tolerance, f"the {family.wiring} equation holds to {worst:.1e} at every layer")
 

@@ -74,12 +74,24 @@ class Target:
 
     model: PreTrainedModel
     family: Family
-    seams: list[Seam]
+    seams: dict[int, Seam]  # by layer, of those that have attention
     layout: Layout = field(default_factory=Layout)
 
     @property
     def layers(self) -> list[nn.Module]:
         return self.family.layer_modules(self.model)
+
+    def attending(self, layers: tuple[int, ...] | None = None) -> list[int]:
+        """The named layers, or all that have attention.
+
+        Raises:
+            InputError: a named one has none.
+        """
+        have = list(self.family.attentions(self.model))
+        without = next((layer for layer in layers or () if layer not in have), None)
+        if without is not None:
+            raise InputError(f"layer {without} has no attention: {self.family.block(without).kind} stands in its place")
+        return have if layers is None else list(layers)
 
     @property
     def width(self) -> int:
@@ -197,7 +209,7 @@ class Intervention(BaseModel, ABC):
         """
         counts: dict[str, tuple[str, Callable[[], int | None]]] = {
             "layers": ("layer", lambda: len(target.layers)),
-            "heads": (f"{self.heads_of} head", lambda: target.projection(0, self.heads_of).heads),
+            "heads": (f"{self.heads_of} head", lambda: target.projection(target.attending()[0], self.heads_of).heads),
             "coordinates": ("coordinate", lambda: target.width),
             **dict.fromkeys(("positions", "source", "target"), ("position", lambda: length)),
         }

@@ -49,7 +49,7 @@ class ZeroKeyColumns(Intervention):
             raise InputError(f"{self.name}: name the coordinates")
         coordinates = torch.tensor(self.coordinates)
         edits: list[Edit] = []
-        for layer in chosen(self.layers, len(target.layers)):
+        for layer in target.attending(self.layers):
             projection = target.projection(layer, "key")
             heads = torch.tensor(chosen(self.heads, projection.heads))
             weight = projection.weight.detach().clone()

@@ -24,7 +24,7 @@ class _QueryBias(Intervention):
     def inapplicable(cls, target: Target) -> str | None:
         if not target.family.qkv:
             return target.without_projections()
-        has_one = any(target.projection(layer, "query").bias is not None for layer in range(len(target.layers)))
+        has_one = any(target.projection(layer, "query").bias is not None for layer in target.attending())
         return None if has_one else "its queries have no bias"
 
     @abstractmethod
@@ -34,7 +34,7 @@ class _QueryBias(Intervention):
     @contextmanager
     def applied(self, target: Target) -> Iterator[None]:
         edits: list[Edit] = []
-        for layer in chosen(self.layers, len(target.layers)):
+        for layer in target.attending(self.layers):
             projection = target.projection(layer, "query")
             bias = projection.bias
             if bias is None:

@@ -37,7 +37,7 @@ class MaskSink(Intervention):
         missing = f"a token behind position {', '.join(map(str, self.positions))}"
         with must_touch(self.name, missing) as touch, ExitStack() as stack:
             mine = self._forbidden(target, heads, count, touch)
-            for layer in chosen(self.layers, len(target.layers)):
+            for layer in target.attending(self.layers):
                 seam = target.seams[layer]
                 stack.callback(setattr, seam, "forbidden", seam.forbidden)
                 seam.forbidden = (*seam.forbidden, mine)

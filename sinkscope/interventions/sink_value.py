@@ -40,7 +40,7 @@ class ScaleSinkValue(Intervention):
         if self.factor == 1.0:
             raise InputError(f"{self.name} would change nothing: its factor is 1")
         places: dict[nn.Module, torch.Tensor] = {}
-        for layer in chosen(self.layers, len(target.layers)):
+        for layer in target.attending(self.layers):
             projection = target.projection(layer, "value")
             heads = chosen(self.heads, projection.heads)
             places[projection.module] = projection.places[heads].flatten()

@@ -77,7 +77,7 @@ class Experiment:
             KeyboardInterrupt: before the first arm was finished. Later ones are kept as `interrupt`.
         """
         length = min(len(ids) for ids in self.subject.inputs.sequences)
-        known = Known(Target(self.subject.loaded.model, self.subject.family, seams=[]), length)
+        known = Known(Target(self.subject.loaded.model, self.subject.family, seams={}), length)
         self._check_arms(known)
         if any(_way(stack) == "pass" for stack in self.wanted.values()):
             check = parity_check(self.subject, self.config)

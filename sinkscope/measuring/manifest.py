@@ -47,7 +47,13 @@ def _described(subject: Subject, config: RunConfig, facts: Facts) -> dict[str, A
             "layer_types": getattr(text, "layer_types", None),
             "sliding_window": getattr(text, "sliding_window", None),
         },
-        "family": {"name": family.name, "wiring": family.wiring, "positions": family.positions, "door": family.door},
+        "family": {
+            "name": family.name,
+            "wiring": family.wiring,
+            "positions": family.positions,
+            "door": family.door,
+            "kinds": [block.kind for block in family.blocks] or None,  # of every layer, where they are not all alike
+        },
         "absent": family.absent_sites(),
         "not_measured": facts.not_measured,
         "dtype": str(parameters.dtype).removeprefix("torch."),

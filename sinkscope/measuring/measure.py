@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import pandas as pd
 from rich.console import Console
 
+from sinkscope.attention.taps import Seam
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.manifest import Facts
 from sinkscope.measuring.observables import OBSERVABLES
@@ -46,10 +47,15 @@ def measure(
         if follow_ups:
             tracer.forward(next(batches_of(inputs, 1)), follow_ups)
         raw |= tables_of(follow_ups)
-        facts.scaling = tuple(seam.call.scaling if seam.call else float("nan") for seam in tracer.seams)
+        facts.scaling = tuple(_scaling(tracer.seams.get(layer)) for layer in range(tracer.depth))
     tables = publish(raw, loaded, inputs.condition)
     summary = summarize(tables, inputs, family, facts.scaling, facts.loss)
     return tables | publish({"summary": summary}, loaded, inputs.condition), facts
+
+
+def _scaling(seam: Seam | None) -> float:
+    """Of a layer's logits; NaN where it has none."""
+    return math.nan if seam is None or seam.call is None else seam.call.scaling
 
 
 def settings_of(subject: Subject, config: RunConfig, positions: int = 0) -> Settings:

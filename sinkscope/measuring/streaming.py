@@ -40,7 +40,7 @@ class Method(NamedTuple):
     window: int  # -1: dense
     keep: int
 
-    def open(self, model: PreTrainedModel, family: Family, seams: list[Seam]) -> AbstractContextManager[None]:
+    def open(self, model: PreTrainedModel, family: Family, seams: dict[int, Seam]) -> AbstractContextManager[None]:
         return nullcontext() if self.window < 0 else streaming(model, family, seams, self.keep, self.window)
 
 

@@ -107,7 +107,10 @@ def family_of(model: PreTrainedModel) -> tuple[Family, list[str]]:
         return find_family(model), []
     except InputError as missing:
         try:
-            few = torch.arange(3, 11, device=model.device)[None] % len(embedding_weight(model))
+            vocabulary = len(embedding_weight(model))
+            if vocabulary == 0:
+                raise InputError("it has no token embeddings")
+            few = torch.arange(3, 11, device=model.device)[None] % vocabulary
             family = calibrate(model, few)
         except InputError as error:
             raise InputError(f"{missing}\n{error}") from None
@@ -118,7 +121,8 @@ def family_of(model: PreTrainedModel) -> tuple[Family, list[str]]:
 def inputs_for(loaded: LoadedModel, config: RunConfig) -> TokenInputs:
     """The run's token sequences, which fit the model's vocabulary and positions."""
     text = loaded.model.config.get_text_config()
-    ends = text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]
+    end = getattr(text, "eos_token_id", None)
+    ends = end if isinstance(end, list) else [end]
     return build_inputs(
         config.input,
         vocab_size=embedding_weight(loaded.model).shape[0],
@@ -128,8 +132,8 @@ def inputs_for(loaded: LoadedModel, config: RunConfig) -> TokenInputs:
         num_seqs=config.num_seqs,
         seq_len=config.seq_len,
         bos=config.bos,
-        bos_token_id=text.bos_token_id,
-        special_ids=(text.pad_token_id, *ends),
+        bos_token_id=getattr(text, "bos_token_id", None),
+        special_ids=(getattr(text, "pad_token_id", None), *ends),
         seed=config.seed,
         sampler=partial(_sample, loaded.model),
     )

@@ -21,7 +21,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.intervention import Intervention, Target, applied
 from sinkscope.measuring.observables.activation import token_norms
 from sinkscope.measuring.observables.observable import ATTENTION_SITES, Observable, Reading
-from sinkscope.models.families import Family, embedding_weight, first_tensor
+from sinkscope.models.families import Block, Family, embedding_weight, first_tensor
 from sinkscope.models.in_memory import unchanged_after
 from sinkscope.retrofits.registers import RETROFIT, registers_before
 from sinkscope.text.batch import Batch
@@ -32,10 +32,11 @@ IGNORED = -100  # the label of a token that is not predicted
 class Tracer:
     """A model with its seams in, wrapped by nnsight. Made by `open_tracer`."""
 
-    def __init__(self, model: PreTrainedModel, family: Family, seams: list[Seam]) -> None:
+    def __init__(self, model: PreTrainedModel, family: Family, seams: dict[int, Seam]) -> None:
         self.model = model
         self.family = family
-        self.seams = seams
+        self.seams = seams  # of the layers that have attention
+        self.depth = len(family.layer_modules(model))
         self.traced = _Traced(model)
         self.registers = registers_before(model)
         self._finite: list[tuple[int, torch.Tensor]] = []  # layer and verdict, of the forward pass under way
@@ -66,6 +67,7 @@ class Tracer:
         """
         with torch.enable_grad(), self.traced.trace(**model_inputs(self.model, batch)):
             embeddings = self.traced.get(self._embedding_path).output.requires_grad_(True)
+            self.traced.get(self._embedding_path).output = embeddings.clone()  # some models change them in place
             self._read_layers(batch, observables)
             loss = summed_loss(self.traced.output.logits, batch)
             torch.autograd.grad(loss, embeddings)
@@ -91,10 +93,12 @@ class Tracer:
         """
         self._finite.clear()
         batch = batch.behind(self.registers)
-        sites = self._reading_order({site for observable in observables for site in observable.sites})
+        wanted = {site for observable in observables for site in observable.sites}
         last_tensor: torch.Tensor | None = None
-        for layer in range(len(self.seams)):
-            for site in sites:
+        whole: torch.Tensor | None = None  # of a site: the sum of its terms
+        for layer in range(self.depth):
+            block = self.family.block(layer)
+            for site, at in _reading_order(block, wanted):
                 watching = [observable for observable in observables if site in observable.sites]
                 if site == "gate":
                     self._see_gate(layer, watching, batch)
@@ -102,21 +106,25 @@ class Tracer:
                 if site == "attention":
                     self._see_attention(layer, watching, batch)
                     continue
-                tensor = first_tensor(self._envoy(layer).get(self.family.sites[site]))
-                if tensor is not last_tensor:  # a layer's input is the last one's output: reduce it once
-                    reading = Reading(tensor.detach().view(*batch.token_ids.shape, -1), batch)
-                    last_tensor = tensor
+                terms = block.terms(site)
+                tensor = first_tensor(self._envoy(layer).get(terms[at].address))
+                # a layer's input is the last one's output: reduce it once
+                if tensor is not last_tensor or len(terms) > 1:
+                    whole = _added(whole if at else None, tensor, terms[at].scale, batch)
+                    reading, last_tensor = Reading(whole, batch), tensor
+                if at < len(terms) - 1:
+                    continue
                 if site == "layer_out":
                     self._finite.append((layer, _all_finite(reading.once(token_norms)[:, None], batch)))
                 for observable in watching:
                     if observable.backward:
-                        observable.watch(layer, site, tensor, batch)
+                        observable.watch(layer, site, tensor, batch, terms[at].scale)
                     else:
                         observable.see(layer, site, reading, batch)
 
     def _see_gate(self, layer: int, watching: Sequence[Observable], batch: Batch) -> None:
         """The module of a retrofit that multiplies values or heads' outputs: raw values in, factors out."""
-        part = self._envoy(layer).get(f"{self.family.attention}.{RETROFIT}")
+        part = self._envoy(layer).get(f"{self.family.block(layer).attention}.{RETROFIT}")
         (_, value), _ = part.inputs
         value, gate = value.detach(), part.output.detach()
         for observable in watching:
@@ -136,7 +144,7 @@ class Tracer:
                 observable.watch_attention(layer, read, mix, batch)
 
     def _taps(self, layer: int) -> Any:
-        return self._envoy(layer).get(f"{self.family.attention}.{NAME}")
+        return self._envoy(layer).get(f"{self.family.block(layer).attention}.{NAME}")
 
     def _check_finite(self) -> None:
         """NaN in the model would look like a head without a sink in the tables."""
@@ -145,13 +153,6 @@ class Tracer:
                 halves = self.model.dtype in (torch.float16, torch.bfloat16)
                 advice = "try --dtype float32" if halves else "are its weights what they should be?"
                 raise SinkscopeError(f"layer {layer}: the model itself gives NaN or infinite numbers; {advice}")
-
-    def _reading_order(self, wanted: set[str]) -> list[str]:
-        """The wanted sites that this family has, gates and attention just before the attention's output."""
-        order = list(self.family.sites)
-        place = order.index("attn_out")
-        order[place:place] = ATTENTION_SITES
-        return [site for site in order if site in wanted]
 
     def _envoy(self, layer: int) -> Any:
         return self.traced.get(self.family.layers)[layer]
@@ -170,6 +171,27 @@ class Tracer:
         call = _detached(seam.call)
         seam.call = replace(call, scores=None)  # T × T, and with its graph: not kept longer than it is read
         return AttentionRead(**seen, call=call, batch=batch)
+
+
+def _added(before: torch.Tensor | None, tensor: torch.Tensor, scale: float, batch: Batch) -> torch.Tensor:
+    """The terms before and the next one, times its scale: what enters the residual stream, (B,T,D)."""
+    term = tensor.detach().view(*batch.token_ids.shape, -1)
+    term = term if scale == 1.0 else scale * term
+    return term if before is None else before + term
+
+
+def _reading_order(block: Block, wanted: set[str]) -> list[tuple[str, int]]:
+    """The wanted sites that this layer has, by term, gates and attention just before the attention's output."""
+    order = block.reading_order({*wanted, "attn_out"})
+    if block.attention:
+        holding = [
+            at
+            for at, term in enumerate(block.terms("attn_out"))
+            if term.address.startswith(block.attention.partition(".")[0])
+        ]
+        place = order.index(("attn_out", holding[0] if holding else 0))
+        order[place:place] = [(site, 0) for site in ATTENTION_SITES]
+    return [step for step in order if step[0] in wanted]
 
 
 def summed_loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:

@@ -12,7 +12,7 @@ Sandwich-norm families (Gemma 2/3, OLMo 2) are sequential here: what is added to
 output of the norm behind the branch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +23,46 @@ from sinkscope.errors import InputError
 
 # In the order in which a forward pass reaches them. Attention's own sites are in attention/seam.py.
 RESIDUAL_SITES = ("layer_in", "attn_norm", "attn_out", "mid", "mlp_norm", "mlp_out", "layer_out")
+
+
+ATTENTION = "attention"  # kind of a layer
+
+
+@dataclass(frozen=True)
+class Term:
+    """A module's output, multiplied before it is added to the residual stream."""
+
+    address: str
+    scale: float
+
+
+@dataclass(frozen=True)
+class Block:
+    """How one layer is built. Paths of modules are relative to it.
+
+    A branch that is not just one module's output has its terms in `sums`, those that are read before the last also in
+    `sites`, under a name of their own; the branch's own address in `sites` is that of the last term.
+    """
+
+    attention: str  # the attention module; "" where the layer has none
+    sites: Mapping[str, str]  # site → address, in the order in which a forward pass reaches them
+    wiring: str  # as of a family; also "single": one branch alone
+    kind: str = ATTENTION  # or what the layer has in its place: linear_attention, mamba, conv, …
+    sums: Mapping[str, tuple[Term, ...]] = field(default_factory=dict)  # site → what is added to the stream there
+
+    def terms(self, site: str) -> tuple[Term, ...]:
+        return self.sums.get(site) or (Term(self.sites[site], 1.0),)
+
+    def reading_order(self, wanted: Container[str]) -> list[tuple[str, int]]:
+        """The wanted sites, each as often as it has terms, with the number of the term that is read."""
+        order = {address: place for place, address in enumerate(self.sites.values())}
+        steps = [
+            (site, at)
+            for site in RESIDUAL_SITES
+            if site in self.sites and site in wanted
+            for at in range(len(self.terms(site)))
+        ]
+        return sorted(steps, key=lambda step: order[self.terms(step[0])[step[1]].address])
 
 
 @dataclass(frozen=True)
@@ -44,18 +84,33 @@ class Family:
     position_offset: int = 0  # its row of position 0
     scaling: float | None = None  # of q·k; None: 1/√d
     when: Mapping[str, Any] = field(default_factory=dict)  # config attributes that this row's wiring requires
+    blocks: tuple[Block, ...] = ()  # of every layer, where they are not all as this row says
+
+    def block(self, layer: int) -> Block:
+        return self.blocks[layer] if self.blocks else Block(self.attention, self.sites, self.wiring)
+
+    def attentions(self, model: nn.Module) -> dict[int, nn.Module]:
+        """Layer → its attention module, of the layers that have one."""
+        layers = enumerate(self.layer_modules(model))
+        return {at: layer.get_submodule(path) for at, layer in layers if (path := self.block(at).attention)}
 
     def layer_modules(self, model: nn.Module) -> list[nn.Module]:
         return list(model.get_submodule(self.layers).children())
 
     def absent_sites(self) -> dict[str, str]:
         """Residual-stream sites that this family does not have, with the reason."""
+        alone = "no layer has two branches, so h+½ does not exist"
         reasons = {
-            "mid": "attention and MLP read the same input (parallel residual), so h+½ does not exist",
+            "attn_out": "no layer mixes tokens in a branch of its own",
+            "mlp_out": "no layer has a feed-forward network as a branch of its own",
+            "mid": alone
+            if self.wiring == "single"
+            else "attention and MLP read the same input (parallel residual), so h+½ does not exist",
             "attn_norm": "attention reads the residual stream without a norm in front",
             "mlp_norm": "the MLP reads its input without a norm of its own in front",
         }
-        return {site: reasons[site] for site in RESIDUAL_SITES if site not in self.sites}
+        present = {site for block in self.blocks or (self,) for site in block.sites}
+        return {site: reasons[site] for site in RESIDUAL_SITES if site not in present}
 
 
 def _sites(**addresses: str) -> dict[str, str]:
@@ -281,8 +336,8 @@ def embedding_weight(model: Any) -> torch.Tensor:
 
 
 def first_tensor(value: Any) -> torch.Tensor:
-    """A module's own result where it returns a tuple."""
-    return value[0] if isinstance(value, tuple) else value
+    """A module's own result where it returns several."""
+    return value[0] if isinstance(value, tuple | list) else value
 
 
 PREFIX = "sinkscope_"  # of the model types under which retrofitted models are saved

@@ -80,7 +80,7 @@ def projections(model: PreTrainedModel, family: Family, layer: int) -> dict[Role
     if not family.qkv:
         raise InputError(f"'{family.name}' keeps q, k and v together in a way that is not known: its row needs `qkv`")
     config: Any = model.config.get_text_config()
-    attention = family.layer_modules(model)[layer].get_submodule(family.attention)
+    attention = family.attentions(model)[layer]
     modules = [attention.get_submodule(name) for name in family.qkv]
     for module in modules:
         if not isinstance(module, nn.Linear | Conv1D):  # an adapter's layer has more weights than `weight`

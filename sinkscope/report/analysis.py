@@ -1,12 +1,14 @@
 """What a run of `analyze` found: its tables become a table of metrics and findings."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
 import pandas as pd
 
 from sinkscope.measuring.summary import WHOLE_MODEL, later_sinks
+from sinkscope.models.families import ATTENTION
 from sinkscope.report.markdown import Report
 from sinkscope.results.findings import (
     ALMOST_NO_SINK,
@@ -126,8 +128,19 @@ def _sink(run: RunData) -> Iterator[Finding]:
     published = WSE.get(run.condition, ()) if comparable else ()
     value = run.metric("sink_rate")
     yield Finding("sink", SINK, outcome, value, None, threshold, published, numbers, is_headline=True)
+    yield from _attention_layers(run)
     if "sink_positions" in run.tables:
         yield _later_sinks(run)
+
+
+def _attention_layers(run: RunData) -> Iterator[Finding]:
+    """Of a model that attends in some layers only."""
+    kinds = run.manifest["family"].get("kinds") or ()
+    layers = tuple(layer for layer, kind in enumerate(kinds) if kind == ATTENTION)
+    others = Counter(kind for kind in kinds if kind != ATTENTION)
+    if others:
+        named = " and ".join(f"{count} × {kind.replace('_', ' ')}" for kind, count in others.items())
+        yield Finding("attention-layers", SINK, value=len(layers), numbers={"layers": layers, "others": named})
 
 
 def _later_sinks(run: RunData) -> Finding:

@@ -100,6 +100,8 @@ TEMPLATES: dict[tuple[str, Outcome], str] = {
     ("8-bit-step", ABSENT): "One step of per-tensor 8-bit activations is at most {value:.1f} × the median entry, at "
         "the output of layer {layer} (largest over all sequences {largest:,.0f}, median {median:.2g}): outliers do "
         "not rule out per-tensor scales.",
+    ("attention-layers", MEASURED): "Attention is in {layers:layers} alone, and means over layers are over these; the "
+        "other layers are {others}.",
     ("sliding-window", ABSENT): "The window of {value:g} tokens that {layers:layers} attend to is never reached: "
         "sequences have at most {longest} tokens.",
     ("sliding-window", PRESENT): "Only the last {value:g} tokens are attended to in {layers:layers}.",

@@ -62,6 +62,7 @@ class Family(Part):
     name: str
     wiring: str
     positions: str
+    kinds: list[str] | None = None
 
 
 class Input(Part):

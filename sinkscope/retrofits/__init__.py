@@ -62,7 +62,7 @@ def retrofit_model(model: PreTrainedModel, family: Family | None, method: str, *
     reason = chosen.inapplicable(model, family)
     if reason is not None:
         raise InputError(f"{method} does not apply to this model: {reason}")
-    if any(hasattr(layer.get_submodule(family.attention), NAME) for layer in family.layer_modules(model)):
+    if any(hasattr(attention, NAME) for attention in family.attentions(model).values()):
         raise InputError("this model has its seams in: close the tracer that is open on it before retrofitting")
     if method != "none":
         become_retrofitted(model, method, chosen.model_dump(), _build_in)

@@ -41,7 +41,7 @@ class LearnableSink(Retrofit):
 
     @classmethod
     def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
-        if any(hasattr(layer.get_submodule(family.attention), "sinks") for layer in family.layer_modules(model)):
+        if any(hasattr(attention, "sinks") for attention in family.attentions(model).values()):
             return "it has learnable sinks of its own"
         return super().inapplicable(model, family)
 

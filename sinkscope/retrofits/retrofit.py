@@ -63,8 +63,7 @@ def layers_of(model: PreTrainedModel, family: Family) -> list[Layer]:
     """Every attention layer; InputError if the family's row does not say how its values are projected."""
     config: Any = model.config.get_text_config()
     layers = []
-    for index, module in enumerate(family.layer_modules(model)):
-        attention = module.get_submodule(family.attention)
+    for index, attention in family.attentions(model).items():
         with torch.device("cpu"):  # `from_pretrained` builds the model on meta, where indices would have no values
             value = projections(model, family, index)["value"]
         head_dim = value.places.shape[1]

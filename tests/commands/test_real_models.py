@@ -240,4 +240,4 @@ def test_the_wiring_equation_holds_on_trained_weights(name: str, request: pytest
     """Massive activations and all: an error would be of their size."""
     model = request.getfixturevalue(name).model
     records = read_sites(model, find_family(model), torch.arange(5, 21)[None])
-    assert max(check_wiring(find_family(model), sites) for sites in records) < 1e-6
+    assert max(check_wiring(find_family(model).block(0), sites) for sites in records) < 1e-6

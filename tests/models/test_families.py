@@ -1,6 +1,8 @@
 """The table of families: every row's wiring holds, a wrong one's does not, and an unknown model is told so."""
 
+import copy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import reference
@@ -14,14 +16,14 @@ from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Settings
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models import families
-from sinkscope.models.families import FAMILIES, RESIDUAL_SITES, Family, find_family
-from sinkscope.models.wiring import calibrate, check_wiring, read_sites
+from sinkscope.models.families import FAMILIES, RESIDUAL_SITES, Family, Term, find_family
+from sinkscope.models.wiring import calibrate, check_wiring, layer_stack, read_sites
 
 ROUND_OFF = 1e-6
 
 
 def worst_error(model: PreTrainedModel, family: Family) -> float:
-    return max(check_wiring(family, sites) for sites in read_sites(model, family, tiny_tokens(2, 9)))
+    return max(check_wiring(family.block(0), sites) for sites in read_sites(model, family, tiny_tokens(2, 9)))
 
 
 # ------------------------------------------------------------------------------------------------ rows
@@ -33,7 +35,7 @@ def test_the_wiring_equation_holds_at_every_layer(name: str) -> None:
     records = read_sites(model, find_family(model), tiny_tokens(2, 9))
     assert len(records) == 3
     for sites in records:
-        assert check_wiring(find_family(model), sites) < ROUND_OFF
+        assert check_wiring(find_family(model).block(0), sites) < ROUND_OFF
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -150,9 +152,9 @@ def test_a_missing_residual_is_noticed_in_a_post_norm_block() -> None:
     model = tiny_model("opt-post-norm")
     sites = read_sites(model, find_family(model), tiny_tokens(2, 9))[0]
     family = find_family(model)
-    assert check_wiring(family, sites) < ROUND_OFF
-    assert check_wiring(family, sites | {"attn_out": sites["mid"]}) > 1e-2
-    assert check_wiring(replace(family, wiring="sequential"), sites) > 1e-2
+    assert check_wiring(family.block(0), sites) < ROUND_OFF
+    assert check_wiring(family.block(0), sites | {"attn_out": sites["mid"]}) > 1e-2
+    assert check_wiring(replace(family, wiring="sequential").block(0), sites) > 1e-2
 
 
 # ---------------------------------------------------------------------------------------------- finding
@@ -185,11 +187,6 @@ def test_that_variants_wiring_is_indeed_another() -> None:
 
 # ------------------------------------------------------------------------------------------ calibration
 
-# No other type's row has these architectures' modules, wired as theirs are.
-ALONE_OF_THEIR_KIND = (
-    "olmo2", "gpt_neox", "gpt_neox-sequential", "opt", "opt-post-norm", "bloom", "falcon", "falcon-new", "mpt", "gptj",
-)  # fmt: skip
-
 
 def calibrated(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Family:
     """The row found for a model whose type has none."""
@@ -201,14 +198,17 @@ def calibrated(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Famil
         return calibrate(model, tiny_tokens(2, 9))
 
 
-@pytest.mark.parametrize("name", [name for name in TINY if name not in ALONE_OF_THEIR_KIND])
+@pytest.mark.parametrize("name", TINY)
 def test_calibration_finds_a_known_family_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what is measured through the calibrated row is what is measured through the known one."""
     model = tiny_model(name)
     known, found = find_family(model), calibrated(model, monkeypatch)
     assert found.name == model.config.model_type
-    assert (found.layers, found.wiring) == (known.layers, known.wiring)
-    assert found.sites.keys() == known.sites.keys()
+    assert (found.layers, found.attention, found.wiring, found.door) == (
+        known.layers, known.attention, known.wiring, known.door
+    )  # fmt: skip
+    assert list(found.sites) == list(known.sites)
+    assert not found.blocks
     assert found.positions in (known.positions, "unknown")
     mine, other = read_sites(model, found, tiny_tokens(2, 9)), read_sites(model, known, tiny_tokens(2, 9))
     for sites, expected in zip(mine, other, strict=True):
@@ -221,22 +221,6 @@ def test_calibration_finds_a_known_family_again(name: str, monkeypatch: pytest.M
             tracer.forward(batch, [observable])
             weights.append(observable.tables()["attention"])
     assert max(reference.errors(weights[1], weights[0]).values()) < 1e-5
-
-
-@pytest.mark.parametrize("name", ALONE_OF_THEIR_KIND)
-def test_calibration_refuses_what_no_row_describes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model(name)
-    layers = find_family(model).layers
-    with pytest.raises(InputError, match=f"'{model.config.model_type}' needs a row .* layers are at '{layers}'"):
-        calibrated(model, monkeypatch)
-
-
-def test_calibration_prefers_the_row_that_says_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPT-J's parallel equation holds in GPT-2, too; GPT-Neo's, which knows h+½, is the better row."""
-    model = tiny_model("gpt2")
-    parallel = replace(FAMILIES["gptj"][0], door="interface")
-    assert worst_error(model, parallel) < ROUND_OFF
-    assert calibrated(model, monkeypatch).wiring == "sequential"
 
 
 class Nonsense(nn.Module):
@@ -256,15 +240,93 @@ class Nonsense(nn.Module):
 def test_calibration_refuses_nonsense() -> None:
     model = tiny_model("llama")
     model.model.layers = nn.ModuleList(Nonsense(layer) for layer in model.model.layers)
-    with pytest.raises(InputError, match=r"'llama' needs a row .*'model.layers'.*no known wiring"):
+    with pytest.raises(InputError, match=r"'llama': what layer 0 adds .*Nonsense at 'model.layers.0'"):
+        calibrate(model, tiny_tokens(2, 9))
+
+
+class Scaled(Nonsense):
+    """The same, with each branch multiplied by a constant of its own."""
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        middle = hidden_states + 0.25 * attended
+        return middle - 1.5 * self.mlp(self.post_attention_layernorm(middle))
+
+
+def test_calibration_finds_by_what_a_branch_is_multiplied() -> None:
+    model = tiny_model("llama")
+    model.model.layers = nn.ModuleList(Scaled(layer) for layer in model.model.layers)
+    family = calibrate(model, tiny_tokens(2, 9))
+    for block in family.blocks:
+        assert block.terms("attn_out") == (Term("self_attn.output", 0.25),)
+        assert block.terms("mlp_out") == (Term("mlp.output", -1.5),)
+    assert worst_error(model, family) < ROUND_OFF
+
+
+class Shared(Nonsense):
+    """The feed-forward network and a further one beside it are added together."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__(block)
+        self.shared = copy.deepcopy(self.mlp)
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        middle = hidden_states + attended
+        normed = self.post_attention_layernorm(middle)
+        return middle + 0.5 * (self.mlp(normed) + self.shared(normed.flip(-1)))
+
+
+def test_calibration_finds_two_modules_that_are_added_together() -> None:
+    model = tiny_model("llama")
+    model.model.layers = nn.ModuleList(Shared(layer) for layer in model.model.layers)
+    family = calibrate(model, tiny_tokens(2, 9))
+    expected = (Term("mlp.output", 0.5), Term("shared.output", 0.5))
+    assert all(block.terms("mlp_out") == expected for block in family.blocks)
+    assert worst_error(model, family) < ROUND_OFF
+
+
+def test_what_attends_twice_is_refused() -> None:
+    class Twice(Nonsense):
+        def forward(self, hidden_states: torch.Tensor, **kwargs: object) -> torch.Tensor:
+            first, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+            second, _ = self.self_attn(hidden_states=first, **kwargs)
+            return hidden_states + second
+
+    model = tiny_model("llama")
+    model.model.layers = nn.ModuleList(Twice(layer) for layer in model.model.layers)
+    with pytest.raises(InputError, match="layer 0 attends 2 times"):
+        calibrate(model, tiny_tokens(2, 9))
+
+
+def test_one_attention_for_several_layers_is_refused() -> None:
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.self_attn = model.model.layers[0].self_attn
+    with pytest.raises(InputError, match="share one attention module"):
+        calibrate(model, tiny_tokens(2, 9))
+
+
+def test_what_attends_to_later_tokens_is_refused() -> None:
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_hook(lambda module, args, output: (output[0] + output[0].flip(1), *output[1:]))
+    with pytest.raises(InputError, match="attends both ways"):
         calibrate(model, tiny_tokens(2, 9))
 
 
 def test_calibration_needs_a_stack_of_layers() -> None:
-    model = tiny_model("llama")
-    model.config.num_hidden_layers = 17
-    with pytest.raises(InputError, match="no ModuleList with 17 layers"):
-        calibrate(model, tiny_tokens(2, 9))
+    class Beside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = SimpleNamespace(model_type="beside")
+            self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.stack([expert(x) for expert in self.experts]).sum(0)
+
+    with pytest.raises(InputError, match="'beside': no list of layers"):
+        layer_stack(Beside(), {"x": torch.ones(1, 2, 4)})
 
 
 # ---------------------------------------------------------------------------------------------- reading

@@ -17,7 +17,7 @@ from sinkscope.attention.weights import AttentionRead
 from sinkscope.errors import SinkscopeError
 from sinkscope.measuring.observables.gradient_theorems import NormGain, TheoremOne, norm_gain
 from sinkscope.measuring.observables.observable import Mean, Observable, Settings, long_form
-from sinkscope.models.families import RESIDUAL_SITES, Family
+from sinkscope.models.families import RESIDUAL_SITES, Block, Family
 from sinkscope.results.tables import HEAD, POSITION, Column
 from sinkscope.text.batch import Batch
 
@@ -36,15 +36,21 @@ class Branch:
     z: str | None  # the residual stream behind it, z = x + r
 
 
-def branches_of(family: Family) -> dict[str, Branch]:
-    """The branches of this family's wiring."""
-    attn_norm, mlp_norm = (site if site in family.sites else None for site in ("attn_norm", "mlp_norm"))
-    if family.wiring == "sequential":
+def branches_of(block: Family | Block) -> dict[str, Branch]:
+    """The branches of this wiring."""
+    attn_norm, mlp_norm = (site if site in block.sites else None for site in ("attn_norm", "mlp_norm"))
+    if block.wiring == "single":
+        whole = {
+            "attn": Branch("layer_in", attn_norm, "attn_out", "layer_out"),
+            "mlp": Branch("layer_in", mlp_norm, "mlp_out", "layer_out"),
+        }
+        return {name: branch for name, branch in whole.items() if branch.r in block.sites}
+    if block.wiring == "sequential":
         return {
             "attn": Branch("layer_in", attn_norm, "attn_out", "mid"),
             "mlp": Branch("mid", mlp_norm, "mlp_out", "layer_out"),
         }
-    if family.wiring == "parallel":
+    if block.wiring == "parallel":
         own = mlp_norm is not None  # otherwise attention and MLP read one norm, whose gradient is the sum of both
         return {
             "attn": Branch("layer_in", attn_norm if own else None, "attn_out", None),
@@ -57,6 +63,10 @@ def undefined_ratios(family: Family) -> dict[str, str]:
     """Ratios of GS eq. 3 that this wiring does not define → the reason."""
     reasons = {}
     branches = branches_of(family)
+    if family.wiring == "single":
+        return (
+            {} if all(branch.y for branch in branches.values()) else {"bloat and compress": "no norm stands in front"}
+        )
     if family.wiring == "parallel":
         reasons["compress and change"] = "attention and MLP read the same input, so there is no h+½ between them"
         if branches["attn"].y is None:
@@ -116,7 +126,7 @@ class Gradient(Observable):
         self.ratios = {name: Mean() for name in RATIOS}
         self.bounds = {name: Mean() for name in ("measured", "bound", "holds", "tightness")}
         self.gains: dict[tuple[int, str], NormGain] = {}
-        self.branches: dict[str, Branch] = {}
+        self.branches: dict[int, dict[str, Branch]] = {}  # of each layer
         self.vanished = self.counted = 0  # tokens whose gradient at a layer's input is 0, of all that predict
         self.finite = True
         self.theorem = TheoremOne(settings.positions)
@@ -127,23 +137,24 @@ class Gradient(Observable):
 
     def prepare(self, model: PreTrainedModel, family: Family, predicted: int) -> None:
         self.loss_scale = 1.0 / predicted
-        self.branches = branches_of(family)
         for layer, module in enumerate(family.layer_modules(model)):
-            for name, branch in self.branches.items():
+            block = family.block(layer)
+            self.branches[layer] = branches_of(block)
+            for name, branch in self.branches[layer].items():
                 if branch.y is not None and branch.z is not None:
-                    norm = module.get_submodule(family.sites[branch.y].removesuffix(".output"))
+                    norm = module.get_submodule(block.sites[branch.y].removesuffix(".output"))
                     self.gains[layer, name] = norm_gain(norm, model.config.get_text_config().hidden_size)
 
     # --- the forward pass: register hooks
 
-    def watch(self, layer: int, site: str, tensor: torch.Tensor, batch: Batch) -> None:
-        for name, branch in self.branches.items():
+    def watch(self, layer: int, site: str, tensor: torch.Tensor, batch: Batch, scale: float) -> None:
+        for name, branch in self.branches[layer].items():
             if site == branch.x:
                 entries = upcast(tensor.detach()).view(*batch.token_ids.shape, -1)
                 self._norms[layer, name] = torch.linalg.vector_norm(entries, dim=-1)
                 if (layer, name) in self.gains:
                     self._scales[layer, name] = self.gains[layer, name].divisor(entries)
-        tensor.register_hook(partial(self._on_stream, layer, site, batch))
+        tensor.register_hook(partial(self._on_stream, layer, site, batch, scale))
 
     def watch_attention(self, layer: int, read: AttentionRead, mix: torch.Tensor, batch: Batch) -> None:
         for pathway in ("query", "key", "value"):
@@ -170,10 +181,11 @@ class Gradient(Observable):
         upstream = upcast(gradient).transpose(1, 2)
         self._routed[layer] = self.theorem.add_upstream(layer, read, upstream)
 
-    def _on_stream(self, layer: int, site: str, batch: Batch, gradient: torch.Tensor) -> None:
-        """∇ at a site of the residual stream, (B,T,D)."""
-        self._seen[layer, site] = upcast(gradient).view(*batch.token_ids.shape, -1)
-        for name, branch in self.branches.items():
+    def _on_stream(self, layer: int, site: str, batch: Batch, scale: float, gradient: torch.Tensor) -> None:
+        """∇ at a site of the residual stream, (B,T,D): of what is added to it, which is `scale` times the tensor."""
+        gradient = upcast(gradient).view(*batch.token_ids.shape, -1)
+        self._seen[layer, site] = gradient if scale == 1.0 else gradient / scale
+        for name, branch in self.branches[layer].items():
             if site == branch.x:  # the last of a branch's gradients
                 self._add_ratios(layer, name, branch, batch)
         if site == "layer_in":

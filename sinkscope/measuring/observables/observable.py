@@ -78,8 +78,10 @@ class Observable:
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
         """One layer's attention."""
 
-    def watch(self, layer: int, site: str, tensor: torch.Tensor, batch: Batch) -> None:
-        """One residual-stream site of one layer with its graph, to hang hooks on that reduce its gradient."""
+    def watch(self, layer: int, site: str, tensor: torch.Tensor, batch: Batch, scale: float) -> None:
+        """One residual-stream site of one layer with its graph, to hang hooks on that reduce its gradient. What is
+        added to the stream is `scale` times this tensor.
+        """
 
     def watch_attention(self, layer: int, read: AttentionRead, mix: torch.Tensor, batch: Batch) -> None:
         """One layer's attention and its heads' mix (B,T,H,d), with their graph."""

@@ -72,7 +72,7 @@ class QueryBias(Observable):
     def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
         if not family.qkv:
             return f"how '{family.name}' keeps its query projection is not known"
-        attentions = [layer.get_submodule(family.attention) for layer in family.layer_modules(model)]
+        attentions = list(family.attentions(model).values())
         modules: list[Any] = [attention.get_submodule(family.qkv[0]) for attention in attentions]
         if all(getattr(module, "bias", None) is None for module in modules):
             return "its queries have no bias"
@@ -86,7 +86,7 @@ class QueryBias(Observable):
     def prepare(self, model: PreTrainedModel, family: Family, predicted: int) -> None:
         self.model, self.family = model, family
         self.site = "attn_norm" if "attn_norm" in family.sites else "layer_in"  # what attention projects
-        for layer in range(len(family.layer_modules(model))):
+        for layer in family.attentions(model):
             weight, bias = key_weight_and_query_bias(model, family, layer)
             if bias is not None:
                 self.directions[layer] = bias_directions(weight, bias)

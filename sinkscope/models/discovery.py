@@ -1,0 +1,335 @@
+"""What a layer adds to the residual stream and where it can be read, found numerically.
+
+A few tokens are run through the model, and what every module of a layer takes and gives is kept. A branch is then a
+module whose output r, times a constant s, makes the step between two places of the residual stream (or two modules
+beside each other, such as attention and a state-space model, or shared and routed experts):
+
+    sequential   mid = h + s·r_attn          h' = mid + s·r_mlp
+    post-norm    mid = h + s·r_attn          h' = norm(norm(mid) + s·r_mlp)
+    parallel     h' = h + s·r_attn + t·r_mlp
+    single       h' = h + s·r                of one branch alone
+
+Sums are compared to the round-off of the model's own dtype, entry by entry, so that nothing but the sum itself passes.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import nn
+
+from sinkscope.models.families import Block, Term
+
+FEED_FORWARD = ("mlp", "moe", "feed_forward")  # kinds of layers that mix no tokens, as configurations name them
+ULPS = 8  # of the larger term: a sum of three, each rounded
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a module of a layer has taken or given, (B,T,D) in float64."""
+
+    order: int
+    path: str
+    end: str  # input or output
+    x: torch.Tensor
+
+    @property
+    def address(self) -> str:
+        return f"{self.path}.{self.end}" if self.path else self.end
+
+    @property
+    def depth(self) -> int:
+        return self.path.count(".")
+
+
+@dataclass(frozen=True)
+class Branch:
+    """The modules, one or two, whose outputs times their scales are added to the residual stream."""
+
+    events: tuple[Event, ...]  # in the order in which they ran
+    scales: tuple[float, ...]
+
+    @property
+    def last(self) -> Event:
+        return self.events[-1]
+
+    @property
+    def rank(self) -> tuple:
+        """Smaller is better: what is added as it is, by the outermost module, first of all."""
+        scaled = any(scale != 1.0 for scale in self.scales)
+        return (scaled, sum(event.depth for event in self.events), self.last.order)
+
+    @property
+    def terms(self) -> list[torch.Tensor]:
+        return [scale * event.x for scale, event in zip(self.scales, self.events, strict=True)]
+
+    def covers(self, path: str) -> bool:
+        """Whether a module is one of these or part of one."""
+        return any(_within(path, event.path) for event in self.events)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The sums that make up a layer."""
+
+    wiring: str
+    attention: Branch | None
+    mid: Event | None = None
+    mlp: Branch | None = None
+
+
+class Layer:
+    """What the modules of one layer have taken and given."""
+
+    def __init__(self, module: nn.Module, events: Sequence[Event], eps: float, attention: str) -> None:
+        self.module = module
+        self.eps = eps
+        self.attention = attention  # path of the attention module; "" where the layer has none
+        self.h = next(event for event in events if event.address == "input")
+        self.out = next(event for event in reversed(events) if event.address == "output")
+        inner = [event for event in events if event.path]
+        self.inputs = [event for event in inner if event.end == "input"]
+        self.outputs = [event for event in inner if event.end == "output"]
+
+    def block(self, kind: str) -> Block | None:
+        """How this layer is built; None where none of the known sums makes it.
+
+        Args:
+            kind: attention, or what the layer has in its place.
+        """
+        found = self._sequential() or self._single(kind) or self._parallel()
+        if found is None or (self.attention and not self._carries_attention(found.attention)):
+            return None
+        branches = {"attn_out": found.attention, "mlp_out": found.mlp}
+        mid, attention, mlp = found.mid, found.attention, found.mlp
+        addresses = {
+            "layer_in": "input",
+            "attn_norm": self._norm_before(self.h, attention) if attention else None,
+            "attn_out": attention and attention.last.address,
+            "mid": mid and mid.address,
+            "mlp_norm": self._norm_before(mid or self.h, mlp) if mlp and found.wiring != "post-norm" else None,
+            "mlp_out": mlp and mlp.last.address,
+            "layer_out": "output",
+        }
+        if found.wiring == "parallel" and addresses["mlp_norm"] == addresses["attn_norm"]:
+            addresses["mlp_norm"] = None
+        return Block(
+            attention=self.attention,
+            sites=self._in_order({site: address for site, address in addresses.items() if address} | _early(branches)),
+            wiring=found.wiring,
+            kind=kind,
+            sums={site: _terms(branch) for site, branch in branches.items() if branch and branch.scales != (1.0,)},
+        )
+
+    # --- sums
+
+    def _sequential(self) -> Found | None:
+        """A branch, and behind it another, or one inside a norm that ends the layer."""
+        for mid in self.inputs:
+            if self._is(mid.x, self.h.x):
+                continue
+            attention = self._branch(self.h.x, mid.x, before=mid.order)
+            if attention is None:
+                continue
+            mlp = self._branch(mid.x, self.out.x, after=mid.order)
+            if mlp is not None:
+                return Found("sequential", attention, mid, mlp)
+            mlp = self._normed_branch(mid)
+            if mlp is not None:
+                return Found("post-norm", attention, mid, mlp)
+        return None
+
+    def _normed_branch(self, mid: Event) -> Branch | None:
+        """The second branch where the sums are normed: what is added to norm(mid)."""
+        behind = [event for event in self.outputs if event.order > mid.order]
+        for end in self.inputs:
+            if end.order < mid.order or self._is(end.x, mid.x) or not self._ends_the_layer(end):
+                continue
+            for stream in behind:
+                branch = self._branch(stream.x, end.x, after=stream.order, before=end.order)
+                if branch is not None:
+                    return branch
+        return None
+
+    def _ends_the_layer(self, end: Event) -> bool:
+        return any(event.path == end.path and self._is(event.x, self.out.x) for event in self.outputs)
+
+    def _single(self, kind: str) -> Found | None:
+        branch = self._branch(self.h.x, self.out.x)
+        if branch is None:
+            return None
+        return Found("single", None, None, branch) if kind in FEED_FORWARD else Found("single", branch)
+
+    def _parallel(self) -> Found | None:
+        """Attention's branch is the one that holds the attention module, or the first."""
+        both = self._pair(self.h.x, self.out.x, self.outputs)
+        if both is None:
+            return None
+        attention, mlp = (Branch((event,), (scale,)) for event, scale in zip(both.events, both.scales, strict=True))
+        if not attention.covers(self.attention) and mlp.covers(self.attention):
+            attention, mlp = mlp, attention
+        return Found("parallel", attention, None, mlp)
+
+    def _branch(
+        self, start: torch.Tensor, end: torch.Tensor, after: int = -1, before: float = float("inf")
+    ) -> Branch | None:
+        """What makes the step from `start` to `end`: one module, or two of the layer's own."""
+        between = [event for event in self.outputs if after < event.order < before]
+        found = []
+        for event in between:
+            for scale in (1.0, _one_scale(end - start, event.x)):
+                if scale and self._makes(end, (start, scale * event.x)):
+                    found.append(Branch((event,), (scale,)))
+                    break
+        if found:
+            return min(found, key=lambda branch: branch.rank)
+        return None if start is self.h.x and end is self.out.x else self._pair(start, end, _outermost(between))
+
+    def _pair(self, start: torch.Tensor, end: torch.Tensor, events: Sequence[Event]) -> Branch | None:
+        """Two modules, none of which is part of the other, that together make the step."""
+        found = []
+        for first, second in combinations(events, 2):
+            if _within(first.path, second.path) or _within(second.path, first.path):
+                continue
+            pair = Branch((first, second), _two_scales(end - start, first.x, second.x))
+            if 0.0 not in pair.scales and self._makes(end, (start, *pair.terms)):
+                found.append(pair)
+        return min(found, key=lambda pair: pair.rank, default=None)
+
+    def _makes(self, total: torch.Tensor, terms: Iterable[torch.Tensor]) -> bool:
+        """Whether the terms' sum is the total to round-off, and none of the terms is round-off itself."""
+        terms = tuple(terms)
+        size = torch.stack([term.abs() for term in terms]).sum(0)
+        allowed = ULPS * self.eps * (size + total.abs())
+        distance = (total - torch.stack(terms).sum(0)).abs()
+        return bool((distance <= allowed).all()) and all(bool((term.abs() > allowed).any()) for term in terms[1:])
+
+    def _is(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+        return bool(((a - b).abs() <= ULPS * self.eps * b.abs()).all())
+
+    def _carries_attention(self, branch: Branch | None) -> bool:
+        """Whether the attention module is in a branch, or gives what the branch's last modules take."""
+        if branch is None:
+            return False
+        holders = [event for event in self.outputs if _within(self.attention, event.path)]
+        takers = [event for event in self.inputs if branch.covers(event.path)]
+        is_part = any(_within(event.path, self.attention) for event in branch.events)
+        return (
+            is_part
+            or branch.covers(self.attention)
+            or any(torch.equal(holder.x, taker.x) for holder in holders for taker in takers)
+        )
+
+    # --- norms
+
+    def _norm_before(self, stream: Event, branch: Branch) -> str | None:
+        """The norm that reads the stream for a branch: what stands in front of the branch and has no matrix."""
+        norms = [event for event in self.outputs if event.order < branch.last.order and self._norms(event, stream)]
+        found = [(self._feeds(event, branch), event.address) for event in norms]
+        return next((address for wanted in ("branch", "others") for feeds, address in found if feeds == wanted), None)
+
+    def _norms(self, event: Event, stream: Event) -> bool:
+        taken = next((given for given in self.inputs if given.path == event.path), None)
+        if taken is None or taken.order < stream.order or not torch.equal(taken.x, stream.x):
+            return False
+        has_no_matrix = all(parameter.dim() < 2 for parameter in self.module.get_submodule(event.path).parameters())
+        return has_no_matrix and not self._is(event.x, stream.x)
+
+    def _feeds(self, norm: Event, branch: Branch) -> str | None:
+        """Whether the branch's module takes the norm's output, or other modules do."""
+        takers = [event for event in self.inputs if norm.order < event.order and torch.equal(event.x, norm.x)]
+        if any(_top(taker.path) == _top(branch.last.path) for taker in takers):
+            return "branch"
+        return "others" if any(_top(taker.path) != _top(norm.path) for taker in takers) else None
+
+    def _in_order(self, addresses: Mapping[str, str]) -> dict[str, str]:
+        """In the order in which a forward pass reaches the sites."""
+        orders = {event.address: event.order for event in reversed([*self.inputs, *self.outputs])}
+        orders |= {"input": -1, "output": 1 << 62}
+        return dict(sorted(addresses.items(), key=lambda site: orders[site[1]]))
+
+
+def _top(path: str) -> str:
+    return path.split(".")[0]
+
+
+def _outermost(events: Sequence[Event]) -> list[Event]:
+    return [event for event in events if event.depth == 0]
+
+
+def _early(branches: Mapping[str, Branch | None]) -> dict[str, str]:
+    """The addresses of the terms before the last."""
+    pairs = {site: branch.events[0].address for site, branch in branches.items() if branch and len(branch.events) > 1}
+    return {f"{site}, first term": address for site, address in pairs.items()}
+
+
+def _terms(branch: Branch) -> tuple[Term, ...]:
+    return tuple(Term(event.address, scale) for event, scale in zip(branch.events, branch.scales, strict=True))
+
+
+def _within(path: str, other: str) -> bool:
+    """Whether a module is another one or part of it."""
+    return path == other or path.startswith(f"{other}.")
+
+
+def _one_scale(step: torch.Tensor, x: torch.Tensor) -> float:
+    """The constant s for which s·x is nearest to the step."""
+    size = float((x * x).sum())
+    return round(float((step * x).sum()) / size, 6) if size else 0.0
+
+
+def _two_scales(step: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
+    """The constants for which s·x + t·y is nearest to the step; 1 where that is as good."""
+    pair = torch.stack([x.flatten(), y.flatten()], 1)
+    if not torch.isfinite(pair).all() or torch.linalg.matrix_rank(pair) < 2:
+        return (0.0, 0.0)
+    s, t = torch.linalg.lstsq(pair, step.flatten()[:, None]).solution.flatten().tolist()
+    return (1.0 if abs(s - 1) < 1e-3 else round(s, 6), 1.0 if abs(t - 1) < 1e-3 else round(t, 6))
+
+
+@torch.no_grad()
+def record(model: nn.Module, layers: Sequence[nn.Module], inputs: Mapping[str, Any]) -> list[list[Event]]:
+    """What every module of every layer takes and gives that is as large as the residual stream."""
+    records: list[list[Event]] = [[] for _ in layers]
+    order = iter(range(1 << 62))
+    handles = []
+    for layer, events in zip(layers, records, strict=True):
+        for path, module in layer.named_modules():
+            taken, given = _keepers(events, order, path)
+            handles += [
+                module.register_forward_pre_hook(taken, with_kwargs=True),
+                module.register_forward_hook(given),
+            ]
+    try:
+        model(**inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [_of_the_stream(events) for events in records]
+
+
+def _keepers(events: list[Event], order: Iterator[int], path: str) -> tuple[Any, Any]:
+    def taken(_: nn.Module, args: tuple, kwargs: dict) -> None:
+        keep("input", (*args, *kwargs.values()))
+
+    def given(_: nn.Module, __: tuple, output: Any) -> None:
+        keep("output", output if isinstance(output, tuple | list) else (output,))
+
+    def keep(end: str, values: Iterable[Any]) -> None:
+        floats = (value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point())
+        x = next(floats, None)
+        if x is not None:
+            events.append(Event(next(order), path, end, x.detach().clone()))
+
+    return taken, given
+
+
+def _of_the_stream(events: Sequence[Event]) -> list[Event]:
+    """Those that are as large as the layer's own input, in its shape and in float64; none where it did not run."""
+    own = next((event.x for event in events if event.address == "input"), None)
+    if own is None:
+        return []
+    alike = [event for event in events if event.x.numel() == own.numel() and event.x.shape[-1] == own.shape[-1]]
+    return [Event(event.order, event.path, event.end, event.x.double().view(own.shape)) for event in alike]

@@ -1,0 +1,40 @@
+"""Every causal model type that transformers has: what becomes of it, and whether the numbers are plain transformers'.
+
+`reports/models/models.csv` holds what became of each; tests/sweep_models.py writes it.
+"""
+
+import csv
+from pathlib import Path
+
+import pytest
+from support.every_model import differences, every_type, row_of
+
+TABLE = Path(__file__).parents[2] / "reports" / "models" / "models.csv"
+ROUND_OFF = 1e-6  # models of float64 take their norms, and some their softmax, in float32
+
+# One for each way in which a layer is built that no other here has.
+DIFFERENT = (
+    "afmoe", "bamba", "cohere2", "deepseek_v3", "exaone4", "falcon_h1", "gemma4_text", "glm4", "granite",
+    "granitemoehybrid", "jamba", "lfm2_moe", "llama4_text", "mimo_v2_flash", "minicpm3", "modernbert-decoder",
+    "nemotron_h", "olmo_hybrid", "opt", "phi", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "smollm3",
+)  # fmt: skip
+
+
+def rows() -> dict[str, dict[str, str]]:
+    with TABLE.open(encoding="utf-8") as file:
+        return {row["model_type"]: row for row in csv.DictReader(file)}
+
+
+def test_the_table_holds_every_type() -> None:
+    assert list(rows()) == every_type()
+
+
+@pytest.mark.parametrize("model_type", every_type())
+def test_what_becomes_of_it(model_type: str) -> None:
+    found = vars(row_of(model_type))
+    assert found == {name: rows()[model_type][name] for name in found}
+
+
+@pytest.mark.parametrize("model_type", DIFFERENT)
+def test_what_is_measured_is_what_plain_transformers_compute(model_type: str, tmp_path: Path) -> None:
+    assert max(differences(model_type, tmp_path / "ids.npy").values()) < ROUND_OFF
