@@ -15,7 +15,6 @@ from transformers.pytorch_utils import Conv1D
 import sinkscope
 from sinkscope.commands.doctor import doctor
 from sinkscope.models.families import find_family
-from sinkscope.quantization import settings
 
 SMALL: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 10}
 COMMANDS: dict[str, Callable[[PreTrainedModel], Any]] = {
@@ -66,7 +65,6 @@ def used(name: str) -> PreTrainedModel:
 @pytest.mark.parametrize("name", TINY)
 def test_nothing_is_left(name: str, command: str, ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
     skip_figures(monkeypatch)
-    monkeypatch.setattr(settings, "LAYERS", 1)  # `quantize` measures one layer of each costly kind alone, not all
     model, error = used(name), ENDINGS[ending]
     if error is not None:
         break_down(model, len(name) % 3, error)

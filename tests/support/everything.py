@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
@@ -15,7 +15,6 @@ def snapshot(model: PreTrainedModel) -> dict[str, Any]:
     """Everything by name, to be compared with `differences`."""
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     seen: dict[str, Any] = {}
-    texts: dict[int, str] = {}
     for name, tensor in tensors:
         seen[f"{name}: object"] = (id(tensor), tensor.data_ptr(), tensor.dtype, tensor.requires_grad)
         seen[f"{name}: bits"] = tensor.detach().clone()
@@ -23,7 +22,7 @@ def snapshot(model: PreTrainedModel) -> dict[str, Any]:
             seen[f"{name}: gradient"] = (id(tensor.grad), tensor.grad.detach().clone())
     for name, module in model.named_modules():
         seen[f"{name}: module"] = (id(module), type(module), module.training)
-        seen[f"{name}: attributes"] = {key: _of_value(value, texts) for key, value in vars(module).items()}
+        seen[f"{name}: attributes"] = {key: _of_value(value) for key, value in vars(module).items()}
     seen["configuration"] = repr(model.config.to_dict()), model.config._attn_implementation
     seen["generation"] = repr(model.generation_config.to_dict()) if model.generation_config else None
     return seen | _process()
@@ -41,22 +40,11 @@ def _process() -> dict[str, Any]:
     }
 
 
-def _of_value(value: Any, texts: dict[int, str]) -> Any:
-    """Containers by their entries, which hooks are; anything else by identity.
-
-    Args:
-        value: an attribute of a module.
-        texts: what is known of objects that are attributes of many modules, as a configuration; added to.
-    """
+def _of_value(value: Any) -> Any:
+    """Containers by their entries, which hooks are; anything else by identity."""
     if isinstance(value, dict):
         return {key: id(entry) for key, entry in value.items()}
-    if isinstance(value, (nn.Module, torch.Tensor)) or callable(value):
-        return id(value)
-    if isinstance(value, PreTrainedConfig):
-        if id(value) not in texts:
-            texts[id(value)] = repr(value)
-        return texts[id(value)]
-    return repr(value)
+    return id(value) if isinstance(value, nn.Module | torch.Tensor) or callable(value) else repr(value)
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
