@@ -40,6 +40,7 @@ from sinkscope.measuring.manifest import make_manifest as run_manifest
 from sinkscope.measuring.measure import measure, publish
 from sinkscope.measuring.quantized import w8a8
 from sinkscope.measuring.subject import Subject, inputs_for, open_subject
+from sinkscope.measuring.tables import all_tables
 from sinkscope.models.families import Family
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.positions import known_positions
@@ -55,7 +56,7 @@ from sinkscope.results.folders import alone_in, new_folder
 from sinkscope.results.manifest import MANIFEST, files_in, make_manifest, write_manifest
 from sinkscope.results.resume import FileList, check_resumable, claim, resumable
 from sinkscope.results.swap import new_file
-from sinkscope.results.tables import LEADING_COLUMNS, TRAINING_TABLES, read_table, write_tables
+from sinkscope.results.tables import LEADING_COLUMNS, read_table, write_tables
 from sinkscope.retrofits import gate_displacement, retrofit_model
 from sinkscope.retrofits.registers import registers_before
 from sinkscope.text.inputs import TokenInputs
@@ -385,10 +386,10 @@ class TrainingArms:
 
     def _task_tables(self, label: str) -> list[str]:
         names = sorted(path.stem for path in (self.folder / label / "tables").glob("*.parquet"))
-        return [name for name in names if name in TRAINING_TABLES and name not in OWN_TABLES]
+        return [name for name in names if name in all_tables() and name not in OWN_TABLES]
 
     def _all_arms(self, name: str, labels: Iterable[str]) -> pd.DataFrame:
         """A table that each arm has."""
         paths = [self.folder / label / "tables" / f"{name}.parquet" for label in labels]
-        columns = (*LEADING_COLUMNS, *TRAINING_TABLES[name])
+        columns = (*LEADING_COLUMNS, *all_tables()[name])
         return pd.concat([read_table(path, columns) for path in paths], ignore_index=True)

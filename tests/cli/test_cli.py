@@ -7,6 +7,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 import torch
 from hub import Hub
 from safetensors.torch import load_file, save_file
+from support.forked import forked
 from tiny import VOCAB, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -23,7 +26,7 @@ from typer.testing import CliRunner, Result
 
 import sinkscope.report.figures
 import sinkscope.results.tables
-from sinkscope.cli.app import app
+from sinkscope.cli.app import app, main
 from sinkscope.measuring.tables import column_names
 from sinkscope.measuring.tracer import Tracer
 from sinkscope.report.figures import FIGURES, applicable
@@ -815,35 +818,31 @@ def test_a_killed_run_leaves_no_half_table(tmp_path: Path, monkeypatch: pytest.M
     pd.testing.assert_frame_equal(pd.read_parquet(tmp_path / "t.parquet"), table)
 
 
-# In the third batch it waits, so that the interrupt never meets a library in which it would become another error
-ANNOUNCED = """
-import signal, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite that runs in the background ignores it
-from itertools import count
-from sinkscope.measuring.tracer import Tracer
-plain, calls = Tracer.forward_backward, count(1)
-def forward_backward(self, *args):
-    print("measuring", flush=True)
-    if next(calls) == 3:
-        time.sleep(60)
-    return plain(self, *args)
-Tracer.forward_backward = forward_backward
-from sinkscope.cli.app import main
-main()
-"""
+def test_ended_from_outside(bare: Path, here: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """It waits in the third batch, so that the interrupt never meets a library in which it becomes another error."""
+    plain, calls, printed = Tracer.forward_backward, count(1), tmp_path_factory.mktemp("printed") / "stderr"
+    reading, writing = os.pipe()
 
+    def forward_backward(self: Tracer, *args: Any) -> Any:
+        os.write(writing, b"measuring\n")
+        if next(calls) == 3:
+            time.sleep(60)
+        return plain(self, *args)
 
-def test_ended_from_outside(bare: Path, here: Path) -> None:
-    options = ("--input", "random", "--num-seqs", "40", "--batch-size", "8", "--out", "run")
-    command = [sys.executable, "-c", ANNOUNCED, "analyze", str(bare), *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
+    def analyze() -> None:
+        os.dup2(os.open(printed, os.O_WRONLY | os.O_CREAT), 2)
+        Tracer.forward_backward = forward_backward  # type: ignore[method-assign]
+        sys.argv = ["sinkscope", "analyze", str(bare), "--input", "random", "--num-seqs", "40"]
+        sys.argv += ["--batch-size", "8", "--out", "run"]
+        main()
+
+    with open(reading) as said, forked(analyze) as process:
+        os.close(writing)
         for _ in range(3):
-            assert process.stdout.readline() == "measuring\n"
+            assert said.readline() == "measuring\n"
         process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert stderr.strip() == "sinkscope: interrupted: nothing was written"
+        assert process.wait() == 1
+    assert printed.read_text().strip() == "sinkscope: interrupted: nothing was written"
     assert not list(here.iterdir())
 
 

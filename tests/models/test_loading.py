@@ -574,20 +574,22 @@ def test_gguf_file(tmp_path: Path) -> None:
 def test_gguf_file_is_read_once(tmp_path: Path) -> None:
     """As transformers reads it, and nothing is left changed, whether the file loads or not."""
     path = save_gguf(tmp_path / "tiny.gguf")
-    plain, reader = gguf.GGUFReader(path), gguf.GGUFReader
+    plain, own = gguf.GGUFReader(path), (gguf.GGUFReader, gguf.get_tensor_name_map)
     with read_once():
         ours = gguf.GGUFReader(path)
         assert gguf.GGUFReader(str(path)) is ours
+        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
+        assert gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2) is names
     assert list(ours.fields) == list(plain.fields)
     assert all(ours.fields[name].contents() == field.contents() for name, field in plain.fields.items())
     for one, other in zip(ours.tensors, plain.tensors, strict=True):
         assert (one.name, one.tensor_type) == (other.name, other.tensor_type)
         np.testing.assert_array_equal(one.data, other.data)
-    assert gguf.GGUFReader is reader
+    assert (gguf.GGUFReader, gguf.get_tensor_name_map) == own
     load(str(path))
     path.write_bytes(path.read_bytes()[:200])
     refusal(path)
-    assert gguf.GGUFReader is reader
+    assert (gguf.GGUFReader, gguf.get_tensor_name_map) == own
 
 
 def test_gguf_file_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import copy
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.clean import CleanProcess, clean_process
 from tiny import TINY, tiny_model, tiny_tokens
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -161,8 +163,10 @@ def test_copied_in_memory_it_is_a_model_of_its_own(label: str) -> None:
 # ----------------------------------------------------------------------------------- without sinkscope, and with
 
 
-def python(program: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
+@pytest.fixture(scope="module")
+def clean() -> Iterator[CleanProcess]:
+    with clean_process(cwd=ROOT) as process:
+        yield process
 
 
 @pytest.fixture(scope="module")
@@ -172,9 +176,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_plain_transformers_refuses_it(folder: Path) -> None:
+def test_plain_transformers_refuses_it(folder: Path, clean: CleanProcess) -> None:
     load = f"AutoModelForCausalLM.from_pretrained({str(folder)!r})"
-    result = python(f"from transformers import AutoModelForCausalLM\n{load}")
+    result = clean.run(f"from transformers import AutoModelForCausalLM\n{load}")
     assert result.returncode != 0
     assert "`sinkscope_llama` but Transformers does not recognize this architecture" in result.stderr
 
@@ -186,42 +190,43 @@ def test_plain_transformers_refuses_it(folder: Path) -> None:
         "import sinkscope.retrofits; from transformers import LlamaForCausalLM, AutoModelForCausalLM, AutoConfig",
     ],
 )
-def test_importing_the_retrofits_is_enough(folder: Path, imports: str) -> None:
+def test_importing_the_retrofits_is_enough(folder: Path, imports: str, clean: CleanProcess) -> None:
     program = f"""{imports}
 config = AutoConfig.from_pretrained({str(folder)!r})
 model = AutoModelForCausalLM.from_pretrained({str(folder)!r})
 print(config.retrofit['method'], type(model).__name__)"""
-    result = python(program)
+    result = clean.run(program)
     assert result.stdout.split() == ["vga", "SinkscopeLlamaForCausalLM"], result.stderr
 
 
 def test_importing_sinkscope_costs_nothing() -> None:
-    result = python("import sys, sinkscope; print(sorted({'torch', 'transformers', 'pydantic'} & set(sys.modules)))")
+    program = "import sys, sinkscope; print(sorted({'torch', 'transformers', 'pydantic'} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
     assert result.stdout.strip() == "[]", result.stderr
 
 
-def test_importing_sinkscope_changes_nothing_elsewhere(folder: Path) -> None:
+def test_importing_sinkscope_changes_nothing_elsewhere(clean: CleanProcess) -> None:
     """The retrofits' model types are registered by `import sinkscope.retrofits`, and by nothing before it."""
     program = """import sys; before = list(sys.meta_path); import sinkscope; assert sys.meta_path == before
 from transformers import CONFIG_MAPPING; kind = type(CONFIG_MAPPING); assert 'sinkscope_llama' not in CONFIG_MAPPING
 import sinkscope.retrofits
 assert 'sinkscope_llama' in CONFIG_MAPPING and type(CONFIG_MAPPING) is kind and kind.__module__.startswith('transf')
 print(any('sinkscope' in type(finder).__module__ for finder in sys.meta_path))"""
-    result = python(program)
+    result = clean.run(program)
     assert result.stdout.strip() == "False", result.stderr
 
 
-def test_sinkscope_itself_loads_it_in_a_fresh_process(folder: Path) -> None:
-    result = python(f"import sinkscope; print(type(sinkscope.load({str(folder)!r}).model).__name__)")
+def test_sinkscope_itself_loads_it_in_a_fresh_process(folder: Path, clean: CleanProcess) -> None:
+    result = clean.run(f"import sinkscope; print(type(sinkscope.load({str(folder)!r}).model).__name__)")
     assert result.stdout.strip() == "SinkscopeLlamaForCausalLM", result.stderr
 
 
-def test_the_folder_says_how_to_load_it(folder: Path) -> None:
+def test_the_folder_says_how_to_load_it(folder: Path, clean: CleanProcess) -> None:
     """Method, parameters, and the lines that load it, which are run here."""
     readme = (folder / "README.md").read_text(encoding="utf-8")
     assert "`vga` (placement = value, scale = 1.5)" in readme
     program = readme.split("```python\n")[1].split("```")[0].replace("this folder", str(folder))
-    result = python(f"{program}\nprint(type(model).__name__)")
+    result = clean.run(f"{program}\nprint(type(model).__name__)")
     assert result.stdout.strip() == "SinkscopeLlamaForCausalLM", result.stderr
 
 

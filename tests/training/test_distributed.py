@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,9 @@ import pandas as pd
 import pytest
 import torch
 from support.figures import skip_figures
+from support.ranks import on_two_ranks, sharded_retrofit, sharding_environment
 from support.retrofit_command import words_tokenizer
-from support.training import CASES, config, model, random_blocks
+from support.training import CASES, config, model, random_blocks, repetitive
 from tiny import TINY, tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -24,12 +26,11 @@ from sinkscope.errors import InputError
 from sinkscope.models.families import find_family
 from sinkscope.results.tables import read_table
 from sinkscope.retrofits import retrofit_model
-from sinkscope.training.sharding import CONFIGURATION, NEEDED, check_sharding
+from sinkscope.training.sharding import CONFIGURATION, NEEDED, check_sharding, launched
 from sinkscope.training.trainer import shuffled, train
 
 ROOT = Path(__file__).parents[2]
-PLAIN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-SHARDED = (
+LAUNCH = (
     *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGURATION)),
     *("--num_processes", "2", "--main_process_port", "0"),
 )
@@ -37,42 +38,24 @@ SHARDED = (
 ROUND_OFF: dict[str, Any] = {"rtol": 1e-4, "atol": 2e-6}
 
 
-def launch(
-    command: tuple[str, ...], script: str, folder: Path, *args: object, **environment: str
-) -> subprocess.CompletedProcess:
-    """The script on two processes of the CPU, which talk through gloo."""
-    (folder / "launched.py").write_text(script)
-    told = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"} | environment
-    whole = [*command, str(folder / "launched.py"), *map(str, args)]
-    return subprocess.run(whole, env=told, timeout=180, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-TWO = """
-import json, sys
-from pathlib import Path
-import torch
-from support.training import CASES, config, model, random_blocks, repetitive
-from sinkscope.training.sharding import launched
-from sinkscope.training.trainer import train
-
-for name, options in CASES.items():
+def train_all(folder: Path) -> None:
+    """On one of two processes."""
+    for name, options in CASES.items():
+        changed = model()
+        history = train(changed, random_blocks(11), config(steps=8, log_every=1, **options), folder / name)
+        if launched().is_main_process:
+            history.to_parquet(folder / f"{name}.parquet")
+            torch.save(changed.state_dict(), folder / f"{name}.pt")
     changed = model()
-    history = train(changed, random_blocks(11), config(steps=8, log_every=1, **options), Path(sys.argv[1]) / name)
-    if launched().is_main_process:
-        history.to_parquet(Path(sys.argv[1]) / f"{name}.parquet")
-        torch.save(changed.state_dict(), Path(sys.argv[1]) / f"{name}.pt")
-
-changed = model()
-train(changed, repetitive(), config(), Path(sys.argv[1]) / "one model")
-torch.save(changed.state_dict(), Path(sys.argv[1]) / f"rank-{launched().process_index}.pt")
-"""
+    train(changed, repetitive(), config(), folder / "one model")
+    torch.save(changed.state_dict(), folder / f"rank-{launched().process_index}.pt")
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two")
-    done = launch(PLAIN, TWO, folder, folder)
-    assert done.returncode == 0, done.stdout[-4000:]
+    ended = on_two_ranks(lambda: train_all(folder), folder / "log")
+    assert ended == [0, 0], (folder / "log").read_text()[-4000:]
     return folder
 
 
@@ -111,32 +94,12 @@ def test_every_block_is_read_once_before_any_is_read_again() -> None:
 # --- FSDP ---
 
 
-# `sinkscope retrofit` as it is typed, but for what is said in its first lines
-RETROFIT = """
-import json, os, signal, sys
+# what `accelerate launch` starts, which has imported as little as a user's process
+LAUNCHED = """
+import sys
 from pathlib import Path
-from cpu_sharding import shard_on_cpu
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from transformers import Trainer
-import sinkscope.report.figures
-from sinkscope.cli.app import app
-from sinkscope.retrofits import new_parameters
-
-def step(self, model, *args, **rest):
-    if os.environ["RANK"] == "1" and self.state.global_step == 5 and os.environ.get("KILLED") == "yes":
-        os.kill(os.getpid(), signal.SIGKILL)
-    wrapped = {path: type(module).__name__ for path, module in model.named_modules() if isinstance(module, FSDPModule)}
-    parts = {name: list(p.to_local().shape) for name, p in new_parameters(model).items() if isinstance(p, DTensor)}
-    Path(sys.argv[0]).with_name("wrapped.json").write_text(json.dumps([wrapped, parts]))
-    with open(Path(sys.argv[0]).with_name(f"steps-{os.environ['RANK']}.txt"), "a") as steps:
-        print(self.state.global_step, file=steps)
-    return plain_step(self, model, *args, **rest)
-
-plain_step, Trainer.training_step = Trainer.training_step, step
-sinkscope.report.figures.applicable = lambda run: []
-shard_on_cpu()
-app(prog_name="sinkscope")
+from support.ranks import sharded_retrofit
+sharded_retrofit(Path(sys.argv[1]), sys.argv[2:])
 """
 OPTIONS: dict[str, Any] = {
     "steps": 8,
@@ -163,17 +126,26 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_retrofit_with_shards_is_retrofit_on_one_process(
     tied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed in its second half, too, and gone on with: models, losses and gates are the same to round-off."""
+    """Killed in its second half, too, and gone on with: models, losses and gates are the same to round-off.
+
+    The one that goes on is started by `accelerate launch`.
+    """
     text = tmp_path / "ids.npy"
     np.save(text, random_blocks(11).train)
     out = tmp_path / "sharded"
     typed = [part for name, value in OPTIONS.items() for part in (f"--{name.replace('_', '-')}", value)]
     command = ("retrofit", tied, "--method", "vga,vscale", "--text", text, "--out", out, "--batch-size", 1, *typed)
-    killed = launch(SHARDED, RETROFIT, tmp_path, *command, KILLED="yes")
-    assert killed.returncode != 0
-    assert (out / "vga" / "training" / "checkpoint-4").is_dir(), killed.stdout[-4000:]
+    arguments = list(map(str, command))
+    log = tmp_path / "log"
+    killed = on_two_ranks(lambda: sharded_retrofit(tmp_path, arguments, kills=True), log, **sharding_environment())
+    assert killed[1] == -signal.SIGKILL, log.read_text()[-4000:]
+    assert killed[0] != 0
+    assert (out / "vga" / "training" / "checkpoint-4").is_dir(), log.read_text()[-4000:]
     assert not (out / "vga" / "model").exists()
-    done = launch(SHARDED, RETROFIT, tmp_path, *command)
+    told = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    (tmp_path / "launched.py").write_text(LAUNCHED)
+    launch = [*LAUNCH, str(tmp_path / "launched.py"), str(tmp_path), *arguments]
+    done = subprocess.run(launch, env=told, timeout=180, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0, done.stdout[-4000:]
     assert done.stdout.count(f"written to {out}") == 1
     steps = [int(step) for step in (tmp_path / "steps-1.txt").read_text().split()]

@@ -1,0 +1,107 @@
+"""Two processes that train together, forked from this one, which has imported everything already.
+
+What torchrun or `accelerate launch` tells the processes that it starts, these are told, too.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import yaml
+from accelerate.state import AcceleratorState, GradientState
+from cpu_sharding import shard_on_cpu
+from torch.distributed import TCPStore
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import Trainer
+
+import sinkscope.report.figures
+from sinkscope.cli.app import app
+from sinkscope.retrofits import new_parameters
+from sinkscope.training.sharding import CONFIGURATION
+from support.forked import forked
+
+COUNT = 2
+
+
+def sharding_environment() -> dict[str, str]:
+    """The environment that `accelerate launch` makes of sinkscope's configuration of FSDP."""
+    configured = yaml.safe_load(CONFIGURATION.read_text(encoding="utf-8"))["fsdp_config"]
+    values = {name.upper(): str(value) for name, value in configured.items()}
+    switches = {name: value.lower() for name, value in values.items() if value in ("True", "False")}
+    return {"ACCELERATE_USE_FSDP": "true"} | values | switches
+
+
+def on_two_ranks(work: Callable[[], Any], log: Path, **environment: str) -> list[int]:
+    """Do `work` on two processes of the CPU, which talk through gloo.
+
+    As with a launcher, the end of one with an error ends the other.
+
+    Args:
+        work: what both do.
+        log: the file for all that they print.
+        **environment: beside what a launcher sets.
+
+    Returns:
+        How they ended, as `subprocess.Popen.returncode`.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=3))
+    told = environment | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # this process keeps it, as torchrun does
+        "WORLD_SIZE": str(COUNT),
+        "LOCAL_WORLD_SIZE": str(COUNT),
+    }
+
+    def begin(rank: int) -> None:
+        os.environ.update(told, RANK=str(rank), LOCAL_RANK=str(rank))
+        for number in (1, 2):
+            os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        try:
+            work()
+        finally:
+            sys.stdout.flush()
+
+    with ExitStack() as stack:
+        ranks = [stack.enter_context(forked(lambda rank=rank: begin(rank))) for rank in range(COUNT)]  # type: ignore[misc]
+        ended = [rank.poll() for rank in ranks]
+        while None in ended and not any(ended):
+            time.sleep(0.02)
+            ended = [rank.poll() for rank in ranks]
+    return [rank.wait() for rank in ranks]
+
+
+def sharded_retrofit(notes: Path, arguments: Sequence[str], kills: bool = False) -> None:
+    """`sinkscope retrofit` as it is typed, on one of two processes of the CPU, without figures.
+
+    Args:
+        notes: the folder for what is noted at every step: which modules are wrapped, and what this process has.
+        arguments: of the command line.
+        kills: the second process in step 5.
+    """
+    rank, plain_step = os.environ["RANK"], Trainer.training_step
+
+    def step(self: Any, model: Any, *args: Any, **rest: Any) -> Any:
+        if kills and rank == "1" and self.state.global_step == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        layers = {path: type(part).__name__ for path, part in model.named_modules() if isinstance(part, FSDPModule)}
+        parts = {name: list(p.to_local().shape) for name, p in new_parameters(model).items() if isinstance(p, DTensor)}
+        (notes / "wrapped.json").write_text(json.dumps([layers, parts]))
+        with open(notes / f"steps-{rank}.txt", "a") as steps:
+            print(self.state.global_step, file=steps)
+        return plain_step(self, model, *args, **rest)
+
+    Trainer.training_step = step
+    sinkscope.report.figures.applicable = lambda run: []
+    shard_on_cpu()
+    app(list(arguments), prog_name="sinkscope")
