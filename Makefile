@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 MGM := .models/mgm --allow-pickle --input sampled
 
-.PHONY: install models demo test fast torture check format report report-models report-training clean
+.PHONY: install models demo test fast torture check format report report-models report-training report-types clean
 
 install: .venv/installed
 
@@ -78,6 +78,9 @@ report-training: install  ## of trainings: two hours on two cores
 	$(call report,smollm2-135m-retrofit,run retrofit-in-an-hour)
 	$(call report,bigram-backcopy,run bigram-backcopy)
 	$(call report,bigram-backcopy-equal-rate,run bigram-backcopy-equal-rate)
+
+report-types: install  ## what becomes of every model type of transformers: two minutes
+	OMP_NUM_THREADS=1 $(BIN)/python tests/sweep_models.py
 
 clean:
 	rm -rf .venv .models runs

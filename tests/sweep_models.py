@@ -1,6 +1,8 @@
-"""Write reports/models/models.csv: what becomes of a tiny random model of every causal type that transformers has.
+"""Write reports/models/models.csv and the README's list of models: what becomes of every causal type of transformers.
 
-    python tests/sweep_models.py reports/models
+    python tests/sweep_models.py
+
+A tiny random model of each is built from its configuration.
 
 Of each that works and is on transformers' attention interface, `agrees` says whether sink mass, gradients of queries,
 keys and values, and norms of the residual stream are those of plain transformers and autograd, in float64 to 1e-6.
@@ -38,12 +40,39 @@ def agreement(row: Row, file: Path) -> str:
 SCALED_AFTERWARDS = ("granite_swa", "granitemoe_swa")
 
 
-def main(folder: Path) -> None:
+ROOT = Path(__file__).parents[1]
+TABLE, README = ROOT / "reports" / "models" / "models.csv", ROOT / "README.md"
+BEGIN = "<!-- made by tests/sweep_models.py, up to the next empty line -->"
+OUTCOMES = ("row", "wiring", "refused", "not built")
+
+
+def written_rows() -> list[dict[str, str]]:
+    with TABLE.open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def readme_list(rows: list[dict[str, str]]) -> str:
+    """Of all types, by what becomes of them; of those with layers of other kinds, their number."""
+    by_outcome = {outcome: [row for row in rows if row["outcome"] == outcome] for outcome in OUTCOMES}
+    mixed = [row["model_type"] for row in by_outcome["wiring"] if "," in row["layers"]]
+    names = {outcome: [row["model_type"] for row in found] for outcome, found in by_outcome.items()}
+    return "\n".join(
+        (
+            f"- {len(names['row'])} known by name: {', '.join(names['row'])};",
+            f"- {len(names['wiring'])} found numerically, among them {len(mixed)} that attend in some layers only: "
+            f"{', '.join(mixed)};",
+            f"- {len(names['refused'])} refused with the reason, and {len(names['not built'])} without a small model "
+            "to try.",
+        )
+    )
+
+
+def main() -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
-    folder.mkdir(parents=True, exist_ok=True)
+    TABLE.parent.mkdir(parents=True, exist_ok=True)
     counts: Counter[str] = Counter()
-    with tempfile.TemporaryDirectory() as here, (folder / "models.csv").open("w", encoding="utf-8", newline="") as file:
+    with tempfile.TemporaryDirectory() as here, TABLE.open("w", encoding="utf-8", newline="") as file:
         table = csv.DictWriter(file, [*(field.name for field in fields(Row)), "agrees"], lineterminator="\n")
         table.writeheader()
         for model_type in every_type():
@@ -52,8 +81,11 @@ def main(folder: Path) -> None:
             table.writerow(asdict(row) | {"agrees": agrees})
             counts[row.outcome] += 1
             counts[f"agrees: {agrees or 'not measured'}"] += 1
+    before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
+    after = rest.partition("\n\n")[2]
+    README.write_text(f"{before}{BEGIN}\n{readme_list(written_rows())}\n\n{after}", encoding="utf-8")
     print(f"transformers {transformers.__version__}:", dict(counts))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()

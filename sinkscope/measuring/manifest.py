@@ -52,6 +52,7 @@ def _described(subject: Subject, config: RunConfig, facts: Facts) -> dict[str, A
             "wiring": family.wiring,
             "positions": family.positions,
             "door": family.door,
+            "gated": family.gated,
             "kinds": [block.kind for block in family.blocks] or None,  # of every layer, where they are not all alike
         },
         "absent": family.absent_sites(),

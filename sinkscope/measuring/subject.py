@@ -128,6 +128,7 @@ def inputs_for(loaded: LoadedModel, config: RunConfig) -> TokenInputs:
         vocab_size=embedding_weight(loaded.model).shape[0],
         tokenizer=loaded.tokenizer,
         dataset=config.dataset,
+        prompt=config.prompt,
         max_positions=position_limit(loaded.model),
         num_seqs=config.num_seqs,
         seq_len=config.seq_len,

@@ -39,6 +39,7 @@ class Tracer:
         self.depth = len(family.layer_modules(model))
         self.traced = _Traced(model)
         self.registers = registers_before(model)
+        self._attended: list[torch.Tensor] = []  # values and mix of the layer under way, for its gate
         self._finite: list[tuple[int, torch.Tensor]] = []  # layer and verdict, of the forward pass under way
 
     def forward(self, batch: Batch, observables: Sequence[Observable]) -> None:
@@ -98,10 +99,12 @@ class Tracer:
         whole: torch.Tensor | None = None  # of a site: the sum of its terms
         for layer in range(self.depth):
             block = self.family.block(layer)
-            for site, at in _reading_order(block, wanted):
+            self._attended = []
+            for site, at in _reading_order(block, wanted, self.family.gated):
                 watching = [observable for observable in observables if site in observable.sites]
                 if site == "gate":
-                    self._see_gate(layer, watching, batch)
+                    see = self._see_own_gate if self.family.gated else self._see_gate
+                    see(layer, watching, batch)
                     continue
                 if site == "attention":
                     self._see_attention(layer, watching, batch)
@@ -130,6 +133,16 @@ class Tracer:
         for observable in watching:
             observable.see_gate(layer, gate, value, batch)
 
+    def _see_own_gate(self, layer: int, watching: Sequence[Observable], batch: Batch) -> None:
+        """What the model itself leaves of each head's output, and the values that this is made of."""
+        attention = self.family.block(layer).attention
+        if not self._attended:  # no observable has read this layer's attention
+            self._attended = [getattr(self._taps(layer), name).output.detach() for name in ("value", "mix")]
+        value, mix = self._attended
+        taken = self._envoy(layer).get(f"{attention}.{self.family.output}").input.detach()
+        for observable in watching:
+            observable.see_gate(layer, share_left(mix, taken), value.transpose(1, 2), batch)
+
     def _see_attention(self, layer: int, watching: Sequence[Observable], batch: Batch) -> None:
         read = self._attention(layer, batch)
         plain = read.detached()
@@ -138,8 +151,9 @@ class Tracer:
             if not observable.backward:
                 observable.see_attention(layer, plain, batch)
         backward = [observable for observable in watching if observable.backward]
-        if backward:
+        if backward or self.family.gated:
             mix = self._taps(layer).mix.output
+            self._attended = [plain.value, mix.detach()]
             for observable in backward:
                 observable.watch_attention(layer, read, mix, batch)
 
@@ -173,6 +187,16 @@ class Tracer:
         return AttentionRead(**seen, call=call, batch=batch)
 
 
+def share_left(mix: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
+    """What a gate leaves of each head's output: mix (B,T,H,d), taken (B,T,H·d) → (B,T,H).
+
+    The mean of the gate over the head's channels, each weighted by the square of what it multiplies.
+    """
+    before = upcast(mix)
+    after = upcast(taken).view(before.shape)
+    return (before * after).sum(-1) / before.square().sum(-1)
+
+
 def _added(before: torch.Tensor | None, tensor: torch.Tensor, scale: float, batch: Batch) -> torch.Tensor:
     """The terms before and the next one, times its scale: what enters the residual stream, (B,T,D)."""
     term = tensor.detach().view(*batch.token_ids.shape, -1)
@@ -180,9 +204,10 @@ def _added(before: torch.Tensor | None, tensor: torch.Tensor, scale: float, batc
     return term if before is None else before + term
 
 
-def _reading_order(block: Block, wanted: set[str]) -> list[tuple[str, int]]:
+def _reading_order(block: Block, wanted: set[str], gated: bool) -> list[tuple[str, int]]:
     """The wanted sites that this layer has, by term, gates and attention just before the attention's output."""
     order = block.reading_order({*wanted, "attn_out"})
+    of_attention = reversed(ATTENTION_SITES) if gated else ATTENTION_SITES  # own gates are behind attention
     if block.attention:
         holding = [
             at
@@ -190,7 +215,7 @@ def _reading_order(block: Block, wanted: set[str]) -> list[tuple[str, int]]:
             if term.address.startswith(block.attention.partition(".")[0])
         ]
         place = order.index(("attn_out", holding[0] if holding else 0))
-        order[place:place] = [(site, 0) for site in ATTENTION_SITES]
+        order[place:place] = [(site, 0) for site in of_attention]
     return [step for step in order if step[0] in wanted]
 
 

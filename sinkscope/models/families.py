@@ -84,6 +84,7 @@ class Family:
     position_offset: int = 0  # its row of position 0
     scaling: float | None = None  # of q·k; None: 1/√d
     when: Mapping[str, Any] = field(default_factory=dict)  # config attributes that this row's wiring requires
+    gated: bool = False  # whether a gate of the model's own multiplies what `output` reads
     blocks: tuple[Block, ...] = ()  # of every layer, where they are not all as this row says
 
     def block(self, layer: int) -> Block:

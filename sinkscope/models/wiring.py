@@ -119,11 +119,6 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
     attentions = attention_paths(model, path, layers, inputs) if door == "interface" else _named_attentions(layers)
     if not any(attentions):
         raise InputError(f"'{name}' has no softmax attention in any layer")
-    modules = [layer.get_submodule(inner) for layer, inner in zip(layers, attentions, strict=True) if inner]
-    if len(set(modules)) < len(modules):
-        raise InputError(
-            f"'{name}': several layers share one attention module, which is measured once a layer or never"
-        )
     eps = torch.finfo(next(model.parameters()).dtype).eps
     kinds = _kinds(model, attentions)
     blocks = []
@@ -137,6 +132,8 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
         blocks.append(block)
     first = next(at for at, block in enumerate(blocks) if block.attention)
     main = blocks[first]
+    attention = layers[first].get_submodule(main.attention)
+    projections = _projections(model, attention)
     return Family(
         name=name,
         layers=path,
@@ -149,7 +146,8 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
         if all(block == Block(main.attention, main.sites, main.wiring) for block in blocks)
         else tuple(blocks),
         **_positions(model, model.config.get_text_config()),
-        **_projections(model, layers[first].get_submodule(main.attention)),
+        gated=door == "interface" and _is_gated(model, attention, projections["output"], inputs),
+        **projections,
     )
 
 
@@ -216,13 +214,15 @@ def attention_paths(model: nn.Module, path: str, layers: list[nn.Module], inputs
         InputError: a layer attends more than once, or in code of its own beside layers that do not.
     """
     names = {module: name for name, module in model.named_modules()}
-    callers = [names[module].removeprefix(f"{path}.") for module in _callers(model, inputs) if module in names]
+    callers = [names[module].removeprefix(f"{path}.") for module, _ in _calls(model, inputs) if module in names]
     found: list[list[str]] = [[] for _ in layers]
     for caller in callers:
         index, _, inner = caller.partition(".")
         if index.isdecimal() and int(index) < len(layers):
             found[int(index)].append(inner)
     for index, inner_paths in enumerate(found):
+        if len(inner_paths) > 1 and _is_shared(layers[index].get_submodule(inner_paths[0]), layers):
+            raise InputError("several layers share one attention module, which is not measured")
         if len(inner_paths) > 1:
             raise InputError(f"layer {index} attends {len(inner_paths)} times, of which one softmax is not the whole")
         own = None if inner_paths else _attention_class(layers[index])
@@ -231,14 +231,21 @@ def attention_paths(model: nn.Module, path: str, layers: list[nn.Module], inputs
     return [inner_paths[0] if inner_paths else "" for inner_paths in found]
 
 
+def _is_shared(module: nn.Module, layers: list[nn.Module]) -> bool:
+    return sum(any(part is module for part in layer.modules()) for layer in layers) > 1
+
+
 @torch.no_grad()
-def _callers(model: nn.Module, inputs: dict[str, Any]) -> list[nn.Module]:
-    """The modules that call an attention function of transformers, in their order."""
-    callers: list[nn.Module] = []
+def _calls(model: nn.Module, inputs: dict[str, Any]) -> list[tuple[nn.Module, torch.Tensor]]:
+    """The modules that call an attention function of transformers, in their order, and what it gives, (B,T,H,d)."""
+    calls: list[tuple[nn.Module, torch.Tensor]] = []
 
     def listening(own: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        callers.append(module)
-        return own(module, *args, **kwargs)
+        if kwargs.get("position_bias") is not None:
+            raise InputError("its attention adds a learned position bias, which is not measured")
+        given = own(module, *args, **kwargs)
+        calls.append((module, given[0].detach().clone()))
+        return given
 
     with ExitStack() as stack:
         for name in ("sdpa", "eager"):
@@ -246,7 +253,29 @@ def _callers(model: nn.Module, inputs: dict[str, Any]) -> list[nn.Module]:
             stack.callback(_put_back, name, ALL_ATTENTION_FUNCTIONS.get(name))
             ALL_ATTENTION_FUNCTIONS[name] = partial(listening, own)
         model(**inputs)
-    return callers
+    return calls
+
+
+@torch.no_grad()
+def _is_gated(model: nn.Module, attention: nn.Module, output: str, inputs: dict[str, Any]) -> bool:
+    """Whether the output projection takes what attention gives times factors between 0 and 1 that no module makes."""
+    if not output:
+        return False
+    given: list[torch.Tensor] = []
+    with ExitStack() as hooks:
+        for module in attention.modules():
+            hooks.enter_context(
+                module.register_forward_hook(lambda module, args, result: given.append(first_tensor(result)))
+            )
+        projection = attention.get_submodule(output)
+        taken: list[torch.Tensor] = []
+        hooks.enter_context(projection.register_forward_pre_hook(lambda module, args: taken.append(args[0].clone())))
+        mix = next(mix for module, mix in _calls(model, inputs) if module is attention)
+    x, plain = taken[0], mix.flatten(2)
+    if x.shape != plain.shape or any(isinstance(other, torch.Tensor) and torch.equal(other, x) for other in given):
+        return False
+    factors = (x / plain)[plain.abs() > plain.abs().median() / 100]
+    return not torch.equal(x, plain) and bool(((factors > 0) & (factors < 1)).all())
 
 
 def _own_eager(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import field_validator, model_validator
 
@@ -10,6 +10,7 @@ from sinkscope.options.files import kind_of, names_in, user_path
 from sinkscope.options.option import MOST, Options, as_folder_name, checked, distinct_folder_name, option
 
 POSITIONS, WINDOW = 16, 64  # where the sequences are long enough; GS fig. 1 and WSE
+PROMPT = "prompt"  # the condition of a run on --prompt
 DEMO_NAME = "SmolLM2-135M-Instruct"  # the model of a run that names none
 
 
@@ -64,7 +65,7 @@ class TextOptions(Options):
         "natural",
         "Input",
         "natural, random, repeated, sampled (by the model itself), or a file: text (.txt), JSON lines (.jsonl) with "
-        "`text` or `input_ids`, or token ids (.npy).",
+        "`text`, `messages` (a chat, through the model's template) or `input_ids`, or token ids (.npy).",
         metavar="IN",
     )
     seq_len: int = option(64, "Input", "Tokens in each sequence, the BOS included.", metavar="T", ge=2)
@@ -102,6 +103,15 @@ class SequenceOptions(Options):
 
 class InputOptions(SeedOptions, SequenceOptions, TextOptions):
     """What the model reads. Defaults are WSE's: 100 sequences of 64 tokens."""
+
+    prompt: str | None = option(None, "Input", "One text of your own, instead of --input.", metavar="TEXT")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if self.prompt is not None and (self.input != "natural" or self.dataset is not None):
+            other = f"--dataset {self.dataset}" if self.dataset is not None else f"--input {self.input}"
+            raise ValueError(f"{other} and --prompt: give one of the two")
+        return self
 
 
 class ObservableOptions(Options):
@@ -186,6 +196,7 @@ class RunConfig(ObservableOptions, InputOptions, DeviceOptions, ModelOptions):
     def run_name(self) -> str:
         """The model's name, its revision and what it reads, fit for a folder."""
         reads = Path(self.dataset.split(":")[0]).name if self.dataset else Path(self.input).stem
+        reads = reads if self.prompt is None else PROMPT
         return as_folder_name(self.folder_name, distinct_folder_name(reads))
 
 

@@ -129,6 +129,10 @@ def _sink(run: RunData) -> Iterator[Finding]:
     value = run.metric("sink_rate")
     yield Finding("sink", SINK, outcome, value, None, threshold, published, numbers, is_headline=True)
     yield from _attention_layers(run)
+    if run.manifest["family"].get("gated") and "gate" in run.tables:
+        there = Outcome.ABSENT if rates.max() < NO_SINK else Outcome.PRESENT
+        numbers = {"later": run.metric("gate_later"), "rate": value}
+        yield Finding("own-gates", SINK, there, run.metric("gate_first"), threshold=NO_SINK, numbers=numbers)
     if "sink_positions" in run.tables:
         yield _later_sinks(run)
 

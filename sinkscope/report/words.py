@@ -100,6 +100,10 @@ TEMPLATES: dict[tuple[str, Outcome], str] = {
     ("8-bit-step", ABSENT): "One step of per-tensor 8-bit activations is at most {value:.1f} × the median entry, at "
         "the output of layer {layer} (largest over all sequences {largest:,.0f}, median {median:.2g}): outliers do "
         "not rule out per-tensor scales.",
+    ("own-gates", ABSENT): "The model's own gates leave {value:gate_first} of the heads' outputs at position 0 and "
+        "{later:gate_later} at later ones; no layer has a sink at position 0 ({rate:sink_rate}).",
+    ("own-gates", PRESENT): "The model's own gates leave {value:gate_first} of the heads' outputs at position 0 and "
+        "{later:gate_later} at later ones; the sink at position 0 is there all the same ({rate:sink_rate}).",
     ("attention-layers", MEASURED): "Attention is in {layers:layers} alone, and means over layers are over these; the "
         "other layers are {others}.",
     ("sliding-window", ABSENT): "The window of {value:g} tokens that {layers:layers} attend to is never reached: "

@@ -84,7 +84,7 @@ TOKEN_GROUPS = (("0", 0, 0), ("1", 1, 1), ("2-3", 2, 3), ("4-7", 4, 7), ("8-15",
 
 _LEARNED = "models with learned positions and a query bias"
 _QUERY_BIAS = "models with a query bias"
-_GATED = "retrofits with gates or scales on values or heads' outputs"
+_GATED = "models and retrofits with gates or scales on values or heads' outputs"
 _TASK = "train on bigram-backcopy"
 
 # fmt: off

@@ -62,6 +62,7 @@ class Family(Part):
     name: str
     wiring: str
     positions: str
+    gated: bool = False
     kinds: list[str] | None = None
 
 

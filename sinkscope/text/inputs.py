@@ -9,8 +9,9 @@ decides much about sinks, so it is always recorded. Every error is an `InputErro
     "repeated"    one such token a sequence, seq_len times (WSE §3.3)
     "sampled"     what the model itself says after its BOS: natural to a model without tokenizer
     FILE.txt      UTF-8 text, in consecutive windows
-    FILE.jsonl    (or .json) one JSON object a line: `input_ids`, taken as they are, or else `text`, one document a
-                  sequence; cut to seq_len, and kept when shorter
+    FILE.jsonl    (or .json) one JSON object a line: `input_ids`, taken as they are, `messages` (a chat: role and
+                  content) as the tokenizer's chat template writes them, or else `text`, one document a sequence; cut to
+                  seq_len, and kept when shorter
     FILE.npy      integer token ids (N, T) or (T,), T ≥ seq_len, cut to seq_len
 
 WSE is "When Attention Sink Emerges in Language Models"; its experiments take 100 sequences of 64 tokens.
@@ -27,8 +28,9 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from sinkscope.errors import InputError
+from sinkscope.options.measuring import PROMPT
 from sinkscope.text.request import Request, Sampler
-from sinkscope.text.sequences import counted
+from sinkscope.text.sequences import counted, prompted
 from sinkscope.text.sources import DRAWN, open_source
 from sinkscope.text.tokens import special_token_ids
 
@@ -105,6 +107,7 @@ def build_inputs(
     vocab_size: int,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
     dataset: str | None = None,
+    prompt: str | None = None,
     max_positions: int | None = None,
     num_seqs: int = 100,
     seq_len: int = 64,
@@ -121,6 +124,7 @@ def build_inputs(
         vocab_size: the model's; ids must be below it, and drawn ids below the tokenizer's length, too.
         dataset: instead of a source, "NAME", "NAME:CONFIG" or "NAME:CONFIG:SPLIT" (train unless given) of a
             HuggingFace dataset or a local folder: its documents of at least seq_len tokens, cut.
+        prompt: instead of a source, one text.
         max_positions: the longest sequence that the model takes; None: no limit.
         bos: what stands in front of every sequence and counts in seq_len. "auto": what the tokenizer puts in front
             of a text by itself, and nothing in front of drawn tokens (propositions 1–4 of WSE are about equal
@@ -136,7 +140,10 @@ def build_inputs(
     special = special_token_ids(tokenizer) | {at for at in (*special_ids, bos_token_id) if at is not None}
     request = Request(tokenizer, vocab_size, num_seqs, seq_len, bos, bos_token_id, special, seed, sampler)
     request.check(max_positions)
-    if source in DRAWN and dataset is None:
+    if prompt is not None:
+        condition, selection = PROMPT, prompted(prompt, request)
+        num_seqs = 1
+    elif source in DRAWN and dataset is None:
         condition, selection = source, DRAWN[source](request)
     else:
         found = open_source(source, dataset)

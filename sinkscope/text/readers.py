@@ -26,6 +26,7 @@ class Document:
     where: str  # what error messages call it, such as "notes.jsonl, line 3"
     text: str = ""
     ids: list[int] | None = None
+    messages: list[dict[str, str]] | None = None  # of a chat: role and content
     notice: str = ""  # for a user who asked for more than one sequence
 
 
@@ -37,13 +38,26 @@ def _of_characters(text: str) -> str:
     return text
 
 
+Text = Annotated[str, AfterValidator(_of_characters)]
+
+
+class _Message(BaseModel):
+    """One turn of a chat."""
+
+    model_config = ConfigDict(strict=True)
+
+    role: Text
+    content: Text
+
+
 class _Record(BaseModel):
     """One line of a JSON lines file; it may have other entries."""
 
     model_config = ConfigDict(strict=True)  # 6.0 and true are no token ids
 
     input_ids: list[int] = []
-    text: Annotated[str, AfterValidator(_of_characters)] = ""
+    messages: list[_Message] = []
+    text: Text = ""
 
 
 def read_text(path: Path) -> Iterator[Document]:
@@ -59,7 +73,7 @@ def read_text(path: Path) -> Iterator[Document]:
 
 
 def read_json_lines(path: Path) -> Iterator[Document]:
-    """One JSON object a line, with `text`, `input_ids` or both. No more lines are read than documents are taken."""
+    """One JSON object a line: `text`, `messages` or `input_ids`. No more lines are read than documents are taken."""
     try:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
@@ -137,14 +151,15 @@ def _json_document(content: str, where: str) -> Document:
     if not isinstance(record, dict):
         raise InputError(f"{where} is a JSON {_json_type(record)}: give one JSON object a line")
     if not record.keys() & _Record.model_fields.keys():
-        raise InputError(f"{where}: a record needs `text` or `input_ids`; this one has {_keys(record)}")
-    if "input_ids" in record and not isinstance(record.get("text"), str):
-        record.pop("text", None)  # not needed beside ids
+        raise InputError(f"{where}: a record needs `text`, `messages` or `input_ids`; this one has {_keys(record)}")
+    if "input_ids" in record:  # nothing else is needed beside ids
+        record = {name: value for name, value in record.items() if name == "input_ids" or isinstance(value, str)}
     try:
         checked = _Record.model_validate(record)
     except ValidationError as error:
         raise InputError(f"{where}: {_complaint(error.errors()[0])}") from None
-    return Document(where, checked.text, checked.input_ids if "input_ids" in record else None)
+    messages = [message.model_dump() for message in checked.messages] or None
+    return Document(where, checked.text, checked.input_ids if "input_ids" in record else None, messages)
 
 
 def _complaint(error: Any) -> str:
@@ -152,6 +167,9 @@ def _complaint(error: Any) -> str:
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
     found = _json_type(error["input"])
+    if name == "messages":
+        where = "".join(f"[{place}]" if isinstance(place, int) else f".{place}" for place in places)
+        return f"messages{where}: each message has a `role` and a `content`, which are strings"
     if places:
         return f"{name}[{places[0]}] is a JSON {found}: token ids are integers"
     return f"{name} is a JSON {found}, not a {'string' if name == 'text' else 'list of integers'}"

@@ -5,10 +5,10 @@ from itertools import chain, islice
 
 import numpy as np
 
-from sinkscope.errors import InputError
+from sinkscope.errors import InputError, one_line
 from sinkscope.text.readers import Document
 from sinkscope.text.request import Request, Selection
-from sinkscope.text.tokens import check_ids, first_tokens
+from sinkscope.text.tokens import check_ids, encode, first_tokens
 
 # Of a dataset, at most this many documents are looked at for every sequence asked for: without a limit, a
 # dataset of short documents would be streamed to its end.
@@ -33,6 +33,18 @@ def windows(documents: Iterator[Document], label: str, request: Request) -> Sele
     return Selection(sequences, request.token_zero_of_text, [])
 
 
+def prompted(text: str, request: Request) -> Selection:
+    """One text, or its first seq_len tokens."""
+    label = "--prompt"
+    request.need_tokenizer(label)
+    ids = [*request.text_prefix, *encode(request.tokenizer, text, special=False)]
+    check_ids(ids, request.vocab_size, f"{label} through this tokenizer")
+    if len(ids) < 2:
+        raise InputError(f"{label} has {counted(len(ids), 'token')}; attention needs at least 2")
+    cut = f"{label}: the first {request.seq_len} of its {len(ids)} tokens; --seq-len {len(ids)} reads all"
+    return Selection([ids[: request.seq_len]], request.token_zero_of_text, [cut] if len(ids) > request.seq_len else [])
+
+
 def heads(documents: Iterator[Document], label: str, request: Request) -> Selection:
     """The first seq_len tokens of every document; shorter documents are kept whole, from 2 tokens on."""
     taken, skipped = _take(documents, request, 2)
@@ -48,7 +60,7 @@ def heads(documents: Iterator[Document], label: str, request: Request) -> Select
     lengths = {len(ids) for ids in sequences}
     if len(lengths) > 1:
         notices.append(f"{label}: sequences have {min(lengths)} to {max(lengths)} tokens; shorter ones are padded")
-    all_text = all(document.ids is None for document, _ in taken)
+    all_text = all(document.ids is None and document.messages is None for document, _ in taken)
     return Selection(sequences, request.token_zero_of_text if all_text else request.common_first(sequences), notices)
 
 
@@ -108,10 +120,22 @@ def rows(documents: Iterator[Document], label: str, request: Request) -> Selecti
 def _text_ids(document: Document, request: Request) -> list[int]:
     """The first tokens of one document, at most seq_len, BOS included."""
     request.need_tokenizer(document.where)
+    if document.messages is not None:
+        return _chat_ids(document.where, document.messages, request)[: request.seq_len]
     prefix = request.text_prefix
     ids = first_tokens(request.tokenizer, document.text, request.seq_len - len(prefix))
     check_ids(ids, request.vocab_size, f"{document.where}, through this tokenizer")
     return [*prefix, *ids]
+
+
+def _chat_ids(where: str, messages: list[dict[str, str]], request: Request) -> list[int]:
+    """A chat as the tokenizer's template writes it, which decides what stands in front."""
+    try:
+        ids = list(request.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))  # type: ignore[union-attr]
+    except Exception as error:  # a template is a program
+        raise InputError(f"{where}: the tokenizer's chat template does not write it: {one_line(error)}") from error
+    check_ids(ids, request.vocab_size, f"{where}, through this tokenizer")
+    return ids
 
 
 def _given_ids(document: Document, ids: list[int], request: Request) -> list[int]:

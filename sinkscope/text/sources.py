@@ -68,8 +68,9 @@ def documents(source: str, dataset: str | None = None) -> tuple[str, Iterator[st
 
 
 def _text_to_train_on(document: Document) -> str:
-    if document.ids is not None and not document.text:
-        raise InputError(f"{document.where}: a record needs `text` to train on; this one has only `input_ids`")
+    if not document.text and (document.ids is not None or document.messages is not None):
+        what = "`input_ids`" if document.ids is not None else "`messages`"
+        raise InputError(f"{document.where}: a record needs `text` to train on; this one has only {what}")
     return document.text
 
 

@@ -223,6 +223,17 @@ def test_wrong_options(options: list[str], message: str, tiny: Path) -> None:
     assert message in refused(2, "analyze", tiny, *options)
 
 
+def test_a_prompt(tiny: Path, tmp_path: Path) -> None:
+    result = command_line("analyze", tiny, "--prompt", "the of and drain", "--out", tmp_path / "run", "--quiet")
+    assert result.exit_code == 0, result.output
+    run = Run.open(tmp_path / "run")
+    assert (run.condition, run.manifest["input"]["sequences"]) == ("prompt", 1)
+    assert run.manifest["config"]["prompt"] == "the of and drain"
+    assert "--input random and --prompt: give one of the two" in refused(
+        2, "analyze", tiny, "--input", "random", "--prompt", "the of"
+    )
+
+
 @pytest.mark.parametrize("command", ["retrofit", "train"])
 def test_observables_are_looked_up_before_anything_is_trained(command: str, tiny: Path, tmp_path: Path) -> None:
     given = (tiny,) if command == "retrofit" else ("--config", tiny / "config.json")
@@ -425,7 +436,7 @@ def test_bad_token_ids(bare: Path, array: np.ndarray, message: str) -> None:
         ('{"input_ids": [3, 4, 96]}', "token id 96 at position 2 is outside"),
         ('{"input_ids": [3, true]}', "input_ids[1] is a JSON boolean"),
         ('{"input_ids": [3]}', "attention needs at least 2"),
-        ('{"ids": [3, 4]}', "a record needs `text` or `input_ids`"),
+        ('{"ids": [3, 4]}', "a record needs `text`, `messages` or `input_ids`"),
         ("3, 4", "is not JSON"),
     ],
 )

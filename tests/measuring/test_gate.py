@@ -3,14 +3,16 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from support.every_model import tiny_of
 from support.retrofitted import EACH_FAMILY, METHODS, SETTINGS, in_double, plain_model, retrofitted, shared
-from tiny import FORWARD, batched, measured, ragged_tokens, tiny_model
+from tiny import FORWARD, batched, measured, ragged_tokens, tiny_model, tiny_tokens
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -18,10 +20,12 @@ import sinkscope
 from sinkscope.commands.doctor import doctor
 from sinkscope.errors import InputError
 from sinkscope.measuring.observables import OBSERVABLES
+from sinkscope.measuring.subject import family_of
 from sinkscope.measuring.tables import column_names
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
 from sinkscope.models.projections import projections
+from sinkscope.models.wiring import calibrate
 from sinkscope.retrofits import retrofit_model
 
 GATED = [label for label in METHODS if label.startswith(("vga", "iga", "vscale"))]
@@ -184,3 +188,41 @@ def test_a_model_without_gates_is_refused_with_the_reason(label: str) -> None:
     assert "gate" not in run.manifest["not_measured"]  # nobody misses it
     assert "gate" not in run.tables
     assert np.isnan(run.metric("gate_first"))
+
+
+# --- gates of the model's own
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "afmoe"])
+def test_own_gates_are_what_the_output_projection_gets_of_the_mix(model_type: str, tmp_path: Path) -> None:
+    """Found without being told where they are; compared with the gate that the model's own code computes."""
+    model = tiny_of(model_type)
+    family, _ = family_of(model)
+    assert family.gated
+    ids = tiny_tokens(1, 12)
+    np.save(tmp_path / "ids.npy", ids.numpy())
+    run = sinkscope.analyze(model, input=tmp_path / "ids.npy", seq_len=12, positions=12, window=12, observables="gate")
+    layer, attention = next(iter(family.attentions(model).items()))
+    kept: dict[str, torch.Tensor] = {}
+    projection = attention.q_proj if model_type == "qwen3_next" else attention.gate_proj
+    handles = [
+        projection.register_forward_hook(lambda module, args, output: kept.update(gate=output)),
+        attention.o_proj.register_forward_pre_hook(lambda module, args: kept.update(taken=args[0])),
+    ]
+    with torch.no_grad():
+        model(ids, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    heads = model.config.num_attention_heads
+    by_head = kept["gate"].view(1, 12, heads, -1)
+    gate = torch.sigmoid(by_head.chunk(2, dim=-1)[1] if model_type == "qwen3_next" else by_head)
+    mix = kept["taken"].view(gate.shape) / gate
+    expected = (gate * mix.square()).sum(-1) / mix.square().sum(-1)
+    found = run.tables["gate"].query(f"layer == {layer}").pivot(index="position", columns="head", values="gate")
+    np.testing.assert_allclose(found.to_numpy(), expected[0].numpy(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("model_type", ["bitnet", "olmo2", "llama"])
+def test_a_norm_before_the_output_projection_is_no_gate(model_type: str) -> None:
+    model = tiny_of(model_type)
+    assert not calibrate(model, tiny_tokens(2, 8)).gated

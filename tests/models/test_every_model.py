@@ -3,13 +3,13 @@
 `reports/models/models.csv` holds what became of each; tests/sweep_models.py writes it.
 """
 
-import csv
 from pathlib import Path
 
 import pytest
 from support.every_model import differences, every_type, row_of
+from sweep_models import BEGIN, README, readme_list, written_rows
 
-TABLE = Path(__file__).parents[2] / "reports" / "models" / "models.csv"
+ROWS = {row["model_type"]: row for row in written_rows()}
 ROUND_OFF = 1e-6  # models of float64 take their norms, and some their softmax, in float32
 
 # One for each way in which a layer is built that no other here has.
@@ -20,19 +20,18 @@ DIFFERENT = (
 )  # fmt: skip
 
 
-def rows() -> dict[str, dict[str, str]]:
-    with TABLE.open(encoding="utf-8") as file:
-        return {row["model_type"]: row for row in csv.DictReader(file)}
-
-
 def test_the_table_holds_every_type() -> None:
-    assert list(rows()) == every_type()
+    assert list(ROWS) == every_type()
+
+
+def test_the_readme_lists_them() -> None:
+    assert f"{BEGIN}\n{readme_list(list(ROWS.values()))}\n\n" in README.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("model_type", every_type())
 def test_what_becomes_of_it(model_type: str) -> None:
     found = vars(row_of(model_type))
-    assert found == {name: rows()[model_type][name] for name in found}
+    assert found == {name: ROWS[model_type][name] for name in found}
 
 
 @pytest.mark.parametrize("model_type", DIFFERENT)

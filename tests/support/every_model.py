@@ -16,8 +16,12 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig,
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import sinkscope
-from sinkscope.errors import InputError
+from sinkscope.errors import SinkscopeError
+from sinkscope.measuring.observables import OBSERVABLES
+from sinkscope.measuring.observables.observable import Settings
 from sinkscope.measuring.subject import family_of
+from sinkscope.measuring.tracer import open_tracer
+from sinkscope.text.batch import Batch
 from support.plain import run_plainly
 
 VOCAB = 96
@@ -295,13 +299,16 @@ class Row:
 
 
 def row_of(model_type: str) -> Row:
-    """Build the model and look for its family."""
+    """Build the model, look for its family, and read attention in every layer that has it."""
     if model_type in NOT_BUILT:
         return Row(model_type, "not built", reason=NOT_BUILT[model_type])
     model = tiny_of(model_type)
     try:
         family, notices = family_of(model)
-    except InputError as error:
+        with open_tracer(model, family) as tracer:
+            ids = torch.arange(3, 15)[None]
+            tracer.forward(Batch(ids, torch.ones_like(ids)), [OBSERVABLES["attention"](Settings())])
+    except SinkscopeError as error:
         return Row(model_type, "refused", reason=str(error).splitlines()[-1])
     kinds = Counter(family.block(layer).kind for layer in range(len(family.layer_modules(model))))
     layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())

@@ -355,7 +355,7 @@ def test_text_and_ids_may_stand_in_one_file(llama, tmp_path):
         ("[" * 100_000, "line 1 is not JSON"),
         ('[{"text": "w1 w2"}]', "line 1 is a JSON list: give one JSON object a line"),
         ("3", "line 1 is a JSON number"),
-        ('{"body": "w1 w2", "n": 1}', "needs `text` or `input_ids`; this one has body, n"),
+        ('{"body": "w1 w2", "n": 1}', "needs `text`, `messages` or `input_ids`; this one has body, n"),
         ("{}", "this one has nothing"),
         ('{"text": ["w1", "w2"]}', "text is a JSON list, not a string"),
         ('{"text": null}', "text is a JSON null, not a string"),
@@ -790,3 +790,72 @@ def test_smollm2_tokenizer():
     assert special_token_ids(tokenizer).isdisjoint(np.concatenate(drawn.sequences).tolist())
     assert token_text(tokenizer, 198) == "\n"
     assert token_text(tokenizer, 1) == "<|im_start|>"
+
+
+# ------------------------------------------------------------------------------------- a prompt, and chats
+
+CHAT = (
+    "{% for message in messages %}{{ '<s> ' if loop.first }}{{ message['role'] }} {{ message['content'] }} </s> "
+    "{% endfor %}"
+)
+
+
+def chat_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = word_tokenizer("<s> $A")
+    tokenizer.chat_template = CHAT.replace("{{ message['role'] }}", "w0")
+    return tokenizer
+
+
+def test_a_prompt_is_one_sequence(llama):
+    inputs = build_inputs(prompt=words(5), vocab_size=VOCAB, tokenizer=llama, seq_len=64)
+    assert lists(inputs) == [[BOS, *ids_of(words(5))]]
+    assert (inputs.condition, inputs.token_zero) == ("prompt", "bos <s> (id 1)")
+    assert inputs.notices == ()
+
+
+def test_a_long_prompt_is_cut_and_says_so(llama):
+    inputs = build_inputs(prompt=words(9), vocab_size=VOCAB, tokenizer=llama, seq_len=4)
+    assert lists(inputs) == [[BOS, *ids_of(words(3))]]
+    assert inputs.notices == ("--prompt: the first 4 of its 10 tokens; --seq-len 10 reads all",)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokenizer", "match"),
+    [("", word_tokenizer(), "0 tokens"), ("w1", word_tokenizer(), "1 token;"), ("w1 w2", None, "needs a tokenizer")],
+)
+def test_prompts_that_cannot_be_used(prompt, tokenizer, match):
+    with pytest.raises(InputError, match=f"--prompt.*{match}"):
+        build_inputs(prompt=prompt, vocab_size=VOCAB, tokenizer=tokenizer)
+
+
+def test_chats_go_through_the_template_of_the_tokenizer(tmp_path):
+    turns = [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3"}]
+    (tmp_path / "x.jsonl").write_text(json.dumps({"messages": turns}) + "\n" + json.dumps({"messages": turns[:1]}))
+    inputs = build_inputs(tmp_path / "x.jsonl", vocab_size=VOCAB, tokenizer=chat_tokenizer(), num_seqs=2)
+    first = ids_of("<s> w0 w1 w2 </s>")
+    assert lists(inputs) == [[*first, *ids_of("w0 w3 </s>")], first]  # no further BOS: the template has it
+    assert inputs.token_zero == "bos <s> (id 1)"
+    cut = build_inputs(tmp_path / "x.jsonl", vocab_size=VOCAB, tokenizer=chat_tokenizer(), num_seqs=1, seq_len=3)
+    assert lists(cut) == [first[:3]]
+
+
+@pytest.mark.parametrize(
+    ("messages", "match"),
+    [
+        ("hello", "each message has a `role` and a `content`"),
+        ([{"role": "user"}], r"messages\[0\].content: each message has"),
+        ([{"role": "user", "content": 3}], r"messages\[0\].content: each message has"),
+    ],
+)
+def test_chats_that_cannot_be_used(messages, match, tmp_path):
+    (tmp_path / "x.jsonl").write_text(json.dumps({"messages": messages}))
+    with pytest.raises(InputError, match=f"x.jsonl, line 1: .*{match}"):
+        build_inputs(tmp_path / "x.jsonl", vocab_size=VOCAB, tokenizer=chat_tokenizer())
+
+
+def test_chats_need_a_template(plain, tmp_path):
+    (tmp_path / "x.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "w1"}]}))
+    with pytest.raises(InputError, match="chat template does not write it"):
+        build_inputs(tmp_path / "x.jsonl", vocab_size=VOCAB, tokenizer=plain)
+    with pytest.raises(InputError, match="has only `messages`"):
+        next(documents(str(tmp_path / "x.jsonl"))[1])

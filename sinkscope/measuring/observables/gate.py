@@ -1,4 +1,4 @@
-"""A retrofit's gates, and the values before them: do they close at the sink? (VGA §3.2, GS §5)
+"""Gates of a retrofit or of the model's own, and the values before them: do they close at the sink? (VGA §3.2, GS §5)
 
 The table `geometry` has the norms of the values as they are attended to, behind a gate.
 """
@@ -21,15 +21,19 @@ class Gate(Observable):
     """Table `gate`: means over sequences."""
 
     name = "gate"
-    about = "a retrofit's gates, and the norms of the values before them, per head and position"
+    about = "gates of a retrofit or of the model's own, and norms of the values before them, per head and position"
     sites = ("gate",)
-    expected = False  # only retrofits have gates
+    expected = False  # few models have gates
     columns: ClassVar = {
         "gate": (
             Column("head", "key/value head where values are gated, query head where heads' outputs are", kind="whole"),
             KV_HEAD,
             POSITION,
-            Column("gate", "the factor: scale · σ(·) of VGA and IGA, φ(‖v‖²) of V-scale"),
+            Column(
+                "gate",
+                "the factor: scale · σ(·) of VGA and IGA, φ(‖v‖²) of V-scale; of a model's own gate on each channel of "
+                "a head's output its mean over channels, weighted by the squares of what it multiplies",
+            ),
             Column("raw_value_norm", "L2 norm of the value as it is projected, before any gate"),
         ),
     }
@@ -40,7 +44,7 @@ class Gate(Observable):
 
     @classmethod
     def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
-        return None if has_gates(model) else "it has no gates, as vga, iga and vscale build in"
+        return None if has_gates(model) or family.gated else "it has no gates, as vga, iga and vscale build in"
 
     def see_gate(self, layer: int, gate: torch.Tensor, value: torch.Tensor, batch: Batch) -> None:
         positions = self.settings.positions
