@@ -480,7 +480,9 @@ def attention_then_more(module: Any, hidden_states: torch.Tensor, **kwargs: Any)
 def test_what_follows_attention_in_its_module_is_left_alone() -> None:
     calls: list[tuple[int, ...]] = []
     with attention_of_gptj(attention_then_more) as model, open_tracer(model, find_family(model)) as tracer:
-        bare_taps = [getattr(s, name) for s in tracer.seams for name in ("query", "key", "lse", "value", "mix")]
+        bare_taps = [
+            getattr(s, name) for s in tracer.seams.values() for name in ("query", "key", "lse", "value", "mix")
+        ]
         for tap in bare_taps:
             tap.register_forward_hook(lambda module, args, output: calls.append(tuple(output.shape)))
         tracer.logits(batch())
@@ -584,7 +586,7 @@ def test_the_scaling_of_the_models_own_code_is_found(name: str, scaling: float) 
     with open_tracer(model, find_family(model)) as tracer:
         for padding in ("left", "right"):
             tracer.forward(padded(ragged_tokens((9, 4)), padding), [OBSERVABLES["attention"](SETTINGS)])
-            assert [s.call.scaling for s in tracer.seams if s.call] == pytest.approx([scaling] * 3, rel=1e-6)
+            assert [s.call.scaling for s in tracer.seams.values() if s.call] == pytest.approx([scaling] * 3, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["bloom", "mpt"])
@@ -592,7 +594,7 @@ def test_with_alibi_there_is_no_one_scaling(name: str) -> None:
     model = tiny_model(name)
     with open_tracer(model, find_family(model)) as tracer:
         tracer.forward(batch(), [OBSERVABLES["attention"](SETTINGS)])
-        scalings = torch.tensor([s.call.scaling for s in tracer.seams if s.call])
+        scalings = torch.tensor([s.call.scaling for s in tracer.seams.values() if s.call])
     assert len(scalings) == 3
     assert scalings.isnan().all()
 

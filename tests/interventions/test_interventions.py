@@ -240,12 +240,12 @@ def test_seams_that_stay_in_are_as_they_were_too(name: str) -> None:
     texts = applicable(model)
     with target_of(model) as target:
         before = logits(model)
-        seams = [(seam.forbidden, seam.kernel) for seam in target.seams]
+        seams = [(seam.forbidden, seam.kernel) for seam in target.seams.values()]
         for text in texts.values():
             with applied(target, [parse(text)]):
                 changed = logits(model)
             assert not torch.equal(changed, before)
-            assert [(seam.forbidden, seam.kernel) for seam in target.seams] == seams
+            assert [(seam.forbidden, seam.kernel) for seam in target.seams.values()] == seams
             assert torch.equal(logits(model), before)
 
 

@@ -736,7 +736,7 @@ class Watching(Observable):
     def prepare(self, *arguments: Any) -> None:
         pass
 
-    def watch(self, layer: int, site: str, tensor: torch.Tensor, batch: Batch) -> None:
+    def watch(self, layer: int, site: str, tensor: torch.Tensor, batch: Batch, scale: float) -> None:
         self.seen[layer, site] = weakref.ref(tensor)
         if self.keep:
             self.kept.append(tensor)
@@ -771,7 +771,7 @@ def test_nothing_of_a_batch_outlives_it(name: str) -> None:
             assert tensors_with_graph() == 0
             for private in (measuring._seen, measuring._norms, measuring._scales, measuring._routed):
                 assert private == {}
-            assert all(not seam.call or seam.call.scores is None for seam in tracer.seams)
+            assert all(not seam.call or seam.call.scores is None for seam in tracer.seams.values())
 
 
 def test_what_is_kept_is_noticed() -> None:

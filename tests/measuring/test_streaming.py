@@ -310,13 +310,13 @@ def test_nothing_grows_with_the_square_of_the_length(name: str) -> None:
 def opened(model: PreTrainedModel, keep: int = 2, window: int = 3) -> Iterator[None]:
     family = find_family(model)
     with open_seam(model, family) as seams:
-        kernels = [seam.kernel for seam in seams]
+        kernels = [seam.kernel for seam in seams.values()]
         implementation = model.config._attn_implementation
         try:
             with streaming(model, family, seams, keep, window):
                 yield
         finally:
-            assert [seam.kernel for seam in seams] == kernels
+            assert [seam.kernel for seam in seams.values()] == kernels
             assert model.config._attn_implementation == implementation
 
 

@@ -16,7 +16,7 @@ def seen_at_the_taps(model, family, ids):
     """query, key, value (B,heads,T,d) of every layer, after any norm and rotation."""
     seen = []
     with open_seam(model, family) as seams:
-        for seam in seams:
+        for seam in seams.values():
             record = {}
             seen.append(record)
             for role in ROLES:

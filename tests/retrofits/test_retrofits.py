@@ -149,7 +149,7 @@ def test_vga_in_a_model_has_the_papers_gradient_at_every_layer(name: str) -> Non
     family = find_family(model)
     at_tap, raw = [], []
     with open_seam(model, family) as seams, in_double(model):
-        for index, seam in enumerate(seams):
+        for index, seam in seams.items():
             seam.value.register_forward_hook(lambda m, a, out: at_tap.append(_kept(out)))
             module = projections(model, family, index)["value"].module
             module.register_forward_hook(lambda m, a, out: raw.append(_kept(out.clone())) or raw[-1], prepend=True)
@@ -184,7 +184,9 @@ def changed_by_hand(model: PreTrainedModel, label: str, trained: PreTrainedModel
         read[:] = [args[0] if args else kwargs["hidden_states"]]
 
     with open_seam(model, family) as seams, ExitStack() as stack:
-        for index, (seam, layer) in enumerate(zip(seams, layers_of(trained, find_family(trained)), strict=True)):
+        for index, (seam, layer) in enumerate(
+            zip(seams.values(), layers_of(trained, find_family(trained)), strict=True)
+        ):
             parameters = dict(layer.attention.retrofit.named_parameters())
             attention = family.layer_modules(model)[index].get_submodule(family.attention)
             stack.callback(attention.register_forward_pre_hook(note, with_kwargs=True).remove)
