@@ -31,6 +31,20 @@ def line_by_layer(ax: Axes, values: pd.Series, **look: Any) -> Line2D:
     return curve(ax, values, **look)
 
 
+def band_by_layer(ax: Axes, low: pd.Series, high: pd.Series, **look: Any) -> None:
+    """From `low` to `high` by layer (their index). Layers without a value leave a gap; one between two is a bar."""
+    if low.empty:
+        return
+    layers = range(int(low.index.min()), int(low.index.max()) + 1)
+    low, high = low.reindex(layers), high.reindex(layers)
+    ax.fill_between(layers, low, high, **look)
+    there = low.notna()
+    alone = there & ~there.shift(1, fill_value=False) & ~there.shift(-1, fill_value=False)
+    if len(layers) > 1:
+        for layer in low.index[alone]:
+            ax.fill_between([layer - 0.15, layer + 0.15], low[layer], high[layer], **look)
+
+
 def finite(table: pd.DataFrame) -> pd.DataFrame:
     """NaN in place of infinite values."""
     return table.replace([np.inf, -np.inf], np.nan)

@@ -12,7 +12,16 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from sinkscope.report.figures.axes import finite, has_values, layer_axis, line_by_layer, say, value_axis, widen
+from sinkscope.report.figures.axes import (
+    band_by_layer,
+    finite,
+    has_values,
+    layer_axis,
+    line_by_layer,
+    say,
+    value_axis,
+    widen,
+)
 from sinkscope.report.figures.gradient_reshaping import why_undefined
 from sinkscope.report.figures.labels import places, title
 from sinkscope.report.figures.spec import declare
@@ -66,7 +75,7 @@ def _theorem_one(ax: Axes, first: pd.DataFrame) -> None:
     ax.set_ylabel("value gradient ‖∇v₀‖², mean over heads")
     if value_axis(ax, log=True):
         floor = ax.get_ylim()[0]  # where a lower bound is 0
-        ax.fill_between(means.index, means["lower_bound"].clip(lower=floor), means["upper_bound"], **BAND)
+        band_by_layer(ax, means["lower_bound"].clip(lower=floor), means["upper_bound"], **BAND)
 
 
 def _holds(ax: Axes, check: pd.DataFrame) -> None:

@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from sinkscope.report.figures.axes import layer_axis, line_by_layer, value_axis
+from sinkscope.report.figures.axes import band_by_layer, layer_axis, line_by_layer, value_axis
 from sinkscope.report.figures.labels import title
 from sinkscope.report.figures.spec import declare
 from sinkscope.report.figures.style import GRAY, OTHERS, SINK, WIDE, Figure, new_figure
@@ -52,5 +52,5 @@ def _lines(ax: Axes, geometry: pd.DataFrame, column: str) -> None:
             continue
         by_layer = rows.groupby(["layer", "head"])[column].mean().groupby("layer")
         low, high = by_layer.quantile(BAND[0]), by_layer.quantile(BAND[1])
-        ax.fill_between(low.index, low, high, color=look["color"], alpha=0.2, linewidth=0)
+        band_by_layer(ax, low, high, color=look["color"], alpha=0.2, linewidth=0)
         line_by_layer(ax, by_layer.mean(), label=label, **look)
