@@ -151,13 +151,18 @@ def _built(
     config = AutoConfig.for_model(model_type, **TINY[name][1])
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(spread)
-            else:  # norms' gains, biases and sink logits: away from their all-equal start
-                parameter.add_(0.1 * torch.randn_like(parameter))
+    spread_weights(model, spread)
     return Original(model.eval().requires_grad_(False)), torch.get_rng_state()
+
+
+@torch.no_grad()
+def spread_weights(model: PreTrainedModel, spread: float) -> None:
+    """Draw a random model's matrices wider than at initialization, and the rest away from its all-equal start."""
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.mul_(spread)
+        else:  # norms' gains, biases and sink logits
+            parameter.add_(0.1 * torch.randn_like(parameter))
 
 
 def tiny_tokens(batch: int = 3, length: int = 24, seed: int = 0) -> torch.Tensor:

@@ -10,11 +10,9 @@ after any rotary rotation. `lse` is the log-sum-exp of each row of logits: any r
 exp(logit - lse) (weights.py), so the weights themselves are never kept.
 """
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,15 +20,13 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sinkscope.attention.interceptor import Interceptor
 from sinkscope.attention.kernels import AttentionCall, fused_attention
 from sinkscope.attention.taps import NAME, Seam, denominator_of
 from sinkscope.errors import SinkscopeError
+from sinkscope.models.attention_functions import KEPT, Attend, attending_by
 from sinkscope.models.families import Family
-
-KEPT = ("sdpa", "eager")  # names of attention implementations whose masks `attend` understands
 
 
 def attend(
@@ -106,34 +102,19 @@ def open_seam(model: PreTrainedModel, family: Family, kernel: str = "sdpa") -> I
 
 @contextmanager
 def _interface(model: PreTrainedModel) -> Iterator[None]:
-    """`attend` in place of the function that the model's own implementation names, until the end of the block.
-
-    The name stays: some models make masks, or leave them out, by what they are called.
-    """
+    """`attend` in place of the function that the model's own implementation names, until the end of the block."""
     names = {implementation for _, implementation in _implementations(model)}
     with ExitStack() as stack:
         if not names <= {*KEPT, NAME}:  # flash attention's masks are of other kinds
             stack.enter_context(attention_implementation(model, "sdpa"))
-        for name in KEPT:
-            before = ALL_ATTENTION_FUNCTIONS.get(name)
-            ALL_ATTENTION_FUNCTIONS[name] = partial(_attend_or_else, before)
-            stack.callback(_put_back, name, before)
+        stack.enter_context(attending_by(_attend_or_else))
         yield
 
 
-def _attend_or_else(before: Callable[..., Any] | None, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _attend_or_else(own: Attend, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """`attend` where the module has a seam; anywhere else, such as in another model, what was there before."""
-    if hasattr(module, NAME) or denominator_of(module) is not None:
-        return attend(module, *args, **kwargs)
-    if before is None:  # every modeling file has an eager function of its own
-        before = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
-    return before(module, *args, **kwargs)
-
-
-def _put_back(name: str, before: Callable[..., Any] | None) -> None:
-    del ALL_ATTENTION_FUNCTIONS[name]
-    if ALL_ATTENTION_FUNCTIONS.get(name) is not before:  # a local override of the caller's
-        ALL_ATTENTION_FUNCTIONS[name] = before
+    has_seam = hasattr(module, NAME) or denominator_of(module) is not None
+    return (attend if has_seam else own)(module, *args, **kwargs)
 
 
 @contextmanager

@@ -157,7 +157,7 @@ class Layer:
         return any(event.path == end.path and self._is(event.x, self.out.x) for event in self.outputs)
 
     def _single(self, kind: str) -> Found | None:
-        branch = self._branch(self.h.x, self.out.x)
+        branch = self._module(self.h.x, self.out.x)
         if branch is None:
             return None
         return Found("single", None, None, branch) if kind in FEED_FORWARD else Found("single", branch)
@@ -177,15 +177,21 @@ class Layer:
     ) -> Branch | None:
         """What makes the step from `start` to `end`: one module, or two of the layer's own."""
         between = [event for event in self.outputs if after < event.order < before]
+        alone = self._module(start, end, after, before)
+        return alone or self._pair(start, end, [event for event in between if event.depth == 0])
+
+    def _module(
+        self, start: torch.Tensor, end: torch.Tensor, after: int = -1, before: float = float("inf")
+    ) -> Branch | None:
+        """The one module that makes the step."""
+        between = [event for event in self.outputs if after < event.order < before]
         found = []
         for event in between:
             for scale in (1.0, _one_scale(end - start, event.x)):
                 if scale and self._makes(end, (start, scale * event.x)):
                     found.append(Branch((event,), (scale,)))
                     break
-        if found:
-            return min(found, key=lambda branch: branch.rank)
-        return None if start is self.h.x and end is self.out.x else self._pair(start, end, _outermost(between))
+        return min(found, key=lambda branch: branch.rank, default=None)
 
     def _pair(self, start: torch.Tensor, end: torch.Tensor, events: Sequence[Event]) -> Branch | None:
         """Two modules, none of which is part of the other, that together make the step."""
@@ -255,10 +261,6 @@ def _top(path: str) -> str:
     return path.split(".")[0]
 
 
-def _outermost(events: Sequence[Event]) -> list[Event]:
-    return [event for event in events if event.depth == 0]
-
-
 def _early(branches: Mapping[str, Branch | None]) -> dict[str, str]:
     """The addresses of the terms before the last."""
     pairs = {site: branch.events[0].address for site, branch in branches.items() if branch and len(branch.events) > 1}
@@ -315,15 +317,20 @@ def _keepers(events: list[Event], order: Iterator[int], path: str) -> tuple[Any,
         keep("input", (*args, *kwargs.values()))
 
     def given(_: nn.Module, __: tuple, output: Any) -> None:
-        keep("output", output if isinstance(output, tuple | list) else (output,))
+        keep("output", output)
 
-    def keep(end: str, values: Iterable[Any]) -> None:
-        floats = (value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point())
-        x = next(floats, None)
+    def keep(end: str, values: Any) -> None:
+        x = first_floats(values)
         if x is not None:
             events.append(Event(next(order), path, end, x.detach().clone()))
 
     return taken, given
+
+
+def first_floats(values: Any) -> torch.Tensor | None:
+    """The first tensor of floating-point numbers of several values, or of one; None where there is none."""
+    several = values if isinstance(values, tuple | list) else (values,)
+    return next((value for value in several if isinstance(value, torch.Tensor) and value.is_floating_point()), None)
 
 
 def _of_the_stream(events: Sequence[Event]) -> list[Event]:

@@ -1,6 +1,5 @@
 """Numerical checks of a family's row against a model, and the search for a row of a model that has none."""
 
-import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -9,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sinkscope.errors import InputError, described
 from sinkscope.models import families
-from sinkscope.models.discovery import Layer, record
+from sinkscope.models.attention_functions import attending_by
+from sinkscope.models.discovery import Layer, first_floats, record
 from sinkscope.models.families import ATTENTION, RESIDUAL_SITES, Block, Family, first_tensor
 
 
@@ -28,7 +27,7 @@ def read_sites(model: nn.Module, family: Family, token_ids: torch.Tensor) -> lis
         for index, layer in enumerate(family.layer_modules(model)):
             kept: dict[str, torch.Tensor] = {}
             records.append(kept)
-            for address in {"input", *_addresses(family.block(index))}:
+            for address in {"input", *family.block(index).sites.values()}:
                 path, _, end = address.rpartition(".")
                 module = layer.get_submodule(path)
                 if end == "input":
@@ -38,10 +37,6 @@ def read_sites(model: nn.Module, family: Family, token_ids: torch.Tensor) -> lis
                     hooks.enter_context(module.register_forward_hook(partial(_keep_output, kept, address)))
         model(token_ids, use_cache=False)
     return [_summed(family.block(index), kept) for index, kept in enumerate(records)]
-
-
-def _addresses(block: Block) -> set[str]:
-    return set(block.sites.values())
 
 
 def _summed(block: Block, kept: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -177,9 +172,7 @@ def _keep_end(
     ends: dict[nn.Module, list[torch.Tensor]], module: nn.Module, args: tuple, kwargs: dict, *output: Any
 ) -> None:
     """What a module takes, and then what it gives."""
-    values = output[0] if output else (*args, *kwargs.values())
-    tensors = values if isinstance(values, tuple | list) else (values,)
-    x = next((value for value in tensors if isinstance(value, torch.Tensor) and value.is_floating_point()), None)
+    x = first_floats(output[0] if output else (*args, *kwargs.values()))
     if x is not None:
         ends.setdefault(module, []).append(x.detach().clone())
 
@@ -249,11 +242,7 @@ def _calls(model: nn.Module, inputs: dict[str, Any]) -> list[tuple[nn.Module, to
         calls.append((module, given[0].detach().clone()))
         return given
 
-    with ExitStack() as stack:
-        for name in ("sdpa", "eager"):
-            own = ALL_ATTENTION_FUNCTIONS.get(name) or _own_eager
-            stack.callback(_put_back, name, ALL_ATTENTION_FUNCTIONS.get(name))
-            ALL_ATTENTION_FUNCTIONS[name] = partial(listening, own)
+    with attending_by(listening):
         model(**inputs)
     return calls
 
@@ -278,17 +267,6 @@ def _is_gated(model: nn.Module, attention: nn.Module, output: str, inputs: dict[
         return False
     factors = (x / plain)[plain.abs() > plain.abs().median() / 100]
     return not torch.equal(x, plain) and bool(((factors > 0) & (factors < 1)).all())
-
-
-def _own_eager(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Every modeling file has an eager function of its own."""
-    return vars(sys.modules[type(module).__module__])["eager_attention_forward"](module, *args, **kwargs)
-
-
-def _put_back(name: str, before: Any) -> None:
-    del ALL_ATTENTION_FUNCTIONS[name]
-    if ALL_ATTENTION_FUNCTIONS.get(name) is not before:  # a local override of the caller's
-        ALL_ATTENTION_FUNCTIONS[name] = before
 
 
 # in the names of classes that mix tokens in another way than by a softmax

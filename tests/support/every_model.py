@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from tiny import spread_weights
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -273,12 +274,7 @@ def tiny_of(model_type: str, dtype: torch.dtype = torch.float32, spread: float =
     config = tiny_config(model_type)
     config._experts_implementation = "eager"  # others know no float64
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(spread)
-            else:
-                parameter.add_(0.1 * torch.randn_like(parameter))
+    spread_weights(model, spread)
     return model
 
 
