@@ -9,11 +9,13 @@ import json
 import os
 import subprocess
 import sys
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+from support.forked import work_and_exit
 
 LIBRARIES = (
     "PIL.ExifTags",
@@ -32,6 +34,16 @@ LIBRARIES = (
     "torch.distributed.tensor",
     "transformers.utils",
 )
+
+
+# Programs have the current folder in front of their path, as `python -c` has it, and not the folder of tests.
+SERVER = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+from support.clean import serve
+del sys.path[0]
+serve()
+"""
 
 
 class CleanProcess:
@@ -56,7 +68,7 @@ class CleanProcess:
 @contextmanager
 def clean_process(cwd: Path) -> Iterator[CleanProcess]:
     """Closed at the end of the block."""
-    command = [sys.executable, __file__]
+    command = [sys.executable, "-c", SERVER]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(cwd)}
     pipe = subprocess.PIPE
     with (
@@ -66,9 +78,8 @@ def clean_process(cwd: Path) -> Iterator[CleanProcess]:
         yield CleanProcess(server, Path(folder))
 
 
-def _serve() -> None:
+def serve() -> None:
     """One line of JSON in, one exit status out."""
-    sys.path[0] = ""  # instead of the folder of this file
     for name in LIBRARIES:
         __import__(name)
     imported = [name for name in sys.modules if name.partition(".")[0] == "sinkscope" or "transformers.models" in name]
@@ -77,28 +88,15 @@ def _serve() -> None:
         program, stdout, stderr = json.loads(line)
         child = os.fork()
         if not child:
-            _run(program, stdout, stderr)
+            work_and_exit(partial(_run, program, stdout, stderr))
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
     os._exit(0)  # taking all the libraries down takes a second
 
 
 def _run(program: str, stdout: str, stderr: str) -> None:
-    """Never returns."""
-    status = 1
+    for path, number in ((os.devnull, 0), (stdout, 1), (stderr, 2)):
+        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC), number)
     try:
-        for path, number in ((os.devnull, 0), (stdout, 1), (stderr, 2)):
-            os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC), number)
         exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
-        status = 0
-    except SystemExit as ending:
-        status = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
-    except BaseException:
-        traceback.print_exc()
     finally:
         sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-
-
-if __name__ == "__main__":
-    _serve()

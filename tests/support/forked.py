@@ -41,7 +41,7 @@ def forked(work: Callable[[], Any]) -> Iterator[Process]:
     """Do `work` in a copy of this process, which prints to the terminal and is killed at the end if it still runs."""
     pid = os.fork()
     if not pid:
-        _work_and_exit(work)
+        work_and_exit(work)
     process = Process(pid)
     try:
         yield process
@@ -51,8 +51,8 @@ def forked(work: Callable[[], Any]) -> Iterator[Process]:
             process.wait()
 
 
-def _work_and_exit(work: Callable[[], Any]) -> None:
-    """Never returns: nothing of pytest may run twice."""
+def work_and_exit(work: Callable[[], Any]) -> None:
+    """In a process that was forked. Never returns: nothing of its parent may run twice."""
     status = 1
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
