@@ -1,6 +1,5 @@
 """Models that the caller has already loaded: found inside their wrappers, and measured without a lasting change."""
 
-import copy
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,6 +13,8 @@ from sinkscope.errors import InputError
 
 WRAPPERS = ("torch.compile", "DataParallel", "DistributedDataParallel", "PEFT")
 COMPILED = "_compiled_call_impl"  # where `module.compile()` puts its own `__call__`
+
+Attributes = list[tuple[str, Any, dict[Any, Any] | None]]  # name, value, and what a dict held
 
 
 def text_of(name: Any) -> str:
@@ -94,21 +95,24 @@ def unchanged_after(model: nn.Module) -> Iterator[None]:
             _restore(module, attributes)
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Of the module itself; dicts, such as its hooks and parameters, as copies."""
-    return {name: copy.copy(value) if isinstance(value, dict) else value for name, value in vars(module).items()}
+def _attributes(module: nn.Module) -> Attributes:
+    """Of the module itself; dicts are, for one, its hooks and parameters.
 
-
-def _restore(module: nn.Module, before: dict[str, Any]) -> None:
-    """Its attributes as they were, in the same dicts: transformers, for one, leaves hooks where it was asked for
-    attention weights.
+    Most of a module's dicts are empty, and a model has thousands of them: those are not copied.
     """
+    return [
+        (name, value, dict(value) if isinstance(value, dict) and value else None)
+        for name, value in vars(module).items()
+    ]
+
+
+def _restore(module: nn.Module, before: Attributes) -> None:
+    """Its attributes as they were, in the same dicts: the handles of hooks refer to them."""
     own = vars(module)
-    for name in own.keys() - before.keys():
+    for name in own.keys() - {name for name, _, _ in before}:
         del own[name]
-    for name, value in before.items():
-        if isinstance(value, dict) and isinstance(own.get(name), dict):
-            own[name].clear()
-            own[name].update(value)
-        else:
-            own[name] = value
+    for name, value, entries in before:
+        own[name] = value
+        if isinstance(value, dict) and (value or entries):
+            value.clear()
+            value.update(entries or {})

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
@@ -41,10 +41,14 @@ def _process() -> dict[str, Any]:
 
 
 def _of_value(value: Any) -> Any:
-    """Containers by their entries, which hooks are; anything else by identity."""
+    """Containers by their entries, which hooks are; objects by identity; numbers and text as they are.
+
+    The one configuration that all modules hold is written out once, beside them.
+    """
     if isinstance(value, dict):
         return {key: id(entry) for key, entry in value.items()}
-    return id(value) if isinstance(value, nn.Module | torch.Tensor) or callable(value) else repr(value)
+    by_identity = isinstance(value, nn.Module | torch.Tensor | PreTrainedConfig) or callable(value)
+    return id(value) if by_identity else repr(value)
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
