@@ -176,27 +176,48 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_plain_transformers_refuses_it(folder: Path, clean: CleanProcess) -> None:
-    load = f"AutoModelForCausalLM.from_pretrained({str(folder)!r})"
-    result = clean.run(f"from transformers import AutoModelForCausalLM\n{load}")
-    assert result.returncode != 0
-    assert "`sinkscope_llama` but Transformers does not recognize this architecture" in result.stderr
+# What one process finds that imports transformers first, then sinkscope, then the retrofits: a line of JSON each.
+TRANSFORMERS_FIRST = """
+import json, sys
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+folder, finders, kind = {folder!r}, list(sys.meta_path), type(CONFIG_MAPPING)
+
+def note(name, step):
+    try:
+        found = step()
+    except Exception as error:
+        found = f"{{type(error).__name__}}: {{error}}"
+    print(json.dumps([name, found]))
+
+def load():
+    config, model = AutoConfig.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    return [config.retrofit["method"], type(model).__name__]
+
+note("plain transformers", load)
+import sinkscope
+note("type known to sinkscope", lambda: "sinkscope_llama" in CONFIG_MAPPING)
+import sinkscope.retrofits
+note("type known to its retrofits", lambda: "sinkscope_llama" in CONFIG_MAPPING)
+note("finders and mapping left alone", lambda: [sys.meta_path == finders, type(CONFIG_MAPPING) is kind])
+note("with the retrofits", load)
+note("sinkscope itself", lambda: type(sinkscope.load(folder).model).__name__)
+"""
 
 
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "from transformers import AutoModelForCausalLM, AutoConfig; import sinkscope.retrofits",
-        "import sinkscope.retrofits; from transformers import LlamaForCausalLM, AutoModelForCausalLM, AutoConfig",
-    ],
-)
-def test_importing_the_retrofits_is_enough(folder: Path, imports: str, clean: CleanProcess) -> None:
-    program = f"""{imports}
-config = AutoConfig.from_pretrained({str(folder)!r})
-model = AutoModelForCausalLM.from_pretrained({str(folder)!r})
-print(config.retrofit['method'], type(model).__name__)"""
-    result = clean.run(program)
-    assert result.stdout.split() == ["vga", "SinkscopeLlamaForCausalLM"], result.stderr
+@pytest.fixture(scope="module")
+def transformers_first(folder: Path, clean: CleanProcess) -> dict[str, Any]:
+    result = clean.run(TRANSFORMERS_FIRST.format(folder=str(folder)))
+    assert result.returncode == 0, result.stderr
+    return dict(json.loads(line) for line in result.stdout.splitlines())
+
+
+def test_plain_transformers_refuses_it(transformers_first: dict[str, Any]) -> None:
+    refusal = "`sinkscope_llama` but Transformers does not recognize this architecture"
+    assert refusal in transformers_first["plain transformers"]
+
+
+def test_importing_the_retrofits_is_enough(transformers_first: dict[str, Any]) -> None:
+    assert transformers_first["with the retrofits"] == ["vga", "SinkscopeLlamaForCausalLM"]
 
 
 def test_importing_sinkscope_costs_nothing() -> None:
@@ -205,27 +226,23 @@ def test_importing_sinkscope_costs_nothing() -> None:
     assert result.stdout.strip() == "[]", result.stderr
 
 
-def test_importing_sinkscope_changes_nothing_elsewhere(clean: CleanProcess) -> None:
+def test_importing_sinkscope_changes_nothing_elsewhere(transformers_first: dict[str, Any]) -> None:
     """The retrofits' model types are registered by `import sinkscope.retrofits`, and by nothing before it."""
-    program = """import sys; before = list(sys.meta_path); import sinkscope; assert sys.meta_path == before
-from transformers import CONFIG_MAPPING; kind = type(CONFIG_MAPPING); assert 'sinkscope_llama' not in CONFIG_MAPPING
-import sinkscope.retrofits
-assert 'sinkscope_llama' in CONFIG_MAPPING and type(CONFIG_MAPPING) is kind and kind.__module__.startswith('transf')
-print(any('sinkscope' in type(finder).__module__ for finder in sys.meta_path))"""
-    result = clean.run(program)
-    assert result.stdout.strip() == "False", result.stderr
+    assert transformers_first["type known to sinkscope"] is False
+    assert transformers_first["type known to its retrofits"] is True
+    assert transformers_first["finders and mapping left alone"] == [True, True]
 
 
-def test_sinkscope_itself_loads_it_in_a_fresh_process(folder: Path, clean: CleanProcess) -> None:
-    result = clean.run(f"import sinkscope; print(type(sinkscope.load({str(folder)!r}).model).__name__)")
-    assert result.stdout.strip() == "SinkscopeLlamaForCausalLM", result.stderr
+def test_sinkscope_itself_loads_it(transformers_first: dict[str, Any]) -> None:
+    assert transformers_first["sinkscope itself"] == "SinkscopeLlamaForCausalLM"
 
 
-def test_the_folder_says_how_to_load_it(folder: Path, clean: CleanProcess) -> None:
-    """Method, parameters, and the lines that load it, which are run here."""
+def test_the_folder_says_how_to_load_it_in_a_fresh_process(folder: Path, clean: CleanProcess) -> None:
+    """Method, parameters, and the lines that load it, which are run here: sinkscope before transformers."""
     readme = (folder / "README.md").read_text(encoding="utf-8")
     assert "`vga` (placement = value, scale = 1.5)" in readme
     program = readme.split("```python\n")[1].split("```")[0].replace("this folder", str(folder))
+    assert program.index("import sinkscope.retrofits") < program.index("transformers import")
     result = clean.run(f"{program}\nprint(type(model).__name__)")
     assert result.stdout.strip() == "SinkscopeLlamaForCausalLM", result.stderr
 
