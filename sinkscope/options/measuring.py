@@ -28,6 +28,12 @@ class ModelOptions(Options):
     )
     revision: str | None = option(None, "Model", "Branch, tag or commit on the hub.", metavar="R", shown="main")
     gguf_file: str | None = option(None, "Model", "A .gguf file in MODEL's folder or repository.", metavar="F")
+    adapter: str | None = option(
+        None,
+        "Model",
+        "An adapter for MODEL, such as LoRA, that PEFT reads: a folder or a hub id. Merged into the weights.",
+        metavar="A",
+    )
     trust_remote_code: bool = option(False, "Model", "Run Python code that comes with the model.")
     allow_pickle: bool = option(False, "Model", "Read weights from pickles, which can run code.")
 
@@ -37,7 +43,9 @@ class ModelOptions(Options):
         source = user_path(self.gguf_file or self.model or DEMO_NAME)
         if kind_of(source) is not None:
             source = source.resolve()  # "." has no name
-        return distinct_folder_name(source.stem if source.suffix == ".gguf" else source.name, self.revision)
+        name = source.stem if source.suffix == ".gguf" else source.name
+        adapter = self.adapter and user_path(self.adapter).resolve().name
+        return distinct_folder_name(f"{name}+{adapter}" if adapter else name, self.revision)
 
 
 class DeviceOptions(Options):

@@ -84,7 +84,7 @@ def with_adapter_of(adapted: Any) -> Any:
 
 def test_what_rests_on_the_projections_weights_refuses_an_adapter() -> None:
     """The weights alone would be those without the adapter."""
-    with pytest.raises(InputError, match="layer 0 projects by a Linear, not by one matrix: merge its adapter first"):
+    with pytest.raises(InputError, match="it projects by peft's Linear, not by one matrix: merge its adapter first"):
         sinkscope.intervene(with_adapter(tiny_model("llama")), "zero-key-columns:coordinates=3", **SMALL)
 
 
