@@ -7,7 +7,7 @@ downloads fail in one place only and transformers never falls back to pickled we
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from sinkscope.errors import InputError, SinkscopeError, described, is_out_of_memory
+from sinkscope.errors import InputError, SinkscopeError, described, is_out_of_memory, unknown
 from sinkscope.models import gguf
-from sinkscope.models.adapters import find_adapter, with_adapter
+from sinkscope.models.adapters import AdapterFiles, find_adapter, with_adapter
 from sinkscope.models.adapters import notices as adapter_notices
+from sinkscope.models.devices import check_devices, stays_on_cpu
 from sinkscope.models.files import (
     ADAPTER_CONFIG,
     SMALL_FILES,
@@ -48,7 +49,6 @@ from sinkscope.options.files import kind_of, names_in, user_path
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SMALL = 100_000_000  # parameters that fit into any memory
 GENERATION = "generation_config.json"
-DEVICE_MAPS = ("auto", "cpu", "cuda")
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt", "tekken.json"),
@@ -93,7 +93,8 @@ def load(
             them where they are quantized. Text is read with the model's own tokenizer.
         dtype: "float32", "bfloat16" or "float16"; None: float32 on the CPU, and the checkpoint's own on an
             accelerator.
-        device_map: "cpu", "cuda" or "auto" (accelerate spreads the model); None: cuda where there is one.
+        device_map: a device ("cpu", "cuda:1", …), or how accelerate spreads the model over several ("auto", …); None:
+            cuda where there is one.
         trust_remote_code: run code that comes with the model.
         allow_pickle: read pickled weights, which can run code.
 
@@ -115,23 +116,19 @@ def load(
         network, ignored = _build(files, config, dtype, device_map, trust_remote_code)
         _check_values(files, network)
         tokenizer = _read_tokenizer(files, config, trust_remote_code)
-        record = None
-        if change is not None:
-            network, record = with_adapter(network, change)
-            ignored = (*ignored, *adapter_notices(change, network, record["merged"]))
     network.eval().requires_grad_(False)
-    name = files.name if change is None else f"{files.name}+{change.name}"
-    return LoadedModel(
-        network,
-        tokenizer,
-        name,
-        files.source,
-        files.revision,
-        files.commit,
-        (*files.notices, *ignored),
-        files.stored,
-        record,
-    )
+    notices, stored = (*files.notices, *ignored), files.stored
+    own = LoadedModel(network, tokenizer, files.name, files.source, files.revision, files.commit, notices, stored)
+    return own if change is None else _adapted(own, change)
+
+
+def _adapted(loaded: LoadedModel, change: AdapterFiles) -> LoadedModel:
+    """The same with an adapter."""
+    with quiet():
+        network, record = with_adapter(loaded.model, change)
+    network.eval().requires_grad_(False)
+    notices = (*loaded.notices, *adapter_notices(change, network, record["merged"]))
+    return replace(loaded, model=network, name=f"{loaded.name}+{change.name}", notices=notices, adapter=record)
 
 
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
@@ -156,11 +153,10 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
 
 
 def _check_arguments(dtype: str | None, device_map: str | None) -> None:
-    for option, value, known in (("dtype", dtype, tuple(DTYPES)), ("device map", device_map, DEVICE_MAPS)):
-        if value is not None and value not in known:
-            raise InputError(f"{option} {value!r} is unknown: choose one of {', '.join(known)}")
-    if device_map == "cuda" and not torch.cuda.is_available():
-        raise InputError("device map 'cuda' was asked for, but PyTorch sees no GPU here: use cpu or auto")
+    if dtype is not None and dtype not in DTYPES:
+        raise InputError(f"dtype {unknown(dtype, DTYPES)}")
+    if device_map is not None:
+        check_devices(device_map)
 
 
 def _read_config(files: ModelFiles, trust_remote_code: bool) -> PreTrainedConfig:
@@ -249,7 +245,7 @@ def _build(
     trust_remote_code: bool,
 ) -> tuple[PreTrainedModel, tuple[str, ...]]:
     """Let transformers build the model; with it, what the user should know of its weights."""
-    on_cpu = device_map == "cpu" or not torch.cuda.is_available()
+    on_cpu = stays_on_cpu(device_map)
     if dtype is None:
         dtype = "float32" if on_cpu or files.gguf else "auto"  # a GGUF file is unpacked to float32 anyway
     options: dict[str, Any] = {"use_safetensors": files.weights[0].endswith(".safetensors")}

@@ -2,10 +2,11 @@
 
 import os
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import field_validator, model_validator
+from pydantic import AfterValidator, field_validator, model_validator
 
+from sinkscope.options.devices import check_device_map
 from sinkscope.options.files import kind_of, names_in, user_path
 from sinkscope.options.option import MOST, Options, as_folder_name, checked, distinct_folder_name, option
 
@@ -58,8 +59,12 @@ class DeviceOptions(Options):
         metavar="D",
         shown="float32 on the CPU, the checkpoint's on a GPU; float32 to train",
     )
-    device_map: Literal["auto", "cpu", "cuda"] | None = option(
-        None, "Model", "cpu, cuda, or auto: over all devices there are.", metavar="MAP", shown="cuda if there is one"
+    device_map: Annotated[str, AfterValidator(check_device_map)] | None = option(
+        None,
+        "Model",
+        "cpu, cuda, cuda:1, xpu, …, or auto: over all devices there are (also balanced, balanced_low_0, sequential).",
+        metavar="MAP",
+        shown="cuda if there is one",
     )
     attn: Literal["sdpa", "eager"] = option(
         "sdpa", "Model", "sdpa (fused) or eager (the slow reference).", metavar="KERNEL"
