@@ -3,6 +3,7 @@
 import importlib.util
 import io
 import logging
+import re
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
@@ -113,7 +114,8 @@ def find_files(model: str | None, revision: str | None, gguf_file: str | None, a
 
 def is_path(name: str) -> bool:
     """Whether a name must be a path, since it cannot be a hub id."""
-    return name.endswith(".gguf") or name.startswith((".", "/", "~")) or name.count("/") > 1
+    of_windows = re.search(r"^[A-Za-z]:|\\", name) is not None
+    return of_windows or name.endswith(".gguf") or name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 def _find_demo(revision: str | None, gguf_file: str | None) -> ModelFiles:
@@ -185,7 +187,7 @@ def fetch(repo: str, revision: str | None, patterns: list[str]) -> tuple[Path, s
     try:
         return folder, {file.path for file in get_cached_repo_tree(repo, revision=folder.name)}
     except CachedRepoTreeNotFoundError:  # offline, and other software filled the cache: it is all there is
-        return folder, {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+        return folder, {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
 
 
 @contextmanager
@@ -275,7 +277,7 @@ def _read_index(label: str, path: Path) -> tuple[str, ...]:
         raise InputError(f"{label}: {path.name} does not say in which shard each weight is (no weight_map)")
     names = sorted({str(shard) for shard in shards.values()})
     for name in names:
-        if Path(name).is_absolute() or ".." in Path(name).parts:
+        if Path(name).anchor or ".." in Path(name).parts:  # Windows has paths that are relative to a drive
             raise InputError(f"{label}: {path.name} names weights outside the model's folder ({one_line(name)})")
     return tuple(names)
 

@@ -85,12 +85,12 @@ def _is_installed(module: str) -> bool:
 
 
 def stored_as(settings: Mapping[str, Any]) -> str | None:
-    """How quantized weights are stored, such as "4-bit gptq" or "8-bit fp8 (dequantized)"; None where they are not."""
+    """How quantized weights are stored, such as "4-bit gptq" or "8-bit fp8, dequantized"; None where they are not."""
     method = method_of(settings)
     if method is None:
         return None
     bits = BITS.get(method) or _bits(settings["quantization_config"])
-    return f"{f'{bits}-bit ' if bits else ''}{method}{' (dequantized)' if method in UNPACKED else ''}"
+    return f"{f'{bits}-bit ' if bits else ''}{method}{', dequantized' if method in UNPACKED else ''}"
 
 
 def _bits(given: Mapping[str, Any]) -> int | None:
