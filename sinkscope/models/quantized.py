@@ -167,4 +167,4 @@ def _has_its_gradient(module: Any, dtype: torch.dtype) -> bool:
         except RuntimeError:  # no part of the graph
             return False
     computed = float(linear.double().square().sum())
-    return abs(float((gradient.double() * x.double()).sum()) - computed) <= AGREEING * computed
+    return abs(float((gradient.double() * x.detach().double()).sum()) - computed) <= AGREEING * computed
