@@ -128,6 +128,13 @@ def with_adapter(model: PreTrainedModel, files: AdapterFiles) -> tuple[PreTraine
     return network, files.record(method, merging)
 
 
+def check_no_adapter(model: PreTrainedModel, purpose: str) -> None:
+    """Raise InputError for a model with an adapter beside its weights, which `purpose` would take for one of its own."""
+    beside = next((path for path, _ in model.named_modules() if path.endswith(".base_layer")), None)  # PEFT's name
+    if beside is not None:
+        raise InputError(f"{purpose} needs weights without an adapter beside them ({beside}): merge it first")
+
+
 def notices(files: AdapterFiles, model: PreTrainedModel, merged: bool) -> list[str]:
     """What the user should know: what became of the adapter, and whether it was trained on another model."""
     became = "merged into the model's weights" if merged else "beside the model's weights, which are quantized"

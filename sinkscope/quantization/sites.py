@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from sinkscope.errors import InputError, unknown
+from sinkscope.models.adapters import check_no_adapter
 from sinkscope.models.families import Family
 from sinkscope.models.quantized import check_not_quantized
 
@@ -46,9 +47,10 @@ def sites_of(model: PreTrainedModel, family: Family) -> list[Site]:
     """The sites in the model's order.
 
     Raises:
-        InputError: there are none, or weights are offloaded or quantized already.
+        InputError: there are none, weights are offloaded or quantized already, or an adapter is beside them.
     """
     check_not_quantized(model, "simulated quantization")
+    check_no_adapter(model, "simulated quantization")
     sites = []
     for path, module in linear_modules(model):
         _check_weight(path, module)

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArgu
 from transformers.utils import logging as transformers_logging
 
 from sinkscope.errors import InputError
+from sinkscope.models.adapters import check_no_adapter
 from sinkscope.models.families import is_retrofitted
 from sinkscope.models.quantized import check_not_quantized
 from sinkscope.options.training import TrainingConfig
@@ -115,6 +116,7 @@ def train(
 def check_trainable(model: PreTrainedModel, only_new: bool) -> None:
     """Raise InputError if there is nothing to train, or nothing that can be."""
     check_not_quantized(model, "training")
+    check_no_adapter(model, "training")
     if only_new and not new_parameters(model):
         method = model.config.retrofit["method"] if is_retrofitted(model.config) else "none"
         raise InputError(f"--only-new leaves nothing to train: {method} adds no parameters to this model")

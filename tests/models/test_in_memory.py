@@ -16,8 +16,10 @@ from transformers import PreTrainedModel
 import sinkscope
 from sinkscope.commands.doctor import doctor
 from sinkscope.errors import InputError
+from sinkscope.models.families import find_family
 from sinkscope.models.in_memory import undisturbed, unwrapped
 from sinkscope.models.loading import LoadedModel
+from sinkscope.quantization.sites import sites_of
 from sinkscope.report.run import Run
 
 SMALL: dict[str, Any] = {"input": "random", "num_seqs": 3, "seq_len": 10}
@@ -86,6 +88,13 @@ def test_what_rests_on_the_projections_weights_refuses_an_adapter() -> None:
     """The weights alone would be those without the adapter."""
     with pytest.raises(InputError, match="it projects by peft's Linear, not by one matrix: merge its adapter first"):
         sinkscope.intervene(with_adapter(tiny_model("llama")), "zero-key-columns:coordinates=3", **SMALL)
+
+
+def test_an_adapter_beside_the_weights_is_not_quantized_by_itself() -> None:
+    with pytest.raises(
+        InputError, match=r"needs weights without an adapter beside them \(.*q_proj.base_layer\): merge it first"
+    ):
+        sites_of(with_adapter(tiny_model("llama")).get_base_model(), find_family(tiny_model("llama")))
 
 
 NO_MODELS: dict[str, tuple[Callable[[], Any], str]] = {
