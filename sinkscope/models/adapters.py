@@ -129,7 +129,7 @@ def with_adapter(model: PreTrainedModel, files: AdapterFiles) -> tuple[PreTraine
 
 
 def check_no_adapter(model: PreTrainedModel, purpose: str) -> None:
-    """Raise InputError for a model with an adapter beside its weights, which `purpose` would take for one of its own."""
+    """Raise InputError for a model with an adapter beside its weights, which `purpose` would take for its own."""
     beside = next((path for path, _ in model.named_modules() if path.endswith(".base_layer")), None)  # PEFT's name
     if beside is not None:
         raise InputError(f"{purpose} needs weights without an adapter beside them ({beside}): merge it first")
