@@ -117,6 +117,8 @@ def check_trainable(model: PreTrainedModel, only_new: bool) -> None:
     """Raise InputError if there is nothing to train, or nothing that can be."""
     check_not_quantized(model, "training")
     check_no_adapter(model, "training")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise InputError("its weights are offloaded and cannot be trained: load the whole model into memory")
     if only_new and not new_parameters(model):
         method = model.config.retrofit["method"] if is_retrofitted(model.config) else "none"
         raise InputError(f"--only-new leaves nothing to train: {method} adds no parameters to this model")
