@@ -74,7 +74,7 @@ def analyze(
     console = Console(stderr=True, quiet=quiet)
     check_config(config)
     with (
-        own_folder(out, overwrite, reads=(config.model, config.input)) as folder,
+        own_folder(out, overwrite, reads=(config.model, config.adapter, config.input)) as folder,
         open_subject(model, tokenizer, config, console) as subject,
     ):
         tables, facts = measure(subject, config, console)

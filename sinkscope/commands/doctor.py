@@ -15,9 +15,9 @@ from sinkscope.interventions import INTERVENTIONS, Target
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.gradient import undefined_ratios
 from sinkscope.measuring.observables.observable import ATTENTION_SITES, Observable, Settings
-from sinkscope.measuring.parity import TOLERANCE, largest_difference
+from sinkscope.measuring.parity import largest_difference, tolerance
 from sinkscope.measuring.subject import ModelLike, family_of, load_model, options_of
-from sinkscope.measuring.tracer import open_tracer
+from sinkscope.measuring.tracer import input_device, open_tracer
 from sinkscope.models.families import RESIDUAL_SITES, Block, Family, embedding_weight
 from sinkscope.models.in_memory import undisturbed
 from sinkscope.models.loading import LoadedModel
@@ -165,7 +165,7 @@ def _tokens(model: PreTrainedModel) -> Batch:
 
 
 def _wiring(model: PreTrainedModel, family: Family, batch: Batch) -> tuple[str, bool, str]:
-    records = read_sites(model, family, batch.token_ids.to(model.device))
+    records = read_sites(model, family, batch.token_ids.to(input_device(model)))
     worst = max(check_wiring(family.block(layer), sites) for layer, sites in enumerate(records))
     tolerance = 20 * torch.finfo(next(model.parameters()).dtype).eps
     return ("residual stream", worst < tolerance, f"the {family.wiring} equation holds to {worst:.1e} at every layer")
@@ -173,12 +173,12 @@ def _wiring(model: PreTrainedModel, family: Family, batch: Batch) -> tuple[str, 
 
 @torch.no_grad()
 def _logits(model: PreTrainedModel, family: Family, batch: Batch, kernel: str) -> tuple[str, bool, str]:
-    bare = model(batch.token_ids.to(model.device), use_cache=False).logits
+    bare = model(batch.token_ids.to(input_device(model)), use_cache=False).logits
     with open_tracer(model, family, kernel) as tracer:
         traced = tracer.logits(batch)
     error = largest_difference(traced, bare, batch.attention_mask)
     detail = "bit for bit" if torch.equal(traced, bare) else f"within {error:.1e}"
-    return (f"logits through the seam ({kernel}) are the bare model's", error < TOLERANCE[bare.dtype], detail)
+    return (f"logits through the seam ({kernel}) are the bare model's", error < tolerance(model, bare.dtype), detail)
 
 
 class _FirstColumn(Observable):
@@ -202,7 +202,11 @@ def _weights(model: PreTrainedModel, family: Family, batch: Batch) -> tuple[str,
     with open_tracer(model, family) as tracer:
         tracer.forward(batch, [observable])
     with attention_implementation(model, "eager"):
-        eager = model(batch.token_ids.to(model.device), use_cache=False, output_attentions=True).attentions
+        eager = model(batch.token_ids.to(input_device(model)), use_cache=False, output_attentions=True).attentions
     pairs = zip(observable.weights, eager, strict=True)
     worst = max(float((mine - theirs[0, :, :, 0].float().cpu()).abs().max()) for mine, theirs in pairs)
-    return ("attention to position 0 is transformers' eager", worst < TOLERANCE[eager[0].dtype], f"within {worst:.1e}")
+    return (
+        "attention to position 0 is transformers' eager",
+        worst < tolerance(model, eager[0].dtype),
+        f"within {worst:.1e}",
+    )

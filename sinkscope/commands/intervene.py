@@ -90,7 +90,7 @@ def intervene(
     console = Console(stderr=True, quiet=quiet)
     check_config(config)
     with (
-        own_folder(out, overwrite, reads=(config.model, config.input)) as folder,
+        own_folder(out, overwrite, reads=(config.model, config.adapter, config.input)) as folder,
         open_subject(model, tokenizer, config, console) as subject,
     ):
         experiment = Experiment(subject, config, wanted, config.draws, config.stacks == "all", console)

@@ -76,7 +76,7 @@ def quantize(
     enough = config.model_copy(update={"num_seqs": config.num_seqs + config.calibration})
     check_config(config)
     with (
-        own_folder(out, overwrite, reads=(config.model, config.input)) as folder,
+        own_folder(out, overwrite, reads=(config.model, config.adapter, config.input)) as folder,
         open_subject(model, tokenizer, enough, console) as whole,
     ):
         subject, held_out = _split(whole, config)

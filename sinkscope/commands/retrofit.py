@@ -78,7 +78,7 @@ def retrofit(
     check(config)
     launched(cpu=config.device_map == "cpu")
     plan = Plan.of("retrofit", config, out, overwrite, quiet, record)
-    with plan.own_folder(config.model, config.text):
+    with plan.own_folder(config.model, config.adapter, config.text):
         return _retrofit(plan, config, model, tokenizer)
 
 

@@ -314,7 +314,8 @@ class TrainingArms:
         self.loaded.model.to("cpu")  # type: ignore[arg-type]
 
     def _measure_arm(self, label: str, model: Path) -> None:
-        config = self._config(str(model), revision=None, gguf_file=None, trust_remote_code=False, allow_pickle=False)
+        own = {"revision": None, "gguf_file": None, "adapter": None}  # of the model that training began from
+        config = self._config(str(model), trust_remote_code=False, allow_pickle=False, **own)
         with open_subject(None, None, config, self.console) as subject:
             named = replace(subject, loaded=replace(subject.loaded, name=self.loaded.name))
             self._measure(named, config, label)

@@ -20,7 +20,7 @@ from sinkscope.attention.taps import Seam
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.models.edits import edited_output
 from sinkscope.models.families import Family
-from sinkscope.models.projections import Projection, Role, projections
+from sinkscope.models.projections import Projection, Role, check_plain, projections
 from sinkscope.retrofits.registers import registers_before
 
 
@@ -99,8 +99,20 @@ class Target:
         return int(self.model.config.get_text_config().hidden_size)
 
     def without_projections(self) -> str | None:
-        """Why the projections of this model cannot be edited; None where they can."""
+        """Why the projections of this model cannot be told apart; None where they can."""
         return None if self.family.qkv else "how it keeps q, k and v together is not known: its row needs `qkv`"
+
+    def without_weights(self) -> str | None:
+        """Why the weights of its projections cannot be edited; None where they can."""
+        if not self.family.qkv:
+            return self.without_projections()
+        try:
+            for layer in self.attending():
+                for projection in projections(self.model, self.family, layer).values():
+                    check_plain(projection.module)
+        except InputError as error:
+            return str(error)
+        return None
 
     def projection(self, layer: int, role: Role) -> Projection:
         return projections(self.model, self.family, layer)[role]

@@ -29,7 +29,7 @@ class ZeroKeyColumns(Intervention):
 
     @classmethod
     def inapplicable(cls, target: Target) -> str | None:
-        return target.without_projections()
+        return target.without_weights()
 
     def resolved(self, known: Known) -> Self:
         if self.coordinates is not None:

@@ -42,6 +42,7 @@ def _described(subject: Subject, config: RunConfig, facts: Facts) -> dict[str, A
             "revision": loaded.revision,
             "commit": loaded.commit,
             "weights": loaded.weights,
+            "adapter": loaded.adapter,
             "architecture": type(loaded.model).__name__,
             "parameters": sum(p.numel() for p in loaded.model.parameters()),
             "layer_types": getattr(text, "layer_types", None),

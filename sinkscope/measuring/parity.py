@@ -7,18 +7,26 @@ without an error. A short check beforehand would not find all: attention to the 
 from dataclasses import dataclass, field
 
 import torch
+from transformers import PreTrainedModel
 
 from sinkscope.errors import SinkscopeError, is_out_of_memory
 from sinkscope.measuring.observables.observable import Observable, Reading, Settings
 from sinkscope.measuring.passes import batches_of, first_size
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.tracer import model_inputs
+from sinkscope.models.quantized import is_quantized
 from sinkscope.models.wiring import layer_output
 from sinkscope.options.measuring import RunConfig
 from sinkscope.text.batch import Batch
 
 # How far an output may differ by the order of sums, relative to the norm of its token
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
+ROUNDED = 5e-2  # where activations are rounded to 8 bits: one step more or less
+
+
+def tolerance(model: PreTrainedModel, dtype: torch.dtype) -> float:
+    """How far an output of this dtype may differ from the bare model's."""
+    return max(TOLERANCE[dtype], ROUNDED if is_quantized(model) else 0.0)
 
 
 class Parity(Observable):
@@ -30,8 +38,9 @@ class Parity(Observable):
 
     sites = ("layer_out",)
 
-    def __init__(self, layer: int, bare: torch.Tensor) -> None:
+    def __init__(self, model: PreTrainedModel, layer: int, bare: torch.Tensor) -> None:
         super().__init__(Settings())
+        self.model = model
         self.layer = layer
         self.bare = bare  # (B,T,D), of the run's first sequences
         self.error: float | None = None
@@ -43,7 +52,7 @@ class Parity(Observable):
         self.error = largest_difference(
             reading.tensor[:rows, :columns], self.bare[:rows, :columns], batch.attention_mask[:rows, :columns]
         )
-        if self.error > TOLERANCE[reading.tensor.dtype]:
+        if self.error > tolerance(self.model, reading.tensor.dtype):
             raise SinkscopeError(
                 f"under the tracer this model computes something else than by itself (the last layer's output differs "
                 f"by {self.error:.1e} of its norm), and numbers would be wrong; --skip-parity measures all the same"
@@ -64,13 +73,14 @@ class ParityCheck:
     expected: (B,T,D) of the layer; None with --skip-parity.
     """
 
+    model: PreTrainedModel
     layer: int
     expected: torch.Tensor | None
     _used: list[Parity] = field(default_factory=list)
 
     def fresh(self) -> list[Observable]:
         """Observables for one pass; none with --skip-parity."""
-        self._used = [] if self.expected is None else [Parity(self.layer, self.expected)]
+        self._used = [] if self.expected is None else [Parity(self.model, self.layer, self.expected)]
         return list(self._used)
 
     @property
@@ -88,15 +98,15 @@ def parity_check(subject: Subject, config: RunConfig, costs: int = 1) -> ParityC
     model, family = subject.loaded.model, subject.family
     layer, size = len(family.layer_modules(model)) - 1, first_size(subject.inputs, model, config.batch_size, costs)
     if config.skip_parity:
-        return ParityCheck(layer, None)
+        return ParityCheck(model, layer, None)
 
     def bare(size: int) -> torch.Tensor:
         batch = next(batches_of(subject.inputs, size))
         return layer_output(model, family, layer, model_inputs(model, batch, with_logits=False))
 
     try:
-        return ParityCheck(layer, bare(size))
+        return ParityCheck(model, layer, bare(size))
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        return ParityCheck(layer, bare(1))
+        return ParityCheck(model, layer, bare(1))

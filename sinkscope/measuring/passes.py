@@ -16,7 +16,7 @@ from sinkscope.measuring.tracer import Tracer
 from sinkscope.text.batch import Batch
 from sinkscope.text.inputs import TokenInputs
 
-TOKENS_PER_BATCH = {"cpu": 2048, "cuda": 16384}  # where --batch-size auto starts
+TOKENS_PER_BATCH = {"cpu": 2048, "cuda": 16384, "xpu": 16384}  # where --batch-size auto starts
 
 Step = Callable[[Batch, Sequence[Observable]], float | None]  # → the batch's summed loss, where it makes one
 Kind = TypeVar("Kind", bound=Observable)

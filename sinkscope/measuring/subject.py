@@ -16,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from sinkscope.errors import InputError
 from sinkscope.measuring.console import print_notices, spinner
 from sinkscope.measuring.observables import check_names
+from sinkscope.measuring.tracer import input_device
 from sinkscope.models import loading
 from sinkscope.models.families import Family, embedding_weight, find_family
 from sinkscope.models.in_memory import undisturbed, unwrapped
@@ -84,9 +85,14 @@ def open_subject(
 
 def load_model(model: ModelLike, tokenizer: PreTrainedTokenizerBase | None, config: RunConfig) -> LoadedModel:
     """A model that is loaded already, or the one that the configuration names. Raises as `loading.load` does."""
+    in_memory = model is not None and not isinstance(model, str | os.PathLike)
+    if in_memory and config.adapter is not None:
+        raise InputError(
+            "an adapter was named for a model that is loaded already: load it with PEFT, or name the model"
+        )
     if isinstance(model, LoadedModel):
         return replace(model, model=unwrapped(model.model))
-    if model is not None and not isinstance(model, str | os.PathLike):
+    if in_memory:
         network = unwrapped(model)
         name = network.config.name_or_path or type(network).__name__
         return LoadedModel(network, tokenizer, name, name, None, None, ())
@@ -94,6 +100,7 @@ def load_model(model: ModelLike, tokenizer: PreTrainedTokenizerBase | None, conf
         config.model,
         revision=config.revision,
         gguf_file=config.gguf_file,
+        adapter=config.adapter,
         dtype=config.dtype,
         device_map=config.device_map,
         trust_remote_code=config.trust_remote_code,
@@ -110,7 +117,7 @@ def family_of(model: PreTrainedModel) -> tuple[Family, list[str]]:
             vocabulary = len(embedding_weight(model))
             if vocabulary == 0:
                 raise InputError("it has no token embeddings")
-            few = torch.arange(3, 11, device=model.device)[None] % vocabulary
+            few = torch.arange(3, 11, device=input_device(model))[None] % vocabulary
             family = calibrate(model, few)
         except InputError as error:
             raise InputError(f"{missing}\n{error}") from None
@@ -158,8 +165,8 @@ def _sample(model: PreTrainedModel, first: int, count: int, length: int, seed: i
     settings = GenerationConfig(
         do_sample=True, top_k=0, max_new_tokens=length - 1, pad_token_id=first, eos_token_id=ends
     )  # fmt: skip
-    start = torch.full((SAMPLED_AT_ONCE, 1), first, device=model.device)
-    end_ids = torch.as_tensor(ends if ends is not None else [], device=model.device)
+    start = torch.full((SAMPLED_AT_ONCE, 1), first, device=input_device(model))
+    end_ids = torch.as_tensor(ends if ends is not None else [], device=input_device(model))
     texts: list[np.ndarray] = []
     with torch.random.fork_rng(), _without_settings(model):
         torch.manual_seed(seed)

@@ -13,6 +13,7 @@ from torch import nn
 
 from sinkscope.errors import InputError
 
+ACCELERATE = "_hf_hook"  # where accelerate keeps what moves a module's inputs and weights
 Edit = tuple[nn.Module, str, torch.Tensor]  # module, name of its parameter, the tensor that stands in for it
 
 
@@ -43,7 +44,9 @@ def check_changes(name: str, edits: list[Edit]) -> None:
 def wrapped_forward(module: nn.Module, around: Callable[..., Any]) -> Iterator[None]:
     """module(…) computes around(forward, …) until the end of the block, where `forward` is the module's own."""
     own = vars(module).get("forward")  # accelerate's, or that of another edit
-    forward = module.forward
+    forward, moves = module.forward, vars(module).pop(ACCELERATE, None)
+    if moves is not None:
+        forward = _moved(module, moves)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return around(forward, *args, **kwargs)
@@ -55,6 +58,23 @@ def wrapped_forward(module: nn.Module, around: Callable[..., Any]) -> Iterator[N
         del module.forward
         if own is not None:
             module.forward = own
+        if moves is not None:
+            vars(module)[ACCELERATE] = moves
+
+
+def _moved(module: Any, moves: Any) -> Callable[..., Any]:
+    """The forward of a module to which accelerate moves inputs and weights.
+
+    Where nnsight finds accelerate's attribute, it runs the forward of the module's class in place of the module's own,
+    and what that had wrapped would be left out.
+    """
+    forward = module._old_forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = moves.pre_forward(module, *args, **kwargs)
+        return moves.post_forward(module, forward(*args, **kwargs))
+
+    return run
 
 
 def edited_output(

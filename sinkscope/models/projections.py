@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from sinkscope.errors import InputError
 from sinkscope.models.families import Family
+from sinkscope.models.quantized import is_ordinary
 
 Role = Literal["query", "key", "value"]
 ROLES: tuple[Role, ...] = ("query", "key", "value")
@@ -23,7 +24,8 @@ ROLES: tuple[Role, ...] = ("query", "key", "value")
 class Projection:
     """One of a layer's three projections.
 
-    module: a Linear or Conv1D, which may hold the other two as well.
+    module: a Linear, a Conv1D or what stands in for one (an adapter's layer, one of quantized weights), which may hold
+        the other two as well. `weight` and `bias` are of the first two alone, and an InputError of others.
     places: (heads, d), the indices of the module's outputs that belong to each head.
     """
 
@@ -37,7 +39,7 @@ class Projection:
     @property
     def width(self) -> int:
         """D, the width of what it reads."""
-        return int(self._oriented(self.module.weight).shape[1])
+        return int(self.module.nx if isinstance(self.module, Conv1D) else self.module.in_features)
 
     @property
     def is_whole(self) -> bool:
@@ -47,12 +49,12 @@ class Projection:
     @property
     def weight(self) -> torch.Tensor:
         """(heads, d, D), as in k = W x."""
-        return self._oriented(self.module.weight)[self.places]
+        return self._oriented(self._plain.weight)[self.places]
 
     @property
     def bias(self) -> torch.Tensor | None:
         """(heads, d); None where the module has none."""
-        return None if self.module.bias is None else self.module.bias[self.places]
+        return None if self._plain.bias is None else self.module.bias[self.places]
 
     def with_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """A copy of the module's whole weight, in its own layout, with this projection's replaced by (heads, d, D)."""
@@ -66,26 +68,37 @@ class Projection:
         whole[self.places] = bias.to(whole.dtype)
         return whole
 
+    @property
+    def _plain(self) -> Any:
+        """The module. Raises InputError where its weights are not what it computes with."""
+        check_plain(self.module)
+        return self.module
+
     def _oriented(self, weight: torch.Tensor) -> torch.Tensor:
         """A view (out, in)."""
         return weight.T if isinstance(self.module, Conv1D) else weight
+
+
+def check_plain(module: Any) -> None:
+    """Raise InputError unless a module computes with its `weight` and `bias` alone, in ordinary numbers."""
+    if not hasattr(module, "weight") or not is_ordinary(module.weight):
+        raise InputError("its weights are quantized: load it in float32, bfloat16 or float16")
+    if not isinstance(module, nn.Linear | Conv1D):  # an adapter's layer has more weights than `weight`
+        package, kind = type(module).__module__.partition(".")[0], type(module).__name__
+        raise InputError(f"it projects by {package}'s {kind}, not by one matrix: merge its adapter first")
 
 
 def projections(model: PreTrainedModel, family: Family, layer: int) -> dict[Role, Projection]:
     """Query, key and value projection of a layer.
 
     Raises:
-        InputError: the family's row does not say how they are kept, or they are more than one matrix each.
+        InputError: the family's row does not say how they are kept.
     """
     if not family.qkv:
         raise InputError(f"'{family.name}' keeps q, k and v together in a way that is not known: its row needs `qkv`")
     config: Any = model.config.get_text_config()
     attention = family.attentions(model)[layer]
     modules = [attention.get_submodule(name) for name in family.qkv]
-    for module in modules:
-        if not isinstance(module, nn.Linear | Conv1D):  # an adapter's layer has more weights than `weight`
-            kind = type(module).__name__
-            raise InputError(f"layer {layer} projects by a {kind}, not by one matrix: merge its adapter first")
     heads = config.num_attention_heads
     if not family.fused:
         width = _outputs(modules[0]) // heads
@@ -114,6 +127,5 @@ def _groups(heads: int, key_heads: int) -> dict[Role, torch.Tensor]:
 _FUSED = {"blocks": _blocks, "groups": _groups}
 
 
-def _outputs(module: nn.Module) -> int:
-    weight: torch.Tensor = module.weight  # type: ignore[assignment]
-    return weight.shape[1] if isinstance(module, Conv1D) else weight.shape[0]
+def _outputs(module: Any) -> int:
+    return int(module.nf if isinstance(module, Conv1D) else module.out_features)

@@ -2,10 +2,11 @@
 
 import os
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import field_validator, model_validator
+from pydantic import AfterValidator, field_validator, model_validator
 
+from sinkscope.options.devices import check_device_map
 from sinkscope.options.files import kind_of, names_in, user_path
 from sinkscope.options.option import MOST, Options, as_folder_name, checked, distinct_folder_name, option
 
@@ -28,6 +29,12 @@ class ModelOptions(Options):
     )
     revision: str | None = option(None, "Model", "Branch, tag or commit on the hub.", metavar="R", shown="main")
     gguf_file: str | None = option(None, "Model", "A .gguf file in MODEL's folder or repository.", metavar="F")
+    adapter: str | None = option(
+        None,
+        "Model",
+        "An adapter for MODEL, such as LoRA, that PEFT reads: a folder or a hub id. Merged into the weights.",
+        metavar="A",
+    )
     trust_remote_code: bool = option(False, "Model", "Run Python code that comes with the model.")
     allow_pickle: bool = option(False, "Model", "Read weights from pickles, which can run code.")
 
@@ -37,7 +44,9 @@ class ModelOptions(Options):
         source = user_path(self.gguf_file or self.model or DEMO_NAME)
         if kind_of(source) is not None:
             source = source.resolve()  # "." has no name
-        return distinct_folder_name(source.stem if source.suffix == ".gguf" else source.name, self.revision)
+        name = source.stem if source.suffix == ".gguf" else source.name
+        adapter = self.adapter and user_path(self.adapter).resolve().name
+        return distinct_folder_name(f"{name}+{adapter}" if adapter else name, self.revision)
 
 
 class DeviceOptions(Options):
@@ -50,8 +59,12 @@ class DeviceOptions(Options):
         metavar="D",
         shown="float32 on the CPU, the checkpoint's on a GPU; float32 to train",
     )
-    device_map: Literal["auto", "cpu", "cuda"] | None = option(
-        None, "Model", "cpu, cuda, or auto: over all devices there are.", metavar="MAP", shown="cuda if there is one"
+    device_map: Annotated[str, AfterValidator(check_device_map)] | None = option(
+        None,
+        "Model",
+        "cpu, cuda, cuda:1, xpu, …, or auto: over all devices there are (also balanced, balanced_low_0, sequential).",
+        metavar="MAP",
+        shown="cuda if there is one",
     )
     attn: Literal["sdpa", "eager"] = option(
         "sdpa", "Model", "sdpa (fused) or eager (the slow reference).", metavar="KERNEL"

@@ -78,8 +78,12 @@ class ArmOptions(TrainingConfig, SequenceOptions, ObservableOptions, DeviceOptio
     def _check_precision(cls, options: Any) -> Any:
         if isinstance(options, dict) and options.get("dtype") == "float16":
             raise ValueError("--dtype float16: gradients overflow in it; take float32, with --bf16 for speed")
-        if isinstance(options, dict) and options.get("device_map") == "auto":
-            raise ValueError("--device-map auto: a model that is trained stays on one GPU; take cuda or cpu")
+        place = options.get("device_map") if isinstance(options, dict) else None
+        if place not in (None, "cpu", "cuda"):
+            raise ValueError(
+                f"--device-map {place}: a model that is trained stays on one GPU, the first that CUDA_VISIBLE_DEVICES "
+                "shows: take cuda or cpu"
+            )
         return options
 
     @property

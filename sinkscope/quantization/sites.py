@@ -11,7 +11,9 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from sinkscope.errors import InputError, unknown
+from sinkscope.models.adapters import check_no_adapter
 from sinkscope.models.families import Family
+from sinkscope.models.quantized import check_not_quantized
 
 LINEAR = (nn.Linear, Conv1D)  # the second is GPT-2's, with its weight stored (in, out)
 INPUT, WEIGHT, OUTPUT = "input", "weight", "output"
@@ -45,8 +47,10 @@ def sites_of(model: PreTrainedModel, family: Family) -> list[Site]:
     """The sites in the model's order.
 
     Raises:
-        InputError: there are none, or weights are offloaded or quantized already.
+        InputError: there are none, weights are offloaded or quantized already, or an adapter is beside them.
     """
+    check_not_quantized(model, "simulated quantization")
+    check_no_adapter(model, "simulated quantization")
     sites = []
     for path, module in linear_modules(model):
         _check_weight(path, module)
@@ -113,5 +117,3 @@ def _check_weight(path: str, module: Any) -> None:
     weight: torch.Tensor = module.weight
     if weight.is_meta:
         raise InputError(f"{path}: its weights are offloaded and cannot be edited: load without --device-map auto")
-    if not weight.is_floating_point():
-        raise InputError(f"{path}: its weights are quantized already ({weight.dtype}): load the model before that")

@@ -98,17 +98,20 @@ def settings(run: RunData, **more: int) -> list[Finding]:
 
 
 def quantized_source(run: RunData, scheme: str = "") -> list[Finding]:
-    """Where the weights come from a GGUF file of quantized weights: in how many bits, by the file's name.
+    """Where the weights come from a checkpoint of quantized weights, by its configuration or a GGUF file's name: in how
+    many bits.
 
     Args:
         scheme: The quantization that is simulated on top of that, such as W8A8.
     """
-    files = (str(run.manifest["model"].get("source", "")), str(run.manifest.get("config", {}).get("gguf_file")))
-    for file in files:
-        found = re.search(r"(?<![A-Za-z0-9])I?Q(\d)[\w-]*(?=\.gguf$)", file, re.IGNORECASE)
+    source, weights = (str(run.manifest["model"].get(entry, "")) for entry in ("source", "weights"))
+    for file in (source, str(run.manifest.get("config", {}).get("gguf_file"))):
+        gguf = re.search(r"(?<![A-Za-z0-9])(?P<kind>I?Q(?P<bits>\d)[\w-]*)(?=\.gguf$)", file, re.IGNORECASE)
+        found = gguf or re.fullmatch(r"(?P<bits>\d+)-bit (?P<kind>.+)", weights)
         if found:
-            numbers = {"file": file.split("/")[-1], "kind": found[0], "scheme": scheme, "dtype": run.manifest["dtype"]}
-            return [Finding("quantized-source", QUANTIZATION, value=float(found[1]), numbers=numbers)]
+            name = re.split(r"[/\\]", file)[-1]
+            numbers = {"file": name, "kind": found["kind"], "scheme": scheme, "dtype": run.manifest["dtype"]}
+            return [Finding("quantized-source", QUANTIZATION, value=float(found["bits"]), numbers=numbers)]
     return []
 
 

@@ -8,7 +8,6 @@ is listed.
 import json
 import os
 import platform
-import resource
 import subprocess
 import sys
 import time
@@ -157,13 +156,24 @@ def _runs_inside(folder: Path) -> str:
 
 
 def _peak_memory_mb() -> float:
-    """Of the accelerator if there is one, else this process's largest resident memory."""
+    """Of all accelerators together if any was used, else this process's largest resident memory."""
     import torch  # here: reading a manifest needs none of it
 
-    if torch.cuda.is_available():
-        return round(torch.cuda.max_memory_allocated() / 2**20, 1)
+    kinds = [kind for kind in (torch.cuda, torch.xpu) if kind.is_available()]
+    used = sum(kind.max_memory_allocated(index) for kind in kinds for index in range(kind.device_count()))
+    return round((used or _largest_resident()) / 2**20, 1)
+
+
+def _largest_resident() -> int:
+    """In bytes, until now."""
+    try:
+        import resource
+    except ModuleNotFoundError:  # Windows
+        import psutil
+
+        return int(psutil.Process().memory_info().peak_wset)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return round(peak / (2**20 if sys.platform == "darwin" else 2**10), 1)
+    return peak if sys.platform == "darwin" else peak * 2**10
 
 
 @cache

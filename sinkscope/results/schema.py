@@ -3,14 +3,16 @@
 Other entries are left as they are: they are for people, or of another version.
 """
 
+from pathlib import PurePath
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
 
 def _inside(path: str) -> str:
-    """A path that stays in its folder."""
-    if path.startswith("/") or {"", ".", ".."} & set(path.removesuffix("/").split("/")):
+    """A path that stays in its folder, written with slashes, also where the system's own are others."""
+    own = PurePath(path)
+    if own.anchor or ".." in own.parts or not own.parts or own.as_posix() != path.removesuffix("/"):
         raise ValueError("it leads out of the folder")
     return path
 

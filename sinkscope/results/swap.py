@@ -5,7 +5,6 @@ the time between two renames. Since these names follow from NAME, whoever comes 
 and puts it right. The lock is the file .sinkscope-NAME-lock, which the system releases when its process ends.
 """
 
-import fcntl
 import os
 import shutil
 import time
@@ -13,9 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from sinkscope.results.locks import acquire, release
+
 PREFIX = ".sinkscope-"  # how the names of all that is unfinished begin
 NEW, OLD, LOCK = "new", "old", "lock"
-ATTEMPTS = 20  # at a lock file that vanishes in the meantime
 MOMENT = 0.1  # seconds: more than the time between two renames
 
 
@@ -35,35 +35,11 @@ def locked(path: Path) -> Iterator[None]:
         OSError: the lock file cannot be made.
     """
     file = beside(path, LOCK)
-    handle = _acquire(file)
+    handle = acquire(file)
     try:
         yield
     finally:
-        remove(file)  # before the lock is released: who gets it then sees that its file is gone
-        os.close(handle)
-
-
-def _acquire(file: Path) -> int:
-    for _ in range(ATTEMPTS):
-        handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_named(handle, file):
-                return handle
-        except BlockingIOError:
-            os.close(handle)
-            raise
-        except OSError:  # a file system without locks
-            return handle
-        os.close(handle)  # its last holder has removed it meanwhile
-    raise BlockingIOError
-
-
-def _is_named(handle: int, file: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(handle), file.stat())
-    except FileNotFoundError:
-        return False
+        release(file, handle)
 
 
 def put_in_place(path: Path) -> None:

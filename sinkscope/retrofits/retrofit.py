@@ -24,7 +24,7 @@ from sinkscope.attention.interceptor import Interceptor
 from sinkscope.attention.taps import NAME, Denominator
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.families import Family
-from sinkscope.models.projections import Projection, projections
+from sinkscope.models.projections import Projection, check_plain, projections
 from sinkscope.retrofits.registers import RETROFIT
 
 
@@ -66,6 +66,7 @@ def layers_of(model: PreTrainedModel, family: Family) -> list[Layer]:
     for index, attention in family.attentions(model).items():
         with torch.device("cpu"):  # `from_pretrained` builds the model on meta, where indices would have no values
             value = projections(model, family, index)["value"]
+        check_plain(value.module)
         head_dim = value.places.shape[1]
         layers.append(
             Layer(

@@ -8,6 +8,8 @@ import pandas as pd
 import peft
 import pytest
 import torch
+from accelerate import cpu_offload
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from support.everything import differences, snapshot
 from tiny import tiny_model
 from torch import nn
@@ -16,9 +18,12 @@ from transformers import PreTrainedModel
 import sinkscope
 from sinkscope.commands.doctor import doctor
 from sinkscope.errors import InputError
+from sinkscope.models.families import find_family
 from sinkscope.models.in_memory import undisturbed, unwrapped
 from sinkscope.models.loading import LoadedModel
+from sinkscope.quantization.sites import sites_of
 from sinkscope.report.run import Run
+from sinkscope.training.trainer import check_trainable
 
 SMALL: dict[str, Any] = {"input": "random", "num_seqs": 3, "seq_len": 10}
 
@@ -84,8 +89,42 @@ def with_adapter_of(adapted: Any) -> Any:
 
 def test_what_rests_on_the_projections_weights_refuses_an_adapter() -> None:
     """The weights alone would be those without the adapter."""
-    with pytest.raises(InputError, match="layer 0 projects by a Linear, not by one matrix: merge its adapter first"):
+    with pytest.raises(InputError, match="it projects by peft's Linear, not by one matrix: merge its adapter first"):
         sinkscope.intervene(with_adapter(tiny_model("llama")), "zero-key-columns:coordinates=3", **SMALL)
+
+
+def test_an_adapter_beside_the_weights_is_not_quantized_by_itself() -> None:
+    with pytest.raises(InputError, match=r"without an adapter beside them \(.*q_proj.base_layer\): merge it"):
+        sites_of(with_adapter(tiny_model("llama")).get_base_model(), find_family(tiny_model("llama")))
+
+
+def with_hooks_of_accelerate(model: PreTrainedModel) -> PreTrainedModel:
+    """As --device-map auto leaves them on several devices, here on one."""
+    for module in model.modules():
+        if module is not model:
+            add_hook_to_module(module, AlignDevicesHook(execution_device="cpu", io_same_device=True))
+    return model
+
+
+DISPATCHED: dict[str, Callable[[PreTrainedModel], PreTrainedModel]] = {
+    "dispatched": with_hooks_of_accelerate,
+    "offloaded": lambda model: cpu_offload(model, execution_device=torch.device("cpu")),
+}
+
+
+@pytest.mark.parametrize("kind", DISPATCHED)
+def test_a_model_that_accelerate_dispatches_is_measured_as_the_plain_one(kind: str, plain: Run) -> None:
+    """nnsight runs the forward of the class where accelerate has hooked a module: edits would be left out."""
+    model = DISPATCHED[kind](tiny_model("llama"))
+    assert_equal(sinkscope.analyze(model, **SMALL), plain)
+    both = (model, tiny_model("llama"))
+    assert_equal(*(sinkscope.intervene(of, "scale-sink-value", draws=0, **SMALL) for of in both))
+    if kind == "dispatched":
+        assert_equal(*(sinkscope.quantize(of, calibration=2, **SMALL) for of in both))
+    else:
+        assert doctor(model).ok
+        with pytest.raises(InputError, match="offloaded"):
+            check_trainable(model, only_new=False)
 
 
 NO_MODELS: dict[str, tuple[Callable[[], Any], str]] = {

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 
 from sinkscope.errors import InputError, SinkscopeError
-from sinkscope.models import files, loading
+from sinkscope.models import devices, files, loading
 from sinkscope.models.gguf import read_once
 from sinkscope.models.loading import LoadedModel, load, load_tokenizer
 
@@ -171,11 +172,36 @@ def test_device_map_auto(saved: Path) -> None:
     assert load(str(saved), device_map="auto").model.dtype in loading.DTYPES.values()
 
 
-def test_wrong_arguments(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("device_map", "there", "message"),
+    [
+        ("cuda", {}, "no such device here"),
+        ("cuda:2", {"cuda": 2}, "PyTorch sees cuda:0, cuda:1 alone"),
+        ("xpu", {"cuda": 2}, "no such device here"),
+        ("mps", {}, "no such device here"),
+        ("mps", {"mps": 1}, "float64, which Apple's GPUs do not have: use cpu"),
+        ("auto", {"mps": 1}, "float64, which Apple's GPUs do not have: use cpu"),
+        ("cuda:x", {"cuda": 2}, "'cuda:x' is unknown; did you mean 'cuda:1'?"),
+        ("balance", {"cuda": 2}, "did you mean 'balanced'?"),
+        ("cuda:1", {"cuda": 2}, None),
+        ("balanced", {}, None),
+    ],
+)
+def test_a_device_that_is_not_there(
+    device_map: str, there: dict[str, int], message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = {kind: lambda kind=kind: there.get(kind, 0) for kind in devices.COUNTS}
+    monkeypatch.setattr(devices, "COUNTS", counts)
+    if message is None:
+        devices.check_devices(device_map)
+    else:
+        with pytest.raises(InputError, match=re.escape(message)):
+            load("org/anything", device_map=device_map)  # before it is looked for
+
+
+def test_wrong_arguments(saved: Path) -> None:
     assert "float32, bfloat16, float16" in refusal(saved, dtype="int8")
-    assert "auto, cpu, cuda" in refusal(saved, device_map="tpu")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "no GPU" in refusal(saved, device_map="cuda")
+    assert "known: cpu, cuda, cuda:1, xpu:0" in refusal(saved, device_map="tpu")
     assert "does not apply" in refusal(saved, revision="main")
     assert "no model" in refusal(None, revision="main")
 

@@ -117,7 +117,7 @@ def test_arms_are_measured_on_blocks() -> None:
     ).measuring
     assert (measuring.seq_len, measuring.window, measuring.num_seqs, measuring.model) == (32, 32, 5, "org/name")
     assert (measuring.batch_size, measuring.dataset, measuring.dtype) == ("auto", None, "float32")
-    for wrong in ({"dtype": "float16"}, {"device_map": "auto"}):
+    for wrong in ({"dtype": "float16"}, {"device_map": "auto"}, {"device_map": "cuda:1"}):
         with pytest.raises(InputError, match=r"overflow|stays on one GPU"):
             checked(RetrofitOptions, wrong)
 

@@ -18,6 +18,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.measuring.observables.gradient_theorems import NormGain, TheoremOne, norm_gain
 from sinkscope.measuring.observables.observable import Mean, Observable, Settings, long_form
 from sinkscope.models.families import RESIDUAL_SITES, Block, Family
+from sinkscope.models.quantized import without_gradients
 from sinkscope.results.tables import HEAD, POSITION, Column
 from sinkscope.text.batch import Batch
 
@@ -119,6 +120,10 @@ class Gradient(Observable):
             Column("tightness", "compress ÷ bound"),
         ),
     }  # fmt: skip
+
+    @classmethod
+    def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
+        return without_gradients(model)
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)

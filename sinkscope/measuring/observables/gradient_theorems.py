@@ -40,7 +40,8 @@ def norm_gain(module: nn.Module, width: int) -> NormGain:
     negative is γ without any bias. LayerNorm maps a constant input to its bias; RMSNorm does not.
     """
     weight = next(module.parameters(), torch.zeros(1))
-    signs = torch.ones(1, 1, width, dtype=weight.dtype, device=weight.device)
+    device = "cpu" if weight.is_meta else weight.device  # offloaded: accelerate moves its input
+    signs = torch.ones(1, 1, width, dtype=weight.dtype, device=device)
     centered = torch.equal(module(signs.clone()), module(-signs))
     signs[..., 1::2] = -1
     gain = float(upcast(module(signs) - module(-signs)).abs().max()) / 2

@@ -18,10 +18,11 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import upcast
+from sinkscope.errors import InputError
 from sinkscope.measuring.observables.observable import Observable, Reading, Settings, long_form
 from sinkscope.models.families import Family
 from sinkscope.models.positions import effective_positions, massive_coordinates
-from sinkscope.models.projections import projections
+from sinkscope.models.projections import check_plain, projections
 from sinkscope.results.tables import COORDINATE, POSITION, Column
 from sinkscope.text.batch import Batch
 
@@ -79,8 +80,13 @@ class QueryBias(Observable):
         norm = next((path for path, _ in attentions[0].named_modules() if QUERY_OR_KEY_NORM.search(path)), None)
         if norm is not None:
             return f"a norm ({norm}) stands between the projection of queries or keys and the logits"
-        if any(module.weight.is_meta or not module.weight.is_floating_point() for module in modules):
-            return "its weights cannot be read here: they are offloaded or quantized"
+        try:
+            for module in modules:
+                check_plain(module)
+        except InputError as error:
+            return str(error)
+        if any(module.weight.is_meta for module in modules):
+            return "its weights cannot be read here: they are offloaded"
         return None
 
     def prepare(self, model: PreTrainedModel, family: Family, predicted: int) -> None:

@@ -1,0 +1,145 @@
+"""Adapters (LoRA and others) that PEFT reads: found, checked, and merged into a model's weights.
+
+Merged, the model is an ordinary one: what edits weights, quantizes or trains them applies to it as to any other, and in
+float32 it computes what the model with its adapter does, but for round-off. In bfloat16 and float16 the merged weights
+are rounded to that dtype. Quantized weights would be rounded anew: there the adapter stays beside them.
+"""
+
+import hashlib
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from sinkscope.errors import InputError, SinkscopeError, described, one_line
+from sinkscope.models.files import ADAPTER_CONFIG, check_safetensors, fetch, is_path
+from sinkscope.models.quantized import is_quantized
+from sinkscope.options.files import check_readable, kind_of, names_in, read_json, user_path
+
+SAFE, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
+TASKS = (None, "CAUSAL_LM", "FEATURE_EXTRACTION")  # of others the head is another
+NAME = "default"  # PEFT's for the only adapter of a model
+
+
+@dataclass(frozen=True)
+class AdapterFiles:
+    """An adapter whose files are on disk.
+
+    Attributes:
+        folder: that holds them.
+        weights: the file's name.
+        source: as it was named.
+        commit: of the hub repository.
+        base: the model that it was trained on, by its own account.
+    """
+
+    folder: Path
+    weights: str
+    source: str
+    commit: str | None
+    base: str | None
+
+    @property
+    def name(self) -> str:
+        """The last part of its name, for people."""
+        return self.source if self.commit else self.folder.resolve().name
+
+    def record(self, method: str, merged: bool) -> dict[str, Any]:
+        """For run.json."""
+        digest = hashlib.sha256((self.folder / self.weights).read_bytes()).hexdigest()
+        return {"source": self.source, "commit": self.commit, "method": method, "merged": merged, "sha256": digest}
+
+
+def find_adapter(adapter: str, allow_pickle: bool) -> AdapterFiles:
+    """The files of an adapter: of an existing folder, or else of a hub repository.
+
+    Raises:
+        InputError: there is no such adapter, it is incomplete or damaged, or its weights are pickles that may not be
+            read.
+        SinkscopeError: PEFT is not installed, or the hub cannot be reached.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise SinkscopeError("--adapter needs the package PEFT, which is not installed: pip install peft")
+    path, commit = user_path(adapter), None
+    if adapter and kind_of(path) is not None:
+        if kind_of(path) == "file":
+            raise InputError(f"--adapter {adapter} is a file: name the folder that it is in")
+        present = set(names_in(path))
+    elif is_path(adapter):
+        raise InputError(f"--adapter {adapter}: no such folder (and a hub id looks like org/name)")
+    else:
+        path, present = fetch(adapter, None, [ADAPTER_CONFIG, SAFE, *([PICKLED] if allow_pickle else [])])
+        commit = path.name
+    if ADAPTER_CONFIG not in present:
+        raise InputError(f"--adapter {adapter} is not an adapter: it has no {ADAPTER_CONFIG}")
+    weights = next((name for name in (SAFE, PICKLED) if name in present), None)
+    if weights is None:
+        raise InputError(f"--adapter {adapter} has no weights to read: neither {SAFE} nor {PICKLED}")
+    if weights == PICKLED and not allow_pickle:
+        raise InputError(
+            f"--adapter {adapter} has its weights as a pickle only, which can run code when read: "
+            "if you trust its maker, add --allow-pickle"
+        )
+    check_readable(path / weights)
+    if weights == SAFE:
+        check_safetensors(adapter, path / weights)
+    settings = read_json(path / ADAPTER_CONFIG)
+    if not isinstance(settings, dict):
+        raise InputError(f"{path / ADAPTER_CONFIG} is JSON, but not an object")
+    if settings.get("task_type") not in TASKS:
+        raise InputError(f"--adapter {adapter} is for another task ({one_line(settings['task_type'], 40)})")
+    return AdapterFiles(path, weights, adapter, commit, settings.get("base_model_name_or_path"))
+
+
+def with_adapter(model: PreTrainedModel, files: AdapterFiles) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model with the adapter merged into its weights, or beside them where they are quantized; its record.
+
+    Raises:
+        InputError: the adapter does not fit the model, or is of a kind that cannot be merged.
+    """
+    import peft  # optional, and takes seconds
+
+    source = f"--adapter {files.source}"
+    try:
+        config = peft.PeftConfig.from_pretrained(str(files.folder))
+    except Exception as error:
+        raise InputError(f"{source}: PEFT cannot use its {ADAPTER_CONFIG} [{described(error)}]") from error
+    method, merging = str(getattr(config.peft_type, "value", config.peft_type)), not is_quantized(model)
+    if config.is_prompt_learning:
+        raise InputError(f"{source} is of prompts ({method}), not of weights: the model cannot be measured with it")
+    try:
+        wrapped: Any = peft.get_peft_model(model, config, NAME)
+        read = wrapped.load_adapter(files.folder, NAME, torch_device=str(model.device))
+    except Exception as error:
+        raise InputError(f"{source} does not fit {model.config.name_or_path} [{described(error)}]") from error
+    for what, names in (("lacks", read.missing_keys), ("has, and the model has no place for,", read.unexpected_keys)):
+        if names:
+            raise InputError(
+                f"{source} does not fit {model.config.name_or_path}: it {what} {names[0]} ({len(names)} such)"
+            )
+    try:
+        network = wrapped.merge_and_unload(safe_merge=True) if merging else wrapped.get_base_model()
+    except Exception as error:
+        raise InputError(
+            f"{source}: an adapter of its kind ({method}) cannot be merged [{described(error)}]"
+        ) from error
+    return network, files.record(method, merging)
+
+
+def check_no_adapter(model: PreTrainedModel, purpose: str) -> None:
+    """Raise InputError for a model with an adapter beside its weights, which `purpose` would take for its own."""
+    beside = next((path for path, _ in model.named_modules() if path.endswith(".base_layer")), None)  # PEFT's name
+    if beside is not None:
+        raise InputError(f"{purpose} needs weights without an adapter beside them ({beside}): merge it first")
+
+
+def notices(files: AdapterFiles, model: PreTrainedModel, merged: bool) -> list[str]:
+    """What the user should know: what became of the adapter, and whether it was trained on another model."""
+    became = "merged into the model's weights" if merged else "beside the model's weights, which are quantized"
+    told = [f"adapter {files.source}: {became}"]
+    base, own = files.base, str(model.config.name_or_path)
+    if base and Path(base).name.casefold() != Path(own).name.casefold():
+        told.append(f"the adapter says that it was trained on {one_line(base)}, which may be another model than {own}")
+    return told

@@ -1,0 +1,170 @@
+"""Checkpoints of quantized weights: what reads them, and what can be done with their models.
+
+Where transformers can unpack the weights while it loads them, they are unpacked for good, as those of a GGUF file are:
+the layers are then ordinary ones, whose gradients are right, whose weights can be edited, and for which no kernel is
+downloaded. What such a checkpoint says of rounding activations is not carried out then. The other methods compute on
+packed weights: such a model can be measured, but what edits or trains weights does not apply.
+"""
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, __version__
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+
+from sinkscope.errors import InputError, SinkscopeError, unknown
+
+UNPACKED = ("compressed-tensors", "fp8", "mxfp8", "mxfp4", "metal")  # while they are loaded
+PACKAGES = {  # method → module and distribution of each package that transformers needs to load it
+    "bitsandbytes": {"bitsandbytes": "bitsandbytes"},
+    "gptq": {"gptqmodel": "gptqmodel", "optimum": "optimum"},
+    "awq": {"gptqmodel": "gptqmodel"},
+    "compressed-tensors": {"compressed_tensors": "compressed-tensors"},
+    "torchao": {"torchao": "torchao"},
+    "hqq": {"hqq": "hqq"},
+    "quanto": {"optimum.quanto": "optimum-quanto"},
+    "auto-round": {"auto_round": "auto-round"},
+    "aqlm": {"aqlm": "aqlm"},
+    "vptq": {"vptq": "vptq"},
+    "quark": {"quark": "amd-quark"},
+}
+REFUSED = {"eetq": "its kernels are code that would be downloaded from the hub and run"}
+BITS = {"fp8": 8, "fbgemm_fp8": 8, "mxfp8": 8, "mxfp4": 4, "nvfp4": 4}  # of methods that have no choice
+ORDINARY = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+AGREEING = 0.1  # of a linear layer: how far its gradient may be from what it computes, relative
+
+
+def method_of(settings: Mapping[str, Any]) -> str | None:
+    """The method by which a config.json says that the weights are quantized; None where it does not say so."""
+    given = settings.get("quantization_config")
+    if not isinstance(given, dict):
+        return None
+    bitsandbytes = given.get("load_in_4bit") or given.get("load_in_8bit")
+    return str(given.get("quant_method") or ("bitsandbytes" if bitsandbytes else None))
+
+
+def check_packages(source: str, settings: Mapping[str, Any]) -> None:
+    """Find, before anything is downloaded, that a quantized checkpoint cannot be loaded here.
+
+    Args:
+        source: begins the message.
+        settings: the content of its config.json.
+
+    Raises:
+        InputError: its method is unknown, or refused.
+        SinkscopeError: a package is not installed.
+    """
+    method = method_of(settings)
+    if method is None:
+        return
+    known = {name.removesuffix("_4bit").removesuffix("_8bit") for name in AUTO_QUANTIZER_MAPPING}
+    if method not in known:
+        raise InputError(
+            f"{source} is quantized in a way that transformers {__version__} does not read: "
+            f"{unknown(method, sorted(known))}"
+        )
+    if method in REFUSED:
+        raise InputError(f"{source} is quantized by {method}, which is not measured: {REFUSED[method]}")
+    missing = [package for module, package in PACKAGES.get(method, {}).items() if not _is_installed(module)]
+    if missing:
+        raise SinkscopeError(
+            f"{source} is quantized by {method}, which needs a package that is not installed: "
+            f"pip install {' '.join(missing)}"
+        )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that it is in
+        return False
+
+
+def stored_as(settings: Mapping[str, Any]) -> str | None:
+    """How quantized weights are stored, such as "4-bit gptq" or "8-bit fp8, dequantized"; None where they are not."""
+    method = method_of(settings)
+    if method is None:
+        return None
+    bits = BITS.get(method) or _bits(settings["quantization_config"])
+    return f"{f'{bits}-bit ' if bits else ''}{method}{', dequantized' if method in UNPACKED else ''}"
+
+
+def _bits(given: Mapping[str, Any]) -> int | None:
+    if given.get("load_in_4bit") or given.get("load_in_8bit"):
+        return 4 if given.get("load_in_4bit") else 8
+    groups = given.get("config_groups")
+    weights = [group.get("weights") or {} for group in groups.values()] if isinstance(groups, dict) else [given]
+    return next((bits for part in weights for bits in (part.get("num_bits") or part.get("bits"),) if bits), None)
+
+
+def unpacking(config: Any) -> None:
+    """Have transformers unpack the weights for good while it loads a model of this configuration, where it can."""
+    given = getattr(config, "quantization_config", None)
+    if isinstance(given, dict) and method_of({"quantization_config": given}) in UNPACKED:
+        config.quantization_config = given | {"dequantize": True}
+
+
+def is_ordinary(weight: Any) -> bool:
+    """Whether a weight is a plain tensor of floating-point numbers, and no packed or quantized one."""
+    return type(weight) in (nn.Parameter, torch.Tensor) and weight.dtype in ORDINARY
+
+
+def is_quantized(model: PreTrainedModel) -> bool:
+    """Whether a model computes on quantized weights, by transformers' account or by a linear layer's weight."""
+    linear = (module for module in model.modules() if isinstance(module, nn.Linear))
+    return bool(getattr(model, "is_quantized", False)) or not all(
+        is_ordinary(getattr(module, "weight", None)) for module in linear
+    )
+
+
+def is_packed(model: PreTrainedModel) -> bool:
+    """Whether weights will be unpacked when the model is first run, as compressed-tensors leaves them."""
+    linear = (getattr(module, "weight", None) for module in model.modules() if type(module) is nn.Linear)
+    return any(weight is None or (type(weight) is nn.Parameter and weight.dtype not in ORDINARY) for weight in linear)
+
+
+def check_not_quantized(model: PreTrainedModel, purpose: str) -> None:
+    """Raise InputError for a model that computes on quantized weights, which `purpose` cannot use."""
+    if is_quantized(model):
+        raise InputError(f"{purpose} needs weights that are not quantized: load the model in float32 or bfloat16")
+
+
+def without_gradients(model: PreTrainedModel) -> str | None:
+    """Why the gradients of a model of quantized weights mean nothing; None where they are right.
+
+    Rounded activations have a gradient of zero, and some kernels have none. A linear layer f without its bias gives
+    f(x) = W x, so that the gradient g of u · f at x has to give g · x = u · f(x).
+    """
+    if not is_quantized(model):
+        return None
+    seen: set[tuple[type, type]] = set()
+    for path, module in model.named_modules():
+        kind = (type(module), type(getattr(module, "weight", None)))
+        if kind in seen or not isinstance(getattr(module, "in_features", None), int):
+            continue
+        seen.add(kind)
+        if not _has_its_gradient(module, model.dtype):
+            return f"the gradient of its quantized layers ({path}) is not that of what they compute"
+    return None
+
+
+def _has_its_gradient(module: Any, dtype: torch.dtype) -> bool:
+    tensor = next(chain(module.parameters(), module.buffers()), None)
+    if tensor is None or tensor.is_meta:
+        return True
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(1, module.in_features, generator=draw).to(tensor.device, dtype).requires_grad_()
+    with torch.enable_grad():
+        given = module(x)
+        with torch.no_grad():
+            linear = given - module(torch.zeros_like(x))
+        try:
+            (gradient,) = torch.autograd.grad(given, x, linear)
+        except RuntimeError:  # no part of the graph
+            return False
+    computed = float(linear.double().square().sum())
+    return abs(float((gradient.double() * x.detach().double()).sum()) - computed) <= AGREEING * computed

@@ -1,0 +1,171 @@
+"""--adapter: what PEFT computes with an adapter is measured, and what does not fit is refused."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from hub import Hub, Repo
+from safetensors.torch import load_file, save_file
+from tiny import tiny_model
+from transformers import AutoModelForCausalLM
+
+import sinkscope
+from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.models import adapters
+from sinkscope.models.loading import load
+from sinkscope.options.measuring import AnalyzeOptions
+from sinkscope.options.option import checked
+
+SMALL: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 8, "observables": ("attention",)}
+KINDS: dict[str, peft.PeftConfig] = {
+    "LORA": peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False),
+    "IA3": peft.IA3Config(
+        target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], init_ia3_weights=False
+    ),
+    "OFT": peft.OFTConfig(r=2, oft_block_size=0, target_modules=["q_proj"], init_weights=False),
+}
+
+
+def save_adapter(base: Path, folder: Path, config: peft.PeftConfig) -> Path:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    peft.get_peft_model(model, config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "base"
+    tiny_model("llama").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved(base: Path) -> Path:
+    return save_adapter(base, base.parent / "lora", KINDS["LORA"])
+
+
+@pytest.fixture
+def adapter(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "lora"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_computes_what_peft_does(kind: str, base: Path, tmp_path: Path) -> None:
+    folder = save_adapter(base, tmp_path / kind, KINDS[kind])
+    ids = torch.arange(3, 19)[None]
+    bare: Any = AutoModelForCausalLM.from_pretrained(base)
+    with torch.no_grad():
+        untouched = bare(ids).logits
+        expected = peft.PeftModel.from_pretrained(bare, str(folder)).eval()(ids).logits
+    loaded = load(str(base), adapter=str(folder))
+    torch.testing.assert_close(loaded.model(ids).logits, expected, rtol=1e-4, atol=1e-4)
+    assert (expected - untouched).abs().max() > 0.01
+    assert type(loaded.model) is type(tiny_model("llama"))
+    assert not [name for name, _ in loaded.model.named_parameters() if kind.lower() in name]
+    assert loaded.adapter is not None
+    assert (loaded.name, loaded.adapter["method"], loaded.adapter["merged"]) == (f"base+{kind}", kind, True)
+
+
+def test_a_run_records_and_repeats_it(base: Path, saved: Path) -> None:
+    run = sinkscope.analyze(str(base), adapter=str(saved), **SMALL)
+    assert run.manifest["model"]["adapter"]["source"] == str(saved)
+    assert len(run.manifest["model"]["adapter"]["sha256"]) == 64
+    repeated = checked(AnalyzeOptions, run.manifest["config"])  # as --from does
+    assert sinkscope.analyze(repeated.model, config=repeated).tables["attention"].equals(run.tables["attention"])
+    assert not run.tables["attention"].equals(sinkscope.analyze(str(base), **SMALL).tables["attention"])
+    assert repeated.folder() == Path("runs/base+lora-random")
+
+
+def test_weights_can_be_edited_and_quantized(base: Path, saved: Path) -> None:
+    few = {name: value for name, value in SMALL.items() if name != "observables"} | {"adapter": str(saved)}
+    sinkscope.intervene(str(base), "zero-key-columns:coordinates=3", draws=1, **few)
+    assert sinkscope.quantize(str(base), calibration=2, **few).manifest["quantization"]["linear_layers"] == 21
+
+
+def test_an_adapter_alone_names_its_base(base: Path, adapter: Path) -> None:
+    with pytest.raises(InputError, match=rf"it is an adapter of {base}; name that model, and this with --adapter"):
+        load(str(adapter))
+    shutil.copy(base / "config.json", adapter)  # as some tools leave it
+    with pytest.raises(InputError, match="no weights of a whole model: it is an adapter of"):
+        load(str(adapter))
+
+
+def test_an_adapter_beside_whole_weights_is_left_out_with_a_word(base: Path, saved: Path, tmp_path: Path) -> None:
+    """transformers would apply it where PEFT is installed, and only there."""
+    both = Path(shutil.copytree(base, tmp_path / "both"))
+    shutil.copytree(saved, both, dirs_exist_ok=True)
+    ids = torch.arange(3, 19)[None]
+    loaded = load(str(both))
+    assert torch.equal(loaded.model(ids).logits, load(str(base)).model(ids).logits)
+    assert loaded.notices == (f"ignored the adapter beside the weights: --adapter {both} applies it",)
+    assert not torch.equal(load(str(both), adapter=str(both)).model(ids).logits, loaded.model(ids).logits)
+
+
+def test_an_adapter_of_another_base_is_told(base: Path, adapter: Path) -> None:
+    assert load(str(base), adapter=str(adapter)).notices == (f"adapter {adapter}: merged into the model's weights",)
+    edit(adapter, base_model_name_or_path="org/other")
+    assert "trained on org/other, which may be another model" in load(str(base), adapter=str(adapter)).notices[1]
+
+
+def test_one_that_does_not_fit_is_refused(base: Path, adapter: Path) -> None:
+    def refusal(match: str, **options: Any) -> None:
+        with pytest.raises(InputError, match=match):
+            load(str(base), adapter=str(adapter), **options)
+
+    weights = load_file(adapter / adapters.SAFE)
+    name = next(iter(weights))
+    save_file({other: value for other, value in weights.items() if other != name}, adapter / adapters.SAFE)
+    refusal("does not fit .*base: it lacks base_model.*layers.0")
+    save_file(weights | {name.replace("layers.0", "layers.7"): weights[name].clone()}, adapter / adapters.SAFE)
+    refusal("does not fit .*: it has, and the model has no place for, .*layers.7")
+    save_file(weights | {name: weights[name][:, :-1].contiguous()}, adapter / adapters.SAFE)
+    refusal("does not fit .*size mismatch")
+    (adapter / adapters.SAFE).write_bytes(b"version https://git-lfs")
+    refusal("damaged or cut short")
+    (adapter / adapters.SAFE).rename(adapter / adapters.PICKLED)
+    refusal("pickle only.*--allow-pickle")
+    (adapter / adapters.PICKLED).unlink()
+    refusal("has no weights to read")
+    edit(adapter, task_type="SEQ_CLS")
+    save_file(weights, adapter / adapters.SAFE)
+    refusal("for another task")
+    edit(adapter, task_type="CAUSAL_LM", peft_type="TOMORROW")
+    refusal("PEFT cannot use its adapter_config.json")
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    path = folder / adapters.ADAPTER_CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
+
+
+def test_prompts_and_names_that_are_no_adapter(base: Path, tmp_path: Path) -> None:
+    prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    folder = save_adapter(base, tmp_path / "prompts", prompts)
+    for source, match in (
+        (str(folder), "is of prompts"),
+        (str(base), "is not an adapter: it has no adapter_config.json"),
+        (str(tmp_path / "none"), "no such folder"),
+        (str(base / "config.json"), "is a file: name the folder"),
+    ):
+        with pytest.raises(InputError, match=match):
+            load(str(base), adapter=source)
+    with pytest.raises(InputError, match="an adapter was named for a model that is loaded already"):
+        sinkscope.analyze(tiny_model("llama"), adapter=str(folder), **SMALL)
+
+
+def test_from_the_hub(hub: Hub, base: Path, saved: Path) -> None:
+    hub.repos["org/lora"] = Repo({"main": saved})
+    loaded = load(str(base), adapter="org/lora")
+    assert loaded.adapter is not None
+    assert loaded.adapter["commit"] == hub.repos["org/lora"].commit("main")
+
+
+def test_without_peft_it_is_said_how_to_install_it(base: Path, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SinkscopeError, match=r"not installed: pip install peft"):
+        load(str(base), adapter=str(saved))

@@ -1,0 +1,218 @@
+"""Quantized checkpoints: measured as plain transformers runs them, refused where weights are needed, or told apart."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hub import Hub, Repo
+from safetensors.torch import load_file, save_file
+from support.plain import run_plainly
+from tiny import tiny_model
+from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+
+import sinkscope
+from sinkscope.commands.doctor import doctor
+from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.measuring.subject import inputs_for
+from sinkscope.models import quantized
+from sinkscope.models.families import find_family
+from sinkscope.models.loading import LoadedModel, load
+from sinkscope.options.measuring import make_config
+from sinkscope.report.analysis import quantized_source
+from sinkscope.report.run import Run
+from sinkscope.retrofits import retrofit_model
+from sinkscope.training.trainer import check_trainable
+
+LENGTH = 12
+SMALL: dict[str, Any] = {"input": "random", "num_seqs": 1, "seq_len": LENGTH}
+EIGHT_BITS = {"num_bits": 8, "type": "int", "symmetric": True}
+SETTINGS: dict[str, dict[str, Any]] = {  # of the checkpoints written by hand
+    "compressed-tensors": {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "format": "int-quantized",
+                "targets": ["Linear"],
+                "weights": EIGHT_BITS | {"strategy": "channel"},
+                "input_activations": EIGHT_BITS | {"strategy": "token", "dynamic": True},
+            }
+        },
+    },
+    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+}
+STORED = {"compressed-tensors": "8-bit compressed-tensors, dequantized", "fp8": "8-bit fp8, dequantized"}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("quantized") / "plain"
+    tiny_model("llama").save_pretrained(folder)
+    return folder
+
+
+def by_bitsandbytes(plain: Path, folder: Path, **how: Any) -> Path:
+    pytest.importorskip("bitsandbytes")
+    model: Any = AutoModelForCausalLM.from_pretrained(plain, quantization_config=BitsAndBytesConfig(**how))
+    model.save_pretrained(folder)
+    return folder
+
+
+def by_hand(plain: Path, folder: Path, method: str) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A checkpoint whose linear layers have one scale a row, or one each; and its weights, dequantized."""
+    if method == "compressed-tensors":
+        pytest.importorskip("compressed_tensors")
+    stored, whole = {}, {}
+    for name, weight in load_file(plain / "model.safetensors").items():
+        stored[name] = whole[name] = weight
+        if not name.endswith("proj.weight"):
+            continue
+        if method == "fp8":
+            scale = weight.abs().max()[None, None] / 448
+            stored[name], stored[f"{name}_scale_inv"] = (weight / scale).to(torch.float8_e4m3fn), scale
+        else:
+            scale = weight.abs().amax(1, keepdim=True) / 127
+            stored[name], stored[f"{name}_scale"] = (weight / scale).round().to(torch.int8), scale
+        whole[name] = stored[name].float() * scale
+    folder.mkdir()
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    shutil.copy(plain / "config.json", folder)
+    edit(folder, quantization_config=SETTINGS[method])
+    return folder, whole
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
+
+
+def assert_measured_as_plain_transformers_computes(run: Run, model: PreTrainedModel) -> None:
+    loaded = LoadedModel(model, None, "", "", None, None, ())
+    (ids,) = inputs_for(loaded, make_config(**SMALL)).sequences
+    expected = run_plainly(model, "model.layers", torch.as_tensor(ids))
+    attention, gradient = run.tables["attention"], run.tables["gradient"].query("head == -1")
+    for layer, weights in enumerate(expected.weights):
+        ours = attention.query(f"layer == {layer} and position == 0").sort_values("head")["window_mass"].to_numpy()
+        torch.testing.assert_close(torch.tensor(ours), weights[:, :, 0].mean(1).double(), rtol=1e-4, atol=1e-5)
+        for pathway in ("query", "key", "value"):
+            rows = gradient.query(f"layer == {layer} and pathway == '{pathway}'").sort_values("position")
+            norms = expected.grad_norms(pathway)[layer].double()
+            torch.testing.assert_close(torch.tensor(rows["grad_norm"].to_numpy()), norms, rtol=1e-3, atol=1e-6)
+
+
+BITS: dict[str, dict[str, Any]] = {
+    "4-bit bitsandbytes": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "8-bit bitsandbytes": {"load_in_8bit": True},
+}
+
+
+@pytest.mark.parametrize("stored", BITS)
+def test_on_packed_weights_all_but_edits_of_weights_is_right(stored: str, plain: Path, tmp_path: Path) -> None:
+    folder = by_bitsandbytes(plain, tmp_path / "packed", **BITS[stored])
+    loaded = load(str(folder))
+    assert (loaded.weights, quantized.is_quantized(loaded.model)) == (stored, True)
+    run = sinkscope.analyze(loaded, **SMALL)
+    assert_measured_as_plain_transformers_computes(run, AutoModelForCausalLM.from_pretrained(folder))
+    assert doctor(loaded).ok
+    sinkscope.intervene(loaded, "scale-sink-value:heads=1", draws=0, **SMALL)  # of outputs, not of weights
+    with pytest.raises(InputError, match=r"zero-key-columns does not apply .* its weights are quantized"):
+        sinkscope.intervene(loaded, "zero-key-columns:coordinates=3", **SMALL)
+    with pytest.raises(InputError, match="simulated quantization needs weights that are not quantized"):
+        sinkscope.quantize(loaded, calibration=2, **SMALL)
+    with pytest.raises(InputError, match="its weights are quantized"):
+        retrofit_model(loaded.model, find_family(loaded.model), "vga")
+    with pytest.raises(InputError, match="training needs weights that are not quantized"):
+        check_trainable(loaded.model, only_new=False)
+
+
+@pytest.mark.parametrize("method", SETTINGS)
+def test_unpacked_weights_are_those_of_the_checkpoint(method: str, plain: Path, tmp_path: Path) -> None:
+    folder, whole = by_hand(plain, tmp_path / method, method)
+    loaded = load(str(folder), dtype="float32")
+    assert (loaded.weights, quantized.is_quantized(loaded.model)) == (STORED[method], False)
+    for name, parameter in loaded.model.named_parameters():
+        torch.testing.assert_close(parameter, whole[name], rtol=1e-6, atol=0)
+    assert quantized.without_gradients(loaded.model) is None
+    run = sinkscope.intervene(loaded, "zero-key-columns:coordinates=3", draws=0, **SMALL)
+    assert [(found.value, found.numbers["kind"]) for found in quantized_source(run)] == [(8, STORED[method][6:])]
+
+
+class Rounding(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward((x * 16).round() / 16)
+
+
+class WithoutBackward(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.detach())
+
+
+@pytest.mark.parametrize(("kind", "right"), [(nn.Linear, True), (Rounding, False), (WithoutBackward, False)])
+def test_gradients_that_mean_nothing_are_refused(kind: type[nn.Linear], right: bool) -> None:
+    model = tiny_model("llama")
+    model.is_quantized = True
+    model.model.layers[1].mlp.up_proj.__class__ = kind
+    assert (quantized.without_gradients(model) is None) == right
+    if not right:
+        run = sinkscope.analyze(model, **SMALL)
+        assert "gradient" not in run.tables
+        assert (
+            "(model.layers.1.mlp.up_proj) is not that of what they compute" in run.manifest["not_measured"]["gradient"]
+        )
+        with pytest.raises(InputError, match="--observables gradient does not apply"):
+            sinkscope.analyze(model, observables=("gradient",), **SMALL)
+
+
+def test_weights_that_are_still_packed_are_refused() -> None:
+    model = tiny_model("llama")
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.to(torch.int8), requires_grad=False)
+    with pytest.raises(InputError, match="unpacked at its first run: run it once before"):
+        sinkscope.analyze(model, **SMALL)
+
+
+MISSING: dict[str, tuple[dict[str, Any], str]] = {
+    "gptq": ({"quant_method": "gptq", "bits": 4}, "pip install gptqmodel optimum"),
+    "awq": ({"quant_method": "awq", "bits": 4}, "pip install gptqmodel"),
+    "torchao": ({"quant_method": "torchao"}, "pip install torchao"),
+    "old bitsandbytes": ({"load_in_8bit": True}, "pip install bitsandbytes"),
+    "compressed-tensors": (SETTINGS["compressed-tensors"], "pip install compressed-tensors"),
+    "eetq": ({"quant_method": "eetq"}, "kernels are code that would be downloaded"),
+    "tomorrow": ({"quant_method": "gtpq"}, "does not read: 'gtpq' is unknown; did you mean 'gptq'?"),
+}
+
+
+@pytest.mark.parametrize("method", MISSING)
+def test_what_cannot_be_read_here_is_said_before_the_download(
+    method: str, hub: Hub, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, message = MISSING[method]
+    folder = Path(shutil.copytree(plain, tmp_path / "model"))
+    edit(folder, quantization_config=settings)
+    hub.repos["org/model"] = Repo({"main": folder})
+    monkeypatch.setattr(quantized, "_is_installed", lambda module: False)
+    for source in ("org/model", str(folder)):
+        with pytest.raises(SinkscopeError) as caught:
+            load(source)
+        assert message in str(caught.value)
+        assert str(caught.value).count("\n") == 0
+    assert not [request for request in hub.requests if "safetensors" in request]
+
+
+@pytest.mark.parametrize(
+    ("given", "stored"),
+    [
+        (None, None),
+        ({"quant_method": "gptq", "bits": 3}, "3-bit gptq"),
+        ({"load_in_4bit": True}, "4-bit bitsandbytes"),
+        ({"quant_method": "mxfp4"}, "4-bit mxfp4, dequantized"),
+        ({"quant_method": "torchao"}, "torchao"),
+    ],
+)
+def test_how_weights_are_stored(given: dict[str, Any] | None, stored: str | None) -> None:
+    assert quantized.stored_as({} if given is None else {"quantization_config": given}) == stored
