@@ -14,10 +14,8 @@ import torch
 import transformers
 from transformers import (
     CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     GgufConfig,
     PreTrainedConfig,
@@ -27,6 +25,7 @@ from transformers import (
 
 from sinkscope.errors import InputError, SinkscopeError, described, is_out_of_memory
 from sinkscope.models import gguf
+from sinkscope.models.classes import auto_class_of, is_encoder_decoder
 from sinkscope.models.files import SMALL_FILES, ModelFiles, check_weights, fetch, find_files, is_path, quiet
 from sinkscope.models.in_memory import text_of
 from sinkscope.models.settings import check_settings, read_settings
@@ -162,13 +161,13 @@ def _read_config(files: ModelFiles, trust_remote_code: bool) -> PreTrainedConfig
 def _check_causal(files: ModelFiles, config: PreTrainedConfig, trust_remote_code: bool) -> None:
     """Raise InputError unless the model predicts each token from the ones before it alone."""
     kind, refused = type(config), f"{files.source} ({config.model_type}) is not a causal language model"
-    has_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    if getattr(config, "is_encoder_decoder", False):
+    auto = auto_class_of(config)
+    if is_encoder_decoder(config):
         raise InputError(f"{refused}: it is an encoder–decoder")
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING and has_code and not trust_remote_code:
-        raise _needs_trust(files)
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING and not has_code:
+    if auto is None:
         raise InputError(f"{refused}: transformers has no such class for it")
+    if kind not in auto._model_mapping and not trust_remote_code:
+        raise _needs_trust(files)
     # BERT and similar models have one, but their checkpoints attend both ways unless their config says otherwise
     causal = getattr(config, "is_decoder", False) or getattr(config, "causal", False)
     if kind in MODEL_FOR_MASKED_LM_MAPPING and not causal:
@@ -180,7 +179,8 @@ def _check_size(files: ModelFiles, config: PreTrainedConfig) -> None:
 
     transformers takes memory for all of them, also for those that it then finds missing.
     """
-    if files.gguf or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    auto = auto_class_of(config)
+    if files.gguf or auto is None or type(config) not in auto._model_mapping:
         return
     bits = 8 * sum((files.folder / name).stat().st_size for name in files.weights)
     try:
@@ -197,7 +197,7 @@ def _check_size(files: ModelFiles, config: PreTrainedConfig) -> None:
 def count_parameters(config: PreTrainedConfig) -> int:
     """Of the model that a configuration describes, built without memory. Raises whatever building it raises."""
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=None)
+        model = auto_class_of(config).from_config(copy.deepcopy(config), attn_implementation=None)
         return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -224,7 +224,7 @@ def _build(
         # unpacked for good, or the model would count as quantized and refuse to be cast or saved
         options = {"gguf_file": files.gguf, "quantization_config": GgufConfig(dequantize=True)}
     try:
-        built: Any = AutoModelForCausalLM.from_pretrained(
+        built: Any = auto_class_of(config).from_pretrained(
             files.folder,
             config=config,
             dtype=DTYPES.get(dtype, dtype),
