@@ -20,6 +20,7 @@ from sinkscope.models import loading
 from sinkscope.models.families import Family, embedding_weight, find_family
 from sinkscope.models.in_memory import undisturbed, unwrapped
 from sinkscope.models.loading import LoadedModel
+from sinkscope.models.towers import tower_notice
 from sinkscope.models.wiring import calibrate
 from sinkscope.options.measuring import ObservableOptions, RunConfig
 from sinkscope.options.option import checked
@@ -78,7 +79,7 @@ def open_subject(
     with undisturbed(loaded.model):
         family, notices = family_of(loaded.model)
         inputs = inputs_for(loaded, config)
-        print_notices(console, (*loaded.notices, *notices, *inputs.notices))
+        print_notices(console, (*loaded.notices, *tower_notice(loaded.model), *notices, *inputs.notices))
         yield Subject(loaded, family, inputs)
 
 

@@ -20,12 +20,13 @@ import torch
 from torch import nn
 
 from sinkscope.errors import InputError
+from sinkscope.models.towers import is_own, text_tower, within
 
 # In the order in which a forward pass reaches them. Attention's own sites are in attention/seam.py.
 RESIDUAL_SITES = ("layer_in", "attn_norm", "attn_out", "mid", "mlp_norm", "mlp_out", "layer_out")
 
 
-ATTENTION = "attention"  # kind of a layer
+ATTENTION, NOT_RUN = "attention", "not run"  # kinds of a layer; the second stands aside when text is read alone
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,10 @@ class Family:
 
     def block(self, layer: int) -> Block:
         return self.blocks[layer] if self.blocks else Block(self.attention, self.sites, self.wiring)
+
+    def last_layer(self, model: nn.Module) -> int:
+        """The last one that runs."""
+        return max(at for at in range(len(self.layer_modules(model))) if self.block(at).kind != NOT_RUN)
 
     def attentions(self, model: nn.Module) -> dict[int, nn.Module]:
         """Layer → its attention module, of the layers that have one."""
@@ -311,14 +316,15 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
 
 
 def find_family(model: nn.Module) -> Family:
-    """The row of FAMILIES for a loaded model.
+    """The row of FAMILIES for a loaded model: of its type, or of the type of its text tower.
 
     Raises:
         InputError: the model type has no row, or none whose `when` holds for this configuration.
     """
     config: Any = model.config
     model_type = base_type(config.model_type)
-    rows = FAMILIES.get(model_type, ())
+    rows = FAMILIES.get(model_type) or _rows_of_tower(model)
+    config = config if model_type in FAMILIES else config.get_text_config()
     for row in rows:
         if all(getattr(config, name, None) == value for name, value in row.when.items()):
             return replace(row, positions="alibi") if getattr(config, "alibi", False) else row
@@ -328,6 +334,20 @@ def find_family(model: nn.Module) -> Family:
     raise InputError(
         f"the architecture '{model_type}' has no row in sinkscope/models/families.py "
         f"(`sinkscope list families` shows those that have one)"
+    )
+
+
+def _rows_of_tower(model: Any) -> tuple[Family, ...]:
+    """The rows of a text tower's own type, with its place in the whole model."""
+    path, tower = text_tower(model)
+    rows = FAMILIES.get(tower.config.model_type, ()) if path and is_own(tower) else ()
+    return tuple(
+        replace(
+            row,
+            layers=within(tower, path, row.layers),
+            position_embedding=within(tower, path, row.position_embedding),
+        )
+        for row in rows
     )
 
 

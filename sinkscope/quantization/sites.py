@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from sinkscope.errors import InputError, unknown
-from sinkscope.models.families import Family
+from sinkscope.models.families import NOT_RUN, Family
+from sinkscope.models.towers import reached_by_text
 
 LINEAR = (nn.Linear, Conv1D)  # the second is GPT-2's, with its weight stored (in, out)
 INPUT, WEIGHT, OUTPUT = "input", "weight", "output"
@@ -48,13 +49,22 @@ def sites_of(model: PreTrainedModel, family: Family) -> list[Site]:
         InputError: there are none, or weights are offloaded or quantized already.
     """
     sites = []
-    for path, module in linear_modules(model):
+    for path, module in _passed_by_text(model, family):
         _check_weight(path, module)
         layer, kind = _place(path, family)
         sites += [Site(path, part, layer, kind) for part in PARTS]
     if not sites:
         raise InputError("this model has no linear layers that could be quantized")
     return sites
+
+
+def _passed_by_text(model: PreTrainedModel, family: Family) -> list[tuple[str, nn.Module]]:
+    """The linear modules that text passes: those of the layers that run, and of the others those that do."""
+    found = list(linear_modules(model))
+    layers = {path: _place(path, family)[0] for path, _ in found}
+    passed = {path for path, at in layers.items() if at != NO_LAYER and family.block(at).kind != NOT_RUN}
+    others = reached_by_text(model) if len(passed) < len(found) else set()
+    return [(path, module) for path, module in found if path in passed | others]
 
 
 def linear_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
