@@ -20,7 +20,7 @@ from sinkscope.models import loading
 from sinkscope.models.families import Family, embedding_weight, find_family
 from sinkscope.models.in_memory import undisturbed, unwrapped
 from sinkscope.models.loading import LoadedModel
-from sinkscope.models.towers import tower_notice
+from sinkscope.models.towers import check_reads_text, tower_notice
 from sinkscope.models.wiring import calibrate
 from sinkscope.options.measuring import ObservableOptions, RunConfig
 from sinkscope.options.option import checked
@@ -104,6 +104,12 @@ def load_model(model: ModelLike, tokenizer: PreTrainedTokenizerBase | None, conf
 
 def family_of(model: PreTrainedModel) -> tuple[Family, list[str]]:
     """The model's row in the table of families, or a row calibrated for it, with a notice that says so."""
+    family, notices = _row_or_calibrated(model)
+    check_reads_text(model, family.layers)
+    return family, notices
+
+
+def _row_or_calibrated(model: PreTrainedModel) -> tuple[Family, list[str]]:
     try:
         return find_family(model), []
     except InputError as missing:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from sinkscope.errors import InputError
-from sinkscope.models.towers import is_own, text_tower, within
+from sinkscope.models.towers import is_own, text_tower, token_embedding, within
 
 # In the order in which a forward pass reaches them. Attention's own sites are in attention/seam.py.
 RESIDUAL_SITES = ("layer_in", "attn_norm", "attn_out", "mid", "mlp_norm", "mlp_out", "layer_out")
@@ -352,8 +352,11 @@ def _rows_of_tower(model: Any) -> tuple[Family, ...]:
 
 
 def embedding_weight(model: Any) -> torch.Tensor:
-    """The token embeddings (V,D)."""
-    return model.get_input_embeddings().weight
+    """The token embeddings (V,D). Raises InputError where they are not one table."""
+    embedding: Any = token_embedding(model)
+    if not hasattr(embedding, "weight"):
+        raise InputError(f"{type(model).__name__} embeds its tokens by more than one table")
+    return embedding.weight
 
 
 def first_tensor(value: Any) -> torch.Tensor:

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import MODEL_MAPPING, PreTrainedModel
+from transformers import PreTrainedModel
+
+from sinkscope.errors import InputError, described
 
 # What a model has to be told so that each token of a text sees those before it: model type → argument → its value for
 # every token. PaliGemma reads a prompt both ways (0) and what follows as any decoder does (1). Told neither, it attends
@@ -26,9 +28,17 @@ def text_tower(model: PreTrainedModel) -> tuple[str, PreTrainedModel]:
     return next((path, module) for path, module in around if module.config is innermost.config)
 
 
+def token_embedding(model: PreTrainedModel) -> nn.Module:
+    """The module that embeds the tokens. Raises InputError where transformers does not know it."""
+    try:
+        return model.get_input_embeddings()
+    except (NotImplementedError, AttributeError) as error:
+        raise InputError(f"{type(model).__name__} has no token embeddings that transformers knows") from error
+
+
 def embedding_path(model: PreTrainedModel) -> str:
-    """Where the token embeddings are."""
-    embedding = model.get_input_embeddings()
+    """Where the token embeddings are. Raises InputError where transformers does not know them."""
+    embedding = token_embedding(model)
     return next(path for path, module in model.named_modules() if module is embedding)
 
 
@@ -49,9 +59,9 @@ def within(tower: nn.Module, at: str, path: str) -> str:
 
 
 def is_own(tower: PreTrainedModel) -> bool:
-    """Whether a tower is the language model that transformers has for its configuration."""
-    known: Any = MODEL_MAPPING.get(type(tower.config), None)
-    return known is not None and type(tower).__module__ == known.__module__
+    """Whether a tower is a language model of transformers by itself, as its configuration is."""
+    model, config = (type(thing).__module__.rpartition(".")[0] for thing in (tower, tower.config))
+    return model == config
 
 
 def tower_notice(model: PreTrainedModel) -> tuple[str, ...]:
@@ -62,15 +72,35 @@ def tower_notice(model: PreTrainedModel) -> tuple[str, ...]:
     return (f"{type(model).__name__}: its text tower is measured ({type(tower).__name__} at '{path}'), by text alone",)
 
 
-@torch.no_grad()
 def reached_by_text(model: PreTrainedModel) -> set[str]:
     """The paths of the modules that run when the model reads text alone."""
+    return _read_a_token(model)[0]
+
+
+@torch.no_grad()
+def _read_a_token(model: PreTrainedModel) -> tuple[set[str], Any]:
+    """The paths of the modules that run, and what the model gives."""
     reached: set[str] = set()
     with ExitStack() as hooks:
         for path, module in model.named_modules():
             hooks.enter_context(module.register_forward_pre_hook(partial(_note, reached, path)))
-        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
-    return reached
+        output = model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
+    return reached, output
+
+
+def check_reads_text(model: PreTrainedModel, layers: str) -> None:
+    """Raise InputError unless text alone passes the layers of a text tower, and has its next tokens predicted."""
+    if not text_tower(model)[0]:
+        return
+    try:
+        reached, output = _read_a_token(model)
+    except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
+        raise InputError(f"{type(model).__name__} does not read text alone [{described(error)}]") from error
+    if not any(path.startswith(f"{layers}.") for path in reached):
+        raise InputError(f"{type(model).__name__}: text does not pass the layers at '{layers}'")
+    logits = getattr(output, "logits", None)
+    if logits is None or logits.shape[:2] != (1, 1):
+        raise InputError(f"{type(model).__name__} does not predict the token behind each that it reads")
 
 
 def _note(reached: set[str], path: str, module: nn.Module, args: tuple) -> None:

@@ -31,7 +31,8 @@ from sinkscope.measuring.subject import family_of
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.in_memory import undisturbed
 from sinkscope.text.batch import Batch
-from support.multimodal import NEEDED, SENSES, TOLD
+from support import multimodal
+from support.multimodal import SENSES, SKIPPED, TOLD
 from support.plain import run_plainly
 
 VOCAB = 96
@@ -95,7 +96,6 @@ REST = {
     "encoder_attention_heads": 4,
 }
 SMALL: dict[str, Any] = WIDTH | INNER | DEPTH | HEADS | EXPERTS | MAMBA | LINEAR | LATENT | REST
-SKIPPED = object()  # in OVERRIDES: the default stays
 _LATENT = {"head_dim": SKIPPED, "num_key_value_heads": 4}
 _WINDOWS = ["sliding_attention", "full_attention"] * 2
 # What a type needs instead of, or besides, what SMALL says
@@ -217,18 +217,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
 }
-OVERRIDES |= NEEDED
+OVERRIDES |= multimodal.NEEDED
 # Types without a tiny model here, with the reason
 NOT_BUILT: dict[str, str] = {
     "blt": "its smallest configuration has a hash embedding of 96 million entries",
-    "fuyu": "its text model is persimmon's, which is here; its own configuration does not hand sizes on",
-    "gemma3": "its picture tower does not become small; its text model is gemma3_text",
-    "gemma3n": "its picture tower needs timm; its text model is gemma3n_text",
-    "gemma4_assistant": "transformers' default configuration of it is refused by transformers",
-    "gemma4_unified_assistant": "transformers' default configuration of it is refused by transformers",
-    "got_ocr2": "its picture tower does not become small; its text model is qwen2",
     "longcat_flash": "the bare model does not run in this size",
-    "moss_transcribe_diarize": "its audio tower does not become small; its text model is qwen3",
     "musicgen": "AutoModelForCausalLM cannot build it from its configuration",
     "musicgen_melody": "AutoModelForCausalLM cannot build it from its configuration",
     "qwen4_exp": "the bare model does not build in this size",
@@ -238,6 +231,9 @@ NOT_BUILT: dict[str, str] = {
     "dbrx": "the bare model does not build from a configuration of this transformers",
     "zamba": "the bare model does not build in this size",
 }
+
+
+NOT_BUILT |= multimodal.NOT_BUILT
 
 
 def tiny_config(model_type: str) -> PreTrainedConfig:
@@ -251,6 +247,7 @@ def _wanted(kind: Any, own: dict[str, Any]) -> dict[str, Any]:
     for name, part in _parts(kind).items():
         needed = own.get(name, {})
         if isinstance(needed, dict):
+            part = CONFIG_MAPPING[needed["model_type"]] if "model_type" in needed else part
             line = OVERRIDES.get(part.model_type, {})
             found[name] = _wanted(part, line | needed) | {"model_type": part.model_type}
     return {name: value for name, value in found.items() if value is not SKIPPED}
