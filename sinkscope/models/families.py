@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from sinkscope.errors import InputError
+from sinkscope.models.model_types import base_type
 from sinkscope.models.towers import is_own, text_tower, token_embedding, within
 
 # In the order in which a forward pass reaches them. Attention's own sites are in attention/seam.py.
@@ -315,6 +316,16 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
 }
 
 
+# type of a text tower → the type whose rows are its own
+BUILT_AS = {
+    "gemma": "llama",
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
+
+
 def find_family(model: nn.Module) -> Family:
     """The row of FAMILIES for a loaded model: of its type, or of the type of its text tower.
 
@@ -338,12 +349,14 @@ def find_family(model: nn.Module) -> Family:
 
 
 def _rows_of_tower(model: Any) -> tuple[Family, ...]:
-    """The rows of a text tower's own type, with its place in the whole model."""
+    """The rows of a text tower's own type, or of the one it is built as, with its place in the whole model."""
     path, tower = text_tower(model)
-    rows = FAMILIES.get(tower.config.model_type, ()) if path and is_own(tower) else ()
+    kind = tower.config.model_type
+    rows = FAMILIES.get(BUILT_AS.get(kind, kind), ()) if path and is_own(tower) else ()
     return tuple(
         replace(
             row,
+            name=kind,
             layers=within(tower, path, row.layers),
             position_embedding=within(tower, path, row.position_embedding),
         )
@@ -362,16 +375,3 @@ def embedding_weight(model: Any) -> torch.Tensor:
 def first_tensor(value: Any) -> torch.Tensor:
     """A module's own result where it returns several."""
     return value[0] if isinstance(value, tuple | list) else value
-
-
-PREFIX = "sinkscope_"  # of the model types under which retrofitted models are saved
-
-
-def base_type(model_type: str) -> str:
-    """`sinkscope_llama` → `llama`; any other model type is its own."""
-    return model_type.removeprefix(PREFIX)
-
-
-def is_retrofitted(config: Any) -> bool:
-    """Whether a model has the configuration of a retrofit."""
-    return str(getattr(config, "model_type", "")).startswith(PREFIX)

@@ -14,6 +14,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sinkscope.errors import InputError, described
+from sinkscope.models.model_types import base_type
+
+# Types whose text towers may be of a family with a row, so that a retrofitted one can be built again from its folder
+WITH_TOWERS = (
+    *("got_ocr2", "idefics2", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3"),
+    *("paligemma", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "vipllava", "voxtral"),
+)
 
 # What a model has to be told so that each token of a text sees those before it: model type → argument → its value for
 # every token. PaliGemma reads a prompt both ways (0) and what follows as any decoder does (1). Told neither, it attends
@@ -34,6 +41,20 @@ def token_embedding(model: PreTrainedModel) -> nn.Module:
         return model.get_input_embeddings()
     except (NotImplementedError, AttributeError) as error:
         raise InputError(f"{type(model).__name__} has no token embeddings that transformers knows") from error
+
+
+def vocabulary(model: PreTrainedModel) -> int:
+    """How many token ids a model both reads and predicts: some have embeddings for placeholders of pictures besides."""
+    tables: Any = (token_embedding(model), model.get_output_embeddings())
+    return min(len(table.weight) for table in tables if table is not None and hasattr(table, "weight"))
+
+
+def placeholders(model: PreTrainedModel) -> tuple[int, ...]:
+    """Ids that are no text: in their places a model puts what it makes of pictures or sound, or marks where that is."""
+    if not text_tower(model)[0]:
+        return ()
+    entries = model.config.to_dict().items()
+    return tuple(x for name, x in entries if name.endswith(("_token_id", "_token_index")) and isinstance(x, int))
 
 
 def embedding_path(model: PreTrainedModel) -> str:
@@ -110,7 +131,7 @@ def _note(reached: set[str], path: str, module: nn.Module, args: tuple) -> None:
 @contextmanager
 def reading_text(model: nn.Module) -> Iterator[None]:
     """The model is told by TEXT what its input is, where the caller does not say, until the end of the block."""
-    told = TEXT.get(getattr(getattr(model, "config", None), "model_type", "").removeprefix("sinkscope_"), {})
+    told = TEXT.get(base_type(str(getattr(getattr(model, "config", None), "model_type", ""))), {})
     if not told:
         yield
         return

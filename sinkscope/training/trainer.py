@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArgu
 from transformers.utils import logging as transformers_logging
 
 from sinkscope.errors import InputError
-from sinkscope.models.families import is_retrofitted
+from sinkscope.models.model_types import is_retrofitted
 from sinkscope.options.training import TrainingConfig
 from sinkscope.results.manifest import make_manifest, write_manifest
 from sinkscope.results.resume import claim, resumable
