@@ -14,7 +14,6 @@ import torch
 import transformers
 from transformers import (
     CONFIG_MAPPING,
-    MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
     AutoTokenizer,
     GgufConfig,
@@ -25,7 +24,7 @@ from transformers import (
 
 from sinkscope.errors import InputError, SinkscopeError, described, is_out_of_memory
 from sinkscope.models import gguf
-from sinkscope.models.classes import auto_class_of, is_encoder_decoder
+from sinkscope.models.classes import class_for
 from sinkscope.models.files import SMALL_FILES, ModelFiles, check_weights, fetch, find_files, is_path, quiet
 from sinkscope.models.in_memory import text_of
 from sinkscope.models.settings import check_settings, read_settings
@@ -90,7 +89,7 @@ def load(
         files = find_files(model, revision, gguf_file, allow_pickle)
         check_weights(files)
         config = _read_config(files, trust_remote_code)
-        _check_causal(files, config, trust_remote_code)
+        _check_class(files, config, trust_remote_code)
         _check_size(files, config)
         network, ignored = _build(files, config, dtype, device_map, trust_remote_code)
         _check_values(files, network)
@@ -158,20 +157,10 @@ def _read_config(files: ModelFiles, trust_remote_code: bool) -> PreTrainedConfig
     return config
 
 
-def _check_causal(files: ModelFiles, config: PreTrainedConfig, trust_remote_code: bool) -> None:
-    """Raise InputError unless the model predicts each token from the ones before it alone."""
-    kind, refused = type(config), f"{files.source} ({config.model_type}) is not a causal language model"
-    auto = auto_class_of(config)
-    if is_encoder_decoder(config):
-        raise InputError(f"{refused}: it is an encoder–decoder")
-    if auto is None:
-        raise InputError(f"{refused}: transformers has no such class for it")
-    if kind not in auto._model_mapping and not trust_remote_code:
+def _check_class(files: ModelFiles, config: PreTrainedConfig, trust_remote_code: bool) -> None:
+    """Raise InputError unless there is a class for the model, and its code may be run."""
+    if type(config) not in class_for(config, files.source)._model_mapping and not trust_remote_code:
         raise _needs_trust(files)
-    # BERT and similar models have one, but their checkpoints attend both ways unless their config says otherwise
-    causal = getattr(config, "is_decoder", False) or getattr(config, "causal", False)
-    if kind in MODEL_FOR_MASKED_LM_MAPPING and not causal:
-        raise InputError(f"{refused}: it is an encoder, and attends both ways")
 
 
 def _check_size(files: ModelFiles, config: PreTrainedConfig) -> None:
@@ -179,8 +168,7 @@ def _check_size(files: ModelFiles, config: PreTrainedConfig) -> None:
 
     transformers takes memory for all of them, also for those that it then finds missing.
     """
-    auto = auto_class_of(config)
-    if files.gguf or auto is None or type(config) not in auto._model_mapping:
+    if files.gguf or type(config) not in class_for(config, files.source)._model_mapping:
         return
     bits = 8 * sum((files.folder / name).stat().st_size for name in files.weights)
     try:
@@ -197,7 +185,7 @@ def _check_size(files: ModelFiles, config: PreTrainedConfig) -> None:
 def count_parameters(config: PreTrainedConfig) -> int:
     """Of the model that a configuration describes, built without memory. Raises whatever building it raises."""
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        model = auto_class_of(config).from_config(copy.deepcopy(config), attn_implementation=None)
+        model = class_for(config, "the model").from_config(copy.deepcopy(config), attn_implementation=None)
         return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -224,7 +212,7 @@ def _build(
         # unpacked for good, or the model would count as quantized and refuse to be cast or saved
         options = {"gguf_file": files.gguf, "quantization_config": GgufConfig(dequantize=True)}
     try:
-        built: Any = auto_class_of(config).from_pretrained(
+        built: Any = class_for(config, files.source).from_pretrained(
             files.folder,
             config=config,
             dtype=DTYPES.get(dtype, dtype),
