@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from tiny import spread_weights
+from tiny import batched, measured, padded, ragged_tokens, spread_weights
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -356,22 +356,41 @@ def differences(model_type: str, file: Path, auto: Any = AutoModelForCausalLM) -
     queries = torch.arange(LENGTH, 0, -1)  # that see each key
     attending = list(family.attentions(model))
     for layer, weights in zip(attending, plain.weights, strict=True):
-        pairs["sink_mass"].append((_by_position(tables["attention"], layer, "sink_mass"), weights.sum(1) / queries))
+        pairs["sink_mass"].append((by_position(tables["attention"], layer, "sink_mass"), weights.sum(1) / queries))
     for pathway in ("query", "key", "value"):
         chosen = tables["gradient"].query(f"pathway == '{pathway}' and head == -1")
         first = 1 if pathway == "query" else 0  # query 0 sees one key: its gradient is round-off
         for layer, norms in zip(attending, plain.grad_norms(pathway), strict=True):
-            pairs[f"gradient of {pathway}"].append((_by_position(chosen, layer, "grad_norm")[:, first:], norms[first:]))
+            pairs[f"gradient of {pathway}"].append((by_position(chosen, layer, "grad_norm")[:, first:], norms[first:]))
     inputs = tables["activation"].query("site == 'layer_in'").assign(head=0)
     running = (layer for layer in range(LAYERS) if family.block(layer).sites)
     for layer, hidden in zip(running, plain.hidden, strict=True):
-        pairs["layer_in"].append((_by_position(inputs, layer, "norm_mean"), hidden.norm(dim=-1)))
+        pairs["layer_in"].append((by_position(inputs, layer, "norm_mean"), hidden.norm(dim=-1)))
     return {name: max(_difference(*pair) for pair in found) for name, found in pairs.items()}
 
 
-def _by_position(table: pd.DataFrame, layer: int, column: str) -> np.ndarray:
+def by_position(table: pd.DataFrame, layer: int, column: str) -> np.ndarray:
     """(heads, positions)."""
     return table[table["layer"] == layer].pivot(index="head", columns="position", values=column).to_numpy()
+
+
+def padding_difference(model_type: str, auto: Any = AutoModelForCausalLM) -> float:
+    """The largest relative difference of attention and norms between sequences padded on either side and unpadded."""
+    model = tiny_of(model_type, torch.float64, auto=auto)
+    sequences, settings = ragged_tokens((9, 14)), Settings(positions=9, window=9)
+    columns = {"attention": "sink_mass", "activation": "norm_mean"}
+    with undisturbed(model):
+        family, _ = family_of(model)
+        ways = (batched(sequences, 1), *([padded(sequences, side)] for side in ("right", "left")))
+        plain, *others = (
+            measured(model, batches, settings, ("attention", "activation"), family=family) for batches in ways
+        )
+    columns = {"attention": "sink_mass", "activation": "norm_mean"}
+    return max(
+        _difference(other[name][column].to_numpy(), torch.tensor(plain[name][column].to_numpy()))
+        for other in others
+        for name, column in columns.items()
+    )
 
 
 def _difference(found: np.ndarray, expected: torch.Tensor) -> float:
