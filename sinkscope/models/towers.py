@@ -128,10 +128,15 @@ def _note(reached: set[str], path: str, module: nn.Module, args: tuple) -> None:
     reached.add(path)
 
 
+def told_of_text(model: nn.Module) -> Mapping[str, int]:
+    """What TEXT says of this model; nothing of most."""
+    return TEXT.get(base_type(str(getattr(getattr(model, "config", None), "model_type", ""))), {})
+
+
 @contextmanager
 def reading_text(model: nn.Module) -> Iterator[None]:
     """The model is told by TEXT what its input is, where the caller does not say, until the end of the block."""
-    told = TEXT.get(base_type(str(getattr(getattr(model, "config", None), "model_type", ""))), {})
+    told = told_of_text(model)
     if not told:
         yield
         return

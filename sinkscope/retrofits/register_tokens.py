@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from sinkscope.errors import InputError
 from sinkscope.models.families import Family, embedding_weight
 from sinkscope.models.positions import known_positions
-from sinkscope.models.towers import TEXT
+from sinkscope.models.towers import told_of_text
 from sinkscope.retrofits.registers import RETROFIT
 from sinkscope.retrofits.retrofit import Part, Retrofit
 from sinkscope.text.batch import insert_before
@@ -113,7 +113,7 @@ class RegisterTokens(Retrofit):
 
     @classmethod
     def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
-        told = TEXT.get(model.config.model_type, {})
+        told = told_of_text(model)
         return f"{', '.join(told)} would have to be said of them, too" if told else None
 
     def install(self, model: PreTrainedModel, family: Family) -> None:

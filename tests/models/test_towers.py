@@ -168,6 +168,8 @@ def test_paligemma_reads_text_as_what_follows_its_prompt() -> None:
     assert not model._forward_pre_hooks
     with pytest.raises(InputError, match="register-tokens does not apply to this model: token_type_ids"):
         retrofit_model(model, None, "register-tokens")
+    with pytest.raises(InputError, match="depends on what it is told of each"):
+        sinkscope.intervene(model, "streaming-window:window=8,keep=2", input="random", num_seqs=1, seq_len=16)
 
 
 def test_layers_that_stand_aside_are_gaps() -> None:
