@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Settings
 from sinkscope.measuring.tracer import open_tracer
-from sinkscope.models.families import find_family
+from sinkscope.models.families import Family, find_family
 from sinkscope.text.batch import Batch
 
 torch.set_num_threads(1)  # nothing here is large enough to share; threads waiting for each other take seconds
@@ -199,9 +199,10 @@ def measured(
     settings: Settings,
     names: Sequence[str] = FORWARD,
     kernel: str = "sdpa",
+    family: Family | None = None,
 ) -> dict[str, pd.DataFrame]:
     """The observables' tables, as one pass of sinkscope gives them."""
-    with open_tracer(model, find_family(model), kernel) as tracer:
+    with open_tracer(model, family or find_family(model), kernel) as tracer:
         observables = [OBSERVABLES[name](settings) for name in names]
         for batch in batches:
             tracer.forward(batch, observables)

@@ -25,8 +25,9 @@ from transformers.masking_utils import AttentionMaskInterface
 from sinkscope.attention.kernels import AttentionCall, grouped_matmul, raw_logits, row_lse, sink_rows
 from sinkscope.attention.seam import attend, attention_implementation
 from sinkscope.attention.taps import Seam, denominator_of
-from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.errors import InputError, SinkscopeError, described
 from sinkscope.models.families import Family
+from sinkscope.models.towers import told_of_text
 
 NAME = "sinkscope-streaming"  # of the attention implementation
 BLOCK = 128  # queries at a time
@@ -220,7 +221,10 @@ def streaming(model: PreTrainedModel, family: Family, seams: dict[int, Seam], ke
             stack.callback(attention.register_forward_pre_hook(layer.enter, with_kwargs=True).remove)
         if family.positions == "learned":
             stack.callback(_clamp_learned(model, family, cache))
-        yield
+        try:
+            yield
+        except (AttributeError, TypeError) as error:  # code that takes masks or positions in a form of its own
+            raise does_not_apply(family, f"its own code fails under it [{described(error)}]") from error
 
 
 def _clamp_learned(model: PreTrainedModel, family: Family, cache: Cache) -> Callable[[], None]:
@@ -244,6 +248,8 @@ def inapplicable(model: PreTrainedModel, family: Family) -> str | None:
         return "it has attention code of its own, where sinkscope can put no other window"
     if family.blocks:
         return "its layers are not all attention of one kind"
+    if told_of_text(model):
+        return "what its tokens see depends on what it is told of each"
     attentions = family.attentions(model).values()
     if any(term.reads_query for term in map(denominator_of, attentions) if term is not None):
         return "a term of its softmax's denominator depends on where the query stands"

@@ -21,6 +21,7 @@ from sinkscope.measuring.tracer import input_device, open_tracer
 from sinkscope.models.families import RESIDUAL_SITES, Block, Family, embedding_weight
 from sinkscope.models.in_memory import undisturbed
 from sinkscope.models.loading import LoadedModel
+from sinkscope.models.towers import tower_notice
 from sinkscope.models.wiring import check_wiring, read_sites
 from sinkscope.options.measuring import DoctorOptions, RunConfig
 from sinkscope.options.output import OutputOptions
@@ -77,7 +78,13 @@ def _examined(loaded: LoadedModel) -> Report:
     family, notices = family_of(loaded.model)
     calibrated = _calibrated(family) if notices else []
     report = Report(loaded.name, _facts(loaded, family))
-    report.notes = [*loaded.notices, *notices, *calibrated, *_not_applicable(loaded.model, family)]
+    report.notes = [
+        *loaded.notices,
+        *tower_notice(loaded.model),
+        *notices,
+        *calibrated,
+        *_not_applicable(loaded.model, family),
+    ]
     batch = _tokens(loaded.model)
     report.checks = [
         _wiring(loaded.model, family, batch),

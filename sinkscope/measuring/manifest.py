@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sinkscope.measuring.subject import Subject
+from sinkscope.models.towers import text_tower
 from sinkscope.options.measuring import RunConfig
 from sinkscope.results import manifest
 
@@ -34,6 +35,7 @@ def _described(subject: Subject, config: RunConfig, facts: Facts) -> dict[str, A
     loaded, family, inputs = subject.loaded, subject.family, subject.inputs
     parameters = next(loaded.model.parameters())
     text = loaded.model.config.get_text_config()
+    path, tower = text_tower(loaded.model)
     return {
         "condition": inputs.condition,
         "model": {
@@ -44,6 +46,7 @@ def _described(subject: Subject, config: RunConfig, facts: Facts) -> dict[str, A
             "weights": loaded.weights,
             "adapter": loaded.adapter,
             "architecture": type(loaded.model).__name__,
+            "text_tower": {"path": path, "architecture": type(tower).__name__} if path else None,
             "parameters": sum(p.numel() for p in loaded.model.parameters()),
             "layer_types": getattr(text, "layer_types", None),
             "sliding_window": getattr(text, "sliding_window", None),

@@ -96,7 +96,7 @@ def parity_check(subject: Subject, config: RunConfig, costs: int = 1) -> ParityC
         costs: memory of the pass that is to be compared, as for `pass_over`.
     """
     model, family = subject.loaded.model, subject.family
-    layer, size = len(family.layer_modules(model)) - 1, first_size(subject.inputs, model, config.batch_size, costs)
+    layer, size = family.last_layer(model), first_size(subject.inputs, model, config.batch_size, costs)
     if config.skip_parity:
         return ParityCheck(model, layer, None)
 

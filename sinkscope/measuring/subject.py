@@ -21,6 +21,7 @@ from sinkscope.models import loading
 from sinkscope.models.families import Family, embedding_weight, find_family
 from sinkscope.models.in_memory import undisturbed, unwrapped
 from sinkscope.models.loading import LoadedModel
+from sinkscope.models.towers import check_reads_text, placeholders, tower_notice, vocabulary
 from sinkscope.models.wiring import calibrate
 from sinkscope.options.measuring import ObservableOptions, RunConfig
 from sinkscope.options.option import checked
@@ -79,7 +80,7 @@ def open_subject(
     with undisturbed(loaded.model):
         family, notices = family_of(loaded.model)
         inputs = inputs_for(loaded, config)
-        print_notices(console, (*loaded.notices, *notices, *inputs.notices))
+        print_notices(console, (*loaded.notices, *tower_notice(loaded.model), *notices, *inputs.notices))
         yield Subject(loaded, family, inputs)
 
 
@@ -110,14 +111,20 @@ def load_model(model: ModelLike, tokenizer: PreTrainedTokenizerBase | None, conf
 
 def family_of(model: PreTrainedModel) -> tuple[Family, list[str]]:
     """The model's row in the table of families, or a row calibrated for it, with a notice that says so."""
+    family, notices = _row_or_calibrated(model)
+    check_reads_text(model, family.layers)
+    return family, notices
+
+
+def _row_or_calibrated(model: PreTrainedModel) -> tuple[Family, list[str]]:
     try:
         return find_family(model), []
     except InputError as missing:
         try:
-            vocabulary = len(embedding_weight(model))
-            if vocabulary == 0:
+            rows = len(embedding_weight(model))
+            if rows == 0:
                 raise InputError("it has no token embeddings")
-            few = torch.arange(3, 11, device=input_device(model))[None] % vocabulary
+            few = torch.arange(3, 11, device=input_device(model))[None] % rows
             family = calibrate(model, few)
         except InputError as error:
             raise InputError(f"{missing}\n{error}") from None
@@ -132,7 +139,7 @@ def inputs_for(loaded: LoadedModel, config: RunConfig) -> TokenInputs:
     ends = end if isinstance(end, list) else [end]
     return build_inputs(
         config.input,
-        vocab_size=embedding_weight(loaded.model).shape[0],
+        vocab_size=vocabulary(loaded.model),
         tokenizer=loaded.tokenizer,
         dataset=config.dataset,
         prompt=config.prompt,
@@ -141,7 +148,7 @@ def inputs_for(loaded: LoadedModel, config: RunConfig) -> TokenInputs:
         seq_len=config.seq_len,
         bos=config.bos,
         bos_token_id=getattr(text, "bos_token_id", None),
-        special_ids=(getattr(text, "pad_token_id", None), *ends),
+        special_ids=(getattr(text, "pad_token_id", None), *ends, *placeholders(loaded.model)),
         seed=config.seed,
         sampler=partial(_sample, loaded.model),
     )

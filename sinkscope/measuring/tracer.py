@@ -23,6 +23,7 @@ from sinkscope.measuring.observables.activation import token_norms
 from sinkscope.measuring.observables.observable import ATTENTION_SITES, Observable, Reading
 from sinkscope.models.families import Block, Family, embedding_weight, first_tensor
 from sinkscope.models.in_memory import unchanged_after
+from sinkscope.models.towers import embedding_path
 from sinkscope.retrofits.registers import RETROFIT, registers_before
 from sinkscope.text.batch import Batch
 
@@ -84,8 +85,7 @@ class Tracer:
 
     @cached_property
     def _embedding_path(self) -> str:
-        embedding = self.model.get_input_embeddings()
-        return next(path for path, module in self.model.named_modules() if module is embedding)
+        return embedding_path(self.model)
 
     def _read_layers(self, batch: Batch, observables: Sequence[Observable]) -> None:
         """The body of the trace: ask for every site in the order in which the forward pass reaches it.

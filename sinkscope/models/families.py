@@ -20,12 +20,14 @@ import torch
 from torch import nn
 
 from sinkscope.errors import InputError
+from sinkscope.models.model_types import base_type
+from sinkscope.models.towers import is_own, text_tower, token_embedding, within
 
 # In the order in which a forward pass reaches them. Attention's own sites are in attention/seam.py.
 RESIDUAL_SITES = ("layer_in", "attn_norm", "attn_out", "mid", "mlp_norm", "mlp_out", "layer_out")
 
 
-ATTENTION = "attention"  # kind of a layer
+ATTENTION, NOT_RUN = "attention", "not run"  # kinds of a layer; the second stands aside when text is read alone
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,10 @@ class Family:
 
     def block(self, layer: int) -> Block:
         return self.blocks[layer] if self.blocks else Block(self.attention, self.sites, self.wiring)
+
+    def last_layer(self, model: nn.Module) -> int:
+        """The last one that runs."""
+        return max(at for at in range(len(self.layer_modules(model))) if self.block(at).kind != NOT_RUN)
 
     def attentions(self, model: nn.Module) -> dict[int, nn.Module]:
         """Layer → its attention module, of the layers that have one."""
@@ -310,15 +316,26 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
 }
 
 
+# type of a text tower → the type whose rows are its own
+BUILT_AS = {
+    "gemma": "llama",
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
+
+
 def find_family(model: nn.Module) -> Family:
-    """The row of FAMILIES for a loaded model.
+    """The row of FAMILIES for a loaded model: of its type, or of the type of its text tower.
 
     Raises:
         InputError: the model type has no row, or none whose `when` holds for this configuration.
     """
     config: Any = model.config
     model_type = base_type(config.model_type)
-    rows = FAMILIES.get(model_type, ())
+    rows = FAMILIES.get(model_type) or _rows_of_tower(model)
+    config = config if model_type in FAMILIES else config.get_text_config()
     for row in rows:
         if all(getattr(config, name, None) == value for name, value in row.when.items()):
             return replace(row, positions="alibi") if getattr(config, "alibi", False) else row
@@ -331,24 +348,30 @@ def find_family(model: nn.Module) -> Family:
     )
 
 
+def _rows_of_tower(model: Any) -> tuple[Family, ...]:
+    """The rows of a text tower's own type, or of the one it is built as, with its place in the whole model."""
+    path, tower = text_tower(model)
+    kind = tower.config.model_type
+    rows = FAMILIES.get(BUILT_AS.get(kind, kind), ()) if path and is_own(tower) else ()
+    return tuple(
+        replace(
+            row,
+            name=kind,
+            layers=within(tower, path, row.layers),
+            position_embedding=within(tower, path, row.position_embedding),
+        )
+        for row in rows
+    )
+
+
 def embedding_weight(model: Any) -> torch.Tensor:
-    """The token embeddings (V,D)."""
-    return model.get_input_embeddings().weight
+    """The token embeddings (V,D). Raises InputError where they are not one table."""
+    embedding: Any = token_embedding(model)
+    if not hasattr(embedding, "weight"):
+        raise InputError(f"{type(model).__name__} embeds its tokens by more than one table")
+    return embedding.weight
 
 
 def first_tensor(value: Any) -> torch.Tensor:
     """A module's own result where it returns several."""
     return value[0] if isinstance(value, tuple | list) else value
-
-
-PREFIX = "sinkscope_"  # of the model types under which retrofitted models are saved
-
-
-def base_type(model_type: str) -> str:
-    """`sinkscope_llama` → `llama`; any other model type is its own."""
-    return model_type.removeprefix(PREFIX)
-
-
-def is_retrofitted(config: Any) -> bool:
-    """Whether a model has the configuration of a retrofit."""
-    return str(getattr(config, "model_type", "")).startswith(PREFIX)

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from sinkscope.errors import InputError
 from sinkscope.models.quantized import is_packed
+from sinkscope.models.towers import reading_text
 
 WRAPPERS = ("torch.compile", "DataParallel", "DistributedDataParallel", "PEFT")
 COMPILED = "_compiled_call_impl"  # where `module.compile()` puts its own `__call__`
@@ -78,6 +79,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             module.training = False
             vars(module)[COMPILED] = None
+        stack.enter_context(reading_text(model))
         stack.enter_context(torch.inference_mode(False))
         for device in {"cpu", *(parameter.device.type for parameter in model.parameters())} - {"meta"}:
             stack.enter_context(torch.autocast(device, enabled=False))

@@ -15,10 +15,7 @@ import torch
 import transformers
 from transformers import (
     CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     GgufConfig,
     PreTrainedConfig,
@@ -30,6 +27,7 @@ from sinkscope.errors import InputError, SinkscopeError, described, is_out_of_me
 from sinkscope.models import gguf
 from sinkscope.models.adapters import AdapterFiles, find_adapter, with_adapter
 from sinkscope.models.adapters import notices as adapter_notices
+from sinkscope.models.classes import class_for
 from sinkscope.models.devices import check_devices, stays_on_cpu
 from sinkscope.models.files import (
     ADAPTER_CONFIG,
@@ -110,7 +108,7 @@ def load(
         files = find_files(model, revision, gguf_file, allow_pickle)
         check_weights(files)
         config = _read_config(files, trust_remote_code)
-        _check_causal(files, config, trust_remote_code)
+        _check_class(files, config, trust_remote_code)
         _check_size(files, config)
         unpacking(config)
         network, ignored = _build(files, config, dtype, device_map, trust_remote_code)
@@ -188,20 +186,10 @@ def _read_config(files: ModelFiles, trust_remote_code: bool) -> PreTrainedConfig
     return config
 
 
-def _check_causal(files: ModelFiles, config: PreTrainedConfig, trust_remote_code: bool) -> None:
-    """Raise InputError unless the model predicts each token from the ones before it alone."""
-    kind, refused = type(config), f"{files.source} ({config.model_type}) is not a causal language model"
-    has_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    if getattr(config, "is_encoder_decoder", False):
-        raise InputError(f"{refused}: it is an encoder–decoder")
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING and has_code and not trust_remote_code:
+def _check_class(files: ModelFiles, config: PreTrainedConfig, trust_remote_code: bool) -> None:
+    """Raise InputError unless there is a class for the model, and its code may be run."""
+    if type(config) not in class_for(config, files.source)._model_mapping and not trust_remote_code:
         raise _needs_trust(files)
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING and not has_code:
-        raise InputError(f"{refused}: transformers has no such class for it")
-    # BERT and similar models have one, but their checkpoints attend both ways unless their config says otherwise
-    causal = getattr(config, "is_decoder", False) or getattr(config, "causal", False)
-    if kind in MODEL_FOR_MASKED_LM_MAPPING and not causal:
-        raise InputError(f"{refused}: it is an encoder, and attends both ways")
 
 
 def _check_size(files: ModelFiles, config: PreTrainedConfig) -> None:
@@ -209,7 +197,7 @@ def _check_size(files: ModelFiles, config: PreTrainedConfig) -> None:
 
     transformers takes memory for all of them, also for those that it then finds missing.
     """
-    if files.gguf or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if files.gguf or type(config) not in class_for(config, files.source)._model_mapping:
         return
     bits = 8 * sum((files.folder / name).stat().st_size for name in files.weights)
     try:
@@ -226,7 +214,7 @@ def _check_size(files: ModelFiles, config: PreTrainedConfig) -> None:
 def count_parameters(config: PreTrainedConfig) -> int:
     """Of the model that a configuration describes, built without memory. Raises whatever building it raises."""
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=None)
+        model = class_for(config, "the model").from_config(copy.deepcopy(config), attn_implementation=None)
         return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -253,7 +241,7 @@ def _build(
         # unpacked for good, or the model would count as quantized and refuse to be cast or saved
         options = {"gguf_file": files.gguf, "quantization_config": GgufConfig(dequantize=True)}
     try:
-        built: Any = AutoModelForCausalLM.from_pretrained(
+        built: Any = class_for(config, files.source).from_pretrained(
             files.folder,
             config=config,
             dtype=DTYPES.get(dtype, dtype),

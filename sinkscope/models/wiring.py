@@ -1,6 +1,6 @@
 """Numerical checks of a family's row against a model, and the search for a row of a model that has none."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain, pairwise
@@ -13,7 +13,8 @@ from sinkscope.errors import InputError, described
 from sinkscope.models import families
 from sinkscope.models.attention_functions import attending_by
 from sinkscope.models.discovery import Layer, first_floats, record
-from sinkscope.models.families import ATTENTION, RESIDUAL_SITES, Block, Family, first_tensor
+from sinkscope.models.families import ATTENTION, NOT_RUN, RESIDUAL_SITES, Block, Family, first_tensor
+from sinkscope.models.towers import text_tower
 
 
 @torch.no_grad()
@@ -27,7 +28,7 @@ def read_sites(model: nn.Module, family: Family, token_ids: torch.Tensor) -> lis
         for index, layer in enumerate(family.layer_modules(model)):
             kept: dict[str, torch.Tensor] = {}
             records.append(kept)
-            for address in {"input", *family.block(index).sites.values()}:
+            for address in dict.fromkeys(family.block(index).sites.values()):
                 path, _, end = address.rpartition(".")
                 module = layer.get_submodule(path)
                 if end == "input":
@@ -40,9 +41,11 @@ def read_sites(model: nn.Module, family: Family, token_ids: torch.Tensor) -> lis
 
 
 def _summed(block: Block, kept: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Each site as it enters the residual stream."""
+    """Each site as it enters the residual stream; none of a layer that does not run."""
+    found: dict[str, torch.Tensor] = {}
+    if not block.sites:
+        return found
     shape = kept["input"].shape
-    found = {}
     for site in RESIDUAL_SITES:
         if site not in block.sites:
             continue
@@ -82,14 +85,14 @@ def check_wiring(block: Block, sites: dict[str, torch.Tensor]) -> float:
         block: whose equation is to hold.
         sites: of one layer, as `read_sites` gives them.
     """
-    stream = sites["layer_in"].double()
+    stream = sites["layer_in"].double() if sites else torch.zeros(())
     expected = []
     for branch, behind in (("attn_out", "mid"), ("mlp_out", "layer_out")):
         if branch in sites:
             stream = stream + sites[branch].double()
         if behind in sites and (behind == "mid" or block.wiring != "post-norm"):
             expected.append((stream, sites[behind]))
-    return max(float((a - b).abs().max() / b.abs().max()) for a, b in expected)
+    return max((float((a - b).abs().max() / b.abs().max()) for a, b in expected), default=0.0)
 
 
 def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
@@ -104,11 +107,16 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
     """
     name, inputs = model.config.model_type, {"input_ids": token_ids, "use_cache": False}
     try:
-        path = layer_stack(model, inputs)
+        other_ids = (token_ids + 1) % len(families.embedding_weight(model))
+        path = layer_stack(model, inputs, inputs | {"input_ids": other_ids})
     except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
         raise InputError(f"'{name}' fails by itself on {token_ids.numel()} tokens [{described(error)}]") from error
     layers = list(model.get_submodule(path).children())
-    if _sees_later_tokens(model, layers[-1], token_ids):
+    records = record(model, layers, inputs)
+    # a layer that reads pictures stands aside without one
+    layers = [layer if events else nn.Identity() for layer, events in zip(layers, records, strict=True)]
+    last = max(at for at, events in enumerate(records) if events)
+    if _sees_later_tokens(model, layers[last], token_ids):
         raise InputError(f"'{name}' attends both ways, to later tokens too: only causal models are measured")
     door = _door(model)
     attentions = attention_paths(model, path, layers, inputs) if door == "interface" else _named_attentions(layers)
@@ -117,8 +125,11 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
     eps = torch.finfo(next(model.parameters()).dtype).eps
     kinds = _kinds(model, attentions)
     blocks = []
-    for index, events in enumerate(record(model, layers, inputs)):
-        block = Layer(layers[index], events, eps, attentions[index]).block(kinds[index]) if events else None
+    for index, events in enumerate(records):
+        if not events:
+            blocks.append(Block("", {}, "single", kind=NOT_RUN))
+            continue
+        block = Layer(layers[index], events, eps, attentions[index]).block(kinds[index])
         if block is None:
             raise InputError(
                 f"'{name}': what layer {index} adds to the residual stream is not in a form that is known "
@@ -146,26 +157,51 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
     )
 
 
+Ends = dict[nn.Module, list[torch.Tensor]]  # module → what it takes and gives, each time that it runs
+
+
 @torch.no_grad()
-def layer_stack(model: Any, inputs: dict[str, Any]) -> str:
-    """The path of the ModuleList through which the residual stream passes: each entry takes what the one before gave.
+def layer_stack(model: Any, inputs: dict[str, Any], others: dict[str, Any]) -> str:
+    """The path of the ModuleList through which the residual stream passes: each entry takes what the one before gave,
+    and the first that runs takes what the tokens are.
+
+    Args:
+        model: with one such list or, where it reads pictures too, several.
+        inputs: of the model.
+        others: the same with other tokens.
 
     Raises:
         InputError: there is none.
     """
     lists = {path: list(module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-    ends: dict[nn.Module, list[torch.Tensor]] = {}
-    with ExitStack() as hooks:
-        for module in {entry for entries in lists.values() for entry in entries}:
-            hooks.enter_context(module.register_forward_pre_hook(partial(_keep_end, ends), with_kwargs=True))
-            hooks.enter_context(module.register_forward_hook(partial(_keep_end, ends), with_kwargs=True))
-        model(**inputs)
-    chains = [
-        path for path, entries in lists.items() if entries and _is_chain([ends.get(entry, []) for entry in entries])
-    ]
+    entries = {entry for entries in lists.values() for entry in entries}
+    ends, ends_of_others = _ends(model, entries, inputs), _ends(model, entries, others)
+    chains = [path for path, layers in lists.items() if _pass_tokens(layers, ends, ends_of_others)]
     if not chains:
         raise InputError(f"'{model.config.model_type}': no list of layers through which the tokens pass one by one")
     return max(chains, key=lambda path: sum(parameter.numel() for parameter in model.get_submodule(path).parameters()))
+
+
+def _ends(model: Any, entries: Iterable[nn.Module], inputs: dict[str, Any]) -> Ends:
+    """What each of the modules takes and gives, of those that run."""
+    ends: Ends = {}
+    with ExitStack() as hooks:
+        for module in entries:
+            hooks.enter_context(module.register_forward_pre_hook(partial(_keep_end, ends), with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(partial(_keep_end, ends), with_kwargs=True))
+        model(**inputs)
+    return ends
+
+
+def _pass_tokens(layers: list[nn.Module], ends: Ends, ends_of_others: Ends) -> bool:
+    """Whether most of these modules run, each on what the one before gave, and the first on what the tokens are.
+
+    Some may not run: layers that read pictures stand aside without one.
+    """
+    ran = [layer for layer in layers if layer in ends and layer in ends_of_others]
+    if 2 * len(ran) <= len(layers) or not _is_chain([ends[layer] for layer in ran]):
+        return False
+    return not torch.equal(ends[ran[0]][0], ends_of_others[ran[0]][0])
 
 
 def _keep_end(
@@ -343,5 +379,5 @@ def _has(layer: nn.Module, path: str) -> bool:
 
 def _door(model: Any) -> str:
     """By transformers' own check before it changes the attention implementation."""
-    able = getattr(model, "_can_set_attn_implementation", None)
+    able = getattr(text_tower(model)[1], "_can_set_attn_implementation", None)
     return "interface" if able is not None and able() else "interceptor"

@@ -12,8 +12,9 @@ from transformers.pytorch_utils import Conv1D
 
 from sinkscope.errors import InputError, unknown
 from sinkscope.models.adapters import check_no_adapter
-from sinkscope.models.families import Family
+from sinkscope.models.families import NOT_RUN, Family
 from sinkscope.models.quantized import check_not_quantized
+from sinkscope.models.towers import reached_by_text
 
 LINEAR = (nn.Linear, Conv1D)  # the second is GPT-2's, with its weight stored (in, out)
 INPUT, WEIGHT, OUTPUT = "input", "weight", "output"
@@ -52,13 +53,22 @@ def sites_of(model: PreTrainedModel, family: Family) -> list[Site]:
     check_not_quantized(model, "simulated quantization")
     check_no_adapter(model, "simulated quantization")
     sites = []
-    for path, module in linear_modules(model):
+    for path, module in _passed_by_text(model, family):
         _check_weight(path, module)
         layer, kind = _place(path, family)
         sites += [Site(path, part, layer, kind) for part in PARTS]
     if not sites:
         raise InputError("this model has no linear layers that could be quantized")
     return sites
+
+
+def _passed_by_text(model: PreTrainedModel, family: Family) -> list[tuple[str, nn.Module]]:
+    """The linear modules that text passes: those of the layers that run, and of the others those that do."""
+    found = list(linear_modules(model))
+    layers = {path: _place(path, family)[0] for path, _ in found}
+    passed = {path for path, at in layers.items() if at != NO_LAYER and family.block(at).kind != NOT_RUN}
+    others = reached_by_text(model) if len(passed) < len(found) else set()
+    return [(path, module) for path, module in found if path in passed | others]
 
 
 def linear_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:

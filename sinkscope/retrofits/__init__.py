@@ -16,7 +16,9 @@ from transformers import PreTrainedModel
 
 from sinkscope.attention.taps import NAME
 from sinkscope.errors import InputError, unknown
-from sinkscope.models.families import FAMILIES, Family, find_family, is_retrofitted
+from sinkscope.models.families import FAMILIES, Family, find_family
+from sinkscope.models.model_types import is_retrofitted
+from sinkscope.models.towers import WITH_TOWERS
 from sinkscope.options.option import filled_in
 from sinkscope.retrofits.iga import IGA
 from sinkscope.retrofits.key_bias import KeyBiases
@@ -148,4 +150,4 @@ __all__ = [
     "retrofit_model",
 ]
 
-register_model_types(FAMILIES, _build_in)
+register_model_types((*FAMILIES, *WITH_TOWERS), _build_in)

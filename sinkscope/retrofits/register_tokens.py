@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from sinkscope.errors import InputError
 from sinkscope.models.families import Family, embedding_weight
 from sinkscope.models.positions import known_positions
+from sinkscope.models.towers import told_of_text
 from sinkscope.retrofits.registers import RETROFIT
 from sinkscope.retrofits.retrofit import Part, Retrofit
 from sinkscope.text.batch import insert_before
@@ -112,7 +113,8 @@ class RegisterTokens(Retrofit):
 
     @classmethod
     def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
-        return None
+        told = told_of_text(model)
+        return f"{', '.join(told)} would have to be said of them, too" if told else None
 
     def install(self, model: PreTrainedModel, family: Family) -> None:
         part = Registers(model, self.count, known_positions(model, family))

@@ -25,6 +25,7 @@ from sinkscope.attention.taps import NAME, Denominator
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.families import Family
 from sinkscope.models.projections import Projection, check_plain, projections
+from sinkscope.models.towers import text_tower
 from sinkscope.retrofits.registers import RETROFIT
 
 
@@ -199,7 +200,7 @@ class DenominatorPart(Part, Denominator):
         if family.door == "interceptor":
             Interceptor().watch(layer.attention)
         else:
-            model.set_attn_implementation(NAME)
+            text_tower(model)[1].set_attn_implementation(NAME)  # no other tower has a use for it
 
 
 class Retrofit(BaseModel):

@@ -20,9 +20,7 @@ from typing import Any
 
 from transformers import (
     CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -35,7 +33,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from sinkscope.attention.seam import attend
 from sinkscope.attention.taps import has_denominators
 from sinkscope.errors import InputError
-from sinkscope.models.families import PREFIX, base_type
+from sinkscope.models.classes import AUTO_CLASSES
+from sinkscope.models.model_types import PREFIX, base_type
 from sinkscope.retrofits.registers import RETROFIT
 
 BuildIn = Callable[[PreTrainedModel], None]  # puts the method that the configuration names into a model
@@ -47,15 +46,15 @@ sinkscope is installed and has registered its model types:
 
 ```python
 import sinkscope.retrofits
-from transformers import AutoModelForCausalLM
+from transformers import {auto}
 
-model = AutoModelForCausalLM.from_pretrained("this folder")
+model = {auto}.from_pretrained("this folder")
 ```
 """
 
 
 def register_model_types(model_types: Iterable[str], build_in: BuildIn) -> None:
-    """Let transformers' AutoConfig and AutoModelForCausalLM know `sinkscope_TYPE` for each of the types."""
+    """Let transformers' AutoConfig and its classes of models know `sinkscope_TYPE` for each of the types."""
     for model_type in model_types:
         if model_type in CONFIG_MAPPING:  # this transformers has it
             config_class(model_type, build_in)
@@ -72,7 +71,7 @@ def config_class(base: str, build_in: BuildIn) -> type[PreTrainedConfig]:
 
         def __post_init__(self, **kwargs: Any) -> None:
             super().__post_init__(**kwargs)
-            model_class(base, build_in)  # auto classes make the configuration first, and then look for the model's
+            register_models(base, build_in)  # auto classes make the configuration first, and then look for the model's
 
     Config.__name__ = Config.__qualname__ = f"Sinkscope{parent.__name__}"
     AutoConfig.register(PREFIX + base, Config)
@@ -80,12 +79,19 @@ def config_class(base: str, build_in: BuildIn) -> type[PreTrainedConfig]:
 
 
 @cache
-def model_class(base: str, build_in: BuildIn) -> type[PreTrainedModel]:
-    """The model class of `sinkscope_BASE`, registered."""
-    config = config_class(base, build_in)
-    parent: Any = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[base]]
-    ours = _model_class(parent, config, build_in)
-    AutoModelForCausalLM.register(config, ours)
+def register_models(base: str, build_in: BuildIn) -> None:
+    """Let each auto class that knows the base know a class for `sinkscope_BASE`."""
+    parent: Any = CONFIG_MAPPING[base]
+    for auto in AUTO_CLASSES:
+        if parent in auto._model_mapping:
+            ours = model_class(base, auto._model_mapping[parent], build_in)
+            auto.register(config_class(base, build_in), ours, exist_ok=True)
+
+
+@cache
+def model_class(base: str, parent: Any, build_in: BuildIn) -> type[PreTrainedModel]:
+    """The class for `sinkscope_BASE` that is made from one of the base's."""
+    ours = _model_class(parent, config_class(base, build_in), build_in)
     # Checkpoints of mixtures of experts name and stack their weights otherwise than the model does: by model type.
     for known, name in ((base, PREFIX + base), (parent.__name__, ours.__name__)):
         conversion = get_checkpoint_conversion_mapping(known)
@@ -110,7 +116,7 @@ def _model_class(parent: Any, config: type[PreTrainedConfig], build_in: BuildIn)
             super().save_pretrained(save_directory, *args, **kwargs)
             readme = Path(save_directory, "README.md")
             if kwargs.get("is_main_process", True) and not readme.exists():
-                readme.write_text(_readme(self.config, type(self).__name__), encoding="utf-8")
+                readme.write_text(_readme(self.config, type(self)), encoding="utf-8")
 
         @wraps(parent.forward)
         def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -142,11 +148,13 @@ def _model_class(parent: Any, config: type[PreTrainedConfig], build_in: BuildIn)
     return Model
 
 
-def _readme(config: Any, name: str) -> str:
+def _readme(config: Any, kind: type) -> str:
     record = config.retrofit
+    autos = (auto for auto in AUTO_CLASSES if auto._model_mapping.get(type(config), None) is kind)
     parameters = ", ".join(f"{key} = {value}" for key, value in record["parameters"].items())
     return README.format(
-        name=name,
+        name=kind.__name__,
+        auto=next(autos).__name__,
         base=base_type(config.model_type),
         method=record["method"],
         parameters=f" ({parameters})" if parameters else "",
@@ -161,11 +169,15 @@ def become_retrofitted(model: PreTrainedModel, method: str, parameters: dict[str
         InputError: the model is not the plain causal language model of its configuration.
     """
     config: Any = model.config
-    plain: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if type(model) is not plain:
-        named = "no such class" if plain is None else plain.__name__
-        raise InputError(f"a {type(model).__name__} cannot be retrofitted: only transformers' own ({named})")
+    plain: Any = type(model)
+    known = [auto._model_mapping[type(config)] for auto in AUTO_CLASSES if type(config) in auto._model_mapping]
+    if plain not in known:
+        named = " or ".join(dict.fromkeys(kind.__name__ for kind in known)) or "no such class"
+        raise InputError(f"a {plain.__name__} cannot be retrofitted: only transformers' own ({named})")
     base = config.model_type
-    model.__class__ = model_class(base, build_in)
+    if PREFIX + base not in CONFIG_MAPPING:
+        raise InputError(f"a retrofitted {plain.__name__} could not be loaded again: '{base}' is not registered")
+    register_models(base, build_in)
+    model.__class__ = model_class(base, plain, build_in)
     config.__class__ = config_class(base, build_in)
     config.retrofit = {"method": method, "parameters": parameters, "sinkscope": version("sinkscope")}

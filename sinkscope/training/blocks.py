@@ -15,8 +15,8 @@ import numpy as np
 
 from sinkscope.errors import InputError
 from sinkscope.measuring.subject import inputs_for, position_limit
-from sinkscope.models.families import embedding_weight
 from sinkscope.models.loading import LoadedModel
+from sinkscope.models.towers import vocabulary
 from sinkscope.options.measuring import make_config
 from sinkscope.text.sources import check_source, documents
 from sinkscope.text.tokens import check_ids, encode, own_prefix
@@ -108,13 +108,13 @@ def _packed(
     if step < 1:
         raise InputError(f"--block-length {length}: {len(prefix)} tokens stand in front of every block")
     name, texts = documents(text, dataset)
-    vocabulary = embedding_weight(loaded.model).shape[0]
+    known = vocabulary(loaded.model)
 
     def tokens() -> Iterator[int]:
         for document in texts:
             for piece in _pieces(document):
                 ids = encode(tokenizer, piece, special=False)
-                check_ids(ids, vocabulary, f"{name} through this tokenizer")
+                check_ids(ids, known, f"{name} through this tokenizer")
                 yield from ids
             if tokenizer.eos_token_id is not None:
                 yield tokenizer.eos_token_id

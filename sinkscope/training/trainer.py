@@ -26,7 +26,7 @@ from transformers.utils import logging as transformers_logging
 
 from sinkscope.errors import InputError
 from sinkscope.models.adapters import check_no_adapter
-from sinkscope.models.families import is_retrofitted
+from sinkscope.models.model_types import is_retrofitted
 from sinkscope.models.quantized import check_not_quantized
 from sinkscope.options.training import TrainingConfig
 from sinkscope.results.manifest import make_manifest, write_manifest

@@ -1,15 +1,16 @@
 """Every causal model type that transformers has: what becomes of it, and whether the numbers are plain transformers'.
 
-`reports/models/models.csv` holds what became of each; tests/sweep_models.py writes it.
+`reports/models/` holds what became of each; tests/sweep_models.py writes it. Of those that also read pictures or sound
+some are looked at here, and more closely in test_towers.py.
 """
 
 from pathlib import Path
 
 import pytest
-from support.every_model import differences, every_type, row_of
-from sweep_models import BEGIN, README, readme_list, written_rows
+from support.every_model import LISTS, differences, every_type, row_of
+from sweep_models import BEGIN, README, readme_text, written_rows
 
-ROWS = {row["model_type"]: row for row in written_rows()}
+ROWS = {row["model_type"]: row for row in written_rows("models")}
 ROUND_OFF = 1e-6  # models of float64 take their norms, and some their softmax, in float32
 
 # One for each way in which a layer is built that no other here has.
@@ -20,12 +21,33 @@ DIFFERENT = (
 )  # fmt: skip
 
 
-def test_the_table_holds_every_type() -> None:
-    assert list(ROWS) == every_type()
+# … and of those that also read pictures or sound, by outcome and by the kinds of their layers
+WITH_TOWERS = (
+    "blip-2",
+    "diffusion_gemma",
+    "fuyu",
+    "lfm3_vl",
+    "llava",
+    "mllama",
+    "paligemma",
+    "qwen2_vl",
+)
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_the_table_holds_every_type(name: str) -> None:
+    assert [row["model_type"] for row in written_rows(name)] == every_type(LISTS[name])
 
 
 def test_the_readme_lists_them() -> None:
-    assert f"{BEGIN}\n{readme_list(list(ROWS.values()))}\n\n" in README.read_text(encoding="utf-8")
+    assert f"{BEGIN}\n{readme_text()}\n\n" in README.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("model_type", WITH_TOWERS)
+def test_what_becomes_of_it_with_its_tower(model_type: str) -> None:
+    rows = {row["model_type"]: row for row in written_rows("image_text")}
+    found = vars(row_of(model_type, LISTS["image_text"]))
+    assert found == {name: rows[model_type][name] for name in found}
 
 
 @pytest.mark.parametrize("model_type", every_type())

@@ -326,7 +326,7 @@ def test_calibration_needs_a_stack_of_layers() -> None:
             return torch.stack([expert(x) for expert in self.experts]).sum(0)
 
     with pytest.raises(InputError, match="'beside': no list of layers"):
-        layer_stack(Beside(), {"x": torch.ones(1, 2, 4)})
+        layer_stack(Beside(), {"x": torch.ones(1, 2, 4)}, {"x": torch.zeros(1, 2, 4)})
 
 
 # ---------------------------------------------------------------------------------------------- reading

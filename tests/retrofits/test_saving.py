@@ -21,7 +21,8 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoT
 import sinkscope
 from sinkscope.attention.taps import NAME
 from sinkscope.errors import InputError
-from sinkscope.models.families import base_type, find_family
+from sinkscope.models.families import find_family
+from sinkscope.models.model_types import base_type
 from sinkscope.retrofits import gate_displacement, new_parameters, retrofit_model
 
 EACH_FAMILY = pytest.mark.parametrize("name", TINY)

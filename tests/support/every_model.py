@@ -1,4 +1,4 @@
-"""A tiny random model of every causal type in transformers' mapping: sizes that any configuration may have, made small.
+"""A tiny random model of every type in transformers' mappings: sizes that any configuration may have, made small.
 
 A type whose configuration needs more than that has a line in `OVERRIDES`; one that cannot be built here has a line in
 `NOT_BUILT`, with the reason.
@@ -12,8 +12,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from tiny import spread_weights
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from tiny import batched, measured, padded, ragged_tokens, spread_weights
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import sinkscope
@@ -22,7 +29,10 @@ from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Settings
 from sinkscope.measuring.subject import family_of
 from sinkscope.measuring.tracer import open_tracer
+from sinkscope.models.in_memory import undisturbed
 from sinkscope.text.batch import Batch
+from support import multimodal
+from support.multimodal import SENSES, SKIPPED, TOLD
 from support.plain import run_plainly
 
 VOCAB = 96
@@ -85,9 +95,7 @@ REST = {
     "encoder_layers": 2,
     "encoder_attention_heads": 4,
 }
-PICTURES = {"image_size": 16, "patch_size": 8}
 SMALL: dict[str, Any] = WIDTH | INNER | DEPTH | HEADS | EXPERTS | MAMBA | LINEAR | LATENT | REST
-SKIPPED = object()  # in OVERRIDES: the default stays
 _LATENT = {"head_dim": SKIPPED, "num_key_value_heads": 4}
 _WINDOWS = ["sliding_attention", "full_attention"] * 2
 # What a type needs instead of, or besides, what SMALL says
@@ -209,17 +217,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
 }
+OVERRIDES |= multimodal.NEEDED
 # Types without a tiny model here, with the reason
 NOT_BUILT: dict[str, str] = {
     "blt": "its smallest configuration has a hash embedding of 96 million entries",
-    "fuyu": "its text model is persimmon's, which is here; its own configuration does not hand sizes on",
-    "gemma3": "its picture tower does not become small; its text model is gemma3_text",
-    "gemma3n": "its picture tower needs timm; its text model is gemma3n_text",
-    "gemma4_assistant": "transformers' default configuration of it is refused by transformers",
-    "gemma4_unified_assistant": "transformers' default configuration of it is refused by transformers",
-    "got_ocr2": "its picture tower does not become small; its text model is qwen2",
     "longcat_flash": "the bare model does not run in this size",
-    "moss_transcribe_diarize": "its audio tower does not become small; its text model is qwen3",
     "musicgen": "AutoModelForCausalLM cannot build it from its configuration",
     "musicgen_melody": "AutoModelForCausalLM cannot build it from its configuration",
     "qwen4_exp": "the bare model does not build in this size",
@@ -231,30 +233,43 @@ NOT_BUILT: dict[str, str] = {
 }
 
 
+NOT_BUILT |= multimodal.NOT_BUILT
+
+
 def tiny_config(model_type: str) -> PreTrainedConfig:
     """Small in all its parts; of a part with a type of its own that type's line counts."""
-    kind = CONFIG_MAPPING[model_type]
-    own = OVERRIDES.get(model_type, {})
-    parts = {name: _tiny_part(part) for name, part in kind.sub_configs.items() if name not in own}
-    wanted = parts | _small(kind) | own
-    return kind(**{name: value for name, value in wanted.items() if value is not SKIPPED})
+    return CONFIG_MAPPING[model_type](**_wanted(CONFIG_MAPPING[model_type], OVERRIDES.get(model_type, {})))
 
 
-def _tiny_part(kind: Any) -> dict[str, Any]:
-    model_type = getattr(kind, "model_type", "")
-    if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return tiny_config(model_type).to_dict()
-    return _small(kind) | PICTURES if model_type else {}
+def _wanted(kind: Any, own: dict[str, Any]) -> dict[str, Any]:
+    """What a configuration is made from. What `own` has for a part comes in addition to what is small there."""
+    found = _small(kind, SMALL if kind.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else SMALL | SENSES) | own
+    for name, part in _parts(kind).items():
+        needed = own.get(name, {})
+        if isinstance(needed, dict):
+            part = CONFIG_MAPPING[needed["model_type"]] if "model_type" in needed else part
+            line = OVERRIDES.get(part.model_type, {})
+            found[name] = _wanted(part, line | needed) | {"model_type": part.model_type}
+    return {name: value for name, value in found.items() if value is not SKIPPED}
 
 
-def _small(kind: Any) -> dict[str, Any]:
-    """The entries of SMALL that a default configuration has as numbers."""
+def _parts(kind: Any) -> dict[str, Any]:
+    """The classes of a configuration's parts, by default."""
+    specs = kind.sub_configs_defaults.items()
+    return {
+        name: CONFIG_MAPPING[spec.model_type] if spec.config_class is AutoConfig else spec.config_class
+        for name, spec in specs
+    }
+
+
+def _small(kind: Any, small: dict[str, Any]) -> dict[str, Any]:
+    """The entries that a default configuration has as numbers."""
     try:
         default = kind()
     except Exception:
         return {}
     found = {}
-    for name, value in SMALL.items():
+    for name, value in small.items():
         try:
             now = getattr(default, name)
         except Exception:
@@ -264,16 +279,22 @@ def _small(kind: Any) -> dict[str, Any]:
     return found
 
 
-def every_type() -> list[str]:
-    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+# file in reports/models/ → the class of transformers whose models it lists
+LISTS: dict[str, Any] = {"models": AutoModelForCausalLM, "image_text": AutoModelForMultimodalLM}
 
 
-def tiny_of(model_type: str, dtype: torch.dtype = torch.float32, spread: float = 6.0) -> PreTrainedModel:
+def every_type(auto: Any = AutoModelForCausalLM) -> list[str]:
+    return sorted(auto._model_mapping._model_mapping)
+
+
+def tiny_of(
+    model_type: str, dtype: torch.dtype = torch.float32, spread: float = 6.0, auto: Any = AutoModelForCausalLM
+) -> PreTrainedModel:
     """A random model in eval mode, its matrices `spread` times as wide as at initialization."""
     torch.manual_seed(0)
     config = tiny_config(model_type)
     config._experts_implementation = "eager"  # others know no float64
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
+    model = auto.from_config(config, dtype=dtype).eval().requires_grad_(False)
     spread_weights(model, spread)
     return model
 
@@ -294,16 +315,17 @@ class Row:
     reason: str = ""
 
 
-def row_of(model_type: str) -> Row:
+def row_of(model_type: str, auto: Any = AutoModelForCausalLM) -> Row:
     """Build the model, look for its family, and read attention in every layer that has it."""
     if model_type in NOT_BUILT:
         return Row(model_type, "not built", reason=NOT_BUILT[model_type])
-    model = tiny_of(model_type)
+    model = tiny_of(model_type, auto=auto)
     try:
-        family, notices = family_of(model)
-        with open_tracer(model, family) as tracer:
-            ids = torch.arange(3, 15)[None]
-            tracer.forward(Batch(ids, torch.ones_like(ids)), [OBSERVABLES["attention"](Settings())])
+        with undisturbed(model):
+            family, notices = family_of(model)
+            with open_tracer(model, family) as tracer:
+                ids = torch.arange(3, 15)[None]
+                tracer.forward(Batch(ids, torch.ones_like(ids)), [OBSERVABLES["attention"](Settings())])
     except SinkscopeError as error:
         return Row(model_type, "refused", reason=str(error).splitlines()[-1])
     kinds = Counter(family.block(layer).kind for layer in range(len(family.layer_modules(model))))
@@ -314,40 +336,61 @@ def row_of(model_type: str) -> Row:
 LENGTH = 20
 
 
-def differences(model_type: str, file: Path) -> dict[str, float]:
+def differences(model_type: str, file: Path, auto: Any = AutoModelForCausalLM) -> dict[str, float]:
     """Of one sequence in float64: the largest relative difference of each column from plain transformers and autograd.
 
     Args:
         model_type: of a model on transformers' attention interface.
         file: to write the ids to.
     """
-    model = tiny_of(model_type, torch.float64)
+    model = tiny_of(model_type, torch.float64, auto=auto)
     ids = torch.randint(3, VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(1))
     np.save(file, ids.numpy()[None])
-    family, _ = family_of(model)
+    with undisturbed(model):
+        family, _ = family_of(model)
     tables = sinkscope.analyze(
         model, input=str(file), seq_len=LENGTH, positions=LENGTH, window=LENGTH, batch_size=1, bos="never"
     ).tables
-    plain = run_plainly(model, family.layers, ids)
+    plain = run_plainly(model, family.layers, ids, **TOLD.get(model_type, {}))
     pairs: dict[str, list[tuple[np.ndarray, torch.Tensor]]] = defaultdict(list)
     queries = torch.arange(LENGTH, 0, -1)  # that see each key
     attending = list(family.attentions(model))
     for layer, weights in zip(attending, plain.weights, strict=True):
-        pairs["sink_mass"].append((_by_position(tables["attention"], layer, "sink_mass"), weights.sum(1) / queries))
+        pairs["sink_mass"].append((by_position(tables["attention"], layer, "sink_mass"), weights.sum(1) / queries))
     for pathway in ("query", "key", "value"):
         chosen = tables["gradient"].query(f"pathway == '{pathway}' and head == -1")
         first = 1 if pathway == "query" else 0  # query 0 sees one key: its gradient is round-off
         for layer, norms in zip(attending, plain.grad_norms(pathway), strict=True):
-            pairs[f"gradient of {pathway}"].append((_by_position(chosen, layer, "grad_norm")[:, first:], norms[first:]))
+            pairs[f"gradient of {pathway}"].append((by_position(chosen, layer, "grad_norm")[:, first:], norms[first:]))
     inputs = tables["activation"].query("site == 'layer_in'").assign(head=0)
-    for layer, hidden in enumerate(plain.hidden):
-        pairs["layer_in"].append((_by_position(inputs, layer, "norm_mean"), hidden.norm(dim=-1)))
+    running = (layer for layer in range(LAYERS) if family.block(layer).sites)
+    for layer, hidden in zip(running, plain.hidden, strict=True):
+        pairs["layer_in"].append((by_position(inputs, layer, "norm_mean"), hidden.norm(dim=-1)))
     return {name: max(_difference(*pair) for pair in found) for name, found in pairs.items()}
 
 
-def _by_position(table: pd.DataFrame, layer: int, column: str) -> np.ndarray:
+def by_position(table: pd.DataFrame, layer: int, column: str) -> np.ndarray:
     """(heads, positions)."""
     return table[table["layer"] == layer].pivot(index="head", columns="position", values=column).to_numpy()
+
+
+def padding_difference(model_type: str, auto: Any = AutoModelForCausalLM) -> float:
+    """The largest relative difference of attention and norms between sequences padded on either side and unpadded."""
+    model = tiny_of(model_type, torch.float64, auto=auto)
+    sequences, settings = ragged_tokens((9, 14)), Settings(positions=9, window=9)
+    columns = {"attention": "sink_mass", "activation": "norm_mean"}
+    with undisturbed(model):
+        family, _ = family_of(model)
+        ways = (batched(sequences, 1), *([padded(sequences, side)] for side in ("right", "left")))
+        plain, *others = (
+            measured(model, batches, settings, ("attention", "activation"), family=family) for batches in ways
+        )
+    columns = {"attention": "sink_mass", "activation": "norm_mean"}
+    return max(
+        _difference(other[name][column].to_numpy(), torch.tensor(plain[name][column].to_numpy()))
+        for other in others
+        for name, column in columns.items()
+    )
 
 
 def _difference(found: np.ndarray, expected: torch.Tensor) -> float:

@@ -35,8 +35,11 @@ class Plain:
         return [x.grad[0].transpose(0, 1).flatten(1).norm(dim=-1) for x in getattr(self, pathway)]
 
 
-def run_plainly(model: PreTrainedModel, layers: str, ids: torch.Tensor) -> Plain:
-    """One sequence of ids (T,) forward, and its mean cross-entropy backward, of a float64 model."""
+def run_plainly(model: PreTrainedModel, layers: str, ids: torch.Tensor, **told: int) -> Plain:
+    """One sequence of ids (T,) forward, and its mean cross-entropy backward, of a float64 model.
+
+    `told`: arguments of the model that have one value for every token.
+    """
     found = Plain()
     handles = [
         layer.register_forward_pre_hook(partial(_keep_input, found), with_kwargs=True)
@@ -46,7 +49,8 @@ def run_plainly(model: PreTrainedModel, layers: str, ids: torch.Tensor) -> Plain
         with _dense(found), torch.enable_grad():
             embedded = model.get_input_embeddings()(ids[None]).detach().requires_grad_(True)
             with _in_place_of_the_embeddings(model, embedded):
-                logits = model(input_ids=ids[None], use_cache=False).logits
+                for_tokens = {name: torch.full_like(ids[None], value) for name, value in told.items()}
+                logits = model(input_ids=ids[None], use_cache=False, **for_tokens).logits
             F.cross_entropy(logits[0, :-1], ids[1:]).backward()
     finally:
         for handle in handles:

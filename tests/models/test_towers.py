@@ -1,0 +1,263 @@
+"""Models that also read pictures or sound: of their towers the one that reads text is found, and it is measured."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.every_model import LISTS, VOCAB, by_position, differences, padding_difference, tiny_config, tiny_of
+from support.multimodal import TOLD
+from support.plain import run_plainly
+from tiny import Original, tiny_model
+from transformers import AutoConfig, PreTrainedModel
+
+import sinkscope
+from sinkscope.commands.doctor import doctor
+from sinkscope.errors import InputError
+from sinkscope.measuring.subject import family_of
+from sinkscope.models import families
+from sinkscope.models.classes import class_for
+from sinkscope.models.families import NOT_RUN, find_family
+from sinkscope.models.in_memory import undisturbed
+from sinkscope.models.loading import load
+from sinkscope.models.towers import check_reads_text, placeholders, reached_by_text, text_tower, vocabulary
+from sinkscope.models.wiring import calibrate
+from sinkscope.quantization.sites import sites_of
+from sinkscope.retrofits import retrofit_model
+
+KINDS = ("gemma3", "llava", "mllama", "paligemma", "qwen2_vl")
+ROUND_OFF = 1e-6  # some norms of float64 models are in float32
+LENGTH = 12
+IDS = torch.arange(3, 3 + LENGTH)
+
+
+@cache
+def _original(kind: str) -> Original:
+    return Original(tiny_of(kind, auto=LISTS["image_text"]))
+
+
+def tiny(kind: str) -> PreTrainedModel:
+    return _original(kind).copy()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    @cache
+    def folder(kind: str) -> Path:
+        path = tmp_path_factory.mktemp(kind)
+        tiny(kind).save_pretrained(path)
+        return path
+
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ids_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("ids") / "ids.npy"
+    np.save(path, IDS.numpy()[None])
+    return path
+
+
+# --- as plain transformers computes it
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "llava", "paligemma", "qwen2_vl"])
+def test_a_folder_is_measured_as_plain_transformers_computes_it(
+    kind: str, folders: Callable[[str], Path], ids_file: Path
+) -> None:
+    run = sinkscope.analyze(
+        folders(kind), input=str(ids_file), seq_len=LENGTH, window=LENGTH, bos="never", observables=("attention",)
+    )
+    bare = type(tiny(kind)).from_pretrained(folders(kind), dtype=torch.float64).eval()
+    family = find_family(bare)
+    plain = run_plainly(bare, family.layers, IDS, **TOLD.get(kind, {}))
+    for layer, weights in zip(family.attentions(bare), plain.weights, strict=True):
+        mass = weights.sum(1) / torch.arange(LENGTH, 0, -1)
+        found = by_position(run.tables["attention"], layer, "sink_mass")
+        np.testing.assert_allclose(found, mass[:, : found.shape[1]], atol=1e-5)
+    described = run.manifest["model"]
+    assert described["architecture"] == type(bare).__name__
+    assert described["text_tower"]["path"] == "model.language_model"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_object_is_measured_as_plain_transformers_computes_it(kind: str, tmp_path: Path) -> None:
+    found = differences(kind, tmp_path / "ids.npy", LISTS["image_text"])
+    assert max(found.values()) < ROUND_OFF
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_on_either_side_changes_nothing(kind: str) -> None:
+    assert padding_difference(kind, LISTS["image_text"]) < ROUND_OFF
+
+
+def test_a_head_of_its_own_stands_above_the_towers() -> None:
+    model: Any = tiny("llava")
+    assert model.lm_head.weight is not model.get_input_embeddings().weight
+    assert vocabulary(model) == VOCAB
+    assert all(not site.path.startswith("lm_head") for site in sites_of(model, find_family(model)))
+
+
+# --- which tower
+
+
+def seeing(model: Any) -> Any:
+    """A LLaVA that looks at a black picture, whatever it reads, with more layers than it reads by."""
+    model.model.register_forward_pre_hook(lambda *_: model.model.vision_tower(torch.zeros(1, 3, 16, 16)) and None)
+    return model
+
+
+def test_the_tower_for_pictures_is_not_taken_for_the_one_for_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    config: Any = tiny_config("llava")
+    config.vision_config.num_hidden_layers = 12
+    model = seeing(LISTS["image_text"].from_config(config).eval())
+    layers = calibrate(model, IDS[None]).layers
+    assert layers == "model.language_model.layers"
+    assert find_family(model).layers == layers
+    check_reads_text(model, layers)
+    with pytest.raises(InputError, match=r"text does not pass the layers at 'model\.vision_tower"):
+        check_reads_text(tiny("llava"), "model.vision_tower.encoder.layers")
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen2_vl", "paligemma", "qwen3_vl", "mistral3", "voxtral"])
+def test_the_row_of_a_tower_is_what_is_found_numerically(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny(kind)
+    row = find_family(model)
+    monkeypatch.setattr(families, "FAMILIES", {})
+    with undisturbed(model):
+        found, _ = family_of(model)
+    for name in ("layers", "attention", "sites", "wiring", "door", "qkv", "output", "mlp", "blocks"):
+        assert getattr(row, name) == getattr(found, name)
+
+
+def test_of_a_plain_model_the_whole_is_the_tower() -> None:
+    model = tiny_model("gpt2")
+    assert text_tower(model) == ("", model)
+    assert placeholders(model) == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("blip-2", "does not read text alone .*pixel_values"),
+        ("diffusion_gemma", "does not predict the token behind each"),
+        ("kyutai_speech_to_text", "by more than one table"),
+    ],
+)
+def test_what_does_not_read_text_alone_is_refused(kind: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        sinkscope.analyze(tiny(kind), input="random", num_seqs=1, seq_len=8)
+
+
+# --- what is particular to some
+
+
+def test_paligemma_reads_text_as_what_follows_its_prompt() -> None:
+    """By itself, told nothing, it would see later tokens without padding, and not with it."""
+    model: Any = tiny("paligemma")
+    ids, changed = IDS[None], torch.cat([IDS[:-1], IDS[:1]])[None]
+    assert not torch.allclose(model(ids).logits[:, :-1], model(changed).logits[:, :-1])
+    suffix = torch.ones_like(ids)
+    with undisturbed(model):
+        logits = model(ids).logits
+        torch.testing.assert_close(logits[:, :-1], model(changed).logits[:, :-1])
+    assert torch.equal(logits, model(ids, token_type_ids=suffix).logits)
+    assert not model._forward_pre_hooks
+    with pytest.raises(InputError, match="register-tokens does not apply to this model: token_type_ids"):
+        retrofit_model(model, None, "register-tokens")
+    with pytest.raises(InputError, match="depends on what it is told of each"):
+        sinkscope.intervene(model, "streaming-window:window=8,keep=2", input="random", num_seqs=1, seq_len=16)
+
+
+def test_layers_that_stand_aside_are_gaps() -> None:
+    model = tiny("mllama")
+    family, _ = family_of(model)
+    assert [family.block(layer).kind == NOT_RUN for layer in range(4)] == [False, False, True, False]
+    run = sinkscope.analyze(model, input="random", num_seqs=2, seq_len=8)
+    assert sorted(run.tables["attention"]["layer"].unique()) == [0, 1, 3]
+    assert sorted(run.tables["activation"]["layer"].unique()) == [0, 1, 3]
+    assert {site.layer for site in sites_of(model, family)} == {0, 1, 3}
+    assert doctor(model).ok
+
+
+def test_ids_without_a_logit_and_placeholders_are_no_text() -> None:
+    model: Any = tiny("mllama")
+    assert len(model.get_input_embeddings().weight) == VOCAB + 8
+    assert vocabulary(model) == VOCAB
+    assert model.config.image_token_id in placeholders(model)
+
+
+def test_positions_of_padded_text_are_those_of_the_text() -> None:
+    """Of three sections, for time, height and width: all are the token's place in its own sequence."""
+    model: Any = tiny("qwen2_vl")
+    padded = torch.cat([torch.zeros(3, dtype=torch.long), IDS])[None]
+    mask = (torch.arange(len(padded[0])) >= 3).long()[None]
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    left = model(padded, attention_mask=mask, position_ids=places).logits[:, 3:]
+    torch.testing.assert_close(left, model(IDS[None]).logits)
+
+
+# --- changes
+
+
+def test_only_what_text_passes_is_quantized() -> None:
+    model = tiny("llava")
+    paths = {site.path for site in sites_of(model, find_family(model))}
+    assert paths <= reached_by_text(model)
+    assert all(path.startswith("model.language_model.layers.") for path in paths)
+    assert len(paths) == 4 * 7
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"), [("qwen2_vl", "vga"), ("llava", "learnable-sink"), ("paligemma", "key-bias")]
+)
+def test_a_retrofitted_tower_is_saved_and_loaded_by_its_own_class(kind: str, method: str, tmp_path: Path) -> None:
+    model: Any = tiny(kind)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    retrofit_model(model, None, method)
+    for name, tensor in before.items():
+        assert torch.equal(model.state_dict()[name], tensor)
+    told = {name: torch.full_like(IDS[None], value) for name, value in TOLD.get(kind, {}).items()}
+    logits = model(IDS[None], **told).logits
+    changed = torch.cat([IDS[:-1], IDS[:1]])[None]
+    torch.testing.assert_close(logits[:, :-1], model(changed, **told).logits[:, :-1])  # its masks are still there
+    assert model.config.vision_config._attn_implementation == "sdpa"
+    model.save_pretrained(tmp_path)
+    loaded = load(str(tmp_path))
+    assert type(loaded.model) is type(model)
+    assert torch.equal(loaded.model(IDS[None], **told).logits, logits)
+    assert sinkscope.analyze(loaded, input="random", num_seqs=1, seq_len=8).tables["attention"]["layer"].nunique() == 4
+
+
+def test_interventions_change_the_tower_and_nothing_else() -> None:
+    model: Any = tiny("llava")
+    pictures = torch.ones(1, 3, 16, 16)
+    before = model.model.vision_tower(pictures).last_hidden_state
+    run = sinkscope.intervene(model, "mask-sink", input="random", num_seqs=2, seq_len=8)
+    effects = run.tables["effect"].query("metric == 'window_mass' and layer == -1").set_index("arm")["value"]
+    assert effects["after"] < effects["before"]
+    assert torch.equal(model.model.vision_tower(pictures).last_hidden_state, before)
+
+
+# --- by which class
+
+
+def test_a_configuration_is_loaded_by_the_class_that_it_names() -> None:
+    config = AutoConfig.for_model("qwen3_5")
+    names = {
+        "Qwen3_5ForConditionalGeneration": "AutoModelForImageTextToText",
+        "Qwen3_5ForCausalLM": "AutoModelForCausalLM",
+    }
+    for named, auto in names.items():
+        config.architectures = [named]
+        assert class_for(config, "x").__name__ == auto
+    config.architectures = None
+    assert class_for(config, "x").__name__ == "AutoModelForCausalLM"
+    assert class_for(AutoConfig.for_model("voxtral"), "x").__name__ == "AutoModelForMultimodalLM"
+    with pytest.raises(InputError, match="it is an encoder–decoder"):
+        class_for(AutoConfig.for_model("florence2"), "x")
+    with pytest.raises(InputError, match="no such class"):
+        class_for(AutoConfig.for_model("vit"), "x")
