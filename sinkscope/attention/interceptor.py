@@ -70,12 +70,13 @@ class Interceptor(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        if attn_mask is None and not is_causal and query.shape[2] > 1:  # not causal: not a decoder's attention
+        bare = attn_mask is None and not is_causal and query.shape[2] > 1
+        if bare and self.seam.causal:  # not a decoder's attention
             return F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=enable_gqa)
         seam = self.seam
         scaling = query.shape[-1] ** -0.5 if scale is None else scale
         query, key, value = seam.query(query), seam.key(self._own_heads(key)), self._own_heads(value)
-        seam.call = AttentionCall(attn_mask, scaling, forbidden=seam.forbidden, dropout=dropout_p)
+        seam.call = AttentionCall(attn_mask, scaling, forbidden=seam.forbidden, dropout=dropout_p, causal=seam.causal)
         if self.denominator is not None:
             seam.call = self.denominator.added_to(seam.call, query, self._own_bias(attn_mask))
         # The taps of this door run in one order: lse, which needs no value, before value.
@@ -109,7 +110,7 @@ class Interceptor(TorchFunctionMode):
             pairs = forbidden.pairs(slice(offset, scores.shape[-1]), keys, scores.device)
             scores = scores.masked_fill(pairs, torch.finfo(scores.dtype).min)
             args = (scores.reshape(args[0].shape), *args[1:])
-        self.seam.call = AttentionCall(mask=None, scaling=self.seam.scaling, scores=scores)
+        self.seam.call = AttentionCall(None, self.seam.scaling, scores=scores, causal=self.seam.causal)
         if self.denominator is not None:
             self.seam.call = self.denominator.added_to(
                 self.seam.call, self.query, self._own_bias(scores, has_dots=True)

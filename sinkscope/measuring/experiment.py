@@ -76,6 +76,7 @@ class Experiment:
             Exception: with which the first arm broke off, where none is left. Of others see `failed`.
             KeyboardInterrupt: before the first arm was finished. Later ones are kept as `interrupt`.
         """
+        self.subject.need_loss()
         length = min(len(ids) for ids in self.subject.inputs.sequences)
         known = Known(Target(self.subject.loaded.model, self.subject.family, seams={}), length)
         self._check_arms(known)

@@ -82,8 +82,10 @@ class Family:
     mlp: tuple[str, ...] = ("mlp",)  # the modules that make up the feed-forward network, one after the other
     position_embedding: str = ""  # the embedding of learned positions, from the model's root
     position_offset: int = 0  # its row of position 0
+    first_position: int | None = 0  # `position_ids` of a sequence's first token; None: they cannot be given
     scaling: float | None = None  # of q·k; None: 1/√d
     when: Mapping[str, Any] = field(default_factory=dict)  # config attributes that this row's wiring requires
+    causal: bool = True  # whether a token sees only those before it; False: an encoder, which attends both ways
     gated: bool = False  # whether a gate of the model's own multiplies what `output` reads
     blocks: tuple[Block, ...] = ()  # of every layer, where they are not all as this row says
 
@@ -332,8 +334,15 @@ def find_family(model: nn.Module) -> Family:
 
 
 def embedding_weight(model: Any) -> torch.Tensor:
-    """The token embeddings (V,D)."""
-    return model.get_input_embeddings().weight
+    """The token embeddings (V,D).
+
+    Raises:
+        InputError: the model has none.
+    """
+    weight: torch.Tensor | None = getattr(model.get_input_embeddings(), "weight", None)
+    if weight is None:
+        raise InputError("it has no token embeddings")
+    return weight
 
 
 def first_tensor(value: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""From a name to a model: a hub id, a local folder or a .gguf file becomes a frozen causal language model.
+"""From a name to a model: a hub id, a local folder or a .gguf file becomes a frozen language model or encoder.
 
 `load` finds the files (`files.py`), downloading those that are missing, checks them, lets transformers build the
 model, and checks the result. transformers always reads from a folder on disk, the hub's cache included, so that
@@ -14,10 +14,7 @@ import torch
 import transformers
 from transformers import (
     CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     GgufConfig,
     PreTrainedConfig,
@@ -27,6 +24,7 @@ from transformers import (
 
 from sinkscope.errors import InputError, SinkscopeError, described, is_out_of_memory
 from sinkscope.models import gguf
+from sinkscope.models.classes import class_for, lacks_head
 from sinkscope.models.files import SMALL_FILES, ModelFiles, check_weights, fetch, find_files, is_path, quiet
 from sinkscope.models.in_memory import text_of
 from sinkscope.models.settings import check_settings, read_settings
@@ -67,7 +65,7 @@ def load(
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
 ) -> LoadedModel:
-    """Load a pretrained causal language model and its tokenizer.
+    """Load a pretrained causal language model or encoder and its tokenizer.
 
     Args:
         model: a hub id, a folder or a .gguf file; None: the demo model, SmolLM2-135M-Instruct in 4-bit GGUF (Q4_1)
@@ -81,8 +79,8 @@ def load(
         allow_pickle: read pickled weights, which can run code.
 
     Raises:
-        InputError: an argument is wrong, or the model does not exist, is gated, damaged, incomplete or not a causal
-            language model.
+        InputError: an argument is wrong, or the model does not exist, is gated, damaged, incomplete or neither a
+            causal language model nor an encoder.
         SinkscopeError: network, memory or a package fails.
     """
     _check_arguments(dtype, device_map)
@@ -91,7 +89,7 @@ def load(
         files = find_files(model, revision, gguf_file, allow_pickle)
         check_weights(files)
         config = _read_config(files, trust_remote_code)
-        _check_causal(files, config, trust_remote_code)
+        _check_class(files, config, trust_remote_code)
         _check_size(files, config)
         network, ignored = _build(files, config, dtype, device_map, trust_remote_code)
         _check_values(files, network)
@@ -159,20 +157,10 @@ def _read_config(files: ModelFiles, trust_remote_code: bool) -> PreTrainedConfig
     return config
 
 
-def _check_causal(files: ModelFiles, config: PreTrainedConfig, trust_remote_code: bool) -> None:
-    """Raise InputError unless the model predicts each token from the ones before it alone."""
-    kind, refused = type(config), f"{files.source} ({config.model_type}) is not a causal language model"
-    has_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    if getattr(config, "is_encoder_decoder", False):
-        raise InputError(f"{refused}: it is an encoder–decoder")
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING and has_code and not trust_remote_code:
+def _check_class(files: ModelFiles, config: PreTrainedConfig, trust_remote_code: bool) -> None:
+    """Raise InputError unless there is a class for the model, and its code may be run."""
+    if type(config) not in class_for(config, files.source)._model_mapping and not trust_remote_code:
         raise _needs_trust(files)
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING and not has_code:
-        raise InputError(f"{refused}: transformers has no such class for it")
-    # BERT and similar models have one, but their checkpoints attend both ways unless their config says otherwise
-    causal = getattr(config, "is_decoder", False) or getattr(config, "causal", False)
-    if kind in MODEL_FOR_MASKED_LM_MAPPING and not causal:
-        raise InputError(f"{refused}: it is an encoder, and attends both ways")
 
 
 def _check_size(files: ModelFiles, config: PreTrainedConfig) -> None:
@@ -180,7 +168,7 @@ def _check_size(files: ModelFiles, config: PreTrainedConfig) -> None:
 
     transformers takes memory for all of them, also for those that it then finds missing.
     """
-    if files.gguf or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if files.gguf or type(config) not in class_for(config, files.source)._model_mapping:
         return
     bits = 8 * sum((files.folder / name).stat().st_size for name in files.weights)
     try:
@@ -197,7 +185,7 @@ def _check_size(files: ModelFiles, config: PreTrainedConfig) -> None:
 def count_parameters(config: PreTrainedConfig) -> int:
     """Of the model that a configuration describes, built without memory. Raises whatever building it raises."""
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=None)
+        model = class_for(config, "the model").from_config(copy.deepcopy(config), attn_implementation=None)
         return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -224,7 +212,7 @@ def _build(
         # unpacked for good, or the model would count as quantized and refuse to be cast or saved
         options = {"gguf_file": files.gguf, "quantization_config": GgufConfig(dequantize=True)}
     try:
-        built: Any = AutoModelForCausalLM.from_pretrained(
+        built: Any = class_for(config, files.source).from_pretrained(
             files.folder,
             config=config,
             dtype=DTYPES.get(dtype, dtype),
@@ -240,12 +228,16 @@ def _build(
     except Exception as error:
         raise _build_error(files, error) from error
     model, report = built
-    _check_report(files, report)
     if "disk" in (getattr(model, "hf_device_map", None) or {}).values():
         raise SinkscopeError(f"{files.source} does not fit into memory here: part of it would stay on disk")
-    model.config.name_or_path = files.source
     surplus = sorted(report["unexpected_keys"])
-    return model, (f"ignored weights that the model has no place for: {_some(surplus)}",) * bool(surplus)
+    notices = [f"ignored weights that the model has no place for: {_some(surplus)}"] * bool(surplus)
+    if lacks_head(model, report["missing_keys"]):
+        model, report = model.base_model, report | {"missing_keys": ()}
+        notices.append("saved without a head that predicts tokens: there is no loss, and no gradients are measured")
+    _check_report(files, report)
+    model.config.name_or_path = files.source
+    return model, tuple(notices)
 
 
 def _build_error(files: ModelFiles, error: Exception) -> SinkscopeError:

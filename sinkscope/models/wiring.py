@@ -1,7 +1,8 @@
 """Numerical checks of a family's row against a model, and the search for a row of a model that has none."""
 
+import inspect
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import chain, pairwise
 from typing import Any
@@ -100,16 +101,16 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
         token_ids: (B,T), a few tokens to run.
 
     Raises:
-        InputError: it has no softmax attention, attends both ways, or a layer is not built in a way that is known.
+        InputError: it has no softmax attention, or a layer is not built in a way that is known.
     """
     name, inputs = model.config.model_type, {"input_ids": token_ids, "use_cache": False}
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise InputError(f"'{name}' is an encoder–decoder, of which only a decoder or an encoder alone is measured")
     try:
         path = layer_stack(model, inputs)
     except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
         raise InputError(f"'{name}' fails by itself on {token_ids.numel()} tokens [{described(error)}]") from error
     layers = list(model.get_submodule(path).children())
-    if _sees_later_tokens(model, layers[-1], token_ids):
-        raise InputError(f"'{name}' attends both ways, to later tokens too: only causal models are measured")
     door = _door(model)
     attentions = attention_paths(model, path, layers, inputs) if door == "interface" else _named_attentions(layers)
     if not any(attentions):
@@ -140,6 +141,8 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
         blocks=()
         if all(block == Block(main.attention, main.sites, main.wiring) for block in blocks)
         else tuple(blocks),
+        causal=not _sees_later_tokens(model, layers[-1], token_ids),
+        first_position=_first_position(model, layers[-1], token_ids),
         **_positions(model, model.config.get_text_config()),
         gated=door == "interface" and _is_gated(model, attention, projections["output"], inputs),
         **projections,
@@ -189,17 +192,45 @@ def _sees_later_tokens(model: nn.Module, last: nn.Module, token_ids: torch.Tenso
     """Whether a token changes what the layers give for the tokens before it."""
     changed = token_ids.clone()
     changed[:, -1] = (changed[:, -1] + 1) % len(families.embedding_weight(model))
-    kept: list[torch.Tensor] = []
-    with last.register_forward_hook(lambda module, args, output: kept.append(first_tensor(output))):
-        for ids in (token_ids, changed):
-            model(input_ids=ids, use_cache=False)
+    before, after = (_given_by(last, model, input_ids=ids) for ids in (token_ids, changed))
     length = token_ids.shape[1]
-    if kept[0].shape[1] != length:  # tokens of its own before or behind, or another order of axes
+    if before.shape[1] != length:  # tokens of its own before or behind, or another order of axes
         return False
-    before, after = (x[:, : length - 1].double() for x in kept)
+    return not _are_alike(before[:, : length - 1], after[:, : length - 1])
+
+
+@torch.no_grad()
+def _first_position(model: nn.Module, last: nn.Module, token_ids: torch.Tensor) -> int | None:
+    """The number of a sequence's first position where the model is told positions; None where it finds them itself.
+
+    Models of RoBERTa's kind count from behind the number of their padding token.
+    """
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return None
+    alone = _given_by(last, model, input_ids=token_ids)
+    padding: Any = getattr(model.config, "pad_token_id", None)
+    for first in (0, (padding or 0) + 1):
+        positions = torch.arange(first, first + token_ids.shape[1], device=token_ids.device).expand_as(token_ids)
+        with suppress(RuntimeError, IndexError, ValueError):  # positions of another shape, or fewer of them
+            if _are_alike(alone, _given_by(last, model, input_ids=token_ids, position_ids=positions)):
+                return first
+    return None
+
+
+def _given_by(module: nn.Module, model: nn.Module, **inputs: Any) -> torch.Tensor:
+    """What a module gives on these inputs of the model, (B,T,D)."""
+    kept: list[torch.Tensor] = []
+    with module.register_forward_hook(lambda module, args, output: kept.append(first_tensor(output))):
+        model(**inputs, use_cache=False)
+    return kept[-1]
+
+
+def _are_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether (B,T,D) are the same but for round-off."""
+    eps = max(torch.finfo(a.dtype).eps ** 0.5, 1e-5)  # some parts of a model are in float32
+    a, b = a.double(), b.double()
     # relative to each token's own norm: beside a massive activation nothing else would count
-    changes = (after - before).norm(dim=-1) / before.norm(dim=-1).clamp(min=1e-30)
-    return float(changes.max()) > max(torch.finfo(kept[0].dtype).eps ** 0.5, 1e-5)  # some parts are in float32
+    return bool(((a - b).norm(dim=-1) <= eps * b.norm(dim=-1).clamp(min=1e-30)).all())
 
 
 def attention_paths(model: nn.Module, path: str, layers: list[nn.Module], inputs: dict[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Attention weights as heat maps: queries downwards, keys across, white where the causal mask forbids a key."""
+"""Attention weights as heat maps: queries downwards, keys across, white where a causal mask forbids a key."""
 
 import numpy as np
 import pandas as pd
@@ -19,9 +19,11 @@ def square(table: pd.DataFrame, size: int) -> np.ndarray:
 def draw_weights(ax: Axes, weights: np.ndarray, faintest: float, masked: np.ndarray | None = None) -> AxesImage:
     """Draw weights on a logarithmic color scale from `faintest` to 1.
 
-    White where `masked` (by default above the diagonal), gray where a weight is NaN.
+    White where `masked` (by default above the diagonal, unless there are weights), gray where a weight is NaN.
     """
-    masked = np.triu(np.ones_like(weights, bool), 1) if masked is None else masked
+    if masked is None:  # a causal model's maps have nothing there
+        above = np.triu(np.ones_like(weights, bool), 1)
+        masked = above & bool(np.isnan(weights[above]).all())
     image = ax.imshow(np.clip(weights, faintest / 10, 1), cmap=SEQUENTIAL, norm=LogNorm(faintest, 1))
     ax.imshow(np.where(masked, 1.0, np.nan), cmap="Greys_r", vmin=0, vmax=1)
     return image
