@@ -35,8 +35,15 @@ class Plain:
         return [x.grad[0].transpose(0, 1).flatten(1).norm(dim=-1) for x in getattr(self, pathway)]
 
 
-def run_plainly(model: PreTrainedModel, layers: str, ids: torch.Tensor) -> Plain:
-    """One sequence of ids (T,) forward, and its mean cross-entropy backward, of a float64 model."""
+def run_plainly(
+    model: PreTrainedModel, layers: str, ids: torch.Tensor, labels: torch.Tensor | None = None, predicted: int = 0
+) -> Plain:
+    """One sequence of ids (T,) forward, and its cross-entropy backward, of a float64 model.
+
+    Args:
+        labels: (T,) of an encoder, -100 where nothing is predicted; None: each token predicts the next.
+        predicted: what the summed loss is divided by; 0: by its own terms, for the mean.
+    """
     found = Plain()
     handles = [
         layer.register_forward_pre_hook(partial(_keep_input, found), with_kwargs=True)
@@ -47,7 +54,9 @@ def run_plainly(model: PreTrainedModel, layers: str, ids: torch.Tensor) -> Plain
             embedded = model.get_input_embeddings()(ids[None]).detach().requires_grad_(True)
             with _in_place_of_the_embeddings(model, embedded):
                 logits = model(input_ids=ids[None], use_cache=False).logits
-            F.cross_entropy(logits[0, :-1], ids[1:]).backward()
+            given, wanted = (logits[0, :-1], ids[1:]) if labels is None else (logits[0], labels)
+            loss = F.cross_entropy(given, wanted, reduction="sum")
+            (loss / (predicted or (wanted != -100).sum())).backward()
     finally:
         for handle in handles:
             handle.remove()
@@ -81,7 +90,9 @@ def _dense(found: Plain) -> Iterator[None]:
             getattr(found, name).append(x)
         mask = attention_mask
         if mask is None or mask.dtype == torch.bool:
-            allowed = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril() if mask is None else mask
+            every = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool)
+            bare = every.tril() if getattr(module, "is_causal", True) else every  # as transformers' sdpa function does
+            allowed = bare if mask is None else mask
             mask = torch.zeros(allowed.shape, dtype=query.dtype).masked_fill(~allowed, torch.finfo(query.dtype).min)
         own = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
         with patch.object(F, "softmax", in_float64):
