@@ -328,7 +328,8 @@ def _kinds(model: Any, attentions: list[str]) -> list[str]:
 
 def _feed_forward(layer: nn.Module, block: Block) -> tuple[str, ...]:
     """Fields of a row: the modules that make up the feed-forward network."""
-    usual = (("mlp",), ("fc1", "activation_fn", "fc2"))
+    bert = ("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense")
+    usual = (("mlp",), ("fc1", "activation_fn", "fc2"), bert)
     known = next((paths for paths in usual if all(_has(layer, path) for path in paths)), None)
     address = block.sites.get("mlp_out", "")
     return known or ((address.partition(".")[0],) if address else ())
@@ -336,10 +337,11 @@ def _feed_forward(layer: nn.Module, block: Block) -> tuple[str, ...]:
 
 def _projections(model: Any, attention: nn.Module) -> dict[str, Any]:
     """Fields of a row. How one projection holds all three cannot be seen from outside: `qkv` is empty then."""
-    known = ("q_proj", "k_proj", "v_proj")
+    several = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"))
+    known = next((names for names in several if all(_has(attention, name) for name in names)), None)
     output = next((name for name in ("o_proj", "out_proj", "c_proj", "dense", "wo") if _has(attention, name)), "")
     heads = model.config.get_text_config().num_attention_heads
-    if not all(_has(attention, name) for name in known):
+    if known is None:
         return {"qkv": (), "fused": "", "output": output}
     widths = [getattr(attention.get_submodule(name), "out_features", 0) for name in known]
     if not all(widths):  # in a module that is no plain matrix
