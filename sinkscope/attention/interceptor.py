@@ -198,8 +198,10 @@ class Interceptor(TorchFunctionMode):
 @torch.no_grad()
 def found_scaling(query: torch.Tensor, key: torch.Tensor, scores: torch.Tensor) -> float:
     """The factor of q·k in a model's own scores (B,H,T,T), read off their diagonal; NaN where something was added to
-    it (ALiBi).
+    it (ALiBi), or where they are not of these queries and keys.
     """
+    if scores.shape != (*query.shape[:3], key.shape[2]):
+        return float("nan")
     cached = key.shape[2] - query.shape[2]
     dots = torch.linalg.vecdot(upcast(query), upcast(repeat_heads(key, query.shape[1]))[:, :, cached:])
     found = upcast(scores).diagonal(cached, dim1=-2, dim2=-1)

@@ -18,7 +18,7 @@ from sinkscope.measuring.console import print_notices, spinner
 from sinkscope.measuring.observables import check_names
 from sinkscope.models import loading
 from sinkscope.models.families import Family, embedding_weight, find_family
-from sinkscope.models.in_memory import undisturbed, unwrapped
+from sinkscope.models.in_memory import unchanged_after, undisturbed, unwrapped
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.wiring import calibrate
 from sinkscope.options.measuring import ObservableOptions, RunConfig
@@ -130,7 +130,8 @@ def family_of(model: PreTrainedModel) -> tuple[Family, list[str]]:
             if vocabulary == 0:
                 raise InputError("it has no token embeddings")
             few = torch.arange(3, 11, device=model.device)[None] % vocabulary
-            family = calibrate(model, few)
+            with unchanged_after(model):  # few tokens make BigBird attend in another way, for good
+                family = calibrate(model, few)
         except InputError as error:
             raise InputError(f"{missing}\n{error}") from None
         note = f"'{family.name}' has no row in the table of families: wired numerically as {family.wiring}"

@@ -79,8 +79,10 @@ class Tracer:
             batch, observables = batch.masked, [observable for observable in observables if observable.backward]
         with torch.enable_grad(), self.traced.trace(**self._inputs(batch)):
             embedding = _part(self.traced, self._embedding_path)
-            embeddings = embedding.output.requires_grad_(True)
-            embedding.output = embeddings.clone()  # some models change them in place
+            given = embedding.output
+            embeddings = first_tensor(given).requires_grad_(True)
+            copied = embeddings.clone()  # some models change them in place
+            embedding.output = (copied, *given[1:]) if isinstance(given, tuple) else copied
             self._read_layers(batch, observables)
             loss = summed_loss(self.traced.output.logits, batch)
             torch.autograd.grad(loss, embeddings)

@@ -1,43 +1,30 @@
-"""The class of transformers by which a checkpoint is loaded: what its configuration describes."""
+"""Which of transformers' classes a configuration is a model of."""
 
 from collections.abc import Collection
 from typing import Any
 
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_MASKED_LM_MAPPING,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
 
-from sinkscope.errors import InputError
+# In this order a configuration is looked for, unless it names a class itself or is an encoder's.
+AUTO_CLASSES: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForMaskedLM)
 
 
-def class_for(config: PreTrainedConfig, name: str) -> Any:
-    """The automatic class of a causal language model or of an encoder.
+def auto_class_of(config: PreTrainedConfig) -> Any:
+    """The class of AUTO_CLASSES that makes the models of a configuration; None where none does.
 
-    BERT and its kin have a causal class, too, which their configuration asks for by `is_decoder`.
-
-    Args:
-        name: of the checkpoint, for the error.
-
-    Raises:
-        InputError: it is neither.
+    An encoder's is AutoModelForMaskedLM: BERT and its kin have a causal class, too, which they ask for by `is_decoder`.
+    Else it is the one whose model the configuration names in `architectures`, else the first that knows the
+    configuration, or, of code that comes with a model, the first that the code is for.
     """
-    kind, code = type(config), getattr(config, "auto_map", None) or {}
-    refused = f"{name} ({config.model_type}) is neither a causal language model nor an encoder of masked tokens"
-    if getattr(config, "is_encoder_decoder", False):
-        raise InputError(f"{refused}: it is an encoder–decoder")
+    kind, named = type(config), set(config.architectures or ())
     is_decoder = getattr(config, "is_decoder", False) or getattr(config, "causal", False)
-    if kind in MODEL_FOR_MASKED_LM_MAPPING and not is_decoder:
+    if kind in AutoModelForMaskedLM._model_mapping and not is_decoder:
         return AutoModelForMaskedLM
-    if kind in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in code:
-        return AutoModelForCausalLM
-    if "AutoModelForMaskedLM" in code:
-        return AutoModelForMaskedLM
-    raise InputError(f"{refused}: transformers has no such class for it")
+    known = [auto for auto in AUTO_CLASSES if kind in auto._model_mapping]
+    own = getattr(config, "auto_map", None) or {}
+    coded = [auto for auto in AUTO_CLASSES if auto.__name__ in own]
+    meant = [auto for auto in known if auto._model_mapping[kind].__name__ in named]
+    return next(iter((*meant, *known, *coded)), None)
 
 
 def lacks_head(model: PreTrainedModel, missing: Collection[str]) -> bool:
@@ -45,7 +32,6 @@ def lacks_head(model: PreTrainedModel, missing: Collection[str]) -> bool:
 
     So it is of sentence encoders, classifiers and ELECTRA's discriminators.
     """
-    body = f"{model.base_model_prefix}."
-    kind = type(model.config)
-    is_encoder = kind in MODEL_FOR_MASKED_LM_MAPPING and MODEL_FOR_MASKED_LM_MAPPING[kind] is type(model)
-    return is_encoder and bool(missing) and not any(name.startswith(body) for name in missing)
+    kind, known = type(model.config), AutoModelForMaskedLM._model_mapping
+    is_encoder = kind in known and known[kind] is type(model)
+    return is_encoder and bool(missing) and not any(name.startswith(f"{model.base_model_prefix}.") for name in missing)

@@ -24,7 +24,7 @@ from transformers import (
 
 from sinkscope.errors import InputError, SinkscopeError, described, is_out_of_memory
 from sinkscope.models import gguf
-from sinkscope.models.classes import class_for, lacks_head
+from sinkscope.models.classes import auto_class_of, lacks_head
 from sinkscope.models.files import SMALL_FILES, ModelFiles, check_weights, fetch, find_files, is_path, quiet
 from sinkscope.models.in_memory import text_of
 from sinkscope.models.settings import check_settings, read_settings
@@ -159,7 +159,13 @@ def _read_config(files: ModelFiles, trust_remote_code: bool) -> PreTrainedConfig
 
 def _check_class(files: ModelFiles, config: PreTrainedConfig, trust_remote_code: bool) -> None:
     """Raise InputError unless there is a class for the model, and its code may be run."""
-    if type(config) not in class_for(config, files.source)._model_mapping and not trust_remote_code:
+    refused = f"{files.source} ({config.model_type}) is neither a causal language model nor an encoder"
+    auto = auto_class_of(config)
+    if getattr(config, "is_encoder_decoder", False):
+        raise InputError(f"{refused}: it is an encoder–decoder")
+    if auto is None:
+        raise InputError(f"{refused}: transformers has no such class for it")
+    if type(config) not in auto._model_mapping and not trust_remote_code:
         raise _needs_trust(files)
 
 
@@ -168,7 +174,8 @@ def _check_size(files: ModelFiles, config: PreTrainedConfig) -> None:
 
     transformers takes memory for all of them, also for those that it then finds missing.
     """
-    if files.gguf or type(config) not in class_for(config, files.source)._model_mapping:
+    auto = auto_class_of(config)
+    if files.gguf or auto is None or type(config) not in auto._model_mapping:
         return
     bits = 8 * sum((files.folder / name).stat().st_size for name in files.weights)
     try:
@@ -185,7 +192,7 @@ def _check_size(files: ModelFiles, config: PreTrainedConfig) -> None:
 def count_parameters(config: PreTrainedConfig) -> int:
     """Of the model that a configuration describes, built without memory. Raises whatever building it raises."""
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        model = class_for(config, "the model").from_config(copy.deepcopy(config), attn_implementation=None)
+        model = auto_class_of(config).from_config(copy.deepcopy(config), attn_implementation=None)
         return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -212,7 +219,7 @@ def _build(
         # unpacked for good, or the model would count as quantized and refuse to be cast or saved
         options = {"gguf_file": files.gguf, "quantization_config": GgufConfig(dequantize=True)}
     try:
-        built: Any = class_for(config, files.source).from_pretrained(
+        built: Any = auto_class_of(config).from_pretrained(
             files.folder,
             config=config,
             dtype=DTYPES.get(dtype, dtype),

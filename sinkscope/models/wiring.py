@@ -301,7 +301,7 @@ def _is_gated(model: nn.Module, attention: nn.Module, output: str, inputs: dict[
 
 
 # in the names of classes that mix tokens in another way than by a softmax
-NO_SOFTMAX = ("Linear", "Lightning", "Delta", "Mamba", "Recurrent", "Retention", "Conv", "Kda", "KDA")
+NO_SOFTMAX = ("Linear", "Lightning", "Delta", "Mamba", "Recurrent", "Retention", "Kda", "KDA")
 
 
 def _attention_class(layer: nn.Module) -> str | None:

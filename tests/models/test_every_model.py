@@ -1,15 +1,15 @@
-"""Every causal model type that transformers has: what becomes of it, and whether the numbers are plain transformers'.
+"""Every model type in transformers' mappings: what becomes of it, and whether the numbers are plain transformers'.
 
-`reports/models/models.csv` holds what became of each; tests/sweep_models.py writes it.
+The lists in `reports/models/` hold what became of each; tests/sweep_models.py writes them.
 """
 
 from pathlib import Path
 
 import pytest
-from support.every_model import differences, every_type, row_of
+from support.every_model import LISTS, differences, every_type, row_of
 from sweep_models import BEGIN, README, readme_list, written_rows
 
-ROWS = {row["model_type"]: row for row in written_rows()}
+ROWS = {name: {row["model_type"]: row for row in written_rows(name)} for name in LISTS}
 ROUND_OFF = 1e-6  # models of float64 take their norms, and some their softmax, in float32
 
 # One for each way in which a layer is built that no other here has.
@@ -20,20 +20,26 @@ DIFFERENT = (
 )  # fmt: skip
 
 
-def test_the_table_holds_every_type() -> None:
-    assert list(ROWS) == every_type()
+ENCODERS = ("esmc", "eurobert", "modernbert", "nystromformer", "roberta-prelayernorm", "xmod")
+EACH = [(name, model_type) for name in LISTS for model_type in every_type(LISTS[name])]
+COMPARED = [*(("models", name) for name in DIFFERENT), *(("encoders", name) for name in ENCODERS)]
 
 
-def test_the_readme_lists_them() -> None:
-    assert f"{BEGIN}\n{readme_list(list(ROWS.values()))}\n\n" in README.read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", LISTS)
+def test_the_list_holds_every_type(name: str) -> None:
+    assert list(ROWS[name]) == every_type(LISTS[name])
 
 
-@pytest.mark.parametrize("model_type", every_type())
-def test_what_becomes_of_it(model_type: str) -> None:
-    found = vars(row_of(model_type))
-    assert found == {name: ROWS[model_type][name] for name in found}
+def test_the_readme_has_them() -> None:
+    assert f"{BEGIN}\n{readme_list()}\n\n" in README.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("model_type", DIFFERENT)
-def test_what_is_measured_is_what_plain_transformers_compute(model_type: str, tmp_path: Path) -> None:
-    assert max(differences(model_type, tmp_path / "ids.npy").values()) < ROUND_OFF
+@pytest.mark.parametrize(("name", "model_type"), EACH)
+def test_what_becomes_of_it(name: str, model_type: str) -> None:
+    found = vars(row_of(model_type, LISTS[name]))
+    assert found == {field: ROWS[name][model_type][field] for field in found}
+
+
+@pytest.mark.parametrize(("name", "model_type"), COMPARED)
+def test_what_is_measured_is_what_plain_transformers_compute(name: str, model_type: str, tmp_path: Path) -> None:
+    assert max(differences(model_type, tmp_path / "ids.npy", LISTS[name]).values()) < ROUND_OFF

@@ -1,11 +1,11 @@
-"""A tiny random model of every causal type in transformers' mapping: sizes that any configuration may have, made small.
+"""A tiny random model of every type in transformers' mappings: sizes that any configuration may have, made small.
 
 A type whose configuration needs more than that has a line in `OVERRIDES`; one that cannot be built here has a line in
 `NOT_BUILT`, with the reason.
 """
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,13 @@ import numpy as np
 import pandas as pd
 import torch
 from tiny import spread_weights
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import sinkscope
@@ -23,7 +29,9 @@ from sinkscope.measuring.observables.observable import Settings
 from sinkscope.measuring.subject import family_of
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.text.batch import Batch
-from support.plain import run_plainly
+from sinkscope.text.masking import masked
+from support import encoders
+from support.plain import Plain, run_plainly
 
 VOCAB = 96
 LAYERS = 4
@@ -209,6 +217,21 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
 }
+OVERRIDES |= {
+    "albert": {"inner_group_num": 1},
+    "esm": {
+        "vocab_size": VOCAB,
+        "pad_token_id": 0,
+        "token_dropout": False,
+        "mask_token_id": 3,
+        "position_embedding_type": "rotary",
+    },
+    "esmc": {"num_key_value_heads": SKIPPED},
+    "funnel": {"num_hidden_layers": SKIPPED, "block_sizes": [2, 2], "d_head": 8, "n_head": 4, "d_inner": 48},
+    "modernbert": {"local_attention": 8},
+    "nystromformer": {"num_landmarks": 4, "segment_means_seq_len": 4},
+    "perceiver": {"num_latents": 8, "d_latents": 32, "num_self_attends_per_block": LAYERS},
+}
 # Types without a tiny model here, with the reason
 NOT_BUILT: dict[str, str] = {
     "blt": "its smallest configuration has a hash embedding of 96 million entries",
@@ -228,6 +251,8 @@ NOT_BUILT: dict[str, str] = {
     "dots3_note_text": "the bare model does not build in this size",
     "dbrx": "the bare model does not build from a configuration of this transformers",
     "zamba": "the bare model does not build in this size",
+    "neomme": "the bare model does not build in this size",
+    "ultravbert": "its picture tower does not become small; its text model is ultrabert",
 }
 
 
@@ -264,16 +289,24 @@ def _small(kind: Any) -> dict[str, Any]:
     return found
 
 
-def every_type() -> list[str]:
-    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+# file in reports/models/ → the class of transformers whose models it lists
+LISTS: dict[str, Any] = {"models": AutoModelForCausalLM, "encoders": AutoModelForMaskedLM}
 
 
-def tiny_of(model_type: str, dtype: torch.dtype = torch.float32, spread: float = 6.0) -> PreTrainedModel:
+def every_type(auto: Any = AutoModelForCausalLM) -> list[str]:
+    return sorted(auto._model_mapping._model_mapping)
+
+
+def tiny_of(
+    model_type: str, dtype: torch.dtype = torch.float32, spread: float = 6.0, auto: Any = AutoModelForCausalLM
+) -> PreTrainedModel:
     """A random model in eval mode, its matrices `spread` times as wide as at initialization."""
     torch.manual_seed(0)
     config = tiny_config(model_type)
     config._experts_implementation = "eager"  # others know no float64
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
+    if type(config) in AutoModelForMaskedLM._model_mapping:  # BERT and its kin are encoders, or decoders if told so
+        config.is_decoder = auto is AutoModelForCausalLM
+    model = auto.from_config(config, dtype=dtype).eval().requires_grad_(False)
     spread_weights(model, spread)
     return model
 
@@ -294,11 +327,11 @@ class Row:
     reason: str = ""
 
 
-def row_of(model_type: str) -> Row:
+def row_of(model_type: str, auto: Any = AutoModelForCausalLM) -> Row:
     """Build the model, look for its family, and read attention in every layer that has it."""
     if model_type in NOT_BUILT:
         return Row(model_type, "not built", reason=NOT_BUILT[model_type])
-    model = tiny_of(model_type)
+    model = tiny_of(model_type, auto=auto)
     try:
         family, notices = family_of(model)
         with open_tracer(model, family) as tracer:
@@ -314,35 +347,45 @@ def row_of(model_type: str) -> Row:
 LENGTH = 20
 
 
-def differences(model_type: str, file: Path) -> dict[str, float]:
+def differences(model_type: str, file: Path, auto: Any = AutoModelForCausalLM) -> dict[str, float]:
     """Of one sequence in float64: the largest relative difference of each column from plain transformers and autograd.
 
     Args:
         model_type: of a model on transformers' attention interface.
         file: to write the ids to.
     """
-    model = tiny_of(model_type, torch.float64)
+    model = tiny_of(model_type, torch.float64, auto=auto)
     ids = torch.randint(3, VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(1))
     np.save(file, ids.numpy()[None])
     family, _ = family_of(model)
-    tables = sinkscope.analyze(
-        model, input=str(file), seq_len=LENGTH, positions=LENGTH, window=LENGTH, batch_size=1, bos="never"
-    ).tables
-    plain = run_plainly(model, family.layers, ids)
+    tokenizer = None if family.causal else encoders.word_tokenizer()
+    options = {"seq_len": LENGTH, "positions": LENGTH, "window": LENGTH, "batch_size": 1, "bos": "never"}
+    tables = sinkscope.analyze(model, tokenizer=tokenizer, input=str(file), **options).tables
+    plain = run_plainly(model, family.layers, ids) if family.causal else _masked_plainly(model, family.layers, ids)
+    if not plain.weights:
+        return {}
     pairs: dict[str, list[tuple[np.ndarray, torch.Tensor]]] = defaultdict(list)
-    queries = torch.arange(LENGTH, 0, -1)  # that see each key
+    queries = torch.arange(LENGTH, 0, -1) if family.causal else LENGTH  # that see each key
     attending = list(family.attentions(model))
     for layer, weights in zip(attending, plain.weights, strict=True):
         pairs["sink_mass"].append((_by_position(tables["attention"], layer, "sink_mass"), weights.sum(1) / queries))
-    for pathway in ("query", "key", "value"):
+    for pathway in ("query", "key", "value") if plain.query else ():
         chosen = tables["gradient"].query(f"pathway == '{pathway}' and head == -1")
-        first = 1 if pathway == "query" else 0  # query 0 sees one key: its gradient is round-off
+        first = 1 if pathway == "query" and family.causal else 0  # query 0 sees one key: its gradient is round-off
         for layer, norms in zip(attending, plain.grad_norms(pathway), strict=True):
             pairs[f"gradient of {pathway}"].append((_by_position(chosen, layer, "grad_norm")[:, first:], norms[first:]))
     inputs = tables["activation"].query("site == 'layer_in'").assign(head=0)
     for layer, hidden in enumerate(plain.hidden):
         pairs["layer_in"].append((_by_position(inputs, layer, "norm_mean"), hidden.norm(dim=-1)))
     return {name: max(_difference(*pair) for pair in found) for name, found in pairs.items()}
+
+
+def _masked_plainly(model: PreTrainedModel, layers: str, ids: torch.Tensor) -> Plain:
+    """Of an encoder: the text as it is, and the gradients of the masked text."""
+    (hidden,) = masked([ids.numpy()], encoders.word_tokenizer(), VOCAB, seed=0)
+    forward = run_plainly(model, layers, ids, labels=ids)
+    backward = run_plainly(model, layers, torch.tensor(hidden.ids), labels=torch.tensor(hidden.labels))
+    return replace(forward, query=backward.query, key=backward.key, value=backward.value)
 
 
 def _by_position(table: pd.DataFrame, layer: int, column: str) -> np.ndarray:

@@ -40,6 +40,8 @@ def run_plainly(
 ) -> Plain:
     """One sequence of ids (T,) forward, and its cross-entropy backward, of a float64 model.
 
+    Of a model that attends in code of its own there are weights only, as it gives them out.
+
     Args:
         labels: (T,) of an encoder, -100 where nothing is predicted; None: each token predicts the next.
         predicted: what the summed loss is divided by; 0: by its own terms, for the mean.
@@ -51,7 +53,8 @@ def run_plainly(
     ]
     try:
         with _dense(found), torch.enable_grad():
-            embedded = model.get_input_embeddings()(ids[None]).detach().requires_grad_(True)
+            given = model.get_input_embeddings()(ids[None])
+            embedded = (given[0] if isinstance(given, tuple) else given).detach().requires_grad_(True)
             with _in_place_of_the_embeddings(model, embedded):
                 logits = model(input_ids=ids[None], use_cache=False).logits
             given, wanted = (logits[0, :-1], ids[1:]) if labels is None else (logits[0], labels)
@@ -61,7 +64,17 @@ def run_plainly(
         for handle in handles:
             handle.remove()
     found.logits = logits[0].detach()
+    if not found.weights:
+        found.weights = _given_out(model, ids, is_causal=labels is None)
     return found
+
+
+@torch.no_grad()
+def _given_out(model: PreTrainedModel, ids: torch.Tensor, is_causal: bool) -> list[torch.Tensor]:
+    """Attention weights that the model itself returns; none where it returns none, or makes them without its mask."""
+    given = model(input_ids=ids[None], use_cache=False, output_attentions=True)
+    found = [weights[0] for weights in getattr(given, "attentions", None) or () if weights is not None]
+    return [] if is_causal and any(weights.triu(1).any() for weights in found) else found
 
 
 def _keep_input(found: Plain, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -71,7 +84,10 @@ def _keep_input(found: Plain, module: nn.Module, args: tuple, kwargs: dict[str, 
 
 @contextmanager
 def _in_place_of_the_embeddings(model: PreTrainedModel, embedded: torch.Tensor) -> Iterator[None]:
-    with model.get_input_embeddings().register_forward_hook(lambda *_: embedded.clone()):
+    def instead(module: nn.Module, args: tuple, given: Any) -> Any:
+        return (embedded.clone(), *given[1:]) if isinstance(given, tuple) else embedded.clone()
+
+    with model.get_input_embeddings().register_forward_hook(instead):
         yield
 
 
