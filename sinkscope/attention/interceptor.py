@@ -149,7 +149,8 @@ class Interceptor(TorchFunctionMode):
         mix = func(weights, value, **kwargs)
         self.awaited = "nothing"
         heads = self.seam.mix(self._heads(mix).transpose(1, 2))
-        return heads.transpose(1, 2).reshape(mix.shape)
+        given = heads.transpose(1, 2).reshape(mix.shape)
+        return given.clone() if given.requires_grad else given  # the model may add to it in place
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         """(B·H,T,d) or (B,H,T,d) → (B,H,T,d)."""

@@ -229,7 +229,20 @@ OVERRIDES |= {
     "esmc": {"num_key_value_heads": SKIPPED},
     "funnel": {"num_hidden_layers": SKIPPED, "block_sizes": [2, 2], "d_head": 8, "n_head": 4, "d_inner": 48},
     "modernbert": {"local_attention": 8},
-    "nystromformer": {"num_landmarks": 4, "segment_means_seq_len": 4},
+    "modernvbert": {
+        "text_config": {
+            "model_type": "modernbert",
+            "vocab_size": VOCAB,
+            "num_hidden_layers": LAYERS,
+            "local_attention": 8,
+            "pad_token_id": 0,
+            **WIDTH,
+            **INNER,
+            "num_attention_heads": 4,
+        },
+        "vision_config": {"model_type": "siglip_vision_model", "num_hidden_layers": 1, "num_attention_heads": 4}
+        | {**WIDTH, **INNER, **PICTURES},
+    },
     "perceiver": {"num_latents": 8, "d_latents": 32, "num_self_attends_per_block": LAYERS},
 }
 # Types without a tiny model here, with the reason
