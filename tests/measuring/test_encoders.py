@@ -172,7 +172,8 @@ def test_mask_sink_hides_a_key_from_the_tokens_before_it_too() -> None:
 
 
 def loaded_encoder(name: str = "bert", dtype: torch.dtype = torch.float64) -> LoadedModel:
-    return LoadedModel(encoder(name, dtype), word_tokenizer(), name, name, None, None, ())
+    """With the tokenizer's padding token."""
+    return LoadedModel(encoder(name, dtype, pad_token_id=0), word_tokenizer(), name, name, None, None, ())
 
 
 def write_lines(path: Path, lengths: Sequence[int] = LENGTHS) -> str:
