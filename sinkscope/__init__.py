@@ -1,4 +1,4 @@
-"""Attention sinks, massive activations and value drains of any pretrained HuggingFace causal language model.
+"""Attention sinks, massive activations and value drains of any pretrained HuggingFace language model or encoder.
 
     import sinkscope
     run = sinkscope.analyze("HuggingFaceTB/SmolLM2-135M")

@@ -70,12 +70,13 @@ class Interceptor(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        if attn_mask is None and not is_causal and query.shape[2] > 1:  # not causal: not a decoder's attention
+        bare = attn_mask is None and not is_causal and query.shape[2] > 1
+        if bare and self.seam.causal:  # not a decoder's attention
             return F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=enable_gqa)
         seam = self.seam
         scaling = query.shape[-1] ** -0.5 if scale is None else scale
         query, key, value = seam.query(query), seam.key(self._own_heads(key)), self._own_heads(value)
-        seam.call = AttentionCall(attn_mask, scaling, forbidden=seam.forbidden, dropout=dropout_p)
+        seam.call = AttentionCall(attn_mask, scaling, forbidden=seam.forbidden, dropout=dropout_p, causal=seam.causal)
         if self.denominator is not None:
             seam.call = self.denominator.added_to(seam.call, query, self._own_bias(attn_mask))
         # The taps of this door run in one order: lse, which needs no value, before value.
@@ -109,7 +110,7 @@ class Interceptor(TorchFunctionMode):
             pairs = forbidden.pairs(slice(offset, scores.shape[-1]), keys, scores.device)
             scores = scores.masked_fill(pairs, torch.finfo(scores.dtype).min)
             args = (scores.reshape(args[0].shape), *args[1:])
-        self.seam.call = AttentionCall(mask=None, scaling=self.seam.scaling, scores=scores)
+        self.seam.call = AttentionCall(None, self.seam.scaling, scores=scores, causal=self.seam.causal)
         if self.denominator is not None:
             self.seam.call = self.denominator.added_to(
                 self.seam.call, self.query, self._own_bias(scores, has_dots=True)
@@ -148,7 +149,8 @@ class Interceptor(TorchFunctionMode):
         mix = func(weights, value, **kwargs)
         self.awaited = "nothing"
         heads = self.seam.mix(self._heads(mix).transpose(1, 2))
-        return heads.transpose(1, 2).reshape(mix.shape)
+        given = heads.transpose(1, 2).reshape(mix.shape)
+        return given.clone() if given.requires_grad else given  # the model may add to it in place
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         """(B·H,T,d) or (B,H,T,d) → (B,H,T,d)."""
@@ -197,8 +199,10 @@ class Interceptor(TorchFunctionMode):
 @torch.no_grad()
 def found_scaling(query: torch.Tensor, key: torch.Tensor, scores: torch.Tensor) -> float:
     """The factor of q·k in a model's own scores (B,H,T,T), read off their diagonal; NaN where something was added to
-    it (ALiBi).
+    it (ALiBi), or where they are not of these queries and keys.
     """
+    if scores.shape != (*query.shape[:3], key.shape[2]):
+        return float("nan")
     cached = key.shape[2] - query.shape[2]
     dots = torch.linalg.vecdot(upcast(query), upcast(repeat_heads(key, query.shape[1]))[:, :, cached:])
     found = upcast(scores).diagonal(cached, dim1=-2, dim2=-1)

@@ -12,7 +12,7 @@ ROW_CHUNK = 64  # rows of attention weights in memory at once; more fall out of 
 
 @dataclass(frozen=True)
 class ForbiddenKeys:
-    """Keys that an intervention hides from all later queries; each is still seen by its own token."""
+    """Keys that an intervention hides from all other queries; each is still seen by its own token."""
 
     pairs: Callable[[slice, slice, torch.device], torch.Tensor]  # (rows, cols, device) → (B|1,H,R,C) bool
     columns: Callable[[torch.device], torch.Tensor]  # (B|1,n): their columns in whole sequences
@@ -23,12 +23,13 @@ class ForbiddenKeys:
 class AttentionCall:
     """How one attention call makes logits from query and key: all that its taps do not show."""
 
-    mask: torch.Tensor | None  # (B,1|H,T,T), bool (True = may attend) or additive; None: causal
+    mask: torch.Tensor | None  # (B,1|H,T,T), bool (True = may attend) or additive; None: as `causal` says
     scaling: float  # NaN where the model makes the logits itself and not by scaling alone
     softcap: float | None = None
     sink_logits: torch.Tensor | None = None  # (H,) or (B,H,T): a learned logit in each row's denominator (gpt-oss)
     scores: torch.Tensor | None = None  # (B,H,T,T) logits after masking, where the model makes them itself
     forbidden: tuple[ForbiddenKeys, ...] = ()  # on top of the mask
+    causal: bool = True  # queries see no later keys; False: an encoder's attention, to all that the mask allows
     dropout: float = 0.0  # of the weights, in training
 
 
@@ -41,7 +42,7 @@ def fused_attention(
     better. What no fused kernel serves is computed in chunks: softcap, sink logits, dropout, other devices, and value
     heads of another width.
     """
-    causal = call.mask is None and query.shape[2] > 1
+    causal = call.causal and call.mask is None and query.shape[2] > 1
     plain = (
         call.softcap is None and call.sink_logits is None and not call.dropout and value.shape[-1] == query.shape[-1]
     )
@@ -84,7 +85,7 @@ def _penalised(
         columns = forbidden.columns(query.device)[:, None, None]  # (B|1,1,1,n)
         hidden = torch.zeros(query.shape[1], 1, 1, dtype=torch.bool, device=query.device)
         hidden[list(forbidden.heads)] = True
-        queries.append(((place[:, None] > columns) & hidden).expand(len(query), -1, -1, -1))
+        queries.append(((place[:, None] != columns) & hidden).expand(len(query), -1, -1, -1))
         keys.append((place[:, None] == columns).expand(len(key), key.shape[1], -1, -1))
     further = [torch.cat(parts, dim=-1).to(query.dtype) * size for parts in (queries, keys)]
     width = -(-further[0].shape[-1] // 8) * 8  # kernels like multiples of 8
@@ -131,10 +132,13 @@ def masked_logits(query: torch.Tensor, key: torch.Tensor, call: AttentionCall, r
         logits = logits.masked_fill(pairs, torch.finfo(logits.dtype).min)
     if call.mask is not None and call.mask.dtype != torch.bool:
         return logits + call.mask[:, :, rows]
+    if call.mask is not None:
+        return logits.masked_fill(~call.mask[:, :, rows], torch.finfo(logits.dtype).min)
+    if not call.causal:
+        return logits
     # No mask, several queries and more keys than queries: the further keys are a static cache's empty places.
     ahead = 0 if query.shape[2] > 1 else offset
-    seen = causal(rows, keys, ahead, query.device) if call.mask is None else call.mask[:, :, rows]
-    return logits.masked_fill(~seen, torch.finfo(logits.dtype).min)
+    return logits.masked_fill(~causal(rows, keys, ahead, query.device), torch.finfo(logits.dtype).min)
 
 
 def raw_logits(query: torch.Tensor, key: torch.Tensor, call: AttentionCall) -> torch.Tensor:

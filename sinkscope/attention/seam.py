@@ -59,12 +59,17 @@ def attend(
     if seam is None:
         mix, _ = fused_attention(query, key, value, call if denominator is None else denominator.added_to(call, query))
         return mix.transpose(1, 2).contiguous(), None
-    call = replace(call, forbidden=seam.forbidden)
+    call = replace(call, forbidden=seam.forbidden, causal=seam.causal, mask=_for_each_query(attention_mask, query))
     query, key, value = seam.query(query), seam.key(key), seam.value(value)
     seam.call = call if denominator is None else denominator.added_to(call, query)
     mix, lse = seam.kernel(query, key, value, seam.call)
     seam.lse(lse)
     return seam.mix(mix.transpose(1, 2).contiguous()), None
+
+
+def _for_each_query(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
+    """A mask with a row for each query; older encoders make one row (B,1,1,T) for all."""
+    return mask if mask is None else mask.expand(-1, -1, query.shape[2], -1)
 
 
 AttentionInterface.register(NAME, attend)
@@ -85,7 +90,7 @@ def open_seam(model: PreTrainedModel, family: Family, kernel: str = "sdpa") -> I
     attentions = family.attentions(model)
     if any(hasattr(attention, NAME) for attention in attentions.values()):
         raise SinkscopeError("this model has its seams in already: close the tracer that is open on it first")
-    seams = {layer: Seam(kernel, family.door) for layer in attentions}
+    seams = {layer: Seam(kernel, family.door, family.causal) for layer in attentions}
     door = _interface(model) if family.door == "interface" else nullcontext()
     with ExitStack() as stack:
         for layer, attention in attentions.items():

@@ -238,6 +238,8 @@ def _clamp_learned(model: PreTrainedModel, family: Family, cache: Cache) -> Call
 
 def inapplicable(model: PreTrainedModel, family: Family) -> str | None:
     """Why this model cannot stream; None where it can."""
+    if not family.causal:
+        return "it attends both ways, and a stream has no later tokens"
     reasons = {
         "alibi": "its positions are a bias on the logits (ALiBi)",
         "unknown": "how it has positions is not known",

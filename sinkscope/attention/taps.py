@@ -28,9 +28,10 @@ class Seam(nn.Module):
         "interceptor": ("query", "key", "lse", "value", "mix"),
     }
 
-    def __init__(self, kernel: str, door: str) -> None:
+    def __init__(self, kernel: str, door: str, causal: bool = True) -> None:
         super().__init__()
         self.kernel = KERNELS[kernel]
+        self.causal = causal
         self.order = self.ORDER[door]
         self.call: AttentionCall | None = None
         self.forbidden: tuple[ForbiddenKeys, ...] = ()

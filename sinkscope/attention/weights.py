@@ -53,16 +53,23 @@ class AttentionRead:
     @property
     def is_plain_but_for_keys(self) -> bool:
         """The same, but for a few keys that an intervention may have forbidden."""
-        return self.is_linear and self.call.mask is None and self.batch.valid is None
+        return self.call.causal and self.is_linear and self.call.mask is None and self.batch.valid is None
+
+    def keys(self, rows: slice, columns: int | None = None) -> slice:
+        """The keys, of all or of the first `columns`, that any of these queries may see."""
+        seen = rows.stop if self.call.causal else self.length
+        return slice(0, seen if columns is None else min(columns, seen))
 
     def allowed(self, rows: slice, cols: slice) -> torch.Tensor | None:
         """Which keys each real query may attend to, (B|1,H|1,R,C) bool; None: all of them."""
         call, device = self.call, self.query.device
-        below_diagonal = rows.start >= cols.stop - 1
+        sees_all = not call.causal or rows.start >= cols.stop - 1
         nothing_else = (call.mask, call.scores, self.batch.valid) == (None, None, None) and not call.forbidden
-        if below_diagonal and nothing_else:
+        if sees_all and nothing_else:
             return None
-        seen = causal(rows, cols, 0, device)[None, None]
+        size = (rows.stop - rows.start, cols.stop - cols.start)
+        seen = torch.ones(size, dtype=torch.bool, device=device) if sees_all else causal(rows, cols, 0, device)
+        seen = seen[None, None]
         for forbidden in call.forbidden:
             seen = seen & ~forbidden.pairs(rows, cols, device)
         if call.scores is not None:
@@ -118,11 +125,13 @@ class AttentionRead:
 
 @dataclass(frozen=True)
 class ColumnSums:
-    """Sums down the columns of one layer's attention weights over the real queries t ≥ s."""
+    """Sums down the columns of one layer's attention weights, over the real queries: those from the key on (t ≥ s), or
+    of an encoder all.
+    """
 
     mass: torch.Tensor  # (B,H,C): Σ_t a[t,s] for the first C columns
     second: torch.Tensor  # (B,H,C): Σ_t a[t,s]²
-    window: torch.Tensor  # (B,H,T): Σ a[t,s] over t = s … s+W-1, for every column
+    window: torch.Tensor  # (B,H,T): the same sum of a[t,s] where |t - s| < W, for every column
     entropy: torch.Tensor | None  # (B,H,T): -Σ_s a[t,s] log a[t,s] of each row; None unless all columns were read
 
 
@@ -146,13 +155,13 @@ def column_sums(read: AttentionRead, columns: int, window: int, chunk: int = ROW
         _forget_forbidden(read, windows)
     # with few columns, more rows fit into the same memory
     for rows in row_chunks(length, chunk * max(1, length // columns) if plain else chunk):
-        cols = slice(0, min(columns, rows.stop))
+        cols = read.keys(rows, columns)
         weights, log_weights = read.weights(rows, cols)
         mass[..., cols] += weights.sum(2)
         second[..., cols] += (weights * weights).sum(2)  # square() is several times slower
         if plain:
             continue
-        band = slice(max(0, rows.start - window + 1), rows.stop)
+        band = slice(max(0, rows.start - window + 1), min(read.keys(rows).stop, rows.stop + window - 1))
         if entropy is not None:
             entropy[..., rows] = -torch.linalg.vecdot(weights, log_weights)
             band_weights = weights[..., band]
@@ -203,11 +212,11 @@ def _forget_forbidden(read: AttentionRead, windows: torch.Tensor) -> None:
 
 
 def _within(weights: torch.Tensor, rows: slice, cols: slice, window: int) -> torch.Tensor:
-    """Zero where the query is `window` or more behind the key."""
-    if rows.stop - 1 - cols.start < window:
+    """Zero where the query is `window` or more away from the key."""
+    if max(rows.stop - 1 - cols.start, cols.stop - 1 - rows.start) < window:
         return weights
     row = torch.arange(rows.start, rows.stop, device=weights.device)[:, None]
-    return weights * (row - torch.arange(cols.start, cols.stop, device=weights.device) < window)
+    return weights * ((row - torch.arange(cols.start, cols.stop, device=weights.device)).abs() < window)
 
 
 def row_chunks(length: int, chunk: int = ROW_CHUNK) -> Iterator[slice]:

@@ -42,7 +42,7 @@ def start(
         bool, typer.Option("--version", help="Show the version.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Attention sinks and massive activations of any pretrained HuggingFace causal language model.
+    """Attention sinks and massive activations of any pretrained HuggingFace language model or encoder.
 
     Begin with `sinkscope analyze MODEL`; each command has its own --help.
     """

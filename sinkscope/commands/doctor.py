@@ -17,7 +17,7 @@ from sinkscope.measuring.observables.gradient import undefined_ratios
 from sinkscope.measuring.observables.observable import ATTENTION_SITES, Observable, Settings
 from sinkscope.measuring.parity import largest_difference, tolerance
 from sinkscope.measuring.subject import ModelLike, family_of, load_model, options_of
-from sinkscope.measuring.tracer import input_device, open_tracer
+from sinkscope.measuring.tracer import input_device, logits_of, open_tracer
 from sinkscope.models.families import RESIDUAL_SITES, Block, Family, embedding_weight
 from sinkscope.models.in_memory import undisturbed
 from sinkscope.models.loading import LoadedModel
@@ -180,7 +180,7 @@ def _wiring(model: PreTrainedModel, family: Family, batch: Batch) -> tuple[str, 
 
 @torch.no_grad()
 def _logits(model: PreTrainedModel, family: Family, batch: Batch, kernel: str) -> tuple[str, bool, str]:
-    bare = model(batch.token_ids.to(input_device(model)), use_cache=False).logits
+    bare = logits_of(model(batch.token_ids.to(input_device(model)), use_cache=False))
     with open_tracer(model, family, kernel) as tracer:
         traced = tracer.logits(batch)
     error = largest_difference(traced, bare, batch.attention_mask)

@@ -80,6 +80,7 @@ def quantize(
         open_subject(model, tokenizer, enough, console) as whole,
     ):
         subject, held_out = _split(whole, config)
+        subject.need_loss()
         parity = parity_check(subject, config)
         bench = Bench(subject, bits, config.attn, config.batch_size, console=console, parity=parity)
         print_line(console, f"calibrating on {config.calibration} sequences")

@@ -150,6 +150,8 @@ class Plan:
 
     def check_methods(self, methods: Iterable[Method], model: PreTrainedModel, family: Family) -> None:
         """Raise InputError for a method that cannot be trained on this model, before hours of training another."""
+        if not family.causal:
+            raise InputError(f"'{family.name}' attends both ways, and training here predicts each token's successor")
         limit, length = known_positions(model, family), self.training.block_length
         for method in methods:
             trial = retrofit_model(copy.deepcopy(model), family, method.name, **method.parameters)

@@ -21,7 +21,7 @@ from sinkscope.interventions.intervention import (
 class MaskSink(Intervention):
     name: ClassVar[str] = "mask-sink"
     about: ClassVar[str] = (
-        "no later token attends to the sink, which still sees itself (layers, query heads, positions)"
+        "no other token attends to the sink, which still sees itself (layers, query heads, positions)"
     )
     paper: ClassVar[str] = "S2M §1"
     control_about: ClassVar[str] = "another position"
@@ -48,12 +48,12 @@ class MaskSink(Intervention):
 
         def columns(device: torch.device) -> torch.Tensor:
             found = layout.start(device)[:, None] + torch.tensor(self.positions, device=device)
-            if bool((found < layout.length - 1).any()):
+            if bool((found < layout.length - target.family.causal).any()):  # the last has no later query
                 touch()
             return found
 
         def pairs(rows: slice, cols: slice, device: torch.device) -> torch.Tensor:
-            """(B,H,R,C): a later token's attention to one of the positions, in one of the heads."""
+            """(B,H,R,C): another token's attention to one of the positions, in one of the heads."""
             row, col = (torch.arange(at.start, at.stop, device=device) for at in (rows, cols))
             # The kernel counts columns from the first key that a sliding window's cache still holds, or up to the last
             # that a static cache has room for; here they count from the first token.
@@ -62,7 +62,7 @@ class MaskSink(Intervention):
             is_sink = (col == columns(device)[:, :, None]).any(1)  # (B,C)
             hidden = torch.zeros(count, dtype=torch.bool, device=device)
             hidden[heads] = True
-            return (is_sink[:, None] & (row[:, None] > col))[:, None] & hidden[:, None, None]
+            return (is_sink[:, None] & (row[:, None] != col))[:, None] & hidden[:, None, None]
 
         return ForbiddenKeys(pairs, columns, tuple(heads))
 

@@ -79,6 +79,7 @@ class Experiment:
         length = min(len(ids) for ids in self.subject.inputs.sequences)
         known = Known(Target(self.subject.loaded.model, self.subject.family, seams={}), length)
         self._check_arms(known)
+        self.subject.need_loss()
         if any(_way(stack) == "pass" for stack in self.wanted.values()):
             check = parity_check(self.subject, self.config)
             self.before = self._measured(BEFORE, (), extra=check.fresh)

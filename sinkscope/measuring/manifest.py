@@ -57,6 +57,7 @@ def _described(subject: Subject, config: RunConfig, facts: Facts) -> dict[str, A
             "positions": family.positions,
             "door": family.door,
             "gated": family.gated,
+            "causal": family.causal,
             "kinds": [block.kind for block in family.blocks] or None,  # of every layer, where they are not all alike
         },
         "absent": family.absent_sites(),
@@ -74,6 +75,7 @@ def _described(subject: Subject, config: RunConfig, facts: Facts) -> dict[str, A
             "shortest": inputs.shortest,
             "longest": inputs.longest,
             "token_zero": inputs.token_zero,
+            "masked": None if inputs.masked is None else inputs.num_predicted,
             "sha256": inputs.sha256,
         },
         "seed": config.seed,

@@ -97,6 +97,8 @@ def choose(subject: Subject, config: RunConfig) -> Chosen:
     wanted = dict.fromkeys(needed for name in named for needed in (*OBSERVABLES[name].after, name))
     model, family = subject.loaded.model, subject.family
     reasons = {name: OBSERVABLES[name].inapplicable(model, family) for name in wanted}
+    if subject.without_loss:
+        reasons |= {name: subject.without_loss for name in wanted if OBSERVABLES[name].backward}
     left_out = {name: reason for name, reason in reasons.items() if reason is not None}
     if config.observables is not None and left_out:
         name, reason = next(iter(left_out.items()))

@@ -102,7 +102,7 @@ def parity_check(subject: Subject, config: RunConfig, costs: int = 1) -> ParityC
 
     def bare(size: int) -> torch.Tensor:
         batch = next(batches_of(subject.inputs, size))
-        return layer_output(model, family, layer, model_inputs(model, batch, with_logits=False))
+        return layer_output(model, family, layer, model_inputs(model, batch, False, family.first_position))
 
     try:
         return ParityCheck(model, layer, bare(size))

@@ -85,7 +85,11 @@ def first_size(inputs: TokenInputs, model: PreTrainedModel, batch_size: int | Li
 def batches_of(inputs: TokenInputs, batch_size: int, padding_side: str = "right") -> Iterator[Batch]:
     first = 0
     for ids, mask in inputs.batches(batch_size, padding_side=padding_side):
-        yield Batch(ids, mask, first)
+        masked = None
+        if inputs.masked is not None:
+            hidden, labels = inputs.masked_batch(first, len(ids), padding_side)
+            masked = Batch(hidden, mask, first, labels)
+        yield Batch(ids, mask, first, masked=masked)
         first += len(ids)
 
 

@@ -19,7 +19,7 @@ from sinkscope.measuring.observables import check_names
 from sinkscope.measuring.tracer import input_device
 from sinkscope.models import loading
 from sinkscope.models.families import Family, embedding_weight, find_family
-from sinkscope.models.in_memory import undisturbed, unwrapped
+from sinkscope.models.in_memory import unchanged_after, undisturbed, unwrapped
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.towers import check_reads_text, placeholders, tower_notice, vocabulary
 from sinkscope.models.wiring import calibrate
@@ -27,6 +27,7 @@ from sinkscope.options.measuring import ObservableOptions, RunConfig
 from sinkscope.options.option import checked
 from sinkscope.retrofits.registers import registers_before
 from sinkscope.text.inputs import TokenInputs, build_inputs
+from sinkscope.text.masking import masked
 from sinkscope.text.sources import check_source
 
 SAMPLED_AT_ONCE = 64  # texts
@@ -46,6 +47,23 @@ class Subject:
     loaded: LoadedModel
     family: Family
     inputs: TokenInputs
+
+    @property
+    def without_loss(self) -> str | None:
+        """Why there is no loss of this model on these inputs; None where there is one."""
+        model, inputs = self.loaded.model, self.inputs
+        if self.family.causal:
+            return None
+        if model.get_output_embeddings() is None:
+            return "it is an encoder without a head that predicts tokens"
+        if inputs.masked is None:
+            return "an encoder's loss is of masked tokens, and it has no tokenizer that names a mask token"
+        return None if inputs.num_predicted else "none of the tokens was drawn to be masked: take more or longer texts"
+
+    def need_loss(self) -> None:
+        """Raise InputError where there is no loss of this model on these inputs."""
+        if self.without_loss is not None:
+            raise InputError(f"{self.loaded.name} has no loss: {self.without_loss}")
 
 
 def options_of(kind: type[Asked], model: ModelLike, given: Mapping[str, Any]) -> Asked:
@@ -79,7 +97,8 @@ def open_subject(
         loaded = load_model(model, tokenizer, config)
     with undisturbed(loaded.model):
         family, notices = family_of(loaded.model)
-        inputs = inputs_for(loaded, config)
+        inputs = inputs_for(loaded, config, family)
+        notices += [] if family.causal else ["it attends both ways; its loss, where it has one, is of masked tokens"]
         print_notices(console, (*loaded.notices, *tower_notice(loaded.model), *notices, *inputs.notices))
         yield Subject(loaded, family, inputs)
 
@@ -125,40 +144,57 @@ def _row_or_calibrated(model: PreTrainedModel) -> tuple[Family, list[str]]:
             if rows == 0:
                 raise InputError("it has no token embeddings")
             few = torch.arange(3, 11, device=input_device(model))[None] % rows
-            family = calibrate(model, few)
+            with unchanged_after(model):  # few tokens make BigBird attend in another way, for good
+                family = calibrate(model, few)
         except InputError as error:
             raise InputError(f"{missing}\n{error}") from None
         note = f"'{family.name}' has no row in the table of families: wired numerically as {family.wiring}"
         return family, [note]
 
 
-def inputs_for(loaded: LoadedModel, config: RunConfig) -> TokenInputs:
-    """The run's token sequences, which fit the model's vocabulary and positions."""
+def inputs_for(loaded: LoadedModel, config: RunConfig, family: Family | None = None) -> TokenInputs:
+    """The run's token sequences, which fit the model's vocabulary and positions; of an encoder also masked.
+
+    Args:
+        family: of the model; None: a causal one.
+
+    Raises:
+        InputError: the input cannot be read, or does not fit.
+    """
+    causal, tokenizer = family is None or family.causal, loaded.tokenizer
+    if config.input == "sampled" and not causal:
+        raise InputError("--input sampled: this model attends both ways, and writes no text")
+    known = vocabulary(loaded.model)
     text = loaded.model.config.get_text_config()
     end = getattr(text, "eos_token_id", None)
     ends = end if isinstance(end, list) else [end]
-    return build_inputs(
+    inputs = build_inputs(
         config.input,
-        vocab_size=vocabulary(loaded.model),
-        tokenizer=loaded.tokenizer,
+        vocab_size=known,
+        tokenizer=tokenizer,
         dataset=config.dataset,
         prompt=config.prompt,
-        max_positions=position_limit(loaded.model),
+        max_positions=position_limit(loaded.model, family),
         num_seqs=config.num_seqs,
         seq_len=config.seq_len,
         bos=config.bos,
+        closed=not causal,
         bos_token_id=getattr(text, "bos_token_id", None),
         special_ids=(getattr(text, "pad_token_id", None), *ends, *placeholders(loaded.model)),
         seed=config.seed,
         sampler=partial(_sample, loaded.model),
     )
+    if causal or tokenizer is None or tokenizer.mask_token is None:
+        return inputs
+    return replace(inputs, masked=masked(inputs.sequences, tokenizer, known, config.seed))
 
 
-def position_limit(model: PreTrainedModel) -> int | None:
+def position_limit(model: PreTrainedModel, family: Family | None = None) -> int | None:
     """The longest sequence that a model's configuration allows, without its registers; None where it names none."""
     text = model.config.get_text_config()
     limits = (getattr(text, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len"))
-    return next((limit - registers_before(model) for limit in limits if limit), None)
+    before = registers_before(model) + ((family and family.first_position) or 0)
+    return next((limit - before for limit in limits if limit), None)
 
 
 @torch.no_grad()

@@ -42,7 +42,8 @@ def summarize(
     if "geometry" in tables:
         per_layer |= _geometry(tables["geometry"])
         if _all_tokens_equal(inputs) and family.positions == "rotary":
-            per_layer["repeated_bound"] = _repeated_bound(tables["geometry"], scaling, inputs.longest)
+            others = np.arange(inputs.longest) if family.causal else np.full(inputs.longest, inputs.longest - 1)
+            per_layer["repeated_bound"] = _repeated_bound(tables["geometry"], scaling, others)
     if "gate" in tables:
         per_layer |= _gate(tables["gate"])
     if "activation" in tables:
@@ -182,12 +183,13 @@ def _ratio_to_others(table: pd.DataFrame, column: str, keys: list[str]) -> pd.Se
     return table[at_first].groupby(keys)[column].mean() / table[~at_first].groupby(keys)[column].mean()
 
 
-def _repeated_bound(geometry: pd.DataFrame, scaling: tuple[float, ...], length: int) -> pd.Series:
-    """Mean over heads and queries of e^{2ξ} / (e^{2ξ} + t), t = 0 … T-1, with ξ = scaling · ‖q‖‖k‖ (WSE prop. 4).
+def _repeated_bound(geometry: pd.DataFrame, scaling: tuple[float, ...], others: np.ndarray) -> pd.Series:
+    """Mean over heads and queries of e^{2ξ} / (e^{2ξ} + n), with ξ = scaling · ‖q‖‖k‖ (WSE prop. 4). A query sees n
+    `others` beside the key: t = 0 … T-1, or of an encoder T-1.
 
     All tokens are equal, so every query and key of a head has one norm, and |logit| ≤ ξ.
     """
     first = geometry[geometry["position"] == 0]
     xi = first["query_norm"] * first["key_norm"] * np.asarray(scaling)[first["layer"]]
-    bound = 1.0 / (1.0 + np.exp(-2 * xi.to_numpy())[:, None] * np.arange(length))
+    bound = 1.0 / (1.0 + np.exp(-2 * xi.to_numpy())[:, None] * others)
     return pd.Series(bound.mean(1), index=first["layer"]).groupby("layer").mean()

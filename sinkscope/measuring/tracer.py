@@ -1,6 +1,7 @@
 """One nnsight trace per batch over the sites of every layer; observables reduce what passes at once."""
 
 import inspect
+import warnings
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,9 +26,7 @@ from sinkscope.models.families import Block, Family, embedding_weight, first_ten
 from sinkscope.models.in_memory import unchanged_after
 from sinkscope.models.towers import embedding_path
 from sinkscope.retrofits.registers import RETROFIT, registers_before
-from sinkscope.text.batch import Batch
-
-IGNORED = -100  # the label of a token that is not predicted
+from sinkscope.text.batch import IGNORED, Batch
 
 
 class Tracer:
@@ -38,7 +37,9 @@ class Tracer:
         self.family = family
         self.seams = seams  # of the layers that have attention
         self.depth = len(family.layer_modules(model))
-        self.traced = _Traced(model)
+        with warnings.catch_warnings():  # of submodules called `output`: see `_part`
+            warnings.filterwarnings("ignore", "Module '.*' has a submodule named", UserWarning)
+            self.traced = _Traced(model)
         self.registers = registers_before(model)
         self._attended: list[torch.Tensor] = []  # values and mix of the layer under way, for its gate
         self._finite: list[tuple[int, torch.Tensor]] = []  # layer and verdict, of the forward pass under way
@@ -49,14 +50,20 @@ class Tracer:
         Raises:
             SinkscopeError: the model gives NaN or infinite numbers, or its attention is not recognized.
         """
-        inputs = model_inputs(self.model, batch, with_logits=False)
+        inputs = self._inputs(batch, with_logits=False)
         with torch.no_grad(), self.traced.trace(**inputs):
             self._read_layers(batch, observables)
         self._check_finite()
 
     def forward_with_loss(self, batch: Batch, observables: Sequence[Observable]) -> float:
-        """As `forward`, with logits. Returns the summed cross-entropy of the batch's predicted tokens."""
-        with torch.no_grad(), self.traced.trace(**model_inputs(self.model, batch)):
+        """As `forward`, with logits. Returns the summed cross-entropy of the batch's predicted tokens.
+
+        An encoder's observables see the text as it is, and its loss is of a second pass over the masked text.
+        """
+        if batch.masked is not None:
+            self.forward(batch, observables)
+            batch, observables = batch.masked, ()
+        with torch.no_grad(), self.traced.trace(**self._inputs(batch)):
             self._read_layers(batch, observables)
             value = save(loss_in_chunks(self.traced.output.logits, batch))
         self._check_finite()
@@ -65,11 +72,18 @@ class Tracer:
     def forward_backward(self, batch: Batch, observables: Sequence[Observable]) -> float:
         """One forward and backward pass. Returns the summed cross-entropy of the batch's predicted tokens.
 
-        Parameters stay frozen: gradients flow from the embeddings, so that no weight gradient is ever made.
+        Parameters stay frozen: gradients flow from the embeddings, so that no weight gradient is ever made. Of an
+        encoder only the backward observables see the masked text, which its loss is of.
         """
-        with torch.enable_grad(), self.traced.trace(**model_inputs(self.model, batch)):
-            embeddings = self.traced.get(self._embedding_path).output.requires_grad_(True)
-            self.traced.get(self._embedding_path).output = embeddings.clone()  # some models change them in place
+        if batch.masked is not None:
+            self.forward(batch, [observable for observable in observables if not observable.backward])
+            batch, observables = batch.masked, [observable for observable in observables if observable.backward]
+        with torch.enable_grad(), self.traced.trace(**self._inputs(batch)):
+            embedding = _part(self.traced, self._embedding_path)
+            given = embedding.output
+            embeddings = first_tensor(given).requires_grad_(True)
+            copied = embeddings.clone()  # some models change them in place
+            embedding.output = (copied, *given[1:]) if isinstance(given, tuple) else copied
             self._read_layers(batch, observables)
             loss = summed_loss(self.traced.output.logits, batch)
             torch.autograd.grad(loss, embeddings)
@@ -78,10 +92,13 @@ class Tracer:
         return float(value)
 
     def logits(self, batch: Batch) -> torch.Tensor:
-        """The model's own logits (B,T,V), read in a trace with the seams in: for checks of parity."""
-        with torch.no_grad(), self.traced.trace(**model_inputs(self.model, batch)):
-            logits = self.traced.output.logits.save()
+        """What `logits_of` finds in the model's output, read in a trace with the seams in: for checks of parity."""
+        with torch.no_grad(), self.traced.trace(**self._inputs(batch)):
+            logits = save(logits_of(self.traced.output))
         return logits
+
+    def _inputs(self, batch: Batch, with_logits: bool = True) -> dict[str, Any]:
+        return model_inputs(self.model, batch, with_logits, self.family.first_position)
 
     @cached_property
     def _embedding_path(self) -> str:
@@ -110,7 +127,7 @@ class Tracer:
                     self._see_attention(layer, watching, batch)
                     continue
                 terms = block.terms(site)
-                tensor = first_tensor(self._envoy(layer).get(terms[at].address))
+                tensor = first_tensor(_value(self._envoy(layer), terms[at].address))
                 # a layer's input is the last one's output: reduce it once
                 if tensor is not last_tensor or len(terms) > 1:
                     whole = _added(whole if at else None, tensor, terms[at].scale, batch)
@@ -127,7 +144,7 @@ class Tracer:
 
     def _see_gate(self, layer: int, watching: Sequence[Observable], batch: Batch) -> None:
         """The module of a retrofit that multiplies values or heads' outputs: raw values in, factors out."""
-        part = self._envoy(layer).get(f"{self.family.block(layer).attention}.{RETROFIT}")
+        part = _part(self._envoy(layer), f"{self.family.block(layer).attention}.{RETROFIT}")
         (_, value), _ = part.inputs
         value, gate = value.detach(), part.output.detach()
         for observable in watching:
@@ -139,7 +156,7 @@ class Tracer:
         if not self._attended:  # no observable has read this layer's attention
             self._attended = [getattr(self._taps(layer), name).output.detach() for name in ("value", "mix")]
         value, mix = self._attended
-        taken = self._envoy(layer).get(f"{attention}.{self.family.output}").input.detach()
+        taken = _part(self._envoy(layer), f"{attention}.{self.family.output}").input.detach()
         for observable in watching:
             observable.see_gate(layer, share_left(mix, taken), value.transpose(1, 2), batch)
 
@@ -158,7 +175,7 @@ class Tracer:
                 observable.watch_attention(layer, read, mix, batch)
 
     def _taps(self, layer: int) -> Any:
-        return self._envoy(layer).get(f"{self.family.block(layer).attention}.{NAME}")
+        return _part(self._envoy(layer), f"{self.family.block(layer).attention}.{NAME}")
 
     def _check_finite(self) -> None:
         """NaN in the model would look like a head without a sink in the tables."""
@@ -169,7 +186,7 @@ class Tracer:
                 raise SinkscopeError(f"layer {layer}: the model itself gives NaN or infinite numbers; {advice}")
 
     def _envoy(self, layer: int) -> Any:
-        return self.traced.get(self.family.layers)[layer]
+        return _part(self.traced, self.family.layers)[layer]
 
     def _attention(self, layer: int, batch: Batch) -> AttentionRead:
         taps = self._taps(layer)
@@ -185,6 +202,20 @@ class Tracer:
         call = _detached(seam.call)
         seam.call = replace(call, scores=None)  # T × T, and with its graph: not kept longer than it is read
         return AttentionRead(**seen, call=call, batch=batch)
+
+
+def _part(envoy: Any, path: str) -> Any:
+    """A module within another. One whose name nnsight needs itself, as BERT's `output`, is at `E_output`."""
+    for name in path.split("."):
+        moved = f"{envoy.OVERLOAD_PREFIX}{name}"
+        envoy = getattr(envoy, moved if moved in vars(envoy) else name)
+    return envoy
+
+
+def _value(envoy: Any, address: str) -> Any:
+    """What a module takes or gives: `path.input`, `path.output`, or the module's own `input` or `output`."""
+    path, _, end = address.rpartition(".")
+    return getattr(_part(envoy, path) if path else envoy, end)
 
 
 def share_left(mix: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
@@ -219,23 +250,38 @@ def _reading_order(block: Block, wanted: set[str], gated: bool) -> list[tuple[st
     return [step for step in order if step[0] in wanted]
 
 
+def logits_of(output: Any) -> torch.Tensor:
+    """(B,T,V), or of an encoder without a head its last hidden state (B,T,D)."""
+    logits: torch.Tensor = output["logits"] if "logits" in output else output["last_hidden_state"]
+    return logits
+
+
 def summed_loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Cross-entropy of each token given those before it, summed over the batch's predicted tokens."""
-    labels = batch.token_ids[:, 1:].masked_fill(~batch.predicting[:, :-1], IGNORED)
-    logits = upcast(logits[:, :-1])
-    return F.cross_entropy(
-        logits.flatten(0, 1), labels.flatten().to(logits.device), ignore_index=IGNORED, reduction="sum"
-    )
+    """Cross-entropy summed over the batch's predicted tokens, of each given those before it or the rest of its text."""
+    return _summed(logits, batch.targets)
 
 
-def model_inputs(model: PreTrainedModel, batch: Batch, with_logits: bool = True) -> dict[str, Any]:
-    """A batch as the model takes it; `with_logits`: those of all tokens, where it lets one choose."""
+def _summed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """(…,V) and (…) → (): cross-entropy in nats, in float32 or better."""
+    logits = upcast(logits).flatten(0, -2)
+    return F.cross_entropy(logits, targets.flatten().to(logits.device), ignore_index=IGNORED, reduction="sum")
+
+
+def model_inputs(
+    model: PreTrainedModel, batch: Batch, with_logits: bool = True, first_position: int | None = 0
+) -> dict[str, Any]:
+    """A batch as the model takes it.
+
+    Args:
+        with_logits: those of all tokens, where the model lets one choose.
+        first_position: of the model's family.
+    """
     device, parameters = input_device(model), _parameters(model)
     inputs: dict[str, Any] = {"input_ids": batch.token_ids.to(device), "use_cache": False}
     if batch.valid is not None:
         inputs["attention_mask"] = batch.attention_mask.to(device)
-        if "position_ids" in parameters:
-            inputs["position_ids"] = batch.position_ids.to(device)
+        if "position_ids" in parameters and first_position is not None:
+            inputs["position_ids"] = batch.position_ids.to(device) + first_position
     if not with_logits and "logits_to_keep" in parameters:
         inputs["logits_to_keep"] = 1
     return inputs
@@ -259,10 +305,8 @@ def loss_in_chunks(logits: torch.Tensor, batch: Batch, chunk: int = CHUNK) -> to
     """As `summed_loss`, a few tokens of one sequence at a time: the logits (B,T,V) are never copied as a whole."""
     total = torch.zeros((), dtype=torch.float64, device=logits.device)
     for row in range(len(logits)):
-        for start in range(0, logits.shape[1] - 1, chunk):
-            seen = slice(start, start + chunk + 1)  # the last one is predicted and predicts nothing
-            part = Batch(batch.token_ids[row : row + 1, seen], batch.attention_mask[row : row + 1, seen])
-            total += summed_loss(logits[row : row + 1, seen], part)
+        for start in range(0, logits.shape[1], chunk):
+            total += _summed(logits[row, start : start + chunk], batch.targets[row, start : start + chunk])
     return total
 
 

@@ -84,8 +84,10 @@ class Family:
     mlp: tuple[str, ...] = ("mlp",)  # the modules that make up the feed-forward network, one after the other
     position_embedding: str = ""  # the embedding of learned positions, from the model's root
     position_offset: int = 0  # its row of position 0
+    first_position: int | None = 0  # `position_ids` of a sequence's first token; None: they cannot be given
     scaling: float | None = None  # of q·k; None: 1/√d
     when: Mapping[str, Any] = field(default_factory=dict)  # config attributes that this row's wiring requires
+    causal: bool = True  # whether a token sees only those before it; False: an encoder, which attends both ways
     gated: bool = False  # whether a gate of the model's own multiplies what `output` reads
     blocks: tuple[Block, ...] = ()  # of every layer, where they are not all as this row says
 
@@ -365,8 +367,14 @@ def _rows_of_tower(model: Any) -> tuple[Family, ...]:
 
 
 def embedding_weight(model: Any) -> torch.Tensor:
-    """The token embeddings (V,D). Raises InputError where they are not one table."""
+    """The token embeddings (V,D).
+
+    Raises:
+        InputError: there are none, or they are not one table.
+    """
     embedding: Any = token_embedding(model)
+    if embedding is None:
+        raise InputError("it has no token embeddings")
     if not hasattr(embedding, "weight"):
         raise InputError(f"{type(model).__name__} embeds its tokens by more than one table")
     return embedding.weight

@@ -1,4 +1,4 @@
-"""From a name to a model: a hub id, a local folder or a .gguf file becomes a frozen causal language model.
+"""From a name to a model: a hub id, a local folder or a .gguf file becomes a frozen language model or encoder.
 
 `load` finds the files (`files.py`), downloading those that are missing, checks them, lets transformers build the
 model, and checks the result. transformers always reads from a folder on disk, the hub's cache included, so that
@@ -27,7 +27,7 @@ from sinkscope.errors import InputError, SinkscopeError, described, is_out_of_me
 from sinkscope.models import gguf
 from sinkscope.models.adapters import AdapterFiles, find_adapter, with_adapter
 from sinkscope.models.adapters import notices as adapter_notices
-from sinkscope.models.classes import class_for
+from sinkscope.models.classes import class_for, lacks_head
 from sinkscope.models.devices import check_devices, stays_on_cpu
 from sinkscope.models.files import (
     ADAPTER_CONFIG,
@@ -80,7 +80,7 @@ def load(
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
 ) -> LoadedModel:
-    """Load a pretrained causal language model and its tokenizer.
+    """Load a pretrained causal language model or encoder and its tokenizer.
 
     Args:
         model: a hub id, a folder or a .gguf file; None: the demo model, SmolLM2-135M-Instruct in 4-bit GGUF (Q4_1)
@@ -97,8 +97,8 @@ def load(
         allow_pickle: read pickled weights, which can run code.
 
     Raises:
-        InputError: an argument is wrong, or the model does not exist, is gated, damaged, incomplete or not a causal
-            language model.
+        InputError: an argument is wrong, or the model does not exist, is gated, damaged, incomplete or neither a
+            causal language model nor an encoder.
         SinkscopeError: network, memory or a package fails.
     """
     _check_arguments(dtype, device_map)
@@ -259,16 +259,18 @@ def _build(
     except Exception as error:
         raise _build_error(files, error) from error
     model, report = built
-    _check_report(files, report)
     if "disk" in (getattr(model, "hf_device_map", None) or {}).values():
         raise SinkscopeError(f"{files.source} does not fit into memory here: part of it would stay on disk")
+    surplus = sorted(report["unexpected_keys"])
+    notices = [f"ignored weights that the model has no place for: {_some(surplus)}"] * bool(surplus)
+    if lacks_head(model, report["missing_keys"]):
+        model, report = model.base_model, report | {"missing_keys": ()}
+        notices.append("saved without a head that predicts tokens: there is no loss, and no gradients are measured")
+    _check_report(files, report)
     model.config.name_or_path = files.source
-    ignored, surplus = [], sorted(report["unexpected_keys"])
-    if surplus:
-        ignored.append(f"ignored weights that the model has no place for: {_some(surplus)}")
     if not files.gguf and kind_of(files.folder / ADAPTER_CONFIG) is not None:
-        ignored.append(f"ignored the adapter beside the weights: --adapter {files.source} applies it")
-    return model, tuple(ignored)
+        notices.append(f"ignored the adapter beside the weights: --adapter {files.source} applies it")
+    return model, tuple(notices)
 
 
 def _build_error(files: ModelFiles, error: Exception) -> SinkscopeError:

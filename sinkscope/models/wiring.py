@@ -1,7 +1,8 @@
 """Numerical checks of a family's row against a model, and the search for a row of a model that has none."""
 
+import inspect
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import chain, pairwise
 from typing import Any
@@ -103,9 +104,11 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
         token_ids: (B,T), a few tokens to run.
 
     Raises:
-        InputError: it has no softmax attention, attends both ways, or a layer is not built in a way that is known.
+        InputError: it has no softmax attention, or a layer is not built in a way that is known.
     """
     name, inputs = model.config.model_type, {"input_ids": token_ids, "use_cache": False}
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise InputError(f"'{name}' is an encoder–decoder, of which only a decoder or an encoder alone is measured")
     try:
         other_ids = (token_ids + 1) % len(families.embedding_weight(model))
         path = layer_stack(model, inputs, inputs | {"input_ids": other_ids})
@@ -115,9 +118,7 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
     records = record(model, layers, inputs)
     # a layer that reads pictures stands aside without one
     layers = [layer if events else nn.Identity() for layer, events in zip(layers, records, strict=True)]
-    last = max(at for at, events in enumerate(records) if events)
-    if _sees_later_tokens(model, layers[last], token_ids):
-        raise InputError(f"'{name}' attends both ways, to later tokens too: only causal models are measured")
+    last = [layer for layer, events in zip(layers, records, strict=True) if events][-1]
     door = _door(model)
     attentions = attention_paths(model, path, layers, inputs) if door == "interface" else _named_attentions(layers)
     if not any(attentions):
@@ -151,6 +152,8 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
         blocks=()
         if all(block == Block(main.attention, main.sites, main.wiring) for block in blocks)
         else tuple(blocks),
+        causal=not _sees_later_tokens(model, last, token_ids),
+        first_position=_first_position(model, last, token_ids),
         **_positions(model, model.config.get_text_config()),
         gated=door == "interface" and _is_gated(model, attention, projections["output"], inputs),
         **projections,
@@ -225,17 +228,45 @@ def _sees_later_tokens(model: nn.Module, last: nn.Module, token_ids: torch.Tenso
     """Whether a token changes what the layers give for the tokens before it."""
     changed = token_ids.clone()
     changed[:, -1] = (changed[:, -1] + 1) % len(families.embedding_weight(model))
-    kept: list[torch.Tensor] = []
-    with last.register_forward_hook(lambda module, args, output: kept.append(first_tensor(output))):
-        for ids in (token_ids, changed):
-            model(input_ids=ids, use_cache=False)
+    before, after = (_given_by(last, model, input_ids=ids) for ids in (token_ids, changed))
     length = token_ids.shape[1]
-    if kept[0].shape[1] != length:  # tokens of its own before or behind, or another order of axes
+    if before.shape[1] != length:  # tokens of its own before or behind, or another order of axes
         return False
-    before, after = (x[:, : length - 1].double() for x in kept)
+    return not _are_alike(before[:, : length - 1], after[:, : length - 1])
+
+
+@torch.no_grad()
+def _first_position(model: nn.Module, last: nn.Module, token_ids: torch.Tensor) -> int | None:
+    """The number of a sequence's first position where the model is told positions; None where it finds them itself.
+
+    Models of RoBERTa's kind count from behind the number of their padding token.
+    """
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return None
+    alone = _given_by(last, model, input_ids=token_ids)
+    padding: Any = getattr(model.config, "pad_token_id", None)
+    for first in (0, (padding or 0) + 1):
+        positions = torch.arange(first, first + token_ids.shape[1], device=token_ids.device).expand_as(token_ids)
+        with suppress(RuntimeError, IndexError, ValueError):  # positions of another shape, or fewer of them
+            if _are_alike(alone, _given_by(last, model, input_ids=token_ids, position_ids=positions)):
+                return first
+    return None
+
+
+def _given_by(module: nn.Module, model: nn.Module, **inputs: Any) -> torch.Tensor:
+    """What a module gives on these inputs of the model, (B,T,D)."""
+    kept: list[torch.Tensor] = []
+    with module.register_forward_hook(lambda module, args, output: kept.append(first_tensor(output))):
+        model(**inputs, use_cache=False)
+    return kept[-1]
+
+
+def _are_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether (B,T,D) are the same but for round-off."""
+    eps = max(torch.finfo(a.dtype).eps ** 0.5, 1e-5)  # some parts of a model are in float32
+    a, b = a.double(), b.double()
     # relative to each token's own norm: beside a massive activation nothing else would count
-    changes = (after - before).norm(dim=-1) / before.norm(dim=-1).clamp(min=1e-30)
-    return float(changes.max()) > max(torch.finfo(kept[0].dtype).eps ** 0.5, 1e-5)  # some parts are in float32
+    return bool(((a - b).norm(dim=-1) <= eps * b.norm(dim=-1).clamp(min=1e-30)).all())
 
 
 def attention_paths(model: nn.Module, path: str, layers: list[nn.Module], inputs: dict[str, Any]) -> list[str]:
@@ -306,7 +337,7 @@ def _is_gated(model: nn.Module, attention: nn.Module, output: str, inputs: dict[
 
 
 # in the names of classes that mix tokens in another way than by a softmax
-NO_SOFTMAX = ("Linear", "Lightning", "Delta", "Mamba", "Recurrent", "Retention", "Conv", "Kda", "KDA")
+NO_SOFTMAX = ("Linear", "Lightning", "Delta", "Mamba", "Recurrent", "Retention", "Kda", "KDA")
 
 
 def _attention_class(layer: nn.Module) -> str | None:
@@ -333,7 +364,8 @@ def _kinds(model: Any, attentions: list[str]) -> list[str]:
 
 def _feed_forward(layer: nn.Module, block: Block) -> tuple[str, ...]:
     """Fields of a row: the modules that make up the feed-forward network."""
-    usual = (("mlp",), ("fc1", "activation_fn", "fc2"))
+    bert = ("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense")
+    usual = (("mlp",), ("fc1", "activation_fn", "fc2"), bert)
     known = next((paths for paths in usual if all(_has(layer, path) for path in paths)), None)
     address = block.sites.get("mlp_out", "")
     return known or ((address.partition(".")[0],) if address else ())
@@ -341,10 +373,11 @@ def _feed_forward(layer: nn.Module, block: Block) -> tuple[str, ...]:
 
 def _projections(model: Any, attention: nn.Module) -> dict[str, Any]:
     """Fields of a row. How one projection holds all three cannot be seen from outside: `qkv` is empty then."""
-    known = ("q_proj", "k_proj", "v_proj")
+    several = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"))
+    known = next((names for names in several if all(_has(attention, name) for name in names)), None)
     output = next((name for name in ("o_proj", "out_proj", "c_proj", "dense", "wo") if _has(attention, name)), "")
     heads = model.config.get_text_config().num_attention_heads
-    if not all(_has(attention, name) for name in known):
+    if known is None:
         return {"qkv": (), "fused": "", "output": output}
     widths = [getattr(attention.get_submodule(name), "out_features", 0) for name in known]
     if not all(widths):  # in a module that is no plain matrix

@@ -85,7 +85,8 @@ class TextOptions(Options):
     bos: Literal["auto", "always", "never"] = option(
         "auto",
         "Input",
-        "BOS in front: always, never, or auto: where the tokenizer puts one before text.",
+        "BOS in front: always, never, or auto: where the tokenizer puts one before text. An encoder's texts also keep "
+        "what its tokenizer puts behind them, but for never.",
         metavar="B",
     )
 

@@ -44,7 +44,8 @@ LABELS = {
 def report(run: RunData) -> Report:
     """The verdict on a run of `quantize`, as data."""
     given = run.manifest["quantization"]
-    setting = settings(run, calibration=given["calibration"], linear_layers=given["linear_layers"])[:1]
+    setting = settings(run, calibration=given["calibration"], linear_layers=given["linear_layers"])
+    setting = [finding for finding in setting if finding.name != "quantized-source"]
     title = f"{run.model}: simulated {bits(run)}, {run.condition} input"
     return Report(title, setting + quantized_source(run, bits(run)), overview(run), findings(run))
 

@@ -36,6 +36,8 @@ TEMPLATES: dict[tuple[str, Outcome], str] = {
     ("setting", MEASURED): "Measured on {sequences} sequences of {lengths:span} tokens ({condition}), position 0 being "
         "{token_zero}, in {dtype}[; static ranges from the {calibration} sequences behind them. Quantized: input, "
         "weight and output of {linear_layers} linear layers, but not the LM head].",
+    ("both-ways", MEASURED): "The model attends both ways: attention to a position is from queries on both sides of it"
+        "[; loss, perplexity and gradients are of {masked} masked tokens, all else is of the text as it is].",
     ("control", MEASURED): "Controls are random changes of the same kind, at most {value:g} for each arm; of several, "
         "the mean ± the standard deviation.",
     ("quantized-source", MEASURED): "The weights are those of {file}, which are quantized to {value:g} bits "
@@ -109,6 +111,9 @@ TEMPLATES: dict[tuple[str, Outcome], str] = {
     ("sliding-window", ABSENT): "The window of {value:g} tokens that {layers:layers} attend to is never reached: "
         "sequences have at most {longest} tokens.",
     ("sliding-window", PRESENT): "Only the last {value:g} tokens are attended to in {layers:layers}.",
+    ("window-both-ways", ABSENT): "The window of {value:g} tokens to either side that {layers:layers} attend to is "
+        "never reached: sequences have at most {longest} tokens.",
+    ("window-both-ways", PRESENT): "Only tokens at most {value:g} away are attended to in {layers:layers}.",
     ("not-measured", MEASURED): "{what} ({reason})",
     # intervene
     ("skipped", MEASURED): "`{what}` does not apply: {reason}.",

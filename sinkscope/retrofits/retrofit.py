@@ -215,6 +215,8 @@ class Retrofit(BaseModel):
     @classmethod
     def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
         """The reason why the method does not apply to this model; None if it does."""
+        if not family.output:
+            return f"'{family.name}' has no projection of its heads' outputs in its attention module"
         return None if family.qkv else f"how '{family.name}' keeps q, k and v is not known: its row needs `qkv`"
 
     def part(self, layer: Layer) -> "ValuePart | OutputPart | DenominatorPart":

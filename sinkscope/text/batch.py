@@ -6,6 +6,7 @@ from functools import cached_property
 import torch
 
 REGISTER = -1000  # token id of a learned embedding that stands before the text
+IGNORED = -100  # the label of a token that is not predicted
 
 
 def insert_before(x: torch.Tensor, prefix: torch.Tensor, start: torch.Tensor | None) -> torch.Tensor:
@@ -27,6 +28,8 @@ class Batch:
     token_ids: torch.Tensor  # (B,T)
     attention_mask: torch.Tensor  # (B,T), 1 for real tokens, which are contiguous
     first: int = 0  # index of the first sequence within the run
+    labels: torch.Tensor | None = None  # (B,T): what is predicted at each token, or IGNORED; None: its successor
+    masked: "Batch | None" = None  # of an encoder: the same sequences with tokens hidden, which it predicts
 
     @cached_property
     def valid(self) -> torch.Tensor | None:
@@ -48,6 +51,20 @@ class Batch:
         """(B,T) bool: tokens whose successor is predicted, all but each sequence's last."""
         real = self.attention_mask.bool()
         return real & torch.cat([real[:, 1:], torch.zeros_like(real[:, :1])], dim=1)
+
+    @cached_property
+    def targets(self) -> torch.Tensor:
+        """(B,T): what the logits at each token are to predict, or IGNORED."""
+        if self.labels is not None:
+            return self.labels
+        return self.token_ids.roll(-1, dims=1).masked_fill(~self.predicting, IGNORED)
+
+    @cached_property
+    def in_loss(self) -> torch.Tensor:
+        """(B,T) bool: tokens on which the loss depends: the predicting ones, or of an encoder all of its sequence."""
+        if self.labels is None:
+            return self.predicting
+        return self.attention_mask.bool() & (self.labels != IGNORED).any(dim=1, keepdim=True)
 
     @cached_property
     def position_ids(self) -> torch.Tensor:
@@ -92,6 +109,14 @@ class Batch:
             return None
         return torch.arange(positions, device=self.lengths.device) < self.lengths[:, None]
 
-    def queries_from(self, positions: int) -> torch.Tensor:
-        """(B,P): how many queries t ≥ s a key at position s has (at least 1, so that it divides)."""
-        return (self.lengths[:, None] - torch.arange(positions, device=self.lengths.device)).clamp(min=1)
+    def queries(self, positions: int, window: int | None = None, causal: bool = True) -> torch.Tensor:
+        """(B,P): how many queries t a key at position s has, at least 1, so that it divides.
+
+        Args:
+            window: of those at a distance |t - s| below this; None: of all.
+            causal: of t ≥ s alone.
+        """
+        place = torch.arange(positions, device=self.lengths.device)
+        within = int(self.lengths.max()) if window is None else window
+        later = (self.lengths[:, None] - place).clamp(min=1, max=within)
+        return later if causal else later + place.clamp(max=within - 1)

@@ -29,6 +29,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from sinkscope.errors import InputError
 from sinkscope.options.measuring import PROMPT
+from sinkscope.text.batch import IGNORED
+from sinkscope.text.masking import Masked
 from sinkscope.text.request import Request, Sampler
 from sinkscope.text.sequences import counted, prompted
 from sinkscope.text.sources import DRAWN, open_source
@@ -47,6 +49,7 @@ class TokenInputs:
         tables' `sequence` is the index in here, so that the order never changes.
     token_zero: what stands at position 0, for example "bos <|im_start|> (id 1)".
     sha256: of all lengths and ids: equal hashes mean that two runs read the same tokens.
+    masked: for an encoder, each sequence as it has to predict it; None where each token's successor is predicted.
     notices: what the user should know, one line each.
     """
 
@@ -55,6 +58,7 @@ class TokenInputs:
     token_zero: str
     sha256: str
     notices: tuple[str, ...] = ()
+    masked: tuple[Masked, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -65,8 +69,8 @@ class TokenInputs:
 
     @property
     def num_predicted(self) -> int:
-        """Tokens that have one before them: all but each sequence's first."""
-        return self.num_tokens - len(self)
+        """Tokens that have one before them: all but each sequence's first. Of an encoder, those that are hidden."""
+        return self.num_tokens - len(self) if self.masked is None else sum(one.predicted for one in self.masked)
 
     @property
     def shortest(self) -> int:
@@ -78,8 +82,8 @@ class TokenInputs:
 
     def part(self, first: int, last: int) -> "TokenInputs":
         """Sequences first … last − 1 as inputs by themselves."""
-        sequences = self.sequences[first:last]
-        return replace(self, sequences=sequences, sha256=_sha256(sequences), notices=())
+        sequences, masked = self.sequences[first:last], self.masked and self.masked[first:last]
+        return replace(self, sequences=sequences, sha256=_sha256(sequences), notices=(), masked=masked)
 
     def batches(
         self, batch_size: int, *, pad_id: int = 0, padding_side: str = "right"
@@ -95,6 +99,12 @@ class TokenInputs:
         for first in range(0, len(self.sequences), batch_size):
             ids = [torch.tensor(ids) for ids in self.sequences[first : first + batch_size]]
             yield _padded(ids, pad_id, padding_side), _padded([torch.ones_like(row) for row in ids], 0, padding_side)
+
+    def masked_batch(self, first: int, count: int, padding_side: str = "right") -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids with tokens hidden and labels, both (B, T), of sequences first … first + count − 1 of an encoder."""
+        some = (self.masked or ())[first : first + count]
+        ids, labels = ([torch.tensor(part) for part in parts] for parts in zip(*some, strict=True))
+        return _padded(ids, 0, padding_side), _padded(labels, IGNORED, padding_side)
 
 
 def _padded(rows: list[torch.Tensor], value: int, side: str) -> torch.Tensor:
@@ -112,6 +122,7 @@ def build_inputs(
     num_seqs: int = 100,
     seq_len: int = 64,
     bos: str = "auto",
+    closed: bool = False,
     bos_token_id: int | None = None,
     special_ids: Iterable[int | None] = (),
     seed: int = 0,
@@ -129,6 +140,8 @@ def build_inputs(
         bos: what stands in front of every sequence and counts in seq_len. "auto": what the tokenizer puts in front
             of a text by itself, and nothing in front of drawn tokens (propositions 1–4 of WSE are about equal
             tokens); "always": that, or else the BOS; "never": nothing. Ids from a file stay as they are.
+        closed: whether what the tokenizer puts behind a text belongs to it, as [SEP] does for an encoder. It then
+            stands behind every sequence that has something in front.
         bos_token_id: the model config's, for a tokenizer that names none.
         special_ids: ids never drawn, beside the tokenizer's special tokens and `bos_token_id`; None is ignored.
         sampler: draws text from the model, for "sampled".
@@ -138,7 +151,7 @@ def build_inputs(
     """
     source = os.fspath(source)
     special = special_token_ids(tokenizer) | {at for at in (*special_ids, bos_token_id) if at is not None}
-    request = Request(tokenizer, vocab_size, num_seqs, seq_len, bos, bos_token_id, special, seed, sampler)
+    request = Request(tokenizer, vocab_size, num_seqs, seq_len, bos, closed, bos_token_id, special, seed, sampler)
     request.check(max_positions)
     if prompt is not None:
         condition, selection = PROMPT, prompted(prompt, request)

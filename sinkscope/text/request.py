@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from sinkscope.errors import InputError
-from sinkscope.text.tokens import check_ids, own_prefix, token_text
+from sinkscope.text.tokens import check_ids, own_prefix, own_suffix, token_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,6 +34,7 @@ class Request:
     num_seqs: int
     seq_len: int
     bos: str
+    closed: bool
     bos_token_id: int | None
     special_ids: frozenset[int]
     seed: int
@@ -78,15 +79,35 @@ class Request:
         prefix = own_prefix(self.tokenizer)
         if not prefix and self.bos == "always":
             prefix = (self.known_bos,)
-        if len(prefix) >= self.seq_len:
-            raise InputError(f"--seq-len {self.seq_len}: {len(prefix)} tokens stand in front of every text")
+        around = len(prefix) + len(self.text_suffix)
+        if around >= self.seq_len:
+            where = "around" if self.text_suffix else "in front of"
+            raise InputError(f"--seq-len {self.seq_len}: {around} tokens stand {where} every text")
         check_ids(prefix, self.vocab_size, "what stands in front of every sequence")
         return prefix
 
+    @cached_property
+    def text_suffix(self) -> tuple[int, ...]:
+        """What stands behind every text."""
+        if self.bos == "never" or not self.closed:
+            return ()
+        suffix = own_suffix(self.tokenizer)
+        check_ids(suffix, self.vocab_size, "what stands behind every sequence")
+        return suffix
+
     @property
-    def drawn_prefix(self) -> tuple[int, ...]:
-        """What the BOS policy puts in front of random and repeated tokens: only `always` puts anything."""
-        return self.text_prefix if self.bos == "always" else ()
+    def room(self) -> int:
+        """Tokens of a text that fit into a sequence."""
+        return self.seq_len - len(self.text_prefix) - len(self.text_suffix)
+
+    def framed(self, ids: list[int]) -> list[int]:
+        """A text with what stands around it."""
+        return [*self.text_prefix, *ids, *self.text_suffix]
+
+    @property
+    def drawn_frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What stands in front of random and repeated tokens and behind them: only with `always` anything does."""
+        return (self.text_prefix, self.text_suffix) if self.bos == "always" else ((), ())
 
     @property
     def known_bos(self) -> int:

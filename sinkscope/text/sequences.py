@@ -19,17 +19,16 @@ def windows(documents: Iterator[Document], label: str, request: Request) -> Sele
     """Consecutive windows of one text, each with the BOS in front that the policy asks for."""
     request.need_tokenizer(label)
     (document,) = documents
-    prefix = request.text_prefix
-    step = request.seq_len - len(prefix)
+    step = request.room
     ids = first_tokens(request.tokenizer, document.text, request.num_seqs * step)
     count = min(len(ids) // step, request.num_seqs)
     if count == 0:
         raise InputError(
-            f"{label} has {len(prefix) + len(ids)} tokens, fewer than one sequence of {request.seq_len}: "
+            f"{label} has {len(request.framed(ids))} tokens, fewer than one sequence of {request.seq_len}: "
             "give a longer text or a smaller --seq-len"
         )
     check_ids(ids, request.vocab_size, f"{label} through this tokenizer")
-    sequences = [[*prefix, *ids[at * step : (at + 1) * step]] for at in range(count)]
+    sequences = [request.framed(ids[at * step : (at + 1) * step]) for at in range(count)]
     return Selection(sequences, request.token_zero_of_text, [])
 
 
@@ -37,12 +36,14 @@ def prompted(text: str, request: Request) -> Selection:
     """One text, or its first seq_len tokens."""
     label = "--prompt"
     request.need_tokenizer(label)
-    ids = [*request.text_prefix, *encode(request.tokenizer, text, special=False)]
+    own = encode(request.tokenizer, text, special=False)
+    ids = request.framed(own)
     check_ids(ids, request.vocab_size, f"{label} through this tokenizer")
     if len(ids) < 2:
         raise InputError(f"{label} has {counted(len(ids), 'token')}; attention needs at least 2")
     cut = f"{label}: the first {request.seq_len} of its {len(ids)} tokens; --seq-len {len(ids)} reads all"
-    return Selection([ids[: request.seq_len]], request.token_zero_of_text, [cut] if len(ids) > request.seq_len else [])
+    notices = [cut] if len(ids) > request.seq_len else []
+    return Selection([request.framed(own[: request.room])], request.token_zero_of_text, notices)
 
 
 def heads(documents: Iterator[Document], label: str, request: Request) -> Selection:
@@ -122,10 +123,9 @@ def _text_ids(document: Document, request: Request) -> list[int]:
     request.need_tokenizer(document.where)
     if document.messages is not None:
         return _chat_ids(document.where, document.messages, request)[: request.seq_len]
-    prefix = request.text_prefix
-    ids = first_tokens(request.tokenizer, document.text, request.seq_len - len(prefix))
+    ids = first_tokens(request.tokenizer, document.text, request.room)
     check_ids(ids, request.vocab_size, f"{document.where}, through this tokenizer")
-    return [*prefix, *ids]
+    return request.framed(ids)
 
 
 def _chat_ids(where: str, messages: list[dict[str, str]], request: Request) -> list[int]:
@@ -148,14 +148,14 @@ def _given_ids(document: Document, ids: list[int], request: Request) -> list[int
 
 def random_tokens(request: Request) -> Selection:
     """Independent tokens, uniform over the vocabulary without special tokens (WSE §3.3)."""
-    drawn = _draw((request.num_seqs, request.seq_len - len(request.drawn_prefix)), request)
-    return _with_prefix(drawn, "random token", request)
+    drawn = _draw((request.num_seqs, _drawn_length(request)), request)
+    return _in_frame(drawn, "random token", request)
 
 
 def repeated_tokens(request: Request) -> Selection:
     """One such token a sequence, seq_len times (WSE §3.3)."""
-    length = request.seq_len - len(request.drawn_prefix)
-    return _with_prefix(np.repeat(_draw((request.num_seqs, 1), request), length, axis=1), "repeated token", request)
+    drawn = np.repeat(_draw((request.num_seqs, 1), request), _drawn_length(request), axis=1)
+    return _in_frame(drawn, "repeated token", request)
 
 
 def sampled_tokens(request: Request) -> Selection:
@@ -181,9 +181,13 @@ def _draw(shape: tuple[int, ...], request: Request) -> np.ndarray:
     return ordinary[generator.integers(len(ordinary), size=shape)]
 
 
-def _with_prefix(drawn: np.ndarray, token_zero: str, request: Request) -> Selection:
-    prefix = request.drawn_prefix
-    sequences = [[*prefix, *row] for row in drawn.tolist()]
+def _drawn_length(request: Request) -> int:
+    return request.seq_len - sum(map(len, request.drawn_frame))
+
+
+def _in_frame(drawn: np.ndarray, token_zero: str, request: Request) -> Selection:
+    prefix, suffix = request.drawn_frame
+    sequences = [[*prefix, *row, *suffix] for row in drawn.tolist()]
     return Selection(sequences, request.described(prefix[0]) if prefix else token_zero, [])
 
 

@@ -36,15 +36,28 @@ def first_tokens(tokenizer: Any, text: str, count: int) -> list[int]:
 
 def own_prefix(tokenizer: Any) -> tuple[int, ...]:
     """What a tokenizer puts in front of a text by itself: usually one BOS or nothing; never its EOS."""
+    return _frame(tokenizer)[0]
+
+
+def own_suffix(tokenizer: Any) -> tuple[int, ...]:
+    """What a tokenizer puts behind a text by itself: of most encoders a separator."""
+    return _frame(tokenizer)[1]
+
+
+def _frame(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if tokenizer is None:
-        return ()
+        return (), ()
     plain = encode(tokenizer, "x", special=False)
     full = encode(tokenizer, "x", special=True)
     for start in range(len(full) - len(plain) + 1):
         if plain and full[start : start + len(plain)] == plain:
-            return tuple(full[:start])
+            return tuple(full[:start]), tuple(full[start + len(plain) :])
     # a tokenizer that does not know "x" at all, for example one of nucleotides
-    return tuple(full[:1]) if full and full[0] == tokenizer.bos_token_id else ()
+    first, last = tokenizer.bos_token_id, getattr(tokenizer, "sep_token_id", None)
+    return (
+        tuple(full[:1]) if full and full[0] in (first, getattr(tokenizer, "cls_token_id", None)) else (),
+        tuple(full[-1:]) if full and last is not None and full[-1] == last else (),
+    )
 
 
 def special_token_ids(tokenizer: "PreTrainedTokenizerBase | None") -> frozenset[int]:

@@ -56,8 +56,8 @@ def test_only_present_positions_count() -> None:
     assert beyond.tolist() == [[True] * 4 + [False]] * 2
 
 
-def test_queries_from_a_position_on() -> None:
-    assert LEFT.queries_from(5).tolist() == [[3, 2, 1, 1, 1], [5, 4, 3, 2, 1]]
+def test_queries_of_a_position() -> None:
+    assert LEFT.queries(5).tolist() == [[3, 2, 1, 1, 1], [5, 4, 3, 2, 1]]
 
 
 def test_enough_columns_are_read_for_the_latest_start() -> None:

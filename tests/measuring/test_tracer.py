@@ -249,7 +249,7 @@ BROKEN: dict[str, tuple[str, Any, str, Any]] = {
         "attention", attention, "column_sums", lambda read, columns, window: column_sums(read, columns, window + 1),
     ),
     "number of queries": (
-        "attention", Batch, "queries_from", lambda batch, n: batch.lengths[:, None] * torch.ones(n),
+        "attention", Batch, "queries", lambda batch, n, *_, **__: batch.lengths[:, None] * torch.ones(n),
     ),
     "gap of another key": ("geometry", geometry, "pair_means", not_the_first_key),
     "median": ("massive", None, "middle", lambda x: x.mean()),

@@ -1,7 +1,7 @@
-"""Every causal model type that transformers has: what becomes of it, and whether the numbers are plain transformers'.
+"""Every model type in transformers' mappings: what becomes of it, and whether the numbers are plain transformers'.
 
-`reports/models/` holds what became of each; tests/sweep_models.py writes it. Of those that also read pictures or sound
-some are looked at here, and more closely in test_towers.py.
+The lists in `reports/models/` hold what became of each; tests/sweep_models.py writes them. Of the types that also read
+pictures or sound some are looked at here, and more closely in test_towers.py.
 """
 
 from pathlib import Path
@@ -10,7 +10,7 @@ import pytest
 from support.every_model import LISTS, differences, every_type, row_of
 from sweep_models import BEGIN, README, readme_text, written_rows
 
-ROWS = {row["model_type"]: row for row in written_rows("models")}
+ROWS = {name: {row["model_type"]: row for row in written_rows(name)} for name in LISTS}
 ROUND_OFF = 1e-6  # models of float64 take their norms, and some their softmax, in float32
 
 # One for each way in which a layer is built that no other here has.
@@ -19,43 +19,32 @@ DIFFERENT = (
     "granitemoehybrid", "jamba", "lfm2_moe", "llama4_text", "mimo_v2_flash", "minicpm3", "modernbert-decoder",
     "nemotron_h", "olmo_hybrid", "opt", "phi", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "smollm3",
 )  # fmt: skip
+ENCODERS = ("esmc", "eurobert", "modernbert", "nystromformer", "roberta-prelayernorm", "xmod")
+# One for each outcome, and for each of the kinds of layers.
+WITH_TOWERS = ("blip-2", "diffusion_gemma", "fuyu", "lfm3_vl", "llava", "mllama", "paligemma", "qwen2_vl")
 
-
-# … and of those that also read pictures or sound, by outcome and by the kinds of their layers
-WITH_TOWERS = (
-    "blip-2",
-    "diffusion_gemma",
-    "fuyu",
-    "lfm3_vl",
-    "llava",
-    "mllama",
-    "paligemma",
-    "qwen2_vl",
-)
+EACH = [
+    *((name, model_type) for name in ("models", "encoders") for model_type in every_type(LISTS[name])),
+    *(("image_text", model_type) for model_type in WITH_TOWERS),
+]
+COMPARED = [*(("models", name) for name in DIFFERENT), *(("encoders", name) for name in ENCODERS)]
 
 
 @pytest.mark.parametrize("name", LISTS)
-def test_the_table_holds_every_type(name: str) -> None:
-    assert [row["model_type"] for row in written_rows(name)] == every_type(LISTS[name])
+def test_the_list_holds_every_type(name: str) -> None:
+    assert list(ROWS[name]) == every_type(LISTS[name])
 
 
-def test_the_readme_lists_them() -> None:
+def test_the_readme_has_them() -> None:
     assert f"{BEGIN}\n{readme_text()}\n\n" in README.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("model_type", WITH_TOWERS)
-def test_what_becomes_of_it_with_its_tower(model_type: str) -> None:
-    rows = {row["model_type"]: row for row in written_rows("image_text")}
-    found = vars(row_of(model_type, LISTS["image_text"]))
-    assert found == {name: rows[model_type][name] for name in found}
+@pytest.mark.parametrize(("name", "model_type"), EACH)
+def test_what_becomes_of_it(name: str, model_type: str) -> None:
+    found = vars(row_of(model_type, LISTS[name]))
+    assert found == {field: ROWS[name][model_type][field] for field in found}
 
 
-@pytest.mark.parametrize("model_type", every_type())
-def test_what_becomes_of_it(model_type: str) -> None:
-    found = vars(row_of(model_type))
-    assert found == {name: ROWS[model_type][name] for name in found}
-
-
-@pytest.mark.parametrize("model_type", DIFFERENT)
-def test_what_is_measured_is_what_plain_transformers_compute(model_type: str, tmp_path: Path) -> None:
-    assert max(differences(model_type, tmp_path / "ids.npy").values()) < ROUND_OFF
+@pytest.mark.parametrize(("name", "model_type"), COMPARED)
+def test_what_is_measured_is_what_plain_transformers_compute(name: str, model_type: str, tmp_path: Path) -> None:
+    assert max(differences(model_type, tmp_path / "ids.npy", LISTS[name]).values()) < ROUND_OFF

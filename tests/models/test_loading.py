@@ -503,8 +503,26 @@ def test_encoder_decoder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["bert", "roberta", "xlm"])
 def test_encoder(tmp_path: Path, kind: str) -> None:
     settings = {"n_layers": 1, "n_heads": 2, "emb_dim": 16, "n_words": 64} if kind == "xlm" else BERT
-    transformers.AutoModelForMaskedLM.from_config(config_of(kind, settings)).save_pretrained(tmp_path)
-    assert "it is an encoder" in refusal(tmp_path)
+    saved = transformers.AutoModelForMaskedLM.from_config(config_of(kind, settings))
+    saved.save_pretrained(tmp_path)
+    assert type(load(str(tmp_path)).model) is type(saved)
+
+
+def test_encoder_without_a_head(tmp_path: Path) -> None:
+    saved = transformers.AutoModelForSequenceClassification.from_config(config_of("bert", BERT))
+    saved.save_pretrained(tmp_path)
+    loaded = load(str(tmp_path))
+    assert isinstance(loaded.model, transformers.BertModel)
+    assert "without a head that predicts tokens" in loaded.notices[-1]
+    for mine, theirs in zip(loaded.model.encoder.parameters(), saved.bert.encoder.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_encoder_that_lacks_a_layer(tmp_path: Path) -> None:
+    saved = transformers.AutoModelForMaskedLM.from_config(config_of("bert", BERT))
+    saved.save_pretrained(tmp_path)
+    edit_json(tmp_path / "config.json", num_hidden_layers=2)
+    assert "lacks weights of the model (bert.encoder.layer.1." in refusal(tmp_path)
 
 
 def test_decoder_of_an_encoder_family(tmp_path: Path) -> None:
@@ -515,7 +533,7 @@ def test_no_causal_class(tmp_path: Path) -> None:
     settings = {"image_size": 8, "patch_size": 4, "hidden_size": 16, "num_hidden_layers": 1}
     settings |= {"num_attention_heads": 2, "intermediate_size": 16}
     transformers.ViTModel(transformers.ViTConfig(**settings)).save_pretrained(tmp_path)
-    assert "(vit) is not a causal language model" in refusal(tmp_path)
+    assert "(vit) is neither a causal language model" in refusal(tmp_path)
 
 
 # --- code from the hub ---

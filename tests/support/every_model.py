@@ -5,7 +5,8 @@ A type whose configuration needs more than that has a line in `OVERRIDES`; one t
 """
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     AutoModelForMultimodalLM,
     PreTrainedConfig,
     PreTrainedModel,
@@ -31,9 +33,10 @@ from sinkscope.measuring.subject import family_of
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.in_memory import undisturbed
 from sinkscope.text.batch import Batch
-from support import multimodal
+from sinkscope.text.masking import masked
+from support import encoders, multimodal
 from support.multimodal import SENSES, SKIPPED, TOLD
-from support.plain import run_plainly
+from support.plain import Plain, run_plainly
 
 VOCAB = 96
 LAYERS = 4
@@ -217,6 +220,20 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
 }
+OVERRIDES |= {  # encoders
+    "albert": {"inner_group_num": 1},
+    "esm": {
+        "vocab_size": VOCAB,
+        "pad_token_id": 0,
+        "token_dropout": False,
+        "mask_token_id": 3,
+        "position_embedding_type": "rotary",
+    },
+    "esmc": {"num_key_value_heads": SKIPPED},
+    "funnel": {"num_hidden_layers": SKIPPED, "block_sizes": [2, 2], "d_head": 8, "n_head": 4, "d_inner": 48},
+    "modernbert": {"local_attention": 8},
+    "perceiver": {"num_latents": 8, "d_latents": 32, "num_self_attends_per_block": LAYERS},
+}
 OVERRIDES |= multimodal.NEEDED
 # Types without a tiny model here, with the reason
 NOT_BUILT: dict[str, str] = {
@@ -230,6 +247,8 @@ NOT_BUILT: dict[str, str] = {
     "dots3_note_text": "the bare model does not build in this size",
     "dbrx": "the bare model does not build from a configuration of this transformers",
     "zamba": "the bare model does not build in this size",
+    "neomme": "the bare model does not build in this size",
+    "ultravbert": "its picture tower does not become small; its text model is ultrabert",
 }
 
 
@@ -280,7 +299,11 @@ def _small(kind: Any, small: dict[str, Any]) -> dict[str, Any]:
 
 
 # file in reports/models/ → the class of transformers whose models it lists
-LISTS: dict[str, Any] = {"models": AutoModelForCausalLM, "image_text": AutoModelForMultimodalLM}
+LISTS: dict[str, Any] = {
+    "models": AutoModelForCausalLM,
+    "encoders": AutoModelForMaskedLM,
+    "image_text": AutoModelForMultimodalLM,
+}
 
 
 def every_type(auto: Any = AutoModelForCausalLM) -> list[str]:
@@ -294,6 +317,8 @@ def tiny_of(
     torch.manual_seed(0)
     config = tiny_config(model_type)
     config._experts_implementation = "eager"  # others know no float64
+    if type(config) in AutoModelForMaskedLM._model_mapping:  # BERT and its kin are encoders, or decoders if told so
+        config.is_decoder = auto is AutoModelForCausalLM
     model = auto.from_config(config, dtype=dtype).eval().requires_grad_(False)
     spread_weights(model, spread)
     return model
@@ -348,18 +373,21 @@ def differences(model_type: str, file: Path, auto: Any = AutoModelForCausalLM) -
     np.save(file, ids.numpy()[None])
     with undisturbed(model):
         family, _ = family_of(model)
-    tables = sinkscope.analyze(
-        model, input=str(file), seq_len=LENGTH, positions=LENGTH, window=LENGTH, batch_size=1, bos="never"
-    ).tables
-    plain = run_plainly(model, family.layers, ids, **TOLD.get(model_type, {}))
+    tokenizer = None if family.causal else encoders.word_tokenizer()
+    options = {"seq_len": LENGTH, "positions": LENGTH, "window": LENGTH, "batch_size": 1, "bos": "never"}
+    tables = sinkscope.analyze(model, tokenizer=tokenizer, input=str(file), **options).tables
+    run = partial(run_plainly, **TOLD.get(model_type, {})) if family.causal else _masked_plainly
+    plain = run(model, family.layers, ids)
+    if not plain.weights:
+        return {}
     pairs: dict[str, list[tuple[np.ndarray, torch.Tensor]]] = defaultdict(list)
-    queries = torch.arange(LENGTH, 0, -1)  # that see each key
+    queries = torch.arange(LENGTH, 0, -1) if family.causal else LENGTH  # that see each key
     attending = list(family.attentions(model))
     for layer, weights in zip(attending, plain.weights, strict=True):
         pairs["sink_mass"].append((by_position(tables["attention"], layer, "sink_mass"), weights.sum(1) / queries))
-    for pathway in ("query", "key", "value"):
+    for pathway in ("query", "key", "value") if plain.query else ():
         chosen = tables["gradient"].query(f"pathway == '{pathway}' and head == -1")
-        first = 1 if pathway == "query" else 0  # query 0 sees one key: its gradient is round-off
+        first = 1 if pathway == "query" and family.causal else 0  # query 0 sees one key: its gradient is round-off
         for layer, norms in zip(attending, plain.grad_norms(pathway), strict=True):
             pairs[f"gradient of {pathway}"].append((by_position(chosen, layer, "grad_norm")[:, first:], norms[first:]))
     inputs = tables["activation"].query("site == 'layer_in'").assign(head=0)
@@ -367,6 +395,14 @@ def differences(model_type: str, file: Path, auto: Any = AutoModelForCausalLM) -
     for layer, hidden in zip(running, plain.hidden, strict=True):
         pairs["layer_in"].append((by_position(inputs, layer, "norm_mean"), hidden.norm(dim=-1)))
     return {name: max(_difference(*pair) for pair in found) for name, found in pairs.items()}
+
+
+def _masked_plainly(model: PreTrainedModel, layers: str, ids: torch.Tensor) -> Plain:
+    """Of an encoder: the text as it is, and the gradients of the masked text."""
+    (hidden,) = masked([ids.numpy()], encoders.word_tokenizer(), VOCAB, seed=0)
+    forward = run_plainly(model, layers, ids, labels=ids)
+    backward = run_plainly(model, layers, torch.tensor(hidden.ids), labels=torch.tensor(hidden.labels))
+    return replace(forward, query=backward.query, key=backward.key, value=backward.value)
 
 
 def by_position(table: pd.DataFrame, layer: int, column: str) -> np.ndarray:

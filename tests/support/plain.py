@@ -35,10 +35,22 @@ class Plain:
         return [x.grad[0].transpose(0, 1).flatten(1).norm(dim=-1) for x in getattr(self, pathway)]
 
 
-def run_plainly(model: PreTrainedModel, layers: str, ids: torch.Tensor, **told: int) -> Plain:
-    """One sequence of ids (T,) forward, and its mean cross-entropy backward, of a float64 model.
+def run_plainly(
+    model: PreTrainedModel,
+    layers: str,
+    ids: torch.Tensor,
+    labels: torch.Tensor | None = None,
+    predicted: int = 0,
+    **told: int,
+) -> Plain:
+    """One sequence of ids (T,) forward, and its cross-entropy backward, of a float64 model.
 
-    `told`: arguments of the model that have one value for every token.
+    Of a model that attends in code of its own there are weights only, as it gives them out.
+
+    Args:
+        labels: (T,) of an encoder, -100 where nothing is predicted; None: each token predicts the next.
+        predicted: what the summed loss is divided by; 0: by its own terms, for the mean.
+        told: arguments of the model that have one value for every token.
     """
     found = Plain()
     handles = [
@@ -47,16 +59,29 @@ def run_plainly(model: PreTrainedModel, layers: str, ids: torch.Tensor, **told: 
     ]
     try:
         with _dense(found), torch.enable_grad():
-            embedded = model.get_input_embeddings()(ids[None]).detach().requires_grad_(True)
+            given = model.get_input_embeddings()(ids[None])
+            embedded = (given[0] if isinstance(given, tuple) else given).detach().requires_grad_(True)
             with _in_place_of_the_embeddings(model, embedded):
                 for_tokens = {name: torch.full_like(ids[None], value) for name, value in told.items()}
                 logits = model(input_ids=ids[None], use_cache=False, **for_tokens).logits
-            F.cross_entropy(logits[0, :-1], ids[1:]).backward()
+            given, wanted = (logits[0, :-1], ids[1:]) if labels is None else (logits[0], labels)
+            loss = F.cross_entropy(given, wanted, reduction="sum")
+            (loss / (predicted or (wanted != -100).sum())).backward()
     finally:
         for handle in handles:
             handle.remove()
     found.logits = logits[0].detach()
+    if not found.weights:
+        found.weights = _given_out(model, ids, is_causal=labels is None)
     return found
+
+
+@torch.no_grad()
+def _given_out(model: PreTrainedModel, ids: torch.Tensor, is_causal: bool) -> list[torch.Tensor]:
+    """Attention weights that the model itself returns; none where it returns none, or makes them without its mask."""
+    given = model(input_ids=ids[None], use_cache=False, output_attentions=True)
+    found = [weights[0] for weights in getattr(given, "attentions", None) or () if weights is not None]
+    return [] if is_causal and any(weights.triu(1).any() for weights in found) else found
 
 
 def _keep_input(found: Plain, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -66,7 +91,10 @@ def _keep_input(found: Plain, module: nn.Module, args: tuple, kwargs: dict[str, 
 
 @contextmanager
 def _in_place_of_the_embeddings(model: PreTrainedModel, embedded: torch.Tensor) -> Iterator[None]:
-    with model.get_input_embeddings().register_forward_hook(lambda *_: embedded.clone()):
+    def instead(module: nn.Module, args: tuple, given: Any) -> Any:
+        return (embedded.clone(), *given[1:]) if isinstance(given, tuple) else embedded.clone()
+
+    with model.get_input_embeddings().register_forward_hook(instead):
         yield
 
 
@@ -85,7 +113,9 @@ def _dense(found: Plain) -> Iterator[None]:
             getattr(found, name).append(x)
         mask = attention_mask
         if mask is None or mask.dtype == torch.bool:
-            allowed = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril() if mask is None else mask
+            every = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool)
+            bare = every.tril() if getattr(module, "is_causal", True) else every  # as transformers' sdpa function does
+            allowed = bare if mask is None else mask
             mask = torch.zeros(allowed.shape, dtype=query.dtype).masked_fill(~allowed, torch.finfo(query.dtype).min)
         own = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
         with patch.object(F, "softmax", in_float64):

@@ -17,8 +17,10 @@ from sinkscope.text.batch import Batch
 class Attention(Observable):
     """Tables `attention`, `attention_heads` and `sink_positions`.
 
-    Where fewer than W queries follow a key, window_mass is the mean over those: with T = W = 64 this is WSE's α, the
-    mean over all t ≥ s. The sink indicator is taken per sequence, layer and head before any averaging.
+    window_mass is the mean over the queries that are at most W - 1 tokens away from the key, of those that there are:
+    with T = W = 64 this is WSE's α, the mean over all queries t ≥ s. In an encoder, which attends both ways, queries in
+    front of the key count like those behind it, so that with T ≤ W the mean is over all queries of the sequence. The
+    sink indicator is taken per sequence, layer and head before any averaging.
     """
 
     name = "attention"
@@ -27,9 +29,9 @@ class Attention(Observable):
     columns: ClassVar = {
         "attention": (
             HEAD, KV_HEAD, POSITION,
-            Column("window_mass", "mean attention weight from the next W queries (GS eq. 1)"),
+            Column("window_mass", "mean attention weight from the next W queries (GS eq. 1); encoder: from both sides"),
             Column("sink_rate", "share of sequences in which the position is a sink (`sinkscope list metrics`)"),
-            Column("sink_mass", "mean attention weight from all later queries and itself"),
+            Column("sink_mass", "mean attention weight from all later queries and itself; encoder: from all queries"),
             Column("sink_second_moment", "mean squared attention weight from the same queries"),
         ),
         "attention_heads": (
@@ -39,7 +41,7 @@ class Attention(Observable):
         ),
         "sink_positions": (
             HEAD, SEQUENCE, POSITION, TOKEN_ID, TOKEN,
-            Column("queries", "how many queries the key has: its own and those behind it", kind="whole"),
+            Column("queries", "queries of the key: its own and those behind it; encoder: all", kind="whole"),
             Column("window_mass", "that of this key"),
         ),
     }  # fmt: skip
@@ -54,8 +56,8 @@ class Attention(Observable):
         group = read.query.shape[1] // read.key.shape[1]
         sums = column_sums(read, batch.columns(positions), window)
 
-        window_mass = window_means(sums.window, batch, window, positions)
-        queries = batch.queries_from(positions)[:, None].to(read.lse.device)
+        window_mass = window_means(sums.window, batch, window, positions, read.call.causal)
+        queries = batch.queries(positions, causal=read.call.causal)[:, None].to(read.lse.device)
         statistics = {
             "window_mass": window_mass,
             "sink_rate": is_sink(window_mass, self.settings.epsilon),
@@ -67,9 +69,10 @@ class Attention(Observable):
         entropy = torch.full_like(read.lse, torch.nan) if sums.entropy is None else sums.entropy
         rows = {"attention_entropy": entropy, "missing_mass": read.missing_mass}
         self.by_head.add(layer, group, {name: mean_over_queries(row, batch) for name, row in rows.items()})
-        self._list_sinks(layer, window_means(sums.window, batch, window, read.length), batch)
+        by_column = window_means(sums.window, batch, window, read.length, read.call.causal)
+        self._list_sinks(layer, by_column, batch, read.call.causal)
 
-    def _list_sinks(self, layer: int, window_mass: torch.Tensor, batch: Batch) -> None:
+    def _list_sinks(self, layer: int, window_mass: torch.Tensor, batch: Batch, causal: bool) -> None:
         sinks = is_sink(window_mass, self.settings.epsilon)
         present = batch.present(window_mass.shape[-1])
         if present is not None:
@@ -81,7 +84,7 @@ class Attention(Observable):
             "sequence": sequence + batch.first,
             "position": position,
             "token_id": batch.token_ids[sequence.cpu(), position.cpu() + batch.start[sequence.cpu()]],
-            "queries": batch.lengths[sequence.cpu()] - position.cpu(),
+            "queries": batch.queries(window_mass.shape[-1], causal=causal)[sequence.cpu(), position.cpu()],
             "window_mass": window_mass[sequence, head, position],
         }
         for name, column in found.items():
@@ -97,9 +100,11 @@ class Attention(Observable):
         }
 
 
-def window_means(window_sums: torch.Tensor, batch: Batch, window: int, positions: int) -> torch.Tensor:
-    """α_s (GS eq. 1): sums over t = s … s+W-1 by column (B,H,T) → means by position (B,H,P)."""
-    queries = batch.queries_from(positions).clamp(max=window)
+def window_means(
+    window_sums: torch.Tensor, batch: Batch, window: int, positions: int, causal: bool = True
+) -> torch.Tensor:
+    """α_s (GS eq. 1): sums over the queries within the window by column (B,H,T) → means by position (B,H,P)."""
+    queries = batch.queries(positions, window, causal)
     return batch.at_positions(window_sums, positions) / queries[:, None].to(window_sums.device)
 
 

@@ -54,7 +54,8 @@ class AttentionMaps(Observable):
             {"layer": layer, "head": chosen, "sequence": batch.first, "query": places, "key": places},
             {"weight": weights.cpu().numpy()},
         )
-        frame = frame[frame["key"] <= frame["query"]]
+        if read.call.causal:
+            frame = frame[frame["key"] <= frame["query"]]
         self.frames.append(frame.assign(token_id=batch.token_ids[0].numpy()[shown.start + frame["key"]]))
 
     def tables(self) -> dict[str, pd.DataFrame]:
@@ -63,7 +64,7 @@ class AttentionMaps(Observable):
 
 class MeanMaps(Observable):
     """Table `arm_maps`: every layer's weights among the first tokens, mean over heads and sequences (NU figure 3). The
-    mean is over the sequences that have the query.
+    mean is over the sequences that have the query; a key that one of them lacks counts as 0.
     """
 
     name = "mean-maps"
@@ -75,12 +76,14 @@ class MeanMaps(Observable):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.maps = Mean()
+        self.causal = True
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
         columns = slice(0, batch.columns(MAP_TOKENS))
-        by_key = batch.at_positions(read.weights(columns, columns)[0].mean(1), MAP_TOKENS)
-        by_both = batch.tokens_at(by_key, MAP_TOKENS)  # (B, query, key)
+        by_key = batch.tokens_at(read.weights(columns, columns)[0].mean(1).transpose(1, 2), MAP_TOKENS)
+        by_both = batch.tokens_at(by_key.transpose(1, 2), MAP_TOKENS)  # (B, query, key)
         self.maps.add(layer, by_both.transpose(1, 2), batch.present(MAP_TOKENS))
+        self.causal = read.call.causal
 
     def tables(self) -> dict[str, pd.DataFrame]:
         frames = []
@@ -89,7 +92,7 @@ class MeanMaps(Observable):
             places = range(int(np.isfinite(weights[:, 0]).sum()))  # queries that a sequence has
             shown = weights[: len(places), : len(places)]
             frame = long_form({"layer": layer, "query": places, "key": places}, {"weight": shown})
-            frames.append(frame[frame["key"] <= frame["query"]])
+            frames.append(frame[frame["key"] <= frame["query"]] if self.causal else frame)
         return {"arm_maps": pd.concat(frames, ignore_index=True)} if frames else {}
 
 

@@ -110,7 +110,7 @@ def masked_pair_means(
     cosine, product, gap = (read.lse.new_zeros(shape) for _ in range(3))
     pairs, gaps = (read.lse.new_zeros(shape) for _ in range(2))
     for rows in row_chunks(read.length):
-        cols = slice(0, min(columns, rows.stop))
+        cols = read.keys(rows, columns)
         logits = read.logits(rows, cols)
         norms = query_norm[:, :, rows, None] * key_norm[:, :, None, cols]
         allowed = read.allowed(rows, cols)
@@ -136,7 +136,7 @@ def row_logits(read: AttentionRead) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum (B,H,T) and number (B,H,T) of the logits of each query's allowed keys."""
     total, count = torch.zeros_like(read.lse), torch.zeros_like(read.lse)
     for rows in row_chunks(read.length):
-        cols = slice(0, rows.stop)
+        cols = read.keys(rows)
         allowed = read.allowed(rows, cols)
         logits = read.logits(rows, cols)
         total[..., rows] = (logits if allowed is None else logits.masked_fill(~allowed, 0.0)).sum(-1)

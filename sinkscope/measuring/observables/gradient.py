@@ -1,7 +1,8 @@
 """Gradient sinks: the gradients at each token (GS §2, eq. 3; §3 and §4).
 
 The loss is that of training: cross-entropy summed over the predicted tokens of the whole run ÷ their number, so that
-the batch size changes nothing. Every gradient is reduced as soon as it is computed.
+the batch size changes nothing. Every gradient is reduced as soon as it is computed. An encoder's loss is that of masked
+language modeling (text/masking.py), and its gradients are those of the masked text.
 """
 
 from dataclasses import dataclass
@@ -163,8 +164,9 @@ class Gradient(Observable):
 
     def watch_attention(self, layer: int, read: AttentionRead, mix: torch.Tensor, batch: Batch) -> None:
         for pathway in ("query", "key", "value"):
-            # A softmax over one key is constant, so query 0's gradient is 0; the fused kernel leaves round-off there.
-            constant = pathway == "query" and read.call.sink_logits is None
+            # A softmax over one key is constant: under the causal mask query 0's gradient is 0, and the fused kernel
+            # leaves round-off there.
+            constant = pathway == "query" and read.call.sink_logits is None and read.call.causal
             getattr(read, pathway).register_hook(partial(self._on_pathway, layer, pathway, batch, constant))
         mix.register_hook(partial(self._on_mix, layer, read.detached()))
 
@@ -232,9 +234,9 @@ class Gradient(Observable):
 
     def _look_for_underflow(self, gradient: torch.Tensor, batch: Batch) -> None:
         norms = torch.linalg.vector_norm(gradient, dim=-1)
-        predicting = batch.predicting.to(norms.device)
-        self.counted += int(predicting.sum())
-        self.vanished += int(((norms == 0) & predicting).sum())
+        in_loss = batch.in_loss.to(norms.device)
+        self.counted += int(in_loss.sum())
+        self.vanished += int(((norms == 0) & in_loss).sum())
         self.finite &= bool(norms.isfinite().all())
 
     def notices(self) -> list[str]:

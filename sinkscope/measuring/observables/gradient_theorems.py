@@ -71,7 +71,7 @@ class TheoremOne:
         routed = upstream.new_zeros(*shape, upstream.shape[-1])
         mass, second = upstream.new_zeros(shape), upstream.new_zeros(shape)
         for rows in row_chunks(read.length):
-            cols = slice(0, min(columns, rows.stop))
+            cols = read.keys(rows, columns)
             weights, _ = read.weights(rows, cols)
             weights = weights.to(upstream.dtype)
             routed[:, :, cols] += weights.transpose(-1, -2) @ upstream[:, :, rows]

@@ -146,9 +146,12 @@ def most_changed_layer(run: RunData, maps: Maps) -> int:
 
 
 def to_sink(weights: np.ndarray | None, sink: int) -> float:
-    """Mean weight over the queries behind the sink; NaN where the map has none."""
-    behind = np.empty(0) if weights is None or sink >= len(weights) else weights[sink + 1 :, sink]
-    return float(behind.mean()) if len(behind) else float("nan")
+    """Mean weight over the other queries that see the sink; NaN where the map has none."""
+    if weights is None or sink >= len(weights):
+        return float("nan")
+    others = np.delete(weights[:, sink], sink)
+    others = others[np.isfinite(others)]  # of a causal model those behind it
+    return float(others.mean()) if len(others) else float("nan")
 
 
 def placed_figure(width: float, height: float, text: str) -> Figure:

@@ -22,6 +22,7 @@ from sinkscope.report.figures.arm_maps import (
     maps_by_condition,
     placed_figure,
 )
+from sinkscope.report.figures.heatmaps import above_diagonal
 from sinkscope.report.figures.labels import title, wrapped
 from sinkscope.report.figures.spec import declare
 from sinkscope.report.figures.style import COLUMN, WIDE, Figure, Look
@@ -36,6 +37,7 @@ LARGEST, LARGEST_WRAPPED = 0.71, 0.48  # inches a map, in a lone row and in one 
 WORTH = 0.85  # fewer rows are better, as long as maps are this share of the largest possible
 READABLE = 0.24  # inches: controls are left out where maps would be smaller with them
 GAP = 0.06  # between maps, as a share of a map
+BEHIND_NUMBER = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5}
 
 
 @dataclass(frozen=True)
@@ -119,14 +121,14 @@ def _mosaic(ax: Axes, by_layer: dict[int, np.ndarray], layers: list[int], page: 
         row, column = divmod(place, page.across)
         spot = np.s_[row * pitch : row * pitch + size, column * pitch : column * pitch + size]
         weights[spot] = by_layer.get(layer, np.nan)
-        masked[spot] = np.triu(np.ones((size, size), bool), 1)
+        masked[spot] = above_diagonal(weights[spot])
     image = draw_map(ax, weights, masked)
     ax.spines[:].set_visible(False)
     return image
 
 
 def _number(ax: Axes, layers: list[int], page: _Page) -> None:
-    """The layers' numbers: above a single row, else in the upper right corners, which the causal mask leaves empty."""
+    """The layers' numbers: above a single row, else in the upper right corners, which a causal mask leaves empty."""
     pitch = ax.get_xlim()[1] / page.across
     if page.rows == 1:
         ax.text(-0.3 * pitch, -0.06 * pitch, "layer", fontsize=6, ha="right", va="bottom")
@@ -135,5 +137,11 @@ def _number(ax: Axes, layers: list[int], page: _Page) -> None:
         if page.rows == 1:
             look: Look = {"x": (column + 0.5) * pitch, "y": -0.06 * pitch, "ha": "center", "va": "bottom"}
         else:
-            look = {"x": (column + 1 - GAP) * pitch, "y": row * pitch, "ha": "right", "va": "top"}
+            look = {
+                "x": (column + 1 - GAP) * pitch,
+                "y": row * pitch,
+                "ha": "right",
+                "va": "top",
+                "bbox": BEHIND_NUMBER,
+            }
         ax.text(s=str(layer), fontsize=6, **look)

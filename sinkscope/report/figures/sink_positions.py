@@ -1,7 +1,7 @@
 """Sinks that are not at position 0, such as delimiters (S2M §3; WSE, open question 1).
 
 Only positions with at least 16 queries behind them count: with fewer, a head in which tokens attend to themselves would
-look like a sink.
+look like a sink. In an encoder all tokens are queries of every position.
 """
 
 import pandas as pd
@@ -33,7 +33,8 @@ def draw(run: RunData) -> Figure:
     attention = run.tables["attention"]
     sequences = run.manifest["input"]["sequences"]
     heads = len(attention.drop_duplicates(["layer", "head"]))
-    last = max(0, run.manifest["input"]["longest"] - FEWEST_QUERIES)
+    longest, is_causal = run.manifest["input"]["longest"], run.manifest["family"].get("causal", True)
+    last = max(0, longest - FEWEST_QUERIES) if is_causal else longest - 1
     sinks = clear_sinks(sinks)
     figure = new_figure(WIDE, 0.9 if sinks.empty else 2.5)
     figure.suptitle(title(run, WIDE))
@@ -42,6 +43,7 @@ def draw(run: RunData) -> Figure:
         return figure
     left, right = figure.subplots(1, 2, width_ratios=[1.35, 1])
     _positions(left, sinks, last, heads * sequences)
+    left.set_xlabel("position of the sink" + f" (with ≥ {FEWEST_QUERIES} queries behind it)" * is_causal)
     _tokens(right, sinks[sinks["position"] > 0], last, heads * sequences)
     return figure
 
@@ -63,7 +65,6 @@ def _positions(ax: Axes, sinks: pd.DataFrame, last: int, pairs: int) -> None:
     ax.set_ylabel("share of (head, sequence) pairs")
     whole_numbers(ax, "x")
     ax.set_xlim(-0.03 * max(last, 20), max(last, 0.5) + 0.03 * max(last, 20))
-    ax.set_xlabel(f"position of the sink (with ≥ {FEWEST_QUERIES} queries behind it)")
 
 
 def _tokens(ax: Axes, later: pd.DataFrame, last: int, pairs: int) -> None:

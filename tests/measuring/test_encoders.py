@@ -1,0 +1,361 @@
+"""Encoders, which attend both ways: their tables are plain transformers', and what is causal only is refused."""
+
+import json
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import torch.nn.functional as F
+from support import encoders
+from support.encoders import ENCODERS, SPECIAL, encoder, largest_error, word_tokenizer
+from support.plain import run_plainly
+from tiny import VOCAB, batched, ragged_tokens
+from transformers import AutoConfig, AutoModelForCausalLM, BartConfig, BartForConditionalGeneration, PreTrainedModel
+
+import sinkscope
+from sinkscope.attention.weights import AttentionRead
+from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.interventions import parse
+from sinkscope.measuring.observables import OBSERVABLES
+from sinkscope.measuring.observables.observable import Settings
+from sinkscope.measuring.passes import batches_of
+from sinkscope.measuring.subject import family_of, inputs_for
+from sinkscope.measuring.tracer import model_inputs, open_tracer
+from sinkscope.models.families import Family
+from sinkscope.models.loading import LoadedModel
+from sinkscope.options.measuring import make_config
+from sinkscope.text.batch import IGNORED, Batch
+from sinkscope.text.masking import masked
+
+LENGTHS = (20, 13, 17)
+SETTINGS = Settings(positions=20, window=6, epsilon=0.17)
+ROUND_OFF = 1e-10
+EACH_SIDE = pytest.mark.parametrize("side", ["right", "left"])
+
+
+@cache
+def known(name: str) -> tuple[PreTrainedModel, Family, list[list[np.ndarray]]]:
+    """An encoder, its family, and the attention weights of each sequence and layer by plain transformers."""
+    model = encoder(name)
+    family, _ = family_of(model)
+    return model, family, [encoders.weights_of(model, ids) for ids in ragged_tokens(LENGTHS)]
+
+
+def tables_of(model: PreTrainedModel, family: Family, batches: Sequence[Batch], *names: str) -> dict[str, pd.DataFrame]:
+    with open_tracer(model, family) as tracer:
+        observables = [OBSERVABLES[name](SETTINGS) for name in names]
+        for batch in batches:
+            tracer.forward(batch, observables)
+    return {name: table for observable in observables for name, table in observable.tables().items()}
+
+
+# ------------------------------------------------------------------------------------------- forward
+
+
+@EACH_SIDE
+@pytest.mark.parametrize("name", ENCODERS)
+def test_attention_is_that_of_plain_transformers(name: str, side: str) -> None:
+    """With a window that is shorter than the sequences; ModernBERT's own windows reach both ways."""
+    model, family, weights = known(name)
+    tables = tables_of(model, family, batched(ragged_tokens(LENGTHS), 2, side), "attention")
+    expected = {
+        "attention": encoders.attention_table(weights, 20, 6, 0.17),
+        "attention_heads": encoders.entropy_table(weights),
+        "sink_positions": encoders.sink_table(weights, 6, 0.17),
+    }
+    assert len(expected["sink_positions"])
+    assert max(largest_error(tables[table], rows) for table, rows in expected.items()) < ROUND_OFF
+
+
+def test_keys_that_are_not_read_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second chunk of queries is needed for the first to have keys behind it."""
+    model, family, _ = known("bert")
+    ids = ragged_tokens((90,))
+    expected = encoders.entropy_table([encoders.weights_of(model, ids[0])])
+    before = tables_of(model, family, batched(ids, 1), "attention")["attention_heads"]
+    monkeypatch.setattr(AttentionRead, "keys", lambda read, rows, columns=None: slice(0, rows.stop))
+    after = tables_of(model, family, batched(ids, 1), "attention")["attention_heads"]
+    assert largest_error(before, expected) < ROUND_OFF
+    assert largest_error(after, expected) > 1e-3
+
+
+@pytest.mark.parametrize("broken", ["one-sided window", "queries"])
+def test_what_is_taken_for_causal_is_noticed(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, family, weights = known("bert")
+    if broken == "one-sided window":
+        within = "sinkscope.attention.weights._within"
+        monkeypatch.setattr(within, lambda weights, rows, cols, window: weights.tril(0))
+    else:
+        own = Batch.queries
+        monkeypatch.setattr(Batch, "queries", lambda batch, count, window=None, causal=False: own(batch, count, window))
+    table = tables_of(model, family, batched(ragged_tokens(LENGTHS), 3), "attention")["attention"]
+    assert largest_error(table, encoders.attention_table(weights, 20, 6, 0.17)) > 1e-3
+
+
+def test_a_long_text_is_read_in_chunks() -> None:
+    """300 tokens: the first columns and a band around the diagonal."""
+    model = encoder("modernbert", max_position_embeddings=512)
+    family, _ = family_of(model)
+    ids = ragged_tokens((300,))
+    tables = tables_of(model, family, batched(ids, 1), "attention")
+    weights = [encoders.weights_of(model, ids[0])]
+    assert largest_error(tables["attention"], encoders.attention_table(weights, 20, 6, 0.17)) < ROUND_OFF
+    assert largest_error(tables["sink_positions"], encoders.sink_table(weights, 6, 0.17)) < ROUND_OFF
+
+
+@EACH_SIDE
+def test_geometry_is_over_the_queries_of_both_sides(side: str) -> None:
+    model, family, _ = known("bert")
+    sequences = ragged_tokens(LENGTHS)
+    table = tables_of(model, family, batched(sequences, 3, side), "geometry")["geometry"].query("layer == 0")
+    attention = model.bert.encoder.layer[0].attention.self
+    seen: dict[tuple[int, int], list[tuple[float, ...]]] = {}
+    for ids in sequences:
+        hidden = model.bert.embeddings(input_ids=torch.as_tensor(ids)[None])[0]
+        query, key = (part(hidden).unflatten(1, (4, -1)).transpose(0, 1) for part in (attention.query, attention.key))
+        logits = query @ key.transpose(1, 2) * attention.scaling
+        cosine = F.cosine_similarity(query[:, :, None], key[:, None], dim=-1)
+        others = (logits.sum(2, keepdim=True) - logits) / (len(ids) - 1)
+        for head, position in np.ndindex(4, len(ids)):
+            column = (cosine.mean(1)[head, position], (logits - others).mean(1)[head, position])
+            seen.setdefault((head, position), []).append(tuple(map(float, column)))
+    expected = pd.DataFrame([np.mean(seen[at], axis=0) for at in sorted(seen)], columns=["qk_cosine", "sink_logit_gap"])
+    assert largest_error(table, expected) < ROUND_OFF
+
+
+@EACH_SIDE
+@pytest.mark.parametrize("name", ENCODERS)
+def test_logits_are_the_bare_models_of_each_sequence_alone(name: str, side: str) -> None:
+    """Positions of a padded batch, too: RoBERTa's begin behind its padding token's number."""
+    model, family, _ = known(name)
+    assert family.first_position == (2 if name == "roberta" else 0)
+    sequences = ragged_tokens(LENGTHS)
+    (batch,) = batched(sequences, 3, side)
+    with torch.no_grad():
+        logits = model(**model_inputs(model, batch, first_position=family.first_position)).logits
+        for row, ids in enumerate(sequences):
+            alone = model(input_ids=torch.as_tensor(ids)[None]).logits[0]
+            assert float((logits[row][batch.attention_mask[row].bool()] - alone).abs().max()) < ROUND_OFF
+
+
+def test_an_encoder_that_is_a_decoder_is_causal() -> None:
+    config = AutoConfig.for_model("bert", **ENCODERS["bert"] | {"is_decoder": True})
+    family, _ = family_of(AutoModelForCausalLM.from_config(config).eval())
+    assert family.causal
+
+
+def test_an_encoder_decoder_is_refused() -> None:
+    config = BartConfig(d_model=16, encoder_layers=1, decoder_layers=1, vocab_size=VOCAB)
+    with pytest.raises(InputError, match="encoder–decoder"):
+        family_of(BartForConditionalGeneration(config).eval())
+
+
+def test_mask_sink_hides_a_key_from_the_tokens_before_it_too() -> None:
+    model, family, _ = known("bert")
+    hidden = 5
+    (batch,) = batched(ragged_tokens((12,)), 1)
+    allowed = torch.ones(12, 12, dtype=torch.bool)
+    allowed[:, hidden] = False
+    allowed[hidden, hidden] = True
+    with torch.no_grad():
+        bare = model(input_ids=batch.token_ids, attention_mask=allowed[None, None]).logits
+    with open_tracer(model, family, interventions=[parse(f"mask-sink:positions={hidden}")]) as tracer:
+        torch.testing.assert_close(tracer.logits(batch), bare, rtol=0, atol=1e-9)
+
+
+# ------------------------------------------------------------------------------------------ backward
+
+
+def loaded_encoder(name: str = "bert", dtype: torch.dtype = torch.float64) -> LoadedModel:
+    """With the tokenizer's padding token."""
+    return LoadedModel(encoder(name, dtype, pad_token_id=0), word_tokenizer(), name, name, None, None, ())
+
+
+def write_lines(path: Path, lengths: Sequence[int] = LENGTHS) -> str:
+    """Sequences [CLS] … [SEP] as JSON lines of token ids."""
+    words = [[1, *(int(word) % (VOCAB - 5) + 5 for word in ids), 2] for ids in ragged_tokens(lengths)]
+    path.write_text("\n".join(json.dumps({"input_ids": ids}) for ids in words))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "modernbert", "electra"])
+def test_gradients_are_those_of_the_masked_tokens_loss(name: str, tmp_path: Path) -> None:
+    """Of ragged sequences in one batch, against autograd on each alone."""
+    loaded = loaded_encoder(name)
+    options = {"input": write_lines(tmp_path / "ids.jsonl"), "seq_len": 24, "num_seqs": 3, "positions": 22}
+    tables = sinkscope.analyze(loaded, **options, observables="gradient,attention").tables
+    family, _ = family_of(loaded.model)
+    inputs = inputs_for(loaded, make_config(**options), family)
+    sums: dict[tuple[int, str], torch.Tensor] = {}
+    for ids, labels in inputs.masked or ():
+        plain = run_plainly(loaded.model, family.layers, torch.tensor(ids), torch.tensor(labels), inputs.num_predicted)
+        for pathway in ("query", "key", "value"):
+            for layer, x in enumerate(getattr(plain, pathway)):
+                gradient = x.grad[0].transpose(0, 1).flatten(1)
+                gradient = F.pad(gradient, (0, 0, 0, 22 - len(gradient)))
+                sums[layer, pathway] = sums.get((layer, pathway), torch.zeros(())) + gradient
+    table = tables["gradient"].query("head == -1")
+    for (layer, pathway), total in sums.items():
+        found = table.query(f"layer == {layer} and pathway == '{pathway}'")["grad_norm"].to_numpy()
+        assert np.abs(found - total.norm(dim=-1).numpy()).max() < ROUND_OFF
+        assert total[0].norm() > 0 or layer == 2  # also of query 0, which sees all keys
+    assert tables["gradient_check"]["identity_residual"].max() < 1e-9
+
+
+def test_what_is_measured_forward_is_of_the_text_as_it_is(tmp_path: Path) -> None:
+    """With gradients, which are of the masked text, all other tables are as without them."""
+    loaded, options = loaded_encoder(), {"input": write_lines(tmp_path / "ids.jsonl"), "seq_len": 24, "num_seqs": 3}
+    names = ("attention", "activation", "massive")
+    alone = sinkscope.analyze(loaded, **options, observables=names).tables
+    beside = sinkscope.analyze(loaded, **options, observables=(*names, "gradient")).tables
+    for name in names:
+        pd.testing.assert_frame_equal(alone[name], beside[name])
+
+
+def test_neither_batch_size_nor_order_nor_padding_changes_the_loss(tmp_path: Path) -> None:
+    loaded = loaded_encoder()
+    family, _ = family_of(loaded.model)
+    config = make_config(input=write_lines(tmp_path / "ids.jsonl"), seq_len=24, num_seqs=3)
+    inputs = inputs_for(loaded, config, family)
+    backwards = masked(inputs.sequences[::-1], word_tokenizer(), VOCAB, 0)
+    assert all(
+        np.array_equal(mine.ids, theirs.ids) and np.array_equal(mine.labels, theirs.labels)
+        for mine, theirs in zip(inputs.masked or (), backwards[::-1], strict=True)
+    )
+    losses = []
+    with open_tracer(loaded.model, family) as tracer:
+        for size, side in ((1, "right"), (2, "left"), (3, "right")):
+            losses.append(sum(tracer.forward_with_loss(batch, []) for batch in batches_of(inputs, size, side)))
+    assert max(losses) - min(losses) < 1e-9
+    expected = 0.0
+    for ids, labels in inputs.masked or ():
+        logits = loaded.model(input_ids=torch.tensor(ids)[None]).logits[0]
+        expected += float(F.cross_entropy(logits, torch.tensor(labels), reduction="sum"))
+    assert abs(losses[0] - expected) < 1e-9
+
+
+def test_tokens_are_masked_as_the_librarys_collator_does() -> None:
+    """15 % of all but special tokens; of these 80 % become [MASK] and 10 % another token."""
+    rows = [np.array([1, *row, 2]) for row in np.random.default_rng(0).integers(5, VOCAB, (200, 62))]
+    found = masked(rows, word_tokenizer(), VOCAB, 0)
+    ids, labels, own = (np.stack(parts) for parts in ([one.ids for one in found], [one.labels for one in found], rows))
+    chosen = labels != IGNORED
+    assert not chosen[:, [0, -1]].any()
+    assert (labels[chosen] == own[chosen]).all()
+    assert (ids[~chosen] == own[~chosen]).all()
+    assert abs(chosen[:, 1:-1].mean() - 0.15) < 0.01
+    assert abs((ids[chosen] == SPECIAL.index("[MASK]")).mean() - 0.8) < 0.03
+    assert 0.05 < ((ids != own) & (ids != SPECIAL.index("[MASK]"))).sum() / chosen.sum() < 0.13
+    assert not np.array_equal(np.stack([one.ids for one in masked(rows, word_tokenizer(), VOCAB, 1)]), ids)
+
+
+# -------------------------------------------------------------------------------------------- inputs
+
+
+TEXT = " ".join(f"w{number % 80} ." for number in range(400))
+
+
+@pytest.mark.parametrize(("bos", "ends"), [("auto", (1, 2)), ("never", (5, 6))])
+def test_a_text_stands_between_cls_and_sep(tmp_path: Path, bos: str, ends: tuple[int, int]) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    loaded = loaded_encoder()
+    family, _ = family_of(loaded.model)
+    inputs = inputs_for(loaded, make_config(input=str(tmp_path / "text.txt"), seq_len=16, num_seqs=4, bos=bos), family)
+    assert [len(ids) for ids in inputs.sequences] == [16] * 4
+    if bos == "auto":
+        assert all((ids[0], ids[-1]) == ends and not np.isin(ids[1:-1], ends).any() for ids in inputs.sequences)
+    else:
+        assert not any(np.isin(ids, (1, 2)).any() for ids in inputs.sequences)
+
+
+def test_a_short_prompt_ends_with_sep_and_a_long_one_too() -> None:
+    loaded = loaded_encoder()
+    family, _ = family_of(loaded.model)
+    for words, length in (("w1 w2", 4), (TEXT, 16)):
+        (ids,) = inputs_for(loaded, make_config(prompt=words, seq_len=16), family).sequences
+        assert (len(ids), ids[0], ids[-1]) == (length, 1, 2)
+
+
+# ------------------------------------------------------------------------------------------ commands
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("encoder")
+    encoder("bert", torch.float32).save_pretrained(path)
+    word_tokenizer().save_pretrained(path)
+    (path / "text").with_suffix(".txt").write_text(TEXT)
+    return path
+
+
+def test_a_folder_gives_every_table(folder: Path) -> None:
+    options = {"input": str(folder / "text.txt"), "seq_len": 20, "num_seqs": 6, "epsilon": 0.06}
+    run = sinkscope.analyze(folder, **options)
+    assert set(run.tables) >= {"attention", "sink_positions", "gradient", "geometry", "attention_maps", "massive_map"}
+    assert not run.manifest["family"]["causal"]
+    assert 0 < run.manifest["input"]["masked"] < run.manifest["input"]["tokens"] / 3
+    (left, right) = run.figure("sink-positions").axes
+    assert left.get_xlabel() == "position of the sink"
+    assert "[SEP]" in [label.get_text() for label in right.get_yticklabels()]
+    maps = run.tables["attention_maps"]
+    assert (maps["key"] > maps["query"]).any()
+    assert np.allclose(maps.groupby(["layer", "head", "query"])["weight"].sum(), 1, atol=1e-5)
+    assert set(run.tables["sink_positions"]["token"]) & {"[CLS]", "[SEP]", "."}
+    assert "both ways" in str(run.verdict)
+
+
+def test_quantizing_costs_masked_tokens_loss(folder: Path) -> None:
+    options = {"input": str(folder / "text.txt"), "seq_len": 20, "num_seqs": 6, "calibration": 2}
+    one_layer = encoder("bert", torch.float32, num_hidden_layers=1)
+    table = sinkscope.quantize(one_layer, tokenizer=word_tokenizer(), **options).tables["quantization"]
+    assert np.isfinite(table["loss"]).all()
+    assert table.loc[table["setting"] == "all", "quantized"].iloc[0] == 3 * (6 + 1)  # one is in the LM head
+
+
+def test_interventions_are_measured_by_masked_tokens_loss(folder: Path) -> None:
+    options = {"input": str(folder / "text.txt"), "seq_len": 20, "num_seqs": 4, "draws": 1}
+    effects = sinkscope.intervene(folder, "mask-sink", **options).tables["effect"]
+    assert np.isfinite(effects.query("metric == 'loss'")["value"]).all()
+
+
+REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "streaming": (lambda path: sinkscope.intervene(path, "streaming-window"), "it attends both ways"),
+    "its own text": (lambda path: sinkscope.analyze(path, input="sampled"), "writes no text"),
+    "retrofit": (lambda path: sinkscope.retrofit(path, "vga", out=path / "out", quiet=True), "attends both ways"),
+    "train": (
+        lambda path: sinkscope.train(path / "config.json", "none", out=path / "out", text=str(path / "text.txt")),
+        "attends both ways",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_causal_only_is_refused_with_the_reason(folder: Path, what: str) -> None:
+    call, reason = REFUSED[what]
+    with pytest.raises(InputError, match=reason) as caught:
+        call(folder)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_without_a_mask_token_there_is_no_loss() -> None:
+    run = sinkscope.analyze(encoder("bert"), input="random", seq_len=12, num_seqs=2)
+    assert "no tokenizer that names a mask token" in run.manifest["not_measured"]["gradient"]
+    with pytest.raises(InputError, match="no tokenizer that names a mask token"):
+        sinkscope.quantize(encoder("bert"), input="random", seq_len=12, num_seqs=2, calibration=1)
+
+
+def test_an_encoder_without_a_head_is_measured_but_for_gradients() -> None:
+    run = sinkscope.analyze(encoder("bert").base_model, tokenizer=word_tokenizer(), input="random", seq_len=12)
+    assert "without a head" in run.manifest["not_measured"]["gradient"]
+    assert sinkscope.doctor(encoder("bert").base_model).ok
+
+
+def test_attention_that_is_made_causal_is_caught_in_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sinkscope.models.wiring._sees_later_tokens", lambda *_: False)
+    with pytest.raises(SinkscopeError, match="computes something else than by itself"):
+        sinkscope.analyze(encoder("bert"), input="random", seq_len=12, num_seqs=2)
