@@ -6,7 +6,7 @@ import logging
 import re
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -76,7 +76,7 @@ def _gguf_kind(path: Path) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bars and warnings of the libraries on stderr until the end of the block.
+    """No progress bars, warnings and banners of the libraries until the end of the block.
 
     Loggers write to the stderr that they were made with, so their level is raised; bars and warnings write to the
     current one, and the bar for GGUF files has no switch.
@@ -86,7 +86,7 @@ def quiet() -> Iterator[None]:
     try:
         for logger in loggers:
             logger.set_verbosity(logging.CRITICAL)  # what becomes an error is reported as one
-        with redirect_stderr(io.StringIO()):
+        with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
             yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):

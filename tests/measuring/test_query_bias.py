@@ -300,8 +300,9 @@ def test_a_norm_behind_the_projection_is_a_reason() -> None:
 
 def test_weights_that_cannot_be_read_are_a_reason() -> None:
     model = tiny_model("gpt2").to("meta")
-    reason = QueryBias.inapplicable(model, find_family(model))
-    assert reason == "its weights cannot be read here: they are offloaded or quantized"
+    assert QueryBias.inapplicable(model, find_family(model)) == "its weights cannot be read here: they are offloaded"
+    model.transformer.h[1].attn.c_attn.weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.uint8), False)
+    assert "its weights are quantized" in str(QueryBias.inapplicable(model, find_family(model)))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
