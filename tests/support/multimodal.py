@@ -68,7 +68,7 @@ NEEDED: dict[str, dict[str, Any]] = {
         "num_filters": 8,
         "codebook_dim": 8,
         "codebook_size": 32,
-        "num_quantizers": 2,
+        "num_quantizers": 8,
         "num_hidden_layers": 1,
     },
     "nemotron3_5_transcribe_word_timestamp": {"blank_token_id": 95},
@@ -81,6 +81,7 @@ NEEDED: dict[str, dict[str, Any]] = {
         "downsampling_ratios": [2],
     },
     "step3p5": {"sliding_window": 6},
+    "unlimited_ocr_text": {"num_key_value_heads": 4},
 }
 # What a model has to be told of each token of text alone: that it follows PaliGemma's prompt, and sees those before it
 TOLD: dict[str, dict[str, int]] = {"paligemma": {"token_type_ids": 1}}
