@@ -14,7 +14,7 @@ from sinkscope.commands.result import Result
 from sinkscope.interventions import INTERVENTIONS, Target
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.gradient import undefined_ratios
-from sinkscope.measuring.observables.observable import ATTENTION_SITES, Observable, Settings
+from sinkscope.measuring.observables.observable import ATTENTION_SITES, NO_ATTENTION, Observable, Settings
 from sinkscope.measuring.parity import TOLERANCE, largest_difference
 from sinkscope.measuring.subject import ModelLike, family_of, load_model, options_of
 from sinkscope.measuring.tracer import open_tracer
@@ -86,6 +86,8 @@ def _examined(loaded: LoadedModel) -> Report:
     ]
     if has_denominators(loaded.model):
         report.notes.append("attention weights: transformers' eager attention lacks this model's denominator term")
+    elif not family.has_attention:
+        report.notes.append(f"attention weights: {NO_ATTENTION}")
     elif family.door == "interface":
         report.checks.append(_weights(loaded.model, family, batch))
     else:

@@ -110,12 +110,25 @@ def family_of(model: PreTrainedModel) -> tuple[Family, list[str]]:
             vocabulary = len(embedding_weight(model))
             if vocabulary == 0:
                 raise InputError("it has no token embeddings")
-            few = torch.arange(3, 11, device=model.device)[None] % vocabulary
+            few = torch.arange(3, 14, device=model.device)[None] % vocabulary
             family = calibrate(model, few)
         except InputError as error:
             raise InputError(f"{missing}\n{error}") from None
-        note = f"'{family.name}' has no row in the table of families: wired numerically as {family.wiring}"
-        return family, [note]
+        return family, _found(family, len(family.layer_modules(model)))
+
+
+def _found(family: Family, depth: int) -> list[str]:
+    """What the user should know of a row that was calibrated."""
+    notes = [f"'{family.name}' has no row in the table of families: wired numerically as {family.wiring}"]
+    unknown = [str(layer) for layer in range(depth) if family.block(layer).wiring == "unknown"]
+    if unknown:
+        which = "every layer" if len(unknown) == depth else f"layer {', '.join(unknown)}"
+        notes.append(
+            f"what {which} adds to the residual stream is no sum that is known: only input and output are read"
+        )
+    if family.copies is not None:
+        notes.append(f"its residual stream is measured as the mean of the {family.copies.count} copies that it keeps")
+    return notes
 
 
 def inputs_for(loaded: LoadedModel, config: RunConfig) -> TokenInputs:

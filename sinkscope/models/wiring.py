@@ -11,9 +11,10 @@ from torch import nn
 
 from sinkscope.errors import InputError, described
 from sinkscope.models import families
-from sinkscope.models.attention_functions import attending_by
-from sinkscope.models.discovery import Layer, first_floats, record
+from sinkscope.models.attention_modules import find_attentions, is_gated
+from sinkscope.models.discovery import ULPS, Event, Layer, first_floats, record
 from sinkscope.models.families import ATTENTION, RESIDUAL_SITES, Block, Family, first_tensor
+from sinkscope.models.streams import Copies, find_copies
 
 
 @torch.no_grad()
@@ -36,11 +37,12 @@ def read_sites(model: nn.Module, family: Family, token_ids: torch.Tensor) -> lis
                 else:
                     hooks.enter_context(module.register_forward_hook(partial(_keep_output, kept, address)))
         model(token_ids, use_cache=False)
-    return [_summed(family.block(index), kept) for index, kept in enumerate(records)]
+    return [_summed(family, family.block(index), kept) for index, kept in enumerate(records)]
 
 
-def _summed(block: Block, kept: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _summed(family: Family, block: Block, kept: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Each site as it enters the residual stream."""
+    kept = {address: family.stream(x) for address, x in kept.items()}
     shape = kept["input"].shape
     found = {}
     for site in RESIDUAL_SITES:
@@ -57,7 +59,9 @@ def layer_output(model: nn.Module, family: Family, layer: int, inputs: dict[str,
     kept: list[torch.Tensor] = []
     path, _, _ = family.block(layer).sites["layer_out"].rpartition(".")
     module = family.layer_modules(model)[layer].get_submodule(path)
-    handle = module.register_forward_hook(lambda module, args, output: kept.append(first_tensor(output).cpu()))
+    handle = module.register_forward_hook(
+        lambda module, args, output: kept.append(family.stream(first_tensor(output)).cpu())
+    )
     try:
         model(**inputs)
     finally:
@@ -84,12 +88,14 @@ def check_wiring(block: Block, sites: dict[str, torch.Tensor]) -> float:
     """
     stream = sites["layer_in"].double()
     expected = []
+    if block.wiring == "unknown":
+        return 0.0
     for branch, behind in (("attn_out", "mid"), ("mlp_out", "layer_out")):
         if branch in sites:
             stream = stream + sites[branch].double()
         if behind in sites and (behind == "mid" or block.wiring != "post-norm"):
             expected.append((stream, sites[behind]))
-    return max(float((a - b).abs().max() / b.abs().max()) for a, b in expected)
+    return max((float((a - b).abs().max() / b.abs().max()) for a, b in expected), default=0.0)
 
 
 def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
@@ -100,7 +106,7 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
         token_ids: (B,T), a few tokens to run.
 
     Raises:
-        InputError: it has no softmax attention, attends both ways, or a layer is not built in a way that is known.
+        InputError: it fails by itself, attends both ways, or in a form that is not measured.
     """
     name, inputs = model.config.model_type, {"input_ids": token_ids, "use_cache": False}
     try:
@@ -110,40 +116,82 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
     layers = list(model.get_submodule(path).children())
     if _sees_later_tokens(model, layers[-1], token_ids):
         raise InputError(f"'{name}' attends both ways, to later tokens too: only causal models are measured")
-    door = _door(model)
-    attentions = attention_paths(model, path, layers, inputs) if door == "interface" else _named_attentions(layers)
-    if not any(attentions):
-        raise InputError(f"'{name}' has no softmax attention in any layer")
-    eps = torch.finfo(next(model.parameters()).dtype).eps
-    kinds = _kinds(model, attentions)
-    blocks = []
-    for index, events in enumerate(record(model, layers, inputs)):
-        block = Layer(layers[index], events, eps, attentions[index]).block(kinds[index]) if events else None
-        if block is None:
-            raise InputError(
-                f"'{name}': what layer {index} adds to the residual stream is not in a form that is known "
-                f"({type(layers[index]).__name__} at '{path}.{index}'): it needs a row in sinkscope/models/families.py"
-            )
-        blocks.append(block)
-    first = next(at for at, block in enumerate(blocks) if block.attention)
-    main = blocks[first]
-    attention = layers[first].get_submodule(main.attention)
-    projections = _projections(model, attention)
+    attentions = find_attentions(model, path, layers, inputs)
+    records = record(model, layers, inputs)
+    _check_outputs(name, records)
+    blocks = _blocks(model, layers, records, attentions.paths)
+    copies = _copies(model, records[0][0].x, token_ids, blocks)
+    known = [at for at, block in enumerate(blocks) if block.wiring != "unknown"]
+    first = next((at for at, block in enumerate(blocks) if block.attention), next(iter(known), 0))
+    main, pairs = blocks[first], zip(layers, blocks, strict=True)
+    attending = [layer.get_submodule(block.attention) for layer, block in pairs if block.attention]
+    are_alike = all(block == Block(main.attention, main.sites, main.wiring) for block in blocks)
     return Family(
         name=name,
         layers=path,
         attention=main.attention,
         sites=main.sites,
         wiring=main.wiring,
-        door=door,
+        door=attentions.door,
         mlp=_feed_forward(layers[first], main),
-        blocks=()
-        if all(block == Block(main.attention, main.sites, main.wiring) for block in blocks)
-        else tuple(blocks),
-        **_positions(model, model.config.get_text_config()),
-        gated=door == "interface" and _is_gated(model, attention, projections["output"], inputs),
-        **projections,
+        blocks=() if are_alike else tuple(blocks),
+        copies=copies,
+        **_attention_fields(model, attending, attentions.door, inputs),
     )
+
+
+def _attention_fields(model: Any, attending: list[nn.Module], door: str, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a row that its attention modules decide."""
+    if not attending:
+        return {"positions": "none", "qkv": (), "output": ""}
+    fields = _projections(model, attending) | _positions(model, model.config.get_text_config())
+    gated = door == "interface" and is_gated(model, attending[0], fields["output"], inputs)
+    return fields | {"gated": gated}
+
+
+def _check_outputs(name: str, records: list[list[Event]]) -> None:
+    """Whether every layer ran and gives numbers."""
+    for layer, events in enumerate(records):
+        if not any(event.address == "output" for event in events):
+            raise InputError(f"'{name}': layer {layer} does not run on token ids alone")
+        out = next(event.x for event in reversed(events) if event.address == "output")
+        if not out.isfinite().all() or not out.any():
+            gives = "only zeros" if out.isfinite().all() else "NaN or infinite numbers"
+            raise InputError(f"'{name}': layer {layer} gives {gives}: are its weights what they should be?")
+
+
+def _copies(model: Any, stream: torch.Tensor, token_ids: torch.Tensor, blocks: list[Block]) -> Copies | None:
+    """Of the residual stream, as the first layer takes it.
+
+    Raises:
+        InputError: it is not in the order of the tokens.
+    """
+    tokens, config = token_ids.shape, model.config.get_text_config()
+    if any(block.wiring != "unknown" for block in blocks) and stream.shape[:-1] == tokens:
+        return None
+    copies = find_copies(stream, tokens, getattr(config, "hidden_size", stream.shape[-1]))
+    if copies is None and stream.shape[:-1] != tokens:
+        raise InputError(
+            f"'{config.model_type}': its layers take {tuple(stream.shape[:-1])} vectors for {tuple(tokens)} tokens, "
+            "so positions in its layers are not those of the text"
+        )
+    return copies
+
+
+def _blocks(model: Any, layers: list[nn.Module], records: list[list[Event]], attentions: list[str]) -> list[Block]:
+    """How each layer is built. One in which nothing is added (its last projections are 0) is built as its like are."""
+    eps = torch.finfo(next(model.parameters()).dtype).eps
+    kinds = _kinds(model, attentions)
+    views = [Layer(*parts) for parts in zip(layers, records, attentions, kinds, [eps] * len(layers), strict=True)]
+    found = [view.block() for view in views]
+    alike = {(type(layer), block.attention): block for layer, block in zip(layers, found, strict=True) if block}
+    blocks = []
+    for layer, view, block in zip(layers, views, found, strict=True):
+        other = alike.get((type(layer), view.attention))
+        if block is None and other is not None and check_wiring(other, view.sites(other)) <= ULPS * eps:
+            block = other
+        blocks.append(block or view.ends())
+    return blocks
 
 
 @torch.no_grad()
@@ -181,7 +229,12 @@ def _is_chain(ends: list[list[torch.Tensor]]) -> bool:
     """Whether all entries ran once, and each on what the one before gave."""
     if any(len(pair) != 2 for pair in ends):
         return False
-    return all(torch.equal(before[1], after[0]) for before, after in pairwise(ends))
+    return all(_equal(before[1], after[0]) for before, after in pairwise(ends))
+
+
+def _equal(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Bit for bit, where both may hold NaN."""
+    return x.shape == y.shape and torch.allclose(x, y, rtol=0, atol=0, equal_nan=True)
 
 
 @torch.no_grad()
@@ -202,91 +255,6 @@ def _sees_later_tokens(model: nn.Module, last: nn.Module, token_ids: torch.Tenso
     return float(changes.max()) > max(torch.finfo(kept[0].dtype).eps ** 0.5, 1e-5)  # some parts are in float32
 
 
-def attention_paths(model: nn.Module, path: str, layers: list[nn.Module], inputs: dict[str, Any]) -> list[str]:
-    """By layer the path of the module that calls transformers' attention function; "" where none does.
-
-    Raises:
-        InputError: a layer attends more than once, or in code of its own beside layers that do not.
-    """
-    names = {module: name for name, module in model.named_modules()}
-    callers = [names[module].removeprefix(f"{path}.") for module, _ in _calls(model, inputs) if module in names]
-    found: list[list[str]] = [[] for _ in layers]
-    for caller in callers:
-        index, _, inner = caller.partition(".")
-        if index.isdecimal() and int(index) < len(layers):
-            found[int(index)].append(inner)
-    for index, inner_paths in enumerate(found):
-        if len(inner_paths) > 1 and _is_shared(layers[index].get_submodule(inner_paths[0]), layers):
-            raise InputError("several layers share one attention module, which is not measured")
-        if len(inner_paths) > 1:
-            raise InputError(f"layer {index} attends {len(inner_paths)} times, of which one softmax is not the whole")
-        own = None if inner_paths else _attention_class(layers[index])
-        if own is not None:
-            raise InputError(f"layer {index}: its {own} does not call transformers' attention functions")
-    return [inner_paths[0] if inner_paths else "" for inner_paths in found]
-
-
-def _is_shared(module: nn.Module, layers: list[nn.Module]) -> bool:
-    return sum(any(part is module for part in layer.modules()) for layer in layers) > 1
-
-
-@torch.no_grad()
-def _calls(model: nn.Module, inputs: dict[str, Any]) -> list[tuple[nn.Module, torch.Tensor]]:
-    """The modules that call an attention function of transformers, in their order, and what it gives, (B,T,H,d)."""
-    calls: list[tuple[nn.Module, torch.Tensor]] = []
-
-    def listening(own: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("position_bias") is not None:
-            raise InputError("its attention adds a learned position bias, which is not measured")
-        given = own(module, *args, **kwargs)
-        calls.append((module, given[0].detach().clone()))
-        return given
-
-    with attending_by(listening):
-        model(**inputs)
-    return calls
-
-
-@torch.no_grad()
-def _is_gated(model: nn.Module, attention: nn.Module, output: str, inputs: dict[str, Any]) -> bool:
-    """Whether the output projection takes what attention gives times factors between 0 and 1 that no module makes."""
-    if not output:
-        return False
-    given: list[torch.Tensor] = []
-    with ExitStack() as hooks:
-        for module in attention.modules():
-            hooks.enter_context(
-                module.register_forward_hook(lambda module, args, result: given.append(first_tensor(result)))
-            )
-        projection = attention.get_submodule(output)
-        taken: list[torch.Tensor] = []
-        hooks.enter_context(projection.register_forward_pre_hook(lambda module, args: taken.append(args[0].clone())))
-        mix = next(mix for module, mix in _calls(model, inputs) if module is attention)
-    x, plain = taken[0], mix.flatten(2)
-    if x.shape != plain.shape or any(isinstance(other, torch.Tensor) and torch.equal(other, x) for other in given):
-        return False
-    factors = (x / plain)[plain.abs() > plain.abs().median() / 100]
-    return not torch.equal(x, plain) and bool(((factors > 0) & (factors < 1)).all())
-
-
-# in the names of classes that mix tokens in another way than by a softmax
-NO_SOFTMAX = ("Linear", "Lightning", "Delta", "Mamba", "Recurrent", "Retention", "Conv", "Kda", "KDA")
-
-
-def _attention_class(layer: nn.Module) -> str | None:
-    """The class of a layer's softmax attention, by its name; None where it has none."""
-    kinds = (type(module).__name__ for module in layer.modules())
-    return next((kind for kind in kinds if "Attention" in kind and not any(word in kind for word in NO_SOFTMAX)), None)
-
-
-def _named_attentions(layers: list[nn.Module]) -> list[str]:
-    """By layer the path of its attention module, by the names that are usual."""
-    return [
-        next((path for path in _ATTENTIONS if _has(layer, path)), "") if _attention_class(layer) else ""
-        for layer in layers
-    ]
-
-
 def _kinds(model: Any, attentions: list[str]) -> list[str]:
     """What each layer mixes tokens by, as the configuration names it."""
     config = model.config.get_text_config()
@@ -303,12 +271,14 @@ def _feed_forward(layer: nn.Module, block: Block) -> tuple[str, ...]:
     return known or ((address.partition(".")[0],) if address else ())
 
 
-def _projections(model: Any, attention: nn.Module) -> dict[str, Any]:
-    """Fields of a row. How one projection holds all three cannot be seen from outside: `qkv` is empty then."""
-    known = ("q_proj", "k_proj", "v_proj")
+def _projections(model: Any, attentions: list[nn.Module]) -> dict[str, Any]:
+    """Fields of a row. How one projection holds all three cannot be seen from outside: `qkv` is empty then, as it is
+    where some layers have other keys than their own.
+    """
+    known, attention = ("q_proj", "k_proj", "v_proj"), attentions[0]
     output = next((name for name in ("o_proj", "out_proj", "c_proj", "dense", "wo") if _has(attention, name)), "")
     heads = model.config.get_text_config().num_attention_heads
-    if not all(_has(attention, name) for name in known):
+    if not all(_has(other, name) for other in attentions for name in known):
         return {"qkv": (), "fused": "", "output": output}
     widths = [getattr(attention.get_submodule(name), "out_features", 0) for name in known]
     if not all(widths):  # in a module that is no plain matrix
@@ -329,9 +299,6 @@ def _positions(model: nn.Module, config: Any) -> dict[str, Any]:
     return {"positions": positions, "position_embedding": "", "position_offset": 0}
 
 
-_ATTENTIONS = ("attn.attention", "self_attn", "self_attention", "attention", "attn", "multi_head_attention")
-
-
 def _has(layer: nn.Module, path: str) -> bool:
     """Whether a module exists."""
     try:
@@ -339,9 +306,3 @@ def _has(layer: nn.Module, path: str) -> bool:
     except AttributeError:
         return False
     return True
-
-
-def _door(model: Any) -> str:
-    """By transformers' own check before it changes the attention implementation."""
-    able = getattr(model, "_can_set_attn_implementation", None)
-    return "interface" if able is not None and able() else "interceptor"

@@ -6,11 +6,10 @@
 from pathlib import Path
 
 import pytest
-from support.every_model import differences, every_type, row_of
+from support.every_model import ROUND_OFF, differences, every_type, precision, row_of
 from sweep_models import BEGIN, README, readme_list, written_rows
 
 ROWS = {row["model_type"]: row for row in written_rows()}
-ROUND_OFF = 1e-6  # models of float64 take their norms, and some their softmax, in float32
 
 # One for each way in which a layer is built that no other here has.
 DIFFERENT = (
@@ -36,4 +35,4 @@ def test_what_becomes_of_it(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", DIFFERENT)
 def test_what_is_measured_is_what_plain_transformers_compute(model_type: str, tmp_path: Path) -> None:
-    assert max(differences(model_type, tmp_path / "ids.npy").values()) < ROUND_OFF
+    assert max(differences(model_type, tmp_path / "ids.npy").values()) < ROUND_OFF[precision(model_type)]

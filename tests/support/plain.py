@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -36,14 +37,18 @@ class Plain:
 
 
 def run_plainly(model: PreTrainedModel, layers: str, ids: torch.Tensor) -> Plain:
-    """One sequence of ids (T,) forward, and its mean cross-entropy backward, of a float64 model."""
+    """One sequence of ids (T,) forward, and its mean cross-entropy backward, of a float64 model.
+
+    Of a model that attends in code of its own there are weights only, as it gives them out.
+    """
     found = Plain()
+    width = getattr(model.config.get_text_config(), "hidden_size", None)
     handles = [
-        layer.register_forward_pre_hook(partial(_keep_input, found), with_kwargs=True)
+        layer.register_forward_pre_hook(partial(_keep_input, found, len(ids), width), with_kwargs=True)
         for layer in model.get_submodule(layers)
     ]
     try:
-        with _dense(found), torch.enable_grad():
+        with _dense(model, found), torch.enable_grad():
             embedded = model.get_input_embeddings()(ids[None]).detach().requires_grad_(True)
             with _in_place_of_the_embeddings(model, embedded):
                 logits = model(input_ids=ids[None], use_cache=False).logits
@@ -52,12 +57,29 @@ def run_plainly(model: PreTrainedModel, layers: str, ids: torch.Tensor) -> Plain
         for handle in handles:
             handle.remove()
     found.logits = logits[0].detach()
+    if not found.weights:
+        found.weights = _given_out(model, ids)
     return found
 
 
-def _keep_input(found: Plain, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+@torch.no_grad()
+def _given_out(model: PreTrainedModel, ids: torch.Tensor) -> list[torch.Tensor]:
+    """Attention weights that the model itself returns; none where it returns none, or makes them without its mask."""
+    given = model(input_ids=ids[None], use_cache=False, output_attentions=True)
+    found = [weights[0] for weights in getattr(given, "attentions", None) or () if weights is not None]
+    return [] if any(weights.triu(1).any() for weights in found) else found
+
+
+def _keep_input(
+    found: Plain, length: int, width: int | None, module: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> None:
+    """(T,D): the mean of its copies where there are several, (1,T,S,D), (1,T,S·D) or (S,1,T,D)."""
     values = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
-    found.hidden.append(next(value for value in values if value.is_floating_point())[0].detach())
+    x = next(value for value in values if value.is_floating_point()).detach()
+    if x.shape[:2] == (1, length):
+        found.hidden.append(x.view(length, -1, width or x.shape[-1]).mean(1))
+    else:
+        found.hidden.append(x[:, 0].mean(0))
 
 
 @contextmanager
@@ -67,8 +89,10 @@ def _in_place_of_the_embeddings(model: PreTrainedModel, embedded: torch.Tensor) 
 
 
 @contextmanager
-def _dense(found: Plain) -> Iterator[None]:
+def _dense(model: PreTrainedModel, found: Plain) -> Iterator[None]:
     softmax = F.softmax
+    files = {type(module).__module__ for module in model.modules()}
+    tables = [ALL_ATTENTION_FUNCTIONS, *(vars(sys.modules[file]).get("ALL_ATTENTION_FUNCTIONS") for file in files)]
 
     def in_float64(x: torch.Tensor, dim: int = -1, dtype: Any = None, **_: Any) -> torch.Tensor:
         return softmax(x, dim=dim)
@@ -89,11 +113,11 @@ def _dense(found: Plain) -> Iterator[None]:
         found.weights.append(weights[0].detach())
         return mix, weights
 
-    before = {name: ALL_ATTENTION_FUNCTIONS.get(name) for name in ("sdpa", "eager")}
-    for name in before:
-        ALL_ATTENTION_FUNCTIONS[name] = attend
+    tables = list({id(table): table for table in tables if table is not None}.values())
+    for table, name in product(tables, ("sdpa", "eager")):
+        table[name] = attend
     try:
         yield
     finally:
-        for name in before:
-            del ALL_ATTENTION_FUNCTIONS[name]
+        for table, name in product(tables, ("sdpa", "eager")):
+            del table[name]
