@@ -122,10 +122,8 @@ def _found(family: Family, depth: int) -> list[str]:
     notes = [f"'{family.name}' has no row in the table of families: wired numerically as {family.wiring}"]
     unknown = [str(layer) for layer in range(depth) if family.block(layer).wiring == "unknown"]
     if unknown:
-        which = "every layer" if len(unknown) == depth else f"layer {', '.join(unknown)}"
-        notes.append(
-            f"what {which} adds to the residual stream is no sum that is known: only input and output are read"
-        )
+        which = "its layers add" if len(unknown) == depth else f"layer {', '.join(unknown)} adds"
+        notes.append(f"what {which} to the residual stream is no sum that is known: only input and output are read")
     if family.copies is not None:
         notes.append(f"its residual stream is measured as the mean of the {family.copies.count} copies that it keeps")
     return notes

@@ -149,7 +149,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": 96,
     },
     "gemma4_unified_text": {"per_layer_config": {}, "head_dim": 8, "layer_types": _WINDOWS, "num_kv_shared_layers": 0},
-    "dots3_note": {"vision_config": {"mlp_layer_types": ["dense"], "num_hidden_layers": 1}},
+    "dots3_note": {
+        "vision_config": {"mlp_layer_types": ["dense"], "num_hidden_layers": 1, "adapter_out_dim": 32},
+        "audio_config": {"num_hidden_layers": 1, "adapter_out_dim": 32},
+    },
     "dots3_note_text": {
         "head_dim": 16,
         "num_attention_heads": 4,
