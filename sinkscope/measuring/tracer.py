@@ -180,6 +180,11 @@ class Tracer:
         except OutOfOrderError as error:  # a tap that never ran
             raise _unrecognized(layer) from error
         sequences, length = batch.token_ids.shape
+        if seam.call is not None and seen["key"].shape[2] != length:
+            raise SinkscopeError(
+                f"layer {layer} attends to {seen['key'].shape[2]} keys for {length} tokens: keys that are no token's "
+                "are not measured"
+            )
         expected = (sequences, seen["query"].shape[1], length)
         if seam.call is None or seen["lse"].shape != expected or seen["key"].shape[2] != length:
             raise _unrecognized(layer)

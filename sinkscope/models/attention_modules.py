@@ -74,7 +74,7 @@ def _check_one(index: int, paths: list[str], layers: list[nn.Module]) -> None:
     if _is_shared(layers[index].get_submodule(paths[0]), layers):
         raise InputError("several layers share one attention module, which is not measured")
     if len(set(paths)) > 1:
-        raise InputError(f"layer {index} has {len(paths)} attention modules, one after the other: only one is measured")
+        raise InputError(f"layer {index} has {len(paths)} attention modules, which is not measured")
     raise InputError(
         f"layer {index} attends {len(paths)} times and combines what it gets: no single softmax is its attention"
     )

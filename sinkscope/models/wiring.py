@@ -212,7 +212,12 @@ def layer_stack(model: Any, inputs: dict[str, Any]) -> str:
         path for path, entries in lists.items() if entries and _is_chain([ends.get(entry, []) for entry in entries])
     ]
     if not chains:
-        raise InputError(f"'{model.config.model_type}': no list of layers through which the tokens pass one by one")
+        runs = [{len(ends.get(entry, ())) // 2 for entry in entries} for entries in lists.values()]
+        loops = [run for run, *others in runs if run > 1 and not others]
+        why = f" (layers that run {max(loops)} times, in a loop, are not measured)" if loops else ""
+        raise InputError(
+            f"'{model.config.model_type}': no list of layers through which the tokens pass one by one{why}"
+        )
     return max(chains, key=lambda path: sum(parameter.numel() for parameter in model.get_submodule(path).parameters()))
 
 
