@@ -20,7 +20,7 @@ from sinkscope.attention.taps import Seam
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.models.edits import edited_output
 from sinkscope.models.families import Family
-from sinkscope.models.projections import Projection, Role, projections
+from sinkscope.models.projections import Projection, Role, lacking, projections
 from sinkscope.retrofits.registers import registers_before
 
 
@@ -98,9 +98,9 @@ class Target:
         """D of the residual stream."""
         return int(self.model.config.get_text_config().hidden_size)
 
-    def without_projections(self) -> str | None:
-        """Why the projections of this model cannot be edited; None where they can."""
-        return None if self.family.qkv else "how it keeps q, k and v together is not known: its row needs `qkv`"
+    def without_projection(self, role: Role) -> str | None:
+        """Why this projection cannot be edited; None where it can."""
+        return lacking(self.family, self.family.attentions(self.model), role)
 
     def projection(self, layer: int, role: Role) -> Projection:
         return projections(self.model, self.family, layer)[role]
@@ -319,18 +319,20 @@ def edited_positions(
 ) -> Iterator[None]:
     """Edit the outputs (B,T,X) of modules at some positions: edit(module, position, (n,X)) → (n,X).
 
+    Latents are also kept as (B,1,T,X), as one head's.
+
     Raises:
         SinkscopeError: at the end, no forward pass had any of the positions.
     """
 
     def changed(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        x = x.clone()
+        shape, x = x.shape, x.clone().flatten(1, -2)
         for position in positions:
             rows, columns = target.layout.locate(x, position)
             if len(rows):
                 x[rows, columns] = edit(module, position, x[rows, columns])
                 touch()
-        return x
+        return x.view(shape)
 
     with must_touch(name, f"position {', '.join(map(str, positions))}") as touch, ExitStack() as stack:
         for module in modules:

@@ -22,8 +22,9 @@ class _QueryBias(Intervention):
 
     @classmethod
     def inapplicable(cls, target: Target) -> str | None:
-        if not target.family.qkv:
-            return target.without_projections()
+        reason = target.without_projection("query")
+        if reason is not None:
+            return reason
         has_one = any(target.projection(layer, "query").bias is not None for layer in target.attending())
         return None if has_one else "its queries have no bias"
 

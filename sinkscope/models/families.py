@@ -16,7 +16,7 @@ output of the norm behind the branch.
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -37,6 +37,17 @@ class Term:
 
     address: str
     scale: float
+
+
+Role = Literal["query", "key", "value"]
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Which outputs of a module, within the attention module, are an attention layer's queries, keys or values."""
+
+    module: str
+    places: tuple[tuple[int, ...], ...]  # by head, its d outputs
 
 
 @dataclass(frozen=True)
@@ -89,6 +100,7 @@ class Family:
     when: Mapping[str, Any] = field(default_factory=dict)  # config attributes that this row's wiring requires
     gated: bool = False  # whether a gate of the model's own multiplies what `output` reads
     blocks: tuple[Block, ...] = ()  # of every layer, where they are not all as this row says
+    projections: Mapping[int, Mapping[Role, Outputs]] = field(default_factory=dict)  # layer → role → found numerically
     copies: Copies | None = None  # of the residual stream, where there are several
 
     def block(self, layer: int) -> Block:

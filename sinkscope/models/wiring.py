@@ -14,6 +14,7 @@ from sinkscope.models import families
 from sinkscope.models.attention_modules import find_attentions, is_gated
 from sinkscope.models.discovery import ULPS, Event, Layer, first_floats, record
 from sinkscope.models.families import ATTENTION, RESIDUAL_SITES, Block, Family, first_tensor
+from sinkscope.models.found_projections import find_projections
 from sinkscope.models.streams import Copies, find_copies
 
 
@@ -123,8 +124,8 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
     copies = _copies(model, records[0][0].x, token_ids, blocks)
     known = [at for at, block in enumerate(blocks) if block.wiring != "unknown"]
     first = next((at for at, block in enumerate(blocks) if block.attention), next(iter(known), 0))
-    main, pairs = blocks[first], zip(layers, blocks, strict=True)
-    attending = [layer.get_submodule(block.attention) for layer, block in pairs if block.attention]
+    main, places = blocks[first], enumerate(blocks)
+    attending = {at: layers[at].get_submodule(block.attention) for at, block in places if block.attention}
     are_alike = all(block == Block(main.attention, main.sites, main.wiring) for block in blocks)
     return Family(
         name=name,
@@ -140,13 +141,16 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
     )
 
 
-def _attention_fields(model: Any, attending: list[nn.Module], door: str, inputs: dict[str, Any]) -> dict[str, Any]:
+def _attention_fields(model: Any, attending: dict[int, nn.Module], door: str, inputs: dict[str, Any]) -> dict[str, Any]:
     """Fields of a row that its attention modules decide."""
     if not attending:
         return {"positions": "none", "qkv": (), "output": ""}
-    fields = _projections(model, attending) | _positions(model, model.config.get_text_config())
-    gated = door == "interface" and is_gated(model, attending[0], fields["output"], inputs)
-    return fields | {"gated": gated}
+    modules = list(attending.values())
+    fields = _projections(model, modules) | _positions(model, model.config.get_text_config())
+    if door == "interface":
+        fields["gated"] = is_gated(model, modules[0], fields["output"], inputs)
+        fields["projections"] = dict(zip(attending, find_projections(model, modules), strict=True))
+    return fields
 
 
 def _check_outputs(name: str, records: list[list[Event]]) -> None:
