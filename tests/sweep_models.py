@@ -50,17 +50,25 @@ def written_rows() -> list[dict[str, str]]:
 def readme_list(rows: list[dict[str, str]]) -> str:
     """Of all types, by what becomes of them; of those with layers of other kinds, their number."""
     by_outcome = {outcome: [row for row in rows if row["outcome"] == outcome] for outcome in OUTCOMES}
-    mixed = [row["model_type"] for row in by_outcome["wiring"] if "," in row["layers"]]
+    attending = [row for row in by_outcome["wiring"] if "attention" in _kinds(row)]
+    others = [row["model_type"] for row in by_outcome["wiring"] if row not in attending]
+    mixed = [row["model_type"] for row in attending if len(_kinds(row)) > 1]
     names = {outcome: [row["model_type"] for row in found] for outcome, found in by_outcome.items()}
     return "\n".join(
         (
             f"- {len(names['row'])} known by name: {', '.join(names['row'])};",
             f"- {len(names['wiring'])} found numerically, among them {len(mixed)} that attend in some layers only: "
-            f"{', '.join(mixed)};",
+            f"{', '.join(mixed)}; and {len(others)} without attention, of which the residual stream is measured: "
+            f"{', '.join(others)};",
             f"- {len(names['refused'])} refused with the reason, and {len(names['not built'])} without a small model "
             "to try.",
         )
     )
+
+
+def _kinds(row: dict[str, str]) -> list[str]:
+    """Of its layers: "2 mamba, 2 attention" → mamba, attention."""
+    return [kind.partition(" ")[2] for kind in row["layers"].split(", ")]
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """One nnsight trace per batch over the sites of every layer; observables reduce what passes at once."""
 
 import inspect
+import warnings
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -37,7 +38,9 @@ class Tracer:
         self.family = family
         self.seams = seams  # of the layers that have attention
         self.depth = len(family.layer_modules(model))
-        self.traced = _Traced(model)
+        with warnings.catch_warnings():  # of submodules called `output`: see `_part`
+            warnings.filterwarnings("ignore", "Module '.*' has a submodule named", UserWarning)
+            self.traced = _Traced(model)
         self.registers = registers_before(model)
         self._attended: list[torch.Tensor] = []  # values and mix of the layer under way, for its gate
         self._finite: list[tuple[int, torch.Tensor]] = []  # layer and verdict, of the forward pass under way
@@ -110,7 +113,7 @@ class Tracer:
                     self._see_attention(layer, watching, batch)
                     continue
                 terms = block.terms(site)
-                tensor = first_tensor(self._envoy(layer).get(terms[at].address))
+                tensor = first_tensor(_value(self._envoy(layer), terms[at].address))
                 # a layer's input is the last one's output: reduce it once
                 if tensor is not last_tensor or len(terms) > 1:
                     stream = self.family.stream(tensor.detach())
@@ -128,7 +131,7 @@ class Tracer:
 
     def _see_gate(self, layer: int, watching: Sequence[Observable], batch: Batch) -> None:
         """The module of a retrofit that multiplies values or heads' outputs: raw values in, factors out."""
-        part = self._envoy(layer).get(f"{self.family.block(layer).attention}.{RETROFIT}")
+        part = _part(self._envoy(layer), f"{self.family.block(layer).attention}.{RETROFIT}")
         (_, value), _ = part.inputs
         value, gate = value.detach(), part.output.detach()
         for observable in watching:
@@ -140,7 +143,7 @@ class Tracer:
         if not self._attended:  # no observable has read this layer's attention
             self._attended = [getattr(self._taps(layer), name).output.detach() for name in ("value", "mix")]
         value, mix = self._attended
-        taken = self._envoy(layer).get(f"{attention}.{self.family.output}").input.detach()
+        taken = _part(self._envoy(layer), f"{attention}.{self.family.output}").input.detach()
         for observable in watching:
             observable.see_gate(layer, share_left(mix, taken), value.transpose(1, 2), batch)
 
@@ -159,7 +162,7 @@ class Tracer:
                 observable.watch_attention(layer, read, mix, batch)
 
     def _taps(self, layer: int) -> Any:
-        return self._envoy(layer).get(f"{self.family.block(layer).attention}.{NAME}")
+        return _part(self._envoy(layer), f"{self.family.block(layer).attention}.{NAME}")
 
     def _check_finite(self) -> None:
         """NaN in the model would look like a head without a sink in the tables."""
@@ -170,7 +173,7 @@ class Tracer:
                 raise SinkscopeError(f"layer {layer}: the model itself gives NaN or infinite numbers; {advice}")
 
     def _envoy(self, layer: int) -> Any:
-        return self.traced.get(self.family.layers)[layer]
+        return _part(self.traced, self.family.layers)[layer]
 
     def _attention(self, layer: int, batch: Batch) -> AttentionRead:
         taps = self._taps(layer)
@@ -191,6 +194,20 @@ class Tracer:
         call = _detached(seam.call)
         seam.call = replace(call, scores=None)  # T × T, and with its graph: not kept longer than it is read
         return AttentionRead(**seen, call=call, batch=batch)
+
+
+def _part(envoy: Any, path: str) -> Any:
+    """A module within another. One whose name nnsight needs itself, as BERT's `output`, is at `E_output`."""
+    for name in path.split("."):
+        moved = f"{envoy.OVERLOAD_PREFIX}{name}"
+        envoy = getattr(envoy, moved if moved in vars(envoy) else name)
+    return envoy
+
+
+def _value(envoy: Any, address: str) -> Any:
+    """What a module takes or gives: `path.input`, `path.output`, or the module's own `input` or `output`."""
+    path, _, end = address.rpartition(".")
+    return getattr(_part(envoy, path) if path else envoy, end)
 
 
 def share_left(mix: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:

@@ -97,8 +97,10 @@ class Layer:
     def block(self) -> Block | None:
         """How this layer is built; None where none of the known sums makes it."""
         found = self._sequential() or self._single() or self._parallel()
-        if found is None or (self.attention and not self._carries_attention(found.attention)):
+        if found is None:
             return None
+        if self.attention and found.wiring != "single" and not self._carries_attention(found.attention):
+            return None  # one branch alone is all that can carry it
         branches = {"attn_out": found.attention, "mlp_out": found.mlp}
         mid, attention, mlp = found.mid, found.attention, found.mlp
         addresses = {

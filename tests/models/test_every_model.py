@@ -13,9 +13,10 @@ ROWS = {row["model_type"]: row for row in written_rows()}
 
 # One for each way in which a layer is built that no other here has.
 DIFFERENT = (
-    "afmoe", "bamba", "cohere2", "deepseek_v3", "exaone4", "falcon_h1", "gemma4_text", "glm4", "granite",
-    "granitemoehybrid", "jamba", "lfm2_moe", "llama4_text", "mimo_v2_flash", "minicpm3", "modernbert-decoder",
-    "nemotron_h", "olmo_hybrid", "opt", "phi", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "smollm3",
+    "afmoe", "bamba", "codegen", "cohere2", "deepseek_v3", "doge", "exaone4", "falcon_h1", "gemma3n_text",
+    "gemma4_text", "glm4", "granite", "granitemoehybrid", "hy_v4", "jamba", "lfm2_moe", "llama4_text", "mamba",
+    "mimo_v2_flash", "minicpm3", "modernbert-decoder", "nemotron_h", "olmo_hybrid", "opt", "phi", "qwen3_5_text",
+    "qwen3_next", "qwen4_exp_text", "recurrent_gemma", "smollm3", "zamba2",
 )  # fmt: skip
 
 

@@ -20,9 +20,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import sinkscope
 from sinkscope.errors import SinkscopeError
 from sinkscope.measuring.observables import OBSERVABLES
-from sinkscope.measuring.observables.observable import Settings
+from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.subject import family_of
 from sinkscope.measuring.tracer import open_tracer
+from sinkscope.models.families import RESIDUAL_SITES
 from sinkscope.text.batch import Batch
 from support.plain import run_plainly
 
@@ -322,8 +323,12 @@ class Row:
     reason: str = ""
 
 
+class AllSites(Observable):
+    sites = RESIDUAL_SITES
+
+
 def row_of(model_type: str) -> Row:
-    """Build the model, look for its family, and read attention in every layer that has it."""
+    """Build the model, look for its family, and read every site of the residual stream and all attention."""
     if model_type in NOT_BUILT:
         return Row(model_type, "not built", reason=NOT_BUILT[model_type])
     model = tiny_of(model_type)
@@ -331,7 +336,8 @@ def row_of(model_type: str) -> Row:
         family, notices = family_of(model)
         with open_tracer(model, family) as tracer:
             ids = torch.arange(3, 15)[None]
-            tracer.forward(Batch(ids, torch.ones_like(ids)), [OBSERVABLES["attention"](Settings())])
+            observables = [kind(Settings()) for kind in (OBSERVABLES["attention"], AllSites)]
+            tracer.forward(Batch(ids, torch.ones_like(ids)), observables)
     except SinkscopeError as error:
         return Row(model_type, "refused", reason=str(error).splitlines()[-1])
     kinds = Counter(family.block(layer).kind for layer in range(len(family.layer_modules(model))))
