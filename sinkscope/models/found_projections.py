@@ -7,8 +7,8 @@ may be normed head by head: their weights can be edited all the same, where valu
 be what they were.
 """
 
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -44,7 +44,8 @@ def find_projections(model: Any, attending: Sequence[nn.Module]) -> tuple[dict[R
         for module in linear:
             stack.enter_context(module.register_forward_hook(partial(_keep, given)))
         stack.enter_context(attending_by(model, listening))
-        model(input_ids=ids, use_cache=False)
+        with suppress(RuntimeError, ValueError, IndexError):  # a model that takes no single tokens: none are found
+            model(input_ids=ids, use_cache=False)
     return tuple(_roles(attention, states.get(attention, ()), given) for attention in attending)
 
 
@@ -58,10 +59,11 @@ def _roles(
     attention: nn.Module, states: Iterable[torch.Tensor], given: dict[nn.Module, torch.Tensor]
 ) -> dict[Role, Outputs]:
     own = {path: given[module] for path, module in attention.named_modules() if module in given}
+    columns = {path: {entry: at for at, entry in enumerate(_entries(outputs))} for path, outputs in own.items()}
     found: dict[Role, Outputs] = {}
     roles: tuple[Role, ...] = ("query", "key", "value")
     for role, state in zip(roles, states, strict=False):
-        exact = [(path, _places(state, outputs)) for path, outputs in own.items()]
+        exact = [(path, _places(state, known)) for path, known in columns.items()]
         normed = [(path, _in_order(state, outputs)) for path, outputs in own.items()] if role != "value" else []
         chosen = next(((path, places) for path, places in [*exact, *normed] if places is not None), None)
         if chosen is not None:
@@ -69,15 +71,18 @@ def _roles(
     return found
 
 
-def _places(state: torch.Tensor, outputs: torch.Tensor) -> tuple[tuple[int, ...], ...] | None:
-    """By head (B,heads,d) which outputs (B,O) a state is; None unless each is another one."""
-    columns = {column.numpy().tobytes(): at for at, column in enumerate(outputs.double().cpu().T.contiguous())}
-    heads = state.double().cpu().permute(1, 2, 0).contiguous()
-    places = [[columns.get(entry.numpy().tobytes()) for entry in head] for head in heads]
-    known = [at for head in places for at in head if at is not None]
-    if len(known) < heads[..., 0].numel() or len(set(known)) < len(known):
+def _entries(x: torch.Tensor) -> list[bytes]:
+    """(B,N) → each of the N over the sequences, to the bit."""
+    return [entry.tobytes() for entry in x.double().cpu().T.contiguous().numpy()]
+
+
+def _places(state: torch.Tensor, columns: Mapping[bytes, int]) -> tuple[tuple[int, ...], ...] | None:
+    """By head (B,heads,d) which outputs a state is; None unless each is another one."""
+    places = [columns[entry] for entry in _entries(state.flatten(1)) if entry in columns]
+    width = state.shape[2]
+    if len(places) < state[0].numel() or len(set(places)) < len(places):
         return None
-    return tuple(tuple(at for at in head if at is not None) for head in places)
+    return tuple(tuple(places[head * width : (head + 1) * width]) for head in range(state.shape[1]))
 
 
 def _in_order(state: torch.Tensor, outputs: torch.Tensor) -> tuple[tuple[int, ...], ...] | None:

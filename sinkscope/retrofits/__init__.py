@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from sinkscope.attention.taps import NAME
 from sinkscope.errors import InputError, unknown
-from sinkscope.models.families import FAMILIES, Family, find_family, is_retrofitted
+from sinkscope.models.families import FAMILIES, Family, base_type, find_family, is_retrofitted
 from sinkscope.options.option import filled_in
 from sinkscope.retrofits.iga import IGA
 from sinkscope.retrofits.key_bias import KeyBiases
@@ -59,6 +59,11 @@ def retrofit_model(model: PreTrainedModel, family: Family | None, method: str, *
             f"this model has been retrofitted with {before} already: apply {method} to the model it was made from"
         )
     family = find_family(model) if family is None else family
+    if method != "none" and base_type(model.config.model_type) not in FAMILIES:
+        raise InputError(
+            f"'{model.config.model_type}' has no row in the table of families: with {method} built in, it could not be "
+            "loaded again"
+        )
     reason = chosen.inapplicable(model, family)
     if reason is not None:
         raise InputError(f"{method} does not apply to this model: {reason}")

@@ -18,6 +18,7 @@ from sinkscope.measuring.subject import family_of
 from sinkscope.models.families import Family
 from sinkscope.models.streams import Copies, find_copies
 from sinkscope.models.wiring import calibrate
+from sinkscope.retrofits import retrofit_model
 
 
 def layers_of(model: PreTrainedModel) -> nn.ModuleList:
@@ -156,6 +157,13 @@ def test_what_would_edit_the_mean_of_copies_is_refused() -> None:
     family, notices = family_of(model)
     assert any("mean of the 4 copies" in notice for notice in notices)
     assert "several copies" in (INTERVENTIONS["zero-massive"].inapplicable(Target(model, family, {})) or "")
+
+
+def test_a_retrofit_that_could_not_be_loaded_again_is_refused() -> None:
+    model = tiny_of("granite")
+    with pytest.raises(InputError, match="could not be loaded again"):
+        retrofit_model(model, family_of(model)[0], "vga")
+    assert model.config.model_type == "granite"
 
 
 def test_a_bias_of_the_models_own_is_not_dropped_by_streaming() -> None:
