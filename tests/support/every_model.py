@@ -92,6 +92,7 @@ SMALL: dict[str, Any] = WIDTH | INNER | DEPTH | HEADS | EXPERTS | MAMBA | LINEAR
 SKIPPED = object()  # in OVERRIDES: the default stays
 _LATENT = {"head_dim": SKIPPED, "num_key_value_heads": 4}
 _WINDOWS = ["sliding_attention", "full_attention"] * 2
+_BLT = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 260}
 # What a type needs instead of, or besides, what SMALL says
 OVERRIDES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
@@ -205,6 +206,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "linear_num_heads": 4,
         "num_key_value_heads": 4,
     },
+    "blt": {
+        "encoder_hash_byte_group_vocab": 97,
+        "encoder_hash_byte_group_size": [3],
+        "encoder_config": _BLT | {"hidden_size_global": 64},
+        "decoder_config": _BLT | {"hidden_size_global": 64},
+        "global_config": _BLT | {"hidden_size": 64},
+        "patcher_config": _BLT,
+    },
     "codegen": {"rotary_dim": 4},
     "gptj": {"rotary_dim": 4},
     "dbrx": {
@@ -247,7 +256,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 }
 # Types without a tiny model here, with the reason
 NOT_BUILT: dict[str, str] = {
-    "blt": "its smallest configuration has a hash embedding of 96 million entries",
     "fuyu": "its text model is persimmon's, which is here; its own configuration does not hand sizes on",
     "gemma3": "its picture tower does not become small; its text model is gemma3_text",
     "gemma3n": "its picture tower needs timm; its text model is gemma3n_text",
