@@ -161,7 +161,8 @@ def _check_outputs(name: str, records: list[list[Event]]) -> None:
         out = next(event.x for event in reversed(events) if event.address == "output")
         if not out.isfinite().all() or not out.any():
             gives = "only zeros" if out.isfinite().all() else "NaN or infinite numbers"
-            raise InputError(f"'{name}': layer {layer} gives {gives}: are its weights what they should be?")
+            advice = "are its weights what they should be, and does it fit into its dtype?"
+            raise InputError(f"'{name}': layer {layer} gives {gives}: {advice}")
 
 
 def _copies(model: Any, stream: torch.Tensor, token_ids: torch.Tensor, blocks: list[Block]) -> Copies | None:
