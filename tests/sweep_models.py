@@ -22,9 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import transformers
-from support.every_model import LISTS, Row, differences, every_type, row_of
-
-ROUND_OFF = 1e-6
+from support.every_model import LISTS, ROUND_OFF, Row, differences, every_type, precision, row_of
 
 
 def agreement(row: Row, auto: Any, file: Path) -> str:
@@ -33,7 +31,9 @@ def agreement(row: Row, auto: Any, file: Path) -> str:
     if row.model_type in SCALED_AFTERWARDS:
         return "not comparable"
     found = differences(row.model_type, file, auto)
-    return ("yes" if max(found.values()) < ROUND_OFF else "NO") if found else "not given out"
+    if not found:
+        return "not given out"
+    return "yes" if max(found.values()) < ROUND_OFF[precision(row.model_type, auto)] else "NO"
 
 
 # Their eager attention returns the weights before it multiplies the mix by what a learned sink leaves of them.
@@ -66,9 +66,16 @@ def readme_text() -> str:
 def readme_list(rows: list[dict[str, str]]) -> str:
     """Of all types, by what becomes of them; of those with layers of other kinds, their number."""
     by_outcome = {outcome: [row for row in rows if row["outcome"] == outcome] for outcome in OUTCOMES}
-    mixed = [row["model_type"] for row in by_outcome["wiring"] if "," in row["layers"]]
+    attending = [row for row in by_outcome["wiring"] if "attention" in _kinds(row)]
+    others = [row["model_type"] for row in by_outcome["wiring"] if row not in attending]
+    mixed = [row["model_type"] for row in attending if len(_kinds(row)) > 1]
     names = {outcome: [row["model_type"] for row in found] for outcome, found in by_outcome.items()}
     among = f", among them {len(mixed)} that attend in some layers only: {', '.join(mixed)}" if mixed else ""
+    among += (
+        f"; and {len(others)} without attention, of which the residual stream is measured: {', '.join(others)}"
+        if others
+        else ""
+    )
     return "\n".join(
         (
             f"  - {len(names['row'])} known by name: {', '.join(names['row'])};",
@@ -77,6 +84,11 @@ def readme_list(rows: list[dict[str, str]]) -> str:
             "to try.",
         )
     )
+
+
+def _kinds(row: dict[str, str]) -> list[str]:
+    """Of its layers: "2 mamba, 2 attention" → mamba, attention."""
+    return [kind.partition(" ")[2] for kind in row["layers"].split(", ")]
 
 
 def write_table(name: str, file_of_ids: Path) -> None:

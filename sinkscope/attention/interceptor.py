@@ -3,7 +3,7 @@
 import math
 import sys
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from sinkscope.attention.kernels import MASKED, AttentionCall, repeat_heads, row_lse, upcast
 from sinkscope.attention.taps import NAME, Denominator, Seam, denominator_of
+from sinkscope.models.attention_functions import MATMULS, SOFTMAXES
 
 
 class Interceptor(TorchFunctionMode):
@@ -21,12 +22,6 @@ class Interceptor(TorchFunctionMode):
 
     Torch runs `__torch_function__` with the mode off, so what an observer computes at a tap is not intercepted.
     """
-
-    MATMULS: ClassVar = {
-        torch.matmul, torch.bmm, torch.baddbmm,
-        torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.bmm, torch.Tensor.baddbmm,
-    }  # fmt: skip
-    SOFTMAXES: ClassVar = {F.softmax, torch.softmax, torch.Tensor.softmax}
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,11 +41,11 @@ class Interceptor(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return self._fused(*args, **kwargs)
-        if func in self.MATMULS and self.awaited == "logits" and self._batched(args, kwargs):
+        if func in MATMULS and self.awaited == "logits" and self._batched(args, kwargs):
             return self._logits(func, args, kwargs)
-        if func in self.SOFTMAXES and self.awaited == "softmax":
+        if func in SOFTMAXES and self.awaited == "softmax":
             return self._softmax(func, args, kwargs)
-        if func in self.MATMULS and self.awaited == "mix" and self._batched(args, kwargs):
+        if func in MATMULS and self.awaited == "mix" and self._batched(args, kwargs):
             return self._mix(func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -164,7 +159,7 @@ class Interceptor(TorchFunctionMode):
         """Forward pre-hook of the attention module."""
         self.seam = getattr(module, NAME, self.idle)
         self.denominator = denominator_of(module)
-        self.batch = (args[0] if args else kwargs["hidden_states"]).shape[0]
+        self.batch = next(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)).shape[0]
         names = ("num_kv_heads", "num_key_value_heads")
         self.kv_heads = next((getattr(module, name) for name in names if hasattr(module, name)), None)
         self.awaited = "logits"

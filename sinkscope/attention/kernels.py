@@ -39,15 +39,16 @@ def fused_attention(
     """Attention by the kernel behind F.scaled_dot_product_attention, with the log-sum-exp that it computes.
 
     query (B,H,T,d), key and value (B,K,T,d) → mix (B,H,T,d), log-sum-exp of each row of logits (B,H,T) in float32 or
-    better. What no fused kernel serves is computed in chunks: softcap, sink logits, dropout, other devices, and value
-    heads of another width.
+    better. What no fused kernel serves is computed in chunks: softcap, sink logits, dropout, gradients of the mask,
+    other devices, and value heads of another width.
     """
     causal = call.causal and call.mask is None and query.shape[2] > 1
     plain = (
         call.softcap is None and call.sink_logits is None and not call.dropout and value.shape[-1] == query.shape[-1]
     )
     whole = key.shape[2] == query.shape[2]
-    if not plain or ((causal or call.forbidden) and not whole):
+    has_gradient = call.mask is not None and call.mask.requires_grad  # a bias that comes from the tokens
+    if not plain or has_gradient or ((causal or call.forbidden) and not whole):
         return chunked_attention(query, key, value, call)
     if call.forbidden:
         mix, lse = fused_attention(*_penalised(query, key, value, call), replace(call, forbidden=()))

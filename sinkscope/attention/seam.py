@@ -38,6 +38,7 @@ def attend(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
     dropout: float = 0.0,
     **kwargs: Any,
@@ -53,9 +54,10 @@ def attend(
         kwargs |= {"scaling": scaling, "position_bias": position_bias, "dropout": dropout}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     if position_bias is not None:
-        raise SinkscopeError("attention with a learned position bias is not something that sinkscope can measure")
+        attention_mask = biased_mask(attention_mask, position_bias, causal=seam is None or seam.causal)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    call = AttentionCall(attention_mask, scaling, softcap, s_aux, dropout=dropout)
+    sink_logits = s_aux if sinks is None else sinks.squeeze(-1)  # (H,), or of every query (B,H,T,1)
+    call = AttentionCall(attention_mask, scaling, softcap, sink_logits, dropout=dropout)
     if seam is None:
         mix, _ = fused_attention(query, key, value, call if denominator is None else denominator.added_to(call, query))
         return mix.transpose(1, 2).contiguous(), None
@@ -70,6 +72,15 @@ def attend(
 def _for_each_query(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
     """A mask with a row for each query; older encoders make one row (B,1,1,T) for all."""
     return mask if mask is None else mask.expand(-1, -1, query.shape[2], -1)
+
+
+def biased_mask(mask: torch.Tensor | None, bias: torch.Tensor, causal: bool = True) -> torch.Tensor:
+    """An additive mask with what a model adds to its logits, (B|1,H,T,T); `mask` as AttentionCall has it."""
+    if mask is None and not causal:
+        return bias
+    if mask is None:
+        mask = torch.ones(bias.shape[-2:], dtype=torch.bool, device=bias.device).tril()
+    return bias.masked_fill(~mask, torch.finfo(bias.dtype).min) if mask.dtype == torch.bool else bias + mask
 
 
 AttentionInterface.register(NAME, attend)
@@ -112,7 +123,7 @@ def _interface(model: PreTrainedModel) -> Iterator[None]:
     with ExitStack() as stack:
         if not names <= {*KEPT, NAME}:  # flash attention's masks are of other kinds
             stack.enter_context(attention_implementation(model, "sdpa"))
-        stack.enter_context(attending_by(_attend_or_else))
+        stack.enter_context(attending_by(model, _attend_or_else))
         yield
 
 

@@ -155,6 +155,8 @@ class _Streaming:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.sees is None or key.shape[2] != query.shape[2] or call.forbidden:
             raise SinkscopeError("streaming is for whole sequences, use_cache=False and no attention forbidden beside")
+        if call.mask is not None:  # transformers made none: see `_mask_function`
+            raise does_not_apply(self.family, "it adds a bias of its own to its logits")
         in_cache, sees = self.query_in_cache, self.sees
         self.query_in_cache = self.sees = self.seam.call = None  # weights computed from the taps would be wrong
         return streamed_attention(query, query if in_cache is None else in_cache, key, value, call, self.cache, sees)

@@ -14,7 +14,7 @@ from sinkscope.commands.result import Result
 from sinkscope.interventions import INTERVENTIONS, Target
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.gradient import undefined_ratios
-from sinkscope.measuring.observables.observable import ATTENTION_SITES, Observable, Settings
+from sinkscope.measuring.observables.observable import ATTENTION_SITES, NO_ATTENTION, Observable, Settings
 from sinkscope.measuring.parity import largest_difference, tolerance
 from sinkscope.measuring.subject import ModelLike, family_of, load_model, options_of
 from sinkscope.measuring.tracer import input_device, logits_of, open_tracer
@@ -93,6 +93,8 @@ def _examined(loaded: LoadedModel) -> Report:
     ]
     if has_denominators(loaded.model):
         report.notes.append("attention weights: transformers' eager attention lacks this model's denominator term")
+    elif not family.has_attention:
+        report.notes.append(f"attention weights: {NO_ATTENTION}")
     elif family.door == "interface":
         report.checks.append(_weights(loaded.model, family, batch))
     else:

@@ -20,7 +20,7 @@ from sinkscope.attention.taps import Seam
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.models.edits import edited_output
 from sinkscope.models.families import Family
-from sinkscope.models.projections import Projection, Role, check_plain, projections
+from sinkscope.models.projections import Projection, Role, check_plain, lacking, projections
 from sinkscope.retrofits.registers import registers_before
 
 
@@ -98,18 +98,14 @@ class Target:
         """D of the residual stream."""
         return int(self.model.config.get_text_config().hidden_size)
 
-    def without_projections(self) -> str | None:
-        """Why the projections of this model cannot be told apart; None where they can."""
-        return None if self.family.qkv else "how it keeps q, k and v together is not known: its row needs `qkv`"
-
-    def without_weights(self) -> str | None:
-        """Why the weights of its projections cannot be edited; None where they can."""
-        if not self.family.qkv:
-            return self.without_projections()
+    def without_projection(self, role: Role) -> str | None:
+        """Why the weights of this projection cannot be edited; None where they can."""
+        reason = lacking(self.family, self.family.attentions(self.model), role)
+        if reason is not None:
+            return reason
         try:
             for layer in self.attending():
-                for projection in projections(self.model, self.family, layer).values():
-                    check_plain(projection.module)
+                check_plain(self.projection(layer, role).module)
         except InputError as error:
             return str(error)
         return None
@@ -331,18 +327,20 @@ def edited_positions(
 ) -> Iterator[None]:
     """Edit the outputs (B,T,X) of modules at some positions: edit(module, position, (n,X)) → (n,X).
 
+    Latents are also kept as (B,1,T,X), as one head's.
+
     Raises:
         SinkscopeError: at the end, no forward pass had any of the positions.
     """
 
     def changed(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        x = x.clone()
+        shape, x = x.shape, x.clone().flatten(1, -2)
         for position in positions:
             rows, columns = target.layout.locate(x, position)
             if len(rows):
                 x[rows, columns] = edit(module, position, x[rows, columns])
                 touch()
-        return x
+        return x.view(shape)
 
     with must_touch(name, f"position {', '.join(map(str, positions))}") as touch, ExitStack() as stack:
         for module in modules:

@@ -29,7 +29,10 @@ class ZeroKeyColumns(Intervention):
 
     @classmethod
     def inapplicable(cls, target: Target) -> str | None:
-        return target.without_weights()
+        reason = target.without_projection("key")
+        if reason is None and any(target.projection(at, "key").width != target.width for at in target.attending()):
+            return "its key projection does not read the residual stream itself"
+        return reason
 
     def resolved(self, known: Known) -> Self:
         if self.coordinates is not None:

@@ -27,6 +27,10 @@ class _Massive(Intervention):
     positions: Indices = (0,)
     coordinates: Open = None  # None: those that are massive there
 
+    @classmethod
+    def inapplicable(cls, target: Target) -> str | None:
+        return "its residual stream has several copies, of which the mean is known" if target.family.copies else None
+
     def resolved(self, known: Known) -> Self:
         if self.layers is not None and self.coordinates is not None:
             return self

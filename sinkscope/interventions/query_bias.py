@@ -22,7 +22,8 @@ class _QueryBias(Intervention):
 
     @classmethod
     def inapplicable(cls, target: Target) -> str | None:
-        if (reason := target.without_weights()) is not None:
+        reason = target.without_projection("query")
+        if reason is not None:
             return reason
         has_one = any(target.projection(layer, "query").bias is not None for layer in target.attending())
         return None if has_one else "its queries have no bias"

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -29,6 +29,14 @@ class MaskSink(Intervention):
     layers: Chosen = None
     heads: Chosen = None
     positions: Indices = (0,)
+
+    @classmethod
+    def inapplicable(cls, target: Target) -> str | None:
+        config: Any = target.model.config.get_text_config()
+        found = [roles["query"] for roles in target.family.projections.values() if "query" in roles]
+        if any(len(query.places) != config.num_attention_heads for query in found):
+            return "its layers differ in their numbers of heads"
+        return None
 
     @contextmanager
     def applied(self, target: Target) -> Iterator[None]:

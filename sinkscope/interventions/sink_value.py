@@ -34,7 +34,7 @@ class ScaleSinkValue(Intervention):
 
     @classmethod
     def inapplicable(cls, target: Target) -> str | None:
-        return target.without_projections()
+        return target.without_projection("value")
 
     def applied(self, target: Target) -> AbstractContextManager[None]:
         if self.factor == 1.0:

@@ -17,7 +17,7 @@ from sinkscope.measuring.console import print_part
 from sinkscope.measuring.effects import arm_metrics
 from sinkscope.measuring.measure import settings_of, tables_of
 from sinkscope.measuring.observables import OBSERVABLES
-from sinkscope.measuring.observables.observable import Mean, Observable, Reading, Settings
+from sinkscope.measuring.observables.observable import NO_ATTENTION, Mean, Observable, Reading, Settings
 from sinkscope.measuring.parity import parity_check
 from sinkscope.measuring.passes import Kind, Pass, pass_over
 from sinkscope.measuring.streaming import measure_streaming
@@ -116,6 +116,9 @@ class Experiment:
 
     def _check_arms(self, known: Known) -> None:
         """Before anything is measured: does every arm apply, and does the model have what it names?"""
+        if not self.subject.family.has_attention:
+            name = self.subject.loaded.name
+            raise InputError(f"what interventions do to sinks cannot be measured on {name}: {NO_ATTENTION}")
         for label, stack in self.wanted.items():
             reasons = [reason for part in stack if (reason := part.inapplicable(known.target))]
             if reasons and not self.lenient:

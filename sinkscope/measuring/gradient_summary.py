@@ -15,29 +15,41 @@ def gradient_summary(tables: Mapping[str, pd.DataFrame]) -> tuple[dict[str, pd.S
     """Metrics by layer, and the whole model's where they are not the means over layers."""
     per_layer: dict[str, pd.Series] = {}
     totals: dict[str, float] = {}
-    for pathway in ("value", "key"):
-        norms = pathway_norms(tables["gradient"], pathway)  # layers × positions
-        per_layer[f"{pathway}_gradient_ratio"] = _against_settled(norms)
-        # GS averages the norms over layers first
-        totals[f"{pathway}_gradient_ratio"] = float(_against_settled(norms.mean().to_frame().T).iloc[0])
-
-    ratios = tables["gradient_ratio"].query("branch == 'attn'")
-    for name in ("bloat", "compress", "change"):
-        by_position = ratios.pivot(index="layer", columns="position", values=name)
-        per_layer[name] = by_position[0]
-        per_layer[f"{name}_later"] = _settled(by_position).median(axis=1)
-        totals |= {metric: float(per_layer[metric].median()) for metric in (name, f"{name}_later")}
-    totals |= compress_fits(ratios)
-
-    check = tables["gradient_check"]
-    per_layer["identity_residual"] = check.groupby("layer")["identity_residual"].max()
-    totals["identity_residual"] = float(per_layer["identity_residual"].max())
-    per_layer["theorem1_holds"] = check.groupby("layer")["holds"].mean()
+    if "gradient" in tables:
+        for pathway in ("value", "key"):
+            norms = pathway_norms(tables["gradient"], pathway)  # layers × positions
+            per_layer[f"{pathway}_gradient_ratio"] = _against_settled(norms)
+            # GS averages the norms over layers first
+            totals[f"{pathway}_gradient_ratio"] = float(_against_settled(norms.mean().to_frame().T).iloc[0])
+    if "gradient_ratio" in tables:
+        ratios_by_layer, ratio_totals = _ratios(tables)
+        per_layer |= ratios_by_layer
+        totals |= ratio_totals
+    if "gradient_check" in tables:
+        check = tables["gradient_check"]
+        per_layer["identity_residual"] = check.groupby("layer")["identity_residual"].max()
+        totals["identity_residual"] = float(per_layer["identity_residual"].max())
+        per_layer["theorem1_holds"] = check.groupby("layer")["holds"].mean()
     if len(tables["norm_bound"]):
         by_layer = tables["norm_bound"].groupby("layer")
         per_layer["theorem2_holds"] = by_layer["holds"].mean()
         per_layer["theorem2_tightness"] = by_layer["tightness"].mean()
     return per_layer, totals
+
+
+def _ratios(tables: Mapping[str, pd.DataFrame]) -> tuple[dict[str, pd.Series], dict[str, float]]:
+    """Of GS eq. 3 for the branch that mixes tokens; nothing where no layer has one."""
+    per_layer: dict[str, pd.Series] = {}
+    totals: dict[str, float] = {}
+    ratios = tables["gradient_ratio"].query("branch == 'attn'")
+    if ratios.empty:
+        return {}, {}
+    for name in ("bloat", "compress", "change"):
+        by_position = ratios.pivot(index="layer", columns="position", values=name)
+        per_layer[name] = by_position[0]
+        per_layer[f"{name}_later"] = _settled(by_position).median(axis=1)
+        totals |= {metric: float(per_layer[metric].median()) for metric in (name, f"{name}_later")}
+    return per_layer, totals | compress_fits(ratios)
 
 
 def pathway_norms(gradient: pd.DataFrame, pathway: str) -> pd.DataFrame:

@@ -18,11 +18,11 @@ from sinkscope.measuring.console import print_notices, spinner
 from sinkscope.measuring.observables import check_names
 from sinkscope.measuring.tracer import input_device
 from sinkscope.models import loading
+from sinkscope.models.calibrate import calibrate
 from sinkscope.models.families import Family, embedding_weight, find_family
 from sinkscope.models.in_memory import unchanged_after, undisturbed, unwrapped
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.towers import check_reads_text, placeholders, tower_notice, vocabulary
-from sinkscope.models.wiring import calibrate
 from sinkscope.options.measuring import ObservableOptions, RunConfig
 from sinkscope.options.option import checked
 from sinkscope.retrofits.registers import registers_before
@@ -143,13 +143,24 @@ def _row_or_calibrated(model: PreTrainedModel) -> tuple[Family, list[str]]:
             rows = len(embedding_weight(model))
             if rows == 0:
                 raise InputError("it has no token embeddings")
-            few = torch.arange(3, 11, device=input_device(model))[None] % rows
+            few = torch.arange(3, 14, device=input_device(model))[None] % rows
             with unchanged_after(model):  # few tokens make BigBird attend in another way, for good
                 family = calibrate(model, few)
         except InputError as error:
             raise InputError(f"{missing}\n{error}") from None
-        note = f"'{family.name}' has no row in the table of families: wired numerically as {family.wiring}"
-        return family, [note]
+        return family, _found(family, len(family.layer_modules(model)))
+
+
+def _found(family: Family, depth: int) -> list[str]:
+    """What the user should know of a row that was calibrated."""
+    notes = [f"'{family.name}' has no row in the table of families: wired numerically as {family.wiring}"]
+    unknown = [str(layer) for layer in range(depth) if family.block(layer).wiring == "unknown"]
+    if unknown:
+        which = "its layers add" if len(unknown) == depth else f"layer {', '.join(unknown)} adds"
+        notes.append(f"what {which} to the residual stream is no sum that is known: only input and output are read")
+    if family.copies is not None:
+        notes.append(f"its residual stream is measured as the mean of the {family.copies.count} copies that it keeps")
+    return notes
 
 
 def inputs_for(loaded: LoadedModel, config: RunConfig, family: Family | None = None) -> TokenInputs:

@@ -130,7 +130,8 @@ class Tracer:
                 tensor = first_tensor(_value(self._envoy(layer), terms[at].address))
                 # a layer's input is the last one's output: reduce it once
                 if tensor is not last_tensor or len(terms) > 1:
-                    whole = _added(whole if at else None, tensor, terms[at].scale, batch)
+                    stream = self.family.stream(tensor.detach())
+                    whole = _added(whole if at else None, stream, terms[at].scale, batch)
                     reading, last_tensor = Reading(whole, batch), tensor
                 if at < len(terms) - 1:
                     continue
@@ -196,6 +197,11 @@ class Tracer:
         except OutOfOrderError as error:  # a tap that never ran
             raise _unrecognized(layer) from error
         sequences, length = batch.token_ids.shape
+        if seam.call is not None and seen["key"].shape[2] != length:
+            raise SinkscopeError(
+                f"layer {layer} attends to {seen['key'].shape[2]} keys for {length} tokens: keys that are no token's "
+                "are not measured"
+            )
         expected = (sequences, seen["query"].shape[1], length)
         if seam.call is None or seen["lse"].shape != expected or seen["key"].shape[2] != length:
             raise _unrecognized(layer)
@@ -230,7 +236,7 @@ def share_left(mix: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
 
 def _added(before: torch.Tensor | None, tensor: torch.Tensor, scale: float, batch: Batch) -> torch.Tensor:
     """The terms before and the next one, times its scale: what enters the residual stream, (B,T,D)."""
-    term = tensor.detach().view(*batch.token_ids.shape, -1)
+    term = tensor.view(*batch.token_ids.shape, -1)
     term = term if scale == 1.0 else scale * term
     return term if before is None else before + term
 
@@ -242,10 +248,12 @@ def _reading_order(block: Block, wanted: set[str], gated: bool) -> list[tuple[st
     if block.attention:
         holding = [
             at
-            for at, term in enumerate(block.terms("attn_out"))
+            for at, term in enumerate(block.terms("attn_out") if "attn_out" in block.sites else ())
             if term.address.startswith(block.attention.partition(".")[0])
         ]
-        place = order.index(("attn_out", holding[0] if holding else 0))
+        before = [step for step in order if step[0] == "layer_in"]  # where the layer's sums are not known
+        step = ("attn_out", holding[0] if holding else 0)
+        place = order.index(step) if step in order else len(before)
         order[place:place] = [(site, 0) for site in of_attention]
     return [step for step in order if step[0] in wanted]
 

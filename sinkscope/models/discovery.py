@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sinkscope.models.families import Block, Term
+from sinkscope.models.families import RESIDUAL_SITES, Block, Term
 
 FEED_FORWARD = ("mlp", "moe", "feed_forward")  # kinds of layers that mix no tokens, as configurations name them
 ULPS = 8  # of the larger term: a sum of three, each rounded
@@ -83,25 +83,24 @@ class Found:
 class Layer:
     """What the modules of one layer have taken and given."""
 
-    def __init__(self, module: nn.Module, events: Sequence[Event], eps: float, attention: str) -> None:
+    def __init__(self, module: nn.Module, events: Sequence[Event], attention: str, kind: str, eps: float) -> None:
         self.module = module
-        self.eps = eps
         self.attention = attention  # path of the attention module; "" where the layer has none
+        self.kind = kind  # attention, or what the layer has in its place
+        self.eps = eps
         self.h = next(event for event in events if event.address == "input")
         self.out = next(event for event in reversed(events) if event.address == "output")
         inner = [event for event in events if event.path]
         self.inputs = [event for event in inner if event.end == "input"]
         self.outputs = [event for event in inner if event.end == "output"]
 
-    def block(self, kind: str) -> Block | None:
-        """How this layer is built; None where none of the known sums makes it.
-
-        Args:
-            kind: attention, or what the layer has in its place.
-        """
-        found = self._sequential() or self._single(kind) or self._parallel()
-        if found is None or (self.attention and not self._carries_attention(found.attention)):
+    def block(self) -> Block | None:
+        """How this layer is built; None where none of the known sums makes it."""
+        found = self._sequential() or self._single() or self._parallel()
+        if found is None:
             return None
+        if self.attention and found.wiring != "single" and not self._carries_attention(found.attention):
+            return None  # one branch alone is all that can carry it
         branches = {"attn_out": found.attention, "mlp_out": found.mlp}
         mid, attention, mlp = found.mid, found.attention, found.mlp
         addresses = {
@@ -119,9 +118,24 @@ class Layer:
             attention=self.attention,
             sites=self._in_order({site: address for site, address in addresses.items() if address} | _early(branches)),
             wiring=found.wiring,
-            kind=kind,
+            kind=self.kind,
             sums={site: _terms(branch) for site, branch in branches.items() if branch and branch.scales != (1.0,)},
         )
+
+    def ends(self) -> Block:
+        """The layer of which no more than input and output is known."""
+        return Block(self.attention, {"layer_in": "input", "layer_out": "output"}, "unknown", self.kind)
+
+    def sites(self, block: Block) -> dict[str, torch.Tensor]:
+        """What was read at the sites of a block, which may be another layer's; without those that it lacks."""
+        known = {event.address: event.x for event in [*self.outputs, *self.inputs]}
+        known |= {"input": self.h.x, "output": self.out.x}
+        terms = {site: block.terms(site) for site in block.sites if site in RESIDUAL_SITES}
+        return {
+            site: torch.stack([term.scale * known[term.address] for term in parts]).sum(0)
+            for site, parts in terms.items()
+            if all(term.address in known for term in parts)
+        }
 
     # --- sums
 
@@ -156,11 +170,11 @@ class Layer:
     def _ends_the_layer(self, end: Event) -> bool:
         return any(event.path == end.path and self._is(event.x, self.out.x) for event in self.outputs)
 
-    def _single(self, kind: str) -> Found | None:
+    def _single(self) -> Found | None:
         branch = self._module(self.h.x, self.out.x)
         if branch is None:
             return None
-        return Found("single", None, None, branch) if kind in FEED_FORWARD else Found("single", branch)
+        return Found("single", None, None, branch) if self.kind in FEED_FORWARD else Found("single", branch)
 
     def _parallel(self) -> Found | None:
         """Attention's branch is the one that holds the attention module, or the first."""

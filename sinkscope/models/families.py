@@ -7,6 +7,8 @@ checking the wiring equation numerically (`check_wiring`), and the tests do so a
     sequential   mid = layer_in + attn_out     layer_out = mid + mlp_out
     parallel     (no mid)                      layer_out = layer_in + attn_out + mlp_out
     post-norm    mid = layer_in + attn_out     layer_out = norm(norm(mid) + mlp_out)
+    single       (no mid)                      layer_out = layer_in + the output of one branch
+    unknown      what a layer adds is no such sum: only layer_in and layer_out are read
 
 Sandwich-norm families (Gemma 2/3, OLMo 2) are sequential here: what is added to the residual stream is the
 output of the norm behind the branch.
@@ -14,13 +16,14 @@ output of the norm behind the branch.
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from sinkscope.errors import InputError
 from sinkscope.models.model_types import base_type
+from sinkscope.models.streams import Copies
 from sinkscope.models.towers import is_own, text_tower, token_embedding, within
 
 # In the order in which a forward pass reaches them. Attention's own sites are in attention/seam.py.
@@ -38,6 +41,17 @@ class Term:
     scale: float
 
 
+Role = Literal["query", "key", "value"]
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Which outputs of a module, within the attention module, are an attention layer's queries, keys or values."""
+
+    module: str
+    places: tuple[tuple[int, ...], ...]  # by head, its d outputs
+
+
 @dataclass(frozen=True)
 class Block:
     """How one layer is built. Paths of modules are relative to it.
@@ -48,7 +62,7 @@ class Block:
 
     attention: str  # the attention module; "" where the layer has none
     sites: Mapping[str, str]  # site → address, in the order in which a forward pass reaches them
-    wiring: str  # as of a family; also "single": one branch alone
+    wiring: str  # see above
     kind: str = ATTENTION  # or what the layer has in its place: linear_attention, mamba, conv, …
     sums: Mapping[str, tuple[Term, ...]] = field(default_factory=dict)  # site → what is added to the stream there
 
@@ -73,9 +87,9 @@ class Family:
 
     name: str
     layers: str  # the ModuleList of layers, from the model's root
-    attention: str  # the attention module
+    attention: str  # the attention module; "" where no layer has one
     sites: Mapping[str, str]  # site → address, in the order in which a forward pass reaches them
-    wiring: str = "sequential"  # or "parallel", "post-norm"
+    wiring: str = "sequential"  # of the first layer that has attention
     positions: str = "rotary"  # or "learned", "alibi"
     door: str = "interface"  # transformers' AttentionInterface, or "interceptor" where a model does not use that
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # in the attention module: three projections, or one for all
@@ -90,6 +104,8 @@ class Family:
     causal: bool = True  # whether a token sees only those before it; False: an encoder, which attends both ways
     gated: bool = False  # whether a gate of the model's own multiplies what `output` reads
     blocks: tuple[Block, ...] = ()  # of every layer, where they are not all as this row says
+    projections: Mapping[int, Mapping[Role, Outputs]] = field(default_factory=dict)  # layer → role → found numerically
+    copies: Copies | None = None  # of the residual stream, where there are several
 
     def block(self, layer: int) -> Block:
         return self.blocks[layer] if self.blocks else Block(self.attention, self.sites, self.wiring)
@@ -103,8 +119,16 @@ class Family:
         layers = enumerate(self.layer_modules(model))
         return {at: layer.get_submodule(path) for at, layer in layers if (path := self.block(at).attention)}
 
+    @property
+    def has_attention(self) -> bool:
+        return bool(self.attention)
+
     def layer_modules(self, model: nn.Module) -> list[nn.Module]:
         return list(model.get_submodule(self.layers).children())
+
+    def stream(self, x: torch.Tensor) -> torch.Tensor:
+        """What is read at a site of the residual stream: the mean of the copies, where there are several."""
+        return x if self.copies is None else self.copies.stream(x)
 
     def absent_sites(self) -> dict[str, str]:
         """Residual-stream sites that this family does not have, with the reason."""
@@ -118,6 +142,8 @@ class Family:
             "attn_norm": "attention reads the residual stream without a norm in front",
             "mlp_norm": "the MLP reads its input without a norm of its own in front",
         }
+        if self.wiring == "unknown":
+            reasons = dict.fromkeys(reasons, "what a layer adds to the residual stream is no sum that is known")
         present = {site for block in self.blocks or (self,) for site in block.sites}
         return {site: reasons[site] for site in RESIDUAL_SITES if site not in present}
 

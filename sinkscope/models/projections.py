@@ -4,8 +4,9 @@ They may be separate modules or one, with weights stored (out, in) or (in, out) 
 heads than query heads: each is read here as a set of one module's outputs, head by head.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,10 +14,9 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from sinkscope.errors import InputError
-from sinkscope.models.families import Family
+from sinkscope.models.families import Family, Outputs, Role
 from sinkscope.models.quantized import is_ordinary
 
-Role = Literal["query", "key", "value"]
 ROLES: tuple[Role, ...] = ("query", "key", "value")
 
 
@@ -89,13 +89,36 @@ def check_plain(module: Any) -> None:
 
 
 def projections(model: PreTrainedModel, family: Family, layer: int) -> dict[Role, Projection]:
-    """Query, key and value projection of a layer.
+    """Query, key and value projection of a layer; of a family that was found numerically, those that were found.
 
     Raises:
-        InputError: the family's row does not say how they are kept.
+        InputError: how they are kept is not known.
     """
-    if not family.qkv:
+    if not family.qkv and not family.projections.get(layer):
         raise InputError(f"'{family.name}' keeps q, k and v together in a way that is not known: its row needs `qkv`")
+    named = _named(model, family, layer) if family.qkv else {}
+    if layer not in family.projections:
+        return named
+    attention = family.attentions(model)[layer]
+    found = {role: _found(attention, outputs) for role, outputs in family.projections[layer].items()}
+    return {role: projection for role, projection in named.items() if role != "value"} | found
+
+
+def lacking(family: Family, layers: Iterable[int], role: Role) -> str | None:
+    """Why a projection of these layers cannot be edited; None where it can."""
+    if not family.projections:
+        return None if family.qkv else "how it keeps q, k and v together is not known: its row needs `qkv`"
+    if (family.qkv and role != "value") or all(role in family.projections.get(layer, {}) for layer in layers):
+        return None
+    return f"its {role} states are not what one projection gives (a norm, a convolution or a latent is between)"
+
+
+def _found(attention: nn.Module, outputs: Outputs) -> Projection:
+    return Projection(attention.get_submodule(outputs.module), torch.tensor(outputs.places))
+
+
+def _named(model: PreTrainedModel, family: Family, layer: int) -> dict[Role, Projection]:
+    """As a row says it."""
     config: Any = model.config.get_text_config()
     attention = family.attentions(model)[layer]
     modules = [attention.get_submodule(name) for name in family.qkv]

@@ -1,21 +1,14 @@
-"""Numerical checks of a family's row against a model, and the search for a row of a model that has none."""
+"""Numerical checks of a family's row against a model: its residual-stream sites, and the equation between them."""
 
-import inspect
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
-from itertools import chain, pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
-from sinkscope.errors import InputError, described
-from sinkscope.models import families
-from sinkscope.models.attention_functions import attending_by
-from sinkscope.models.discovery import Layer, first_floats, record
-from sinkscope.models.families import ATTENTION, NOT_RUN, RESIDUAL_SITES, Block, Family, first_tensor
-from sinkscope.models.towers import text_tower
+from sinkscope.models.families import RESIDUAL_SITES, Block, Family, first_tensor
 
 
 @torch.no_grad()
@@ -29,7 +22,7 @@ def read_sites(model: nn.Module, family: Family, token_ids: torch.Tensor) -> lis
         for index, layer in enumerate(family.layer_modules(model)):
             kept: dict[str, torch.Tensor] = {}
             records.append(kept)
-            for address in dict.fromkeys(family.block(index).sites.values()):
+            for address in {"input", *family.block(index).sites.values()}:
                 path, _, end = address.rpartition(".")
                 module = layer.get_submodule(path)
                 if end == "input":
@@ -38,15 +31,16 @@ def read_sites(model: nn.Module, family: Family, token_ids: torch.Tensor) -> lis
                 else:
                     hooks.enter_context(module.register_forward_hook(partial(_keep_output, kept, address)))
         model(token_ids, use_cache=False)
-    return [_summed(family.block(index), kept) for index, kept in enumerate(records)]
+    return [_summed(family, family.block(index), kept) for index, kept in enumerate(records)]
 
 
-def _summed(block: Block, kept: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _summed(family: Family, block: Block, kept: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Each site as it enters the residual stream; none of a layer that does not run."""
-    found: dict[str, torch.Tensor] = {}
     if not block.sites:
-        return found
+        return {}
+    kept = {address: family.stream(x) for address, x in kept.items()}
     shape = kept["input"].shape
+    found = {}
     for site in RESIDUAL_SITES:
         if site not in block.sites:
             continue
@@ -61,7 +55,9 @@ def layer_output(model: nn.Module, family: Family, layer: int, inputs: dict[str,
     kept: list[torch.Tensor] = []
     path, _, _ = family.block(layer).sites["layer_out"].rpartition(".")
     module = family.layer_modules(model)[layer].get_submodule(path)
-    handle = module.register_forward_hook(lambda module, args, output: kept.append(first_tensor(output).cpu()))
+    handle = module.register_forward_hook(
+        lambda module, args, output: kept.append(family.stream(first_tensor(output)).cpu())
+    )
     try:
         model(**inputs)
     finally:
@@ -86,7 +82,9 @@ def check_wiring(block: Block, sites: dict[str, torch.Tensor]) -> float:
         block: whose equation is to hold.
         sites: of one layer, as `read_sites` gives them.
     """
-    stream = sites["layer_in"].double() if sites else torch.zeros(())
+    if block.wiring == "unknown" or not sites:
+        return 0.0
+    stream = sites["layer_in"].double()
     expected = []
     for branch, behind in (("attn_out", "mid"), ("mlp_out", "layer_out")):
         if branch in sites:
@@ -94,323 +92,3 @@ def check_wiring(block: Block, sites: dict[str, torch.Tensor]) -> float:
         if behind in sites and (behind == "mid" or block.wiring != "post-norm"):
             expected.append((stream, sites[behind]))
     return max((float((a - b).abs().max() / b.abs().max()) for a, b in expected), default=0.0)
-
-
-def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
-    """A row for an architecture that has none: what every layer adds to the residual stream, found numerically.
-
-    Args:
-        model: a model whose type has no row.
-        token_ids: (B,T), a few tokens to run.
-
-    Raises:
-        InputError: it has no softmax attention, or a layer is not built in a way that is known.
-    """
-    name, inputs = model.config.model_type, {"input_ids": token_ids, "use_cache": False}
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise InputError(f"'{name}' is an encoder–decoder, of which only a decoder or an encoder alone is measured")
-    try:
-        other_ids = (token_ids + 1) % len(families.embedding_weight(model))
-        path = layer_stack(model, inputs, inputs | {"input_ids": other_ids})
-    except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
-        raise InputError(f"'{name}' fails by itself on {token_ids.numel()} tokens [{described(error)}]") from error
-    layers = list(model.get_submodule(path).children())
-    records = record(model, layers, inputs)
-    # a layer that reads pictures stands aside without one
-    layers = [layer if events else nn.Identity() for layer, events in zip(layers, records, strict=True)]
-    last = [layer for layer, events in zip(layers, records, strict=True) if events][-1]
-    door = _door(model)
-    attentions = attention_paths(model, path, layers, inputs) if door == "interface" else _named_attentions(layers)
-    if not any(attentions):
-        raise InputError(f"'{name}' has no softmax attention in any layer")
-    eps = torch.finfo(next(model.parameters()).dtype).eps
-    kinds = _kinds(model, attentions)
-    blocks = []
-    for index, events in enumerate(records):
-        if not events:
-            blocks.append(Block("", {}, "single", kind=NOT_RUN))
-            continue
-        block = Layer(layers[index], events, eps, attentions[index]).block(kinds[index])
-        if block is None:
-            raise InputError(
-                f"'{name}': what layer {index} adds to the residual stream is not in a form that is known "
-                f"({type(layers[index]).__name__} at '{path}.{index}'): it needs a row in sinkscope/models/families.py"
-            )
-        blocks.append(block)
-    first = next(at for at, block in enumerate(blocks) if block.attention)
-    main = blocks[first]
-    attention = layers[first].get_submodule(main.attention)
-    projections = _projections(model, attention)
-    return Family(
-        name=name,
-        layers=path,
-        attention=main.attention,
-        sites=main.sites,
-        wiring=main.wiring,
-        door=door,
-        mlp=_feed_forward(layers[first], main),
-        blocks=()
-        if all(block == Block(main.attention, main.sites, main.wiring) for block in blocks)
-        else tuple(blocks),
-        causal=not _sees_later_tokens(model, last, token_ids),
-        first_position=_first_position(model, last, token_ids),
-        **_positions(model, model.config.get_text_config()),
-        gated=door == "interface" and _is_gated(model, attention, projections["output"], inputs),
-        **projections,
-    )
-
-
-Ends = dict[nn.Module, list[torch.Tensor]]  # module → what it takes and gives, each time that it runs
-
-
-@torch.no_grad()
-def layer_stack(model: Any, inputs: dict[str, Any], others: dict[str, Any]) -> str:
-    """The path of the ModuleList through which the residual stream passes: each entry takes what the one before gave,
-    and the first that runs takes what the tokens are.
-
-    Args:
-        model: with one such list or, where it reads pictures too, several.
-        inputs: of the model.
-        others: the same with other tokens.
-
-    Raises:
-        InputError: there is none.
-    """
-    lists = {path: list(module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-    entries = {entry for entries in lists.values() for entry in entries}
-    ends, ends_of_others = _ends(model, entries, inputs), _ends(model, entries, others)
-    chains = [path for path, layers in lists.items() if _pass_tokens(layers, ends, ends_of_others)]
-    if not chains:
-        raise InputError(f"'{model.config.model_type}': no list of layers through which the tokens pass one by one")
-    return max(chains, key=lambda path: sum(parameter.numel() for parameter in model.get_submodule(path).parameters()))
-
-
-def _ends(model: Any, entries: Iterable[nn.Module], inputs: dict[str, Any]) -> Ends:
-    """What each of the modules takes and gives, of those that run."""
-    ends: Ends = {}
-    with ExitStack() as hooks:
-        for module in entries:
-            hooks.enter_context(module.register_forward_pre_hook(partial(_keep_end, ends), with_kwargs=True))
-            hooks.enter_context(module.register_forward_hook(partial(_keep_end, ends), with_kwargs=True))
-        model(**inputs)
-    return ends
-
-
-def _pass_tokens(layers: list[nn.Module], ends: Ends, ends_of_others: Ends) -> bool:
-    """Whether most of these modules run, each on what the one before gave, and the first on what the tokens are.
-
-    Some may not run: layers that read pictures stand aside without one.
-    """
-    ran = [layer for layer in layers if layer in ends and layer in ends_of_others]
-    if 2 * len(ran) <= len(layers) or not _is_chain([ends[layer] for layer in ran]):
-        return False
-    return not torch.equal(ends[ran[0]][0], ends_of_others[ran[0]][0])
-
-
-def _keep_end(
-    ends: dict[nn.Module, list[torch.Tensor]], module: nn.Module, args: tuple, kwargs: dict, *output: Any
-) -> None:
-    """What a module takes, and then what it gives."""
-    x = first_floats(output[0] if output else (*args, *kwargs.values()))
-    if x is not None:
-        ends.setdefault(module, []).append(x.detach().clone())
-
-
-def _is_chain(ends: list[list[torch.Tensor]]) -> bool:
-    """Whether all entries ran once, and each on what the one before gave."""
-    if any(len(pair) != 2 for pair in ends):
-        return False
-    return all(torch.equal(before[1], after[0]) for before, after in pairwise(ends))
-
-
-@torch.no_grad()
-def _sees_later_tokens(model: nn.Module, last: nn.Module, token_ids: torch.Tensor) -> bool:
-    """Whether a token changes what the layers give for the tokens before it."""
-    changed = token_ids.clone()
-    changed[:, -1] = (changed[:, -1] + 1) % len(families.embedding_weight(model))
-    before, after = (_given_by(last, model, input_ids=ids) for ids in (token_ids, changed))
-    length = token_ids.shape[1]
-    if before.shape[1] != length:  # tokens of its own before or behind, or another order of axes
-        return False
-    return not _are_alike(before[:, : length - 1], after[:, : length - 1])
-
-
-@torch.no_grad()
-def _first_position(model: nn.Module, last: nn.Module, token_ids: torch.Tensor) -> int | None:
-    """The number of a sequence's first position where the model is told positions; None where it finds them itself.
-
-    Models of RoBERTa's kind count from behind the number of their padding token.
-    """
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        return None
-    alone = _given_by(last, model, input_ids=token_ids)
-    padding: Any = getattr(model.config, "pad_token_id", None)
-    for first in (0, (padding or 0) + 1):
-        positions = torch.arange(first, first + token_ids.shape[1], device=token_ids.device).expand_as(token_ids)
-        with suppress(RuntimeError, IndexError, ValueError):  # positions of another shape, or fewer of them
-            if _are_alike(alone, _given_by(last, model, input_ids=token_ids, position_ids=positions)):
-                return first
-    return None
-
-
-def _given_by(module: nn.Module, model: nn.Module, **inputs: Any) -> torch.Tensor:
-    """What a module gives on these inputs of the model, (B,T,D)."""
-    kept: list[torch.Tensor] = []
-    with module.register_forward_hook(lambda module, args, output: kept.append(first_tensor(output))):
-        model(**inputs, use_cache=False)
-    return kept[-1]
-
-
-def _are_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether (B,T,D) are the same but for round-off."""
-    eps = max(torch.finfo(a.dtype).eps ** 0.5, 1e-5)  # some parts of a model are in float32
-    a, b = a.double(), b.double()
-    # relative to each token's own norm: beside a massive activation nothing else would count
-    return bool(((a - b).norm(dim=-1) <= eps * b.norm(dim=-1).clamp(min=1e-30)).all())
-
-
-def attention_paths(model: nn.Module, path: str, layers: list[nn.Module], inputs: dict[str, Any]) -> list[str]:
-    """By layer the path of the module that calls transformers' attention function; "" where none does.
-
-    Raises:
-        InputError: a layer attends more than once, or in code of its own beside layers that do not.
-    """
-    names = {module: name for name, module in model.named_modules()}
-    callers = [names[module].removeprefix(f"{path}.") for module, _ in _calls(model, inputs) if module in names]
-    found: list[list[str]] = [[] for _ in layers]
-    for caller in callers:
-        index, _, inner = caller.partition(".")
-        if index.isdecimal() and int(index) < len(layers):
-            found[int(index)].append(inner)
-    for index, inner_paths in enumerate(found):
-        if len(inner_paths) > 1 and _is_shared(layers[index].get_submodule(inner_paths[0]), layers):
-            raise InputError("several layers share one attention module, which is not measured")
-        if len(inner_paths) > 1:
-            raise InputError(f"layer {index} attends {len(inner_paths)} times, of which one softmax is not the whole")
-        own = None if inner_paths else _attention_class(layers[index])
-        if own is not None:
-            raise InputError(f"layer {index}: its {own} does not call transformers' attention functions")
-    return [inner_paths[0] if inner_paths else "" for inner_paths in found]
-
-
-def _is_shared(module: nn.Module, layers: list[nn.Module]) -> bool:
-    return sum(any(part is module for part in layer.modules()) for layer in layers) > 1
-
-
-@torch.no_grad()
-def _calls(model: nn.Module, inputs: dict[str, Any]) -> list[tuple[nn.Module, torch.Tensor]]:
-    """The modules that call an attention function of transformers, in their order, and what it gives, (B,T,H,d)."""
-    calls: list[tuple[nn.Module, torch.Tensor]] = []
-
-    def listening(own: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("position_bias") is not None:
-            raise InputError("its attention adds a learned position bias, which is not measured")
-        given = own(module, *args, **kwargs)
-        calls.append((module, given[0].detach().clone()))
-        return given
-
-    with attending_by(listening):
-        model(**inputs)
-    return calls
-
-
-@torch.no_grad()
-def _is_gated(model: nn.Module, attention: nn.Module, output: str, inputs: dict[str, Any]) -> bool:
-    """Whether the output projection takes what attention gives times factors between 0 and 1 that no module makes."""
-    if not output:
-        return False
-    given: list[torch.Tensor] = []
-    with ExitStack() as hooks:
-        for module in attention.modules():
-            hooks.enter_context(
-                module.register_forward_hook(lambda module, args, result: given.append(first_tensor(result)))
-            )
-        projection = attention.get_submodule(output)
-        taken: list[torch.Tensor] = []
-        hooks.enter_context(projection.register_forward_pre_hook(lambda module, args: taken.append(args[0].clone())))
-        mix = next(mix for module, mix in _calls(model, inputs) if module is attention)
-    x, plain = taken[0], mix.flatten(2)
-    if x.shape != plain.shape or any(isinstance(other, torch.Tensor) and torch.equal(other, x) for other in given):
-        return False
-    factors = (x / plain)[plain.abs() > plain.abs().median() / 100]
-    return not torch.equal(x, plain) and bool(((factors > 0) & (factors < 1)).all())
-
-
-# in the names of classes that mix tokens in another way than by a softmax
-NO_SOFTMAX = ("Linear", "Lightning", "Delta", "Mamba", "Recurrent", "Retention", "Kda", "KDA")
-
-
-def _attention_class(layer: nn.Module) -> str | None:
-    """The class of a layer's softmax attention, by its name; None where it has none."""
-    kinds = (type(module).__name__ for module in layer.modules())
-    return next((kind for kind in kinds if "Attention" in kind and not any(word in kind for word in NO_SOFTMAX)), None)
-
-
-def _named_attentions(layers: list[nn.Module]) -> list[str]:
-    """By layer the path of its attention module, by the names that are usual."""
-    return [
-        next((path for path in _ATTENTIONS if _has(layer, path)), "") if _attention_class(layer) else ""
-        for layer in layers
-    ]
-
-
-def _kinds(model: Any, attentions: list[str]) -> list[str]:
-    """What each layer mixes tokens by, as the configuration names it."""
-    config = model.config.get_text_config()
-    named = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
-    others = list(named) if len(named) == len(attentions) else ["no attention"] * len(attentions)
-    return [ATTENTION if path else other for path, other in zip(attentions, others, strict=True)]
-
-
-def _feed_forward(layer: nn.Module, block: Block) -> tuple[str, ...]:
-    """Fields of a row: the modules that make up the feed-forward network."""
-    bert = ("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense")
-    usual = (("mlp",), ("fc1", "activation_fn", "fc2"), bert)
-    known = next((paths for paths in usual if all(_has(layer, path) for path in paths)), None)
-    address = block.sites.get("mlp_out", "")
-    return known or ((address.partition(".")[0],) if address else ())
-
-
-def _projections(model: Any, attention: nn.Module) -> dict[str, Any]:
-    """Fields of a row. How one projection holds all three cannot be seen from outside: `qkv` is empty then."""
-    several = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"))
-    known = next((names for names in several if all(_has(attention, name) for name in names)), None)
-    output = next((name for name in ("o_proj", "out_proj", "c_proj", "dense", "wo") if _has(attention, name)), "")
-    heads = model.config.get_text_config().num_attention_heads
-    if known is None:
-        return {"qkv": (), "fused": "", "output": output}
-    widths = [getattr(attention.get_submodule(name), "out_features", 0) for name in known]
-    if not all(widths):  # in a module that is no plain matrix
-        return {"qkv": (), "fused": "", "output": output}
-    is_plain = widths[0] % heads == 0 and widths[1] == widths[2] and widths[1] % (widths[0] // heads) == 0
-    taken = getattr(attention.get_submodule(output), "in_features", widths[0]) if output else widths[0]
-    return {"qkv": known if is_plain and taken == widths[0] else (), "fused": "", "output": output}
-
-
-def _positions(model: nn.Module, config: Any) -> dict[str, Any]:
-    """Fields of a row; positions are learned where a known row's embedding of them exists."""
-    for row in chain.from_iterable(families.FAMILIES.values()):
-        if row.position_embedding and _has(model, row.position_embedding):
-            where = {"position_embedding": row.position_embedding, "position_offset": row.position_offset}
-            return {"positions": "learned"} | where
-    others = "rotary" if getattr(config, "rope_parameters", None) else "unknown"
-    positions = "alibi" if getattr(config, "alibi", False) else others
-    return {"positions": positions, "position_embedding": "", "position_offset": 0}
-
-
-_ATTENTIONS = ("attn.attention", "self_attn", "self_attention", "attention", "attn", "multi_head_attention")
-
-
-def _has(layer: nn.Module, path: str) -> bool:
-    """Whether a module exists."""
-    try:
-        layer.get_submodule(path)
-    except AttributeError:
-        return False
-    return True
-
-
-def _door(model: Any) -> str:
-    """By transformers' own check before it changes the attention implementation."""
-    able = getattr(text_tower(model)[1], "_can_set_attn_implementation", None)
-    return "interface" if able is not None and able() else "interceptor"

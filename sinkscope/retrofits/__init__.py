@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from sinkscope.attention.taps import NAME
 from sinkscope.errors import InputError, unknown
 from sinkscope.models.families import FAMILIES, Family, find_family
-from sinkscope.models.model_types import is_retrofitted
+from sinkscope.models.model_types import base_type, is_retrofitted
 from sinkscope.models.towers import WITH_TOWERS
 from sinkscope.options.option import filled_in
 from sinkscope.retrofits.iga import IGA
@@ -61,6 +61,11 @@ def retrofit_model(model: PreTrainedModel, family: Family | None, method: str, *
             f"this model has been retrofitted with {before} already: apply {method} to the model it was made from"
         )
     family = find_family(model) if family is None else family
+    if method != "none" and base_type(model.config.model_type) not in (*FAMILIES, *WITH_TOWERS):
+        raise InputError(
+            f"'{model.config.model_type}' has no row in the table of families: with {method} built in, it could not be "
+            "loaded again"
+        )
     reason = chosen.inapplicable(model, family)
     if reason is not None:
         raise InputError(f"{method} does not apply to this model: {reason}")

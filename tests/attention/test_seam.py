@@ -429,13 +429,25 @@ def test_residual_sites_of_such_a_model_can_still_be_measured() -> None:
     assert set(massive["layer"]) == {0, 1, 2}
 
 
-def test_a_position_bias_is_refused() -> None:
-    """Ignored, it would give wrong weights."""
+@pytest.mark.parametrize("mask", [None, "bool", "additive"])
+def test_a_bias_and_sinks_of_each_query_are_in_the_softmax(mask: str | None) -> None:
+    """Inkling adds both to the logits; their gradients reach what they are made from."""
     module = nn.Module()
     module.add_module(NAME, Seam("sdpa", "interface"))
-    query, key, value = torch.randn(3, 1, 2, 5, 4).unbind()
-    with pytest.raises(SinkscopeError, match="position bias"):
-        attend(module, query, key, value, None, position_bias=torch.zeros(1, 2, 5, 5))
+    query, key, value = torch.randn(3, 1, 2, 5, 4, dtype=torch.float64).unbind()
+    bias = torch.randn(1, 2, 5, 5, dtype=torch.float64, requires_grad=True)
+    sinks = torch.randn(1, 2, 5, 1, dtype=torch.float64, requires_grad=True)
+    seen = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
+    seen[..., 3:, 0] = mask is None
+    least = torch.finfo(torch.float64).min
+    given = {None: None, "bool": seen, "additive": torch.zeros(1, 1, 5, 5).double().masked_fill(~seen, least)}
+    mix, _ = attend(module, query, key, value, given[mask], scaling=0.5, position_bias=bias, sinks=sinks)
+    logits = (0.5 * query @ key.mT + bias).masked_fill(~seen, least)
+    weights = torch.cat([logits, sinks], dim=-1).softmax(-1)[..., :-1]
+    expected = (weights @ value).transpose(1, 2)
+    torch.testing.assert_close(mix, expected)
+    for mine, theirs in zip(*(torch.autograd.grad(x.sum(), (bias, sinks)) for x in (mix, expected)), strict=True):
+        torch.testing.assert_close(mine, theirs)
 
 
 class Busy(Observable):

@@ -356,6 +356,6 @@ def test_an_encoder_without_a_head_is_measured_but_for_gradients() -> None:
 
 
 def test_attention_that_is_made_causal_is_caught_in_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sinkscope.models.wiring._sees_later_tokens", lambda *_: False)
+    monkeypatch.setattr("sinkscope.models.calibrate.sees_later_tokens", lambda *_: False)
     with pytest.raises(SinkscopeError, match="computes something else than by itself"):
         sinkscope.analyze(encoder("bert"), input="random", seq_len=12, num_seqs=2)

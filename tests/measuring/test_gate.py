@@ -23,9 +23,9 @@ from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.subject import family_of
 from sinkscope.measuring.tables import column_names
 from sinkscope.measuring.tracer import open_tracer
+from sinkscope.models.calibrate import calibrate
 from sinkscope.models.families import find_family
 from sinkscope.models.projections import projections
-from sinkscope.models.wiring import calibrate
 from sinkscope.retrofits import retrofit_model
 
 GATED = [label for label in METHODS if label.startswith(("vga", "iga", "vscale"))]

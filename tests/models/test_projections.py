@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from support.every_model import tiny_of
 from tiny import TINY, tiny_model, tiny_tokens
 
 from sinkscope.attention.seam import open_seam
 from sinkscope.errors import InputError
+from sinkscope.interventions import INTERVENTIONS, Target
+from sinkscope.measuring.subject import family_of
 from sinkscope.models.families import find_family
 from sinkscope.models.positions import effective_positions, position_vectors
 from sinkscope.models.projections import ROLES, projections
@@ -103,3 +106,58 @@ def test_what_a_family_does_not_have_is_refused():
     gpt2 = tiny_model("gpt2")
     with pytest.raises(InputError, match="knows 256 positions"):
         position_vectors(gpt2, find_family(gpt2), 257)
+
+
+# ------------------------------------------------------------------------------------ found numerically
+
+
+@pytest.mark.parametrize(
+    ("model_type", "roles"),
+    [
+        ("deepseek_v3", {"query", "value"}),  # a latent's up-projection; its keys share a rotary part
+        ("dbrx", set(ROLES)),  # all in one
+        ("gpt_bigcode", set(ROLES)),  # one key head
+        ("qwen3_next", {"key", "value"}),  # queries and their gates in one, keys normed
+        ("inkling_text", {"query", "key"}),  # a convolution behind the values
+    ],
+)
+def test_found_projections_give_what_attention_sees(model_type, roles):
+    model = tiny_of(model_type)
+    family, _ = family_of(model)
+    ids = tiny_tokens(2, 1)  # at position 0 nothing is rotated
+    given = {}
+    for layer in family.attentions(model):
+        for role, projection in projections(model, family, layer).items():
+            projection.module.register_forward_hook(
+                lambda module, args, output, key=(layer, role), places=projection.places: given.__setitem__(
+                    key, output.flatten(1, -2)[..., places].transpose(1, 2)
+                )
+            )
+        assert roles == set(family.projections[layer])
+    for layer, seen in zip(family.attentions(model), seen_at_the_taps(model, family, ids), strict=True):
+        for role in roles:
+            mine, theirs = given[layer, role], seen[role]
+            is_normed = not torch.equal(mine, theirs)
+            assert is_normed == (model_type in ("qwen3_next", "inkling_text") and role != "value")
+            cosine = torch.cosine_similarity(mine, theirs, dim=-1)
+            assert cosine.min() > (0.5 if is_normed else 0.999)
+
+
+def test_values_are_scaled_where_a_latent_makes_them():
+    model = tiny_of("deepseek_v3")
+    family, _ = family_of(model)
+    ids = tiny_tokens(1, 8)
+    (bare, *_), target = seen_at_the_taps(model, family, ids), Target(model, family, {})
+    with INTERVENTIONS["scale-sink-value"](factor=0.5, layers=(0,)).applied(target):
+        (scaled, *_) = seen_at_the_taps(model, family, ids)
+    torch.testing.assert_close(scaled["value"][:, :, 0], 0.5 * bare["value"][:, :, 0])
+    for role in ROLES:
+        assert torch.equal(scaled[role][:, :, 1:], bare[role][:, :, 1:])
+
+
+def test_what_would_be_undone_behind_the_projection_is_refused():
+    """Gemma 3n norms its values: scaled by 0.5 they would be what they were."""
+    model = tiny_of("gemma3n_text")
+    target = Target(model, family_of(model)[0], {})
+    assert "value states are not what one projection gives" in INTERVENTIONS["scale-sink-value"].inapplicable(target)
+    assert INTERVENTIONS["zero-key-columns"].inapplicable(target) is None

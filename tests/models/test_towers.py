@@ -19,12 +19,12 @@ from sinkscope.commands.doctor import doctor
 from sinkscope.errors import InputError
 from sinkscope.measuring.subject import family_of
 from sinkscope.models import families
+from sinkscope.models.calibrate import calibrate
 from sinkscope.models.classes import class_for
 from sinkscope.models.families import NOT_RUN, find_family
 from sinkscope.models.in_memory import undisturbed
 from sinkscope.models.loading import load
 from sinkscope.models.towers import check_reads_text, placeholders, reached_by_text, text_tower, vocabulary
-from sinkscope.models.wiring import calibrate
 from sinkscope.quantization.sites import sites_of
 from sinkscope.retrofits import retrofit_model
 

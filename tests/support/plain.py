@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -53,12 +54,13 @@ def run_plainly(
         told: arguments of the model that have one value for every token.
     """
     found = Plain()
+    width = getattr(model.config.get_text_config(), "hidden_size", None)
     handles = [
-        layer.register_forward_pre_hook(partial(_keep_input, found), with_kwargs=True)
+        layer.register_forward_pre_hook(partial(_keep_input, found, len(ids), width), with_kwargs=True)
         for layer in model.get_submodule(layers)
     ]
     try:
-        with _dense(found), torch.enable_grad():
+        with _dense(model, found), torch.enable_grad():
             given = model.get_input_embeddings()(ids[None])
             embedded = (given[0] if isinstance(given, tuple) else given).detach().requires_grad_(True)
             with _in_place_of_the_embeddings(model, embedded):
@@ -84,9 +86,16 @@ def _given_out(model: PreTrainedModel, ids: torch.Tensor, is_causal: bool) -> li
     return [] if is_causal and any(weights.triu(1).any() for weights in found) else found
 
 
-def _keep_input(found: Plain, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+def _keep_input(
+    found: Plain, length: int, width: int | None, module: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> None:
+    """(T,D): the mean of its copies where there are several, (1,T,S,D), (1,T,S·D) or (S,1,T,D)."""
     values = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
-    found.hidden.append(next(value for value in values if value.is_floating_point())[0].detach())
+    x = next(value for value in values if value.is_floating_point()).detach()
+    if x.shape[:2] == (1, length):
+        found.hidden.append(x.view(length, -1, width or x.shape[-1]).mean(1))
+    else:
+        found.hidden.append(x[:, 0].mean(0))
 
 
 @contextmanager
@@ -99,8 +108,10 @@ def _in_place_of_the_embeddings(model: PreTrainedModel, embedded: torch.Tensor) 
 
 
 @contextmanager
-def _dense(found: Plain) -> Iterator[None]:
+def _dense(model: PreTrainedModel, found: Plain) -> Iterator[None]:
     softmax = F.softmax
+    files = {type(module).__module__ for module in model.modules()}
+    tables = [ALL_ATTENTION_FUNCTIONS, *(vars(sys.modules[file]).get("ALL_ATTENTION_FUNCTIONS") for file in files)]
 
     def in_float64(x: torch.Tensor, dim: int = -1, dtype: Any = None, **_: Any) -> torch.Tensor:
         return softmax(x, dim=dim)
@@ -123,11 +134,11 @@ def _dense(found: Plain) -> Iterator[None]:
         found.weights.append(weights[0].detach())
         return mix, weights
 
-    before = {name: ALL_ATTENTION_FUNCTIONS.get(name) for name in ("sdpa", "eager")}
-    for name in before:
-        ALL_ATTENTION_FUNCTIONS[name] = attend
+    tables = list({id(table): table for table in tables if table is not None}.values())
+    for table, name in product(tables, ("sdpa", "eager")):
+        table[name] = attend
     try:
         yield
     finally:
-        for name in before:
-            del ALL_ATTENTION_FUNCTIONS[name]
+        for table, name in product(tables, ("sdpa", "eager")):
+            del table[name]

@@ -22,7 +22,12 @@ class Activation(Observable):
     sites = (*SITES, "attention")
     columns: ClassVar = {
         "activation": (
-            Column("site", "layer_in, attn_out, mid, mlp_out, layer_out, or value: that of all heads", kind="text"),
+            Column(
+                "site",
+                "layer_in, attn_out, mid, mlp_out, layer_out (the mean, where a model keeps copies of its residual "
+                "stream), or value: that of all heads",
+                kind="text",
+            ),
             POSITION,
             Column("norm_mean", "L2 norm, mean over sequences"),
             Column("norm_max", "L2 norm, maximum over sequences"),

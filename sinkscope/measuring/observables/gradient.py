@@ -40,6 +40,8 @@ class Branch:
 
 def branches_of(block: Family | Block) -> dict[str, Branch]:
     """The branches of this wiring."""
+    if block.wiring == "unknown":
+        return {}
     attn_norm, mlp_norm = (site if site in block.sites else None for site in ("attn_norm", "mlp_norm"))
     if block.wiring == "single":
         whole = {
@@ -63,6 +65,8 @@ def branches_of(block: Family | Block) -> dict[str, Branch]:
 
 def undefined_ratios(family: Family) -> dict[str, str]:
     """Ratios of GS eq. 3 that this wiring does not define → the reason."""
+    if family.wiring == "unknown":
+        return {"bloat, compress and change": "what a layer adds to the residual stream is no sum that is known"}
     reasons = {}
     branches = branches_of(family)
     if family.wiring == "single":
@@ -124,7 +128,15 @@ class Gradient(Observable):
 
     @classmethod
     def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
-        return without_gradients(model)
+        reason = without_gradients(model)
+        layers = range(len(family.layer_modules(model)))
+        if (
+            reason is None
+            and not family.has_attention
+            and not any(branches_of(family.block(layer)) for layer in layers)
+        ):
+            return "it has neither attention nor a branch whose sum is known"
+        return reason
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -143,6 +155,7 @@ class Gradient(Observable):
 
     def prepare(self, model: PreTrainedModel, family: Family, predicted: int) -> None:
         self.loss_scale = 1.0 / predicted
+        self.copies = family.copies
         for layer, module in enumerate(family.layer_modules(model)):
             block = family.block(layer)
             self.branches[layer] = branches_of(block)
@@ -150,6 +163,10 @@ class Gradient(Observable):
                 if branch.y is not None and branch.z is not None:
                     norm = module.get_submodule(block.sites[branch.y].removesuffix(".output"))
                     self.gains[layer, name] = norm_gain(norm, model.config.get_text_config().hidden_size)
+
+    def _by_token(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Of all copies of the residual stream, where the model keeps several."""
+        return gradient if self.copies is None else self.copies.apart(gradient)
 
     # --- the forward pass: register hooks
 
@@ -190,7 +207,7 @@ class Gradient(Observable):
 
     def _on_stream(self, layer: int, site: str, batch: Batch, scale: float, gradient: torch.Tensor) -> None:
         """∇ at a site of the residual stream, (B,T,D): of what is added to it, which is `scale` times the tensor."""
-        gradient = upcast(gradient).view(*batch.token_ids.shape, -1)
+        gradient = self._by_token(upcast(gradient)).reshape(*batch.token_ids.shape, -1)
         self._seen[layer, site] = gradient if scale == 1.0 else gradient / scale
         for name, branch in self.branches[layer].items():
             if site == branch.x:  # the last of a branch's gradients
@@ -248,12 +265,12 @@ class Gradient(Observable):
         return []
 
     def tables(self) -> dict[str, pd.DataFrame]:
-        return {
-            "gradient": self._pathway_table(),
-            "gradient_ratio": self._mean_table(self.ratios),
-            "gradient_check": self.theorem.table(),
-            "norm_bound": self._mean_table(self.bounds),
-        }
+        tables = {"norm_bound": self._mean_table(self.bounds)}
+        if self.pathways:
+            tables |= {"gradient": self._pathway_table(), "gradient_check": self.theorem.table()}
+        if any(self.branches.values()):
+            tables["gradient_ratio"] = self._mean_table(self.ratios)
+        return tables
 
     def _pathway_table(self) -> pd.DataFrame:
         frames = []

@@ -17,6 +17,8 @@ from sinkscope.text.batch import Batch
 
 ATTENTION_SITES = ("gate", "attention")  # of the attention modules, in the order in which a forward pass reaches them
 
+NO_ATTENTION = "no layer attends by a softmax"
+
 
 # What observables read: every option that ObservableOptions declares, fitted to the run's sequences.
 Settings = ObservableOptions
@@ -59,7 +61,8 @@ class Observable:
     @classmethod
     def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
         """Why this model does not have what is measured here; None where it has."""
-        return None
+        only_attention = set(cls.sites) <= set(ATTENTION_SITES)
+        return NO_ATTENTION if only_attention and not family.has_attention else None
 
     @classmethod
     def aimed(cls, settings: Settings, tables: Mapping[str, pd.DataFrame]) -> Self:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import upcast
 from sinkscope.errors import InputError
-from sinkscope.measuring.observables.observable import Observable, Reading, Settings, long_form
+from sinkscope.measuring.observables.observable import NO_ATTENTION, Observable, Reading, Settings, long_form
 from sinkscope.models.families import Family
 from sinkscope.models.positions import effective_positions, massive_coordinates
 from sinkscope.models.projections import check_plain, projections
@@ -71,6 +71,10 @@ class QueryBias(Observable):
 
     @classmethod
     def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
+        if not family.has_attention:
+            return NO_ATTENTION
+        if any(family.block(layer).wiring == "unknown" for layer in family.attentions(model)):
+            return "what its attention reads is not known: the sums of its layers are not"
         if not family.qkv:
             return f"how '{family.name}' keeps its query projection is not known"
         attentions = list(family.attentions(model).values())

@@ -1,0 +1,56 @@
+"""In which order a model reads: whether a token sees later ones, and with which number its positions begin."""
+
+import inspect
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from sinkscope.models.families import embedding_weight, first_tensor
+
+
+@torch.no_grad()
+def sees_later_tokens(model: nn.Module, last: nn.Module, token_ids: torch.Tensor) -> bool:
+    """Whether a token changes what the layers give for the tokens before it."""
+    changed = token_ids.clone()
+    changed[:, -1] = (changed[:, -1] + 1) % len(embedding_weight(model))
+    before, after = (_given_by(last, model, input_ids=ids) for ids in (token_ids, changed))
+    length = token_ids.shape[1]
+    if before.shape[1] != length:  # tokens of its own before or behind, or another order of axes
+        return False
+    return not _are_alike(before[:, : length - 1], after[:, : length - 1])
+
+
+@torch.no_grad()
+def first_position(model: nn.Module, last: nn.Module, token_ids: torch.Tensor) -> int | None:
+    """The number of a sequence's first position where the model is told positions; None where it finds them itself.
+
+    Models of RoBERTa's kind count from behind the number of their padding token.
+    """
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return None
+    alone = _given_by(last, model, input_ids=token_ids)
+    padding: Any = getattr(model.config, "pad_token_id", None)
+    for first in (0, (padding or 0) + 1):
+        positions = torch.arange(first, first + token_ids.shape[1], device=token_ids.device).expand_as(token_ids)
+        with suppress(RuntimeError, IndexError, ValueError):  # positions of another shape, or fewer of them
+            if _are_alike(alone, _given_by(last, model, input_ids=token_ids, position_ids=positions)):
+                return first
+    return None
+
+
+def _given_by(module: nn.Module, model: nn.Module, **inputs: Any) -> torch.Tensor:
+    """What a module gives on these inputs of the model, (B,T,D)."""
+    kept: list[torch.Tensor] = []
+    with module.register_forward_hook(lambda module, args, output: kept.append(first_tensor(output))):
+        model(**inputs, use_cache=False)
+    return kept[-1]
+
+
+def _are_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether (B,T,D) are the same but for round-off."""
+    eps = max(torch.finfo(a.dtype).eps ** 0.5, 1e-5)  # some parts of a model are in float32
+    a, b = a.double(), b.double()
+    # relative to each token's own norm: beside a massive activation nothing else would count
+    return bool(((a - b).norm(dim=-1) <= eps * b.norm(dim=-1).clamp(min=1e-30)).all())
