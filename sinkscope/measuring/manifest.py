@@ -15,6 +15,7 @@ class Facts:
 
     batch_size: int = 0
     scaling: tuple[float, ...] = ()  # of the logits, by layer
+    outside: dict[str, list[int]] = field(default_factory=dict)  # what is attended to besides the text → its layers
     loss: float | None = None  # cross-entropy per predicted token, if there was a backward pass
     parity: float | None = None  # largest relative difference from the bare model; None: not looked at
     notices: tuple[str, ...] = ()
@@ -55,6 +56,7 @@ def _described(subject: Subject, config: RunConfig, facts: Facts) -> dict[str, A
             "gated": family.gated,
             "kinds": [block.kind for block in family.blocks] or None,  # of every layer, where they are not all alike
         },
+        "outside": facts.outside,
         "absent": family.absent_sites(),
         "not_measured": facts.not_measured,
         "dtype": str(parameters.dtype).removeprefix("torch."),

@@ -107,7 +107,9 @@ def _attention(tables: Mapping[str, pd.DataFrame], inputs: TokenInputs) -> dict[
     heads = attention.groupby("layer")["head"].nunique()
     pairs = later_sinks(sinks).drop_duplicates(["layer", "head", "sequence"]).groupby("layer").size()
     by_head = tables["attention_heads"].groupby("layer")
-    return {
+    outside = tables.get("attention_outside")
+    rates = {} if outside is None else {"sink_rate_outside": outside.groupby("layer")["sink_rate_outside"].mean()}
+    return rates | {
         "sink_rate": first["sink_rate"],
         "sink_rate_later": (pairs.reindex(heads.index, fill_value=0) / heads / len(inputs)),
         "window_mass": first["window_mass"],

@@ -30,10 +30,10 @@ from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
 
 SHOWN = (  # metrics of the whole model, in the order of the verdict's table
-    "sink_rate", "sink_rate_later", "window_mass", "sink_mass", "repeated_bound", "attention_entropy", "missing_mass",
-    "value_drain", "raw_value_drain", "gate_first", "gate_later", "norm_ratio", "massive_count",
-    "value_gradient_ratio", "compress_slope", "delta_gap", "key_alignment_first", "perplexity", "max_inf_norm",
-    "kurtosis",
+    "sink_rate", "sink_rate_outside", "sink_rate_later", "window_mass", "sink_mass", "repeated_bound",
+    "attention_entropy", "missing_mass", "value_drain", "raw_value_drain", "gate_first", "gate_later", "norm_ratio",
+    "massive_count", "value_gradient_ratio", "compress_slope", "delta_gap", "key_alignment_first", "perplexity",
+    "max_inf_norm", "kurtosis",
 )  # fmt: skip
 HIDDEN_AT_ZERO = ("missing_mass",)  # of models without learned sink logits it is 0 by definition
 
@@ -61,6 +61,8 @@ WSE = {
         Published("LLaMA3-8B", 0.9123, _PRETRAINED, "WSE table 1"),
     ),
 }
+
+WSE_OUTSIDE = Published("Llama 60M with key biases", 0.7334, _SCRATCH, "WSE table 4")
 
 MOST_COORDINATES = 3  # of massive activations that are named
 MOST_TOKENS = 3  # of later sinks that are named
@@ -128,6 +130,7 @@ def _sink(run: RunData) -> Iterator[Finding]:
     published = WSE.get(run.condition, ()) if comparable else ()
     value = run.metric("sink_rate")
     yield Finding("sink", SINK, outcome, value, None, threshold, published, numbers, is_headline=True)
+    yield from _outside(run, comparable)
     yield from _attention_layers(run)
     if run.manifest["family"].get("gated") and "gate" in run.tables:
         there = Outcome.ABSENT if rates.max() < NO_SINK else Outcome.PRESENT
@@ -135,6 +138,26 @@ def _sink(run: RunData) -> Iterator[Finding]:
         yield Finding("own-gates", SINK, there, run.metric("gate_first"), threshold=NO_SINK, numbers=numbers)
     if "sink_positions" in run.tables:
         yield _later_sinks(run)
+
+
+def _outside(run: RunData, comparable: bool) -> Iterator[Finding]:
+    """Attention that goes to no token of the text: only of models that have something else."""
+    kinds, rates = run.manifest.get("outside"), _by_layer(run, "sink_rate_outside")
+    if not kinds or rates.empty:
+        return
+    strong = _where(rates >= STRONG)
+    outcome, threshold = Outcome.PRESENT, STRONG
+    if not strong:
+        outcome, threshold = (Outcome.ABSENT, NO_SINK) if rates.max() < NO_SINK else (Outcome.WEAK, STRONG)
+    numbers = {
+        "what": " and ".join(kinds),
+        "epsilon": run.manifest["config"]["epsilon"],
+        "layers": strong,
+        "having": tuple(rates.index) if len(rates) < _by_layer(run, "sink_rate").size else (),
+    }
+    published = (WSE_OUTSIDE,) if comparable and run.condition == "natural" else ()
+    value = run.metric("sink_rate_outside")
+    yield Finding("sink-outside", SINK, outcome, value, None, threshold, published, numbers)
 
 
 def _attention_layers(run: RunData) -> Iterator[Finding]:

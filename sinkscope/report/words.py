@@ -46,6 +46,14 @@ TEMPLATES: dict[tuple[str, Outcome], str] = {
         "of the heads the sink.",
     ("sink", ABSENT): "There is no sink at position 0: the {label.sink_rate} is {value:sink_rate} (ε = {epsilon:g}), "
         "below {threshold:.0%} in every layer.",
+    ("sink-outside", PRESENT): "There is a sink outside the text: more than {epsilon:g} of the attention goes to "
+        "{what} in {value:sink_rate_outside} of heads and sequences[ of {having:layers}], in at least {threshold:.0%} "
+        "of them in {layers:layers}.",
+    ("sink-outside", WEAK): "More than {epsilon:g} of the attention goes to {what} in {value:sink_rate_outside} of "
+        "heads and sequences[ of {having:layers}], in no layer in {threshold:.0%} of them.",
+    ("sink-outside", ABSENT): "There is no sink outside the text: more than {epsilon:g} of the attention goes to "
+        "{what} in {value:sink_rate_outside} of heads and sequences[ of {having:layers}], below {threshold:.0%} in "
+        "every layer.",
     ("later-sinks", PRESENT): "Later positions are sinks in {value:sink_rate_later} of heads and sequences[, mostly "
         "in {layers:layers}][; most often at the tokens {tokens:shares}].",
     ("later-sinks", ABSENT): "No later position is a sink: {value:sink_rate_later} of heads and sequences, below "

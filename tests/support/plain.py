@@ -19,6 +19,13 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
+@contextmanager
+def only_float64() -> Iterator[None]:
+    """Modeling code that asks for float32, in a norm or a softmax, gets float64."""
+    with patch.object(torch, "float32", torch.float64), patch.object(torch.Tensor, "float", torch.Tensor.double):
+        yield
+
+
 @dataclass
 class Plain:
     """Of one sequence; the attention layers in the order in which they ran."""
