@@ -24,6 +24,7 @@ from sinkscope.models.loading import LoadedModel
 from sinkscope.models.wiring import check_wiring, read_sites
 from sinkscope.options.measuring import DoctorOptions, RunConfig
 from sinkscope.options.output import OutputOptions
+from sinkscope.report.words import layers_text
 from sinkscope.text.batch import Batch
 
 TOKENS = 64
@@ -124,6 +125,15 @@ def _not_applicable(model: PreTrainedModel, family: Family) -> list[str]:
     return notes + [f"{name} does not apply: {reason}" for name, reason in reasons.items() if reason]
 
 
+def _positions(family: Family) -> str:
+    """«rotary and none (none in layers 3, 7)»."""
+    kinds = sorted(family.kinds_of_positions)
+    where = {kind: [at for at, own in enumerate(family.layer_positions) if own == kind] for kind in kinds}
+    rare = sorted(kinds, key=lambda kind: len(where[kind]))[:-1]
+    named = "; ".join(f"{kind} in {layers_text(where[kind])}" for kind in rare)
+    return f"{family.positions} ({named})" if named else family.positions
+
+
 def _facts(loaded: LoadedModel, family: Family) -> dict[str, str]:
     text = loaded.model.config.get_text_config()
     parameter = next(loaded.model.parameters())
@@ -135,7 +145,7 @@ def _facts(loaded: LoadedModel, family: Family) -> dict[str, str]:
     changes = {name: kind for name, kind in INTERVENTIONS.items() if not kind.is_control}
     return {
         "architecture": f"{type(loaded.model).__name__}, {len(layers)} layers{_kinds(family)}, family '{family.name}'",
-        "wiring": f"{family.wiring}, positions {family.positions}",
+        "wiring": f"{family.wiring}, positions {_positions(family)}",
         "attention": f"{loaded.model.config._attn_implementation} by itself; seam through the {family.door}"
         + (f"; {sliding} layers slide a window of {text.sliding_window}" if sliding else ""),
         "dtype": f"{str(parameter.dtype).removeprefix('torch.')} on {parameter.device}",

@@ -52,6 +52,7 @@ def _described(subject: Subject, config: RunConfig, facts: Facts) -> dict[str, A
             "name": family.name,
             "wiring": family.wiring,
             "positions": family.positions,
+            "layer_positions": family.layer_positions if len(family.kinds_of_positions) > 1 else None,
             "door": family.door,
             "gated": family.gated,
             "kinds": [block.kind for block in family.blocks] or None,  # of every layer, where they are not all alike

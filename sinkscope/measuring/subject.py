@@ -13,6 +13,7 @@ from rich.console import Console
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from sinkscope.attention.position_kinds import with_positions
 from sinkscope.errors import InputError
 from sinkscope.measuring.console import print_notices, spinner
 from sinkscope.measuring.observables import check_names
@@ -104,14 +105,14 @@ def load_model(model: ModelLike, tokenizer: PreTrainedTokenizerBase | None, conf
 def family_of(model: PreTrainedModel) -> tuple[Family, list[str]]:
     """The model's row in the table of families, or a row calibrated for it, with a notice that says so."""
     try:
-        return find_family(model), []
+        return with_positions(model, find_family(model)), []
     except InputError as missing:
         try:
             vocabulary = len(embedding_weight(model))
             if vocabulary == 0:
                 raise InputError("it has no token embeddings")
             few = torch.arange(3, 11, device=model.device)[None] % vocabulary
-            family = calibrate(model, few)
+            family = with_positions(model, calibrate(model, few))
         except InputError as error:
             raise InputError(f"{missing}\n{error}") from None
         note = f"'{family.name}' has no row in the table of families: wired numerically as {family.wiring}"

@@ -7,7 +7,7 @@ import pandas as pd
 
 from sinkscope.measuring.gradient_summary import gradient_summary
 from sinkscope.measuring.observables.query_bias import ALL_HEADS
-from sinkscope.models.families import Family
+from sinkscope.models.families import NO_POSITIONS, Family
 from sinkscope.results.findings import FEWEST_QUERIES, OUTLIER
 from sinkscope.text.inputs import TokenInputs
 
@@ -41,7 +41,7 @@ def summarize(
         per_layer |= _attention(tables, inputs)
     if "geometry" in tables:
         per_layer |= _geometry(tables["geometry"])
-        if _all_tokens_equal(inputs) and family.positions == "rotary":
+        if _all_tokens_equal(inputs) and _keeps_tokens_equal(family):
             per_layer["repeated_bound"] = _repeated_bound(tables["geometry"], scaling, inputs.longest)
     if "gate" in tables:
         per_layer |= _gate(tables["gate"])
@@ -78,6 +78,12 @@ def summarize(
 def _all_tokens_equal(inputs: TokenInputs) -> bool:
     """False with a BOS in front of the repeated token."""
     return inputs.condition == "repeated" and all((ids == ids[0]).all() for ids in inputs.sequences)
+
+
+def _keeps_tokens_equal(family: Family) -> bool:
+    """Whether equal tokens stay equal in all layers of a model with rotary positions (WSE propositions 1 and 4)."""
+    kinds = family.kinds_of_positions
+    return "rotary" in kinds and kinds <= {"rotary", NO_POSITIONS} and family.mixes_by_attention_alone
 
 
 def attention_by_layer(attention: pd.DataFrame, position: int = 0) -> pd.DataFrame:

@@ -26,6 +26,8 @@ RESIDUAL_SITES = ("layer_in", "attn_norm", "attn_out", "mid", "mlp_norm", "mlp_o
 
 
 ATTENTION = "attention"  # kind of a layer
+NO_POSITIONS, UNKNOWN_POSITIONS = "none", "unknown"  # kinds of positions
+FEED_FORWARD = ("mlp", "moe", "feed_forward")  # kinds of layers that mix no tokens, as configurations name them
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,8 @@ class Family:
     attention: str  # the attention module
     sites: Mapping[str, str]  # site → address, in the order in which a forward pass reaches them
     wiring: str = "sequential"  # or "parallel", "post-norm"
-    positions: str = "rotary"  # or "learned", "alibi"
+    positions: str = "rotary"  # or "learned", "alibi"; of a loaded model all that are found (position_kinds.py)
+    layer_positions: tuple[str, ...] = ()  # those found by layer; "" where it has no attention
     door: str = "interface"  # transformers' AttentionInterface, or "interceptor" where a model does not use that
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # in the attention module: three projections, or one for all
     fused: str = ""  # one for all holds "blocks" (all of q, of k, of v) or "groups" (a key head's queries, key, value)
@@ -90,6 +93,15 @@ class Family:
     def block(self, layer: int) -> Block:
         return self.blocks[layer] if self.blocks else Block(self.attention, self.sites, self.wiring)
 
+    def positions_at(self, layer: int) -> str:
+        """The kind of positions of a layer with attention."""
+        return self.layer_positions[layer] if self.layer_positions else self.positions
+
+    @property
+    def kinds_of_positions(self) -> set[str]:
+        """Of all layers with attention."""
+        return set(self.layer_positions) - {""} or {self.positions}
+
     def attentions(self, model: nn.Module) -> dict[int, nn.Module]:
         """Layer → its attention module, of the layers that have one."""
         layers = enumerate(self.layer_modules(model))
@@ -97,6 +109,11 @@ class Family:
 
     def layer_modules(self, model: nn.Module) -> list[nn.Module]:
         return list(model.get_submodule(self.layers).children())
+
+    @property
+    def mixes_by_attention_alone(self) -> bool:
+        """Whether no layer mixes tokens in another way."""
+        return all(block.kind in (ATTENTION, *FEED_FORWARD) for block in self.blocks)
 
     def absent_sites(self) -> dict[str, str]:
         """Residual-stream sites that this family does not have, with the reason."""

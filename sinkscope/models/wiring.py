@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from sinkscope.errors import InputError, described
 from sinkscope.models import families
 from sinkscope.models.attention_functions import attending_by
 from sinkscope.models.discovery import Layer, first_floats, record
-from sinkscope.models.families import ATTENTION, RESIDUAL_SITES, Block, Family, first_tensor
+from sinkscope.models.families import ATTENTION, RESIDUAL_SITES, UNKNOWN_POSITIONS, Block, Family, first_tensor
 
 
 @torch.no_grad()
@@ -140,7 +140,7 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
         blocks=()
         if all(block == Block(main.attention, main.sites, main.wiring) for block in blocks)
         else tuple(blocks),
-        **_positions(model, model.config.get_text_config()),
+        positions=UNKNOWN_POSITIONS,
         gated=door == "interface" and _is_gated(model, attention, projections["output"], inputs),
         **projections,
     )
@@ -316,17 +316,6 @@ def _projections(model: Any, attention: nn.Module) -> dict[str, Any]:
     is_plain = widths[0] % heads == 0 and widths[1] == widths[2] and widths[1] % (widths[0] // heads) == 0
     taken = getattr(attention.get_submodule(output), "in_features", widths[0]) if output else widths[0]
     return {"qkv": known if is_plain and taken == widths[0] else (), "fused": "", "output": output}
-
-
-def _positions(model: nn.Module, config: Any) -> dict[str, Any]:
-    """Fields of a row; positions are learned where a known row's embedding of them exists."""
-    for row in chain.from_iterable(families.FAMILIES.values()):
-        if row.position_embedding and _has(model, row.position_embedding):
-            where = {"position_embedding": row.position_embedding, "position_offset": row.position_offset}
-            return {"positions": "learned"} | where
-    others = "rotary" if getattr(config, "rope_parameters", None) else "unknown"
-    positions = "alibi" if getattr(config, "alibi", False) else others
-    return {"positions": positions, "position_embedding": "", "position_offset": 0}
 
 
 _ATTENTIONS = ("attn.attention", "self_attn", "self_attention", "attention", "attn", "multi_head_attention")

@@ -2,13 +2,13 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import pandas as pd
 
 from sinkscope.measuring.summary import WHOLE_MODEL, later_sinks
-from sinkscope.models.families import ATTENTION
+from sinkscope.models.families import ATTENTION, FEED_FORWARD, NO_POSITIONS
 from sinkscope.report.markdown import Report
 from sinkscope.results.findings import (
     ALMOST_NO_SINK,
@@ -39,6 +39,10 @@ HIDDEN_AT_ZERO = ("missing_mass",)  # of models without learned sink logits it i
 
 SINK, MASSIVE, GRADIENTS = "Sink", "Massive activations", "Gradients"
 VALUES, BIAS, QUANTIZATION, NOT_HERE = "Value states", "Query bias", "Quantization", "Does not apply here"
+
+# Kinds of positions: with the first WSE expects sinks on repeated tokens, with the others none.
+ADDED_POSITIONS = {"learned", "sinusoidal"}
+WITHIN_ATTENTION = {"rotary", "alibi", "relative", NO_POSITIONS}
 
 # What published sink rates were measured with, and the rates by input.
 WSE_SETTING = {"shortest": 64, "longest": 64, "window": 64, "epsilon": 0.3}
@@ -164,10 +168,21 @@ def _attention_layers(run: RunData) -> Iterator[Finding]:
     """Of a model that attends in some layers only."""
     kinds = run.manifest["family"].get("kinds") or ()
     layers = tuple(layer for layer, kind in enumerate(kinds) if kind == ATTENTION)
-    others = Counter(kind for kind in kinds if kind != ATTENTION)
+    others = tuple(kind for kind in kinds if kind != ATTENTION)
     if others:
-        named = " and ".join(f"{count} × {kind.replace('_', ' ')}" for kind, count in others.items())
-        yield Finding("attention-layers", SINK, value=len(layers), numbers={"layers": layers, "others": named})
+        numbers = {"layers": layers, "others": _counted(others)}
+        yield Finding("attention-layers", SINK, value=len(layers), numbers=numbers)
+
+
+def _mixing_otherwise(run: RunData) -> str:
+    """The layers that mix tokens, and not by attention."""
+    kinds = run.manifest["family"].get("kinds") or ()
+    return _counted(kind for kind in kinds if kind not in (ATTENTION, *FEED_FORWARD))
+
+
+def _counted(kinds: Iterable[str]) -> str:
+    """«3 × linear attention and 1 × mlp»."""
+    return " and ".join(f"{count} × {kind.replace('_', ' ')}" for kind, count in Counter(kinds).items())
 
 
 def _later_sinks(run: RunData) -> Finding:
@@ -193,7 +208,13 @@ def _repeated(run: RunData) -> Iterator[Finding]:
         yield Finding("repeated-bound", SINK, outcome, mass, threshold=bound)
     else:
         positions = run.manifest["family"]["positions"]
-        outcome = Outcome.PRESENT if positions == "learned" else Outcome.ABSENT
+        kinds = set(run.manifest["family"].get("layer_positions") or (positions,)) - {""}
+        mixing = _mixing_otherwise(run)
+        if mixing or not kinds <= ADDED_POSITIONS | WITHIN_ATTENTION:
+            numbers = {"positions": positions, "others": mixing}
+            yield Finding("repeated", SINK, Outcome.UNDECIDED, numbers=numbers)
+            return
+        outcome = Outcome.PRESENT if kinds & ADDED_POSITIONS else Outcome.ABSENT
         yield Finding("repeated", SINK, outcome, numbers={"positions": positions})
 
 
