@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from sinkscope.attention.seam import attention_implementation
@@ -18,6 +19,7 @@ from sinkscope.measuring.observables.observable import ATTENTION_SITES, Observab
 from sinkscope.measuring.parity import TOLERANCE, largest_difference
 from sinkscope.measuring.subject import ModelLike, family_of, load_model, options_of
 from sinkscope.measuring.tracer import open_tracer
+from sinkscope.models.attention_functions import Attend, attending_by
 from sinkscope.models.families import RESIDUAL_SITES, Block, Family, embedding_weight
 from sinkscope.models.in_memory import undisturbed
 from sinkscope.models.loading import LoadedModel
@@ -207,12 +209,32 @@ class _FirstColumn(Observable):
 
 @torch.no_grad()
 def _weights(model: PreTrainedModel, family: Family, batch: Batch) -> tuple[str, bool, str]:
-    """Compare our weights with those that transformers' eager attention returns."""
+    """Compare our weights with those by which transformers' eager attention mixes values."""
     observable = _FirstColumn()
     with open_tracer(model, family) as tracer:
         tracer.forward(batch, [observable])
-    with attention_implementation(model, "eager"):
-        eager = model(batch.token_ids.to(model.device), use_cache=False, output_attentions=True).attentions
-    pairs = zip(observable.weights, eager, strict=True)
-    worst = max(float((mine - theirs[0, :, :, 0].float().cpu()).abs().max()) for mine, theirs in pairs)
-    return ("attention to position 0 is transformers' eager", worst < TOLERANCE[eager[0].dtype], f"within {worst:.1e}")
+    eager = _eager_first_column(model, batch)
+    theirs = [eager[attention] for attention in family.attentions(model).values()]
+    pairs = zip(observable.weights, theirs, strict=True)
+    worst = max(float((mine - other[0].float().cpu()).abs().max()) for mine, other in pairs)
+    return ("attention to position 0 is transformers' eager", worst < TOLERANCE[theirs[0].dtype], f"within {worst:.1e}")
+
+
+def _eager_first_column(model: PreTrainedModel, batch: Batch) -> dict[nn.Module, torch.Tensor]:
+    """Attention module → the weight on position 0 that its eager attention gives values with, (1,H,T).
+
+    Read off the mix of values that are 1 at position 0 and 0 elsewhere. The weights that eager attention returns are
+    not always these: some families scale the mix afterwards, by what a learned sink leaves.
+    """
+    columns: dict[nn.Module, torch.Tensor] = {}
+
+    def reading(own: Attend, module: nn.Module, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        marked = torch.zeros_like(value)
+        marked[:, :, 0] = 1.0
+        mix = own(module, query, key, marked, *args, **kwargs)[0]  # (1,T,H,d)
+        columns[module] = mix[..., 0].transpose(1, 2)
+        return own(module, query, key, value, *args, **kwargs)
+
+    with attention_implementation(model, "eager"), attending_by(reading):
+        model(batch.token_ids.to(model.device), use_cache=False)
+    return columns

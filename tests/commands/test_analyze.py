@@ -30,7 +30,13 @@ from sinkscope.results.tables import LEADING
 
 LENGTHS = (20, 7, 13, 20, 3)
 POSITIONS, WINDOW = 10, 6
-ABSENT = {"query_bias", "gamma", "delta_distribution", "gate"}  # of what a plain Llama does not have
+ABSENT = {
+    "query_bias",
+    "gamma",
+    "delta_distribution",
+    "gate",
+    "attention_outside",
+}  # of what a plain Llama does not have
 ARMS = {
     "effect",
     "arm_maps",

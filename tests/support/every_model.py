@@ -5,6 +5,7 @@ A type whose configuration needs more than that has a line in `OVERRIDES`; one t
 """
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+import torch.nn.functional as F
 from tiny import spread_weights
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -22,8 +24,9 @@ from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Settings
 from sinkscope.measuring.subject import family_of
 from sinkscope.measuring.tracer import open_tracer
+from sinkscope.models.families import Family
 from sinkscope.text.batch import Batch
-from support.plain import run_plainly
+from support.plain import Plain, only_float64, run_plainly
 
 VOCAB = 96
 LAYERS = 4
@@ -312,6 +315,10 @@ def row_of(model_type: str) -> Row:
 
 
 LENGTH = 20
+SHORTER = 13  # the second sequence of a padded batch
+SIDES = ("right", "left")
+
+Pairs = dict[str, list[tuple[np.ndarray, torch.Tensor]]]  # what is compared → found and expected, by layer
 
 
 def differences(model_type: str, file: Path) -> dict[str, float]:
@@ -321,27 +328,76 @@ def differences(model_type: str, file: Path) -> dict[str, float]:
         model_type: of a model on transformers' attention interface.
         file: to write the ids to.
     """
-    model = tiny_of(model_type, torch.float64)
-    ids = torch.randint(3, VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(1))
+    model, ids = tiny_of(model_type, torch.float64), _sequence(LENGTH)
     np.save(file, ids.numpy()[None])
-    family, _ = family_of(model)
-    tables = sinkscope.analyze(
-        model, input=str(file), seq_len=LENGTH, positions=LENGTH, window=LENGTH, batch_size=1, bos="never"
-    ).tables
-    plain = run_plainly(model, family.layers, ids)
-    pairs: dict[str, list[tuple[np.ndarray, torch.Tensor]]] = defaultdict(list)
-    queries = torch.arange(LENGTH, 0, -1)  # that see each key
-    attending = list(family.attentions(model))
-    for layer, weights in zip(attending, plain.weights, strict=True):
-        pairs["sink_mass"].append((_by_position(tables["attention"], layer, "sink_mass"), weights.sum(1) / queries))
-    for pathway in ("query", "key", "value"):
+    with only_float64():
+        family, _ = family_of(model)
+        tables = sinkscope.analyze(
+            model, input=str(file), seq_len=LENGTH, positions=LENGTH, window=LENGTH, batch_size=1, bos="never"
+        ).tables
+        plain = run_plainly(model, family.layers, ids[None], torch.ones_like(ids)[None])
+    return _worst(_compared(tables, plain, family))
+
+
+def padded_differences(model_type: str, side: str, backward: bool = True) -> dict[str, float]:
+    """As `differences`, of a batch of two sequences that is padded on one side. "transformers itself" is how far the
+    padded model's logits are from those of the shorter sequence alone.
+    """
+    model = tiny_of(model_type, torch.float64)
+    ids, mask = _padded(side)
+    batch = Batch(ids, mask)
+    settings = Settings(positions=LENGTH, window=LENGTH)
+    wanted = ("attention", "activation", "gradient") if backward else ("attention", "activation")
+    observables = [OBSERVABLES[name](settings) for name in wanted]
+    with only_float64():
+        family, _ = family_of(model)
+        for observable in observables:
+            observable.prepare(model, family, int(batch.predicting.sum()))
+        with open_tracer(model, family) as tracer:
+            (tracer.forward_backward if backward else tracer.forward)(batch, observables)
+            logits = tracer.logits(batch)
+        plain = run_plainly(model, family.layers, ids, mask, backward)
+        with torch.no_grad():
+            alone = model(_sequence(SHORTER)[None], use_cache=False).logits[0]
+    tables = {name: table for observable in observables for name, table in observable.tables().items()}
+    shorter = mask[1].bool()
+    pairs = _compared(tables, plain, family)
+    pairs["logits"] = [(logits[mask.bool()].numpy(), plain.logits[mask.bool()])]
+    pairs["transformers itself"] = [(plain.logits[1][shorter].numpy(), alone)]
+    return _worst(pairs)
+
+
+def _sequence(length: int) -> torch.Tensor:
+    return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(length))
+
+
+def _padded(side: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask (2,T) of a longer and a shorter sequence."""
+    empty = (LENGTH - SHORTER, 0) if side == "left" else (0, LENGTH - SHORTER)
+    longer, shorter = _sequence(LENGTH), _sequence(SHORTER)
+    ids = torch.stack([longer, F.pad(shorter, empty)])
+    return ids, torch.stack([torch.ones_like(longer), F.pad(torch.ones_like(shorter), empty)])
+
+
+def _compared(tables: Mapping[str, pd.DataFrame], plain: Plain, family: Family) -> Pairs:
+    pairs: Pairs = defaultdict(list)
+    attending = [at for at in range(len(plain.hidden)) if family.block(at).attention]
+    if family.door == "interface":
+        for layer, masses in zip(attending, plain.sink_masses(), strict=True):
+            pairs["sink_mass"].append((_by_position(tables["attention"], layer, "sink_mass"), masses))
+    for pathway in ("query", "key", "value") if plain.query and plain.query[0].grad is not None else ():
         chosen = tables["gradient"].query(f"pathway == '{pathway}' and head == -1")
         first = 1 if pathway == "query" else 0  # query 0 sees one key: its gradient is round-off
         for layer, norms in zip(attending, plain.grad_norms(pathway), strict=True):
-            pairs[f"gradient of {pathway}"].append((_by_position(chosen, layer, "grad_norm")[:, first:], norms[first:]))
+            found = _by_position(chosen, layer, "grad_norm")
+            pairs[f"gradient of {pathway}"].append((found[:, first:], norms[:, first:]))
     inputs = tables["activation"].query("site == 'layer_in'").assign(head=0)
-    for layer, hidden in enumerate(plain.hidden):
-        pairs["layer_in"].append((_by_position(inputs, layer, "norm_mean"), hidden.norm(dim=-1)))
+    for layer, norms in enumerate(plain.norms()):
+        pairs["layer_in"].append((_by_position(inputs, layer, "norm_mean"), norms))
+    return pairs
+
+
+def _worst(pairs: Pairs) -> dict[str, float]:
     return {name: max(_difference(*pair) for pair in found) for name, found in pairs.items()}
 
 

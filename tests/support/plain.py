@@ -1,11 +1,13 @@
-"""What a model computes, by plain transformers, torch's autograd and nothing of sinkscope: in float64, one sequence.
+"""What a model computes, by plain transformers, torch's autograd and nothing of sinkscope: in float64, a padded batch.
 
-Attention is dense: in place of transformers' attention functions stands the eager function of the model's own file,
-with a softmax in float64, and what it takes and gives is kept with its graph.
+Attention is dense: in place of transformers' attention functions stands the eager function of the model's own file, and
+what it takes is kept with its graph. Its weights are those that it mixes values by: of values that are a basis, the mix
+is the weights, with what a model may multiply the mix by afterwards.
 """
 
+import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,43 +30,91 @@ def only_float64() -> Iterator[None]:
 
 @dataclass
 class Plain:
-    """Of one sequence; the attention layers in the order in which they ran."""
+    """Of a batch of B sequences; the attention layers in the order in which they ran."""
 
-    logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # (T,V)
-    hidden: list[torch.Tensor] = field(default_factory=list)  # input of each layer, (T,D)
-    weights: list[torch.Tensor] = field(default_factory=list)  # (H,T,T)
-    query: list[torch.Tensor] = field(default_factory=list)  # (H,T,d), with gradients; so are the others
+    start: torch.Tensor  # (B,): the column of each sequence's first token
+    lengths: torch.Tensor  # (B,)
+    logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # (B,T,V)
+    hidden: list[torch.Tensor] = field(default_factory=list)  # input of each layer, (B,T,D)
+    weights: list[torch.Tensor] = field(default_factory=list)  # (B,H,T,T)
+    query: list[torch.Tensor] = field(default_factory=list)  # (B,H,T,d), with gradients; so are the others
     key: list[torch.Tensor] = field(default_factory=list)
     value: list[torch.Tensor] = field(default_factory=list)
 
+    def sink_masses(self) -> list[torch.Tensor]:
+        """By layer the mean weight on each position of the queries from it on, averaged over sequences, (H,P)."""
+        return [self._mean(self._sink_mass(row, weights[row]) for row in self._rows()) for weights in self.weights]
+
+    def norms(self) -> list[torch.Tensor]:
+        """By layer the norm of its input at each position, averaged over sequences, (1,P)."""
+        return [self._mean(self._own(row, x[row]).norm(dim=-1)[None] for row in self._rows()) for x in self.hidden]
+
     def grad_norms(self, pathway: str) -> list[torch.Tensor]:
-        """By layer the norm over all heads of each position's gradient, (T,)."""
-        return [x.grad[0].transpose(0, 1).flatten(1).norm(dim=-1) for x in getattr(self, pathway)]
+        """By layer the norm over all heads of each position's gradient, summed over sequences, (1,P)."""
+        return [self._sum_of_gradients(x.grad) for x in getattr(self, pathway)]
+
+    def _rows(self) -> range:
+        return range(len(self.lengths))
+
+    def _own(self, row: int, x: torch.Tensor) -> torch.Tensor:
+        """(…,T,D) of one sequence without its padding."""
+        first = int(self.start[row])
+        return x[..., first : first + int(self.lengths[row]), :]
+
+    def _sink_mass(self, row: int, weights: torch.Tensor) -> torch.Tensor:
+        own = self._own(row, self._own(row, weights).transpose(1, 2))  # (H,keys,queries)
+        return own.sum(-1) / torch.arange(own.shape[1], 0, -1)
+
+    def _mean(self, parts: Iterable[torch.Tensor]) -> torch.Tensor:
+        """Of (H,P) by sequence, over those that have the position."""
+        longest = int(self.lengths.max())
+        padded = [F.pad(part, (0, longest - part.shape[-1])) for part in parts]
+        return torch.stack(padded).sum(0) / (self.lengths[:, None] > torch.arange(longest)).sum(0)
+
+    def _sum_of_gradients(self, gradient: torch.Tensor) -> torch.Tensor:
+        longest = int(self.lengths.max())
+        own = [self._own(row, gradient[row]) for row in self._rows()]
+        total = torch.stack([F.pad(x, (0, 0, 0, longest - x.shape[1])) for x in own]).sum(0)
+        return total.transpose(0, 1).flatten(1).norm(dim=-1)[None]
 
 
-def run_plainly(model: PreTrainedModel, layers: str, ids: torch.Tensor) -> Plain:
-    """One sequence of ids (T,) forward, and its mean cross-entropy backward, of a float64 model."""
-    found = Plain()
+def padded_inputs(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
+    """As one calls a model of transformers: with a mask, and with positions where it takes them."""
+    inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    return inputs
+
+
+def run_plainly(
+    model: PreTrainedModel, layers: str, ids: torch.Tensor, mask: torch.Tensor, backward: bool = True
+) -> Plain:
+    """A batch of ids (B,T) forward, and its mean cross-entropy backward, of a float64 model."""
+    found = Plain(mask.int().argmax(1), mask.sum(1))
     handles = [
         layer.register_forward_pre_hook(partial(_keep_input, found), with_kwargs=True)
         for layer in model.get_submodule(layers)
     ]
+    inputs = padded_inputs(model, ids, mask) if not mask.all() else {"input_ids": ids, "use_cache": False}
     try:
-        with _dense(found), torch.enable_grad():
-            embedded = model.get_input_embeddings()(ids[None]).detach().requires_grad_(True)
+        with _dense(found), torch.set_grad_enabled(backward):
+            embedded = model.get_input_embeddings()(ids).detach().requires_grad_(backward)
             with _in_place_of_the_embeddings(model, embedded):
-                logits = model(input_ids=ids[None], use_cache=False).logits
-            F.cross_entropy(logits[0, :-1], ids[1:]).backward()
+                found.logits = model(**inputs).logits
+            if backward:
+                real = mask.bool()
+                predicted = real[:, :-1] & real[:, 1:]
+                F.cross_entropy(found.logits[:, :-1][predicted], ids[:, 1:][predicted]).backward()
     finally:
         for handle in handles:
             handle.remove()
-    found.logits = logits[0].detach()
+    found.logits = found.logits.detach()
     return found
 
 
 def _keep_input(found: Plain, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     values = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
-    found.hidden.append(next(value for value in values if value.is_floating_point())[0].detach())
+    found.hidden.append(next(value for value in values if value.is_floating_point()).detach())
 
 
 @contextmanager
@@ -75,26 +125,22 @@ def _in_place_of_the_embeddings(model: PreTrainedModel, embedded: torch.Tensor) 
 
 @contextmanager
 def _dense(found: Plain) -> Iterator[None]:
-    softmax = F.softmax
-
-    def in_float64(x: torch.Tensor, dim: int = -1, dtype: Any = None, **_: Any) -> torch.Tensor:
-        return softmax(x, dim=dim)
-
     def attend(
         module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         for name, x in (("query", query), ("key", key), ("value", value)):
-            x.retain_grad()
+            if x.requires_grad:
+                x.retain_grad()
             getattr(found, name).append(x)
         mask = attention_mask
         if mask is None or mask.dtype == torch.bool:
             allowed = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril() if mask is None else mask
             mask = torch.zeros(allowed.shape, dtype=query.dtype).masked_fill(~allowed, torch.finfo(query.dtype).min)
         own = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
-        with patch.object(F, "softmax", in_float64):
-            mix, weights = own(module, query, key, value, mask, *args, **kwargs)
-        found.weights.append(weights[0].detach())
-        return mix, weights
+        basis = torch.eye(key.shape[2], dtype=value.dtype).expand(*value.shape[:2], -1, -1)
+        with torch.no_grad():
+            found.weights.append(own(module, query, key, basis, mask, *args, **kwargs)[0].transpose(1, 2))
+        return own(module, query, key, value, mask, *args, **kwargs)
 
     before = {name: ALL_ATTENTION_FUNCTIONS.get(name) for name in ("sdpa", "eager")}
     for name in before:
