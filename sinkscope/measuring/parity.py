@@ -4,9 +4,11 @@ Code that treats our attention otherwise than its own (a mask left out, a scale 
 without an error. A short check beforehand would not find all: attention to the 2048 best keys is dense below that.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from sinkscope.errors import SinkscopeError, is_out_of_memory
 from sinkscope.measuring.observables.observable import Observable, Reading, Settings
@@ -44,9 +46,12 @@ class Parity(Observable):
             reading.tensor[:rows, :columns], self.bare[:rows, :columns], batch.attention_mask[:rows, :columns]
         )
         if self.error > TOLERANCE[reading.tensor.dtype]:
+            padded = "" if batch.valid is None else "in a padded batch "
+            advice = "" if batch.valid is None else "take --batch-size 1, which pads nothing; "
             raise SinkscopeError(
-                f"under the tracer this model computes something else than by itself (the last layer's output differs "
-                f"by {self.error:.1e} of its norm), and numbers would be wrong; --skip-parity measures all the same"
+                f"{padded}under the tracer this model computes something else than by itself (the last layer's output "
+                f"differs by {self.error:.1e} of its norm), and numbers would be wrong; {advice}--skip-parity measures "
+                "all the same"
             )
 
 
@@ -80,7 +85,8 @@ class ParityCheck:
 
 
 def parity_check(subject: Subject, config: RunConfig, costs: int = 1) -> ParityCheck:
-    """Run the bare model on the first batch.
+    """Run the bare model on the first batch; where that is padded, on each sequence alone: some models let padding
+    change what they give.
 
     Args:
         costs: memory of the pass that is to be compared, as for `pass_over`.
@@ -92,7 +98,13 @@ def parity_check(subject: Subject, config: RunConfig, costs: int = 1) -> ParityC
 
     def bare(size: int) -> torch.Tensor:
         batch = next(batches_of(subject.inputs, size))
-        return layer_output(model, family, layer, model_inputs(model, batch, with_logits=False))
+        if batch.valid is None:
+            return layer_output(model, family, layer, model_inputs(model, batch, with_logits=False))
+        rows = [
+            layer_output(model, family, layer, model_inputs(model, alone, with_logits=False))[0]
+            for alone in _each_alone(batch)
+        ]
+        return pad_sequence(rows, batch_first=True)
 
     try:
         return ParityCheck(layer, bare(size))
@@ -100,3 +112,10 @@ def parity_check(subject: Subject, config: RunConfig, costs: int = 1) -> ParityC
         if not is_out_of_memory(error):
             raise
         return ParityCheck(layer, bare(1))
+
+
+def _each_alone(batch: Batch) -> Iterator[Batch]:
+    """The sequences of a batch that is padded on the right, without the padding."""
+    for ids, length in zip(batch.token_ids, batch.lengths.tolist(), strict=True):
+        alone = ids[None, :length]
+        yield Batch(alone, torch.ones_like(alone))

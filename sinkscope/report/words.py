@@ -91,8 +91,8 @@ TEMPLATES: dict[tuple[str, Outcome], str] = {
         "{value_ratio:value_gradient_ratio} × and the key gradient {key_ratio:key_gradient_ratio} × that of positions "
         "≥ 5 (at least {threshold:g} × makes a gradient sink).",
     ("reshaping", MEASURED): "Medians over layers, position 0 (positions ≥ 5): the attention branch multiplies its "
-        "gradient by {bloat:,.0f} ({bloat_later:.1f}), the norm before it divides that by {division:,.0f} "
-        "({division_later:,.0f}), and the residual stream's gradient changes by a factor of {value:change}.",
+        "gradient by {bloat:factor} ({bloat_later:factor}), the norm before it divides that by {division:factor} "
+        "({division_later:factor}), and the residual stream's gradient changes by a factor of {value:change}.",
     ("compress", MEASURED): "log₁₀ compress against log₁₀‖h‖: slope {slope:compress_slope}, r = "
         "{value:compress_correlation} (GS fig. 3).",
     ("query-bias", PRESENT): "The query bias lifts the logits of position 0 by more than {threshold:g} standard "
@@ -272,5 +272,6 @@ _WAYS: dict[str, Callable[[Any], str]] = {
     "coordinates": lambda numbers: f"coordinate{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}",
     "shares": _shares,
     "sites": _sites,
+    "factor": lambda x: f"{x:,.0f}" if abs(x) >= 10 else f"{x:.2g}",
     "code": lambda names: ", ".join(f"`{name}`" for name in names),
 }

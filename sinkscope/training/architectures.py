@@ -37,6 +37,16 @@ _TINY_HYBRID = {
     "tie_word_embeddings": False,
     **_SMALL_VOCABULARY,
 }
+_TINY_QWEN3_NEXT = {
+    **_TINY_HYBRID,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "mlp_only_layers": [0, 1, 2, 3],
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+}
 
 # name → (model type, what differs from its defaults)
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -75,17 +85,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     # Hybrids, with attention in every second layer. Small: without kernels for CUDA their other layers are slow.
     "tiny-qwen3-next": (
         "qwen3_next",
-        {
-            **_TINY_HYBRID,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "layer_types": ["linear_attention", "full_attention"] * 2,
-            "mlp_only_layers": [0, 1, 2, 3],
-            "linear_num_key_heads": 1,
-            "linear_num_value_heads": 2,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 32,
-        },
+        {**_TINY_QWEN3_NEXT, "layer_types": ["linear_attention", "full_attention"] * 2},
     ),
     "tiny-jamba": (
         "jamba",
@@ -100,6 +100,9 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_expand": 1,
         },
     ),
+    # To compare with: attention of the same size in every layer, with Qwen3-Next's gates and without
+    "tiny-gated-attention": ("qwen3_next", {**_TINY_QWEN3_NEXT, "layer_types": ["full_attention"] * 4}),
+    "tiny-qwen3": ("qwen3", {**_TINY_HYBRID, "num_key_value_heads": 2, "head_dim": 16}),
     # of about GS's smaller size, which the paper gives no more of
     "llama-0.1b": (
         "llama",

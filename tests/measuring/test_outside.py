@@ -8,7 +8,7 @@ import torch
 from support.plain import only_float64
 from support.retrofitted import plain_model, retrofitted
 
-import sinkscope
+from sinkscope.commands.analyze import analyze
 from sinkscope.results.run import RunData
 from sinkscope.retrofits import new_parameters
 
@@ -20,7 +20,7 @@ def measured(model: object, folder: Path, epsilon: float = 0.1) -> RunData:
     lines = [f'{{"input_ids": {ids.tolist()}}}' for ids in TEXTS]
     (folder / "ids.jsonl").write_text("\n".join(lines), encoding="utf-8")
     with only_float64():
-        return sinkscope.analyze(
+        return analyze(
             model, input=str(folder / "ids.jsonl"), seq_len=12, bos="never", epsilon=epsilon, observables=("attention",)
         )
 

@@ -18,12 +18,12 @@ from tiny import spread_weights
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-import sinkscope
+from sinkscope.commands.analyze import analyze
 from sinkscope.errors import SinkscopeError
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Settings
 from sinkscope.measuring.subject import family_of
-from sinkscope.measuring.tracer import open_tracer
+from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.models.families import Family
 from sinkscope.text.batch import Batch
 from support.plain import Plain, only_float64, run_plainly
@@ -276,7 +276,7 @@ def tiny_of(model_type: str, dtype: torch.dtype = torch.float32, spread: float =
     torch.manual_seed(0)
     config = tiny_config(model_type)
     config._experts_implementation = "eager"  # others know no float64
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
+    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False).to(dtype)
     spread_weights(model, spread)
     return model
 
@@ -287,6 +287,8 @@ class Row:
 
     outcome: row (of the table of families), wiring (found numerically), refused, or not built.
     layers: how many of which kind.
+    padded: whether what is measured of a padded batch is what plain transformers compute of it, on either side; "yes,
+        but" where transformers itself gives other numbers then than for a sequence alone.
     """
 
     model_type: str
@@ -294,6 +296,7 @@ class Row:
     layers: str = ""
     wiring: str = ""
     positions: str = ""
+    padded: str = ""
     reason: str = ""
 
 
@@ -311,12 +314,29 @@ def row_of(model_type: str) -> Row:
         return Row(model_type, "refused", reason=str(error).splitlines()[-1])
     kinds = Counter(family.block(layer).kind for layer in range(len(family.layer_modules(model))))
     layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    return Row(model_type, "wiring" if notices else "row", layers, family.wiring, family.positions)
+    return Row(
+        model_type,
+        "wiring" if notices else "row",
+        layers,
+        family.wiring,
+        family.positions,
+        padding(padded_differences(model.double(), family, backward=False)),
+    )
+
+
+def padding(by_side: Mapping[str, Mapping[str, float]]) -> str:
+    """In words, what differences of a padded batch amount to."""
+    if any(value > ROUND_OFF for found in by_side.values() for name, value in found.items() if name != ALONE):
+        return "NO"
+    changed = [side for side, found in by_side.items() if found[ALONE] > ROUND_OFF]
+    return f"yes, but transformers itself changes with padding on the {' and '.join(changed)}" if changed else "yes"
 
 
 LENGTH = 20
 SHORTER = 13  # the second sequence of a padded batch
 SIDES = ("right", "left")
+ALONE = "bare model, alone and padded"
+ROUND_OFF = 1e-10  # relative, in float64
 
 Pairs = dict[str, list[tuple[np.ndarray, torch.Tensor]]]  # what is compared → found and expected, by layer
 
@@ -332,51 +352,53 @@ def differences(model_type: str, file: Path) -> dict[str, float]:
     np.save(file, ids.numpy()[None])
     with only_float64():
         family, _ = family_of(model)
-        tables = sinkscope.analyze(
+        tables = analyze(
             model, input=str(file), seq_len=LENGTH, positions=LENGTH, window=LENGTH, batch_size=1, bos="never"
         ).tables
         plain = run_plainly(model, family.layers, ids[None], torch.ones_like(ids)[None])
     return _worst(_compared(tables, plain, family))
 
 
-def padded_differences(model_type: str, side: str, backward: bool = True) -> dict[str, float]:
-    """As `differences`, of a batch of two sequences that is padded on one side. "transformers itself" is how far the
-    padded model's logits are from those of the shorter sequence alone.
+def padded_differences(model: PreTrainedModel, family: Family, backward: bool) -> dict[str, dict[str, float]]:
+    """As `differences`, of a batch of two sequences that is padded, for each side on which it may be.
+
+    ALONE is how far the bare model's logits are from those of the shorter sequence alone.
     """
-    model = tiny_of(model_type, torch.float64)
-    ids, mask = _padded(side)
-    batch = Batch(ids, mask)
+    with only_float64():
+        with torch.no_grad():
+            alone = model(_sequence(SHORTER)[None], use_cache=False).logits[0]
+        found = {}
+        with open_tracer(model, family) as tracer:
+            tables = {side: _traced(tracer, _padded(side), backward) for side in SIDES}
+        for side in SIDES:
+            batch = _padded(side)
+            plain = run_plainly(model, family.layers, batch.token_ids, batch.attention_mask, backward)
+            pairs = _compared(tables[side], plain, family)
+            pairs[ALONE] = [(plain.logits[1][batch.attention_mask[1].bool()].numpy(), alone)]
+            found[side] = _worst(pairs)
+    return found
+
+
+def _traced(tracer: Tracer, batch: Batch, backward: bool) -> dict[str, pd.DataFrame]:
     settings = Settings(positions=LENGTH, window=LENGTH)
     wanted = ("attention", "activation", "gradient") if backward else ("attention", "activation")
     observables = [OBSERVABLES[name](settings) for name in wanted]
-    with only_float64():
-        family, _ = family_of(model)
-        for observable in observables:
-            observable.prepare(model, family, int(batch.predicting.sum()))
-        with open_tracer(model, family) as tracer:
-            (tracer.forward_backward if backward else tracer.forward)(batch, observables)
-            logits = tracer.logits(batch)
-        plain = run_plainly(model, family.layers, ids, mask, backward)
-        with torch.no_grad():
-            alone = model(_sequence(SHORTER)[None], use_cache=False).logits[0]
-    tables = {name: table for observable in observables for name, table in observable.tables().items()}
-    shorter = mask[1].bool()
-    pairs = _compared(tables, plain, family)
-    pairs["logits"] = [(logits[mask.bool()].numpy(), plain.logits[mask.bool()])]
-    pairs["transformers itself"] = [(plain.logits[1][shorter].numpy(), alone)]
-    return _worst(pairs)
+    for observable in observables:
+        observable.prepare(tracer.model, tracer.family, int(batch.predicting.sum()))
+    (tracer.forward_backward if backward else tracer.forward)(batch, observables)
+    return {name: table for observable in observables for name, table in observable.tables().items()}
 
 
 def _sequence(length: int) -> torch.Tensor:
     return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(length))
 
 
-def _padded(side: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and mask (2,T) of a longer and a shorter sequence."""
+def _padded(side: str) -> Batch:
+    """A longer and a shorter sequence."""
     empty = (LENGTH - SHORTER, 0) if side == "left" else (0, LENGTH - SHORTER)
     longer, shorter = _sequence(LENGTH), _sequence(SHORTER)
-    ids = torch.stack([longer, F.pad(shorter, empty)])
-    return ids, torch.stack([torch.ones_like(longer), F.pad(torch.ones_like(shorter), empty)])
+    mask = torch.stack([torch.ones_like(longer), F.pad(torch.ones_like(shorter), empty)])
+    return Batch(torch.stack([longer, F.pad(shorter, empty)]), mask)
 
 
 def _compared(tables: Mapping[str, pd.DataFrame], plain: Plain, family: Family) -> Pairs:

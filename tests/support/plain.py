@@ -24,8 +24,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 @contextmanager
 def only_float64() -> Iterator[None]:
     """Modeling code that asks for float32, in a norm or a softmax, gets float64."""
-    with patch.object(torch, "float32", torch.float64), patch.object(torch.Tensor, "float", torch.Tensor.double):
-        yield
+    names = dict.fromkeys(("float32", "float"), torch.float64)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with patch.multiple(torch, **names), patch.object(torch.Tensor, "float", torch.Tensor.double):
+            yield
+    finally:
+        torch.set_default_dtype(default)
 
 
 @dataclass

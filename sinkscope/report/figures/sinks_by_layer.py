@@ -22,7 +22,7 @@ from sinkscope.results.run import RunData
 def draw(run: RunData) -> Figure:
     attention, activation = run.tables["attention"], run.tables["activation"]
     figure = new_figure(WIDE, 2.1)
-    mass, rate, residual, mlp = figure.subplots(1, 4)
+    mass, rate, residual, mlp = figure.subplots(1, 4, sharex=True)  # layers without attention are gaps on the left
     _panel(mass, METRICS["sink_mass"].short, attention, "sink_mass", share=True)
     name = f"{METRICS['sink_rate'].short} (ε = {run.manifest['config']['epsilon']:g})"
     _panel(rate, name, attention, "sink_rate", share=True)
