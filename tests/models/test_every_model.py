@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from support.every_model import ROUND_OFF, differences, every_type, padded_differences, padding, row_of, tiny_of
+from support.every_model import (
+    ROUND_OFF,
+    differences,
+    every_type,
+    is_equal,
+    padded_differences,
+    padding,
+    row_of,
+    tiny_of,
+)
 from sweep_models import BEGIN, README, readme_list, written_rows
 from transformers import PreTrainedModel
 
@@ -45,7 +54,7 @@ def test_what_becomes_of_it(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", DIFFERENT)
 def test_what_is_measured_is_what_plain_transformers_compute(model_type: str, tmp_path: Path) -> None:
-    assert max(differences(model_type, tmp_path / "ids.npy").values()) < ROUND_OFF
+    assert is_equal(model_type, differences(model_type, tmp_path / "ids.npy"))
 
 
 def _without_mask(model: PreTrainedModel, batch: Batch, with_logits: bool = True) -> dict[str, Any]:
@@ -55,11 +64,11 @@ def _without_mask(model: PreTrainedModel, batch: Batch, with_logits: bool = True
 def test_a_mask_that_is_dropped_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_of("llama", torch.float64)
     family, _ = family_of(model)
-    assert padding(padded_differences(model, family, backward=False)) == "yes"
+    assert padding("llama", padded_differences(model, family, backward=False)) == "yes"
     monkeypatch.setattr(tracer, "model_inputs", _without_mask)
     found = padded_differences(model, family, backward=False)
     assert max(found["right"].values()) < ROUND_OFF  # causal: no token sees what is behind it
-    assert padding(found) == "NO"
+    assert padding("llama", found) == "NO"
 
 
 def test_a_model_that_padding_changes_is_measured_without(tmp_path: Path) -> None:

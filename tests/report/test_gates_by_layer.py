@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 from support.every_model import tiny_of
-from support.figures import draw
 
 import sinkscope
 
@@ -12,7 +11,7 @@ def test_it_draws_the_gates_of_a_hybrid() -> None:
     run = sinkscope.analyze(
         tiny_of("qwen3_next"), input="random", num_seqs=2, seq_len=12, positions=12, observables=("gate", "attention")
     )
-    by_layer, by_position = draw("gates-by-layer", run).axes
+    by_layer, by_position = run.figure("gates-by-layer").axes
     gate = run.tables["gate"]
     first = gate[gate["position"] == 0].groupby("layer")["gate"].mean()
     x, y = by_layer.lines[0].get_data()

@@ -20,14 +20,8 @@ from sinkscope.results.findings import Outcome
     ],
 )
 def test_repeated_tokens(model_type: str, name: str, outcome: Outcome) -> None:
-    run = sinkscope.analyze(
-        tiny_of(model_type),
-        input="repeated",
-        num_seqs=2,
-        seq_len=16,
-        bos="never",
-        observables=("attention", "geometry"),
-    )
+    given = {"num_seqs": 2, "seq_len": 16, "bos": "never", "observables": ("attention", "geometry")}
+    run = sinkscope.analyze(tiny_of(model_type), input="repeated", **given)
     (found,) = [finding for finding in findings(run) if finding.name.startswith("repeated")]
     assert (found.name, found.outcome) == (name, outcome)
     assert np.isfinite(run.metric("repeated_bound")) == (name == "repeated-bound")

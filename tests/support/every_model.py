@@ -320,13 +320,13 @@ def row_of(model_type: str) -> Row:
         layers,
         family.wiring,
         family.positions,
-        padding(padded_differences(model.double(), family, backward=False)),
+        padding(model_type, padded_differences(model.double(), family, backward=False)),
     )
 
 
-def padding(by_side: Mapping[str, Mapping[str, float]]) -> str:
+def padding(model_type: str, by_side: Mapping[str, Mapping[str, float]]) -> str:
     """In words, what differences of a padded batch amount to."""
-    if any(value > ROUND_OFF for found in by_side.values() for name, value in found.items() if name != ALONE):
+    if not all(is_equal(model_type, found) for found in by_side.values()):
         return "NO"
     changed = [side for side, found in by_side.items() if found[ALONE] > ROUND_OFF]
     return f"yes, but transformers itself changes with padding on the {' and '.join(changed)}" if changed else "yes"
@@ -337,6 +337,7 @@ SHORTER = 13  # the second sequence of a padded batch
 SIDES = ("right", "left")
 ALONE = "bare model, alone and padded"
 ROUND_OFF = 1e-10  # relative, in float64
+IN_FLOAT32 = {"recurrent_gemma": 1e-6}  # a sum that it keeps in float32, whatever its weights are
 
 Pairs = dict[str, list[tuple[np.ndarray, torch.Tensor]]]  # what is compared → found and expected, by layer
 
@@ -387,6 +388,12 @@ def _traced(tracer: Tracer, batch: Batch, backward: bool) -> dict[str, pd.DataFr
         observable.prepare(tracer.model, tracer.family, int(batch.predicting.sum()))
     (tracer.forward_backward if backward else tracer.forward)(batch, observables)
     return {name: table for observable in observables for name, table in observable.tables().items()}
+
+
+def is_equal(model_type: str, found: Mapping[str, float]) -> bool:
+    """Whether what is measured differs from what plain transformers compute by no more than round-off."""
+    largest = max(value for name, value in found.items() if name != ALONE)
+    return largest < IN_FLOAT32.get(model_type, ROUND_OFF)
 
 
 def _sequence(length: int) -> torch.Tensor:
