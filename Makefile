@@ -3,7 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 MGM := .models/mgm --allow-pickle --input sampled
 
-.PHONY: install models demo test fast torture check format report report-models report-training report-types clean
+.PHONY: install models demo test fast torture check format report report-models report-training report-hybrids \
+	report-types clean
 
 install: .venv/installed
 
@@ -61,7 +62,7 @@ define report
 	find runs/report/$(1)/tables -type f -size -100k -exec cp {} reports/$(1)/tables/ \;
 endef
 
-report: report-models report-training  ## what reports/ holds
+report: report-models report-training report-hybrids  ## what reports/ holds
 
 report-models: install models  ## of pretrained models: 40 minutes on two cores
 	$(call report,smollm2-135m,analyze)
@@ -78,6 +79,17 @@ report-training: install  ## of trainings: two hours on two cores
 	$(call report,smollm2-135m-retrofit,run retrofit-in-an-hour)
 	$(call report,bigram-backcopy,run bigram-backcopy)
 	$(call report,bigram-backcopy-equal-rate,run bigram-backcopy-equal-rate)
+
+HYBRID := runs/report/hybrid
+
+report-hybrids: install  ## of small hybrids and what they are compared with, three seeds each: an hour on two cores
+	$(call report,hybrid-qwen3-next,run hybrid-qwen3-next)
+	$(call report,hybrid-jamba,run hybrid-jamba)
+	$(call report,hybrid-control-gated,run hybrid-control-gated)
+	$(call report,hybrid-control-plain,run hybrid-control-plain)
+	$(call report,hybrid-qwen3-next-trained,analyze $(HYBRID)-qwen3-next/none-seed0/model --input $(HYBRID)-qwen3-next/held-out.npy --num-seqs 64)
+	$(call report,hybrid-jamba-trained,analyze $(HYBRID)-jamba/none-seed0/model --input $(HYBRID)-jamba/held-out.npy --num-seqs 64)
+	$(call report,hybrid-qwen3-next-steps,analyze $(HYBRID)-qwen3-next/none-seed0/checkpoints --input $(HYBRID)-qwen3-next/held-out.npy --num-seqs 64)
 
 report-types: install  ## what becomes of every model type of transformers: two minutes
 	OMP_NUM_THREADS=1 $(BIN)/python tests/sweep_models.py
