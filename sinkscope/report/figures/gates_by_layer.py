@@ -6,7 +6,7 @@ other positions; right by position, a thin line for each layer.
 
 from matplotlib.axes import Axes
 
-from sinkscope.report.figures.axes import band_by_layer, layer_axis, line_by_layer, value_axis, whole_numbers
+from sinkscope.report.figures.axes import band_by_layer, finite, layer_axis, line_by_layer, value_axis, whole_numbers
 from sinkscope.report.figures.gradient_norms import MEAN
 from sinkscope.report.figures.labels import title
 from sinkscope.report.figures.query_key_geometry import BAND
@@ -27,12 +27,14 @@ def draw(run: RunData) -> Figure:
 
 
 def _by_layer(ax: Axes, run: RunData) -> None:
-    gate = run.tables["gate"]
+    gate = finite(run.tables["gate"])
     at_first = gate["position"] == 0
     for rows, label, look in (
         (gate[at_first], "position 0", SINK),
         (gate[~at_first], "mean over the other positions", OTHERS),
     ):
+        if rows.empty:  # --positions 1
+            continue
         heads = rows.groupby(["layer", "head"])["gate"].mean().groupby("layer")
         band_by_layer(ax, heads.quantile(BAND[0]), heads.quantile(BAND[1]), color=look["color"], alpha=0.2, linewidth=0)
         line_by_layer(ax, heads.mean(), label=label, **look)
@@ -44,14 +46,13 @@ def _by_layer(ax: Axes, run: RunData) -> None:
 
 
 def _room(run: RunData) -> tuple[float, float]:
-    """From the first to the last layer, those without attention too."""
-    kinds = run.manifest["family"].get("kinds")
-    last = len(kinds) - 1 if kinds else int(run.tables["gate"]["layer"].max())
+    """From the first to the last layer, those without attention too where they were measured."""
+    last = max(int(run.tables[name]["layer"].max()) for name in ("gate", "activation") if name in run.tables)
     return -0.3, last + 0.3
 
 
 def _by_position(ax: Axes, run: RunData) -> None:
-    means = run.tables["gate"].groupby(["layer", "position"])["gate"].mean().unstack("layer")
+    means = finite(run.tables["gate"]).groupby(["layer", "position"])["gate"].mean().unstack("layer")
     for layer in means:
         ax.plot(means.index, means[layer], color=NAVY, alpha=0.35, linewidth=0.7)
     ax.plot(means.index, means.mean(axis=1), label="mean over layers", **MEAN)
