@@ -80,16 +80,26 @@ report-training: install  ## of trainings: two hours on two cores
 	$(call report,bigram-backcopy,run bigram-backcopy)
 	$(call report,bigram-backcopy-equal-rate,run bigram-backcopy-equal-rate)
 
-HYBRID := runs/report/hybrid
+# Run the recipe hybrid-NAME, and keep of it in reports/hybrid-NAME: the small tables of all seeds, how they were trained,
+# and of the first one the verdict and the figures that show layers.
+# $(call hybrid,NAME)
+define hybrid
+	$(BIN)/sinkscope run hybrid-$(1) --out runs/report/hybrid-$(1) --overwrite
+	rm -rf reports/hybrid-$(1)
+	mkdir -p reports/hybrid-$(1)/figures reports/hybrid-$(1)/tables
+	cp runs/report/hybrid-$(1)/run.json runs/report/hybrid-$(1)/retrofit.md reports/hybrid-$(1)/
+	cp runs/report/hybrid-$(1)/none-seed0/run/verdict.md reports/hybrid-$(1)/seed0.md
+	cp runs/report/hybrid-$(1)/figures/backcopy-training.png reports/hybrid-$(1)/figures/
+	find runs/report/hybrid-$(1)/none-seed0/run/figures -name '*-by-layer.png' -exec cp {} reports/hybrid-$(1)/figures/ \;
+	cp runs/report/hybrid-$(1)/none-seed0/run/figures/sink-map.png reports/hybrid-$(1)/figures/
+	find runs/report/hybrid-$(1)/tables -type f -size -60k -exec cp {} reports/hybrid-$(1)/tables/ \;
+endef
 
 report-hybrids: install  ## of small hybrids and what they are compared with, three seeds each: an hour on two cores
-	$(call report,hybrid-qwen3-next,run hybrid-qwen3-next)
-	$(call report,hybrid-jamba,run hybrid-jamba)
-	$(call report,hybrid-control-gated,run hybrid-control-gated)
-	$(call report,hybrid-control-plain,run hybrid-control-plain)
-	$(call report,hybrid-qwen3-next-trained,analyze $(HYBRID)-qwen3-next/none-seed0/model --input $(HYBRID)-qwen3-next/held-out.npy --num-seqs 64)
-	$(call report,hybrid-jamba-trained,analyze $(HYBRID)-jamba/none-seed0/model --input $(HYBRID)-jamba/held-out.npy --num-seqs 64)
-	$(call report,hybrid-qwen3-next-steps,analyze $(HYBRID)-qwen3-next/none-seed0/checkpoints --input $(HYBRID)-qwen3-next/held-out.npy --num-seqs 64)
+	$(call hybrid,qwen3-next)
+	$(call hybrid,jamba)
+	$(call hybrid,control-gated)
+	$(call hybrid,control-plain)
 
 report-types: install  ## what becomes of every model type of transformers: two minutes
 	OMP_NUM_THREADS=1 $(BIN)/python tests/sweep_models.py
