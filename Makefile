@@ -3,7 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 MGM := .models/mgm --allow-pickle --input sampled
 
-.PHONY: install models demo test fast torture check format report report-models report-training report-types clean
+.PHONY: install models demo test fast torture check format report report-models report-training report-hybrids \
+	report-types clean
 
 install: .venv/installed
 
@@ -61,7 +62,7 @@ define report
 	find runs/report/$(1)/tables -type f -size -100k -exec cp {} reports/$(1)/tables/ \;
 endef
 
-report: report-models report-training  ## what reports/ holds
+report: report-models report-training report-hybrids  ## what reports/ holds
 
 report-models: install models  ## of pretrained models: 40 minutes on two cores
 	$(call report,smollm2-135m,analyze)
@@ -78,6 +79,27 @@ report-training: install  ## of trainings: two hours on two cores
 	$(call report,smollm2-135m-retrofit,run retrofit-in-an-hour)
 	$(call report,bigram-backcopy,run bigram-backcopy)
 	$(call report,bigram-backcopy-equal-rate,run bigram-backcopy-equal-rate)
+
+# Run the recipe hybrid-NAME, and keep of it in reports/hybrid-NAME: the small tables of all seeds, how they were trained,
+# and of the first one the verdict and the figures that show layers.
+# $(call hybrid,NAME)
+define hybrid
+	$(BIN)/sinkscope run hybrid-$(1) --out runs/report/hybrid-$(1) --overwrite
+	rm -rf reports/hybrid-$(1)
+	mkdir -p reports/hybrid-$(1)/figures reports/hybrid-$(1)/tables
+	cp runs/report/hybrid-$(1)/run.json runs/report/hybrid-$(1)/retrofit.md reports/hybrid-$(1)/
+	cp runs/report/hybrid-$(1)/none-seed0/run/verdict.md reports/hybrid-$(1)/seed0.md
+	cp runs/report/hybrid-$(1)/figures/backcopy-training.png reports/hybrid-$(1)/figures/
+	find runs/report/hybrid-$(1)/none-seed0/run/figures -name '*-by-layer.png' -exec cp {} reports/hybrid-$(1)/figures/ \;
+	cp runs/report/hybrid-$(1)/none-seed0/run/figures/sink-map.png reports/hybrid-$(1)/figures/
+	find runs/report/hybrid-$(1)/tables -type f -size -60k -exec cp {} reports/hybrid-$(1)/tables/ \;
+endef
+
+report-hybrids: install  ## of small hybrids and what they are compared with, three seeds each: an hour on two cores
+	$(call hybrid,qwen3-next)
+	$(call hybrid,jamba)
+	$(call hybrid,control-gated)
+	$(call hybrid,control-plain)
 
 report-types: install  ## what becomes of every model type of transformers: two minutes
 	OMP_NUM_THREADS=1 $(BIN)/python tests/sweep_models.py

@@ -26,7 +26,7 @@ from sinkscope.attention.kernels import AttentionCall, grouped_matmul, raw_logit
 from sinkscope.attention.seam import attend, attention_implementation
 from sinkscope.attention.taps import Seam, denominator_of
 from sinkscope.errors import InputError, SinkscopeError, described
-from sinkscope.models.families import Family
+from sinkscope.models.families import NO_POSITIONS, Family
 from sinkscope.models.towers import told_of_text
 
 NAME = "sinkscope-streaming"  # of the attention implementation
@@ -109,9 +109,10 @@ class _QueryKnown(Exception):
 class _Streaming:
     """One attention layer while it streams: a hook before its forward, and the kernel in its seam."""
 
-    def __init__(self, seam: Seam, family: Family, cache: Cache) -> None:
+    def __init__(self, seam: Seam, family: Family, positions: str, cache: Cache) -> None:
         self.seam = seam
         self.family = family
+        self.positions = positions  # of this layer
         self.cache = cache
         self.sees: Sees | None = None  # of the forward under way, as are the next
         self.query_in_cache: torch.Tensor | None = None
@@ -123,7 +124,7 @@ class _Streaming:
             raise does_not_apply(self.family, "it does not ask transformers for the mask of its attention")
         kwargs = kwargs | {"attention_mask": None}
         self.query_in_cache = None
-        if self.family.positions == "rotary":
+        if self.positions == "rotary":
             tables = kwargs.get("position_embeddings")
             if tables is None:
                 raise does_not_apply(self.family, "its attention is not given its rotary positions from outside")
@@ -217,11 +218,11 @@ def streaming(model: PreTrainedModel, family: Family, seams: dict[int, Seam], ke
     with attention_implementation(model, NAME), ExitStack() as stack:
         for at, attention in family.attentions(model).items():
             seam = seams[at]
-            layer = _Streaming(seam, family, cache)
+            layer = _Streaming(seam, family, family.positions_at(at), cache)
             stack.callback(setattr, seam, "kernel", seam.kernel)
             seam.kernel = layer.kernel
             stack.callback(attention.register_forward_pre_hook(layer.enter, with_kwargs=True).remove)
-        if family.positions == "learned":
+        if "learned" in family.kinds_of_positions:
             stack.callback(_clamp_learned(model, family, cache))
         try:
             yield
@@ -244,10 +245,11 @@ def inapplicable(model: PreTrainedModel, family: Family) -> str | None:
         return "it attends both ways, and a stream has no later tokens"
     reasons = {
         "alibi": "its positions are a bias on the logits (ALiBi)",
-        "unknown": "how it has positions is not known",
+        "relative": "its positions are a bias on the logits",
+        "sinusoidal": "its positions are sines that are added to the token embeddings",
     }
-    if family.positions in reasons:
-        return reasons[family.positions]
+    for kind in sorted(family.kinds_of_positions - {"rotary", "learned", NO_POSITIONS}):
+        return reasons.get(kind, "how it has positions is not known")
     if family.door != "interface":
         return "it has attention code of its own, where sinkscope can put no other window"
     if family.blocks:

@@ -46,6 +46,7 @@ class Denominator(nn.Module, ABC):
     An attention module with such a submodule, under whatever name, attends with this term.
     """
 
+    called: ClassVar[str] = "further terms in the softmax's denominator"  # where words are made of it
     reads_query: ClassVar[bool] = False
     scaling: float  # of q·k, where the model's own code makes the logits
     is_biased: bool  # whether the model adds a bias by position to the logits (ALiBi)

@@ -16,6 +16,7 @@ class Facts:
 
     batch_size: int = 0
     scaling: tuple[float, ...] = ()  # of the logits, by layer
+    outside: dict[str, list[int]] = field(default_factory=dict)  # what is attended to besides the text → its layers
     loss: float | None = None  # cross-entropy per predicted token, if there was a backward pass
     parity: float | None = None  # largest relative difference from the bare model; None: not looked at
     notices: tuple[str, ...] = ()
@@ -55,6 +56,7 @@ def _described(subject: Subject, config: RunConfig, facts: Facts) -> dict[str, A
             "name": family.name,
             "wiring": family.wiring,
             "positions": family.positions,
+            "layer_positions": family.layer_positions if len(family.kinds_of_positions) > 1 else None,
             "door": family.door,
             "gated": family.gated,
             "causal": family.causal,
@@ -62,6 +64,7 @@ def _described(subject: Subject, config: RunConfig, facts: Facts) -> dict[str, A
             "unknown": [at for at, block in enumerate(family.blocks) if block.wiring == "unknown"] or None,  # layers
             "kinds": [block.kind for block in family.blocks] or None,  # of every layer, where they are not all alike
         },
+        "outside": facts.outside,
         "absent": family.absent_sites(),
         "not_measured": facts.not_measured,
         "dtype": str(parameters.dtype).removeprefix("torch."),

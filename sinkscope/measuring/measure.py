@@ -1,12 +1,13 @@
 """Every table of a run: one pass over the batches, then a closer look at the first sequence."""
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass
 
 import pandas as pd
 from rich.console import Console
 
-from sinkscope.attention.taps import Seam
+from sinkscope.attention.taps import Seam, denominator_of
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.manifest import Facts
 from sinkscope.measuring.observables import OBSERVABLES
@@ -47,6 +48,7 @@ def measure(
         if follow_ups:
             tracer.forward(next(batches_of(inputs, 1)), follow_ups)
         raw |= tables_of(follow_ups)
+        facts.outside = _outside(tracer)
         facts.scaling = tuple(_scaling(tracer.seams.get(layer)) for layer in range(tracer.depth))
     tables = publish(raw, loaded, inputs.condition)
     summary = summarize(tables, inputs, family, facts.scaling, facts.loss)
@@ -56,6 +58,20 @@ def measure(
 def _scaling(seam: Seam | None) -> float:
     """Of a layer's logits; NaN where it has none."""
     return math.nan if seam is None or seam.call is None else seam.call.scaling
+
+
+def _outside(tracer: Tracer) -> dict[str, list[int]]:
+    """What a model attends to besides the text → the layers that do."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for layer, attention in tracer.family.attentions(tracer.model).items():
+        term, call = denominator_of(attention), tracer.seams[layer].call
+        if term is not None:
+            found[term.called].append(layer)
+        elif call is not None and call.sink_logits is not None:
+            found["the model's own sink logits"].append(layer)
+        if tracer.registers:
+            found["register tokens"].append(layer)
+    return dict(found)
 
 
 def settings_of(subject: Subject, config: RunConfig, positions: int = 0) -> Settings:

@@ -4,9 +4,11 @@ Code that treats our attention otherwise than its own (a mask left out, a scale 
 without an error. A short check beforehand would not find all: attention to the 2048 best keys is dense below that.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from sinkscope.errors import SinkscopeError, is_out_of_memory
@@ -53,9 +55,12 @@ class Parity(Observable):
             reading.tensor[:rows, :columns], self.bare[:rows, :columns], batch.attention_mask[:rows, :columns]
         )
         if self.error > tolerance(self.model, reading.tensor.dtype):
+            padded = "" if batch.valid is None else "in a padded batch "
+            advice = "" if batch.valid is None else "take --batch-size 1, which pads nothing; "
             raise SinkscopeError(
-                f"under the tracer this model computes something else than by itself (the last layer's output differs "
-                f"by {self.error:.1e} of its norm), and numbers would be wrong; --skip-parity measures all the same"
+                f"{padded}under the tracer this model computes something else than by itself (the last layer's output "
+                f"differs by {self.error:.1e} of its norm), and numbers would be wrong; {advice}--skip-parity measures "
+                "all the same"
             )
 
 
@@ -90,7 +95,8 @@ class ParityCheck:
 
 
 def parity_check(subject: Subject, config: RunConfig, costs: int = 1) -> ParityCheck:
-    """Run the bare model on the first batch.
+    """Run the bare model on the first batch; where that is padded, on each sequence alone: some models let padding
+    change what they give.
 
     Args:
         costs: memory of the pass that is to be compared, as for `pass_over`.
@@ -102,7 +108,10 @@ def parity_check(subject: Subject, config: RunConfig, costs: int = 1) -> ParityC
 
     def bare(size: int) -> torch.Tensor:
         batch = next(batches_of(subject.inputs, size))
-        return layer_output(model, family, layer, model_inputs(model, batch, False, family.first_position))
+        alone = [batch] if batch.valid is None else _each_alone(batch)
+        given = [model_inputs(model, each, False, family.first_position) for each in alone]
+        outputs = [layer_output(model, family, layer, inputs) for inputs in given]
+        return outputs[0] if batch.valid is None else pad_sequence([output[0] for output in outputs], batch_first=True)
 
     try:
         return ParityCheck(model, layer, bare(size))
@@ -110,3 +119,10 @@ def parity_check(subject: Subject, config: RunConfig, costs: int = 1) -> ParityC
         if not is_out_of_memory(error):
             raise
         return ParityCheck(model, layer, bare(1))
+
+
+def _each_alone(batch: Batch) -> Iterator[Batch]:
+    """The sequences of a batch that is padded on the right, without the padding."""
+    for ids, length in zip(batch.token_ids, batch.lengths.tolist(), strict=True):
+        alone = ids[None, :length]
+        yield Batch(alone, torch.ones_like(alone))

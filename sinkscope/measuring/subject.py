@@ -13,6 +13,7 @@ from rich.console import Console
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from sinkscope.attention.position_kinds import with_positions
 from sinkscope.errors import InputError
 from sinkscope.measuring.console import print_notices, spinner
 from sinkscope.measuring.observables import check_names
@@ -137,7 +138,7 @@ def family_of(model: PreTrainedModel) -> tuple[Family, list[str]]:
 
 def _row_or_calibrated(model: PreTrainedModel) -> tuple[Family, list[str]]:
     try:
-        return find_family(model), []
+        return with_positions(model, find_family(model)), []
     except InputError as missing:
         try:
             rows = len(embedding_weight(model))
@@ -145,7 +146,7 @@ def _row_or_calibrated(model: PreTrainedModel) -> tuple[Family, list[str]]:
                 raise InputError("it has no token embeddings")
             few = torch.arange(3, 14, device=input_device(model))[None] % rows
             with unchanged_after(model):  # few tokens make BigBird attend in another way, for good
-                family = calibrate(model, few)
+                family = with_positions(model, calibrate(model, few))
         except InputError as error:
             raise InputError(f"{missing}\n{error}") from None
         return family, _found(family, len(family.layer_modules(model)))

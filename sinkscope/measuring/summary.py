@@ -7,7 +7,7 @@ import pandas as pd
 
 from sinkscope.measuring.gradient_summary import gradient_summary
 from sinkscope.measuring.observables.query_bias import ALL_HEADS
-from sinkscope.models.families import Family
+from sinkscope.models.families import NO_POSITIONS, Family
 from sinkscope.results.findings import FEWEST_QUERIES, OUTLIER
 from sinkscope.text.inputs import TokenInputs
 
@@ -41,7 +41,7 @@ def summarize(
         per_layer |= _attention(tables, inputs)
     if "geometry" in tables:
         per_layer |= _geometry(tables["geometry"])
-        if _all_tokens_equal(inputs) and family.positions == "rotary":
+        if _all_tokens_equal(inputs) and _keeps_tokens_equal(family):
             others = np.arange(inputs.longest) if family.causal else np.full(inputs.longest, inputs.longest - 1)
             per_layer["repeated_bound"] = _repeated_bound(tables["geometry"], scaling, others)
     if "gate" in tables:
@@ -81,6 +81,12 @@ def _all_tokens_equal(inputs: TokenInputs) -> bool:
     return inputs.condition == "repeated" and all((ids == ids[0]).all() for ids in inputs.sequences)
 
 
+def _keeps_tokens_equal(family: Family) -> bool:
+    """Whether equal tokens stay equal in all layers of a model with rotary positions (WSE propositions 1 and 4)."""
+    kinds = family.kinds_of_positions
+    return "rotary" in kinds and kinds <= {"rotary", NO_POSITIONS} and family.mixes_by_attention_alone
+
+
 def attention_by_layer(attention: pd.DataFrame, position: int = 0) -> pd.DataFrame:
     """Sink rate, window mass and sink mass at a position (GS eq. 1 and 2): rows layers, means over heads.
 
@@ -108,7 +114,9 @@ def _attention(tables: Mapping[str, pd.DataFrame], inputs: TokenInputs) -> dict[
     heads = attention.groupby("layer")["head"].nunique()
     pairs = later_sinks(sinks).drop_duplicates(["layer", "head", "sequence"]).groupby("layer").size()
     by_head = tables["attention_heads"].groupby("layer")
-    return {
+    outside = tables.get("attention_outside")
+    rates = {} if outside is None else {"sink_rate_outside": outside.groupby("layer")["sink_rate_outside"].mean()}
+    return rates | {
         "sink_rate": first["sink_rate"],
         "sink_rate_later": (pairs.reindex(heads.index, fill_value=0) / heads / len(inputs)),
         "window_mass": first["window_mass"],

@@ -1,6 +1,5 @@
 """The search for a row of a model that has none: how its layers are built, found by running it on a few tokens."""
 
-from itertools import chain
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from sinkscope.errors import InputError, described
 from sinkscope.models import families
 from sinkscope.models.attention_modules import find_attentions, is_gated
 from sinkscope.models.discovery import ULPS, Event, Layer, record
-from sinkscope.models.families import ATTENTION, NOT_RUN, Block, Family
+from sinkscope.models.families import ATTENTION, NO_POSITIONS, NOT_RUN, UNKNOWN_POSITIONS, Block, Family
 from sinkscope.models.found_projections import find_projections
 from sinkscope.models.layer_stack import layer_stack
 from sinkscope.models.reading_order import first_position, sees_later_tokens
@@ -67,9 +66,9 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
 def _attention_fields(model: Any, attending: dict[int, nn.Module], door: str, inputs: dict[str, Any]) -> dict[str, Any]:
     """Fields of a row that its attention modules decide."""
     if not attending:
-        return {"positions": "none", "qkv": (), "output": ""}
+        return {"positions": NO_POSITIONS, "qkv": (), "output": ""}
     modules = list(attending.values())
-    fields = _projections(model, modules) | _positions(model, model.config.get_text_config())
+    fields = {"positions": UNKNOWN_POSITIONS, **_projections(model, modules)}
     if door == "interface":
         fields["gated"] = is_gated(model, modules[0], fields["output"], inputs)
         fields["projections"] = dict(zip(attending, find_projections(model, modules), strict=True))
@@ -159,17 +158,6 @@ def _projections(model: Any, attentions: list[nn.Module]) -> dict[str, Any]:
     is_plain = widths[0] % heads == 0 and widths[1] == widths[2] and widths[1] % (widths[0] // heads) == 0
     taken = getattr(attention.get_submodule(output), "in_features", widths[0]) if output else widths[0]
     return {"qkv": known if is_plain and taken == widths[0] else (), "fused": "", "output": output}
-
-
-def _positions(model: nn.Module, config: Any) -> dict[str, Any]:
-    """Fields of a row; positions are learned where a known row's embedding of them exists."""
-    for row in chain.from_iterable(families.FAMILIES.values()):
-        if row.position_embedding and _has(model, row.position_embedding):
-            where = {"position_embedding": row.position_embedding, "position_offset": row.position_offset}
-            return {"positions": "learned"} | where
-    others = "rotary" if getattr(config, "rope_parameters", None) else "unknown"
-    positions = "alibi" if getattr(config, "alibi", False) else others
-    return {"positions": positions, "position_embedding": "", "position_offset": 0}
 
 
 def _has(layer: nn.Module, path: str) -> bool:

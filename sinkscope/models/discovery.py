@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from sinkscope.models.families import RESIDUAL_SITES, Block, Term
+from sinkscope.models.families import FEED_FORWARD, RESIDUAL_SITES, Block, Term
 
-FEED_FORWARD = ("mlp", "moe", "feed_forward")  # kinds of layers that mix no tokens, as configurations name them
 ULPS = 8  # of the larger term: a sum of three, each rounded
 
 

@@ -31,6 +31,8 @@ RESIDUAL_SITES = ("layer_in", "attn_norm", "attn_out", "mid", "mlp_norm", "mlp_o
 
 
 ATTENTION, NOT_RUN = "attention", "not run"  # kinds of a layer; the second stands aside when text is read alone
+NO_POSITIONS, UNKNOWN_POSITIONS = "none", "unknown"  # kinds of positions
+FEED_FORWARD = ("mlp", "moe", "feed_forward")  # kinds of layers that mix no tokens, as configurations name them
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,8 @@ class Family:
     attention: str  # the attention module; "" where no layer has one
     sites: Mapping[str, str]  # site → address, in the order in which a forward pass reaches them
     wiring: str = "sequential"  # of the first layer that has attention
-    positions: str = "rotary"  # or "learned", "alibi"
+    positions: str = "rotary"  # or "learned", "alibi"; of a loaded model all that are found (position_kinds.py)
+    layer_positions: tuple[str, ...] = ()  # those found by layer; "" where it has no attention
     door: str = "interface"  # transformers' AttentionInterface, or "interceptor" where a model does not use that
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # in the attention module: three projections, or one for all
     fused: str = ""  # one for all holds "blocks" (all of q, of k, of v) or "groups" (a key head's queries, key, value)
@@ -114,6 +117,15 @@ class Family:
         """The last one that runs."""
         return max(at for at in range(len(self.layer_modules(model))) if self.block(at).kind != NOT_RUN)
 
+    def positions_at(self, layer: int) -> str:
+        """The kind of positions of a layer with attention."""
+        return self.layer_positions[layer] if self.layer_positions else self.positions
+
+    @property
+    def kinds_of_positions(self) -> set[str]:
+        """Of all layers with attention."""
+        return set(self.layer_positions) - {""} or {self.positions}
+
     def attentions(self, model: nn.Module) -> dict[int, nn.Module]:
         """Layer → its attention module, of the layers that have one."""
         layers = enumerate(self.layer_modules(model))
@@ -129,6 +141,11 @@ class Family:
     def stream(self, x: torch.Tensor) -> torch.Tensor:
         """What is read at a site of the residual stream: the mean of the copies, where there are several."""
         return x if self.copies is None else self.copies.stream(x)
+
+    @property
+    def mixes_by_attention_alone(self) -> bool:
+        """Whether no layer mixes tokens in another way."""
+        return all(block.kind in (ATTENTION, NOT_RUN, *FEED_FORWARD) for block in self.blocks)
 
     def absent_sites(self) -> dict[str, str]:
         """Residual-stream sites that this family does not have, with the reason."""

@@ -2,13 +2,13 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import pandas as pd
 
 from sinkscope.measuring.summary import WHOLE_MODEL, later_sinks
-from sinkscope.models.families import ATTENTION
+from sinkscope.models.families import ATTENTION, FEED_FORWARD, NO_POSITIONS
 from sinkscope.report.markdown import Report
 from sinkscope.results.findings import (
     ALMOST_NO_SINK,
@@ -30,15 +30,19 @@ from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
 
 SHOWN = (  # metrics of the whole model, in the order of the verdict's table
-    "sink_rate", "sink_rate_later", "window_mass", "sink_mass", "repeated_bound", "attention_entropy", "missing_mass",
-    "value_drain", "raw_value_drain", "gate_first", "gate_later", "norm_ratio", "massive_count",
-    "value_gradient_ratio", "compress_slope", "delta_gap", "key_alignment_first", "perplexity", "max_inf_norm",
-    "kurtosis",
+    "sink_rate", "sink_rate_outside", "sink_rate_later", "window_mass", "sink_mass", "repeated_bound",
+    "attention_entropy", "missing_mass", "value_drain", "raw_value_drain", "gate_first", "gate_later", "norm_ratio",
+    "massive_count", "value_gradient_ratio", "compress_slope", "delta_gap", "key_alignment_first", "perplexity",
+    "max_inf_norm", "kurtosis",
 )  # fmt: skip
 HIDDEN_AT_ZERO = ("missing_mass",)  # of models without learned sink logits it is 0 by definition
 
 SINK, MASSIVE, GRADIENTS = "Sink", "Massive activations", "Gradients"
 VALUES, BIAS, QUANTIZATION, NOT_HERE = "Value states", "Query bias", "Quantization", "Does not apply here"
+
+# Kinds of positions: with the first WSE expects sinks on repeated tokens, with the others none.
+ADDED_POSITIONS = {"learned", "sinusoidal"}
+WITHIN_ATTENTION = {"rotary", "alibi", "relative", NO_POSITIONS}
 
 # What published sink rates were measured with, and the rates by input.
 WSE_SETTING = {"shortest": 64, "longest": 64, "window": 64, "epsilon": 0.3}
@@ -61,6 +65,8 @@ WSE = {
         Published("LLaMA3-8B", 0.9123, _PRETRAINED, "WSE table 1"),
     ),
 }
+
+WSE_OUTSIDE = Published("Llama 60M with key biases", 0.7334, _SCRATCH, "WSE table 4")
 
 MOST_COORDINATES = 3  # of massive activations that are named
 MOST_TOKENS = 3  # of later sinks that are named
@@ -132,6 +138,7 @@ def _sink(run: RunData) -> Iterator[Finding]:
     published = WSE.get(run.condition, ()) if comparable else ()
     value = run.metric("sink_rate")
     yield Finding("sink", SINK, outcome, value, None, threshold, published, numbers, is_headline=True)
+    yield from _outside(run, comparable)
     yield from _attention_layers(run)
     if run.manifest["family"].get("gated") and "gate" in run.tables:
         there = Outcome.ABSENT if rates.max() < NO_SINK else Outcome.PRESENT
@@ -141,14 +148,45 @@ def _sink(run: RunData) -> Iterator[Finding]:
         yield _later_sinks(run)
 
 
+def _outside(run: RunData, comparable: bool) -> Iterator[Finding]:
+    """Attention that goes to no token of the text: only of models that have something else."""
+    kinds, rates = run.manifest.get("outside"), _by_layer(run, "sink_rate_outside")
+    if not kinds or rates.empty:
+        return
+    strong = _where(rates >= STRONG)
+    outcome, threshold = Outcome.PRESENT, STRONG
+    if not strong:
+        outcome, threshold = (Outcome.ABSENT, NO_SINK) if rates.max() < NO_SINK else (Outcome.WEAK, STRONG)
+    numbers = {
+        "what": " and ".join(kinds),
+        "epsilon": run.manifest["config"]["epsilon"],
+        "layers": strong,
+        "having": tuple(rates.index) if len(rates) < _by_layer(run, "sink_rate").size else (),
+    }
+    published = (WSE_OUTSIDE,) if comparable and run.condition == "natural" else ()
+    value = run.metric("sink_rate_outside")
+    yield Finding("sink-outside", SINK, outcome, value, None, threshold, published, numbers)
+
+
 def _attention_layers(run: RunData) -> Iterator[Finding]:
     """Of a model that attends in some layers only."""
     kinds = run.manifest["family"].get("kinds") or ()
     layers = tuple(layer for layer, kind in enumerate(kinds) if kind == ATTENTION)
-    others = Counter(kind for kind in kinds if kind != ATTENTION)
+    others = tuple(kind for kind in kinds if kind != ATTENTION)
     if others:
-        named = " and ".join(f"{count} × {kind.replace('_', ' ')}" for kind, count in others.items())
-        yield Finding("attention-layers", SINK, value=len(layers), numbers={"layers": layers, "others": named})
+        numbers = {"layers": layers, "others": _counted(others)}
+        yield Finding("attention-layers", SINK, value=len(layers), numbers=numbers)
+
+
+def _mixing_otherwise(run: RunData) -> str:
+    """The layers that mix tokens, and not by attention."""
+    kinds = run.manifest["family"].get("kinds") or ()
+    return _counted(kind for kind in kinds if kind not in (ATTENTION, *FEED_FORWARD))
+
+
+def _counted(kinds: Iterable[str]) -> str:
+    """«3 × linear attention and 1 × mlp»."""
+    return " and ".join(f"{count} × {kind.replace('_', ' ')}" for kind, count in Counter(kinds).items())
 
 
 def _later_sinks(run: RunData) -> Finding:
@@ -174,7 +212,13 @@ def _repeated(run: RunData) -> Iterator[Finding]:
         yield Finding("repeated-bound", SINK, outcome, mass, threshold=bound)
     else:
         positions = run.manifest["family"]["positions"]
-        outcome = Outcome.PRESENT if positions == "learned" else Outcome.ABSENT
+        kinds = set(run.manifest["family"].get("layer_positions") or (positions,)) - {""}
+        mixing = _mixing_otherwise(run)
+        if mixing or not kinds <= ADDED_POSITIONS | WITHIN_ATTENTION:
+            numbers = {"positions": positions, "others": mixing}
+            yield Finding("repeated", SINK, Outcome.UNDECIDED, numbers=numbers)
+            return
+        outcome = Outcome.PRESENT if kinds & ADDED_POSITIONS else Outcome.ABSENT
         yield Finding("repeated", SINK, outcome, numbers={"positions": positions})
 
 

@@ -23,6 +23,7 @@ TABLES: dict[str, tuple[str, ...]] = {
     ),
     "Position 0 against the others": (
         "sink_rate",
+        "sink_rate_outside",
         "massive_count",
         "norm_ratio",
         "value_gradient_ratio",

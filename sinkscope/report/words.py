@@ -48,6 +48,14 @@ TEMPLATES: dict[tuple[str, Outcome], str] = {
         "of the heads the sink.",
     ("sink", ABSENT): "There is no sink at position 0: the {label.sink_rate} is {value:sink_rate} (ε = {epsilon:g}), "
         "below {threshold:.0%} in every layer.",
+    ("sink-outside", PRESENT): "There is a sink outside the text: more than {epsilon:g} of the attention goes to "
+        "{what} in {value:sink_rate_outside} of heads and sequences[ of {having:layers}], in at least {threshold:.0%} "
+        "of them in {layers:layers}.",
+    ("sink-outside", WEAK): "More than {epsilon:g} of the attention goes to {what} in {value:sink_rate_outside} of "
+        "heads and sequences[ of {having:layers}], in no layer in {threshold:.0%} of them.",
+    ("sink-outside", ABSENT): "There is no sink outside the text: more than {epsilon:g} of the attention goes to "
+        "{what} in {value:sink_rate_outside} of heads and sequences[ of {having:layers}], below {threshold:.0%} in "
+        "every layer.",
     ("later-sinks", PRESENT): "Later positions are sinks in {value:sink_rate_later} of heads and sequences[, mostly "
         "in {layers:layers}][; most often at the tokens {tokens:shares}].",
     ("later-sinks", ABSENT): "No later position is a sink: {value:sink_rate_later} of heads and sequences, below "
@@ -58,6 +66,8 @@ TEMPLATES: dict[tuple[str, Outcome], str] = {
         "proposition 4's bound of {threshold:repeated_bound} (WSE).",
     ("repeated", PRESENT): "This model's positions are {positions}, for which WSE expects the sink to survive "
         "repeated tokens.",
+    ("repeated", UNDECIDED): "WSE's propositions on repeated tokens do not cover this model: its positions are "
+        "{positions}[, and tokens are also mixed by {others}].",
     ("repeated", ABSENT): "This model's positions are {positions}, for which WSE expects the sink to vanish on "
         "repeated tokens.",
     ("massive", PRESENT): "{value:massive_count} entries per sequence are massive activations (Sun et al. 2024), most "
@@ -83,8 +93,8 @@ TEMPLATES: dict[tuple[str, Outcome], str] = {
         "{value_ratio:value_gradient_ratio} × and the key gradient {key_ratio:key_gradient_ratio} × that of positions "
         "≥ 5 (at least {threshold:g} × makes a gradient sink).",
     ("reshaping", MEASURED): "Medians over layers, position 0 (positions ≥ 5): the attention branch multiplies its "
-        "gradient by {bloat:,.0f} ({bloat_later:.1f}), the norm before it divides that by {division:,.0f} "
-        "({division_later:,.0f}), and the residual stream's gradient changes by a factor of {value:change}.",
+        "gradient by {bloat:factor} ({bloat_later:factor}), the norm before it divides that by {division:factor} "
+        "({division_later:factor}), and the residual stream's gradient changes by a factor of {value:change}.",
     ("compress", MEASURED): "log₁₀ compress against log₁₀‖h‖: slope {slope:compress_slope}, r = "
         "{value:compress_correlation} (GS fig. 3).",
     ("query-bias", PRESENT): "The query bias lifts the logits of position 0 by more than {threshold:g} standard "
@@ -267,5 +277,6 @@ _WAYS: dict[str, Callable[[Any], str]] = {
     "coordinates": lambda numbers: f"coordinate{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}",
     "shares": _shares,
     "sites": _sites,
+    "factor": lambda x: f"{x:,.0f}" if abs(x) >= 10 else f"{x:.2g}",
     "code": lambda names: ", ".join(f"`{name}`" for name in names),
 }

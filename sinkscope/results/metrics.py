@@ -95,6 +95,11 @@ _ATTENTION = (
     Metric("sink_rate_later", "share of heads and sequences with a later sink", "sinks at later positions",
         "share of (head, sequence) pairs with a sink at any position from 1 on that has at least 16 queries",
         unit="share", form="{:.1%}", source="GS eq. 1"),
+    Metric("sink_rate_outside", "share of heads and sequences with a sink outside the text", "sinks outside",
+        "share of (head, sequence) pairs in which more than ε of the attention, averaged over queries, goes to no "
+        "token of the text: to a learned term in the softmax's denominator, or to register tokens",
+        unit="share", form="{:.1%}", source="WSE table 4 (S*)", whole="mean of the layers that have such a term",
+        scope="models with learned sink logits, key biases or register tokens", tables=(SUMMARY, RETROFIT)),
     Metric("window_mass", "mean window mass at position 0", "window mass",
         "mean attention to the position over the W queries from it on (encoder: less than W away), averaged over heads "
         "and sequences",

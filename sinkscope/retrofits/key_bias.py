@@ -23,6 +23,7 @@ def bias_logits(query: torch.Tensor, key: torch.Tensor, scaling: float, softcap:
 class KeyBias(DenominatorPart):
     """`key` (H,d): one for each query head."""
 
+    called: ClassVar[str] = "key biases"
     reads_query: ClassVar[bool] = True
 
     def __init__(self, layer: Layer) -> None:

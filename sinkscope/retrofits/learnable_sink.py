@@ -18,6 +18,8 @@ from sinkscope.retrofits.retrofit import DenominatorPart, Layer, Retrofit
 class SinkLogit(DenominatorPart):
     """`logit` (H,): one for each query head."""
 
+    called: ClassVar[str] = "learned sink logits"
+
     def __init__(self, layer: Layer, first: float) -> None:
         super().__init__(layer)
         self.first = first

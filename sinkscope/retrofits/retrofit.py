@@ -76,7 +76,7 @@ def layers_of(model: PreTrainedModel, family: Family) -> list[Layer]:
                 attention.get_submodule(family.output),
                 config.num_attention_heads,
                 head_dim**-0.5 if family.scaling is None else family.scaling,
-                family.positions == "alibi",
+                family.positions_at(index) == "alibi",
                 model.dtype,
                 value.module.weight.device,
             )

@@ -38,6 +38,17 @@ class Batch:
         return None if bool(mask.all()) else mask
 
     @cached_property
+    def registers(self) -> torch.Tensor | None:
+        """(B,T) bool: which are register tokens; None when none are."""
+        registers = self.token_ids == REGISTER
+        return registers if bool(registers.any()) else None
+
+    @property
+    def of_text(self) -> torch.Tensor | None:
+        """(B,T) bool: the tokens of the text, without padding and registers; None when there is nothing else."""
+        return self.valid if self.registers is None else self.attention_mask.bool() & ~self.registers
+
+    @cached_property
     def start(self) -> torch.Tensor:
         """(B,): the column of each sequence's position 0."""
         return self.attention_mask.int().argmax(dim=1)

@@ -28,6 +28,25 @@ _TINY_LLAMA = {
     "max_position_embeddings": 2048,
     **_SMALL_VOCABULARY,
 }
+_TINY_HYBRID = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    **_SMALL_VOCABULARY,
+}
+_TINY_QWEN3_NEXT = {
+    **_TINY_HYBRID,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "mlp_only_layers": [0, 1, 2, 3],
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+}
 
 # name → (model type, what differs from its defaults)
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -63,6 +82,27 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             **_NO_DROPOUT,
         },
     ),
+    # Hybrids, with attention in every second layer. Small: without kernels for CUDA their other layers are slow.
+    "tiny-qwen3-next": (
+        "qwen3_next",
+        {**_TINY_QWEN3_NEXT, "layer_types": ["linear_attention", "full_attention"] * 2},
+    ),
+    "tiny-jamba": (
+        "jamba",
+        {
+            **_TINY_HYBRID,
+            "num_key_value_heads": 4,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "num_experts": 1,
+            "mamba_d_state": 4,
+            "mamba_dt_rank": 4,
+            "mamba_expand": 1,
+        },
+    ),
+    # To compare with: attention of the same size in every layer, with Qwen3-Next's gates and without
+    "tiny-gated-attention": ("qwen3_next", {**_TINY_QWEN3_NEXT, "layer_types": ["full_attention"] * 4}),
+    "tiny-qwen3": ("qwen3", {**_TINY_HYBRID, "num_key_value_heads": 2, "head_dim": 16}),
     # of about GS's smaller size, which the paper gives no more of
     "llama-0.1b": (
         "llama",

@@ -1,7 +1,10 @@
 """What the doctor says of a model, and what it leaves unsaid."""
 
+import pytest
+from support.every_model import tiny_of
 from tiny import tiny_model
 
+from sinkscope.attention import seam
 from sinkscope.commands.doctor import doctor
 from sinkscope.interventions import INTERVENTIONS
 from sinkscope.measuring.observables import OBSERVABLES
@@ -21,3 +24,15 @@ def test_the_doctor_lists_what_applies() -> None:
     assert "gate" not in facts["observables"].split(", ")
     assert "mask-sink" in facts["interventions"]
     assert "nullify-query-bias" not in facts["interventions"]
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "granite_swa"])
+def test_a_learned_sink_is_compared_by_what_reaches_the_values(
+    model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """granite_swa's eager attention returns its weights before it multiplies the mix by what its sink leaves."""
+    assert doctor(tiny_of(model_type)).ok
+    own = seam.attend
+    monkeypatch.setattr(seam, "attend", lambda *args, s_aux=None, **kwargs: own(*args, **kwargs))
+    wrong = [what for what, passed, _ in doctor(tiny_of(model_type)).checks if not passed]
+    assert "attention to position 0 is transformers' eager" in wrong

@@ -193,10 +193,12 @@ def test_gradients_are_those_of_the_masked_tokens_loss(name: str, tmp_path: Path
     inputs = inputs_for(loaded, make_config(**options), family)
     sums: dict[tuple[int, str], torch.Tensor] = {}
     for ids, labels in inputs.masked or ():
-        plain = run_plainly(loaded.model, family.layers, torch.tensor(ids), torch.tensor(labels), inputs.num_predicted)
+        batch, wanted = torch.tensor(ids)[None], torch.tensor(labels)[None]
+        plain = run_plainly(loaded.model, family.layers, batch, torch.ones_like(batch), labels=wanted)
+        share = float((wanted != IGNORED).sum()) / inputs.num_predicted  # of the run's loss, a mean over all sequences
         for pathway in ("query", "key", "value"):
             for layer, x in enumerate(getattr(plain, pathway)):
-                gradient = x.grad[0].transpose(0, 1).flatten(1)
+                gradient = share * x.grad[0].transpose(0, 1).flatten(1)
                 gradient = F.pad(gradient, (0, 0, 0, 22 - len(gradient)))
                 sums[layer, pathway] = sums.get((layer, pathway), torch.zeros(())) + gradient
     table = tables["gradient"].query("head == -1")

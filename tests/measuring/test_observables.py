@@ -222,7 +222,7 @@ def test_window_means_divide_by_the_queries_there_are() -> None:
 
 def test_means_over_queries_leave_padding_out() -> None:
     rows = torch.tensor([[[torch.nan, 7.0, 1.0, 2.0, 3.0]], [[1.0, 1.0, 1.0, 1.0, 6.0]]])
-    assert mean_over_queries(rows, LEFT)[:, 0].tolist() == [2.0, 2.0]
+    assert mean_over_queries(rows, LEFT.valid)[:, 0].tolist() == [2.0, 2.0]
 
 
 # -------------------------------------------------------------------------------------------- geometry

@@ -95,14 +95,14 @@ def edit(folder: Path, **changes: Any) -> None:
 def assert_measured_as_plain_transformers_computes(run: Run, model: PreTrainedModel) -> None:
     loaded = LoadedModel(model, None, "", "", None, None, ())
     (ids,) = inputs_for(loaded, make_config(**SMALL)).sequences
-    expected = run_plainly(model, "model.layers", torch.as_tensor(ids))
+    expected = run_plainly(model, "model.layers", torch.as_tensor(ids)[None], torch.ones(1, len(ids)))
     attention, gradient = run.tables["attention"], run.tables["gradient"].query("head == -1")
     for layer, weights in enumerate(expected.weights):
         ours = attention.query(f"layer == {layer} and position == 0").sort_values("head")["window_mass"].to_numpy()
-        torch.testing.assert_close(torch.tensor(ours), weights[:, :, 0].mean(1).double(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(torch.tensor(ours), weights[0, :, :, 0].mean(1).double(), rtol=1e-4, atol=1e-5)
         for pathway in ("query", "key", "value"):
             rows = gradient.query(f"layer == {layer} and pathway == '{pathway}'").sort_values("position")
-            norms = expected.grad_norms(pathway)[layer].double()
+            norms = expected.grad_norms(pathway)[layer][0].double()
             torch.testing.assert_close(torch.tensor(rows["grad_norm"].to_numpy()), norms, rtol=1e-3, atol=1e-6)
 
 

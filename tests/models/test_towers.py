@@ -73,9 +73,8 @@ def test_a_folder_is_measured_as_plain_transformers_computes_it(
     )
     bare = type(tiny(kind)).from_pretrained(folders(kind), dtype=torch.float64).eval()
     family = find_family(bare)
-    plain = run_plainly(bare, family.layers, IDS, **TOLD.get(kind, {}))
-    for layer, weights in zip(family.attentions(bare), plain.weights, strict=True):
-        mass = weights.sum(1) / torch.arange(LENGTH, 0, -1)
+    plain = run_plainly(bare, family.layers, IDS[None], torch.ones(1, LENGTH), **TOLD.get(kind, {}))
+    for layer, mass in zip(family.attentions(bare), plain.sink_masses(), strict=True):
         found = by_position(run.tables["attention"], layer, "sink_mass")
         np.testing.assert_allclose(found, mass[:, : found.shape[1]], atol=1e-5)
     described = run.manifest["model"]

@@ -106,6 +106,7 @@ def tables_of(layers: int, heads: int, kv_heads: int, positions: int, sequences:
         "attention_maps": maps,
         "query_bias": query_bias,
         "gamma": gamma,
+        "gate": of(by_head, gate=(0, 1), raw_value_norm=(1, 20)),
         "delta_distribution": bins.assign(count=random.integers(0, 9, len(bins))),
         "summary": of(grid(layer=range(-1, layers), metric=metrics), value=(0, 1)),
     } | gradient_tables(layers, heads, kv_heads, positions)

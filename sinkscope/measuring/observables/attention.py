@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from sinkscope.attention.weights import AttentionRead, column_sums
+from sinkscope.attention.weights import AttentionRead, column_sums, row_chunks
 from sinkscope.measuring.observables.observable import HeadMeans, Observable, Settings
 from sinkscope.results.metrics import is_sink
 from sinkscope.results.tables import HEAD, KV_HEAD, POSITION, SEQUENCE, TOKEN, TOKEN_ID, Column
@@ -15,7 +15,7 @@ from sinkscope.text.batch import Batch
 
 
 class Attention(Observable):
-    """Tables `attention`, `attention_heads` and `sink_positions`.
+    """Tables `attention`, `attention_heads` and `sink_positions`; `attention_outside` of models that have such a term.
 
     window_mass is the mean over the queries that are at most W - 1 tokens away from the key, of those that there are:
     with T = W = 64 this is WSE's α, the mean over all queries t ≥ s. In an encoder, which attends both ways, queries in
@@ -39,6 +39,11 @@ class Attention(Observable):
             Column("attention_entropy", "entropy of a query's weights, mean over queries; NaN past 256 tokens", "nats"),
             Column("missing_mass", "weight that goes to no key (sink logits), mean over queries"),
         ),
+        "attention_outside": (
+            HEAD, KV_HEAD,
+            Column("outside_mass", "weight that goes to no token of the text, mean over queries (WSE §7)"),
+            Column("sink_rate_outside", "share of sequences in which that is a sink (`sinkscope list metrics`)"),
+        ),
         "sink_positions": (
             HEAD, SEQUENCE, POSITION, TOKEN_ID, TOKEN,
             Column("queries", "queries of the key: its own and those behind it; encoder: all", kind="whole"),
@@ -48,7 +53,7 @@ class Attention(Observable):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.by_position, self.by_head = HeadMeans(), HeadMeans()
+        self.by_position, self.by_head, self.outside = HeadMeans(), HeadMeans(), HeadMeans()
         self.sinks: dict[str, list[np.ndarray]] = defaultdict(list)
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
@@ -68,9 +73,14 @@ class Attention(Observable):
         # NaN where a sequence is too long to read all columns: no mean over all sequences then
         entropy = torch.full_like(read.lse, torch.nan) if sums.entropy is None else sums.entropy
         rows = {"attention_entropy": entropy, "missing_mass": read.missing_mass}
-        self.by_head.add(layer, group, {name: mean_over_queries(row, batch) for name, row in rows.items()})
-        by_column = window_means(sums.window, batch, window, read.length, read.call.causal)
-        self._list_sinks(layer, by_column, batch, read.call.causal)
+        causal = read.call.causal
+        self.by_head.add(layer, group, {name: mean_over_queries(row, batch.valid) for name, row in rows.items()})
+        outside = outside_mass(read, batch)
+        if outside is not None:
+            mass = mean_over_queries(outside, batch.of_text)
+            rates = is_sink(mass, self.settings.epsilon)
+            self.outside.add(layer, group, {"outside_mass": mass, "sink_rate_outside": rates})
+        self._list_sinks(layer, window_means(sums.window, batch, window, read.length, causal), batch, causal)
 
     def _list_sinks(self, layer: int, window_mass: torch.Tensor, batch: Batch, causal: bool) -> None:
         sinks = is_sink(window_mass, self.settings.epsilon)
@@ -92,7 +102,8 @@ class Attention(Observable):
 
     def tables(self) -> dict[str, pd.DataFrame]:
         sinks = pd.DataFrame({name: np.concatenate(parts) for name, parts in self.sinks.items()})
-        return {
+        outside = {"attention_outside": self.outside.table()} if self.outside else {}
+        return outside | {
             "attention": self.by_position.table(),
             "attention_heads": self.by_head.table(),
             # they come batch by batch: sorted, so that the batch size changes nothing
@@ -108,9 +119,26 @@ def window_means(
     return batch.at_positions(window_sums, positions) / queries[:, None].to(window_sums.device)
 
 
-def mean_over_queries(rows: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """(B,H,T) → (B,H), over real queries."""
-    if batch.valid is None:
+def outside_mass(read: AttentionRead, batch: Batch) -> torch.Tensor | None:
+    """The weight that each query gives to what is no token of the text, (B,H,T); None where there is nothing else.
+
+    That is a further term in the softmax's denominator, and register tokens (WSE §7, table 4).
+    """
+    registers = batch.registers
+    if read.call.sink_logits is None and registers is None:
+        return None
+    mass = read.missing_mass
+    if registers is None:
+        return mass
+    keys = slice(0, int(registers.nonzero()[:, 1].max()) + 1)
+    is_register = registers[:, None, None, keys].to(mass)
+    to_registers = [(read.weights(rows, keys)[0] * is_register).sum(-1) for rows in row_chunks(read.length)]
+    return mass + torch.cat(to_registers, dim=-1)
+
+
+def mean_over_queries(rows: torch.Tensor, counted: torch.Tensor | None) -> torch.Tensor:
+    """(B,H,T) → (B,H), over the queries that are counted, (B,T) bool; None: over all."""
+    if counted is None:
         return rows.mean(-1)
-    valid = batch.valid[:, None].to(rows.device)
-    return rows.masked_fill(~valid, 0.0).sum(-1) / valid.sum(-1)
+    counted = counted[:, None].to(rows.device)
+    return rows.masked_fill(~counted, 0.0).sum(-1) / counted.sum(-1)

@@ -158,6 +158,9 @@ class HeadMeans:
         for name, statistic in statistics.items():
             self._means[name].add(layer, statistic, present)
 
+    def __bool__(self) -> bool:
+        return bool(self._groups)
+
     def table(self) -> pd.DataFrame:
         frames = []
         for layer, group in sorted(self._groups.items()):

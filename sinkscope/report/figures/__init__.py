@@ -20,6 +20,7 @@ from sinkscope.report.figures import (
     effects_by_layer,
     epe_coordinates,
     gamma,
+    gates_by_layer,
     gradient_bounds,
     gradient_norms,
     gradient_reshaping,
@@ -50,7 +51,8 @@ from sinkscope.results.run import RunData
 # fmt: off
 FIGURES: dict[str, FigureSpec[RunData]] = {spec.name: spec for spec in (  # of one run
     arm_maps.draw, arm_maps_by_layer.draw, attention_maps.draw, effects.draw, effects_by_layer.draw,
-    epe_coordinates.draw, gamma.draw, gradient_bounds.draw, gradient_norms.draw, gradient_reshaping.draw,
+    epe_coordinates.draw, gamma.draw, gates_by_layer.draw, gradient_bounds.draw, gradient_norms.draw,
+    gradient_reshaping.draw,
     massive_activations.draw, massive_map.draw, quantization_cost.draw, quantization_ranges.draw,
     query_bias_alignment.draw, query_bias_distribution.draw, query_key_geometry.draw, sink_map.draw,
     sink_positions.draw, sinks_by_layer.draw, streaming_perplexity.draw,

@@ -29,7 +29,8 @@ def draw(run: RunData) -> Figure:
     height = float(np.clip(0.105 * len(layers), 1.5, 6.5))
     figure = new_figure(width + ASIDE, height + 1.1)
     ax = figure.subplots()
-    image = ax.imshow(mass, cmap=SEQUENTIAL, vmin=0, vmax=1, aspect="auto")
+    ax.patch.set(facecolor="white", edgecolor="0.6", hatch="////", linewidth=0)  # seen where there is no attention
+    image = ax.imshow(mass, cmap=SEQUENTIAL.with_extremes(bad="none"), vmin=0, vmax=1, aspect="auto")
     ax.spines[:].set_visible(False)
     ax.set_xlabel("head")
     ax.set_ylabel("layer")

@@ -1,7 +1,8 @@
 """Sinks and massive activations occur together (GS figure 1).
 
 Sink mass, sink rate, norm of the layer's output and norm of the MLP's output: token 0 against the mean and the maximum
-over the other early tokens, all of them means over sequences, as in the paper. Layers count from 0.
+over the other early tokens, all of them means over sequences, as in the paper. Beside the sink rate: how often a sink
+is outside the text, in models that have something there. Layers count from 0.
 """
 
 import pandas as pd
@@ -10,7 +11,7 @@ from matplotlib.axes import Axes
 from sinkscope.report.figures.axes import layer_axis, line_by_layer, say, value_axis
 from sinkscope.report.figures.labels import places, title
 from sinkscope.report.figures.spec import declare
-from sinkscope.report.figures.style import HIGHEST, OTHERS, SINK, WIDE, Figure, new_figure
+from sinkscope.report.figures.style import HIGHEST, OTHERS, OUTSIDE, SINK, WIDE, Figure, new_figure
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
 
@@ -21,17 +22,20 @@ from sinkscope.results.run import RunData
 def draw(run: RunData) -> Figure:
     attention, activation = run.tables["attention"], run.tables["activation"]
     figure = new_figure(WIDE, 2.1)
-    mass, rate, residual, mlp = figure.subplots(1, 4)
+    mass, rate, residual, mlp = figure.subplots(1, 4, sharex=True)  # layers without attention are gaps on the left
     _panel(mass, METRICS["sink_mass"].short, attention, "sink_mass", share=True)
     name = f"{METRICS['sink_rate'].short} (ε = {run.manifest['config']['epsilon']:g})"
     _panel(rate, name, attention, "sink_rate", share=True)
+    if "attention_outside" in run.tables:
+        outside = run.tables["attention_outside"].groupby("layer")["sink_rate_outside"].mean()
+        line_by_layer(rate, outside, label="outside the text", **OUTSIDE)
     for ax, site, name in (
         (residual, "layer_out", "norm of layer output"),
         (mlp, "mlp_out", "norm of MLP output"),
     ):
         _panel(ax, name, activation[activation["site"] == site], "norm_mean", log=True)
-    handles, labels = mass.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3)
+    handles, labels = rate.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(handles))
     figure.suptitle(title(run, WIDE))
     return figure
 

@@ -37,6 +37,7 @@ SINK: Look = {"color": NAVY, "linestyle": "-", "marker": "o", "linewidth": 1.3, 
 OTHERS: Look = {"color": VERMILION, "linestyle": "--", "marker": "s", "markersize": 2.4, "zorder": 3}
 HIGHEST: Look = {"color": SKY, "linestyle": ":", "marker": "^", "markersize": 2.4, "zorder": 4}
 REFERENCE: Look = {"color": "0.35", "linewidth": 0.9, "linestyle": (0, (3, 1.5))}
+OUTSIDE: Look = {"color": "#8d4a86", "marker": "D", "linestyle": (0, (4, 1.5))}  # what is no token of the text
 GUIDE: Look = {"color": GRAY, "linewidth": 0.9, "linestyle": (0, (4, 2)), "zorder": 1.5}  # of theory, or of no effect
 NEUTRAL: Look = {"color": GRAY, "linewidth": 0.6, "zorder": 0}  # no effect, behind the lines
 

@@ -22,7 +22,8 @@ from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.models.families import Family
-from sinkscope.retrofits.retrofit import Layer, layers_of
+from sinkscope.retrofits.registers import RETROFIT
+from sinkscope.retrofits.retrofit import GatePart
 from sinkscope.text.batch import Batch
 from sinkscope.training.tasks.bigram_backcopy import BigramBackcopy
 
@@ -67,24 +68,23 @@ def example(
     position, token_id, is_trigger, norm as the projection makes it, attended_norm behind a gate on the values.
     """
     batch = _batch(sequence[None])
-    layers = layers_of(model, family)
-    heads = [(index, head) for index, layer in enumerate(layers) for head in range(layer.heads)]
-    maps = AttentionMaps(Settings(), heads)
-    with open_tracer(model, family) as tracer, _watched(layers) as ends:
+    heads = range(model.config.get_text_config().num_attention_heads)
+    maps = AttentionMaps(Settings(), [(layer, head) for layer in family.attentions(model) for head in heads])
+    with open_tracer(model, family) as tracer, _watched(tracer) as ends:
         tracer.forward(batch, [maps])
     frames = [
         pd.DataFrame(
             {
-                "layer": index,
+                "layer": layer,
                 "sequence": 0,
                 "position": range(len(sequence)),
                 "token_id": sequence,
                 "is_trigger": task.is_trigger(sequence),
-                "norm": _norms(ends[index]["value"])[0],
-                "attended_norm": _norms(ends[index]["attended"])[0],
+                "norm": _norms(end["value"])[0],
+                "attended_norm": _norms(end["attended"])[0],
             }
         )
-        for index in range(len(layers))
+        for layer, end in ends.items()
     ]
     return maps.tables() | {"value_norms": pd.concat(frames, ignore_index=True)}
 
@@ -128,12 +128,11 @@ def _in_layers(
 ) -> Iterator[tuple[int, str, torch.Tensor]]:
     """Layer, metric, and its observations: (n,), or (n,H) where heads differ."""
     plain, trigger = kinds
-    layers = layers_of(tracer.model, tracer.family)
     attention = _ToStart(plain, trigger)
-    with _watched(layers) as ends:
+    with _watched(tracer) as ends:
         tracer.forward(batch, [attention])
     yield from attention.found
-    for layer, end in enumerate(ends):
+    for layer, end in ends.items():
         for name, norms in (("value", _norms(end["value"])), ("attended", _norms(end["attended"]))):
             yield layer, f"start_{name}_norm", norms[:, 0]
             yield layer, f"trigger_{name}_norm", norms[trigger]
@@ -189,27 +188,38 @@ def start_lead(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _watched(layers: list[Layer]) -> Iterator[list[dict[str, torch.Tensor]]]:
-    """Keep, of each layer's last forward pass: `value` (B,T,K,d) as projected, `attended` after a retrofit has changed
-    it; `mix` (B,T,H,d) of the heads, `gated` as their output projection reads it.
+def _watched(tracer: Tracer) -> Iterator[dict[int, dict[str, torch.Tensor]]]:
+    """Keep, of the last forward pass of each layer with attention: `value` (B,T,K,d) in front of a retrofit's gate,
+    `attended` behind it; `mix` (B,T,H,d) of the heads, `gated` as their output projection reads it.
     """
-    ends: list[dict[str, torch.Tensor]] = [{} for _ in layers]
+    family = tracer.family
+    attentions = family.attentions(tracer.model)
+    ends: dict[int, dict[str, torch.Tensor]] = {layer: {} for layer in attentions}
     with ExitStack() as hooks:
-        for layer, end in zip(layers, ends, strict=True):
-            for name, first in (("value", True), ("attended", False)):
-                keep = partial(_keep_value, end, name, layer)
-                hooks.enter_context(layer.value.module.register_forward_hook(keep, prepend=first))
-            for name, first in (("mix", True), ("gated", False)):
-                keep = partial(_keep_mix, end, name, layer)
-                hooks.enter_context(layer.output.register_forward_pre_hook(keep, prepend=first))
+        for layer, attention in attentions.items():
+            end, seam = ends[layer], tracer.seams[layer]
+            gate = getattr(attention, RETROFIT, None)
+            if isinstance(gate, GatePart):
+                hooks.enter_context(gate.register_forward_hook(partial(_keep_raw, end)))
+            hooks.enter_context(seam.value.register_forward_hook(partial(_keep_attended, end)))
+            hooks.enter_context(seam.mix.register_forward_hook(partial(_keep_mix, end)))
+            output = attention.get_submodule(family.output)
+            hooks.enter_context(output.register_forward_pre_hook(partial(_keep_gated, end)))
         yield ends
 
 
-def _keep_value(
-    end: dict[str, torch.Tensor], name: str, layer: Layer, module: nn.Module, args: tuple, output: torch.Tensor
-) -> None:
-    end[name] = output[..., layer.value.places]
+def _keep_raw(end: dict[str, torch.Tensor], gate: nn.Module, args: tuple, factors: torch.Tensor) -> None:
+    end["value"] = args[1]
 
 
-def _keep_mix(end: dict[str, torch.Tensor], name: str, layer: Layer, module: nn.Module, args: tuple) -> None:
-    end[name] = args[0].unflatten(-1, (layer.heads, -1))
+def _keep_attended(end: dict[str, torch.Tensor], tap: nn.Module, args: tuple, value: torch.Tensor) -> None:
+    end["attended"] = value.transpose(1, 2)
+    end.setdefault("value", end["attended"])  # no gate
+
+
+def _keep_mix(end: dict[str, torch.Tensor], tap: nn.Module, args: tuple, mix: torch.Tensor) -> None:
+    end["mix"] = mix
+
+
+def _keep_gated(end: dict[str, torch.Tensor], output: nn.Module, args: tuple) -> None:
+    end["gated"] = args[0].view(end["mix"].shape)
