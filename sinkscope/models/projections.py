@@ -92,7 +92,7 @@ def projections(model: PreTrainedModel, family: Family, layer: int) -> dict[Role
     """Query, key and value projection of a layer.
 
     Raises:
-        InputError: the family's row does not say how they are kept.
+        InputError: the family's row does not say how they are kept, or a module how many outputs it has.
     """
     if not family.qkv:
         raise InputError(f"'{family.name}' keeps q, k and v together in a way that is not known: its row needs `qkv`")
@@ -128,4 +128,7 @@ _FUSED = {"blocks": _blocks, "groups": _groups}
 
 
 def _outputs(module: Any) -> int:
-    return int(module.nf if isinstance(module, Conv1D) else module.out_features)
+    count = module.nf if isinstance(module, Conv1D) else getattr(module, "out_features", None)
+    if not isinstance(count, int):
+        raise InputError(f"it projects by a {type(module).__name__}, which does not say how many outputs it has")
+    return count
