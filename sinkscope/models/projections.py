@@ -92,7 +92,7 @@ def projections(model: PreTrainedModel, family: Family, layer: int) -> dict[Role
     """Query, key and value projection of a layer; of a family that was found numerically, those that were found.
 
     Raises:
-        InputError: how they are kept is not known.
+        InputError: how they are kept is not known, or a module does not say how many outputs it has.
     """
     if not family.qkv and not family.projections.get(layer):
         raise InputError(f"'{family.name}' keeps q, k and v together in a way that is not known: its row needs `qkv`")
@@ -151,4 +151,7 @@ _FUSED = {"blocks": _blocks, "groups": _groups}
 
 
 def _outputs(module: Any) -> int:
-    return int(module.nf if isinstance(module, Conv1D) else module.out_features)
+    count = module.nf if isinstance(module, Conv1D) else getattr(module, "out_features", None)
+    if not isinstance(count, int):
+        raise InputError(f"it projects by a {type(module).__name__}, which does not say how many outputs it has")
+    return count

@@ -35,8 +35,8 @@ ROWS = {name: {row["model_type"]: row for row in written_rows(name)} for name in
 DIFFERENT = (
     "afmoe", "bamba", "codegen", "cohere2", "deepseek_v3", "doge", "exaone4", "falcon_h1", "gemma3n_text",
     "gemma4_text", "glm4", "granite", "granite_swa", "granitemoehybrid", "hy_v4", "jamba", "lfm2_moe", "llama4_text",
-    "mamba", "mimo_v2_flash", "minicpm3", "modernbert-decoder", "nemotron_h", "olmo_hybrid", "opt", "phi", "qwen3_5_text",
-    "qwen3_next", "qwen4_exp_text", "recurrent_gemma", "smollm3", "zamba2",
+    "mamba", "mimo_v2_flash", "minicpm3", "modernbert-decoder", "nemotron_h", "olmo_hybrid", "opt", "phi",
+    "qwen3_5_text", "qwen3_next", "qwen4_exp_text", "recurrent_gemma", "smollm3", "zamba2",
 )  # fmt: skip
 ENCODERS = ("esmc", "eurobert", "modernbert", "nystromformer", "roberta-prelayernorm", "xmod")
 # One for each outcome, and for each of the kinds of layers.
