@@ -64,7 +64,7 @@ HEADS = {
 
 
 def readme_text() -> str:
-    return "\n".join(f"- {HEADS[name]}\n{readme_list(written_rows(name))}" for name in LISTS)
+    return "\n".join(f"- {HEADS[name]} {readme_list(written_rows(name))}" for name in LISTS)
 
 
 def readme_list(rows: list[dict[str, str]]) -> str:
@@ -72,15 +72,14 @@ def readme_list(rows: list[dict[str, str]]) -> str:
     by_outcome = {outcome: [row for row in rows if row["outcome"] == outcome] for outcome in OUTCOMES}
     mixed = [row["model_type"] for row in by_outcome["wiring"] if "," in row["layers"]]
     names = {outcome: [row["model_type"] for row in found] for outcome, found in by_outcome.items()}
-    among = f", among them {len(mixed)} that attend in some layers only: {', '.join(mixed)}" if mixed else ""
-    return "\n".join(
-        (
-            f"  - {len(names['row'])} known by name: {', '.join(names['row'])};",
-            f"  - {len(names['wiring'])} found numerically{among};",
-            f"  - {len(names['refused'])} refused with the reason, and {len(names['not built'])} without a small model "
-            "to try.",
-        )
+    among = f" ({len(mixed)} attend in some layers only: {', '.join(mixed)})" if mixed else ""
+    parts = (
+        f"{len(names['row'])} known by name ({', '.join(names['row'])})",
+        f"{len(names['wiring'])} found numerically{among}",
+        f"{len(names['refused'])} refused with the reason",
+        f"{len(names['not built'])} without a small model to try",
     )
+    return ", ".join(parts) + "."
 
 
 def write_table(name: str, file_of_ids: Path) -> None:
