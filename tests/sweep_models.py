@@ -78,7 +78,7 @@ HEADS = {
 
 
 def readme_text() -> str:
-    return "\n".join(f"- {HEADS[name]}\n{readme_list(written_rows(name))}" for name in LISTS)
+    return "\n".join(f"- {HEADS[name]} {readme_list(written_rows(name))}" for name in LISTS)
 
 
 def readme_list(rows: list[dict[str, str]]) -> str:
@@ -88,20 +88,15 @@ def readme_list(rows: list[dict[str, str]]) -> str:
     others = [row["model_type"] for row in by_outcome["wiring"] if row not in attending]
     mixed = [row["model_type"] for row in attending if len(_kinds(row)) > 1]
     names = {outcome: [row["model_type"] for row in found] for outcome, found in by_outcome.items()}
-    among = f", among them {len(mixed)} that attend in some layers only: {', '.join(mixed)}" if mixed else ""
-    among += (
-        f"; and {len(others)} without attention, of which the residual stream is measured: {', '.join(others)}"
-        if others
-        else ""
+    among = f" ({len(mixed)} attend in some layers only: {', '.join(mixed)})" if mixed else ""
+    without = f"; {len(others)} without attention, of which the residual stream is measured ({', '.join(others)})"
+    parts = (
+        f"{len(names['row'])} known by name ({', '.join(names['row'])})",
+        f"{len(names['wiring'])} found numerically{among}{without if others else ''}",
+        f"{len(names['refused'])} refused with the reason",
+        f"{len(names['not built'])} without a small model to try",
     )
-    return "\n".join(
-        (
-            f"  - {len(names['row'])} known by name: {', '.join(names['row'])};",
-            f"  - {len(names['wiring'])} found numerically{among};",
-            f"  - {len(names['refused'])} refused with the reason, and {len(names['not built'])} without a small model "
-            "to try.",
-        )
-    )
+    return ", ".join(parts) + "."
 
 
 def _kinds(row: dict[str, str]) -> list[str]:

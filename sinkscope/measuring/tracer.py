@@ -288,7 +288,8 @@ def model_inputs(
     inputs: dict[str, Any] = {"input_ids": batch.token_ids.to(device), "use_cache": False}
     if batch.valid is not None:
         inputs["attention_mask"] = batch.attention_mask.to(device)
-        if "position_ids" in parameters and first_position is not None:
+        # behind padding on the left; elsewhere the model's own are right, which may begin at another number than 0
+        if "position_ids" in parameters and first_position is not None and bool(batch.start.any()):
             inputs["position_ids"] = batch.position_ids.to(device) + first_position
     if not with_logits and "logits_to_keep" in parameters:
         inputs["logits_to_keep"] = 1

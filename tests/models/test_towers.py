@@ -93,6 +93,11 @@ def test_padding_on_either_side_changes_nothing(kind: str) -> None:
     assert padding_difference(kind, LISTS["image_text"]) < ROUND_OFF
 
 
+def test_a_model_numbers_its_positions_itself_where_it_can() -> None:
+    """Kosmos-2.5 begins at 2. Runs pad on the right."""
+    assert padding_difference("kosmos-2.5", LISTS["image_text"], ("right",)) < ROUND_OFF
+
+
 def test_a_head_of_its_own_stands_above_the_towers() -> None:
     model: Any = tiny("llava")
     assert model.lm_head.weight is not model.get_input_embeddings().weight

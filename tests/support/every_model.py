@@ -532,13 +532,15 @@ def by_position(table: pd.DataFrame, layer: int, column: str) -> np.ndarray:
     return table[table["layer"] == layer].pivot(index="head", columns="position", values=column).to_numpy()
 
 
-def padding_difference(model_type: str, auto: Any = AutoModelForCausalLM) -> float:
-    """The largest relative difference of attention and norms between sequences padded on either side and unpadded."""
+def padding_difference(
+    model_type: str, auto: Any = AutoModelForCausalLM, sides: tuple[str, ...] = ("right", "left")
+) -> float:
+    """The largest relative difference of attention and norms between sequences padded on these sides and unpadded."""
     model = tiny_of(model_type, torch.float64, auto=auto)
     sequences, settings = ragged_tokens((9, 14)), Settings(positions=9, window=9)
     with undisturbed(model):
         family, _ = family_of(model)
-        ways = (batched(sequences, 1), *([padded(sequences, side)] for side in ("right", "left")))
+        ways = (batched(sequences, 1), *([padded(sequences, side)] for side in sides))
         plain, *others = (
             measured(model, batches, settings, ("attention", "activation"), family=family) for batches in ways
         )
