@@ -353,7 +353,7 @@ def test_a_run_folder_holds_what_was_measured(
 def test_the_manifest_says_how_to_read_the_numbers(model: PreTrainedModel) -> None:
     manifest = run_of(model).manifest
     wired = {"name": "llama", "wiring": "sequential", "positions": "rotary", "door": "interface"}
-    assert manifest["family"] == wired | {"gated": False, "kinds": None}
+    assert manifest["family"] == wired | {"gated": False, "causal": True, "kinds": None}
     assert manifest["scaling"] == pytest.approx([8**-0.5] * 3)
     assert manifest["dtype"] == "float32"
     assert manifest["kernel"] == "sdpa"
