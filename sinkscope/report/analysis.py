@@ -100,7 +100,7 @@ def settings(run: RunData, **more: int) -> list[Finding]:
     numbers = {"sequences": given["sequences"], "lengths": (given["shortest"], given["longest"])}
     numbers |= {"condition": run.condition}
     numbers |= {"token_zero": given["token_zero"], "dtype": run.manifest["dtype"]} | more
-    both_ways = [] if _is_causal(run) else [Finding("both-ways", "", numbers={"masked": given["masked"]})]
+    both_ways = [] if run.is_causal else [Finding("both-ways", "", numbers={"masked": given["masked"]})]
     return [Finding("setting", "", numbers=numbers), *both_ways, *quantized_source(run)]
 
 
@@ -133,7 +133,7 @@ def _sink(run: RunData) -> Iterator[Finding]:
     outcome, threshold = Outcome.PRESENT, STRONG
     if not strong:
         outcome, threshold = (Outcome.ABSENT, NO_SINK) if rates.max() < NO_SINK else (Outcome.WEAK, STRONG)
-    comparable = _is_causal(run) and WSE_SETTING.items() <= (config | run.manifest["input"]).items()
+    comparable = run.is_causal and WSE_SETTING.items() <= (config | run.manifest["input"]).items()
     numbers = {"epsilon": config["epsilon"], "layers": strong, "weak_layers": weak, "few": ALMOST_NO_SINK}
     published = WSE.get(run.condition, ()) if comparable else ()
     value = run.metric("sink_rate")
@@ -324,7 +324,7 @@ def _windows(run: RunData) -> Iterator[Finding]:
         return
     longest = run.manifest["input"]["longest"]
     outcome = Outcome.ABSENT if longest <= window else Outcome.PRESENT
-    name = "sliding-window" if _is_causal(run) else "window-both-ways"
+    name = "sliding-window" if run.is_causal else "window-both-ways"
     yield Finding(name, SINK, outcome, window, numbers={"layers": sliding, "longest": longest})
 
 
@@ -337,10 +337,6 @@ def _not_applicable(run: RunData) -> Iterator[Finding]:
         reasons[METRICS["attention_entropy"].short] = "needs all columns: --positions as long as --seq-len"
     for what, reason in reasons.items():
         yield Finding("not-measured", NOT_HERE, numbers={"what": what, "reason": reason})
-
-
-def _is_causal(run: RunData) -> bool:
-    return bool(run.manifest["family"].get("causal", True))
 
 
 def _by_layer(run: RunData, metric: str) -> pd.Series:

@@ -51,6 +51,11 @@ class RunData:
         return cls(manifest, tables, folder)
 
     @property
+    def is_causal(self) -> bool:
+        """Whether the model attends to earlier tokens alone; False of an encoder."""
+        return bool(self.manifest.get("family", {}).get("causal", True))
+
+    @property
     def model(self) -> str:
         return self.manifest["model"]["name"]
 

@@ -357,6 +357,15 @@ def test_an_encoder_without_a_head_is_measured_but_for_gradients() -> None:
     assert sinkscope.doctor(encoder("bert").base_model).ok
 
 
+def test_block_sparse_attention_is_refused_where_the_model_has_it() -> None:
+    """BigBird attends to all of a short text, then for good; the search for its wiring reads a short one."""
+    model = encoder("big_bird", torch.float32, attention_type="block_sparse", block_size=4, num_random_blocks=1)
+    assert sinkscope.analyze(model, input="random", seq_len=20, num_seqs=1).manifest["parity"] < 1e-3
+    assert model.bert.attention_type == "block_sparse"
+    with pytest.raises(SinkscopeError, match="not one softmax"):
+        sinkscope.analyze(model, input="random", seq_len=64, num_seqs=1)
+
+
 def test_attention_that_is_made_causal_is_caught_in_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sinkscope.models.calibrate.sees_later_tokens", lambda *_: False)
     with pytest.raises(SinkscopeError, match="computes something else than by itself"):

@@ -33,8 +33,8 @@ def draw(run: RunData) -> Figure:
     attention = run.tables["attention"]
     sequences = run.manifest["input"]["sequences"]
     heads = len(attention.drop_duplicates(["layer", "head"]))
-    longest, is_causal = run.manifest["input"]["longest"], run.manifest["family"].get("causal", True)
-    last = max(0, longest - FEWEST_QUERIES) if is_causal else longest - 1
+    longest = run.manifest["input"]["longest"]
+    last = max(0, longest - FEWEST_QUERIES) if run.is_causal else longest - 1
     sinks = clear_sinks(sinks)
     figure = new_figure(WIDE, 0.9 if sinks.empty else 2.5)
     figure.suptitle(title(run, WIDE))
@@ -43,7 +43,7 @@ def draw(run: RunData) -> Figure:
         return figure
     left, right = figure.subplots(1, 2, width_ratios=[1.35, 1])
     _positions(left, sinks, last, heads * sequences)
-    left.set_xlabel("position of the sink" + f" (with ≥ {FEWEST_QUERIES} queries behind it)" * is_causal)
+    left.set_xlabel("position of the sink" + f" (with ≥ {FEWEST_QUERIES} queries behind it)" * run.is_causal)
     _tokens(right, sinks[sinks["position"] > 0], last, heads * sequences)
     return figure
 
