@@ -413,9 +413,10 @@ def test_a_calibrated_family_is_said(
 
 
 def test_an_architecture_that_cannot_be_calibrated_is_refused(tmp_path: Path) -> None:
-    config = AutoConfig.for_model("mamba", vocab_size=VOCAB, hidden_size=8, num_hidden_layers=1, state_size=4)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = AutoConfig.for_model("diffllama", vocab_size=VOCAB, intermediate_size=8, **sizes)
     model = AutoModelForCausalLM.from_config(config).eval()
-    with pytest.raises(InputError, match=r"'mamba' has no row(.|\n)*'mamba' has no softmax attention in any layer"):
+    with pytest.raises(InputError, match=r"'diffllama' has no row(.|\n)*layer 0 attends 2 times"):
         run_of(model, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
