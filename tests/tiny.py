@@ -19,7 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Settings
 from sinkscope.measuring.tracer import open_tracer
-from sinkscope.models.families import Family, find_family
+from sinkscope.models.families import find_family
+from sinkscope.models.family import Family
 from sinkscope.text.batch import Batch
 
 torch.set_num_threads(1)  # nothing here is large enough to share; threads waiting for each other take seconds

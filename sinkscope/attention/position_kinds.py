@@ -26,7 +26,7 @@ from sinkscope.attention.kernels import MASKED, AttentionCall, upcast
 from sinkscope.attention.seam import open_seam
 from sinkscope.attention.taps import Seam
 from sinkscope.models.discovery import first_floats
-from sinkscope.models.families import NO_POSITIONS, NOT_RUN, UNKNOWN_POSITIONS, Family, embedding_weight
+from sinkscope.models.family import NO_POSITIONS, NOT_RUN, UNKNOWN_POSITIONS, Family, embedding_weight
 
 TOKENS = 8
 CLOSE = 1e-3  # vectors are the same up to this relative difference …

@@ -26,7 +26,7 @@ from sinkscope.attention.kernels import AttentionCall, fused_attention
 from sinkscope.attention.taps import NAME, Seam, denominator_of
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.attention_functions import KEPT, Attend, attending_by
-from sinkscope.models.families import Family
+from sinkscope.models.family import Family
 
 
 def attend(

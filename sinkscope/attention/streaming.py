@@ -26,7 +26,7 @@ from sinkscope.attention.kernels import AttentionCall, grouped_matmul, raw_logit
 from sinkscope.attention.seam import attend, attention_implementation
 from sinkscope.attention.taps import Seam, denominator_of
 from sinkscope.errors import InputError, SinkscopeError, described
-from sinkscope.models.families import NO_POSITIONS, Family
+from sinkscope.models.family import NO_POSITIONS, Family
 from sinkscope.models.towers import told_of_text
 
 NAME = "sinkscope-streaming"  # of the attention implementation

@@ -41,7 +41,7 @@ from sinkscope.measuring.measure import measure, publish
 from sinkscope.measuring.quantized import w8a8
 from sinkscope.measuring.subject import Subject, inputs_for, open_subject
 from sinkscope.measuring.tables import all_tables
-from sinkscope.models.families import Family
+from sinkscope.models.family import Family
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.positions import known_positions
 from sinkscope.options.measuring import RunConfig, make_config

@@ -19,7 +19,7 @@ from sinkscope.attention.kernels import MASKED
 from sinkscope.attention.taps import Seam
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.models.edits import edited_output
-from sinkscope.models.families import Family
+from sinkscope.models.family import Family
 from sinkscope.models.projections import Projection, Role, check_plain, lacking, projections
 from sinkscope.retrofits.registers import registers_before
 

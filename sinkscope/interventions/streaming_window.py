@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from sinkscope.attention.streaming import inapplicable, streaming
 from sinkscope.errors import InputError
 from sinkscope.interventions.intervention import Indices, Intervention, Known, Target
-from sinkscope.models.families import Family
+from sinkscope.models.family import Family
 from sinkscope.retrofits.registers import registers_before
 
 

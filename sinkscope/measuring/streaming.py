@@ -17,7 +17,7 @@ from sinkscope.attention.taps import Seam
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.interventions.streaming_window import cannot_stream
 from sinkscope.measuring.tracer import input_device
-from sinkscope.models.families import Family
+from sinkscope.models.family import Family
 from sinkscope.results.tables import Column
 from sinkscope.text.inputs import TokenInputs
 

@@ -20,7 +20,8 @@ from sinkscope.measuring.observables import check_names
 from sinkscope.measuring.tracer import input_device
 from sinkscope.models import loading
 from sinkscope.models.calibrate import calibrate
-from sinkscope.models.families import Family, embedding_weight, find_family
+from sinkscope.models.families import find_family
+from sinkscope.models.family import Family, embedding_weight
 from sinkscope.models.in_memory import unchanged_after, undisturbed, unwrapped
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.towers import check_reads_text, placeholders, tower_notice, vocabulary

@@ -7,7 +7,7 @@ import pandas as pd
 
 from sinkscope.measuring.gradient_summary import gradient_summary
 from sinkscope.measuring.observables.query_bias import ALL_HEADS
-from sinkscope.models.families import NO_POSITIONS, Family
+from sinkscope.models.family import NO_POSITIONS, Family
 from sinkscope.results.findings import FEWEST_QUERIES, OUTLIER
 from sinkscope.text.inputs import TokenInputs
 

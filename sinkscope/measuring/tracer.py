@@ -22,7 +22,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.intervention import Intervention, Target, applied
 from sinkscope.measuring.observables.activation import token_norms
 from sinkscope.measuring.observables.observable import ATTENTION_SITES, Observable, Reading
-from sinkscope.models.families import Block, Family, embedding_weight, first_tensor
+from sinkscope.models.family import Block, Family, embedding_weight, first_tensor
 from sinkscope.models.in_memory import unchanged_after
 from sinkscope.models.towers import embedding_path
 from sinkscope.retrofits.registers import RETROFIT, registers_before

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from sinkscope.errors import InputError
 from sinkscope.models.attention_functions import MATMULS, SOFTMAXES, attending_by
-from sinkscope.models.families import first_tensor
+from sinkscope.models.family import first_tensor
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,9 @@ import torch
 from torch import nn
 
 from sinkscope.errors import InputError, described
-from sinkscope.models import families
 from sinkscope.models.attention_modules import find_attentions, is_gated
 from sinkscope.models.discovery import ULPS, Event, Layer, record
-from sinkscope.models.families import ATTENTION, NO_POSITIONS, NOT_RUN, UNKNOWN_POSITIONS, Block, Family
+from sinkscope.models.family import ATTENTION, NO_POSITIONS, NOT_RUN, UNKNOWN_POSITIONS, Block, Family, embedding_weight
 from sinkscope.models.found_projections import find_projections
 from sinkscope.models.layer_stack import layer_stack
 from sinkscope.models.reading_order import first_position, sees_later_tokens
@@ -31,7 +30,7 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
     if getattr(model.config, "is_encoder_decoder", False):
         raise InputError(f"'{name}' is an encoder–decoder, of which only a decoder or an encoder alone is measured")
     try:
-        other_ids = (token_ids + 1) % len(families.embedding_weight(model))
+        other_ids = (token_ids + 1) % len(embedding_weight(model))
         path = layer_stack(model, inputs, inputs | {"input_ids": other_ids})
     except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
         raise InputError(f"'{name}' fails by itself on {token_ids.numel()} tokens [{described(error)}]") from error

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sinkscope.models.families import FEED_FORWARD, RESIDUAL_SITES, Block, Term
+from sinkscope.models.family import FEED_FORWARD, RESIDUAL_SITES, Block, Term
 
 ULPS = 8  # of the larger term: a sum of three, each rounded
 

@@ -17,7 +17,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from sinkscope.models.attention_functions import attending_by
-from sinkscope.models.families import Outputs, Role, embedding_weight
+from sinkscope.models.family import Outputs, Role, embedding_weight
 
 PROBES = 16  # sequences: two outputs that are equal in all of them are the same
 

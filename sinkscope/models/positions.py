@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from sinkscope.errors import InputError
-from sinkscope.models.families import Family
+from sinkscope.models.family import Family
 
 # Massive coordinates (NU appendix C): a gap is looked for among this many largest entries …
 FIRST_PLACES = 16

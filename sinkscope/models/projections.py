@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from sinkscope.errors import InputError
-from sinkscope.models.families import Family, Outputs, Role
+from sinkscope.models.family import Family, Outputs, Role
 from sinkscope.models.quantized import is_ordinary
 
 ROLES: tuple[Role, ...] = ("query", "key", "value")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sinkscope.models.families import embedding_weight, first_tensor
+from sinkscope.models.family import embedding_weight, first_tensor
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sinkscope.models.families import RESIDUAL_SITES, Block, Family, first_tensor
+from sinkscope.models.family import RESIDUAL_SITES, Block, Family, first_tensor
 
 
 @torch.no_grad()

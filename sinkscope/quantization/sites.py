@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from sinkscope.errors import InputError, unknown
 from sinkscope.models.adapters import check_no_adapter
-from sinkscope.models.families import NOT_RUN, Family
+from sinkscope.models.family import NOT_RUN, Family
 from sinkscope.models.quantized import check_not_quantized
 from sinkscope.models.towers import reached_by_text
 

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.measuring.summary import WHOLE_MODEL, later_sinks
-from sinkscope.models.families import ATTENTION, FEED_FORWARD, NO_POSITIONS
+from sinkscope.models.family import ATTENTION, FEED_FORWARD, NO_POSITIONS
 from sinkscope.report.markdown import Report
 from sinkscope.results.findings import (
     ALMOST_NO_SINK,

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 from sinkscope.attention.taps import NAME
 from sinkscope.errors import InputError, unknown
-from sinkscope.models.families import FAMILIES, Family, find_family
+from sinkscope.models.families import FAMILIES, find_family
+from sinkscope.models.family import Family
 from sinkscope.models.model_types import base_type, is_retrofitted
 from sinkscope.models.towers import WITH_TOWERS
 from sinkscope.options.option import filled_in

@@ -11,7 +11,7 @@ from pydantic import Field
 from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import AttentionCall
-from sinkscope.models.families import Family
+from sinkscope.models.family import Family
 from sinkscope.retrofits.retrofit import DenominatorPart, Layer, Retrofit
 
 

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from transformers import PreTrainedModel
 
-from sinkscope.models.families import Family
+from sinkscope.models.family import Family
 from sinkscope.retrofits.retrofit import Retrofit
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sinkscope.errors import InputError
-from sinkscope.models.families import Family, embedding_weight
+from sinkscope.models.family import Family, embedding_weight
 from sinkscope.models.positions import known_positions
 from sinkscope.models.towers import told_of_text
 from sinkscope.retrofits.registers import RETROFIT

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from sinkscope.attention.interceptor import Interceptor
 from sinkscope.attention.taps import NAME, Denominator
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.families import Family
+from sinkscope.models.family import Family
 from sinkscope.models.projections import Projection, check_plain, projections
 from sinkscope.models.towers import text_tower
 from sinkscope.retrofits.registers import RETROFIT

@@ -26,7 +26,7 @@ from sinkscope.measuring.observables.observable import Settings
 from sinkscope.measuring.passes import batches_of
 from sinkscope.measuring.subject import family_of, inputs_for
 from sinkscope.measuring.tracer import model_inputs, open_tracer
-from sinkscope.models.families import Family
+from sinkscope.models.family import Family
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.measuring import make_config
 from sinkscope.text.batch import IGNORED, Batch

@@ -21,7 +21,8 @@ from sinkscope.measuring.subject import family_of
 from sinkscope.models import families
 from sinkscope.models.calibrate import calibrate
 from sinkscope.models.classes import class_for
-from sinkscope.models.families import NOT_RUN, find_family
+from sinkscope.models.families import find_family
+from sinkscope.models.family import NOT_RUN
 from sinkscope.models.in_memory import undisturbed
 from sinkscope.models.loading import load
 from sinkscope.models.towers import check_reads_text, placeholders, reached_by_text, text_tower, vocabulary

@@ -32,7 +32,7 @@ from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.subject import family_of
 from sinkscope.measuring.tracer import Tracer, open_tracer
-from sinkscope.models.families import RESIDUAL_SITES, Family
+from sinkscope.models.family import RESIDUAL_SITES, Family
 from sinkscope.models.in_memory import undisturbed
 from sinkscope.text.batch import Batch
 from sinkscope.text.masking import masked

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import repeat_heads, upcast
 from sinkscope.measuring.observables.observable import HeadMeans, Observable, Settings
-from sinkscope.models.families import Family
+from sinkscope.models.family import Family
 from sinkscope.results.tables import KV_HEAD, POSITION, Column
 from sinkscope.retrofits import has_gates
 from sinkscope.text.batch import Batch

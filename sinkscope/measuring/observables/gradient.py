@@ -18,7 +18,7 @@ from sinkscope.attention.weights import AttentionRead
 from sinkscope.errors import SinkscopeError
 from sinkscope.measuring.observables.gradient_theorems import NormGain, TheoremOne, norm_gain
 from sinkscope.measuring.observables.observable import Mean, Observable, Settings, long_form
-from sinkscope.models.families import RESIDUAL_SITES, Block, Family
+from sinkscope.models.family import RESIDUAL_SITES, Block, Family
 from sinkscope.models.quantized import without_gradients
 from sinkscope.results.tables import HEAD, POSITION, Column
 from sinkscope.text.batch import Batch

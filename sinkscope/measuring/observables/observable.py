@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from sinkscope.attention.weights import AttentionRead
-from sinkscope.models.families import Family
+from sinkscope.models.family import Family
 from sinkscope.options.measuring import ObservableOptions
 from sinkscope.results.tables import Columns
 from sinkscope.text.batch import Batch

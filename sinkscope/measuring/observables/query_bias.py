@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from sinkscope.attention.kernels import upcast
 from sinkscope.errors import InputError
 from sinkscope.measuring.observables.observable import NO_ATTENTION, Observable, Reading, Settings, long_form
-from sinkscope.models.families import Family
+from sinkscope.models.family import Family
 from sinkscope.models.positions import effective_positions, massive_coordinates
 from sinkscope.models.projections import check_plain, projections
 from sinkscope.results.tables import COORDINATE, POSITION, Column

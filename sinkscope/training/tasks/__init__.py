@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sinkscope.models.families import Family
+from sinkscope.models.family import Family
 from sinkscope.training.blocks import Blocks
 from sinkscope.training.tasks.backcopy import BackcopyTask
 

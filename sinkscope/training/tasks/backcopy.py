@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 from transformers import PreTrainedModel
 
-from sinkscope.models.families import Family
+from sinkscope.models.family import Family
 from sinkscope.training.blocks import Blocks
 from sinkscope.training.tasks.backcopy_measures import example, measure
 from sinkscope.training.tasks.bigram_backcopy import NAME, bigram_backcopy

@@ -21,7 +21,7 @@ from sinkscope.measuring.observables.close_ups import AttentionMaps
 from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.measuring.tracer import Tracer, open_tracer
-from sinkscope.models.families import Family
+from sinkscope.models.family import Family
 from sinkscope.retrofits.registers import RETROFIT
 from sinkscope.retrofits.retrofit import GatePart
 from sinkscope.text.batch import Batch
