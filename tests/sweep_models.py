@@ -22,7 +22,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import torch
 import transformers
 from support.every_model import (
     ALONE,
@@ -46,13 +45,13 @@ def agreement(row: Row, auto: Any, file: Path) -> str:
     if row.outcome not in ("row", "wiring"):
         return ""
     found = [differences(row.model_type, file, auto)]
-    if "attention" in row.layers.replace("no attention", "") and "sink_mass" not in found[0]:
+    if "attention" in _kinds(row.layers) and "sink_mass" not in found[0]:
         return "not given out"
-    model = tiny_of(row.model_type, torch.float64, auto=auto)
+    model = tiny_of(row.model_type, auto=auto)
     with undisturbed(model):
         family, _ = family_of(model)
     if family.causal:
-        padded = padded_differences(model, family, backward=True).values()
+        padded = padded_differences(model.double(), family, backward=True).values()
         # where padding changes the bare model, what padding tokens attend to reaches others, and is not defined
         found += [each for each in padded if each[ALONE] < ROUND_OFF]
     return "yes" if all(is_equal(row.model_type, each) for each in found) else "NO"
@@ -84,9 +83,9 @@ def readme_text() -> str:
 def readme_list(rows: list[dict[str, str]]) -> str:
     """Of all types, by what becomes of them; of those with layers of other kinds, their number."""
     by_outcome = {outcome: [row for row in rows if row["outcome"] == outcome] for outcome in OUTCOMES}
-    attending = [row for row in by_outcome["wiring"] if "attention" in _kinds(row)]
+    attending = [row for row in by_outcome["wiring"] if "attention" in _kinds(row["layers"])]
     others = [row["model_type"] for row in by_outcome["wiring"] if row not in attending]
-    mixed = [row["model_type"] for row in attending if len(_kinds(row)) > 1]
+    mixed = [row["model_type"] for row in attending if len(_kinds(row["layers"])) > 1]
     names = {outcome: [row["model_type"] for row in found] for outcome, found in by_outcome.items()}
     among = f" ({len(mixed)} attend in some layers only: {', '.join(mixed)})" if mixed else ""
     without = f"; {len(others)} without attention, of which the residual stream is measured ({', '.join(others)})"
@@ -99,9 +98,9 @@ def readme_list(rows: list[dict[str, str]]) -> str:
     return ", ".join(parts) + "."
 
 
-def _kinds(row: dict[str, str]) -> list[str]:
-    """Of its layers: "2 mamba, 2 attention" → mamba, attention."""
-    return [kind.partition(" ")[2] for kind in row["layers"].split(", ")]
+def _kinds(layers: str) -> list[str]:
+    """ "2 mamba, 2 attention" → mamba, attention."""
+    return [kind.partition(" ")[2] for kind in layers.split(", ")]
 
 
 def write_table(name: str, file_of_ids: Path) -> None:

@@ -53,6 +53,8 @@ def fused_attention(
     if call.forbidden:
         mix, lse = fused_attention(*_penalised(query, key, value, call), replace(call, forbidden=()))
         return mix[..., : value.shape[-1]], lse
+    # the kernels read each vector as if its numbers were side by side, and say nothing where they are not
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     if query.device.type == "cpu":
         mask = call.mask
         if mask is not None and mask.dtype == torch.bool:

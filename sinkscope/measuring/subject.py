@@ -134,12 +134,13 @@ def family_of(model: PreTrainedModel) -> tuple[Family, list[str]]:
     """The model's row in the table of families, or a row calibrated for it, with a notice that says so."""
     family, notices = _row_or_calibrated(model)
     check_reads_text(model, family.layers)
-    return family, notices
+    with unchanged_after(model):
+        return with_positions(model, family), notices
 
 
 def _row_or_calibrated(model: PreTrainedModel) -> tuple[Family, list[str]]:
     try:
-        return with_positions(model, find_family(model)), []
+        return find_family(model), []
     except InputError as missing:
         try:
             rows = len(embedding_weight(model))
@@ -147,7 +148,7 @@ def _row_or_calibrated(model: PreTrainedModel) -> tuple[Family, list[str]]:
                 raise InputError("it has no token embeddings")
             few = torch.arange(3, 14, device=input_device(model))[None] % rows
             with unchanged_after(model):  # few tokens make BigBird attend in another way, for good
-                family = with_positions(model, calibrate(model, few))
+                family = calibrate(model, few)
         except InputError as error:
             raise InputError(f"{missing}\n{error}") from None
         return family, _found(family, len(family.layer_modules(model)))

@@ -128,7 +128,7 @@ def _kinds(model: Any, attentions: list[str]) -> list[str]:
     """What each layer mixes tokens by, as the configuration names it."""
     config = model.config.get_text_config()
     named = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
-    others = list(named) if len(named) == len(attentions) else ["no attention"] * len(attentions)
+    others = list(named) if len(named) == len(attentions) else ["no softmax attention"] * len(attentions)
     return [ATTENTION if path else other for path, other in zip(attentions, others, strict=True)]
 
 

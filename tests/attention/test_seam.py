@@ -318,6 +318,17 @@ def test_the_fused_kernel_forbids_keys_without_a_mask(dtype: torch.dtype) -> Non
     torch.testing.assert_close(lse.double(), expected_lse, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("transposed", range(3))
+def test_vectors_whose_numbers_are_not_side_by_side_are_read_right(transposed: int) -> None:
+    """As behind a convolution over time; the fused kernel itself reads other numbers there."""
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(2, heads, 13, 8, dtype=torch.float64, generator=generator) for heads in (4, 2, 2)]
+    expected = fused_attention(*given, AttentionCall(None, 0.3))
+    given[transposed] = given[transposed].mT.contiguous().mT
+    for found, wanted in zip(fused_attention(*given, AttentionCall(None, 0.3)), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
 def test_value_heads_of_another_width_are_served() -> None:
     query, key, value = random_qkv()
     wide = torch.cat([value, value[..., :3]], dim=-1)

@@ -7,6 +7,7 @@ A type whose configuration needs more than that has a line in `OVERRIDES`; one t
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -163,8 +164,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "gemma4_unified_text": {"per_layer_config": {}, "head_dim": 8, "layer_types": _WINDOWS, "num_kv_shared_layers": 0},
     "dots3_note": {
-        "vision_config": {"mlp_layer_types": ["dense"], "num_hidden_layers": 1, "adapter_out_dim": 32},
-        "audio_config": {"num_hidden_layers": 1, "adapter_out_dim": 32},
+        "vision_config": {
+            "mlp_layer_types": ["dense"],
+            "num_hidden_layers": 1,
+            "adapter_in_dim": 32,
+            "adapter_out_dim": 32,
+        },
+        "audio_config": {"num_hidden_layers": 1, "adapter_input_size": 32, "adapter_out_dim": 32},
     },
     "dots3_note_text": {
         "head_dim": 16,
@@ -417,7 +423,8 @@ SHORTER = 13  # the second sequence of a padded batch
 SIDES = ("right", "left")
 ALONE = "bare model, alone and padded"
 ROUND_OFF = 1e-10  # relative, in float64
-IN_FLOAT32 = {"recurrent_gemma": 1e-6}  # a sum that it keeps in float32, whatever its weights are
+# the first keeps a sum in float32 whatever its weights are, the second computes in no other dtype
+IN_FLOAT32 = {"recurrent_gemma": 1e-6, "inkling2_text": 1e-3}
 
 Pairs = dict[str, list[tuple[np.ndarray, torch.Tensor]]]  # what is compared → found and expected, by layer
 
@@ -449,21 +456,22 @@ def padded_differences(model: PreTrainedModel, family: Family, backward: bool) -
     ALONE is how far the bare model's logits are from those of the shorter sequence alone.
     """
     with undisturbed(model), only_float64():
-        alone = _run_causally(model, family.layers, _sequence(SHORTER)[None], torch.ones(1, SHORTER), backward=False)
+        run = partial(_run_causally, model, family.layers, backward=backward, first_position=family.first_position)
+        alone = run(_sequence(SHORTER)[None], torch.ones(1, SHORTER))
         found = {}
         with open_tracer(model, family) as tracer:
             tables = {side: _traced(tracer, _padded(side), backward) for side in SIDES}
         for side in SIDES:
             batch = _padded(side)
-            plain = _run_causally(model, family.layers, batch.token_ids, batch.attention_mask, backward=backward)
+            plain = run(batch.token_ids, batch.attention_mask)
             pairs = _compared(tables[side], plain, family)
             pairs[ALONE] = [(plain.logits[1][batch.attention_mask[1].bool()].numpy(), alone.logits[0])]
             found[side] = _worst(pairs)
     return found
 
 
-def _run_causally(model: PreTrainedModel, layers: str, *batch: torch.Tensor, backward: bool = True) -> Plain:
-    return run_plainly(model, layers, *batch, backward=backward, **TOLD.get(model.config.model_type, {}))
+def _run_causally(model: PreTrainedModel, layers: str, *batch: torch.Tensor, **options: Any) -> Plain:
+    return run_plainly(model, layers, *batch, **options, **TOLD.get(model.config.model_type, {}))
 
 
 def _run_masked(model: PreTrainedModel, layers: str, ids: torch.Tensor, mask: torch.Tensor) -> Plain:
@@ -479,7 +487,8 @@ def _run_masked(model: PreTrainedModel, layers: str, ids: torch.Tensor, mask: to
 def _traced(tracer: Tracer, batch: Batch, backward: bool) -> dict[str, pd.DataFrame]:
     settings = Settings(positions=LENGTH, window=LENGTH)
     wanted = ("attention", "activation", "gradient") if backward else ("attention", "activation")
-    observables = [OBSERVABLES[name](settings) for name in wanted]
+    kinds = [OBSERVABLES[name] for name in wanted]
+    observables = [kind(settings) for kind in kinds if kind.inapplicable(tracer.model, tracer.family) is None]
     for observable in observables:
         observable.prepare(tracer.model, tracer.family, int(batch.predicting.sum()))
     (tracer.forward_backward if backward else tracer.forward)(batch, observables)

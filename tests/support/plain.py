@@ -86,11 +86,13 @@ class Plain:
         return total.transpose(0, 1).flatten(1).norm(dim=-1)[None]
 
 
-def padded_inputs(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
+def padded_inputs(
+    model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, first_position: int | None
+) -> dict[str, Any]:
     """As one calls a model of transformers: with a mask, and with positions where it takes them."""
     inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
-    if "position_ids" in inspect.signature(model.forward).parameters:
-        inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    if "position_ids" in inspect.signature(model.forward).parameters and first_position is not None:
+        inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0) + first_position
     return inputs
 
 
@@ -101,6 +103,7 @@ def run_plainly(
     mask: torch.Tensor,
     labels: torch.Tensor | None = None,
     backward: bool = True,
+    first_position: int | None = 0,
     **told: int,
 ) -> Plain:
     """A batch of ids (B,T) forward, and its mean cross-entropy backward, of a float64 model.
@@ -114,6 +117,7 @@ def run_plainly(
         mask: (B,T), 0 where there is padding.
         labels: (B,T) of an encoder, -100 where nothing is predicted; None: each token predicts the next.
         backward: whether to differentiate.
+        first_position: the number that the model gives to a sequence's first position; None: it is not told any.
         told: arguments of the model that have one value for every token.
     """
     found = Plain(mask.int().argmax(1), mask.sum(1), causal=labels is None)
@@ -122,7 +126,9 @@ def run_plainly(
         layer.register_forward_pre_hook(partial(_keep_input, found, ids.shape, width), with_kwargs=True)
         for layer in model.get_submodule(layers)
     ]
-    inputs = padded_inputs(model, ids, mask) if not mask.all() else {"input_ids": ids, "use_cache": False}
+    padded = not mask.all()
+    alone = {"input_ids": ids, "use_cache": False}
+    inputs = padded_inputs(model, ids, mask, first_position) if padded else alone
     inputs |= {name: torch.full_like(ids, value) for name, value in told.items()}
     try:
         with _dense(model, found), torch.set_grad_enabled(backward):
