@@ -60,9 +60,10 @@ def placeholders(model: PreTrainedModel) -> tuple[int, ...]:
 def embedding_path(model: PreTrainedModel) -> str:
     """Where the token embeddings are. Raises InputError where transformers does not know them."""
     embedding = token_embedding(model)
-    if embedding is None:
-        raise InputError(f"{type(model).__name__} has no token embeddings that transformers knows")
-    return next(path for path, module in model.named_modules() if module is embedding)
+    path = next((path for path, module in model.named_modules() if module is embedding), None)
+    if path is None:
+        raise InputError(f"{type(model).__name__} has no module that embeds its tokens")
+    return path
 
 
 def _models_around(model: PreTrainedModel, path: str) -> list[tuple[str, Any]]:

@@ -423,8 +423,9 @@ SHORTER = 13  # the second sequence of a padded batch
 SIDES = ("right", "left")
 ALONE = "bare model, alone and padded"
 ROUND_OFF = 1e-10  # relative, in float64
-# the first keeps a sum in float32 whatever its weights are, the second computes in no other dtype
-IN_FLOAT32 = {"recurrent_gemma": 1e-6, "inkling2_text": 1e-3}
+# Where more is lost: a sum that it keeps in float32 whatever its weights are; code for float32 alone; keys whose
+# gradients are 1e-4 of other layers', of attention that is nearly one-hot for want of norms
+LESS_EXACT = {"recurrent_gemma": 1e-6, "inkling2_text": 1e-3, "mobilebert": 1e-6}
 
 Pairs = dict[str, list[tuple[np.ndarray, torch.Tensor]]]  # what is compared → found and expected, by layer
 
@@ -498,7 +499,7 @@ def _traced(tracer: Tracer, batch: Batch, backward: bool) -> dict[str, pd.DataFr
 def is_equal(model_type: str, found: Mapping[str, float]) -> bool:
     """Whether what is measured differs from what plain transformers compute by no more than round-off."""
     largest = max(value for name, value in found.items() if name != ALONE)
-    return largest < IN_FLOAT32.get(model_type, ROUND_OFF)
+    return largest < LESS_EXACT.get(model_type, ROUND_OFF)
 
 
 def _sequence(length: int) -> torch.Tensor:

@@ -219,6 +219,8 @@ class Gradient(Observable):
 
     def _add_ratios(self, layer: int, name: str, branch: Branch, batch: Batch) -> None:
         """GS eq. 3 for one branch; NaN where this family's wiring does not define a ratio."""
+        if (layer, branch.r) not in self._seen:  # what the branch gives does not depend on the tokens
+            return
         x, r = self._seen[layer, branch.x], self._seen[layer, branch.r]
         y, z = (None if site is None else self._seen[layer, site] for site in (branch.y, branch.z))
         norm = partial(torch.linalg.vector_norm, dim=-1)
