@@ -288,6 +288,7 @@ OVERRIDES |= {  # encoders
 OVERRIDES |= multimodal.NEEDED
 # Types without a tiny model here, with the reason
 NOT_BUILT: dict[str, str] = {
+    "glm5_next": "a pass of 11 tokens takes seconds without the package flash-linear-attention",
     "musicgen": "AutoModelForCausalLM cannot build it from its configuration",
     "musicgen_melody": "AutoModelForCausalLM cannot build it from its configuration",
     "neomme": "the bare model does not build in this size",
