@@ -90,12 +90,12 @@ def readme_list(rows: list[dict[str, str]]) -> str:
     among = f" ({len(mixed)} attend in some layers only: {', '.join(mixed)})" if mixed else ""
     without = f"; {len(others)} without attention, of which the residual stream is measured ({', '.join(others)})"
     parts = (
-        f"{len(names['row'])} known by name ({', '.join(names['row'])})",
+        f"{len(names['row'])} known by name ({', '.join(names['row'])})" if names["row"] else "",
         f"{len(names['wiring'])} found numerically{among}{without if others else ''}",
         f"{len(names['refused'])} refused with the reason",
         f"{len(names['not built'])} without a small model to try",
     )
-    return ", ".join(parts) + "."
+    return ", ".join(part for part in parts if part) + "."
 
 
 def _kinds(layers: str) -> list[str]:

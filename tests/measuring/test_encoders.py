@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from support import encoders
 from support.encoders import ENCODERS, SPECIAL, encoder, largest_error, word_tokenizer
-from support.plain import run_plainly
+from support.plain import only_float64, run_plainly
 from tiny import VOCAB, batched, ragged_tokens
 from transformers import AutoConfig, AutoModelForCausalLM, BartConfig, BartForConditionalGeneration, PreTrainedModel
 
@@ -194,7 +194,8 @@ def test_gradients_are_those_of_the_masked_tokens_loss(name: str, tmp_path: Path
     sums: dict[tuple[int, str], torch.Tensor] = {}
     for ids, labels in inputs.masked or ():
         batch, wanted = torch.tensor(ids)[None], torch.tensor(labels)[None]
-        plain = run_plainly(loaded.model, family.layers, batch, torch.ones_like(batch), labels=wanted)
+        with only_float64():
+            plain = run_plainly(loaded.model, family.layers, batch, torch.ones_like(batch), labels=wanted)
         share = float((wanted != IGNORED).sum()) / inputs.num_predicted  # of the run's loss, a mean over all sequences
         for pathway in ("query", "key", "value"):
             for layer, x in enumerate(getattr(plain, pathway)):
