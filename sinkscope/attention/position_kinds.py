@@ -26,7 +26,7 @@ from sinkscope.attention.kernels import MASKED, AttentionCall, upcast
 from sinkscope.attention.seam import open_seam
 from sinkscope.attention.taps import Seam
 from sinkscope.models.discovery import first_floats
-from sinkscope.models.family import NO_POSITIONS, NOT_RUN, UNKNOWN_POSITIONS, Family, embedding_weight
+from sinkscope.models.family import NO_POSITIONS, NOT_RUN, UNKNOWN_POSITIONS, Family, embedding_weight, input_device
 
 TOKENS = 8
 CLOSE = 1e-3  # vectors are the same up to this relative difference …
@@ -59,8 +59,8 @@ def with_positions(model: PreTrainedModel, family: Family) -> Family:
     """The family with the kind of positions that each layer has; what cannot be told stays as its row says."""
     if not family.has_attention:
         return family
-    embeddings = embedding_weight(model)
-    one, other = (torch.full((1, TOKENS), len(embeddings) // part, device=embeddings.device) for part in (2, 3))
+    vocabulary, device = len(embedding_weight(model)), input_device(model)
+    one, other = (torch.full((1, TOKENS), vocabulary // part, device=device) for part in (2, 3))
     added = _added(model, family, one, other)
     kinds = []
     for layer, seen in _attended(model, family, one).items():

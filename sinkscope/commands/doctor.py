@@ -18,9 +18,9 @@ from sinkscope.measuring.observables.gradient import undefined_ratios
 from sinkscope.measuring.observables.observable import ATTENTION_SITES, NO_ATTENTION, Observable, Settings
 from sinkscope.measuring.parity import largest_difference, tolerance
 from sinkscope.measuring.subject import ModelLike, family_of, load_model, options_of
-from sinkscope.measuring.tracer import input_device, logits_of, open_tracer
+from sinkscope.measuring.tracer import logits_of, open_tracer
 from sinkscope.models.attention_functions import Attend, attending_by
-from sinkscope.models.family import RESIDUAL_SITES, Block, Family, embedding_weight
+from sinkscope.models.family import RESIDUAL_SITES, Block, Family, embedding_weight, input_device
 from sinkscope.models.in_memory import undisturbed
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.towers import tower_notice

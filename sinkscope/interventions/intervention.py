@@ -99,8 +99,12 @@ class Target:
         return int(self.model.config.get_text_config().hidden_size)
 
     def without_projection(self, role: Role) -> str | None:
+        """Why it is not known what this projection gives; None where it is."""
+        return lacking(self.family, self.family.attentions(self.model), role)
+
+    def without_weights(self, role: Role) -> str | None:
         """Why the weights of this projection cannot be edited; None where they can."""
-        reason = lacking(self.family, self.family.attentions(self.model), role)
+        reason = self.without_projection(role)
         if reason is not None:
             return reason
         try:

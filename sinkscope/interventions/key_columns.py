@@ -29,7 +29,7 @@ class ZeroKeyColumns(Intervention):
 
     @classmethod
     def inapplicable(cls, target: Target) -> str | None:
-        reason = target.without_projection("key")
+        reason = target.without_weights("key")
         if reason is None and any(target.projection(at, "key").width != target.width for at in target.attending()):
             return "its key projection does not read the residual stream itself"
         return reason

@@ -22,7 +22,7 @@ class _QueryBias(Intervention):
 
     @classmethod
     def inapplicable(cls, target: Target) -> str | None:
-        reason = target.without_projection("query")
+        reason = target.without_weights("query")
         if reason is not None:
             return reason
         has_one = any(target.projection(layer, "query").bias is not None for layer in target.attending())

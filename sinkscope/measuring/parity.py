@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
+import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from sinkscope.errors import SinkscopeError, is_out_of_memory
@@ -111,7 +111,7 @@ def parity_check(subject: Subject, config: RunConfig, costs: int = 1) -> ParityC
         alone = [batch] if batch.valid is None else _each_alone(batch)
         given = [model_inputs(model, each, False, family.first_position) for each in alone]
         outputs = [layer_output(model, family, layer, inputs) for inputs in given]
-        return outputs[0] if batch.valid is None else pad_sequence([output[0] for output in outputs], batch_first=True)
+        return outputs[0] if batch.valid is None else _at_their_places(outputs, batch)
 
     try:
         return ParityCheck(model, layer, bare(size))
@@ -122,7 +122,14 @@ def parity_check(subject: Subject, config: RunConfig, costs: int = 1) -> ParityC
 
 
 def _each_alone(batch: Batch) -> Iterator[Batch]:
-    """The sequences of a batch that is padded on the right, without the padding."""
-    for ids, length in zip(batch.token_ids, batch.lengths.tolist(), strict=True):
-        alone = ids[None, :length]
+    """The sequences of a padded batch, without the padding."""
+    for ids, start, length in zip(batch.token_ids, batch.start.tolist(), batch.lengths.tolist(), strict=True):
+        alone = ids[None, start : start + length]
         yield Batch(alone, torch.ones_like(alone))
+
+
+def _at_their_places(outputs: list[torch.Tensor], batch: Batch) -> torch.Tensor:
+    """Outputs (1,t,D) of the sequences of a padded batch as that holds them, (B,T,D), with zeros for the padding."""
+    width = batch.token_ids.shape[1]
+    rows = zip(outputs, batch.start.tolist(), strict=True)
+    return torch.cat([F.pad(x, (0, 0, start, width - start - x.shape[1])) for x, start in rows])

@@ -16,8 +16,7 @@ from sinkscope.attention.streaming import BLOCK, does_not_apply, streaming
 from sinkscope.attention.taps import Seam
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.interventions.streaming_window import cannot_stream
-from sinkscope.measuring.tracer import input_device
-from sinkscope.models.family import Family
+from sinkscope.models.family import Family, input_device
 from sinkscope.results.tables import Column
 from sinkscope.text.inputs import TokenInputs
 

@@ -17,11 +17,10 @@ from sinkscope.attention.position_kinds import with_positions
 from sinkscope.errors import InputError
 from sinkscope.measuring.console import print_notices, spinner
 from sinkscope.measuring.observables import check_names
-from sinkscope.measuring.tracer import input_device
 from sinkscope.models import loading
 from sinkscope.models.calibrate import calibrate
 from sinkscope.models.families import find_family
-from sinkscope.models.family import Family, embedding_weight
+from sinkscope.models.family import Family, embedding_weight, input_device
 from sinkscope.models.in_memory import unchanged_after, undisturbed, unwrapped
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.towers import check_reads_text, placeholders, tower_notice, vocabulary

@@ -22,7 +22,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.intervention import Intervention, Target, applied
 from sinkscope.measuring.observables.activation import token_norms
 from sinkscope.measuring.observables.observable import ATTENTION_SITES, Observable, Reading
-from sinkscope.models.family import Block, Family, embedding_weight, first_tensor
+from sinkscope.models.family import Block, Family, first_tensor, input_device
 from sinkscope.models.in_memory import unchanged_after
 from sinkscope.models.towers import embedding_path
 from sinkscope.retrofits.registers import RETROFIT, registers_before
@@ -299,12 +299,6 @@ def model_inputs(
 def _parameters(model: PreTrainedModel) -> Container[str]:
     """Names of what the model's forward takes."""
     return inspect.signature(model.forward).parameters
-
-
-def input_device(model: PreTrainedModel) -> torch.device:
-    """Where the model expects its token ids."""
-    device = embedding_weight(model).device
-    return torch.device("cpu") if device.type == "meta" else device  # offloaded: accelerate moves the inputs itself
 
 
 CHUNK = 8  # tokens whose loss is computed at once: few enough to stay in a CPU's cache

@@ -174,6 +174,12 @@ def embedding_weight(model: Any) -> torch.Tensor:
     return embedding.weight
 
 
+def input_device(model: Any) -> torch.device:
+    """Where the model expects its token ids."""
+    device = embedding_weight(model).device
+    return torch.device("cpu") if device.type == "meta" else device  # offloaded: accelerate moves the inputs itself
+
+
 def first_tensor(value: Any) -> torch.Tensor:
     """A module's own result where it returns several."""
     return value[0] if isinstance(value, tuple | list) else value

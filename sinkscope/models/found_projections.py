@@ -17,7 +17,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from sinkscope.models.attention_functions import attending_by
-from sinkscope.models.family import Outputs, Role, embedding_weight
+from sinkscope.models.family import Outputs, Role, embedding_weight, input_device
 
 PROBES = 4  # sequences: two outputs that are equal in all of them are the same
 
@@ -39,7 +39,7 @@ def find_projections(model: Any, attending: Sequence[nn.Module]) -> tuple[dict[R
 
     modules = {module for attention in attending for module in attention.modules()}
     linear = [module for module in modules if isinstance(module, nn.Linear | Conv1D)]
-    ids = torch.arange(3, 3 + PROBES, device=model.device)[:, None] % len(embedding_weight(model))
+    ids = torch.arange(3, 3 + PROBES, device=input_device(model))[:, None] % len(embedding_weight(model))
     with ExitStack() as stack:
         for module in linear:
             stack.enter_context(module.register_forward_hook(partial(_keep, given)))

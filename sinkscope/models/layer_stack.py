@@ -31,6 +31,9 @@ def layer_stack(model: Any, inputs: dict[str, Any], others: dict[str, Any]) -> s
     lists = {path: list(module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     entries = {entry for entries in lists.values() for entry in entries}
     ends, ends_of_others = _ends(model, entries, inputs), _ends(model, entries, others)
+    given = [(x, others[name]) for name, x in inputs.items() if isinstance(x, torch.Tensor)]
+    if all(torch.equal(x, other) for x, other in given):  # there is one token in all
+        ends_of_others = {module: [-x for x in states] for module, states in ends.items()}
     chains = [path for path, layers in lists.items() if _pass_tokens(layers, ends, ends_of_others)]
     if not chains:
         runs = [{len(ends.get(entry, ())) // 2 for entry in entries} for entries in lists.values()]

@@ -416,7 +416,9 @@ def bidirectional_attention(module: Any, hidden_states: torch.Tensor, **kwargs: 
 def test_attention_that_is_not_recognised_is_refused(forward: Callable) -> None:
     with (
         attention_of_gptj(forward) as model,
-        pytest.raises(SinkscopeError, match="layer 0: its attention is not one softmax"),
+        pytest.raises(
+            SinkscopeError, match=r"layer 0: its attention is not one softmax|layer 0 attends to \d keys for 9 tokens"
+        ),
     ):
         measured(model, [batch()], SETTINGS, ("attention",))
 

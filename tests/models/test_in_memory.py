@@ -35,7 +35,9 @@ class Wrapper(nn.Module):
 
 
 def with_adapter(model: PreTrainedModel) -> Any:
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.5, init_lora_weights=False)
+    config = peft.LoraConfig(
+        r=2, target_modules=["q_proj", "k_proj", "v_proj"], lora_dropout=0.5, init_lora_weights=False
+    )
     return peft.get_peft_model(model, config)
 
 

@@ -33,7 +33,7 @@ NEEDED: dict[str, dict[str, Any]] = {
         )
     },
     "glm4v_moe_text": _sections(1, 1, 0),
-    **dict.fromkeys(("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"), {"vision_start_token_id": 90}),
+    **{name: {"vision_start_token_id": 90} for name in ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")},
     "ernie4_5_vl_moe_text": {**_sections(1, 1, 2), "moe_intermediate_size": [24, 24]},
     "chameleon": {"vocabulary_map": {"<image>": 90}},
     "chameleon_vqgan": {"embed_dim": 16, "latent_channels": 16, "num_embeddings": 64, "resolution": 16, **_CODES},
