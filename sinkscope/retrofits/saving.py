@@ -150,11 +150,13 @@ def _model_class(parent: Any, config: type[PreTrainedConfig], build_in: BuildIn)
 
 def _readme(config: Any, kind: type) -> str:
     record = config.retrofit
-    autos = (auto for auto in AUTO_CLASSES if auto._model_mapping.get(type(config), None) is kind)
+    classes = ((auto, auto._model_mapping.get(type(config), None)) for auto in AUTO_CLASSES)
+    # sharding makes a class of its own from the model's
+    auto, own = next((auto, own) for auto, own in classes if own is not None and issubclass(kind, own))
     parameters = ", ".join(f"{key} = {value}" for key, value in record["parameters"].items())
     return README.format(
-        name=kind.__name__,
-        auto=next(autos).__name__,
+        name=own.__name__,
+        auto=auto.__name__,
         base=base_type(config.model_type),
         method=record["method"],
         parameters=f" ({parameters})" if parameters else "",
