@@ -76,7 +76,7 @@ def _keep_output(record: dict[str, torch.Tensor], address: str, module: nn.Modul
 
 
 def check_wiring(block: Block, sites: dict[str, torch.Tensor]) -> float:
-    """How far one layer is from its wiring equation (head of families.py): largest error ÷ largest entry.
+    """How far one layer is from its wiring equation (head of family.py): largest error ÷ largest entry.
 
     Args:
         block: whose equation is to hold.

@@ -104,7 +104,8 @@ REST = {
 SMALL: dict[str, Any] = WIDTH | INNER | DEPTH | HEADS | EXPERTS | MAMBA | LINEAR | LATENT | REST
 _LATENT = {"head_dim": SKIPPED, "num_key_value_heads": 4}
 _WINDOWS = ["sliding_attention", "full_attention"] * 2
-_BLT = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 260}
+_BLT = {"hidden_size": 32, "num_hidden_layers": 4, "intermediate_size": 48, "vocab_size": 260}
+_BLT |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": SKIPPED}
 # What a type needs instead of, or besides, what SMALL says
 OVERRIDES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
