@@ -57,11 +57,11 @@ def attend(
         attention_mask = biased_mask(attention_mask, position_bias, causal=seam is None or seam.causal)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     sink_logits = s_aux if sinks is None else sinks.squeeze(-1)  # (H,), or of every query (B,H,T,1)
-    call = AttentionCall(attention_mask, scaling, softcap, sink_logits, dropout=dropout)
+    call = AttentionCall(_for_each_query(attention_mask, query), scaling, softcap, sink_logits, dropout=dropout)
     if seam is None:
         mix, _ = fused_attention(query, key, value, call if denominator is None else denominator.added_to(call, query))
         return mix.transpose(1, 2).contiguous(), None
-    call = replace(call, forbidden=seam.forbidden, causal=seam.causal, mask=_for_each_query(attention_mask, query))
+    call = replace(call, forbidden=seam.forbidden, causal=seam.causal)
     query, key, value = seam.query(query), seam.key(key), seam.value(value)
     seam.call = call if denominator is None else denominator.added_to(call, query)
     mix, lse = seam.kernel(query, key, value, seam.call)

@@ -30,14 +30,14 @@ def layer_stack(model: Any, inputs: dict[str, Any], others: dict[str, Any]) -> s
     """
     lists = {path: list(module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     entries = {entry for entries in lists.values() for entry in entries}
-    ends, ends_of_others = _ends(model, entries, inputs), _ends(model, entries, others)
+    ends = _ends(model, entries, inputs)
     given = [(x, others[name]) for name, x in inputs.items() if isinstance(x, torch.Tensor)]
-    if all(torch.equal(x, other) for x, other in given):  # there is one token in all
-        ends_of_others = {module: [-x for x in states] for module, states in ends.items()}
+    alike = all(torch.equal(x, other) for x, other in given)  # where there is one token in all
+    ends_of_others = None if alike else _ends(model, entries, others)
     chains = [path for path, layers in lists.items() if _pass_tokens(layers, ends, ends_of_others)]
     if not chains:
-        runs = [{len(ends.get(entry, ())) // 2 for entry in entries} for entries in lists.values()]
-        loops = [run for run, *others in runs if run > 1 and not others]
+        runs = [{len(ends.get(layer, ())) // 2 for layer in layers} for layers in lists.values()]
+        loops = [run for run, *further in runs if run > 1 and not further]
         why = f" (layers that run {max(loops)} times, in a loop, are not measured)" if loops else ""
         raise InputError(
             f"'{model.config.model_type}': no list of layers through which the tokens pass one by one{why}"
@@ -63,15 +63,16 @@ def _keep_end(ends: Ends, module: nn.Module, args: tuple, kwargs: dict, *output:
         ends.setdefault(module, []).append(x.detach().clone())
 
 
-def _pass_tokens(layers: list[nn.Module], ends: Ends, ends_of_others: Ends) -> bool:
+def _pass_tokens(layers: list[nn.Module], ends: Ends, ends_of_others: Ends | None) -> bool:
     """Whether most of these modules run, each on what the one before gave, and the first on what the tokens are.
 
-    Some may not run: layers that read pictures stand aside without one.
+    Some may not run: layers that read pictures stand aside without one. With no others to compare with, the first is
+    taken to depend on the tokens.
     """
-    ran = [layer for layer in layers if layer in ends and layer in ends_of_others]
+    ran = [layer for layer in layers if layer in ends and (ends_of_others is None or layer in ends_of_others)]
     if 2 * len(ran) <= len(layers) or not _is_chain([ends[layer] for layer in ran]):
         return False
-    return not _equal(ends[ran[0]][0], ends_of_others[ran[0]][0])
+    return ends_of_others is None or not _equal(ends[ran[0]][0], ends_of_others[ran[0]][0])
 
 
 def _is_chain(ends: list[list[torch.Tensor]]) -> bool:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from sinkscope.models.family import embedding_weight, first_tensor
+from sinkscope.models.family import embedding_weight
+from sinkscope.models.wiring import given_by
 
 
 @torch.no_grad()
@@ -15,7 +16,7 @@ def sees_later_tokens(model: nn.Module, last: nn.Module, token_ids: torch.Tensor
     """Whether a token changes what the layers give for the tokens before it."""
     changed = token_ids.clone()
     changed[:, -1] = (changed[:, -1] + 1) % len(embedding_weight(model))
-    before, after = (_given_by(last, model, input_ids=ids) for ids in (token_ids, changed))
+    before, after = (given_by(last, model, {"input_ids": ids, "use_cache": False}) for ids in (token_ids, changed))
     length = token_ids.shape[1]
     if before.shape[1] != length:  # tokens of its own before or behind, or another order of axes
         return False
@@ -30,22 +31,15 @@ def first_position(model: nn.Module, last: nn.Module, token_ids: torch.Tensor) -
     """
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return None
-    alone = _given_by(last, model, input_ids=token_ids)
+    inputs = {"input_ids": token_ids, "use_cache": False}
+    alone = given_by(last, model, inputs)
     padding: Any = getattr(model.config, "pad_token_id", None)
     for first in (0, (padding or 0) + 1):
         positions = torch.arange(first, first + token_ids.shape[1], device=token_ids.device).expand_as(token_ids)
         with suppress(RuntimeError, IndexError, ValueError):  # positions of another shape, or fewer of them
-            if _are_alike(alone, _given_by(last, model, input_ids=token_ids, position_ids=positions)):
+            if _are_alike(alone, given_by(last, model, inputs | {"position_ids": positions})):
                 return first
     return None
-
-
-def _given_by(module: nn.Module, model: nn.Module, **inputs: Any) -> torch.Tensor:
-    """What a module gives on these inputs of the model, (B,T,D)."""
-    kept: list[torch.Tensor] = []
-    with module.register_forward_hook(lambda module, args, output: kept.append(first_tensor(output))):
-        model(**inputs, use_cache=False)
-    return kept[-1]
 
 
 def _are_alike(a: torch.Tensor, b: torch.Tensor) -> bool:

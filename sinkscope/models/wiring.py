@@ -49,20 +49,21 @@ def _summed(family: Family, block: Block, kept: Mapping[str, torch.Tensor]) -> d
     return found
 
 
+def given_by(module: nn.Module, model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
+    """What a module gives, at its last run, on these inputs of the model."""
+    kept: list[torch.Tensor] = []
+    with module.register_forward_hook(lambda module, args, output: kept.append(first_tensor(output))):
+        model(**inputs)
+    return kept[-1]
+
+
 @torch.no_grad()
 def layer_output(model: nn.Module, family: Family, layer: int, inputs: dict[str, Any]) -> torch.Tensor:
     """(B,T,D): what a layer gives on these inputs of the model, on the CPU."""
-    kept: list[torch.Tensor] = []
     path, _, _ = family.block(layer).sites["layer_out"].rpartition(".")
     module = family.layer_modules(model)[layer].get_submodule(path)
-    handle = module.register_forward_hook(
-        lambda module, args, output: kept.append(family.stream(first_tensor(output)).cpu())
-    )
-    try:
-        model(**inputs)
-    finally:
-        handle.remove()
-    return kept[-1].view(*inputs["input_ids"].shape[:1], -1, kept[-1].shape[-1])
+    stream = family.stream(given_by(module, model, inputs)).cpu()
+    return stream.view(*inputs["input_ids"].shape[:1], -1, stream.shape[-1])
 
 
 def _keep_input(record: dict[str, torch.Tensor], address: str, module: nn.Module, args: tuple, kwargs: dict) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
-from tiny import batched, measured, padded, ragged_tokens, spread_weights
+from tiny import spread_weights
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -542,26 +542,6 @@ def _worst(pairs: Pairs) -> dict[str, float]:
 def by_position(table: pd.DataFrame, layer: int, column: str) -> np.ndarray:
     """(heads, positions)."""
     return table[table["layer"] == layer].pivot(index="head", columns="position", values=column).to_numpy()
-
-
-def padding_difference(
-    model_type: str, auto: Any = AutoModelForCausalLM, sides: tuple[str, ...] = ("right", "left")
-) -> float:
-    """The largest relative difference of attention and norms between sequences padded on these sides and unpadded."""
-    model = tiny_of(model_type, torch.float64, auto=auto)
-    sequences, settings = ragged_tokens((9, 14)), Settings(positions=9, window=9)
-    with undisturbed(model):
-        family, _ = family_of(model)
-        ways = (batched(sequences, 1), *([padded(sequences, side)] for side in sides))
-        plain, *others = (
-            measured(model, batches, settings, ("attention", "activation"), family=family) for batches in ways
-        )
-    columns = {"attention": "sink_mass", "activation": "norm_mean"}
-    return max(
-        _difference(other[name][column].to_numpy(), torch.tensor(plain[name][column].to_numpy()))
-        for other in others
-        for name, column in columns.items()
-    )
 
 
 def _difference(found: np.ndarray, expected: torch.Tensor) -> float:

@@ -58,11 +58,11 @@ class Attention(Observable):
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
         positions, window = self.settings.positions, self.settings.window
-        group = read.query.shape[1] // read.key.shape[1]
+        group, causal = read.query.shape[1] // read.key.shape[1], read.call.causal
         sums = column_sums(read, batch.columns(positions), window)
 
-        window_mass = window_means(sums.window, batch, window, positions, read.call.causal)
-        queries = batch.queries(positions, causal=read.call.causal)[:, None].to(read.lse.device)
+        window_mass = window_means(sums.window, batch, window, positions, causal)
+        queries = batch.queries(positions, causal=causal)[:, None].to(read.lse.device)
         statistics = {
             "window_mass": window_mass,
             "sink_rate": is_sink(window_mass, self.settings.epsilon),
@@ -73,7 +73,6 @@ class Attention(Observable):
         # NaN where a sequence is too long to read all columns: no mean over all sequences then
         entropy = torch.full_like(read.lse, torch.nan) if sums.entropy is None else sums.entropy
         rows = {"attention_entropy": entropy, "missing_mass": read.missing_mass}
-        causal = read.call.causal
         self.by_head.add(layer, group, {name: mean_over_queries(row, batch.valid) for name, row in rows.items()})
         outside = outside_mass(read, batch)
         if outside is not None:

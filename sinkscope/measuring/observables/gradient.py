@@ -128,15 +128,12 @@ class Gradient(Observable):
 
     @classmethod
     def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
-        reason = without_gradients(model)
+        if reason := without_gradients(model):
+            return reason
         layers = range(len(family.layer_modules(model)))
-        if (
-            reason is None
-            and not family.has_attention
-            and not any(branches_of(family.block(layer)) for layer in layers)
-        ):
-            return "it has neither attention nor a branch whose sum is known"
-        return reason
+        if family.has_attention or any(branches_of(family.block(layer)) for layer in layers):
+            return None
+        return "it has neither attention nor a branch whose sum is known"
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
