@@ -1,0 +1,156 @@
+"""The runs of one model that claims are judged by, each known by its role, and how claims read their tables."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from sinkscope.report.claims.estimates import resamplings, weighted_means
+from sinkscope.results.run import RunData
+
+WEIGHTS_AT_RANDOM = "random"  # manifest["model"]["weights"] of a run on random weights
+BEFORE = "before"
+ALL_HEADS = -1
+
+
+class Role(NamedTuple):
+    """A run that claims need: how it is recognized, and the command that makes it."""
+
+    is_it: Callable[[RunData], bool]
+    command: str
+
+
+def _analysis(condition: str, weights_at_random: bool = False) -> Callable[[RunData], bool]:
+    def is_it(run: RunData) -> bool:
+        at_random = run.manifest["model"].get("weights") == WEIGHTS_AT_RANDOM
+        return run.command == "analyze" and run.condition == condition and at_random == weights_at_random
+
+    return is_it
+
+
+def _arm(name: str, condition: str = "natural") -> Callable[[RunData], bool]:
+    def is_it(run: RunData) -> bool:
+        return run.command == "intervene" and run.condition == condition and name in run.manifest["arms"]
+
+    return is_it
+
+
+# role → its run; an arm of `intervene` is "do:NAME", on repeated tokens "repeated-do:NAME"
+ROLES: dict[str, Role] = {
+    "natural": Role(_analysis("natural"), "sinkscope analyze {model}"),
+    "random": Role(_analysis("random"), "sinkscope analyze {model} --input random"),
+    "repeated": Role(_analysis("repeated"), "sinkscope analyze {model} --input repeated"),
+    "null": Role(_analysis("natural", weights_at_random=True), "sinkscope claims {model}"),
+}
+
+
+def role_of(name: str) -> Role:
+    """Of a role's name."""
+    if name in ROLES:
+        return ROLES[name]
+    kind, _, arm = name.partition(":")
+    options, condition = (" --input repeated", "repeated") if kind == "repeated-do" else ("", "natural")
+    return Role(_arm(arm, condition), f"sinkscope intervene {{model}} --do {arm}{options}")
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """One run's by-sequence tables under resamplings of its sequences."""
+
+    run: RunData
+    _pivoted: dict[tuple, np.ndarray] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def weights(self) -> np.ndarray:
+        """(1 + draws, N)"""
+        return resamplings(self.run.manifest["input"]["sequences"])
+
+    def values(self, table: str, column: str, by: tuple[str, ...] = ("layer",), **where: object) -> np.ndarray:
+        """(N, *by): each sequence's value, NaN where it has none. The axes are sorted as the columns `by` are."""
+        key = (table, column, by, *sorted(where.items()))
+        if key not in self._pivoted:
+            self._pivoted[key] = self._pivot(table, column, by, where)
+        return self._pivoted[key]
+
+    def means(self, table: str, column: str, by: tuple[str, ...] = ("layer",), **where: object) -> np.ndarray:
+        """(1 + draws, *by): means over sequences, the first those of the run itself."""
+        return weighted_means(self.values(table, column, by, **where), self.weights)
+
+    def _pivot(self, table: str, column: str, by: tuple[str, ...], where: dict) -> np.ndarray:
+        rows = self.run.tables[table]
+        for name, value in where.items():
+            rows = rows[rows[name] == value]
+        axes = [np.unique(rows[name].to_numpy(), return_inverse=True) for name in by]
+        count = self.run.manifest["input"]["sequences"]
+        found = np.full((count, *(len(labels) for labels, _ in axes)), np.nan)
+        found[(rows["sequence"].to_numpy(), *(places for _, places in axes))] = rows[column].to_numpy(float)
+        return found
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Everything that was measured of one model.
+
+    Attributes:
+        runs: By role.
+        skipped: Role → why it does not apply to this model.
+        model: How the model is named in commands.
+    """
+
+    runs: dict[str, RunData]
+    skipped: dict[str, str] = field(default_factory=dict)
+    model: str = "MODEL"
+    _sequences: dict[int, Sequences] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, runs: Iterable[RunData], needs: Iterable[str], model: str = "MODEL") -> "Evidence":
+        """Find the runs that play the roles in `needs`; of several the last."""
+        runs = list(runs)
+        found: dict[str, RunData] = {}
+        skipped: dict[str, str] = {}
+        for need in dict.fromkeys(needs):
+            fitting = [run for run in runs if role_of(need).is_it(run)]
+            if fitting:
+                found[need] = fitting[-1]
+                continue
+            arm = need.partition(":")[2]
+            reasons = [run.manifest["skipped"][arm] for run in runs if arm in run.manifest.get("skipped", {})]
+            if arm and reasons:
+                skipped[need] = reasons[-1]
+        return cls(found, skipped, model)
+
+    def has(self, role: str) -> bool:
+        return role in self.runs
+
+    def inapplicable(self, role: str) -> str | None:
+        """Why there is no such run, where that lies in the model."""
+        return self.skipped.get(role)
+
+    def command(self, role: str) -> str:
+        """What would measure it."""
+        return role_of(role).command.format(model=self.model)
+
+    def table(self, role: str, name: str) -> pd.DataFrame:
+        """One table of a run; of a role "do:NAME" the rows of that arm."""
+        run, (_, _, arm) = self.runs[role], role.partition(":")
+        table = run.tables[name]
+        return table[table["condition"] == arm] if arm else table
+
+    def before(self, role: str, name: str) -> pd.DataFrame:
+        """The rows of a table of `intervene` that are of the model as it is."""
+        table = self.runs[role].tables[name]
+        return table[table["condition"] == BEFORE]
+
+    def sequences(self, role: str, condition: str | None = None) -> Sequences:
+        """By-sequence tables of a run; of `intervene` those of one arm, by default the role's own."""
+        run, (_, _, arm) = self.runs[role], role.partition(":")
+        if arm:
+            run = run.at(condition or arm)
+        return Sequences(run)
+
+    @property
+    def any_run(self) -> RunData:
+        return next(iter(self.runs.values()))

@@ -1,0 +1,223 @@
+"""Claims of Attention Sinks Induce Gradient Sinks (GS)."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from sinkscope.report.claims.claim import Claim, Part, above, at_least, at_most, below, between
+from sinkscope.report.claims.estimates import (
+    Estimate,
+    bootstrap,
+    exact,
+    positive_jackknife,
+    rank_correlation,
+    resamplings,
+    weighted_means,
+)
+from sinkscope.report.claims.evidence import Evidence
+from sinkscope.report.claims.quantities import (
+    BEHIND,
+    LATER,
+    attention,
+    gradient_ratio,
+    gradients,
+    in_sink_heads,
+    norm_ratios,
+    norms,
+)
+from sinkscope.report.claims.scopes import causal, in_float32
+
+BRANCH = "gradient_ratio_by_sequence"
+
+
+# --- the sink and its norm (figure 1)
+
+
+def _stands_apart(column: str) -> Callable[[Evidence], Estimate]:
+    def measure(evidence: Evidence) -> Estimate:
+        by_layer = attention(evidence, column)
+        return bootstrap((by_layer[..., 0] > by_layer[..., BEHIND].max(-1)).mean(1))
+
+    return measure
+
+
+def _elevated(evidence: Evidence) -> Estimate:
+    return bootstrap((norm_ratios(evidence, "layer_in") > 1).mean(1))
+
+
+def _top_two_writers(evidence: Evidence) -> Estimate:
+    by_layer = np.sort(norms(evidence, "mlp_out"), axis=1)
+    return bootstrap(by_layer[:, -2:].sum(1) / by_layer.sum(1))
+
+
+def _co_occurrence(evidence: Evidence) -> Estimate:
+    return rank_correlation(attention(evidence, "sink_rate")[0, :, 0], norms(evidence, "layer_in")[0])
+
+
+def _drain(evidence: Evidence) -> Estimate:
+    return in_sink_heads(evidence, "value_norm")
+
+
+# --- gradients (figure 2)
+
+
+def _above_null(pathway: str, role: str = "natural") -> Callable[[Evidence], Estimate]:
+    def measure(evidence: Evidence) -> Estimate:
+        null = gradient_ratio(evidence, pathway, "null")
+        found = gradient_ratio(evidence, pathway, role)
+        note = f"{found.value:.1f} against {null.value:.1f} on random weights"
+        return (found / null).against(1.0).over(note)
+
+    return measure
+
+
+def _value_over_key(evidence: Evidence) -> Estimate:
+    value, key = (gradients(evidence, pathway).mean(1)[:, 0] for pathway in ("value", "key"))
+    return positive_jackknife(value / key)
+
+
+def _flat_queries(evidence: Evidence) -> Estimate:
+    by_position = gradients(evidence, "query").mean(1)[:, BEHIND]
+    return positive_jackknife(by_position.max(1) / np.median(by_position, axis=1))
+
+
+def _first_query(evidence: Evidence) -> Estimate:
+    table = evidence.table("natural", "gradient")
+    measured = table[table["pathway"] == "query_measured"]["grad_norm"].mean()
+    return exact(measured / np.median(gradients(evidence, "query")[0].mean(0)[BEHIND]))
+
+
+def _drop(evidence: Evidence) -> Estimate:
+    by_position = gradients(evidence, "value").mean(1)
+    return positive_jackknife(by_position[:, 1] / by_position[:, 0])
+
+
+# --- theorems
+
+
+def _identity(evidence: Evidence) -> Estimate:
+    return exact(evidence.table("natural", "gradient_check")["identity_residual"].max())
+
+
+def _theorem_one(evidence: Evidence) -> Estimate:
+    table = evidence.table("natural", "gradient_check")
+    rows = table[table["position"] == 0]
+    tight = (rows["measured"] / rows["upper_bound"]).median()
+    return _over_units(rows["holds"].to_numpy(float)).over(f"median of measured ÷ upper bound {tight:.2g}")
+
+
+def _theorem_two(evidence: Evidence) -> Estimate:
+    rows = evidence.table("natural", "norm_bound").dropna(subset=["holds"])
+    return _over_units(rows["holds"].to_numpy(float)).over(f"measured ÷ bound {rows['tightness'].mean():.2g}")
+
+
+def _over_units(x: np.ndarray) -> Estimate:
+    """A mean over heads or places, these resampled."""
+    return bootstrap(weighted_means(x[:, None], resamplings(len(x)))[:, 0])
+
+
+def _column_strength(evidence: Evidence) -> Estimate:
+    attention = evidence.table("natural", "attention")
+    first = attention[attention["position"] == 0]
+    mass = first.groupby(["layer", "kv_head"])["sink_mass"].mean()
+    gradient = evidence.table("natural", "gradient")
+    value = gradient[(gradient["pathway"] == "value") & (gradient["head"] >= 0)]
+    by_head = value.pivot(index=["layer", "head"], columns="position", values="grad_norm")
+    ratio = by_head[0] / by_head.iloc[:, LATER].mean(axis=1)
+    both = ratio.rename_axis(["layer", "kv_head"]).to_frame("ratio").join(mass)
+    return rank_correlation(both["sink_mass"].to_numpy(), both["ratio"].to_numpy())
+
+
+# --- how a branch reshapes gradients (figure 3)
+
+
+def _ratios(evidence: Evidence, column: str, branch: str = "attn", role: str = "natural") -> np.ndarray:
+    """(R, layers, positions)"""
+    return evidence.sequences(role).means(BRANCH, column, ("layer", "position"), branch=branch)
+
+
+def _bloat_by_branch(evidence: Evidence) -> Estimate:
+    attn, mlp = (_ratios(evidence, "bloat", branch) for branch in ("attn", "mlp"))
+    ratios = [np.nanmedian(x[..., 0] / np.nanmedian(x[..., LATER], axis=-1), axis=1) for x in (attn, mlp)]
+    return bootstrap(ratios[0] / ratios[1])
+
+
+def _owns_bloat(evidence: Evidence) -> Estimate:
+    """As many points as layers: if token 0 owned them all, they would be its own."""
+    bloat = _ratios(evidence, "bloat")
+    replicates, layers, positions = bloat.shape
+    order = np.argsort(-np.nan_to_num(bloat).reshape(replicates, -1), axis=1)[:, :layers]
+    return bootstrap((order % positions == 0).mean(1)).against(1 / positions)
+
+
+def _fit(evidence: Evidence) -> tuple[np.ndarray, np.ndarray]:
+    """Slope and r of log₁₀ compress on log₁₀‖h‖ over layers ≥ 1 and positions, (R,) each."""
+    x, y = (np.log10(_ratios(evidence, name)[:, 1:]) for name in ("input_norm", "compress"))
+    known = np.isfinite(x[0]) & np.isfinite(y[0])
+    x, y = x[:, known], y[:, known]
+    x, y = x - x.mean(1, keepdims=True), y - y.mean(1, keepdims=True)
+    covariance = (x * y).sum(1)
+    return covariance / (x**2).sum(1), covariance / np.sqrt((x**2).sum(1) * (y**2).sum(1))
+
+
+def _unchanged(evidence: Evidence) -> Estimate:
+    change = _ratios(evidence, "change")[:, 1:]
+    inside = np.where(np.isfinite(change), (change > 0.5) & (change < 2), np.nan)
+    return bootstrap(np.nanmean(inside, axis=(1, 2)))
+
+
+_BOTH = ("natural", "null")
+_RATIO = "‖∇{0}₀‖ ÷ mean of positions 5–15, ÷ the same on random weights"
+CLAIMS = (
+    Claim("GS-1", "fig. 1", "Token 0 stands apart in sink mass.",
+        (Part("share of layers in which position 0 has more sink mass than any of 1–15",
+            _stands_apart("sink_mass"), at_least(0.5)),)),
+    Claim("GS-2", "fig. 1", "Token 0 stands apart in sink rate.",
+        (Part("share of layers in which position 0 has a higher sink rate than any of 1–15",
+            _stands_apart("sink_rate"), at_least(0.5)),)),
+    Claim("GS-3", "fig. 1", "The residual norm of token 0 is elevated.",
+        (Part("share of layers into which token 0 comes with a larger norm than positions 5–15",
+            _elevated, at_least(0.5)),)),
+    Claim("GS-4", "fig. 1", "Few MLP blocks write token 0's norm.",
+        (Part("the top two layers' share of the sum of ‖mlp_out₀‖ over layers", _top_two_writers, at_least(0.5)),)),
+    Claim("GS-5", "§3.1", "Sinks and massive activations co-occur.",
+        (Part("rank correlation over layers of sink rate and ‖h₀‖", _co_occurrence, above(0.0)),), is_ours=False),
+    Claim("GS-6", "fig. 2", "The value gradient spikes at token 0.",
+        (Part(_RATIO.format("v"), _above_null("value"), at_least(2.0)),), _BOTH, (causal,)),
+    Claim("GS-7", "fig. 2", "The key gradient spikes at token 0.",
+        (Part(_RATIO.format("k"), _above_null("key"), at_least(2.0)),), _BOTH, (causal,)),
+    Claim("GS-8", "§3.1, §5", "The value pathway is stronger than the key pathway.",
+        (Part("‖∇v₀‖ ÷ ‖∇k₀‖, means over layers", _value_over_key, at_least(2.0)),)),
+    Claim("GS-9", "fig. 2", "Query gradients are flat.",
+        (Part("max ÷ median of ‖∇q‖ over positions 1–15", _flat_queries, at_most(2.0)),)),
+    Claim("GS-10", "fig. 2", "The query gradient at token 0 vanishes.",
+        (Part("‖∇q₀‖ as autograd gives it ÷ median of positions 1–15", _first_query, at_most(1e-5), "{:.1e}"),),
+        scope=(causal, in_float32), is_ours=False),
+    Claim("GS-11", "fig. 2", "Value gradients drop behind token 0.",
+        (Part("‖∇v₁‖ ÷ ‖∇v₀‖, means over layers", _drop, at_most(0.5)),)),
+    Claim("GS-12", "§3.2", "∇v_s = Σ_t a[t,s] g_t.",
+        (Part("largest relative residual", _identity, at_most(1e-5), "{:.1e}"),), scope=(in_float32,), is_ours=False),
+    Claim("GS-13", "theorem 1", "The value gradient at token 0 is within theorem 1's bounds.",
+        (Part("share of heads", _theorem_one, at_least(0.95)),)),
+    Claim("GS-14", "theorem 1", "The stronger the sink column, the larger its value gradient.",
+        (Part("rank correlation over heads of sink mass and ‖∇v₀‖ ÷ later", _column_strength, at_least(0.5)),)),
+    Claim("GS-15", "§1, §4", "The pressure is in the attention block.",
+        (Part("bloat at 0 ÷ later of the attention branch ÷ the same of the MLP", _bloat_by_branch, above(1.0)),),
+        is_ours=False),
+    Claim("GS-16", "fig. 3", "Token 0 owns the high-bloat regime.",
+        (Part("token 0's share of the largest points (layer, position), as many as layers", _owns_bloat,
+            at_least(0.8)),)),
+    Claim("GS-17", "fig. 3", "Compression follows the norm. (RMSNorm does that on random weights, too.)",
+        (Part("slope of log compress on log ‖h‖", lambda evidence: bootstrap(_fit(evidence)[0]),
+            between(-1.15, -0.85)),
+         Part("their correlation", lambda evidence: bootstrap(_fit(evidence)[1]), at_most(-0.95)))),
+    Claim("GS-18", "fig. 3", "The net change of gradients stays near 1.",
+        (Part("share of (layer ≥ 1, position) with ½ < change < 2", _unchanged, at_least(0.95)),)),
+    Claim("GS-19", "theorem 2", "The norm's gradient gain is within theorem 2's bound.",
+        (Part("share of tokens", _theorem_two, at_least(0.999), "{:.4g}"),), is_ours=False),
+    Claim("GS-20", "§5", "The sink's values are small.",
+        (Part("value norm at 0 ÷ later, median over sink heads", _drain, below(0.5)),)),
+    Claim("GS-28", "title", "Without a sink there is no gradient sink.",
+        (Part("value-gradient ratio with position 0 masked ÷ the same on random weights",
+            _above_null("value", "do:mask-sink"), below(2.0)),), ("null", "do:mask-sink"), (causal,)),
+)  # fmt: skip

@@ -1,0 +1,105 @@
+"""Numbers that claims of several papers are made of, with replicates on the first axis (`estimates.py`)."""
+
+import numpy as np
+
+from sinkscope.measuring.observables.massive import THRESHOLD
+from sinkscope.report.claims.claim import NotDefined
+from sinkscope.report.claims.estimates import Estimate, bootstrap, positive_jackknife
+from sinkscope.report.claims.evidence import ALL_HEADS, Evidence
+
+FIRST_LATER, LAST_LATER = 5, 15  # the positions that claims call later
+LATER = slice(FIRST_LATER, LAST_LATER + 1)
+BEHIND = slice(1, LAST_LATER + 1)
+
+
+# --- attention, by sequences
+
+
+def attention(evidence: Evidence, column: str, role: str = "natural", condition: str | None = None) -> np.ndarray:
+    """(R, layers, positions): sink_rate, sink_mass or window_mass, means over heads and sequences."""
+    sequences = evidence.sequences(role, condition)
+    return sequences.means("attention_by_sequence", column, ("layer", "position"))
+
+
+def sink_rates(
+    evidence: Evidence, role: str = "natural", position: int = 0, condition: str | None = None
+) -> np.ndarray:
+    """(R,): S_k of the whole model, in percent."""
+    return 100 * attention(evidence, "sink_rate", role, condition)[..., position].mean(1)
+
+
+def by_head(evidence: Evidence, table: str, column: str) -> np.ndarray:
+    """(R, all heads): means over sequences, head after head and layer after layer."""
+    means = evidence.sequences("natural").means(table, column, ("layer", "head"))
+    # the axes are rectangular, but layers may have different numbers of heads
+    return means.reshape(len(means), -1)
+
+
+def sink_heads(evidence: Evidence) -> tuple[np.ndarray, str]:
+    """Which heads have their sink at position 0: (all heads,), and how to say it. All, where none has one."""
+    mass = by_head(evidence, "attention_heads_by_sequence", "window_mass")[0]
+    found = mass > evidence.runs["natural"].manifest["config"]["epsilon"]
+    known = np.isfinite(mass)
+    if not found.any():
+        return known, "all heads, since none has a sink"
+    return found, f"{found.sum()} of {known.sum()} heads, those with a sink"
+
+
+def in_sink_heads(evidence: Evidence, column: str) -> Estimate:
+    """Median over sink heads of a number at position 0 ÷ the same at later positions."""
+    chosen, note = sink_heads(evidence)
+    first, later = (by_head(evidence, "geometry_by_sequence", name) for name in (column, f"{column}_later"))
+    return bootstrap(np.median((first / later)[:, chosen], axis=1)).over(note)
+
+
+# --- norms
+
+
+def norms(evidence: Evidence, site: str, column: str = "norm", role: str = "natural") -> np.ndarray:
+    """(R, layers): L2 norms at a site, mean over sequences."""
+    return evidence.sequences(role).means("activation_by_sequence", column, ("layer",), site=site)
+
+
+def norm_ratios(evidence: Evidence, site: str) -> np.ndarray:
+    """(R, layers): at position 0 ÷ later ones."""
+    return norms(evidence, site) / norms(evidence, site, "norm_later")
+
+
+def massive_layers(evidence: Evidence) -> np.ndarray:
+    """Layers whose output has massive activations at position 0 in at least half of the sequences.
+
+    Raises:
+        NotDefined: no layer has.
+    """
+    table = evidence.table("natural", "massive")
+    at_first = table[table["is_massive"] & (table["position"] == 0)]
+    count = evidence.runs["natural"].manifest["input"]["sequences"]
+    share = at_first.groupby("layer")["sequence"].nunique() / count
+    layers = share.index[share >= 0.5].to_numpy()
+    if not len(layers):
+        raise NotDefined(f"no layer has massive activations (above {THRESHOLD:.0f}) at position 0")
+    return layers
+
+
+# --- gradients, by groups of sequences
+
+
+def gradients(evidence: Evidence, pathway: str, role: str = "natural") -> np.ndarray:
+    """(1 + groups, layers, positions): norms of all heads together; the first of the whole run, the others without one
+    group of sequences each.
+    """
+    whole = evidence.table(role, "gradient")
+    parts = evidence.table(role, "gradient_by_group")
+    whole, parts = (rows[(rows["pathway"] == pathway) & (rows["head"] == ALL_HEADS)] for rows in (whole, parts))
+    first = whole.pivot(index="layer", columns="position", values="grad_norm").to_numpy()
+    others = [
+        rows.pivot(index="layer", columns="position", values="grad_norm").to_numpy()
+        for _, rows in parts.groupby("group")
+    ]
+    return np.stack([first, *others])
+
+
+def gradient_ratio(evidence: Evidence, pathway: str, role: str = "natural") -> Estimate:
+    """At position 0 ÷ later ones, of norms averaged over layers first (GS fig. 2)."""
+    by_position = gradients(evidence, pathway, role).mean(1)
+    return positive_jackknife(by_position[:, 0] / by_position[:, LATER].mean(1))

@@ -1,0 +1,63 @@
+"""Of which models claims speak: each function gives the reason why a model is not among them, or None."""
+
+from collections.abc import Callable
+
+from sinkscope.models.family import ATTENTION, FEED_FORWARD, NO_POSITIONS, NOT_RUN
+from sinkscope.report.claims.evidence import Evidence
+
+ABSOLUTE = {"learned", "sinusoidal"}  # added to the embeddings
+RELATIVE = {"rotary", "alibi", "relative", NO_POSITIONS}  # equal tokens stay equal
+
+
+def kinds_of_positions(evidence: Evidence) -> set[str]:
+    family = evidence.any_run.manifest["family"]
+    return set(family.get("layer_positions") or (family["positions"],)) - {""}
+
+
+def _positions(evidence: Evidence) -> str:
+    return " and ".join(sorted(kinds_of_positions(evidence)))
+
+
+def causal(evidence: Evidence) -> str | None:
+    return None if evidence.any_run.is_causal else "it attends both ways"
+
+
+def absolute_positions(evidence: Evidence) -> str | None:
+    found = kinds_of_positions(evidence) <= ABSOLUTE
+    return None if found else f"its positions are {_positions(evidence)}, not added to the embeddings"
+
+
+def learned_positions(evidence: Evidence) -> str | None:
+    return None if kinds_of_positions(evidence) == {"learned"} else f"its positions are {_positions(evidence)}"
+
+
+def equal_tokens_stay_equal(evidence: Evidence) -> str | None:
+    """Only attention may mix tokens, and nothing may tell equal tokens apart (WSE §3.3)."""
+    family = evidence.any_run.manifest["family"]
+    other = [kind for kind in family.get("kinds") or () if kind not in (ATTENTION, NOT_RUN, *FEED_FORWARD)]
+    if other:
+        return f"{other[0].replace('_', ' ')} layers mix tokens, too"
+    found = kinds_of_positions(evidence) <= RELATIVE
+    return None if found else f"its positions are {_positions(evidence)}"
+
+
+def only(kind: str) -> Callable[[Evidence], str | None]:
+    """Of models whose positions are all of one kind."""
+
+    def scope(evidence: Evidence) -> str | None:
+        return None if kinds_of_positions(evidence) == {kind} else f"its positions are {_positions(evidence)}"
+
+    return scope
+
+
+def query_bias(evidence: Evidence) -> str | None:
+    return evidence.any_run.manifest.get("not_measured", {}).get("query-bias")
+
+
+def gated(evidence: Evidence) -> str | None:
+    return None if "gate" in evidence.any_run.tables else "nothing gates its values or heads' outputs"
+
+
+def in_float32(evidence: Evidence) -> str | None:
+    dtype = evidence.any_run.manifest["dtype"]
+    return None if dtype in ("float32", "float64") else f"it computes in {dtype}"
