@@ -38,7 +38,6 @@ def _arm(name: str, condition: str = "natural") -> Callable[[RunData], bool]:
     return is_it
 
 
-# role → its run; an arm of `intervene` is "do:NAME", on repeated tokens "repeated-do:NAME"
 ROLES: dict[str, Role] = {
     "natural": Role(_analysis("natural"), "sinkscope analyze {model}"),
     "random": Role(_analysis("random"), "sinkscope analyze {model} --input random"),
@@ -47,13 +46,29 @@ ROLES: dict[str, Role] = {
 }
 
 
+def _of_length(length: str) -> Role:
+    def is_it(run: RunData) -> bool:
+        given, natural = run.manifest["config"], ROLES["natural"].is_it(run)
+        return natural and given["seq_len"] == given["window"] == int(length)
+
+    return Role(is_it, f"sinkscope analyze {{model}} --seq-len {length} --window {length} --observables attention")
+
+
+# kind → what is behind its colon → the role
+KINDS: dict[str, Callable[[str], Role]] = {
+    "do": lambda name: Role(_arm(name), f"sinkscope intervene {{model}} --do {name}"),
+    "repeated-do": lambda name: Role(
+        _arm(name, "repeated"), f"sinkscope intervene {{model}} --do {name} --input repeated"
+    ),
+    "length": _of_length,
+    "domain": lambda name: Role(_analysis(name), "sinkscope claims {model}"),
+}
+
+
 def role_of(name: str) -> Role:
-    """Of a role's name."""
-    if name in ROLES:
-        return ROLES[name]
-    kind, _, arm = name.partition(":")
-    options, condition = (" --input repeated", "repeated") if kind == "repeated-do" else ("", "natural")
-    return Role(_arm(arm, condition), f"sinkscope intervene {{model}} --do {arm}{options}")
+    """The role of a name: of ROLES, or a kind and what is behind its colon."""
+    kind, _, of = name.partition(":")
+    return ROLES[name] if name in ROLES else KINDS[kind](of)
 
 
 @dataclass(frozen=True)
