@@ -26,6 +26,7 @@ from sinkscope.models.family import Block, Family, first_tensor, input_device
 from sinkscope.models.in_memory import unchanged_after
 from sinkscope.models.towers import embedding_path
 from sinkscope.retrofits.registers import RETROFIT, registers_before
+from sinkscope.retrofits.retrofit import ValuePart
 from sinkscope.text.batch import IGNORED, Batch
 
 
@@ -41,6 +42,7 @@ class Tracer:
             warnings.filterwarnings("ignore", "Module '.*' has a submodule named", UserWarning)
             self.traced = _Traced(model)
         self.registers = registers_before(model)
+        self.values_are_gated = any(isinstance(module, ValuePart) for module in model.modules())
         self._attended: list[torch.Tensor] = []  # values and mix of the layer under way, for its gate
         self._finite: list[tuple[int, torch.Tensor]] = []  # layer and verdict, of the forward pass under way
 
@@ -112,6 +114,8 @@ class Tracer:
         self._finite.clear()
         batch = batch.behind(self.registers)
         wanted = {site for observable in observables for site in observable.sites}
+        if not self.values_are_gated:
+            wanted.discard("raw_value")
         last_tensor: torch.Tensor | None = None
         whole: torch.Tensor | None = None  # of a site: the sum of its terms
         for layer in range(self.depth):
@@ -119,6 +123,9 @@ class Tracer:
             self._attended = []
             for site, at in _reading_order(block, wanted, self.family.gated):
                 watching = [observable for observable in observables if site in observable.sites]
+                if site == "raw_value":
+                    self._watch_raw_value(layer, watching, batch)
+                    continue
                 if site == "gate":
                     see = self._see_own_gate if self.family.gated else self._see_gate
                     see(layer, watching, batch)
@@ -143,9 +150,17 @@ class Tracer:
                     else:
                         observable.see(layer, site, reading, batch)
 
-    def _see_gate(self, layer: int, watching: Sequence[Observable], batch: Batch) -> None:
+    def _retrofit(self, layer: int) -> Any:
         """The module of a retrofit that multiplies values or heads' outputs: raw values in, factors out."""
-        part = _part(self._envoy(layer), f"{self.family.block(layer).attention}.{RETROFIT}")
+        return _part(self._envoy(layer), f"{self.family.block(layer).attention}.{RETROFIT}")
+
+    def _watch_raw_value(self, layer: int, watching: Sequence[Observable], batch: Batch) -> None:
+        (_, value), _ = self._retrofit(layer).inputs
+        for observable in watching:
+            observable.watch_raw_value(layer, value, batch)
+
+    def _see_gate(self, layer: int, watching: Sequence[Observable], batch: Batch) -> None:
+        part = self._retrofit(layer)
         (_, value), _ = part.inputs
         value, gate = value.detach(), part.output.detach()
         for observable in watching:
@@ -244,7 +259,7 @@ def _added(before: torch.Tensor | None, tensor: torch.Tensor, scale: float, batc
 def _reading_order(block: Block, wanted: set[str], gated: bool) -> list[tuple[str, int]]:
     """The wanted sites that this layer has, by term, gates and attention just before the attention's output."""
     order = block.reading_order({*wanted, "attn_out"})
-    of_attention = reversed(ATTENTION_SITES) if gated else ATTENTION_SITES  # own gates are behind attention
+    of_attention = ("raw_value", "attention", "gate") if gated else ATTENTION_SITES  # own gates are behind attention
     if block.attention:
         holding = [
             at

@@ -15,7 +15,8 @@ from sinkscope.options.measuring import ObservableOptions
 from sinkscope.results.tables import Columns
 from sinkscope.text.batch import Batch
 
-ATTENTION_SITES = ("gate", "attention")  # of the attention modules, in the order in which a forward pass reaches them
+# Of the attention modules, in the order in which a forward pass reaches them.
+ATTENTION_SITES = ("raw_value", "gate", "attention")
 
 NO_ATTENTION = "no layer attends by a softmax"
 
@@ -88,6 +89,9 @@ class Observable:
 
     def watch_attention(self, layer: int, read: AttentionRead, mix: torch.Tensor, batch: Batch) -> None:
         """One layer's attention and its heads' mix (B,T,H,d), with their graph."""
+
+    def watch_raw_value(self, layer: int, value: torch.Tensor, batch: Batch) -> None:
+        """One layer's values (B,T,K,d) in front of the gate or scale that a retrofit puts on them, with their graph."""
 
     def notices(self) -> list[str]:
         """What the user should know of the measurement.
