@@ -77,7 +77,8 @@ class TextOptions(Options):
     input: str = option(
         "natural",
         "Input",
-        "natural, random, repeated, sampled (by the model itself), or a file: text (.txt), JSON lines (.jsonl) with "
+        "natural, code, documentation, random, repeated, sampled (by the model itself), or a file: text (.txt), JSON "
+        "lines (.jsonl) with "
         "`text`, `messages` (a chat, through the model's template) or `input_ids`, or token ids (.npy).",
         metavar="IN",
     )

@@ -5,6 +5,8 @@ checked against the vocabulary here, so that nothing later can index outside the
 decides much about sinks, so it is always recorded. Every error is an `InputError` that says what to do.
 
     "natural"     the text shipped with sinkscope, in consecutive windows
+    "code", "documentation"
+                  of Python's standard library, likewise: other domains (WSE fig. 9)
     "random"      independent tokens, uniform over the vocabulary without special tokens (WSE §3.3)
     "repeated"    one such token a sequence, seq_len times (WSE §3.3)
     "sampled"     what the model itself says after its BOS: natural to a model without tokenizer
