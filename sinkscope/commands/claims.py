@@ -17,14 +17,14 @@ from sinkscope.measuring.console import print_line, print_part
 from sinkscope.measuring.experiment import Experiment
 from sinkscope.measuring.manifest import Facts, make_manifest
 from sinkscope.measuring.measure import measure
-from sinkscope.measuring.random_weights import with_random_weights
+from sinkscope.measuring.random_weights import random_weights
 from sinkscope.measuring.subject import ModelLike, Subject, check_config, inputs_for, open_subject, options_of
 from sinkscope.options.claims import ClaimsOptions
 from sinkscope.options.measuring import AnalyzeOptions, InterveneOptions, RunConfig
 from sinkscope.options.output import OutputOptions
 from sinkscope.report.claims.evidence import Evidence
-from sinkscope.report.claims.register import CLAIMS
 from sinkscope.report.claims.folder import write_scorecard
+from sinkscope.report.claims.register import CLAIMS
 from sinkscope.report.claims.scorecard import COMMAND, TABLE, Scorecard, evidence_of, judged, models_of
 from sinkscope.report.run import Run
 from sinkscope.results.folders import new_folder, own_folder
@@ -127,7 +127,7 @@ class Bench:
 
     def evidence(self) -> Evidence:
         """Measure what is missing. The run of the model as it is comes first: by it a claim speaks of the model."""
-        runs = [run for run in self.known if run.model == self.subject.loaded.name]
+        runs = list(models_of(self.known).get(self.subject.loaded.name, ()))
         if not evidence_of(runs, self.name).has(MAIN):
             print_line(self.console, "the model as it is")
             runs.append(self._main())
@@ -172,7 +172,7 @@ class Bench:
         return self._analyzed(None, given | {"positions": min(self.config.positions, int(length))})
 
     def _null(self) -> Run:
-        with with_random_weights(self.subject, self.config.seed) as subject:
+        with random_weights(self.subject, self.config.seed) as subject:
             return self._analyzed(subject, {"observables": ("attention", "gradient"), "skip_parity": True})
 
     def _arms(self) -> Run:

@@ -116,7 +116,14 @@ def claims() -> pd.DataFrame:
     from sinkscope.report.claims.register import CLAIMS
 
     rows = [
-        (claim.id, claim.paper, claim.reference, claim.statement, part.quantity, part.test.text(part.form) + "‡" * claim.is_ours)
+        (
+            claim.id,
+            claim.paper,
+            claim.reference,
+            claim.statement,
+            part.quantity,
+            part.test.text(part.form) + "‡" * claim.is_ours,
+        )
         for claim in CLAIMS.values()
         for part in claim.parts
     ]

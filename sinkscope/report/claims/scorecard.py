@@ -17,6 +17,7 @@ from typing import Any
 import pandas as pd
 
 from sinkscope.errors import InputError
+from sinkscope.measuring.random_weights import AT_RANDOM
 from sinkscope.report.claims.claim import Claim, Judgment, Outcome, Part, judge
 from sinkscope.report.claims.estimates import Estimate
 from sinkscope.report.claims.evidence import Evidence
@@ -174,7 +175,9 @@ def scorecard_markdown(card: Scorecard) -> str:
         parts += [f"### {paper}"]
         if len(decided):
             parts.append(as_markdown(_printed(decided)))
-        parts += [text for outcome in (Outcome.DOES_NOT_APPLY, Outcome.NOT_MEASURED) if (text := _others(rows, outcome))]
+        parts += [
+            text for outcome in (Outcome.DOES_NOT_APPLY, Outcome.NOT_MEASURED) if (text := _others(rows, outcome))
+        ]
     return "\n\n".join(parts)
 
 
@@ -193,7 +196,9 @@ def _printed(rows: pd.DataFrame) -> pd.DataFrame:
         note = f" ({row.note})" if row.note else ""
         outcome = MARKS[Outcome(row.outcome)] if first else ""
         lines.append((row.claim if first else "", statement + note, value, row.test + "‡" * row.is_ours, outcome))
-    return pd.DataFrame(lines, columns=["claim", "what it says, and what is measured", "value [95 %]", "test", "outcome"])
+    return pd.DataFrame(
+        lines, columns=["claim", "what it says, and what is measured", "value [95 %]", "test", "outcome"]
+    )
 
 
 def value_text(claim: str, part: int, value: float, low: float, high: float) -> str:
@@ -218,5 +223,5 @@ def models_of(runs: Sequence[RunData]) -> dict[str, list[RunData]]:
     """Model → its runs, in their order. Runs on random weights belong to the model whose architecture they have."""
     found: dict[str, list[RunData]] = {}
     for run in runs:
-        found.setdefault(run.model, []).append(run)
+        found.setdefault(run.model.removesuffix(AT_RANDOM), []).append(run)
     return found

@@ -9,6 +9,7 @@ from typing import Never
 
 from sinkscope.errors import InputError, unknown
 from sinkscope.measuring.observables import OBSERVABLES
+from sinkscope.report.claims.scorecard import Scorecard
 from sinkscope.report.figures import (
     arm_maps,
     arm_maps_by_layer,
@@ -44,7 +45,6 @@ from sinkscope.report.figures import (
     training_by_step,
     training_gradient_norms,
 )
-from sinkscope.report.claims.scorecard import Scorecard
 from sinkscope.report.figures.arms import Arms
 from sinkscope.report.figures.spec import FigureSpec
 from sinkscope.report.figures.steps import Checkpoints
