@@ -9,10 +9,10 @@ OUT/scorecard.md
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas as pd
 
@@ -27,6 +27,8 @@ from sinkscope.results.manifest import folder_of, read_manifest
 from sinkscope.results.metrics import MISSING
 from sinkscope.results.run import RunData
 from sinkscope.results.tables import LEADING_COLUMNS, Column, names_of, read_table
+
+Measured = TypeVar("Measured", bound=RunData)
 
 COMMAND = "claims"
 TABLE = "claim"
@@ -48,7 +50,7 @@ COLUMNS = (
     Column("published", "what the paper measured, with its settings", kind="text"),
     Column("passes", "outcome of this number", kind="text"),
     Column("outcome", "of the claim: holds, fails, inconclusive, does not apply or not measured", kind="text"),
-    Column("note", "what the number is over; why the claim does not apply; the command that would measure it", kind="text"),
+    Column("note", "what the number is over, why the claim does not apply, or the command to measure it", kind="text"),
 )  # fmt: skip
 _SCHEMA = (*LEADING_COLUMNS, *COLUMNS)
 MARKS = {
@@ -219,9 +221,9 @@ def legend() -> str:
     return "‡ the threshold is ours, not the paper's. † taken from public transcriptions or the authors' code."
 
 
-def models_of(runs: Sequence[RunData]) -> dict[str, list[RunData]]:
+def models_of(runs: Iterable[Measured]) -> dict[str, list[Measured]]:
     """Model → its runs, in their order. Runs on random weights belong to the model whose architecture they have."""
-    found: dict[str, list[RunData]] = {}
+    found: dict[str, list[Measured]] = {}
     for run in runs:
         found.setdefault(run.model.removesuffix(AT_RANDOM), []).append(run)
     return found

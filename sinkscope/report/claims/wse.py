@@ -1,12 +1,15 @@
 """Claims of When Attention Sink Emerges in Language Models (WSE) on any model; by training: `wse_training.py`."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from sinkscope.report.claims.claim import Claim, NotDefined, Part, above, at_least, at_most, below
-from sinkscope.report.claims.estimates import Estimate, bootstrap, exact, weighted_means
+from sinkscope.report.claims.estimates import Estimate, bootstrap, weighted_means
 from sinkscope.report.claims.evidence import Evidence
 from sinkscope.report.claims.quantities import (
     HAS_SINK_HEADS,
+    MASSIVE_LAYERS,
     attention,
     by_head,
     in_sink_heads,
@@ -54,7 +57,7 @@ def _sink_rate(evidence: Evidence) -> Estimate:
     return bootstrap(sink_rates(evidence))
 
 
-def _against_natural(role: str):
+def _against_natural(role: str) -> Callable[[Evidence], Estimate]:
     def measure(evidence: Evidence) -> Estimate:
         return bootstrap(sink_rates(evidence, role)) / bootstrap(sink_rates(evidence))
 
@@ -66,13 +69,6 @@ def _on_repeated(evidence: Evidence) -> Estimate:
 
 
 # --- the geometry of a sink (figure 2)
-
-
-def _massive_layers(evidence: Evidence) -> Estimate:
-    try:
-        return exact(len(massive_layers(evidence)))
-    except NotDefined:
-        return exact(0)
 
 
 def _norm_in_massive_layers(evidence: Evidence) -> Estimate:
@@ -137,7 +133,7 @@ CLAIMS = (
          Part("sink rate on natural tokens in %", _sink_rate, above(10.0))),
         ("natural", "repeated"), (causal, absolute_positions), ON_REPEATED),
     Claim("W-13", "fig. 2", "The sink's hidden norm is larger.",
-        (Part("layers with massive activations at position 0", _massive_layers, at_least(1)),
+        (MASSIVE_LAYERS,
          Part("norm at 0 ÷ later, median over these layers", _norm_in_massive_layers, above(1.0))), is_ours=False),
     Claim("W-14", "fig. 2", "The sink's key norm is smaller.",
         (HAS_SINK_HEADS,
