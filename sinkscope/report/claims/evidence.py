@@ -71,6 +71,7 @@ KINDS: dict[str, Callable[[str], Role]] = {
     "repeated-do": lambda name: Role(
         _arm(name, repeated=True), f"sinkscope intervene {{model}} --do {name} --input repeated"
     ),
+    "trained": lambda factor: Role(lambda run: False, f"models that differ in: {factor}"),
     "length": _of_length,
     "domain": lambda name: Role(_analysis(name), "sinkscope claims {model}"),
 }
