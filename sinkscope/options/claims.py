@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import ClassVar
 
+from pydantic import field_validator
+
 from sinkscope.options.files import UserPath
 from sinkscope.options.measuring import ObservableOptions, RunConfig
 from sinkscope.options.option import as_folder_name, option
@@ -23,6 +25,13 @@ class ClaimsOptions(RunConfig):
         (), "Input", "A run to judge, also a folder of `claims`; may be given several times.", metavar="RUN"
     )
     draws: int = option(5, "Measuring", "Random controls of each intervention.", metavar="N", ge=2)
+
+    @field_validator("input")
+    @classmethod
+    def _a_text(cls, source: str) -> str:
+        if source in ("random", "repeated"):
+            raise ValueError("claims measures random and repeated tokens besides a text: name a text")
+        return source
 
     @property
     def only_judges(self) -> bool:
