@@ -20,6 +20,8 @@ ATTENTION_SITES = ("gate", "attention")  # of the attention modules, in the orde
 
 NO_ATTENTION = "no layer attends by a softmax"
 
+LATER = slice(5, 16)  # positions that position 0 is compared with; the same ones whatever --positions says
+
 
 # What observables read: every option that ObservableOptions declares, fitted to the run's sequences.
 Settings = ObservableOptions
@@ -219,9 +221,6 @@ class BySequence:
             columns = dict(zip(self._names, arrays, strict=True))
             frames.append(long_form(dict(labels) | {"sequence": sequences} | axes, columns))
         return pd.concat(frames, ignore_index=True)
-
-
-LATER = slice(5, 16)  # positions that position 0 is compared with; the same ones whatever --positions says
 
 
 def later_mean(x: torch.Tensor, present: torch.Tensor | None) -> torch.Tensor:
