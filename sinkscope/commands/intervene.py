@@ -77,8 +77,8 @@ def intervene(
         **options: `draws`, the number of random controls of each arm, and those of `analyze`.
 
     Returns:
-        A Run with the tables `effect`, `attention`, `massive` and `arm_maps` of every arm (their `condition`), and
-        `streaming` where that was asked for.
+        A Run with the tables `effect`, `attention`, `attention_by_sequence`, `loss_by_sequence`, `massive` and
+        `arm_maps` of every arm (their `condition`), and `streaming` where that was asked for.
 
     Raises:
         InputError: something does not exist, does not apply, or would change nothing; nothing was written.

@@ -31,7 +31,8 @@ Stack = tuple[Intervention, ...]
 
 MEASURED = ("attention", "massive")  # of every arm
 MAPS = "mean-maps"  # of every arm but a control's later draws
-CONTROL_TABLES = ("attention", "arm_maps")
+CONTROL_TABLES = ("attention", "attention_by_sequence", "loss_by_sequence", "arm_maps")
+ANALYZED_ONLY = ("attention_heads_by_sequence",)  # tables of these observables that no arm keeps
 BEFORE = "before"
 
 
@@ -195,7 +196,7 @@ class Experiment:
         extra: Callable[[], list[Observable]] = list,
     ) -> Arm:
         """One pass with these interventions applied; its tables are kept under `condition`. Of a control (a draw from
-        0 on) only the attention by head and position is kept, and of the first draw the maps.
+        0 on) only the attention by position and the loss are kept, and of the first draw the maps.
         """
         names = (*MEASURED, MAPS) if draw < 1 else MEASURED
         positions = max(at + 1 for wanted in self.wanted.values() for part in wanted for at in (0, *part.watched))
@@ -206,8 +207,9 @@ class Experiment:
 
         done = self._pass(fresh, Tracer.forward_with_loss, stack)
         self.batch_size = done.batch_size
-        raw = tables_of(done.observables)
-        self._collect(raw if draw < 0 else {name: raw[name] for name in CONTROL_TABLES if name in raw}, condition)
+        raw = tables_of(done.observables) | done.loss_tables(self.subject.inputs)
+        kept = raw.keys() - ANALYZED_ONLY if draw < 0 else CONTROL_TABLES
+        self._collect({name: table for name, table in raw.items() if name in kept}, condition)
         return Arm(raw, done.loss / self.subject.inputs.num_predicted)
 
     def _hidden_mean(self, layer: int, position: int) -> torch.Tensor:
@@ -220,7 +222,7 @@ class Experiment:
     def _pass(
         self,
         fresh: Callable[[], list[Kind]],
-        step: Callable[[Tracer, Batch, Sequence[Observable]], float | None],
+        step: Callable[[Tracer, Batch, Sequence[Observable]], torch.Tensor | None],
         stack: Sequence[Intervention],
     ) -> Pass[Kind]:
         subject, config = self.subject, self.config

@@ -57,8 +57,8 @@ class Tracer:
             self._read_layers(batch, observables)
         self._check_finite()
 
-    def forward_with_loss(self, batch: Batch, observables: Sequence[Observable]) -> float:
-        """As `forward`, with logits. Returns the summed cross-entropy of the batch's predicted tokens.
+    def forward_with_loss(self, batch: Batch, observables: Sequence[Observable]) -> torch.Tensor:
+        """As `forward`, with logits. Returns (B,): the summed cross-entropy of each sequence's predicted tokens.
 
         An encoder's observables see the text as it is, and its loss is of a second pass over the masked text.
         """
@@ -67,12 +67,12 @@ class Tracer:
             batch, observables = batch.masked, ()
         with torch.no_grad(), self.traced.trace(**self._inputs(batch)):
             self._read_layers(batch, observables)
-            value = save(loss_in_chunks(self.traced.output.logits, batch))
+            losses = save(loss_in_chunks(self.traced.output.logits, batch))
         self._check_finite()
-        return float(value)
+        return losses.cpu()
 
-    def forward_backward(self, batch: Batch, observables: Sequence[Observable]) -> float:
-        """One forward and backward pass. Returns the summed cross-entropy of the batch's predicted tokens.
+    def forward_backward(self, batch: Batch, observables: Sequence[Observable]) -> torch.Tensor:
+        """One forward and backward pass. Returns (B,): the summed cross-entropy of each sequence's predicted tokens.
 
         Parameters stay frozen: gradients flow from the embeddings, so that no weight gradient is ever made. Of an
         encoder only the backward observables see the masked text, which its loss is of.
@@ -87,11 +87,11 @@ class Tracer:
             copied = embeddings.clone()  # some models change them in place
             embedding.output = (copied, *given[1:]) if isinstance(given, tuple) else copied
             self._read_layers(batch, observables)
-            loss = summed_loss(self.traced.output.logits, batch)
-            torch.autograd.grad(loss, embeddings)
-            value = save(loss.detach())
+            with_graph = summed_loss(self.traced.output.logits, batch)
+            torch.autograd.grad(with_graph.sum(), embeddings)
+            losses = save(with_graph.detach())
         self._check_finite()
-        return float(value)
+        return losses.cpu()
 
     def logits(self, batch: Batch) -> torch.Tensor:
         """What `logits_of` finds in the model's output, read in a trace with the seams in: for checks of parity."""
@@ -280,14 +280,16 @@ def logits_of(output: Any) -> torch.Tensor:
 
 
 def summed_loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Cross-entropy summed over the batch's predicted tokens, of each given those before it or the rest of its text."""
-    return _summed(logits, batch.targets)
+    """(B,T,V) → (B,): cross-entropy summed over each sequence's predicted tokens, of each given those before it or the
+    rest of its text, in nats.
+    """
+    return _token_losses(logits, batch.targets).view(batch.targets.shape).sum(1, dtype=torch.float64)
 
 
-def _summed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """(…,V) and (…) → (): cross-entropy in nats, in float32 or better."""
+def _token_losses(logits: torch.Tensor, targets: torch.Tensor, reduction: str = "none") -> torch.Tensor:
+    """(…,V) and (…) → (N,), or (): cross-entropy in nats, in float32 or better; 0 of a token that predicts nothing."""
     logits = upcast(logits).flatten(0, -2)
-    return F.cross_entropy(logits, targets.flatten().to(logits.device), ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(logits, targets.flatten().to(logits.device), ignore_index=IGNORED, reduction=reduction)
 
 
 def model_inputs(
@@ -321,11 +323,12 @@ CHUNK = 8  # tokens whose loss is computed at once: few enough to stay in a CPU'
 
 def loss_in_chunks(logits: torch.Tensor, batch: Batch, chunk: int = CHUNK) -> torch.Tensor:
     """As `summed_loss`, a few tokens of one sequence at a time: the logits (B,T,V) are never copied as a whole."""
-    total = torch.zeros((), dtype=torch.float64, device=logits.device)
+    losses = torch.zeros(len(logits), dtype=torch.float64, device=logits.device)
     for row in range(len(logits)):
         for start in range(0, logits.shape[1], chunk):
-            total += _summed(logits[row, start : start + chunk], batch.targets[row, start : start + chunk])
-    return total
+            part = slice(start, start + chunk)
+            losses[row] += _token_losses(logits[row, part], batch.targets[row, part], reduction="sum")
+    return losses
 
 
 def _detached(call: AttentionCall) -> AttentionCall:

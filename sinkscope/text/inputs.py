@@ -68,9 +68,15 @@ class TokenInputs:
         return sum(len(ids) for ids in self.sequences)
 
     @property
+    def predicted(self) -> list[int]:
+        """How many of each sequence's tokens: all that have one before them. Of an encoder, those that are hidden."""
+        if self.masked is None:
+            return [len(ids) - 1 for ids in self.sequences]
+        return [one.predicted for one in self.masked]
+
+    @property
     def num_predicted(self) -> int:
-        """Tokens that have one before them: all but each sequence's first. Of an encoder, those that are hidden."""
-        return self.num_tokens - len(self) if self.masked is None else sum(one.predicted for one in self.masked)
+        return sum(self.predicted)
 
     @property
     def shortest(self) -> int:
