@@ -107,3 +107,17 @@ def test_a_backward_pass_changes_nothing_else_of_an_arm(llama: PreTrainedModel, 
     assert not alone.tables.keys() & set(GRADIENTS)
     for name, table in alone.tables.items():
         pd.testing.assert_frame_equal(table, masked.tables[name], rtol=1e-12)
+
+
+def test_a_norm_four_times_as_large_lets_a_quarter_through() -> None:
+    """Theorem 2's bound at the layer itself, and a state that is 4 times what it was."""
+    model = tiny_model("llama")
+    run = sinkscope.intervene(model, "rescale-norm:layers=1,factor=4", observables=("gradient",), draws=1, **SMALL)
+    control = f"{next(iter(run.manifest['arms']))} control 0"
+    for table, column, expected in (("gradient_ratio", "input_norm", 4.0), ("norm_bound", "bound", 0.25)):
+        rows = run.tables[table].query("branch == 'attn' and layer < 2")
+        values = rows.pivot(index=["layer", "position"], columns="condition", values=column)
+        ratio = values["rescale-norm"] / values["before"]
+        assert ratio[1, 0] == pytest.approx(expected, rel=1e-4)
+        np.testing.assert_allclose(ratio.drop((1, 0)), 1.0, rtol=1e-5)
+        assert (values[control] / values["before"])[1, 0] == pytest.approx(1.0, rel=1e-5)  # it is elsewhere
