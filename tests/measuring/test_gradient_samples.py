@@ -113,7 +113,7 @@ def test_neither_batches_nor_padding_change_what_intervals_are_made_of(size: int
         mine, theirs = (found[name].sort_values(keys, ignore_index=True) for found in (one, other))
         pd.testing.assert_frame_equal(mine[keys], theirs[keys], check_dtype=False)
         for column in set(mine) - set(keys):
-            assert_near(mine[column].to_numpy(), theirs[column].to_numpy(), 1e-9)
+            assert_near(mine[column].to_numpy(), theirs[column].to_numpy(), 1e-6)
 
 
 def test_one_sequence_leaves_nothing_without_its_group() -> None:
@@ -144,8 +144,8 @@ def test_ratios_of_sequences_have_the_tables_ratio_as_their_mean(name: str) -> N
     by_sequence = found["gradient_ratio_by_sequence"]
     means = by_sequence.groupby(keys)[list(RATIOS)].mean().reset_index()
     expected = found["gradient_ratio"].sort_values(keys, ignore_index=True)
-    pd.testing.assert_frame_equal(means[expected.columns], expected, check_dtype=False, rtol=1e-12)
-    have = by_sequence.query("layer == 0 and branch == 'attn'").groupby("sequence").size()
+    pd.testing.assert_frame_equal(means[expected.columns], expected, check_dtype=False, rtol=1e-6)
+    have = by_sequence.query("layer == 0 and branch == 'attn'").groupby("sequence")["input_norm"].count()
     assert have.tolist() == [min(length, POSITIONS) for length in LENGTHS]
     if name == "llama":  # the last of four tokens predicts nothing
         assert by_sequence.query("sequence == 2 and position == 3")["compress"].isna().all()

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from sinkscope.attention.kernels import upcast
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.errors import SinkscopeError
-from sinkscope.measuring.observables.gradient_samples import ALL_HEADS, GroupSums, SequenceRatios
+from sinkscope.measuring.observables.gradient_samples import ALL_HEADS, GroupSums
 from sinkscope.measuring.observables.gradient_theorems import NormGain, TheoremOne, norm_gain
-from sinkscope.measuring.observables.observable import Mean, Observable, Settings, long_form
+from sinkscope.measuring.observables.observable import BySequence, Mean, Observable, Settings, long_form
 from sinkscope.models.family import RESIDUAL_SITES, Block, Family
 from sinkscope.models.quantized import without_gradients
 from sinkscope.results.tables import HEAD, POSITION, SEQUENCE, Column
@@ -99,7 +99,7 @@ def undefined_ratios(family: Family) -> dict[str, str]:
 
 class Gradient(Observable):
     """Tables `gradient`, `gradient_ratio`, `gradient_check` (theorem 1) and `norm_bound` (theorem 2), and those that
-    intervals of the first two are made of (gradient_samples.py).
+    intervals of the first two are made of.
 
     Ratios are taken per sequence and token; a row is their mean over sequences. The last tokens, which predict nothing,
     have no gradient and no ratio.
@@ -149,7 +149,7 @@ class Gradient(Observable):
         self.pathways: dict[tuple[int, str], torch.Tensor] = {}  # Σ over all sequences of the gradient, (heads,P,d)
         self.groups = GroupSums()
         self.ratios = {name: Mean() for name in RATIOS}
-        self.by_sequence = SequenceRatios(settings.positions)
+        self.by_sequence = BySequence("position")
         self.bounds = {name: Mean() for name in ("measured", "bound", "holds", "tightness")}
         self.gains: dict[tuple[int, str], NormGain] = {}
         self.branches: dict[int, dict[str, Branch]] = {}  # of each layer
@@ -256,7 +256,7 @@ class Gradient(Observable):
         }
         for ratio, statistic in statistics.items():
             self._add(self.ratios[ratio], (layer, name), statistic, batch)
-        self.by_sequence.add((layer, name), statistics, batch)
+        self._add_by_sequence(layer, name, statistics, batch)
         if (layer, name) in self.gains:
             bound = self.gains[layer, name].largest / self._scales.pop((layer, name))
             defined = compress.isfinite()
@@ -272,6 +272,13 @@ class Gradient(Observable):
         defined = statistic.isfinite()
         present = batch.present(self.settings.positions)
         mean.add(key, statistic, defined if present is None else defined & present.to(defined.device))
+
+    def _add_by_sequence(self, layer: int, branch: str, statistics: dict[str, torch.Tensor], batch: Batch) -> None:
+        """Statistics (B,T) of one batch; NaN where a mean leaves them out."""
+        positions = self.settings.positions
+        by_position = {name: batch.at_positions(x, positions) for name, x in statistics.items()}
+        defined = {name: x.masked_fill(~x.isfinite(), torch.nan) for name, x in by_position.items()}
+        self.by_sequence.add(batch, defined, batch.present(positions), layer=layer, branch=branch)
 
     def _look_for_underflow(self, gradient: torch.Tensor, batch: Batch) -> None:
         norms = torch.linalg.vector_norm(gradient, dim=-1)

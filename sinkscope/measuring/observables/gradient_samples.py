@@ -1,12 +1,10 @@
-"""What intervals of the gradient tables are made of: the run's gradient without some of its sequences, and GS eq. 3's
-ratios of each sequence.
+"""What intervals of gradient norms are made of: the norm of the run's gradient without each group of its sequences.
 
 The norm of a gradient is that of a sum over sequences. A bootstrap would take some of them twice, and count the square
-of their own noise four times; the delete-a-group jackknife takes each once. Ratios are means over sequences.
+of their own noise four times; the delete-a-group jackknife takes each once.
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping
 
 import pandas as pd
@@ -72,32 +70,3 @@ def predicted_tokens(batch: Batch) -> torch.Tensor:
     """(B,): of how many tokens of each sequence the loss is. A register token predicts nothing."""
     predicts = batch.targets != IGNORED
     return (predicts if batch.registers is None else predicts & ~batch.registers).sum(1)
-
-
-class SequenceRatios:
-    """Ratios of each sequence, by layer and branch: 4 · positions float32 numbers a sequence."""
-
-    def __init__(self, positions: int) -> None:
-        self.positions = positions
-        self.parts: dict[tuple[int, str], list[tuple[int, dict[str, torch.Tensor]]]] = defaultdict(list)
-
-    def add(self, key: tuple[int, str], statistics: Mapping[str, torch.Tensor], batch: Batch) -> None:
-        """Add statistics (B,T) of one batch; NaN where one is not finite: a token without gradient has no ratio."""
-        present = batch.present(self.positions)
-        kept = {}
-        for name, statistic in statistics.items():
-            x = batch.at_positions(statistic, self.positions)
-            defined = x.isfinite() if present is None else x.isfinite() & present.to(x.device)
-            kept[name] = x.masked_fill(~defined, torch.nan)
-        self.parts[key].append((batch.first, kept))
-
-    def table(self) -> pd.DataFrame:
-        """One row for each sequence and position that it has."""
-        frames = []
-        for (layer, branch), parts in sorted(self.parts.items()):
-            for first, statistics in parts:
-                arrays = {name: x.cpu().numpy() for name, x in statistics.items()}
-                count, positions = next(iter(arrays.values())).shape
-                axes = {"sequence": range(first, first + count), "position": range(positions)}
-                frames.append(long_form({"layer": layer, "branch": branch} | axes, arrays))
-        return pd.concat(frames, ignore_index=True).dropna(subset="input_norm", ignore_index=True)
