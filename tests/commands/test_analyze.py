@@ -145,9 +145,19 @@ def test_repeated_tokens_are_all_alike_to_a_rotary_model_and_not_to_one_with_lea
 @pytest.mark.parametrize(
     ("observables", "tables"),
     [
-        (("attention",), {"attention", "attention_heads", "sink_positions", "attention_maps"}),
+        (
+            ("attention",),
+            {
+                "attention",
+                "attention_heads",
+                "attention_by_sequence",
+                "attention_heads_by_sequence",
+                "sink_positions",
+                "attention_maps",
+            },
+        ),
         (("massive",), {"massive", "massive_map"}),
-        (("geometry", "outlier"), {"geometry", "outlier"}),
+        (("geometry", "outlier"), {"geometry", "geometry_by_sequence", "outlier"}),
         (None, set(all_tables()) - {"summary"} - ABSENT - ARMS),
     ],
 )

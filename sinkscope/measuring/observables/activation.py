@@ -7,36 +7,54 @@ import torch
 
 from sinkscope.attention.kernels import upcast
 from sinkscope.attention.weights import AttentionRead
-from sinkscope.measuring.observables.observable import Mean, Observable, Reading, Settings, long_form
-from sinkscope.results.tables import POSITION, Column
+from sinkscope.measuring.observables.observable import (
+    LATER,
+    BySequence,
+    Mean,
+    Observable,
+    Reading,
+    Settings,
+    later_mean,
+    long_form,
+)
+from sinkscope.results.tables import POSITION, SEQUENCE, Column
 from sinkscope.text.batch import Batch
 
 SITES = ("layer_in", "attn_out", "mid", "mlp_out", "layer_out")
+SITE_OR_VALUE = Column(
+    "site",
+    "layer_in, attn_out, mid, mlp_out, layer_out (the mean, where a model keeps copies of its residual stream), or "
+    "value: that of all heads",
+    kind="text",
+)
 
 
 class Activation(Observable):
-    """Table `activation`: mean and maximum over sequences of each position's L2 norm."""
+    """Tables `activation`, mean and maximum over sequences of each position's L2 norm, and `activation_by_sequence`."""
 
     name = "activation"
     about = "L2 norm of the residual stream, branch outputs and value states by position"
     sites = (*SITES, "attention")
     columns: ClassVar = {
         "activation": (
-            Column(
-                "site",
-                "layer_in, attn_out, mid, mlp_out, layer_out (the mean, where a model keeps copies of its residual "
-                "stream), or value: that of all heads",
-                kind="text",
-            ),
+            SITE_OR_VALUE,
             POSITION,
             Column("norm_mean", "L2 norm, mean over sequences"),
             Column("norm_max", "L2 norm, maximum over sequences"),
+        ),
+        "activation_by_sequence": (
+            SITE_OR_VALUE,
+            SEQUENCE,
+            Column("norm", "L2 norm at position 0 of this sequence"),
+            Column("norm_later", "mean over positions 5 to 15"),
+            Column("norm_smallest", "smallest of all the sequence's tokens"),
         ),
     }
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.mean = Mean()
+        self.by_sequence = BySequence()
         self.maximum: dict[tuple[int, str], torch.Tensor] = {}
 
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
@@ -47,6 +65,7 @@ class Activation(Observable):
 
     def _add(self, layer: int, site: str, norms: torch.Tensor, batch: Batch) -> None:
         positions = self.settings.positions
+        self._add_sequences(layer, site, norms, batch)
         norms = batch.at_positions(norms, positions)
         present = batch.present(positions)
         self.mean.add((layer, site), norms, present)
@@ -56,6 +75,16 @@ class Activation(Observable):
         known = self.maximum.get((layer, site))
         self.maximum[layer, site] = highest if known is None else torch.maximum(known, highest)
 
+    def _add_sequences(self, layer: int, site: str, norms: torch.Tensor, batch: Batch) -> None:
+        at_positions = batch.at_positions(norms, LATER.stop)
+        everywhere = norms if batch.valid is None else norms.masked_fill(~batch.valid.to(norms.device), torch.inf)
+        statistics = {
+            "norm": at_positions[:, 0],
+            "norm_later": later_mean(at_positions, batch.present(LATER.stop)),
+            "norm_smallest": everywhere.amin(1),
+        }
+        self.by_sequence.add(batch, statistics, layer=layer, site=site)
+
     def tables(self) -> dict[str, pd.DataFrame]:
         frames = [
             long_form(
@@ -64,7 +93,10 @@ class Activation(Observable):
             )
             for layer, site in self.mean.keys()  # noqa: SIM118 (not a dict)
         ]
-        return {"activation": pd.concat(frames, ignore_index=True)}
+        return {
+            "activation": pd.concat(frames, ignore_index=True),
+            "activation_by_sequence": self.by_sequence.table(),
+        }
 
 
 def token_norms(x: torch.Tensor, batch: Batch) -> torch.Tensor:

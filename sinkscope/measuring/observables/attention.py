@@ -8,14 +8,15 @@ import pandas as pd
 import torch
 
 from sinkscope.attention.weights import AttentionRead, column_sums, row_chunks
-from sinkscope.measuring.observables.observable import HeadMeans, Observable, Settings
+from sinkscope.measuring.observables.observable import BySequence, HeadMeans, Observable, Settings
 from sinkscope.results.metrics import is_sink
 from sinkscope.results.tables import HEAD, KV_HEAD, POSITION, SEQUENCE, TOKEN, TOKEN_ID, Column
 from sinkscope.text.batch import Batch
 
 
 class Attention(Observable):
-    """Tables `attention`, `attention_heads` and `sink_positions`; `attention_outside` of models that have such a term.
+    """Tables `attention`, `attention_heads` and `sink_positions`, and for each sequence `attention_by_sequence` and
+    `attention_heads_by_sequence`; `attention_outside` of models that have such a term.
 
     window_mass is the mean over the queries that are at most W - 1 tokens away from the key, of those that there are:
     with T = W = 64 this is WSE's α, the mean over all queries t ≥ s. In an encoder, which attends both ways, queries in
@@ -44,6 +45,17 @@ class Attention(Observable):
             Column("outside_mass", "weight that goes to no token of the text, mean over queries (WSE §7)"),
             Column("sink_rate_outside", "share of sequences in which that is a sink (`sinkscope list metrics`)"),
         ),
+        "attention_by_sequence": (
+            SEQUENCE, POSITION,
+            Column("window_mass", "that of `attention` on this sequence, mean over heads"),
+            Column("sink_rate", "share of heads in which the position is a sink"),
+            Column("sink_mass", "that of `attention` on this sequence, mean over heads"),
+        ),
+        "attention_heads_by_sequence": (
+            HEAD, KV_HEAD, SEQUENCE,
+            Column("window_mass", "that of position 0 on this sequence"),
+            Column("sink_mass", "that of position 0 on this sequence"),
+        ),
         "sink_positions": (
             HEAD, SEQUENCE, POSITION, TOKEN_ID, TOKEN,
             Column("queries", "queries of the key: its own and those behind it; encoder: all", kind="whole"),
@@ -54,6 +66,7 @@ class Attention(Observable):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.by_position, self.by_head, self.outside = HeadMeans(), HeadMeans(), HeadMeans()
+        self.by_sequence, self.heads_by_sequence = BySequence("position"), BySequence("head")
         self.sinks: dict[str, list[np.ndarray]] = defaultdict(list)
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
@@ -69,7 +82,12 @@ class Attention(Observable):
             "sink_mass": batch.at_positions(sums.mass, positions) / queries,
             "sink_second_moment": batch.at_positions(sums.second, positions) / queries,
         }
-        self.by_position.add(layer, group, statistics, batch.present(positions))
+        present = batch.present(positions)
+        self.by_position.add(layer, group, statistics, present)
+        of_sequence = {name: statistics[name].double().mean(1) for name in ("window_mass", "sink_rate", "sink_mass")}
+        self.by_sequence.add(batch, of_sequence, present, layer=layer)
+        at_first = {name: statistics[name][..., 0] for name in ("window_mass", "sink_mass")}
+        self.heads_by_sequence.add(batch, at_first, layer=layer)
         # NaN where a sequence is too long to read all columns: no mean over all sequences then
         entropy = torch.full_like(read.lse, torch.nan) if sums.entropy is None else sums.entropy
         rows = {"attention_entropy": entropy, "missing_mass": read.missing_mass}
@@ -105,6 +123,9 @@ class Attention(Observable):
         return outside | {
             "attention": self.by_position.table(),
             "attention_heads": self.by_head.table(),
+            # a sequence has its own positions only
+            "attention_by_sequence": self.by_sequence.table().dropna(subset="window_mass", ignore_index=True),
+            "attention_heads_by_sequence": self.by_position.with_kv_head(self.heads_by_sequence.table()),
             # they come batch by batch: sorted, so that the batch size changes nothing
             "sink_positions": sinks.sort_values(["layer", "head", "sequence", "position"], ignore_index=True),
         }

@@ -1,5 +1,6 @@
 """Why a key is a sink: norms and angles of q, k, v (WSE fig. 2) and the logit gap (VGA §4.1)."""
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import pandas as pd
@@ -7,13 +8,22 @@ import torch
 
 from sinkscope.attention.kernels import grouped_matmul, repeat_heads, upcast
 from sinkscope.attention.weights import AttentionRead, row_chunks
-from sinkscope.measuring.observables.observable import HeadMeans, Observable, Settings
-from sinkscope.results.tables import HEAD, KV_HEAD, POSITION, Column
+from sinkscope.measuring.observables.observable import (
+    LATER,
+    BySequence,
+    HeadMeans,
+    Observable,
+    Settings,
+    later_mean,
+)
+from sinkscope.results.tables import HEAD, KV_HEAD, POSITION, SEQUENCE, Column
 from sinkscope.text.batch import Batch
 
 
 class Geometry(Observable):
-    """Table `geometry`. Norms are those after rotary; pairs (t, s) are those in which t may attend to s."""
+    """Tables `geometry` and `geometry_by_sequence`. Norms are those after rotary; pairs (t, s) are those in which t may
+    attend to s.
+    """
 
     name = "geometry"
     about = "norms of query, key and value, query–key cosine and the sink's logit gap per head and position"
@@ -28,11 +38,24 @@ class Geometry(Observable):
             Column("qk_norm_product", "‖q‖‖k‖, mean over the same queries"),
             Column("sink_logit_gap", "logit of the key minus the mean logit of the query's other keys (VGA §4.1)"),
         ),
+        "geometry_by_sequence": (
+            HEAD, KV_HEAD, SEQUENCE,
+            Column("key_norm", "that of position 0 on this sequence"),
+            Column("key_norm_later", "mean over positions 5 to 15"),
+            Column("value_norm", "that of position 0"),
+            Column("value_norm_later", "mean over positions 5 to 15"),
+            Column("qk_cosine", "that of position 0"),
+            Column("qk_cosine_later", "mean over positions 5 to 15"),
+            Column("qk_norm_product", "that of position 0"),
+            Column("qk_norm_product_later", "mean over positions 5 to 15"),
+            Column("sink_logit_gap", "that of position 0"),
+        ),
     }  # fmt: skip
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.means = HeadMeans()
+        self.by_sequence = BySequence("head")
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
         positions = self.settings.positions
@@ -41,13 +64,26 @@ class Geometry(Observable):
             repeat_heads(torch.linalg.vector_norm(upcast(x), dim=-1, keepdim=True), heads).squeeze(-1)
             for x in (read.query, read.key, read.value)
         )
-        pairs = pair_means(read, query_norm, key_norm, batch.columns(positions))
+        columns = max(positions, LATER.stop)
+        pairs = pair_means(read, query_norm, key_norm, batch.columns(columns))
         by_column = {"query_norm": query_norm, "key_norm": key_norm, "value_norm": value_norm} | pairs
-        at_positions = {name: batch.at_positions(statistic, positions) for name, statistic in by_column.items()}
-        self.means.add(layer, heads // read.key.shape[1], at_positions, batch.present(positions))
+        at_positions = {name: batch.at_positions(statistic, columns) for name, statistic in by_column.items()}
+        first = {name: statistic[..., :positions] for name, statistic in at_positions.items()}
+        self.means.add(layer, heads // read.key.shape[1], first, batch.present(positions))
+        self.by_sequence.add(batch, first_and_later(at_positions, batch.present(columns)), layer=layer)
 
     def tables(self) -> dict[str, pd.DataFrame]:
-        return {"geometry": self.means.table()}
+        by_sequence = self.means.with_kv_head(self.by_sequence.table())
+        return {"geometry": self.means.table(), "geometry_by_sequence": by_sequence}
+
+
+def first_and_later(at_positions: Mapping[str, torch.Tensor], present: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """The columns of `geometry_by_sequence`, (B,H) each, from statistics by position, (B,H,P); `present` (B,P)."""
+    found = {}
+    for name in ("key_norm", "value_norm", "qk_cosine", "qk_norm_product"):
+        found[name] = at_positions[name][..., 0]
+        found[f"{name}_later"] = later_mean(at_positions[name], present)
+    return found | {"sink_logit_gap": at_positions["sink_logit_gap"][..., 0]}
 
 
 def pair_means(

@@ -163,9 +163,69 @@ class HeadMeans:
 
     def table(self) -> pd.DataFrame:
         frames = []
-        for layer, group in sorted(self._groups.items()):
+        for layer in sorted(self._groups):
             arrays = {name: mean[layer] for name, mean in self._means.items()}
             axes = zip(("head", "position"), next(iter(arrays.values())).shape, strict=False)
-            frame = long_form({"layer": layer} | {axis: range(size) for axis, size in axes}, arrays)
-            frames.append(frame.assign(kv_head=frame["head"] // group))
+            frames.append(long_form({"layer": layer} | {axis: range(size) for axis, size in axes}, arrays))
+        return self.with_kv_head(pd.concat(frames, ignore_index=True))
+
+    def with_kv_head(self, table: pd.DataFrame) -> pd.DataFrame:
+        """A table with `layer` and `head`, and beside them the key/value head that the query head reads."""
+        return table.assign(kv_head=table["head"] // table["layer"].map(self._groups))
+
+
+class BySequence:
+    """Statistics of every sequence, (B,…) a batch, in float32: a table with a row for each sequence, and for each place
+    on the further axes.
+
+    What a running mean over sequences cannot give is made from it: the uncertainty of that mean.
+    """
+
+    def __init__(self, *axes: str) -> None:
+        self._axes = axes  # behind the sequence
+        self._parts: dict[tuple, dict[int, dict[str, np.ndarray]]] = defaultdict(dict)  # labels → first sequence → B
+
+    def add(
+        self, batch: Batch, statistics: Mapping[str, torch.Tensor], present: torch.Tensor | None = None, **labels: Any
+    ) -> None:
+        """Add one batch.
+
+        Args:
+            statistics: column → (B,…).
+            present: (B,P), which sequences have which position, the last axis; the others are NaN. None: all have all.
+            labels: columns that are constant here, such as the layer.
+        """
+        values = torch.stack([statistic.to(torch.float32) for statistic in statistics.values()])
+        if present is not None:
+            absent = ~present.to(values.device)
+            values = values.masked_fill(absent.view(len(absent), *[1] * (values.dim() - 3), -1), torch.nan)
+        self._parts[tuple(labels.items())][batch.first] = dict(zip(statistics, values.cpu().numpy(), strict=True))
+
+    def table(self) -> pd.DataFrame:
+        """By labels, then by sequence: the order of the batches changes nothing."""
+        frames = []
+        for labels, parts in sorted(self._parts.items()):
+            by_first = [parts[first] for first in sorted(parts)]
+            arrays = {name: np.concatenate([part[name] for part in by_first]) for name in by_first[0]}
+            sizes = next(iter(arrays.values())).shape[1:]
+            sequences = [first + at for first in sorted(parts) for at in range(len(next(iter(parts[first].values()))))]
+            axes = {axis: range(size) for axis, size in zip(self._axes, sizes, strict=True)}
+            frames.append(long_form(dict(labels) | {"sequence": sequences} | axes, arrays))
         return pd.concat(frames, ignore_index=True)
+
+
+LATER = slice(5, 16)  # positions that position 0 is compared with; the same ones whatever --positions says
+
+
+def later_mean(x: torch.Tensor, present: torch.Tensor | None) -> torch.Tensor:
+    """(B,…,P), P ≥ LATER.stop → (B,…): mean over the positions LATER, of those that a sequence has; NaN: it has none.
+
+    Args:
+        x: statistics by position.
+        present: (B,P), which sequences have which position; None: all have all.
+    """
+    x = x[..., LATER]
+    if present is None:
+        return x.mean(-1)
+    present = present[:, LATER].to(x.device).view(len(present), *[1] * (x.dim() - 2), -1)
+    return x.masked_fill(~present, 0.0).sum(-1) / present.sum(-1)
