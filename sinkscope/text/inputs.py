@@ -68,6 +68,11 @@ class TokenInputs:
         return sum(len(ids) for ids in self.sequences)
 
     @property
+    def repeats_one_token(self) -> bool:
+        """Whether every sequence is one token, repeated; False with a BOS in front."""
+        return self.condition == "repeated" and all((ids == ids[0]).all() for ids in self.sequences)
+
+    @property
     def num_predicted(self) -> int:
         """Tokens that have one before them: all but each sequence's first. Of an encoder, those that are hidden."""
         return self.num_tokens - len(self) if self.masked is None else sum(one.predicted for one in self.masked)
