@@ -68,11 +68,6 @@ class TokenInputs:
         return sum(len(ids) for ids in self.sequences)
 
     @property
-    def repeats_one_token(self) -> bool:
-        """Whether every sequence is one token, repeated; False with a BOS in front."""
-        return self.condition == "repeated" and all((ids == ids[0]).all() for ids in self.sequences)
-
-    @property
     def num_predicted(self) -> int:
         """Tokens that have one before them: all but each sequence's first. Of an encoder, those that are hidden."""
         return self.num_tokens - len(self) if self.masked is None else sum(one.predicted for one in self.masked)
@@ -84,6 +79,11 @@ class TokenInputs:
     @property
     def longest(self) -> int:
         return max(len(ids) for ids in self.sequences)
+
+    @property
+    def repeats_one_token(self) -> bool:
+        """Whether every sequence is one token, repeated; False with a BOS in front."""
+        return self.condition == "repeated" and all((ids == ids[0]).all() for ids in self.sequences)
 
     def part(self, first: int, last: int) -> "TokenInputs":
         """Sequences first … last − 1 as inputs by themselves."""

@@ -34,6 +34,7 @@ from sinkscope.results.tables import COORDINATE, POSITION, SEQUENCE, Column
 from sinkscope.text.batch import Batch
 
 ALL_HEADS = -1
+NO_QUERY_BIAS = "its queries have no bias"
 BINS = 60  # of Δ's histogram, a layer
 # q_norm, q_layernorm, query_layernorm, k_norm, qk_norm, …: in front of the logits, unlike a norm of the heads' mix
 QUERY_OR_KEY_NORM = re.compile(r"(^|[._])(q|k|qk|query|key)_\w*(norm|ln)\w*$")
@@ -94,7 +95,7 @@ class QueryBias(Observable):
         attentions = list(family.attentions(model).values())
         modules: list[Any] = [attention.get_submodule(family.qkv[0]) for attention in attentions]
         if all(getattr(module, "bias", None) is None for module in modules):
-            return "its queries have no bias"
+            return NO_QUERY_BIAS
         norm = next((path for path, _ in attentions[0].named_modules() if QUERY_OR_KEY_NORM.search(path)), None)
         if norm is not None:
             return f"a norm ({norm}) stands between the projection of queries or keys and the logits"
