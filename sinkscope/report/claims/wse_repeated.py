@@ -41,11 +41,11 @@ def _largest(column: str, kind: str | None = None) -> Callable[[Evidence], Estim
 
     def measure(evidence: Evidence) -> Estimate:
         table = _equal_tokens(evidence)
-        values = (table if kind is None else table[table["positions"] == kind])[column].dropna()
-        if not len(values):
+        rows = (table if kind is None else table[table["positions"] == kind]).dropna(subset=[column])
+        if not len(rows):
             raise NotDefined("a further term in its softmax's denominator takes part of the weight")
-        layers = table.loc[values.index, "layer"].nunique()
-        return exact(values.max()).over(f"{layers} {'layer' if layers == 1 else 'layers'}")
+        layers = rows["layer"].nunique()
+        return exact(rows[column].max()).over(f"{layers} {'layer' if layers == 1 else 'layers'}")
 
     return measure
 
