@@ -219,6 +219,18 @@ def _within(weights: torch.Tensor, rows: slice, cols: slice, window: int) -> tor
     return weights * ((row - torch.arange(cols.start, cols.stop, device=weights.device)).abs() < window)
 
 
+def keys_seen(read: AttentionRead) -> torch.Tensor:
+    """How many keys each real query may attend to, (B|1,H|1,T)."""
+    counts = []
+    for rows in row_chunks(read.length):
+        allowed = read.allowed(rows, read.keys(rows))
+        if allowed is None:
+            allowed = torch.ones(1, 1, rows.stop - rows.start, read.keys(rows).stop, device=read.lse.device)
+        counts.append(allowed.sum(-1))
+    shape = torch.broadcast_shapes(*(count.shape[:2] for count in counts))
+    return torch.cat([count.expand(*shape, -1) for count in counts], dim=-1).to(read.lse.dtype)
+
+
 def row_chunks(length: int, chunk: int = ROW_CHUNK) -> Iterator[slice]:
     for start in range(0, length, chunk):
         yield slice(start, min(start + chunk, length))

@@ -12,11 +12,12 @@ from transformers import PreTrainedTokenizerBase
 
 from sinkscope.commands.result import Result
 from sinkscope.errors import InputError, one_line
-from sinkscope.interventions import INTERVENTIONS, parse_all
+from sinkscope.interventions import parse_all
 from sinkscope.measuring.console import print_line, print_part
 from sinkscope.measuring.experiment import Experiment
 from sinkscope.measuring.manifest import Facts, make_manifest
 from sinkscope.measuring.measure import measure
+from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.random_weights import random_weights
 from sinkscope.measuring.subject import ModelLike, Subject, check_config, inputs_for, open_subject, options_of
 from sinkscope.options.claims import ClaimsOptions
@@ -127,7 +128,7 @@ class Bench:
 
     def evidence(self) -> Evidence:
         """Measure what is missing. The run of the model as it is comes first: by it a claim speaks of the model."""
-        runs = list(models_of(self.known).get(self.subject.loaded.name, ()))
+        runs: list[Run] = list(models_of(self.known).get(self.subject.loaded.name, ()))
         if not evidence_of(runs, self.name).has(MAIN):
             print_line(self.console, "the model as it is")
             runs.append(self._main())
@@ -175,15 +176,18 @@ class Bench:
         with random_weights(self.subject, self.config.seed) as subject:
             return self._analyzed(subject, {"observables": ("attention", "gradient"), "skip_parity": True})
 
-    def _arms(self) -> Run:
+    def _arms(self, repeated: bool = False) -> Run:
         """Every intervention that claims name, each by itself, in one run."""
-        names = {need.partition(":")[2] for claim in CLAIMS.values() for need in claim.needs if need.startswith("do:")}
-        return self._experiment(self.subject, {"arms": {name: (name,) for name in INTERVENTIONS if name in names}})
+        kind = "repeated-do:" if repeated else "do:"
+        roles = dict.fromkeys(need for claim in CLAIMS.values() for need in claim.needs if need.startswith(kind))
+        arms = {role.removeprefix(kind): (role.removeprefix(kind),) for role in roles}
+        if repeated:
+            return self._experiment(None, {"input": "repeated", "dataset": None, "prompt": None, "arms": arms})
+        return self._experiment(self.subject, {"arms": arms, "observables": self._with_gradients()})
 
-    def _repeated_arms(self) -> Run:
-        arms = ("replace-epe", "transplant-epe")
-        given = {"input": "repeated", "dataset": None, "prompt": None, "arms": {name: (name,) for name in arms}}
-        return self._experiment(None, given)
+    def _with_gradients(self) -> tuple[str, ...]:
+        reason = OBSERVABLES["gradient"].inapplicable(self.subject.loaded.model, self.subject.family)
+        return () if reason or self.subject.without_loss else ("gradient",)
 
     def _streaming(self) -> Run:
         return self._experiment(None, STREAMED)
@@ -223,7 +227,7 @@ WAYS: dict[str, Callable[[Bench, str], Run]] = {
     "repeated": lambda bench, _: bench._input("repeated"),
     "null": lambda bench, _: bench._null(),
     "do": lambda bench, _: bench._arms(),
-    "repeated-do": lambda bench, _: bench._repeated_arms(),
+    "repeated-do": lambda bench, _: bench._arms(repeated=True),
     "streaming": lambda bench, _: bench._streaming(),
     "length": Bench._length,
     "domain": Bench._domain,

@@ -284,6 +284,8 @@ class Intervention(BaseModel, ABC):
 def _text(value: Any) -> str:
     if value is None:
         return "all"
+    if isinstance(value, str):
+        return value
     numbers = value if isinstance(value, tuple) else (value,)
     return "+".join(repr(number).replace("e+", "e") for number in numbers)  # exact, and no + of its own
 

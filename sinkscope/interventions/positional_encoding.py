@@ -1,12 +1,13 @@
-"""Learned positional vectors replaced and exchanged, and with them the effective positional encodings (NU 2 and 3)."""
+"""Learned positions replaced and exchanged (NU 2 and 3): their vectors, or their effective positional encodings."""
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import ClassVar
+from contextlib import AbstractContextManager, contextmanager
+from typing import ClassVar, Literal
 
 import torch
 
+from sinkscope.errors import InputError
 from sinkscope.interventions.intervention import (
     Expectation,
     Index,
@@ -14,15 +15,25 @@ from sinkscope.interventions.intervention import (
     Intervention,
     Known,
     Target,
+    edited_positions,
     random_positions,
 )
 from sinkscope.models.edits import Edit, check_changes, replaced
+from sinkscope.models.positions import effective_positions
+
+ADDS_ITS_MLP = ("sequential", "parallel")  # wirings in which a layer's output is a sum that its MLP's output is part of
 
 
 class _PositionVectors(Intervention):
-    """Rows of the position embedding replaced by others of its rows."""
+    """Positions get the vectors of others.
+
+    at: "embedding", the rows of the position embedding, which the first layer's attention reads, too; or "epe", what
+        EPE_i = MLP⁽¹⁾(p_i) + p_i adds to the first layer's output, so that only later layers see the change.
+    """
 
     expected: ClassVar[bool] = False  # only some models have learned positions
+
+    at: Literal["embedding", "epe"] = "embedding"
 
     @classmethod
     def inapplicable(cls, target: Target) -> str | None:
@@ -33,6 +44,13 @@ class _PositionVectors(Intervention):
     @abstractmethod
     def givers(self) -> dict[int, int]:
         """Position → the position whose vector it gets."""
+
+    def check(self, target: Target, length: int | None = None) -> None:
+        super().check(target, length)
+        if self.at == "epe" and target.family.block(0).wiring not in ADDS_ITS_MLP:
+            raise InputError(
+                f"{self.name}: at=epe: the first layer's output is no sum that its MLP's output is part of"
+            )
 
     @contextmanager
     def applied(self, target: Target) -> Iterator[None]:
@@ -45,13 +63,22 @@ class _PositionVectors(Intervention):
             changed[first + position] = vectors.detach()[first + giver]
         edits: list[Edit] = [(module, "weight", changed)]
         check_changes(self.name, edits)
-        with replaced(edits):
+        with replaced(edits) if self.at == "embedding" else self._epe_exchanged(target):
             yield
+
+    def _epe_exchanged(self, target: Target) -> AbstractContextManager[None]:
+        """The first layer's output with the EPE of the position that gives in place of the position's own."""
+        givers = self.givers()
+        epe = effective_positions(target.model, target.family, max(*givers, *givers.values()) + 1)
+        shifts = {position: epe[giver] - epe[position] for position, giver in givers.items()}
+        return edited_positions(
+            self.name, target, target.layers[:1], givers, lambda module, position, x: x + shifts[position].to(x)
+        )
 
 
 class ReplaceEpe(_PositionVectors):
     name: ClassVar[str] = "replace-epe"
-    about: ClassVar[str] = "position 0 gets another position's vector (positions, source: whose vector)"
+    about: ClassVar[str] = "position 0 gets another position's vector (positions, source: whose; at=epe: its EPE)"
     paper: ClassVar[str] = "NU intervention 2"
     control_about: ClassVar[str] = "the same at another position"
     expects: ClassVar[Expectation] = Expectation.SINK_FALLS
@@ -69,12 +96,12 @@ class ReplaceEpe(_PositionVectors):
     def control(self, known: Known, draw: torch.Generator) -> Intervention:
         """The same among positions that have no sink."""
         *positions, source = random_positions(len(self.positions) + 1, known, draw, self.watched)
-        return ReplaceEpe(positions=tuple(positions), source=source)
+        return ReplaceEpe(positions=tuple(positions), source=source, at=self.at)
 
 
 class TransplantEpe(_PositionVectors):
     name: ClassVar[str] = "transplant-epe"
-    about: ClassVar[str] = "two positions exchange their vectors (source: the sink's, target: where it should go)"
+    about: ClassVar[str] = "two positions exchange their vectors (source: the sink's, target: where it goes; at=epe)"
     paper: ClassVar[str] = "NU intervention 3"
     control_about: ClassVar[str] = "the target and a random position exchange theirs"
     expects: ClassVar[Expectation] = Expectation.SINK_MOVES
@@ -92,4 +119,4 @@ class TransplantEpe(_PositionVectors):
     def control(self, known: Known, draw: torch.Generator) -> Intervention:
         """The target exchanges with a position that is not the sink's."""
         (other,) = random_positions(1, known, draw, self.watched)
-        return TransplantEpe(source=other, target=self.target)
+        return TransplantEpe(source=other, target=self.target, at=self.at)

@@ -20,6 +20,7 @@ from sinkscope.measuring.tables import publish
 from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.options.measuring import RunConfig
 
+NOT_REPEATED = "the tokens of a sequence are not one and the same (--input repeated, without a BOS in front)"
 BACKWARD_COSTS = 4  # times the memory of a forward pass, about: logits and every layer's activations stay
 
 
@@ -115,6 +116,8 @@ def choose(subject: Subject, config: RunConfig) -> Chosen:
     reasons = {name: OBSERVABLES[name].inapplicable(model, family) for name in wanted}
     if subject.without_loss:
         reasons |= {name: subject.without_loss for name in wanted if OBSERVABLES[name].backward}
+    if not subject.inputs.repeats_one_token:
+        reasons |= {name: NOT_REPEATED for name in wanted if OBSERVABLES[name].of_equal_tokens}
     left_out = {name: reason for name, reason in reasons.items() if reason is not None}
     if config.observables is not None and left_out:
         name, reason = next(iter(left_out.items()))

@@ -41,7 +41,7 @@ def summarize(
         per_layer |= _attention(tables, inputs)
     if "geometry" in tables:
         per_layer |= _geometry(tables["geometry"])
-        if _all_tokens_equal(inputs) and _keeps_tokens_equal(family):
+        if inputs.repeats_one_token and _keeps_tokens_equal(family):
             others = np.arange(inputs.longest) if family.causal else np.full(inputs.longest, inputs.longest - 1)
             per_layer["repeated_bound"] = _repeated_bound(tables["geometry"], scaling, others)
     if "gate" in tables:
@@ -74,11 +74,6 @@ def summarize(
     whole = {metric: float(series.mean()) for metric, series in per_layer.items()} | totals
     rows += [(WHOLE_MODEL, metric, value) for metric, value in whole.items()]
     return pd.DataFrame(rows, columns=["layer", "metric", "value"])
-
-
-def _all_tokens_equal(inputs: TokenInputs) -> bool:
-    """False with a BOS in front of the repeated token."""
-    return inputs.condition == "repeated" and all((ids == ids[0]).all() for ids in inputs.sequences)
 
 
 def _keeps_tokens_equal(family: Family) -> bool:

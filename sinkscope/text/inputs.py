@@ -88,6 +88,11 @@ class TokenInputs:
     def longest(self) -> int:
         return max(len(ids) for ids in self.sequences)
 
+    @property
+    def repeats_one_token(self) -> bool:
+        """Whether every sequence is one token, repeated; False with a BOS in front."""
+        return self.condition == "repeated" and all((ids == ids[0]).all() for ids in self.sequences)
+
     def part(self, first: int, last: int) -> "TokenInputs":
         """Sequences first … last − 1 as inputs by themselves."""
         sequences, masked = self.sequences[first:last], self.masked and self.masked[first:last]

@@ -55,6 +55,7 @@ class Observable:
     columns: ClassVar[Mapping[str, Columns]] = {}  # its tables, and their columns behind model, condition and layer
     expected: ClassVar[bool] = True  # of any model: where it does not apply, a run and the doctor say so
     by_default: ClassVar[bool] = True  # measured where the user names no observables
+    of_equal_tokens: ClassVar[bool] = False  # reads only input in which all tokens of a sequence are one and the same
     backward: ClassVar[bool] = False  # needs gradients: `watch` and `watch_attention` are called, not `see`
     # A follow-up: where these are measured it sees the first sequence, after the pass and aimed by its tables.
     after: ClassVar[tuple[str, ...]] = ()

@@ -19,21 +19,29 @@ from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import upcast
 from sinkscope.errors import InputError
-from sinkscope.measuring.observables.observable import NO_ATTENTION, Observable, Reading, Settings, long_form
+from sinkscope.measuring.observables.observable import (
+    NO_ATTENTION,
+    BySequence,
+    Observable,
+    Reading,
+    Settings,
+    long_form,
+)
 from sinkscope.models.family import Family
 from sinkscope.models.positions import effective_positions, massive_coordinates
 from sinkscope.models.projections import check_plain, projections
-from sinkscope.results.tables import COORDINATE, POSITION, Column
+from sinkscope.results.tables import COORDINATE, POSITION, SEQUENCE, Column
 from sinkscope.text.batch import Batch
 
 ALL_HEADS = -1
+NO_QUERY_BIAS = "its queries have no bias"
 BINS = 60  # of Δ's histogram, a layer
 # q_norm, q_layernorm, query_layernorm, k_norm, qk_norm, …: in front of the logits, unlike a norm of the heads' mix
 QUERY_OR_KEY_NORM = re.compile(r"(^|[._])(q|k|qk|query|key)_\w*(norm|ln)\w*$")
 
 
 class QueryBias(Observable):
-    """Tables `query_bias`, `gamma` and `delta_distribution`, of the layers whose queries have a bias.
+    """Tables `query_bias` (also by sequence), `gamma` and `delta_distribution`, of layers whose queries have a bias.
 
     Head -1 is all heads together: the sum of their Δ, and the alignment of their concatenated vectors.
     """
@@ -48,6 +56,12 @@ class QueryBias(Observable):
             Column("delta_mean", "Δ = b_Qᵀ W_k x of this position's token, mean over sequences"),
             Column("delta_std", "its standard deviation over sequences"),
             Column("key_alignment", "cos(W_k EPE, b_Q) of this position; NaN without learned positions (NU §4.2.2)"),
+        ),
+        "query_bias_by_sequence": (
+            SEQUENCE,
+            Column("delta", "Δ of position 0, all heads together"),
+            Column("delta_later", "mean over all later positions"),
+            Column("delta_later_std", "standard deviation over them"),
         ),
         "gamma": (
             COORDINATE,
@@ -67,6 +81,7 @@ class QueryBias(Observable):
         self.site = "attn_norm"
         self.directions: dict[int, torch.Tensor] = {}  # u (H,D), Δ_j^h = u_h · x_j
         self.moments: dict[int, Moments] = {}
+        self.by_sequence = BySequence()
         self.deltas: dict[int, list[torch.Tensor]] = {}  # of all heads together, (B,P); NaN past a sequence's end
 
     @classmethod
@@ -80,7 +95,7 @@ class QueryBias(Observable):
         attentions = list(family.attentions(model).values())
         modules: list[Any] = [attention.get_submodule(family.qkv[0]) for attention in attentions]
         if all(getattr(module, "bias", None) is None for module in modules):
-            return "its queries have no bias"
+            return NO_QUERY_BIAS
         norm = next((path for path, _ in attentions[0].named_modules() if QUERY_OR_KEY_NORM.search(path)), None)
         if norm is not None:
             return f"a norm ({norm}) stands between the projection of queries or keys and the logits"
@@ -95,7 +110,7 @@ class QueryBias(Observable):
 
     def prepare(self, model: PreTrainedModel, family: Family, predicted: int) -> None:
         self.model, self.family = model, family
-        self.site = "attn_norm" if "attn_norm" in family.sites else "layer_in"  # what attention projects
+        self.site = read_by_attention(family)
         for layer in family.attentions(model):
             weight, bias = key_weight_and_query_bias(model, family, layer)
             if bias is not None:
@@ -112,7 +127,13 @@ class QueryBias(Observable):
             present = torch.ones(delta.shape[:2], dtype=torch.bool)
         present = present.to(delta.device)
         self.moments.setdefault(layer, Moments()).add(delta, present)
-        self.deltas.setdefault(layer, []).append(delta[..., 0].masked_fill(~present, torch.nan))
+        together = delta[..., 0].masked_fill(~present, torch.nan)
+        self.deltas.setdefault(layer, []).append(together)
+        later = together[:, 1:]
+        mean = later.nanmean(1)
+        deviation = (later - mean[:, None]).square().nanmean(1).sqrt()
+        statistics = {"delta": together[:, 0], "delta_later": mean, "delta_later_std": deviation}
+        self.by_sequence.add(batch, statistics, layer=layer)
 
     @torch.no_grad()
     def tables(self) -> dict[str, pd.DataFrame]:
@@ -122,6 +143,7 @@ class QueryBias(Observable):
         layers = sorted(self.moments)
         return {
             "query_bias": pd.concat([self._by_position(layer, positions) for layer in layers], ignore_index=True),
+            "query_bias_by_sequence": self.by_sequence.table(),
             "gamma": pd.concat([self._by_coordinate(layer, positions) for layer in layers], ignore_index=True),
             "delta_distribution": pd.concat([self._distribution(layer) for layer in layers], ignore_index=True),
         }
@@ -160,6 +182,11 @@ class QueryBias(Observable):
         counts = np.stack([np.histogram(values, edges)[0] for values in found.values()])
         table = long_form({"layer": layer, "group": list(found), "bin": range(BINS)}, {"count": counts})
         return table.assign(delta=np.tile((edges[1:] + edges[:-1]) / 2, len(found))).drop(columns="bin")
+
+
+def read_by_attention(family: Family) -> str:
+    """The site that attention projects its queries and keys from."""
+    return "attn_norm" if "attn_norm" in family.sites else "layer_in"
 
 
 class Moments:

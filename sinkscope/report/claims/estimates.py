@@ -144,3 +144,13 @@ def mean_of_runs(values: np.ndarray) -> Estimate:
         return Estimate(value, -np.inf, np.inf)
     reach = float(stats.t.ppf((1 + LEVEL) / 2, len(values) - 1) * np.std(values, ddof=1) / np.sqrt(len(values)))
     return Estimate(value, value - reach, value + reach)
+
+
+def one_more_run(values: np.ndarray) -> Estimate:
+    """The mean over runs with the interval in which one more would fall (Student's); unbounded with fewer than two."""
+    value = float(np.mean(values)) if len(values) else 0.0
+    if len(values) < 2:
+        return Estimate(value, -np.inf, np.inf)
+    spread = float(np.std(values, ddof=1) * np.sqrt(1 + 1 / len(values)))
+    reach = float(stats.t.ppf((1 + LEVEL) / 2, len(values) - 1)) * spread
+    return Estimate(value, value - reach, value + reach)

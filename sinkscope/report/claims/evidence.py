@@ -43,9 +43,19 @@ def _streams(run: RunData) -> bool:
 
 def _arm(name: str, repeated: bool = False) -> Callable[[RunData], bool]:
     def is_it(run: RunData) -> bool:
-        return run.command == "intervene" and (run.condition == "repeated") == repeated and name in run.manifest["arms"]
+        reads = (run.condition == "repeated") == repeated
+        return run.command == "intervene" and reads and label_of(run, name) is not None
 
     return is_it
+
+
+def label_of(run: RunData, name: str) -> str | None:
+    """Under which label a run of `intervene` has the arm that does this alone, with these parameters; None: it has not.
+
+    An arm that says no more than its label does what that names.
+    """
+    arms = run.manifest.get("arms", {}).items()
+    return next((label for label, arm in arms if arm.get("asked", [label]) == [name]), None)
 
 
 ROLES: dict[str, Role] = {
@@ -162,9 +172,8 @@ class Evidence:
 
     def table(self, role: str, name: str) -> pd.DataFrame:
         """One table of a run; of a role "do:NAME" the rows of that arm."""
-        run, (_, _, arm) = self.runs[role], role.partition(":")
-        table = run.tables[name]
-        return table[table["condition"] == arm] if arm else table
+        table, label = self.runs[role].tables[name], self.label(role)
+        return table[table["condition"] == label] if label else table
 
     def before(self, role: str, name: str) -> pd.DataFrame:
         """The rows of a table of `intervene` that are of the model as it is."""
@@ -173,10 +182,13 @@ class Evidence:
 
     def sequences(self, role: str, condition: str | None = None) -> Sequences:
         """By-sequence tables of a run; of `intervene` those of one arm, by default the role's own."""
-        run, (_, _, arm) = self.runs[role], role.partition(":")
-        if arm:
-            run = run.at(condition or arm)
-        return Sequences(run)
+        run, label = self.runs[role], self.label(role)
+        return Sequences(run.at(condition or label) if label else run)
+
+    def label(self, role: str) -> str | None:
+        """Of the arm that a role "do:NAME" is; None of other roles."""
+        name = role.partition(":")[2]
+        return label_of(self.runs[role], name) if name else None
 
     @property
     def any_run(self) -> RunData:

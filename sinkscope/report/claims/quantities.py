@@ -4,8 +4,8 @@ import numpy as np
 
 from sinkscope.measuring.observables.massive import THRESHOLD
 from sinkscope.report.claims.claim import NotDefined, Part, above, at_least
-from sinkscope.report.claims.estimates import Estimate, bootstrap, exact, mean_of_runs, positive_jackknife
-from sinkscope.report.claims.evidence import ALL_HEADS, BEFORE, Evidence
+from sinkscope.report.claims.estimates import Estimate, bootstrap, exact, positive_jackknife
+from sinkscope.report.claims.evidence import ALL_HEADS, Evidence
 
 FIRST_LATER, LAST_LATER = 5, 15  # the positions that claims call later
 LATER = slice(FIRST_LATER, LAST_LATER + 1)
@@ -125,44 +125,6 @@ def gradient_ratio(evidence: Evidence, pathway: str, role: str = "natural") -> E
     """At position 0 ÷ later ones, of norms averaged over layers first (GS fig. 2)."""
     by_position = gradients(evidence, pathway, role).mean(1)
     return positive_jackknife(by_position[:, 0] / by_position[:, LATER].mean(1))
-
-
-# --- interventions
-
-
-def control_draws(evidence: Evidence, role: str) -> list[str]:
-    """The conditions of an arm's random controls."""
-    run, arm = evidence.runs[role], role.partition(":")[2]
-    conditions = run.tables["loss_by_sequence"]["condition"].unique()
-    return sorted(name for name in conditions if name.startswith(f"{arm} control "))
-
-
-def losses(evidence: Evidence, role: str, condition: str) -> np.ndarray:
-    """(R,): loss per predicted token under one arm, or `before`; the sequences resampled alike for all."""
-    sequences = evidence.sequences(role, condition)
-    loss, predicted = (
-        sequences.values("loss_by_sequence", column, ("layer",))[:, 0] for column in ("loss", "predicted")
-    )
-    return (sequences.weights @ (loss * predicted)) / (sequences.weights @ predicted)
-
-
-def perplexity_ratio(evidence: Evidence, role: str, condition: str = "") -> Estimate:
-    """Perplexity under an intervention ÷ without; sequences resampled in pairs."""
-    arm = condition or role.partition(":")[2]
-    return bootstrap(np.exp(losses(evidence, role, arm) - losses(evidence, role, BEFORE)))
-
-
-def perplexity_of_controls(evidence: Evidence, role: str) -> Estimate:
-    """The same under random controls, their mean and spread.
-
-    Raises:
-        NotDefined: the arm has no controls.
-    """
-    draws = control_draws(evidence, role)
-    if not draws:
-        raise NotDefined("the intervention has no random control on this model")
-    before = losses(evidence, role, BEFORE)[0]
-    return mean_of_runs(np.exp([losses(evidence, role, draw)[0] - before for draw in draws]))
 
 
 # --- null hypotheses in closed form

@@ -1,9 +1,9 @@
 """All claims by id, paper after paper."""
 
-from sinkscope.report.claims import gs, s2m, trained, vga, wse
+from sinkscope.report.claims import gs, nu, s2m, trained, vga, wse, wse_repeated
 from sinkscope.report.claims.claim import PAPERS, Claim
 
-FILES = (gs, wse, s2m, vga, trained)
+FILES = (gs, wse, wse_repeated, s2m, nu, vga, trained)
 _PAPERS = list(PAPERS)
 
 

@@ -5,10 +5,10 @@ from collections.abc import Callable
 import numpy as np
 import pandas as pd
 
+from sinkscope.report.claims.arms import perplexity_of_controls, perplexity_ratio
 from sinkscope.report.claims.claim import Claim, NotDefined, Part, above, at_least, at_most, below, between
 from sinkscope.report.claims.estimates import Estimate, bootstrap, exact, resamplings, weighted_means
 from sinkscope.report.claims.evidence import Evidence
-from sinkscope.report.claims.quantities import perplexity_of_controls, perplexity_ratio
 from sinkscope.report.claims.scopes import causal
 from sinkscope.results.findings import FEWEST_QUERIES
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pandas as pd
 
+from sinkscope.report.claims.arms import perplexity_of_controls, perplexity_ratio
 from sinkscope.report.claims.claim import Claim, NotDefined, Part, above, at_most, below
 from sinkscope.report.claims.estimates import Estimate, bootstrap, exact, positive_jackknife, rank_correlation
 from sinkscope.report.claims.evidence import Evidence
@@ -13,8 +14,6 @@ from sinkscope.report.claims.quantities import (
     by_head,
     in_sink_heads,
     norm_ratios,
-    perplexity_of_controls,
-    perplexity_ratio,
 )
 from sinkscope.report.claims.scopes import causal, gated
 

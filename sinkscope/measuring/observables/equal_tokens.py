@@ -1,0 +1,157 @@
+"""Repeated tokens: how equal their states stay, and attention against its closed forms (WSE propositions 1, 3 and 4).
+
+Where only relative positions tell places apart, equal tokens stay equal in every layer: each sees copies of itself
+alone. All logits of a head are then one number plus what the position adds, so that attention has a closed form.
+
+    no positions   a[t,s] = 1 ÷ (keys that query t sees)                     proposition 1
+    ALiBi          a[t,s] = e^{g(t-s)} ÷ Σ_j e^{g(t-j)}, g linear            proposition 3
+    rotary         a[t,0] ≤ e^{2ξ} ÷ (e^{2ξ} + t), ξ = scaling · ‖q‖‖k‖       proposition 4, t from 0 on
+"""
+
+from typing import ClassVar
+
+import pandas as pd
+import torch
+from transformers import PreTrainedModel
+
+from sinkscope.attention.kernels import repeat_heads, upcast
+from sinkscope.attention.weights import AttentionRead, keys_seen, row_chunks
+from sinkscope.measuring.observables.observable import BySequence, Observable, Reading, Settings
+from sinkscope.models.family import NO_POSITIONS, Family
+from sinkscope.results.tables import SEQUENCE, Column
+from sinkscope.retrofits.registers import registers_before
+from sinkscope.text.batch import Batch
+
+CLOSED_FORMS = (NO_POSITIONS, "alibi")  # kinds of positions with which attention is known without its queries
+ROUNDING = 1e-5  # a weight is within its bound up to this relative difference
+
+
+class EqualTokens(Observable):
+    """Table `equal_tokens`: a row for each layer and sequence."""
+
+    name = "equal-tokens"
+    about = "repeated tokens: how equal their states stay, and attention against WSE's closed forms and bound"
+    sites = ("layer_out", "attention")
+    expected = False
+    of_equal_tokens = True
+    columns: ClassVar = {
+        "equal_tokens": (
+            SEQUENCE,
+            Column("positions", "the kind of positions that this layer's attention has; '': no attention", kind="text"),
+            Column("state_difference", "largest ‖h_t − h_0‖ ÷ ‖h_0‖ of the layer's output"),
+            Column(
+                "weight_difference",
+                "largest |attention weight − its closed form| over heads, queries and keys; NaN where there is none",
+            ),
+            Column("bound_share", "rotary: share of heads and queries from 1 on within WSE's bound (prop. 4)"),
+            Column("bound_ratio", "rotary: largest a[t,0] ÷ that bound"),
+        ),
+    }
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.by_sequence = BySequence()
+        self.attention: dict[str, torch.Tensor] = {}  # of the layer under way
+
+    @classmethod
+    def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
+        return "register tokens stand before its text" if registers_before(model) else None
+
+    def prepare(self, model: PreTrainedModel, family: Family, predicted: int) -> None:
+        self.family = family
+
+    def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
+        kind = self.family.positions_at(layer)
+        if kind in CLOSED_FORMS and read.call.sink_logits is None:
+            slope = linear_slope(read, batch) if kind == "alibi" else read.lse.new_zeros(read.lse.shape[:2])
+            self.attention["weight_difference"] = closed_form_difference(read, slope)
+        if kind == "rotary":
+            ratios = bound_ratios(read, batch)  # NaN where no other key is seen
+            known = ratios.isfinite()
+            within = (ratios <= 1 + ROUNDING) & known
+            self.attention["bound_share"] = within.sum((1, 2)) / known.sum((1, 2))
+            self.attention["bound_ratio"] = ratios.nan_to_num(nan=-torch.inf).amax((1, 2))
+
+    def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
+        difference = state_difference(reading.tensor, batch)
+        nothing = torch.full_like(difference, torch.nan)
+        of_attention = {
+            name: self.attention.pop(name, nothing) for name in ("weight_difference", "bound_share", "bound_ratio")
+        }
+        kind = self.family.positions_at(layer) if self.family.block(layer).attention else ""
+        self.by_sequence.add(batch, {"state_difference": difference} | of_attention, layer=layer, positions=kind)
+
+    def tables(self) -> dict[str, pd.DataFrame]:
+        return {"equal_tokens": self.by_sequence.table()}
+
+
+def state_difference(hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """max_t ‖h_t − h_0‖ ÷ ‖h_0‖ of every sequence: (B,T,D) → (B,)."""
+    longest = int(batch.lengths.max())
+    states = batch.tokens_at(upcast(hidden), longest)
+    first = states[:, :1]
+    distance = torch.linalg.vector_norm(states - first, dim=-1)
+    present = batch.present(longest)
+    if present is not None:
+        distance = distance.masked_fill(~present.to(distance.device), 0.0)
+    return distance.amax(1) / torch.linalg.vector_norm(first, dim=-1)[:, 0]
+
+
+def linear_slope(read: AttentionRead, batch: Batch) -> torch.Tensor:
+    """By how much a key's logit falls with each step away from the last query, (B,H).
+
+    That is ALiBi's slope where all tokens are equal: read off the logits of the nearest and of the farthest key that
+    this query sees, since models differ in their slopes, and some make their logits themselves.
+    """
+    last = (batch.start + batch.lengths - 1).tolist()
+    slopes = []
+    for index, column in enumerate(last):
+        row = slice(column, column + 1)
+        cols = read.keys(row)
+        logits = read.logits(row, cols)[index, :, 0]  # (H,C)
+        allowed = read.allowed(row, cols)
+        seen = torch.arange(logits.shape[-1], device=logits.device)
+        if allowed is not None:
+            seen = seen[allowed[min(index, len(allowed) - 1)].flatten(0, -2)[0]]
+        near, far = int(seen[-1]), int(seen[0])
+        slopes.append((logits[:, near] - logits[:, far]) / max(1, near - far))
+    return torch.stack(slopes)
+
+
+def closed_form_difference(read: AttentionRead, slope: torch.Tensor) -> torch.Tensor:
+    """Largest |a[t,s] − e^{−slope·|t−s|} ÷ Σ_j e^{−slope·|t−j|}| over heads, queries and the keys that they see.
+
+    Args:
+        read: One layer's attention.
+        slope: (B,H); 0: uniform attention.
+
+    Returns:
+        (B,).
+    """
+    largest = read.lse.new_zeros(len(read.lse))
+    for rows in row_chunks(read.length):
+        cols = read.keys(rows)
+        weights, _ = read.weights(rows, cols)
+        row, column = (torch.arange(part.start, part.stop, device=slope.device) for part in (rows, cols))
+        logits = -slope[..., None, None] * (row[:, None] - column).abs()
+        allowed = read.allowed(rows, cols)
+        if allowed is not None:
+            logits = logits.masked_fill(~allowed, -torch.inf)
+        expected = logits.softmax(-1).nan_to_num(nan=0.0)  # padding sees nothing
+        largest = torch.maximum(largest, (weights - expected).abs().amax((1, 2, 3)))
+    return largest
+
+
+def bound_ratios(read: AttentionRead, batch: Batch) -> torch.Tensor:
+    """a[t,0] ÷ (e^{2ξ} ÷ (e^{2ξ} + n)) of every head and query, (B,H,T), where the query sees n other keys; NaN where
+    it sees none. ξ = scaling · ‖q_t‖‖k_0‖: norms are the same for all tokens.
+    """
+    first = batch.columns(1)
+    to_first = torch.cat([read.weights(rows, slice(0, first))[0] for rows in row_chunks(read.length)], dim=2)
+    weight = batch.at_positions(to_first, 1)[..., 0]
+    query_norm = torch.linalg.vector_norm(upcast(read.query), dim=-1)
+    key_norm = repeat_heads(torch.linalg.vector_norm(upcast(read.key), dim=-1, keepdim=True), query_norm.shape[1])
+    xi = read.call.scaling * query_norm * batch.at_positions(key_norm[..., 0], 1)
+    others = keys_seen(read) - 1
+    ratios = weight * (1 + others * (-2 * xi).exp())
+    return ratios.masked_fill(others < 1, torch.nan)

@@ -1,0 +1,105 @@
+"""What intervention arms do to sinks, in percent and points of the sink rate, and to perplexity; and their controls."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from sinkscope.report.claims.claim import NotDefined, Part, above, below
+from sinkscope.report.claims.estimates import Estimate, bootstrap, mean_of_runs, one_more_run
+from sinkscope.report.claims.evidence import BEFORE, Evidence
+from sinkscope.report.claims.quantities import sink_rates
+
+SINK = 10.0  # percent: a sink rate above this is a sink (W-1)
+
+
+def before_and_after(evidence: Evidence, role: str, position: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """(R,) each: the sink rate at position 0 of the model as it is, and the arm's at `position`.
+
+    Both are under the same resamplings: an arm reads the same sequences.
+    """
+    return sink_rates(evidence, role, condition=BEFORE), sink_rates(evidence, role, position)
+
+
+def controls(evidence: Evidence, role: str) -> np.ndarray:
+    """(draws,): the sink rate at position 0 under each of an arm's random controls."""
+    conditions = control_conditions(evidence, role)
+    return np.array([sink_rates(evidence, role, condition=condition)[0] for condition in conditions])
+
+
+def control_conditions(evidence: Evidence, role: str) -> list[str]:
+    """The conditions of an arm's random controls, as tables name them."""
+    label = evidence.label(role)
+    drawn = evidence.runs[role].manifest["arms"][label]["controls"]
+    return [f"{label} control {draw}" for draw in range(len(drawn))]
+
+
+def beyond_controls(evidence: Evidence, role: str) -> Estimate:
+    """The arm's change of the sink rate at position 0, minus what a further random control would change it by."""
+    before, after = before_and_after(evidence, role)
+    drawn = controls(evidence, role)
+    note = f"{before[0]:.1f} → {after[0]:.1f} %; {len(drawn)} random controls"
+    note += f": {drawn.min():.1f} to {drawn.max():.1f} %" if len(drawn) else ""
+    return (bootstrap(after - before) - one_more_run(drawn - before[0])).over(note)
+
+
+def share_left(evidence: Evidence, role: str, position: int = 0) -> Estimate:
+    """The arm's sink rate at `position` ÷ that of the model as it is at position 0."""
+    before, after = before_and_after(evidence, role, position)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return bootstrap(after / before).over(f"{before[0]:.1f} → {after[0]:.1f} %")
+
+
+def rate_after(evidence: Evidence, role: str) -> Estimate:
+    before, after = before_and_after(evidence, role)
+    return bootstrap(after).over(f"before: {before[0]:.1f} %")
+
+
+def of_arm(measure: Callable[..., Estimate], role: str, **given: int) -> Callable[[Evidence], Estimate]:
+    """One of the functions above, as a part of a claim has it."""
+    return lambda evidence: measure(evidence, role, **given)
+
+
+def had_a_sink(role: str) -> Part:
+    """Of a claim on what becomes of a sink: without one it fails."""
+    return Part("sink rate at position 0 before, in %", of_arm(_rate_before, role), above(SINK))
+
+
+def _rate_before(evidence: Evidence, role: str) -> Estimate:
+    return bootstrap(before_and_after(evidence, role)[0])
+
+
+def falls(role: str) -> Part:
+    """Of a claim that a sink falls by an arm, and not by random changes of the same kind."""
+    quantity = "change of the sink rate at position 0, in points, beyond a random control's"
+    return Part(quantity, of_arm(beyond_controls, role), below(0.0))
+
+
+# --- perplexity
+
+
+def losses(evidence: Evidence, role: str, condition: str) -> np.ndarray:
+    """(R,): loss per predicted token under one arm, or `before`; the sequences resampled alike for all."""
+    sequences = evidence.sequences(role, condition)
+    loss, predicted = (
+        sequences.values("loss_by_sequence", column, ("layer",))[:, 0] for column in ("loss", "predicted")
+    )
+    return (sequences.weights @ (loss * predicted)) / (sequences.weights @ predicted)
+
+
+def perplexity_ratio(evidence: Evidence, role: str) -> Estimate:
+    """Perplexity under an intervention ÷ without; sequences resampled in pairs."""
+    after = evidence.label(role) or ""
+    return bootstrap(np.exp(losses(evidence, role, after) - losses(evidence, role, BEFORE)))
+
+
+def perplexity_of_controls(evidence: Evidence, role: str) -> Estimate:
+    """The same under random controls, their mean and spread.
+
+    Raises:
+        NotDefined: the arm has no controls.
+    """
+    draws = control_conditions(evidence, role)
+    if not draws:
+        raise NotDefined("the intervention has no random control on this model")
+    before = losses(evidence, role, BEFORE)[0]
+    return mean_of_runs(np.exp([losses(evidence, role, draw)[0] - before for draw in draws]))

@@ -1,0 +1,67 @@
+"""Runs made by hand, with tables in which a claim's quantity is known."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from sinkscope.results.run import RunData
+
+SEQUENCES = 40
+
+
+def manifest(condition: str = "natural", command: str = "analyze", **given: Any) -> dict[str, Any]:
+    return {
+        "command": command,
+        "condition": condition,
+        "config": {"epsilon": 0.3},
+        "dtype": "float32",
+        "not_measured": {},
+        "model": {"name": "made", "weights": "trained"},
+        "input": {"sequences": SEQUENCES, "token_zero": "bos <s> (id 1)"},
+        "family": {"positions": "learned", "causal": True, "layer_positions": None, "kinds": None},
+    } | given
+
+
+def family(positions: str, **given: Any) -> dict[str, Any]:
+    return {"positions": positions, "causal": True, "layer_positions": None, "kinds": None} | given
+
+
+def by_sequence(columns: Mapping[str, Any], layers: int = 4, noise: float = 0.0, **axes: Sequence[Any]) -> pd.DataFrame:
+    """A row for each layer, sequence and place on further axes; values (layers, *axes) or what broadcasts to that, and
+    each sequence's own noise.
+    """
+    sizes = [len(labels) for labels in axes.values()]
+    shape = (layers, SEQUENCES, *sizes)
+    labels = np.meshgrid(range(layers), range(SEQUENCES), *axes.values(), indexing="ij")
+    frame = {name: label.ravel() for name, label in zip(("layer", "sequence", *axes), labels, strict=True)}
+    draw = np.random.default_rng(0)
+    for name, values in columns.items():
+        values = np.broadcast_to(np.asarray(values, float), (layers, *sizes))
+        frame[name] = (values[:, None] + noise * draw.normal(size=shape)).ravel()
+    return pd.DataFrame(frame)
+
+
+def analysis(tables: Mapping[str, pd.DataFrame], condition: str = "natural", **given: Any) -> RunData:
+    return RunData(manifest(condition, **given), tables)
+
+
+def experiment(rates: Mapping[str, Sequence[float]], name: str, condition: str = "natural", **given: Any) -> RunData:
+    """An arm beside the model as it is.
+
+    Args:
+        rates: "before", "after" and "control 0", "control 1", … → sink rates at positions 0, 1, …, all layers alike.
+        name: the intervention.
+    """
+    parts = []
+    for condition_of, by_position in rates.items():
+        table = by_sequence({"sink_rate": by_position}, noise=0.01, position=range(len(by_position)))
+        label = {"before": "before", "after": name}.get(condition_of, f"{name} {condition_of}")
+        parts.append(table.assign(condition=label))
+    draws = [[name]] * sum(part.startswith("control") for part in rates)
+    arms = {name: {"asked": [name], "do": [name], "watched": [0, 1], "controls": draws}}
+    return RunData(
+        manifest(condition, "intervene", arms=arms, **given),
+        {"attention_by_sequence": pd.concat(parts, ignore_index=True)},
+    )
