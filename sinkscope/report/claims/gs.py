@@ -4,17 +4,19 @@ from collections.abc import Callable
 
 import numpy as np
 
-from sinkscope.report.claims.claim import Claim, Part, above, at_least, at_most, below, between
+from sinkscope.report.claims.arms import control_conditions, perplexity_ratio
+from sinkscope.report.claims.claim import Claim, NotDefined, Part, above, at_least, at_most, below, between
 from sinkscope.report.claims.estimates import (
     Estimate,
     bootstrap,
     exact,
+    mean_of_runs,
     positive_jackknife,
     rank_correlation,
     resamplings,
     weighted_means,
 )
-from sinkscope.report.claims.evidence import Evidence
+from sinkscope.report.claims.evidence import ALL_HEADS, BEFORE, Evidence
 from sinkscope.report.claims.quantities import (
     BEHIND,
     HAS_SINK_HEADS,
@@ -29,6 +31,7 @@ from sinkscope.report.claims.quantities import (
 )
 from sinkscope.report.claims.scopes import causal, in_float32
 
+MASKED, RESCALED = "gradient-do:mask-sink", "gradient-do:rescale-norm"
 BRANCH = "gradient_ratio_by_sequence"
 
 
@@ -173,6 +176,35 @@ def _unchanged(evidence: Evidence) -> Estimate:
     return bootstrap(np.nanmean(inside, axis=(1, 2)))
 
 
+# --- under interventions
+
+
+def _beside_control(evidence: Evidence) -> Estimate:
+    """What masking another position leaves of the ratio."""
+    label = evidence.label(MASKED)
+    table = evidence.runs[MASKED].tables["gradient"]
+    rows = table[(table["pathway"] == "value") & (table["head"] == ALL_HEADS)]
+    rows = rows[rows["condition"].isin([BEFORE, *control_conditions(evidence, MASKED)])]
+    norms = rows.groupby(["condition", "position"])["grad_norm"].mean().unstack()
+    ratios = norms[0] / norms.iloc[:, LATER].mean(axis=1)
+    drawn = ratios.drop(BEFORE).to_numpy()
+    if not len(drawn):
+        raise NotDefined(f"{label} has no random control on this model")
+    return mean_of_runs(drawn / ratios[BEFORE])
+
+
+def _inverse(evidence: Evidence) -> Estimate:
+    """compress at position 0 of the rescaled layer, after ÷ before, × the factor."""
+    (do,) = evidence.runs[RESCALED].manifest["arms"][evidence.label(RESCALED)]["do"]
+    given = dict(part.split("=") for part in do.partition(":")[2].split(","))
+    layer, factor = int(given["layers"]), float(given.get("factor", 0.5))
+    after, before = (
+        evidence.sequences(RESCALED, condition).means(BRANCH, "compress", ("layer", "position"), branch="attn")
+        for condition in (None, BEFORE)
+    )
+    return bootstrap(factor * after[:, layer, 0] / before[:, layer, 0]).over(f"layer {layer}, factor {factor:g}")
+
+
 _BOTH = ("natural", "null")
 _RATIO = "‖∇{0}₀‖ ÷ mean of positions 5–15, ÷ the same on random weights"
 CLAIMS = (
@@ -226,5 +258,12 @@ CLAIMS = (
         (HAS_SINK_HEADS, Part("value norm at 0 ÷ later, median over sink heads", _drain, below(0.5)))),
     Claim("GS-28", "title", "Without a sink there is no gradient sink.",
         (Part("value-gradient ratio with position 0 masked ÷ the same on random weights",
-            _above_null("value", "do:mask-sink"), below(2.0)),), ("null", "do:mask-sink"), (causal,)),
+            _above_null("value", MASKED), below(2.0)),
+         Part("the same as it is", _above_null("value"), at_least(2.0)),
+         Part("the ratio with another position masked ÷ as it is", _beside_control, at_least(0.5))),
+        ("natural", "null", MASKED), (causal,)),
+    Claim("GS-29", "§4", "The norm alone regulates gradients.",
+        (Part("compress at 0 × the factor of the norm, after ÷ before", _inverse, between(0.9, 1.1)),
+         Part("perplexity ÷ before", lambda evidence: perplexity_ratio(evidence, RESCALED), between(0.95, 1.05))),
+        ("natural", RESCALED)),
 )  # fmt: skip
