@@ -32,7 +32,7 @@ def learned_positions(evidence: Evidence) -> str | None:
 
 
 def equal_tokens_stay_equal(evidence: Evidence) -> str | None:
-    """Only attention may mix tokens, all its weight must go to them, and nothing may tell equal ones apart (WSE §3.3)."""
+    """Attention alone mixes tokens, gives them all its weight, and nothing tells equal ones apart (WSE §3.3)."""
     manifest = evidence.any_run.manifest
     if outside := manifest.get("outside"):
         return f"attention also goes to {next(iter(outside))}, the more the fewer tokens a query sees"
