@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sinkscope.commands.analyze import analyze as analyze
     from sinkscope.commands.analyze import analyze_steps as analyze_steps
+    from sinkscope.commands.claims import claims as claims
     from sinkscope.commands.doctor import doctor as doctor
     from sinkscope.commands.intervene import intervene as intervene
     from sinkscope.commands.load import load as load
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from sinkscope.interventions import intervening as intervening
     from sinkscope.measuring.calibration import calibrate_ranges as calibrate_ranges
     from sinkscope.quantization.simulation import quantized as quantized
+    from sinkscope.report.claims.scorecard import Scorecard as Scorecard
     from sinkscope.report.comparison import compare as compare
     from sinkscope.report.run import Run as Run
     from sinkscope.report.series import Series as Series
@@ -38,6 +40,7 @@ _MODULES = {
     "analyze": "commands.analyze",
     "analyze_steps": "commands.analyze",
     "calibrate_ranges": "measuring.calibration",
+    "claims": "commands.claims",
     "compare": "report.comparison",
     "doctor": "commands.doctor",
     "gate_displacement": "retrofits",
@@ -52,6 +55,7 @@ _MODULES = {
     "retrofit_model": "retrofits",
     "Run": "report.run",
     "run_recipe": "commands.run",
+    "Scorecard": "report.claims.scorecard",
     "Series": "report.series",
     "SinkscopeError": "errors",
     "train": "commands.train",

@@ -56,7 +56,8 @@ def _command(name: str, kind: type[Options]) -> Callable[..., None]:
 
     def command(ctx: typer.Context, **values: Any) -> None:
         typed = {name: value for name, value in values.items() if _was_typed(ctx, name)}
-        output = checked(OutputOptions, {key: typed[key] for key in typed.keys() & OutputOptions.model_fields.keys()})
+        written = OutputOptions.model_fields.keys() - kind.model_fields.keys()
+        output = checked(OutputOptions, {key: typed[key] for key in typed.keys() & written})
         options = {key: value for key, value in typed.items() if key in kind.model_fields}
         with interruption(kind):
             asked = _repeated(name, kind, output, options) if output.from_ else checked(kind, options)

@@ -77,8 +77,8 @@ def intervene(
         **options: `draws`, the number of random controls of each arm, and those of `analyze`.
 
     Returns:
-        A Run with the tables `effect`, `attention`, `massive` and `arm_maps` of every arm (their `condition`), and
-        `streaming` where that was asked for.
+        A Run with the tables `effect`, `attention`, `attention_by_sequence`, `loss_by_sequence`, `massive`, `arm_maps`
+        and those of further `observables` of every arm (their `condition`), and `streaming` where that was asked for.
 
     Raises:
         InputError: something does not exist, does not apply, or would change nothing; nothing was written.
@@ -97,7 +97,7 @@ def intervene(
         tables = experiment.run()
         if experiment.interrupt is not None and folder is None:
             raise experiment.interrupt
-        facts = Facts(experiment.batch_size, parity=experiment.parity_error)
+        facts = Facts(experiment.batch_size, parity=experiment.parity_error, notices=tuple(experiment.notices))
         manifest = make_manifest(subject, config, facts, list(tables), start)
         manifest |= {"command": "intervene", "arms": experiment.records}
         manifest |= {"skipped": experiment.skipped, "failed": experiment.failed}

@@ -111,6 +111,26 @@ def metrics() -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["metric", "label", "unit", "definition", "source"])
 
 
+def claims() -> pd.DataFrame:
+    """What `sinkscope claims` judges a model by."""
+    from sinkscope.report.claims.register import CLAIMS
+
+    rows = [
+        (
+            claim.id,
+            claim.paper,
+            claim.reference,
+            claim.statement,
+            part.quantity,
+            part.test.text(part.form) + "‡" * claim.is_ours,
+        )
+        for claim in CLAIMS.values()
+        for part in claim.parts
+    ]
+    columns = ["claim", "paper", "where", "what it says", "what is measured", "holds if (‡ threshold of ours)"]
+    return pd.DataFrame(rows, columns=columns)
+
+
 KINDS: dict[str, Callable[[], pd.DataFrame]] = {
     "observables": observables,
     "interventions": interventions,
@@ -121,6 +141,7 @@ KINDS: dict[str, Callable[[], pd.DataFrame]] = {
     "recipes": recipes,
     "tables": tables,
     "metrics": metrics,
+    "claims": claims,
 }
 
 

@@ -17,6 +17,7 @@ from sinkscope.interventions.key_columns import ZeroKeyColumns
 from sinkscope.interventions.massive import MeanMassive, ZeroMassive
 from sinkscope.interventions.positional_encoding import ReplaceEpe, TransplantEpe
 from sinkscope.interventions.query_bias import NullifyQueryBias, PerturbQueryBias
+from sinkscope.interventions.rescale_norm import RescaleNorm
 from sinkscope.interventions.sink_mask import MaskSink
 from sinkscope.interventions.sink_value import ScaleSinkValue
 from sinkscope.interventions.streaming_window import StreamingWindow
@@ -36,6 +37,7 @@ INTERVENTIONS: dict[str, type[Intervention]] = {
         PerturbQueryBias,
         MaskSink,
         ScaleSinkValue,
+        RescaleNorm,
         StreamingWindow,
     )
 }

@@ -330,10 +330,14 @@ def edited_positions(
     modules: Iterable[nn.Module],
     positions: Iterable[int],
     edit: Callable[[nn.Module, int, torch.Tensor], torch.Tensor],
+    edited: Callable[[nn.Module, Callable], AbstractContextManager[None]] = edited_output,
 ) -> Iterator[None]:
     """Edit the outputs (B,T,X) of modules at some positions: edit(module, position, (n,X)) → (n,X).
 
     Latents are also kept as (B,1,T,X), as one head's.
+
+    Args:
+        edited: `edited_input` for the modules' inputs instead.
 
     Raises:
         SinkscopeError: at the end, no forward pass had any of the positions.
@@ -350,7 +354,7 @@ def edited_positions(
 
     with must_touch(name, f"position {', '.join(map(str, positions))}") as touch, ExitStack() as stack:
         for module in modules:
-            stack.enter_context(edited_output(module, changed))
+            stack.enter_context(edited(module, changed))
         yield
 
 

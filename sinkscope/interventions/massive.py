@@ -108,9 +108,16 @@ class MeanMassive(_Massive):
 
 
 def first_massive(
-    name: str, known: Known, position: int, layers: tuple[int, ...] | None = None
+    name: str,
+    known: Known,
+    position: int,
+    layers: tuple[int, ...] | None = None,
+    to_name: str = "layers and coordinates",
 ) -> tuple[int, list[int]]:
     """The first layer, of these, at whose output a position has massive activations in at least half of the sequences.
+
+    Args:
+        to_name: what the user can name instead.
 
     Returns:
         The layer, and the coordinates.
@@ -118,7 +125,7 @@ def first_massive(
     Raises:
         InputError: there is none.
     """
-    missing = f"{name}: no massive activations at position {position} are known: name layers and coordinates"
+    missing = f"{name}: no massive activations at position {position} are known: name {to_name}"
     if "massive" not in known.tables:
         raise InputError(missing)
     table = known.tables["massive"]

@@ -15,7 +15,7 @@ from sinkscope.errors import InputError, SinkscopeError, described, was_interrup
 from sinkscope.interventions import Intervention, Known, Target
 from sinkscope.measuring.console import print_part
 from sinkscope.measuring.effects import arm_metrics
-from sinkscope.measuring.measure import settings_of, tables_of
+from sinkscope.measuring.measure import Chosen, choose, settings_of, tables_of
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import NO_ATTENTION, Mean, Observable, Reading, Settings
 from sinkscope.measuring.parity import parity_check
@@ -24,14 +24,14 @@ from sinkscope.measuring.streaming import measure_streaming
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.tables import publish
 from sinkscope.measuring.tracer import Tracer, open_tracer
-from sinkscope.options.measuring import RunConfig
+from sinkscope.options.measuring import ALWAYS, RunConfig
 from sinkscope.text.batch import Batch
 
 Stack = tuple[Intervention, ...]
 
-MEASURED = ("attention", "massive")  # of every arm
 MAPS = "mean-maps"  # of every arm but a control's later draws
-CONTROL_TABLES = ("attention", "arm_maps")
+CONTROL_TABLES = ("attention", "attention_by_sequence", "loss_by_sequence", "arm_maps")
+ANALYZED_ONLY = ("attention_heads_by_sequence",)  # tables of these observables that no arm keeps
 BEFORE = "before"
 
 
@@ -62,6 +62,7 @@ class Experiment:
     interrupt: BaseException | None = None  # that ended it after arms had been finished
     batch_size: int = 0  # that fitted
     parity_error: float | None = None  # of the model as it is
+    notices: dict[str, None] = field(default_factory=dict)  # what the user should know of the measuring, in order
     _parts: dict[str, list[pd.DataFrame]] = field(default_factory=lambda: defaultdict(list))
     _means: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)  # position → layer → (D,)
 
@@ -80,8 +81,9 @@ class Experiment:
         known = Known(Target(self.subject.loaded.model, self.subject.family, seams={}), length)
         self._check_arms(known)
         self.subject.need_loss()
+        self.chosen = self._choose()
         if any(_way(stack) == "pass" for stack in self.wanted.values()):
-            check = parity_check(self.subject, self.config)
+            check = parity_check(self.subject, self.config, self.chosen.costs)
             self.before = self._measured(BEFORE, (), extra=check.fresh)
             self.parity_error = check.error
             known.tables, known.hidden_means = self.before.tables, self._hidden_mean
@@ -128,6 +130,13 @@ class Experiment:
                 continue
             for part in stack:
                 part.check(known.target, known.length)
+
+    def _choose(self) -> Chosen:
+        """The observables of every arm."""
+        closer = next((name for name in self.config.observables or () if OBSERVABLES[name].after), None)
+        if closer is not None:
+            raise InputError(f"--observables {closer} does not apply: it looks closer at one model, not at arms")
+        return choose(self.subject, self.config)
 
     def _resolved(self, known: Known) -> dict[str, Stack]:
         """Label → what it is, once all that was left open is decided; before any arm is measured."""
@@ -195,19 +204,25 @@ class Experiment:
         extra: Callable[[], list[Observable]] = list,
     ) -> Arm:
         """One pass with these interventions applied; its tables are kept under `condition`. Of a control (a draw from
-        0 on) only the attention by head and position is kept, and of the first draw the maps.
+        0 on) only the attention by position, the loss and what was asked for are kept, and of the first draw the maps.
         """
-        names = (*MEASURED, MAPS) if draw < 1 else MEASURED
+        names = dict.fromkeys((*self.chosen.first, MAPS) if draw < 1 else self.chosen.first)
         positions = max(at + 1 for wanted in self.wanted.values() for part in wanted for at in (0, *part.watched))
         settings = settings_of(self.subject, self.config, positions)
 
         def fresh() -> list[Observable]:
-            return [*(OBSERVABLES[name](settings) for name in names), *extra()]
+            observables = [OBSERVABLES[name](settings) for name in names]
+            for observable in observables:
+                observable.prepare(self.subject.loaded.model, self.subject.family, self.subject.inputs.num_predicted)
+            return [*observables, *extra()]
 
-        done = self._pass(fresh, Tracer.forward_with_loss, stack)
+        done = self._pass(fresh, Tracer.forward_backward if self.chosen.backward else Tracer.forward_with_loss, stack)
         self.batch_size = done.batch_size
-        raw = tables_of(done.observables)
-        self._collect(raw if draw < 0 else {name: raw[name] for name in CONTROL_TABLES if name in raw}, condition)
+        raw = tables_of(done.observables) | done.loss_tables(self.subject.inputs)
+        asked = (table for name in self.chosen.first if name not in ALWAYS for table in OBSERVABLES[name].columns)
+        kept = raw.keys() - ANALYZED_ONLY if draw < 0 else {*CONTROL_TABLES, *asked}
+        self.notices |= dict.fromkeys(notice for observable in done.observables for notice in observable.notices())
+        self._collect({name: table for name, table in raw.items() if name in kept}, condition)
         return Arm(raw, done.loss / self.subject.inputs.num_predicted)
 
     def _hidden_mean(self, layer: int, position: int) -> torch.Tensor:
@@ -220,14 +235,15 @@ class Experiment:
     def _pass(
         self,
         fresh: Callable[[], list[Kind]],
-        step: Callable[[Tracer, Batch, Sequence[Observable]], float | None],
+        step: Callable[[Tracer, Batch, Sequence[Observable]], torch.Tensor | None],
         stack: Sequence[Intervention],
     ) -> Pass[Kind]:
         subject, config = self.subject, self.config
         size = self.batch_size or config.batch_size  # what fitted once fits again
         with open_tracer(subject.loaded.model, subject.family, config.attn, stack) as tracer:
+            costs = self.chosen.costs
             return pass_over(
-                tracer, subject.inputs, fresh, lambda *batch: step(tracer, *batch), size, console=self.console
+                tracer, subject.inputs, fresh, lambda *batch: step(tracer, *batch), size, costs, self.console
             )
 
     def _collect(self, raw: Mapping[str, pd.DataFrame], condition: str) -> None:

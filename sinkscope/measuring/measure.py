@@ -13,7 +13,7 @@ from sinkscope.measuring.manifest import Facts
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.parity import ParityCheck, parity_check
-from sinkscope.measuring.passes import batches_of, pass_over
+from sinkscope.measuring.passes import Pass, batches_of, pass_over
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.summary import summarize
 from sinkscope.measuring.tables import publish
@@ -41,9 +41,9 @@ def measure(
     facts = Facts(not_measured=chosen.left_out)
     check = parity_check(subject, config, chosen.costs)
     with open_tracer(loaded.model, family, config.attn) as tracer:
-        observables = _first_pass(tracer, subject, config, chosen, facts, check, console)
-        facts.notices = tuple(notice for observable in observables for notice in observable.notices())
-        raw = tables_of(observables)
+        done = _first_pass(tracer, subject, config, chosen, facts, check, console)
+        facts.notices = tuple(notice for observable in done.observables for notice in observable.notices())
+        raw = tables_of(done.observables) | done.loss_tables(inputs)
         settings = settings_of(subject, config)
         follow_ups = [OBSERVABLES[name].aimed(settings, raw) for name in chosen.follow_ups]
         if follow_ups:
@@ -140,7 +140,7 @@ def _first_pass(
     facts: Facts,
     check: ParityCheck,
     console: Console | None,
-) -> list[Observable]:
+) -> Pass[Observable]:
     """Every batch through the tracer: forward, and backward where an observable asks for it."""
     predicted = subject.inputs.num_predicted
 
@@ -156,4 +156,4 @@ def _first_pass(
     facts.loss = done.loss / predicted if chosen.backward else None
     if facts.loss is not None and not math.isfinite(facts.loss):
         raise SinkscopeError(f"the loss is {facts.loss}: gradients of this model on this input mean nothing")
-    return done.observables
+    return done

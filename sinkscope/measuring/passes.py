@@ -5,21 +5,35 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
+import numpy as np
+import pandas as pd
+import torch
 from accelerate.utils import find_executable_batch_size
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedModel
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.measuring.observables.observable import Observable
+from sinkscope.measuring.observables.observable import Observable, long_form
+from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.measuring.tracer import Tracer
+from sinkscope.results.tables import SEQUENCE, Column, Columns
 from sinkscope.text.batch import Batch
 from sinkscope.text.inputs import TokenInputs
 
 TOKENS_PER_BATCH = {"cpu": 2048, "cuda": 16384, "xpu": 16384}  # where --batch-size auto starts
 
-Step = Callable[[Batch, Sequence[Observable]], float | None]  # → the batch's summed loss, where it makes one
+# → (B,): the loss of each sequence, summed over its predicted tokens, where the step makes one
+Step = Callable[[Batch, Sequence[Observable]], torch.Tensor | None]
 Kind = TypeVar("Kind", bound=Observable)
+
+LOSS_TABLES: dict[str, Columns] = {
+    "loss_by_sequence": (
+        SEQUENCE,
+        Column("predicted", "tokens of the sequence that are predicted", kind="whole"),
+        Column("loss", "their mean cross-entropy; NaN where none is predicted", "nats"),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -27,8 +41,23 @@ class Pass(Generic[Kind]):
     """The result of a pass over all batches."""
 
     observables: list[Kind]
-    loss: float  # summed over all predicted tokens
+    losses: torch.Tensor  # (N,): of each sequence, summed over its predicted tokens; empty where the step makes none
     batch_size: int  # that fitted into memory
+
+    @property
+    def loss(self) -> float:
+        """Summed over all predicted tokens."""
+        return float(self.losses.sum())
+
+    def loss_tables(self, inputs: TokenInputs) -> dict[str, pd.DataFrame]:
+        """The table of LOSS_TABLES; none where the step makes no loss. Its mean over tokens is the run's loss."""
+        if not len(self.losses):
+            return {}
+        predicted = np.array(inputs.predicted)
+        with np.errstate(invalid="ignore"):  # 0 ÷ 0 where nothing is predicted
+            loss = (self.losses.numpy() / predicted).astype(np.float32)
+        columns = {"predicted": predicted, "loss": loss}
+        return {"loss_by_sequence": long_form({"layer": WHOLE_MODEL, "sequence": range(len(inputs))}, columns)}
 
 
 def pass_over(
@@ -44,7 +73,7 @@ def pass_over(
 
     Args:
         fresh: makes the observables.
-        step: one of the tracer's methods: a batch and the observables → its summed loss, if it has one.
+        step: one of the tracer's methods: a batch and the observables → its sequences' losses, if it has any.
         batch_size: sequences in a batch; "auto" begins with TOKENS_PER_BATCH.
         costs: memory of a step, in forward passes.
 
@@ -56,12 +85,13 @@ def pass_over(
     def all_batches(size: int) -> Pass[Kind]:
         nonlocal tried
         tried = size
-        observables, loss = fresh(), 0.0
+        observables, losses = fresh(), [torch.zeros(0, dtype=torch.float64)]
         with _progress(console) as advance:
             for batch in batches_of(inputs, size):
-                loss += step(batch, observables) or 0.0
+                loss = step(batch, observables)
+                losses += [] if loss is None else [loss]
                 advance(batch.first + len(batch.token_ids), len(inputs))
-        return Pass(observables, loss, size)
+        return Pass(observables, torch.cat(losses), size)
 
     size = first_size(inputs, tracer.model, batch_size, costs)
     attempt = find_executable_batch_size(all_batches, starting_batch_size=size, reduce_batch_size_fn=lambda: tried // 2)

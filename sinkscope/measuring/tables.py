@@ -6,6 +6,7 @@ import pandas as pd
 
 from sinkscope.measuring.effects import EFFECT_COLUMNS
 from sinkscope.measuring.observables import OBSERVABLES
+from sinkscope.measuring.passes import LOSS_TABLES
 from sinkscope.measuring.quantization_study import QUANTIZATION_TABLES
 from sinkscope.measuring.streaming import STREAMING_COLUMNS
 from sinkscope.models.loading import LoadedModel
@@ -18,6 +19,7 @@ def all_tables() -> dict[str, Columns]:
     of_observables = {name: columns for kind in OBSERVABLES.values() for name, columns in kind.columns.items()}
     return {
         **of_observables,
+        **LOSS_TABLES,
         "summary": (METRIC, VALUE),
         "effect": EFFECT_COLUMNS,
         "streaming": STREAMING_COLUMNS,

@@ -26,6 +26,7 @@ from sinkscope.models.family import Block, Family, first_tensor, input_device
 from sinkscope.models.in_memory import unchanged_after
 from sinkscope.models.towers import embedding_path
 from sinkscope.retrofits.registers import RETROFIT, registers_before
+from sinkscope.retrofits.retrofit import ValuePart
 from sinkscope.text.batch import IGNORED, Batch
 
 
@@ -41,6 +42,7 @@ class Tracer:
             warnings.filterwarnings("ignore", "Module '.*' has a submodule named", UserWarning)
             self.traced = _Traced(model)
         self.registers = registers_before(model)
+        self.values_are_gated = any(isinstance(module, ValuePart) for module in model.modules())
         self._attended: list[torch.Tensor] = []  # values and mix of the layer under way, for its gate
         self._finite: list[tuple[int, torch.Tensor]] = []  # layer and verdict, of the forward pass under way
 
@@ -55,8 +57,8 @@ class Tracer:
             self._read_layers(batch, observables)
         self._check_finite()
 
-    def forward_with_loss(self, batch: Batch, observables: Sequence[Observable]) -> float:
-        """As `forward`, with logits. Returns the summed cross-entropy of the batch's predicted tokens.
+    def forward_with_loss(self, batch: Batch, observables: Sequence[Observable]) -> torch.Tensor:
+        """As `forward`, with logits. Returns (B,): the summed cross-entropy of each sequence's predicted tokens.
 
         An encoder's observables see the text as it is, and its loss is of a second pass over the masked text.
         """
@@ -65,12 +67,12 @@ class Tracer:
             batch, observables = batch.masked, ()
         with torch.no_grad(), self.traced.trace(**self._inputs(batch)):
             self._read_layers(batch, observables)
-            value = save(loss_in_chunks(self.traced.output.logits, batch))
+            losses = save(loss_in_chunks(self.traced.output.logits, batch))
         self._check_finite()
-        return float(value)
+        return losses.cpu()
 
-    def forward_backward(self, batch: Batch, observables: Sequence[Observable]) -> float:
-        """One forward and backward pass. Returns the summed cross-entropy of the batch's predicted tokens.
+    def forward_backward(self, batch: Batch, observables: Sequence[Observable]) -> torch.Tensor:
+        """One forward and backward pass. Returns (B,): the summed cross-entropy of each sequence's predicted tokens.
 
         Parameters stay frozen: gradients flow from the embeddings, so that no weight gradient is ever made. Of an
         encoder only the backward observables see the masked text, which its loss is of.
@@ -85,11 +87,11 @@ class Tracer:
             copied = embeddings.clone()  # some models change them in place
             embedding.output = (copied, *given[1:]) if isinstance(given, tuple) else copied
             self._read_layers(batch, observables)
-            loss = summed_loss(self.traced.output.logits, batch)
-            torch.autograd.grad(loss, embeddings)
-            value = save(loss.detach())
+            with_graph = summed_loss(self.traced.output.logits, batch)
+            torch.autograd.grad(with_graph.sum(), embeddings)
+            losses = save(with_graph.detach())
         self._check_finite()
-        return float(value)
+        return losses.cpu()
 
     def logits(self, batch: Batch) -> torch.Tensor:
         """What `logits_of` finds in the model's output, read in a trace with the seams in: for checks of parity."""
@@ -112,6 +114,8 @@ class Tracer:
         self._finite.clear()
         batch = batch.behind(self.registers)
         wanted = {site for observable in observables for site in observable.sites}
+        if not self.values_are_gated:
+            wanted.discard("raw_value")
         last_tensor: torch.Tensor | None = None
         whole: torch.Tensor | None = None  # of a site: the sum of its terms
         for layer in range(self.depth):
@@ -119,6 +123,9 @@ class Tracer:
             self._attended = []
             for site, at in _reading_order(block, wanted, self.family.gated):
                 watching = [observable for observable in observables if site in observable.sites]
+                if site == "raw_value":
+                    self._watch_raw_value(layer, watching, batch)
+                    continue
                 if site == "gate":
                     see = self._see_own_gate if self.family.gated else self._see_gate
                     see(layer, watching, batch)
@@ -143,9 +150,17 @@ class Tracer:
                     else:
                         observable.see(layer, site, reading, batch)
 
-    def _see_gate(self, layer: int, watching: Sequence[Observable], batch: Batch) -> None:
+    def _retrofit(self, layer: int) -> Any:
         """The module of a retrofit that multiplies values or heads' outputs: raw values in, factors out."""
-        part = _part(self._envoy(layer), f"{self.family.block(layer).attention}.{RETROFIT}")
+        return _part(self._envoy(layer), f"{self.family.block(layer).attention}.{RETROFIT}")
+
+    def _watch_raw_value(self, layer: int, watching: Sequence[Observable], batch: Batch) -> None:
+        (_, value), _ = self._retrofit(layer).inputs
+        for observable in watching:
+            observable.watch_raw_value(layer, value, batch)
+
+    def _see_gate(self, layer: int, watching: Sequence[Observable], batch: Batch) -> None:
+        part = self._retrofit(layer)
         (_, value), _ = part.inputs
         value, gate = value.detach(), part.output.detach()
         for observable in watching:
@@ -244,7 +259,7 @@ def _added(before: torch.Tensor | None, tensor: torch.Tensor, scale: float, batc
 def _reading_order(block: Block, wanted: set[str], gated: bool) -> list[tuple[str, int]]:
     """The wanted sites that this layer has, by term, gates and attention just before the attention's output."""
     order = block.reading_order({*wanted, "attn_out"})
-    of_attention = reversed(ATTENTION_SITES) if gated else ATTENTION_SITES  # own gates are behind attention
+    of_attention = ("raw_value", "attention", "gate") if gated else ATTENTION_SITES  # own gates are behind attention
     if block.attention:
         holding = [
             at
@@ -265,14 +280,16 @@ def logits_of(output: Any) -> torch.Tensor:
 
 
 def summed_loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Cross-entropy summed over the batch's predicted tokens, of each given those before it or the rest of its text."""
-    return _summed(logits, batch.targets)
+    """(B,T,V) → (B,): cross-entropy summed over each sequence's predicted tokens, of each given those before it or the
+    rest of its text, in nats.
+    """
+    return _token_losses(logits, batch.targets).view(batch.targets.shape).sum(1, dtype=torch.float64)
 
 
-def _summed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """(…,V) and (…) → (): cross-entropy in nats, in float32 or better."""
+def _token_losses(logits: torch.Tensor, targets: torch.Tensor, reduction: str = "none") -> torch.Tensor:
+    """(…,V) and (…) → (N,), or (): cross-entropy in nats, in float32 or better; 0 of a token that predicts nothing."""
     logits = upcast(logits).flatten(0, -2)
-    return F.cross_entropy(logits, targets.flatten().to(logits.device), ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(logits, targets.flatten().to(logits.device), ignore_index=IGNORED, reduction=reduction)
 
 
 def model_inputs(
@@ -306,11 +323,12 @@ CHUNK = 8  # tokens whose loss is computed at once: few enough to stay in a CPU'
 
 def loss_in_chunks(logits: torch.Tensor, batch: Batch, chunk: int = CHUNK) -> torch.Tensor:
     """As `summed_loss`, a few tokens of one sequence at a time: the logits (B,T,V) are never copied as a whole."""
-    total = torch.zeros((), dtype=torch.float64, device=logits.device)
+    losses = torch.zeros(len(logits), dtype=torch.float64, device=logits.device)
     for row in range(len(logits)):
         for start in range(0, logits.shape[1], chunk):
-            total += _summed(logits[row, start : start + chunk], batch.targets[row, start : start + chunk])
-    return total
+            part = slice(start, start + chunk)
+            losses[row] += _token_losses(logits[row, part], batch.targets[row, part], reduction="sum")
+    return losses
 
 
 def _detached(call: AttentionCall) -> AttentionCall:

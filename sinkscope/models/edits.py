@@ -87,3 +87,24 @@ def edited_output(
         return (edit(module, output[0]), *output[1:]) if isinstance(output, tuple) else edit(module, output)
 
     return wrapped_forward(module, around)
+
+
+@contextmanager
+def edited_input(module: nn.Module, edit: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """module(x, …) computes module(edit(module, x), …) until the end of the block, x being its first argument.
+
+    A hook runs in front of what nnsight wraps, which so reads the changed tensor as the module's input, while the
+    output of the module before stays what it was.
+    """
+
+    def changed(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        if args:
+            return (edit(module, args[0]), *args[1:]), kwargs
+        name = next(iter(kwargs))
+        return args, kwargs | {name: edit(module, kwargs[name])}
+
+    handle = module.register_forward_pre_hook(changed, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -3,6 +3,7 @@
 Nothing here imports torch, so that `--help` answers at once.
 """
 
+from sinkscope.options.claims import ClaimsOptions
 from sinkscope.options.measuring import AnalyzeOptions, DoctorOptions, InterveneOptions, QuantizeOptions
 from sinkscope.options.option import Options
 from sinkscope.options.output import CompareOptions, ListOptions, RunOptions
@@ -11,6 +12,7 @@ from sinkscope.options.training import RetrofitOptions, TrainOptions
 # command → its options; the command itself is sinkscope/commands/NAME.py. In the order of `sinkscope --help`
 COMMANDS: dict[str, type[Options]] = {
     "analyze": AnalyzeOptions,
+    "claims": ClaimsOptions,
     "intervene": InterveneOptions,
     "quantize": QuantizeOptions,
     "retrofit": RetrofitOptions,

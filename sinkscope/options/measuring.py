@@ -77,7 +77,8 @@ class TextOptions(Options):
     input: str = option(
         "natural",
         "Input",
-        "natural, random, repeated, sampled (by the model itself), or a file: text (.txt), JSON lines (.jsonl) with "
+        "natural, code, documentation, random, repeated, sampled (by the model itself), or a file: text (.txt), JSON "
+        "lines (.jsonl) with "
         "`text`, `messages` (a chat, through the model's template) or `input_ids`, or token ids (.npy).",
         metavar="IN",
     )
@@ -242,6 +243,9 @@ class AnalyzeOptions(RunConfig):
         return Path("runs", named.run_name)
 
 
+ALWAYS = ("attention", "massive")  # observables of every arm of an experiment
+
+
 class InterveneOptions(RunConfig):
     about: ClassVar[str] = """Take away, move or replace what may make the sink, and measure before, after, and under
     random controls.
@@ -252,7 +256,8 @@ class InterveneOptions(RunConfig):
     writes: ClassVar = "runs/MODEL-DO"
     repeatable: ClassVar = True
     in_memory: ClassVar = True
-    refused: ClassVar = {"observables": "`intervene` always measures attention and massive"}
+    defaults: ClassVar = {"observables": ALWAYS}
+    shown: ClassVar = {"observables": "attention and massive, which are always measured"}
     hidden: ClassVar = ("arms",)  # for Python and recipes
 
     do: tuple[str, ...] = option(
@@ -260,6 +265,11 @@ class InterveneOptions(RunConfig):
     )
     arms: dict[str, tuple[str, ...]] = option({}, "Intervening", "Label → the stack of interventions of that arm.")
     draws: int = option(5, "Intervening", "Random controls of each arm.", metavar="N", ge=0)
+
+    @field_validator("observables")
+    @classmethod
+    def _always(cls, names: tuple[str, ...] | None) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*ALWAYS, *(names or ()))))
 
     @field_validator("do", mode="before")
     @classmethod

@@ -159,6 +159,7 @@ KINDS: dict[str, type[Manifest]] = {
     "retrofit": ArmsManifest,
     "train": ArmsManifest,
     "compare": Manifest,
+    "claims": Manifest,
     "run": Manifest,
     "training": Manifest,
 }

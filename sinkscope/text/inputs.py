@@ -5,6 +5,8 @@ checked against the vocabulary here, so that nothing later can index outside the
 decides much about sinks, so it is always recorded. Every error is an `InputError` that says what to do.
 
     "natural"     the text shipped with sinkscope, in consecutive windows
+    "code", "documentation"
+                  of Python's standard library, likewise: other domains (WSE fig. 9)
     "random"      independent tokens, uniform over the vocabulary without special tokens (WSE §3.3)
     "repeated"    one such token a sequence, seq_len times (WSE §3.3)
     "sampled"     what the model itself says after its BOS: natural to a model without tokenizer
@@ -68,9 +70,15 @@ class TokenInputs:
         return sum(len(ids) for ids in self.sequences)
 
     @property
+    def predicted(self) -> list[int]:
+        """How many of each sequence's tokens: all that have one before them. Of an encoder, those that are hidden."""
+        if self.masked is None:
+            return [len(ids) - 1 for ids in self.sequences]
+        return [one.predicted for one in self.masked]
+
+    @property
     def num_predicted(self) -> int:
-        """Tokens that have one before them: all but each sequence's first. Of an encoder, those that are hidden."""
-        return self.num_tokens - len(self) if self.masked is None else sum(one.predicted for one in self.masked)
+        return sum(self.predicted)
 
     @property
     def shortest(self) -> int:

@@ -1,6 +1,8 @@
 """The registers of inputs: which names, file endings and datasets can be read, and how. A new one is one line here."""
 
+import inspect
 from collections.abc import Callable, Collection, Iterator
+from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
@@ -26,7 +28,23 @@ DRAWN: dict[str, Callable[[Request], Selection]] = {
     "repeated": repeated_tokens,
     "sampled": sampled_tokens,
 }
-KINDS = ("natural", *DRAWN)
+
+
+def _shipped() -> str:
+    return files("sinkscope.text").joinpath("corpus.txt").read_text(encoding="utf-8")
+
+
+def _code() -> str:
+    return "\n".join(inspect.getsource(import_module(name)) for name in ("argparse", "inspect", "tarfile", "zipfile"))
+
+
+def _documentation() -> str:
+    return "\n".join(import_module("pydoc_data.topics").topics.values())
+
+
+# Texts that are always there; the last two are of this Python's standard library, and change with its version.
+TEXTS: dict[str, Callable[[], str]] = {"natural": _shipped, "code": _code, "documentation": _documentation}
+KINDS = (*TEXTS, *DRAWN)
 
 
 class Source(NamedTuple):
@@ -39,7 +57,7 @@ class Source(NamedTuple):
 
 
 def open_source(source: str, dataset: str | None, option: str = "--input") -> Source:
-    """Find "natural", a file or a dataset; `option` is what named it on the command line.
+    """Find a text that is always there, a file or a dataset; `option` is what named it on the command line.
 
     Raises:
         InputError: there is no such source, or both are given. Errors of its content come with its documents.
@@ -48,9 +66,9 @@ def open_source(source: str, dataset: str | None, option: str = "--input") -> So
         if source != "natural":
             raise InputError(f"{option} {source} and --dataset {dataset}: give one of the two")
         return Source(dataset_name(dataset), f"--dataset {dataset}", read_dataset(dataset), long_heads)
-    if source == "natural":
-        corpus = files("sinkscope.text").joinpath("corpus.txt").read_text(encoding="utf-8")
-        return Source(source, "natural text", iter([Document("natural text", corpus)]), windows)
+    if source in TEXTS:
+        label = f"{source} text"
+        return Source(source, label, iter([Document(label, TEXTS[source]())]), windows)
     path = _existing_file(source)
     read, cut = FORMATS[path.suffix.lower()]
     # a file named like an input kind keeps its ending, so that tables do not take one for the other

@@ -233,7 +233,8 @@ def test_no_query_bias_is_refused_by_name(llama: PreTrainedModel) -> None:
         ({"arms": {"x": []}}, "does nothing"),
         ({"do": ["mask-sink", "streaming-window"]}, "stands alone"),
         ({"do": "mask-sink", "draws": -1}, "at least|or more"),
-        ({"do": "mask-sink", "observables": ("gradient",)}, "--observables does not apply"),
+        ({"do": "mask-sink", "observables": ("attention-maps",)}, "--observables attention-maps does not apply"),
+        ({"do": "mask-sink", "observables": ("query-bias",)}, "--observables query-bias does not apply"),
     ],
 )
 def test_wrong_experiments(llama: PreTrainedModel, given: dict, message: str) -> None:

@@ -38,10 +38,12 @@ EACH = {
     "mean-massive": "mean-massive:layers=1,coordinates=3,17,means=5,-7",
     "scale-sink-value": "scale-sink-value:factor=3",
     "mask-sink": "mask-sink",
+    "rescale-norm": "rescale-norm:layers=1",
     "streaming-window": "streaming-window:window=4,keep=1",
 }
 BIASED = ("gpt2", "gpt_neox", "gpt_neox-sequential", "bloom", "opt", "opt-post-norm", "qwen2", "phi", "gpt_oss")
 LEARNED = {"gpt2": 0, "gpt_neo": 0, "opt": 2, "opt-post-norm": 2}  # family → row of position 0
+WITHOUT_NORMS = ("olmo2", "opt-post-norm")  # in front of the branches
 OWN_CODE = ("bloom", "falcon", "falcon-alibi", "falcon-new", "mpt", "gptj", "gpt_neo")  # no attention interface
 # Ours goes in row chunks or repeats no heads where the bare model's own kernel does (test_tracer.py).
 ROUNDED = ("gemma2", "gpt_oss", "falcon")
@@ -329,7 +331,8 @@ def test_what_does_not_apply_says_why_and_is_refused(name: str) -> None:
     refused = EACH.keys() - applicable(model).keys() - {"streaming-window"}  # its own: test_streaming.py
     biased = {"nullify-query-bias", "perturb-query-bias"} if name not in BIASED else set()
     learned = {"replace-epe", "transplant-epe"} if name not in LEARNED else set()
-    assert refused == biased | learned
+    normed = {"rescale-norm"} if name in WITHOUT_NORMS else set()
+    assert refused == biased | learned | normed
     for intervention in refused:
         with target_of(model) as target:
             reason = INTERVENTIONS[intervention].inapplicable(target)
@@ -470,6 +473,51 @@ def test_zero_and_mean_massive_put_their_values_behind_the_layers(name: str) -> 
     assert_same(name, ours, logits(with_entries(model, dict(zip(zeros, means, strict=True)))))
 
 
+def with_scaled_inputs(model: PreTrainedModel, layers: Sequence[int], positions: list[int], factor: float) -> Any:
+    """What enters the layers multiplied at the positions, by a forward that calls the layer's own."""
+
+    def scaled(forward: Callable, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        factors = torch.ones(x.shape[1], 1, dtype=x.dtype)
+        factors[positions] = factor
+        return forward(x * factors, *args, **kwargs)
+
+    model = copy.deepcopy(model)
+    for layer in layers:
+        module = layers_of(model)[layer]
+        module.forward = partial(scaled, module.forward)
+    return model
+
+
+@pytest.mark.parametrize("name", [name for name in TINY if name not in WITHOUT_NORMS])
+def test_rescale_norm_is_a_model_whose_layers_read_a_multiple(name: str) -> None:
+    model = tiny_model(name)
+    ours = under(model, "rescale-norm:layers=0,2,positions=0,3,factor=4")
+    assert_same(name, ours, logits(with_scaled_inputs(model, (0, 2), [0, 3], 4.0)))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bloom", "phi"])
+def test_rescale_norm_is_read_at_its_own_layer_and_not_behind_the_one_before(name: str) -> None:
+    """The layer's input is the multiple; what the layer before gave is what it was, and its direction is kept."""
+
+    class Stream(Observable):
+        sites = ("layer_in", "layer_out")
+
+        def __init__(self) -> None:
+            super().__init__(Settings(positions=4, window=4))
+            self.read: dict[tuple[int, str], torch.Tensor] = {}
+
+        def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
+            self.read[layer, site] = reading.tensor.clone()
+
+    model = tiny_model(name)
+    with open_tracer(model, find_family(model), interventions=[parse("rescale-norm:layers=1,factor=4")]) as tracer:
+        stream = Stream()
+        tracer.forward(whole(), [stream])
+    before, after = stream.read[0, "layer_out"], stream.read[1, "layer_in"]
+    assert torch.equal(after[:, 0], 4 * before[:, 0])
+    assert torch.equal(after[:, 1:], before[:, 1:])
+
+
 @pytest.mark.parametrize("name", ["llama", "bloom"])
 def test_gradients_under_an_edit_of_activations_are_those_of_the_hooked_model(name: str) -> None:
     model = tiny_model(name).requires_grad_(True)
@@ -480,6 +528,27 @@ def test_gradients_under_an_edit_of_activations_are_those_of_the_hooked_model(na
     scale = max(float(x.abs().max()) for x in expected)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-6 * scale)
+
+
+@pytest.mark.parametrize("name", ["llama", "bloom"])
+def test_gradients_under_rescale_norm_are_those_of_the_model_whose_layers_read_a_multiple(name: str) -> None:
+    model = tiny_model(name, dtype=torch.float64).requires_grad_(True)
+    expected = gradients(with_scaled_inputs(model, (1,), [0], 4.0))
+    with intervening(model, "rescale-norm:layers=1,factor=4"):
+        found = gradients(model)
+    scale = max(float(x.abs().max()) for x in expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6 * scale)
+
+
+def test_rescale_norm_begins_behind_the_first_massive_activation() -> None:
+    massive = pd.DataFrame(
+        [(layer, sequence, 0, 7, layer >= 1) for layer in range(3) for sequence in range(4)],
+        columns=["layer", "sequence", "position", "coordinate", "is_massive"],
+    )
+    known = known_of(tiny_model("llama"), tables={"massive": massive})
+    assert parse("rescale-norm:factor=2").resolved(known) == parse("rescale-norm:layers=2,factor=2")
+    assert parse("rescale-norm:layers=0").resolved(known) == parse("rescale-norm:layers=0")
 
 
 def test_gradients_under_an_edit_of_weights_are_those_of_the_edited_model() -> None:
@@ -636,6 +705,7 @@ BY_POSITION = (
     "mean-massive:layers=0,positions=2,coordinates=3,means=9",
     "scale-sink-value:positions=0,2,factor=3",
     "mask-sink:positions=0,2",
+    "rescale-norm:layers=0-1,positions=0,2",
 )
 
 
@@ -644,6 +714,8 @@ def test_a_padded_batch_gives_each_sequences_own_logits(name: str) -> None:
     model = tiny_model(name)
     sequences = ragged_tokens((9, 5, 7))
     for text in BY_POSITION:
+        if name in WITHOUT_NORMS and text.startswith("rescale-norm"):
+            continue
         alone = [under(model, text, ids=torch.as_tensor(ids)[None])[0] for ids in sequences]
         for side in ("left", "right"):
             batch = padded(sequences, side)
@@ -866,6 +938,11 @@ WRONG = [
     ("gpt2", "replace-epe:positions=4,source=4", "would change nothing"),
     ("gpt2", "transplant-epe:source=4,target=4", "would change nothing"),
     ("llama", "scale-sink-value:factor=1", "would change nothing"),
+    ("llama", "rescale-norm:layers=1,factor=1", "would change nothing"),
+    ("llama", "rescale-norm:layers=1,factor=0", "factor: input should be greater than 0"),
+    ("llama", "rescale-norm:layers=1,factor=-2", "factor: input should be greater than 0"),
+    ("llama", "rescale-norm:layers=3", "no layer 3: this model has 3"),
+    ("llama", "rescale-norm", "no massive activations at position 0 are known: name layers"),
     ("llama", "zero-massive", "no massive activations at position 0 are known: name layers and coordinates"),
     ("llama", "zero-massive:layers=1", "name layers and coordinates"),
     ("llama", "mean-massive:layers=1,coordinates=3", "name the means"),
@@ -920,6 +997,7 @@ NEVER_REACHED = (
     "zero-massive:layers=0,positions=9,coordinates=3",
     "mean-massive:layers=0,positions=9,coordinates=3,means=1",
     "scale-sink-value:positions=9",
+    "rescale-norm:layers=2,positions=9",
     "mask-sink:positions=8",  # there, and no token behind it
 )
 
@@ -968,7 +1046,7 @@ AWKWARD = {
     "positions": (0, 1000000),
     "coordinates": (138, 1234567),
     "means": (1 / 3, -123456.789, 1e22, -1e-22),
-    "factor": -1 / 3,
+    "factor": 1 / 3,
     "source": 1234567,
     "target": 7654321,
     "seed": 2**31 - 1,
@@ -1040,6 +1118,7 @@ CONTROLLED = {
     "mean-massive:layers=1,positions=2,coordinates=3,17,means=1,2": ("coordinates",),
     "scale-sink-value:layers=1,heads=1,positions=0,4,factor=3": ("positions",),
     "mask-sink:layers=1,heads=2,positions=0,4": ("positions",),
+    "rescale-norm:layers=1,positions=0,4,factor=2": ("positions",),
 }
 
 
@@ -1102,7 +1181,7 @@ def test_a_control_without_room_is_refused() -> None:
 
 def test_where_an_intervention_should_show_is_where_it_acts() -> None:
     watched = {text: parse(text).watched for text in ("replace-epe:source=4", "transplant-epe:target=3", *BY_POSITION)}
-    assert list(watched.values()) == [(0, 4), (0, 3), (0, 2), (0, 2), (2,), (0, 2), (0, 2)]
+    assert list(watched.values()) == [(0, 4), (0, 3), (0, 2), (0, 2), (2,), (0, 2), (0, 2), (0, 2)]
     assert parse("zero-key-columns:coordinates=3").watched == parse("nullify-query-bias").watched == (0,)
 
 

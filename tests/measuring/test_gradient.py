@@ -48,6 +48,7 @@ from sinkscope.text.batch import Batch
 POSITIONS, LENGTH = 12, 24
 RAGGED = (LENGTH, 17, 2, LENGTH, 11)  # some shorter than POSITIONS; one predicts a single token
 TABLES = ("gradient", "gradient_ratio", "gradient_check", "norm_bound")
+SAMPLES = ("gradient_by_group", "gradient_ratio_by_sequence")
 EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss")
 EACH_FAMILY = pytest.mark.parametrize("name", TINY)
 TOLERANCE = 1e-10
@@ -81,7 +82,7 @@ def backward(
         for observable in observables:
             observable.prepare(model, tracer.family, predicted)
         prepared(model)
-        loss = sum(tracer.forward_backward(batch, observables) for batch in batches)
+        loss = sum(float(tracer.forward_backward(batch, observables).sum()) for batch in batches)
     tables = {name: table for observable in observables for name, table in observable.tables().items()}
     return Backward(tables, observables, loss / predicted)
 
@@ -253,7 +254,7 @@ def test_the_first_query_has_no_gradient_unless_a_sink_logit_competes_with_its_o
 def test_tables_have_the_columns_that_are_published() -> None:
     for name in ("llama", "phi", "opt-post-norm"):
         tables = ours(name)
-        assert tables.keys() == set(TABLES)
+        assert tables.keys() == {*TABLES, *SAMPLES}
         for table_name, rows in tables.items():
             assert list(rows.columns) == ["layer", *column_names(table_name)]
 
@@ -315,7 +316,7 @@ def test_tokens_that_predict_are_all_but_the_last_real_one() -> None:
     logits = torch.zeros(2, 4, 96)
     for side in ("right", "left"):
         loss = summed_loss(logits, padded(ragged_tokens((3, 4)), side))
-        assert float(loss) == pytest.approx((2 + 3) * np.log(96))
+        assert loss.tolist() == pytest.approx([2 * np.log(96), 3 * np.log(96)])
 
 
 def test_tokens_at_positions_are_zero_past_a_sequences_end() -> None:
@@ -834,11 +835,11 @@ def test_forward_observables_are_the_same_beside_a_backward_pass(name: str) -> N
     alone = measured(model, batches, Settings(positions=POSITIONS, window=8))
     for names in ((*FORWARD, "gradient"), ("gradient", *FORWARD)):
         beside = backward(model, batches, names=names).tables
-        assert beside.keys() == alone.keys() | set(TABLES)
+        assert beside.keys() == alone.keys() | {*TABLES, *SAMPLES}
         for table_name, rows in alone.items():
             assert rows.equals(beside[table_name]), table_name
     only = backward(model, batches).tables
-    for table_name in TABLES:
+    for table_name in (*TABLES, *SAMPLES):
         assert only[table_name].equals(beside[table_name])
 
 

@@ -93,9 +93,15 @@ def test_run_json_gives_the_options_back(command: str, options: dict[str, Any]) 
     assert checked(COMMANDS[command], json.loads(asked.model_dump_json())) == asked
 
 
+def test_an_experiment_always_measures_what_its_effects_are_made_of() -> None:
+    asked_for = {"observables": "gradient,massive"}
+    for given, measured in (({}, ()), ({"observables": None}, ()), (asked_for, ("gradient",))):
+        asked = checked(COMMANDS["intervene"], {"do": "mask-sink"} | given)
+        assert asked.observables == ("attention", "massive", *measured)
+
+
 def test_options_that_do_not_apply_are_refused() -> None:
     for command, given, reason in (
-        ("intervene", {"do": "mask-sink", "observables": "massive"}, "always measures attention and massive"),
         ("quantize", {"observables": ["massive"]}, "always measures perplexity and outliers"),
         ("train", {"only_new": True}, "begins with random weights"),
         ("doctor", {"attn": "eager"}, "tries both kernels"),

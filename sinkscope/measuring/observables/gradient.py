@@ -16,16 +16,29 @@ from transformers import PreTrainedModel
 from sinkscope.attention.kernels import upcast
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.errors import SinkscopeError
+from sinkscope.measuring.observables.gradient_samples import ALL_HEADS, GroupSums
 from sinkscope.measuring.observables.gradient_theorems import NormGain, TheoremOne, norm_gain
-from sinkscope.measuring.observables.observable import Mean, Observable, Settings, long_form
+from sinkscope.measuring.observables.observable import BySequence, Mean, Observable, Settings, long_form
 from sinkscope.models.family import RESIDUAL_SITES, Block, Family
 from sinkscope.models.quantized import without_gradients
-from sinkscope.results.tables import HEAD, POSITION, Column
+from sinkscope.results.tables import HEAD, POSITION, SEQUENCE, Column
 from sinkscope.text.batch import Batch
 
-ALL_HEADS = -1
 RATIOS = ("input_norm", "bloat", "compress", "change")
 BRANCH = Column("branch", "attn or mlp", kind="text")
+PATHWAY = Column(
+    "pathway",
+    "query, key, value (as attended to); raw_value: in front of the gate or scale that a retrofit puts on values; "
+    "query_measured: of position 0 as autograd gives it, where `query` is 0 by construction",
+    kind="text",
+)
+GRAD_HEAD = Column("head", "from 0 on, of key and value the key/value head; -1: all heads together", kind="whole")
+RATIO_COLUMNS = (
+    Column("input_norm", "‖x‖, L2 norm of the branch's input"),
+    Column("bloat", "‖∇y‖ ÷ ‖∇r‖: y the branch's normed input, r its output (GS eq. 3)"),
+    Column("compress", "‖∇x - ∇z‖ ÷ ‖∇y‖: z the stream behind the branch (GS eq. 3)"),
+    Column("change", "‖∇x‖ ÷ ‖∇z‖ (GS eq. 3)"),
+)
 
 
 @dataclass(frozen=True)
@@ -85,7 +98,8 @@ def undefined_ratios(family: Family) -> dict[str, str]:
 
 
 class Gradient(Observable):
-    """Tables `gradient`, `gradient_ratio`, `gradient_check` (theorem 1) and `norm_bound` (theorem 2).
+    """Tables `gradient`, `gradient_ratio`, `gradient_check` (theorem 1) and `norm_bound` (theorem 2), and those that
+    intervals of the first two are made of.
 
     Ratios are taken per sequence and token; a row is their mean over sequences. The last tokens, which predict nothing,
     have no gradient and no ratio.
@@ -93,22 +107,17 @@ class Gradient(Observable):
 
     name = "gradient"
     about = "gradients of query, key and value by token; bloat, compress and change; GS's two theorems checked"
-    sites = (*RESIDUAL_SITES, "attention")
+    sites = (*RESIDUAL_SITES, "raw_value", "attention")
     backward = True
     columns: ClassVar = {
-        "gradient": (
-            Column("pathway", "query, key or value", kind="text"),
-            Column("head", "from 0 on, of key and value the key/value head; -1: all heads together", kind="whole"),
-            POSITION,
-            Column("grad_norm", "L2 norm of the run's gradient of the loss"),
+        "gradient": (PATHWAY, GRAD_HEAD, POSITION, Column("grad_norm", "L2 norm of the run's gradient of the loss")),
+        "gradient_by_group": (
+            Column("group", "of sequences, from 0 on: a sequence's number modulo 20", kind="whole"),
+            PATHWAY, GRAD_HEAD, POSITION,
+            Column("grad_norm", "L2 norm of the run's gradient of the loss without this group's sequences"),
         ),
-        "gradient_ratio": (
-            BRANCH, POSITION,
-            Column("input_norm", "‖x‖, L2 norm of the branch's input"),
-            Column("bloat", "‖∇y‖ ÷ ‖∇r‖: y the branch's normed input, r its output (GS eq. 3)"),
-            Column("compress", "‖∇x - ∇z‖ ÷ ‖∇y‖: z the stream behind the branch (GS eq. 3)"),
-            Column("change", "‖∇x‖ ÷ ‖∇z‖ (GS eq. 3)"),
-        ),
+        "gradient_ratio": (BRANCH, POSITION, *RATIO_COLUMNS),
+        "gradient_ratio_by_sequence": (BRANCH, SEQUENCE, POSITION, *RATIO_COLUMNS),
         "gradient_check": (
             HEAD, POSITION,
             Column("identity_residual", "relative distance of ∇v_s from Σ_t a[t,s] g_t"),
@@ -138,7 +147,9 @@ class Gradient(Observable):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.pathways: dict[tuple[int, str], torch.Tensor] = {}  # Σ over all sequences of the gradient, (heads,P,d)
+        self.groups = GroupSums()
         self.ratios = {name: Mean() for name in RATIOS}
+        self.by_sequence = BySequence("position")
         self.bounds = {name: Mean() for name in ("measured", "bound", "holds", "tightness")}
         self.gains: dict[tuple[int, str], NormGain] = {}
         self.branches: dict[int, dict[str, Branch]] = {}  # of each layer
@@ -184,18 +195,31 @@ class Gradient(Observable):
             getattr(read, pathway).register_hook(partial(self._on_pathway, layer, pathway, batch, constant))
         mix.register_hook(partial(self._on_mix, layer, read.detached()))
 
+    def watch_raw_value(self, layer: int, value: torch.Tensor, batch: Batch) -> None:
+        def on_raw_value(gradient: torch.Tensor) -> None:
+            self._on_pathway(layer, "raw_value", batch, False, gradient.transpose(1, 2))
+
+        value.register_hook(on_raw_value)
+
     # --- the backward pass: last layer first
 
     def _on_pathway(self, layer: int, pathway: str, batch: Batch, first_is_zero: bool, gradient: torch.Tensor) -> None:
         """∇ of query (B,H,T,d), key or value (B,K,T,d): summed over the batch as an optimizer step would see it."""
         gradient = batch.tokens_at(upcast(gradient).transpose(1, 2), self.settings.positions)
+        if pathway == "query":
+            self._add_pathway(layer, "query_measured", gradient[:, :1])
         if first_is_zero:
             gradient = torch.cat([torch.zeros_like(gradient[:, :1]), gradient[:, 1:]], dim=1)
+        self._add_pathway(layer, pathway, gradient)
+        self.groups.add((layer, pathway), gradient, batch)
+        if pathway == "value":
+            self.theorem.add_value_gradient(layer, gradient.transpose(1, 2), self._routed.pop(layer), batch)
+
+    def _add_pathway(self, layer: int, pathway: str, gradient: torch.Tensor) -> None:
+        """Add one batch's (B,P,heads,d)."""
         total = gradient.sum(0, dtype=torch.float64).transpose(0, 1)  # (heads,P,d)
         known = self.pathways.get((layer, pathway))
         self.pathways[layer, pathway] = total if known is None else known + total
-        if pathway == "value":
-            self.theorem.add_value_gradient(layer, gradient.transpose(1, 2), self._routed.pop(layer), batch)
 
     def _on_mix(self, layer: int, read: AttentionRead, gradient: torch.Tensor) -> None:
         """g = ∇y (B,T,H,d), the gradient of each head's mix."""
@@ -232,6 +256,7 @@ class Gradient(Observable):
         }
         for ratio, statistic in statistics.items():
             self._add(self.ratios[ratio], (layer, name), statistic, batch)
+        self._add_by_sequence(layer, name, statistics, batch)
         if (layer, name) in self.gains:
             bound = self.gains[layer, name].largest / self._scales.pop((layer, name))
             defined = compress.isfinite()
@@ -247,6 +272,13 @@ class Gradient(Observable):
         defined = statistic.isfinite()
         present = batch.present(self.settings.positions)
         mean.add(key, statistic, defined if present is None else defined & present.to(defined.device))
+
+    def _add_by_sequence(self, layer: int, branch: str, statistics: dict[str, torch.Tensor], batch: Batch) -> None:
+        """Statistics (B,T) of one batch; NaN where a mean leaves them out."""
+        positions = self.settings.positions
+        by_position = {name: batch.at_positions(x, positions) for name, x in statistics.items()}
+        defined = {name: x.masked_fill(~x.isfinite(), torch.nan) for name, x in by_position.items()}
+        self.by_sequence.add(batch, defined, batch.present(positions), layer=layer, branch=branch)
 
     def _look_for_underflow(self, gradient: torch.Tensor, batch: Batch) -> None:
         norms = torch.linalg.vector_norm(gradient, dim=-1)
@@ -266,9 +298,11 @@ class Gradient(Observable):
     def tables(self) -> dict[str, pd.DataFrame]:
         tables = {"norm_bound": self._mean_table(self.bounds)}
         if self.pathways:
-            tables |= {"gradient": self._pathway_table(), "gradient_check": self.theorem.table()}
+            tables |= {"gradient": self._pathway_table(), "gradient_by_group": self.groups.table(self.pathways)}
+            tables["gradient_check"] = self.theorem.table()
         if any(self.branches.values()):
             tables["gradient_ratio"] = self._mean_table(self.ratios)
+            tables["gradient_ratio_by_sequence"] = self.by_sequence.table()
         return tables
 
     def _pathway_table(self) -> pd.DataFrame:

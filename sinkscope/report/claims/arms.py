@@ -1,11 +1,11 @@
-"""What intervention arms do to sinks, beside their random controls, in percent and points of the sink rate."""
+"""What intervention arms do to sinks, in percent and points of the sink rate, and to perplexity; and their controls."""
 
 from collections.abc import Callable
 
 import numpy as np
 
-from sinkscope.report.claims.claim import Part, above, below
-from sinkscope.report.claims.estimates import Estimate, bootstrap, one_more_run
+from sinkscope.report.claims.claim import NotDefined, Part, above, below
+from sinkscope.report.claims.estimates import Estimate, bootstrap, mean_of_runs, one_more_run
 from sinkscope.report.claims.evidence import BEFORE, Evidence
 from sinkscope.report.claims.quantities import sink_rates
 
@@ -22,10 +22,15 @@ def before_and_after(evidence: Evidence, role: str, position: int = 0) -> tuple[
 
 def controls(evidence: Evidence, role: str) -> np.ndarray:
     """(draws,): the sink rate at position 0 under each of an arm's random controls."""
+    conditions = control_conditions(evidence, role)
+    return np.array([sink_rates(evidence, role, condition=condition)[0] for condition in conditions])
+
+
+def control_conditions(evidence: Evidence, role: str) -> list[str]:
+    """The conditions of an arm's random controls, as tables name them."""
     label = evidence.label(role)
     drawn = evidence.runs[role].manifest["arms"][label]["controls"]
-    conditions = [f"{label} control {draw}" for draw in range(len(drawn))]
-    return np.array([sink_rates(evidence, role, condition=condition)[0] for condition in conditions])
+    return [f"{label} control {draw}" for draw in range(len(drawn))]
 
 
 def beyond_controls(evidence: Evidence, role: str) -> Estimate:
@@ -67,3 +72,34 @@ def falls(role: str) -> Part:
     """Of a claim that a sink falls by an arm, and not by random changes of the same kind."""
     quantity = "change of the sink rate at position 0, in points, beyond a random control's"
     return Part(quantity, of_arm(beyond_controls, role), below(0.0))
+
+
+# --- perplexity
+
+
+def losses(evidence: Evidence, role: str, condition: str) -> np.ndarray:
+    """(R,): loss per predicted token under one arm, or `before`; the sequences resampled alike for all."""
+    sequences = evidence.sequences(role, condition)
+    loss, predicted = (
+        sequences.values("loss_by_sequence", column, ("layer",))[:, 0] for column in ("loss", "predicted")
+    )
+    return (sequences.weights @ (loss * predicted)) / (sequences.weights @ predicted)
+
+
+def perplexity_ratio(evidence: Evidence, role: str) -> Estimate:
+    """Perplexity under an intervention ÷ without; sequences resampled in pairs."""
+    after = evidence.label(role) or ""
+    return bootstrap(np.exp(losses(evidence, role, after) - losses(evidence, role, BEFORE)))
+
+
+def perplexity_of_controls(evidence: Evidence, role: str) -> Estimate:
+    """The same under random controls, their mean and spread.
+
+    Raises:
+        NotDefined: the arm has no controls.
+    """
+    draws = control_conditions(evidence, role)
+    if not draws:
+        raise NotDefined("the intervention has no random control on this model")
+    before = losses(evidence, role, BEFORE)[0]
+    return mean_of_runs(np.exp([losses(evidence, role, draw)[0] - before for draw in draws]))

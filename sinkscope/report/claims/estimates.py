@@ -5,6 +5,7 @@ the resampled data.
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
 from math import exp, log, nan
 
 import numpy as np
@@ -60,10 +61,13 @@ def exact(value: float) -> Estimate:
     return Estimate(float(value), float(value), float(value))
 
 
+@cache
 def resamplings(units: int, draws: int = DRAWS, seed: int = SEED) -> np.ndarray:
     """(1 + draws, units): how often each unit counts; once each in the first row, and drawn with replacement below."""
     drawn = np.random.default_rng(seed).multinomial(units, np.full(units, 1 / units), size=draws)
-    return np.concatenate([np.ones((1, units)), drawn]).astype(np.float64)
+    weights = np.concatenate([np.ones((1, units)), drawn]).astype(np.float64)
+    weights.flags.writeable = False  # it is shared
+    return weights
 
 
 def weighted_means(x: np.ndarray, weights: np.ndarray) -> np.ndarray:

@@ -14,6 +14,8 @@ from sinkscope.results.run import RunData
 WEIGHTS_AT_RANDOM = "random"  # manifest["model"]["weights"] of a run on random weights
 BEFORE = "before"
 ALL_HEADS = -1
+LONG = 256  # tokens of a text that is streamed
+OTHER_INPUTS = ("random", "repeated")  # than the text that a model is measured on
 
 
 class Role(NamedTuple):
@@ -23,17 +25,26 @@ class Role(NamedTuple):
     command: str
 
 
-def _analysis(condition: str, weights_at_random: bool = False) -> Callable[[RunData], bool]:
+def _analysis(condition: str = "", weights_at_random: bool = False) -> Callable[[RunData], bool]:
+    """Of `analyze` on an input; "": on text, also the user's own, or what the model itself writes."""
+
     def is_it(run: RunData) -> bool:
         at_random = run.manifest["model"].get("weights") == WEIGHTS_AT_RANDOM
-        return run.command == "analyze" and run.condition == condition and at_random == weights_at_random
+        reads = run.condition == condition if condition else run.condition not in OTHER_INPUTS
+        return run.command == "analyze" and reads and at_random == weights_at_random
 
     return is_it
 
 
-def _arm(name: str, condition: str = "natural") -> Callable[[RunData], bool]:
+def _streams(run: RunData) -> bool:
+    """Over texts long enough to lose the first tokens from the window."""
+    return run.command == "intervene" and "streaming" in run.tables and run.manifest["input"]["longest"] >= LONG
+
+
+def _arm(name: str, repeated: bool = False) -> Callable[[RunData], bool]:
     def is_it(run: RunData) -> bool:
-        return run.command == "intervene" and run.condition == condition and label_of(run, name) is not None
+        reads = (run.condition == "repeated") == repeated
+        return run.command == "intervene" and reads and label_of(run, name) is not None
 
     return is_it
 
@@ -47,22 +58,39 @@ def label_of(run: RunData, name: str) -> str | None:
     return next((label for label, arm in arms if arm.get("asked", [label]) == [name]), None)
 
 
-# role → its run; an arm of `intervene` is "do:NAME", on repeated tokens "repeated-do:NAME"
 ROLES: dict[str, Role] = {
-    "natural": Role(_analysis("natural"), "sinkscope analyze {model}"),
+    "natural": Role(_analysis(), "sinkscope analyze {model}"),
     "random": Role(_analysis("random"), "sinkscope analyze {model} --input random"),
     "repeated": Role(_analysis("repeated"), "sinkscope analyze {model} --input repeated"),
-    "null": Role(_analysis("natural", weights_at_random=True), "sinkscope claims {model}"),
+    "null": Role(_analysis(weights_at_random=True), "sinkscope claims {model}"),
+    "streaming": Role(_streams, "sinkscope run streaming-perplexity --model {model}"),
+}
+
+
+def _of_length(length: str) -> Role:
+    def is_it(run: RunData) -> bool:
+        given, natural = run.manifest["config"], ROLES["natural"].is_it(run)
+        return natural and given["seq_len"] == given["window"] == int(length)
+
+    return Role(is_it, f"sinkscope analyze {{model}} --seq-len {length} --window {length} --observables attention")
+
+
+# kind → what is behind its colon → the role
+KINDS: dict[str, Callable[[str], Role]] = {
+    "do": lambda name: Role(_arm(name), f"sinkscope intervene {{model}} --do {name}"),
+    "repeated-do": lambda name: Role(
+        _arm(name, repeated=True), f"sinkscope intervene {{model}} --do {name} --input repeated"
+    ),
+    "trained": lambda factor: Role(lambda run: False, f"models that differ in: {factor}"),
+    "length": _of_length,
+    "domain": lambda name: Role(_analysis(name), "sinkscope claims {model}"),
 }
 
 
 def role_of(name: str) -> Role:
-    """Of a role's name."""
-    if name in ROLES:
-        return ROLES[name]
-    kind, _, arm = name.partition(":")
-    options, condition = (" --input repeated", "repeated") if kind == "repeated-do" else ("", "natural")
-    return Role(_arm(arm, condition), f"sinkscope intervene {{model}} --do {arm}{options}")
+    """The role of a name: of ROLES, or a kind and what is behind its colon."""
+    kind, _, of = name.partition(":")
+    return ROLES[name] if name in ROLES else KINDS[kind](of)
 
 
 @dataclass(frozen=True)
@@ -116,14 +144,14 @@ class Evidence:
 
     @classmethod
     def of(cls, runs: Iterable[RunData], needs: Iterable[str], model: str = "MODEL") -> "Evidence":
-        """Find the runs that play the roles in `needs`; of several the last."""
+        """Find the runs that play the roles in `needs`; of several the one with most tables."""
         runs = list(runs)
         found: dict[str, RunData] = {}
         skipped: dict[str, str] = {}
         for need in dict.fromkeys(needs):
             fitting = [run for run in runs if role_of(need).is_it(run)]
             if fitting:
-                found[need] = fitting[-1]
+                found[need] = max(fitting, key=lambda run: len(run.tables))
                 continue
             arm = need.partition(":")[2]
             reasons = [run.manifest["skipped"][arm] for run in runs if arm in run.manifest.get("skipped", {})]

@@ -3,8 +3,8 @@
 import numpy as np
 
 from sinkscope.measuring.observables.massive import THRESHOLD
-from sinkscope.report.claims.claim import NotDefined
-from sinkscope.report.claims.estimates import Estimate, bootstrap, positive_jackknife
+from sinkscope.report.claims.claim import NotDefined, Part, above, at_least
+from sinkscope.report.claims.estimates import Estimate, bootstrap, exact, positive_jackknife
 from sinkscope.report.claims.evidence import ALL_HEADS, Evidence
 
 FIRST_LATER, LAST_LATER = 5, 15  # the positions that claims call later
@@ -45,6 +45,17 @@ def sink_heads(evidence: Evidence) -> tuple[np.ndarray, str]:
     return found, f"{found.sum()} of {known.sum()} heads, those with a sink"
 
 
+def _has_sink_heads(evidence: Evidence) -> Estimate:
+    """The share of heads with a sink at position 0, of the mean window mass."""
+    mass = by_head(evidence, "attention_heads_by_sequence", "window_mass")
+    mass = mass[:, np.isfinite(mass[0])]
+    return bootstrap((mass > evidence.runs["natural"].manifest["config"]["epsilon"]).mean(1))
+
+
+# of claims on heads with a sink: without any they fail
+HAS_SINK_HEADS = Part("share of heads with a sink at position 0", _has_sink_heads, above(0.0))
+
+
 def in_sink_heads(evidence: Evidence, column: str) -> Estimate:
     """Median over sink heads of a number at position 0 ÷ the same at later positions."""
     chosen, note = sink_heads(evidence)
@@ -81,6 +92,17 @@ def massive_layers(evidence: Evidence) -> np.ndarray:
     return layers
 
 
+def _massive_layers(evidence: Evidence) -> Estimate:
+    try:
+        return exact(len(massive_layers(evidence)))
+    except NotDefined:
+        return exact(0)
+
+
+# of claims on what massive activations do: without any they fail
+MASSIVE_LAYERS = Part("layers with massive activations at position 0", _massive_layers, at_least(1))
+
+
 # --- gradients, by groups of sequences
 
 
@@ -103,3 +125,12 @@ def gradient_ratio(evidence: Evidence, pathway: str, role: str = "natural") -> E
     """At position 0 ÷ later ones, of norms averaged over layers first (GS fig. 2)."""
     by_position = gradients(evidence, pathway, role).mean(1)
     return positive_jackknife(by_position[:, 0] / by_position[:, LATER].mean(1))
+
+
+# --- null hypotheses in closed form
+
+
+def uniform_mass(length: int, positions: int) -> np.ndarray:
+    """(positions,): the sink mass of each position under uniform causal attention over `length` tokens."""
+    weights = 1 / np.arange(1, length + 1)
+    return np.array([weights[first:].mean() for first in range(positions)])

@@ -64,3 +64,22 @@ def gated(evidence: Evidence) -> str | None:
 def in_float32(evidence: Evidence) -> str | None:
     dtype = evidence.any_run.manifest["dtype"]
     return None if dtype in ("float32", "float64") else f"it computes in {dtype}"
+
+
+SMALL = 200e6  # parameters
+
+
+def small(evidence: Evidence) -> str | None:
+    count = evidence.any_run.manifest["model"]["parameters"]
+    return None if count < SMALL else f"it has {count / 1e6:,.0f} M parameters, more than {SMALL / 1e6:.0f} M"
+
+
+def several_attention_layers(evidence: Evidence) -> str | None:
+    layers = evidence.any_run.tables["attention"]["layer"].nunique()
+    return None if layers >= 2 else "it has one attention layer"
+
+
+def with_tokenizer(evidence: Evidence) -> str | None:
+    """Texts of other domains need one."""
+    sampled = evidence.any_run.condition == "sampled"
+    return "it has no tokenizer to read other texts" if sampled else None

@@ -9,6 +9,7 @@ from typing import Never
 
 from sinkscope.errors import InputError, unknown
 from sinkscope.measuring.observables import OBSERVABLES
+from sinkscope.report.claims.scorecard import Scorecard
 from sinkscope.report.figures import (
     arm_maps,
     arm_maps_by_layer,
@@ -35,6 +36,8 @@ from sinkscope.report.figures import (
     retrofit_layers,
     retrofit_training,
     retrofit_values,
+    scorecard,
+    scorecard_by_model,
     sink_map,
     sink_positions,
     sinks_by_layer,
@@ -65,6 +68,9 @@ OF_ARMS: dict[str, FigureSpec[Arms]] = {spec.name: spec for spec in (
     retrofit_bars.draw, retrofit_training.draw, retrofit_layers.draw, retrofit_values.draw,
     backcopy_maps.draw, backcopy_training.draw,
 )}
+OF_CLAIMS: dict[str, FigureSpec[Scorecard]] = {spec.name: spec for spec in (
+    scorecard.draw, scorecard_by_model.draw,
+)}
 # fmt: on
 # what a figure is drawn from → the register of such figures
 KINDS: dict[str, Mapping[str, FigureSpec[Never]]] = {
@@ -72,6 +78,7 @@ KINDS: dict[str, Mapping[str, FigureSpec[Never]]] = {
     "several runs": OF_RUNS,
     "training steps": OF_STEPS,
     "arms of a training": OF_ARMS,
+    "claims": OF_CLAIMS,
 }
 
 # table → the observable that a user names to have it

@@ -1,0 +1,234 @@
+"""`claims`: what papers say happens, tested on a model: measured where runs lack it, then judged from their tables."""
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
+from sinkscope.commands.result import Result
+from sinkscope.errors import InputError, one_line
+from sinkscope.interventions import parse_all
+from sinkscope.measuring.console import print_line, print_part
+from sinkscope.measuring.experiment import Experiment
+from sinkscope.measuring.manifest import Facts, make_manifest
+from sinkscope.measuring.measure import measure
+from sinkscope.measuring.observables import OBSERVABLES
+from sinkscope.measuring.random_weights import random_weights
+from sinkscope.measuring.subject import ModelLike, Subject, check_config, inputs_for, open_subject, options_of
+from sinkscope.options.claims import ClaimsOptions
+from sinkscope.options.measuring import AnalyzeOptions, InterveneOptions, RunConfig
+from sinkscope.options.output import OutputOptions
+from sinkscope.report.claims.evidence import Evidence
+from sinkscope.report.claims.folder import write_scorecard
+from sinkscope.report.claims.register import CLAIMS
+from sinkscope.report.claims.scorecard import COMMAND, TABLE, Scorecard, evidence_of, judged, models_of
+from sinkscope.report.run import Run
+from sinkscope.results.folders import new_folder, own_folder
+from sinkscope.results.manifest import RUNS, read_manifest
+from sinkscope.results.manifest import make_manifest as make_folder_manifest
+
+MAIN = "natural"  # the role that is measured first: it says which claims speak of the model
+STREAMED = {"seq_len": 512, "num_seqs": 8, "do": ("streaming-window:window=64,keep=0,1,2,4",)}
+
+
+def command(options: ClaimsOptions, output: OutputOptions) -> Result:
+    card = claims(options.model, config=options, **output.where)
+    return Result(card, card.markdown, folder=output.out)
+
+
+def claims(
+    model: ModelLike = None,
+    *,
+    runs: Iterable[Run] = (),
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    out: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    quiet: bool = True,
+    config: ClaimsOptions | None = None,
+    **options: Any,
+) -> Scorecard:
+    """Judge what papers say happens by one model, or by the runs of several.
+
+    Args:
+        model: as for `analyze`; with `runs` or `from_` and no model, nothing is measured.
+        runs: what was measured before, besides the folders in the option `from_`.
+        tokenizer, out, overwrite, quiet: as for `analyze`.
+        config: all options at once, in place of `options`.
+        **options: `from_`, `draws` (random controls of each intervention), and those of `analyze`.
+
+    Raises:
+        InputError: an option or the input is wrong, or there is nothing to judge; nothing was written.
+        SinkscopeError: the model as it is could not be measured.
+    """
+    start = time.time()
+    config = config or options_of(ClaimsOptions, model, options)
+    known = [*runs, *(run for folder in config.from_ for run in _runs_in(folder))]
+    console = Console(stderr=True, quiet=quiet)
+    check_config(config)
+    judges_only = model is None and (config.only_judges or bool(known and config.model is None))
+    reads = (config.model, config.adapter, config.input, *config.from_)
+    with own_folder(out, overwrite, (COMMAND,), reads=reads) as folder:
+        if judges_only:
+            evidence = {name: evidence_of(some, name) for name, some in models_of(known).items()}
+            card = _scorecard(evidence, config, start, folder)
+        else:
+            with open_subject(model, tokenizer, config, console) as subject:
+                bench = Bench(subject, config, console, known=known)
+                card = _scorecard({subject.loaded.name: bench.evidence()}, config, start, folder, bench.failed)
+        if folder is not None:
+            with new_folder(folder) as fresh:
+                write_scorecard(card, fresh)
+        return card
+
+
+def _runs_in(folder: Path) -> Iterator[Run]:
+    """A run, or all that stand in a folder of `claims`."""
+    if read_manifest(folder, (*RUNS, COMMAND))["command"] != COMMAND:
+        yield Run.open(folder)
+        return
+    for each in sorted((folder / "runs").iterdir()):
+        yield Run.open(each)
+
+
+def _scorecard(
+    evidence: Mapping[str, Evidence],
+    config: ClaimsOptions,
+    start: float,
+    folder: Path | None,
+    failed: Mapping[str, str] | None = None,
+) -> Scorecard:
+    import pandas as pd
+
+    table = pd.concat([judged(one) for one in evidence.values()], ignore_index=True)
+    used = {name: {role: _source(run) for role, run in one.runs.items()} for name, one in evidence.items()}
+    manifest = make_folder_manifest(
+        COMMAND, config.model_dump(mode="json"), start, [TABLE], judged=used, failed=dict(failed or {})
+    )
+    return Scorecard(manifest, table, {name: one.runs for name, one in evidence.items()}, folder)
+
+
+def _source(run: Any) -> str:
+    return str(run.folder) if run.folder is not None else "measured"
+
+
+@dataclass
+class Bench:
+    """One model, and the runs that its claims need: those that are known, and the others measured one by one."""
+
+    subject: Subject
+    config: ClaimsOptions
+    console: Console
+    known: Sequence[Run]
+    failed: dict[str, str] = field(default_factory=dict)  # role → why it could not be measured
+
+    def evidence(self) -> Evidence:
+        """Measure what is missing. The run of the model as it is comes first: by it a claim speaks of the model."""
+        runs: list[Run] = list(models_of(self.known).get(self.subject.loaded.name, ()))
+        if not evidence_of(runs, self.name).has(MAIN):
+            print_line(self.console, "the model as it is")
+            runs.append(self._main())
+        for number, (role, kind, of) in enumerate(wanted := list(self._wanted(runs)), 1):
+            if evidence_of(runs, self.name).has(role):
+                continue  # by one run with several arms
+            print_part(self.console, role, number, len(wanted))
+            try:
+                runs.append(WAYS[kind](self, of))
+            except InputError as error:  # it does not apply to this model
+                self.failed[role] = one_line(error)
+        found = evidence_of(runs, self.name)
+        return replace(found, skipped=found.skipped | self.failed)
+
+    @property
+    def name(self) -> str:
+        return self.config.model or self.subject.loaded.name
+
+    def _wanted(self, runs: Sequence[Run]) -> Iterator[tuple[str, str, str]]:
+        """Roles that no run plays, of the claims that speak of this model: role, kind, what is behind the colon."""
+        evidence = evidence_of(runs, self.name)
+        speaking = [claim for claim in CLAIMS.values() if not any(scope(evidence) for scope in claim.scope)]
+        for role in dict.fromkeys(need for claim in speaking for need in claim.needs):
+            kind, _, of = role.partition(":")
+            if kind in WAYS and not evidence.has(role) and not evidence.inapplicable(role):
+                yield role, kind, of
+
+    # --- the runs
+
+    def _main(self) -> Run:
+        return self._analyzed(self.subject, {})
+
+    def _input(self, name: str) -> Run:
+        observables = {"random": ("attention",), "repeated": ("attention", "geometry", "activation", "massive")}
+        return self._analyzed(None, {"input": name, "dataset": None, "prompt": None, "observables": observables[name]})
+
+    def _domain(self, name: str) -> Run:
+        return self._analyzed(None, {"input": name, "dataset": None, "prompt": None, "observables": ("attention",)})
+
+    def _length(self, length: str) -> Run:
+        given = {"seq_len": int(length), "window": int(length), "observables": ("attention",)}
+        return self._analyzed(None, given | {"positions": min(self.config.positions, int(length))})
+
+    def _null(self) -> Run:
+        with random_weights(self.subject, self.config.seed) as subject:
+            return self._analyzed(subject, {"observables": ("attention", "gradient"), "skip_parity": True})
+
+    def _arms(self, repeated: bool = False) -> Run:
+        """Every intervention that claims name, each by itself, in one run."""
+        kind = "repeated-do:" if repeated else "do:"
+        roles = dict.fromkeys(need for claim in CLAIMS.values() for need in claim.needs if need.startswith(kind))
+        arms = {role.removeprefix(kind): (role.removeprefix(kind),) for role in roles}
+        if repeated:
+            return self._experiment(None, {"input": "repeated", "dataset": None, "prompt": None, "arms": arms})
+        return self._experiment(self.subject, {"arms": arms, "observables": self._with_gradients()})
+
+    def _with_gradients(self) -> tuple[str, ...]:
+        reason = OBSERVABLES["gradient"].inapplicable(self.subject.loaded.model, self.subject.family)
+        return () if reason or self.subject.without_loss else ("gradient",)
+
+    def _streaming(self) -> Run:
+        return self._experiment(None, STREAMED)
+
+    def _analyzed(self, subject: Subject | None, given: Mapping[str, Any]) -> Run:
+        start = time.time()
+        config = self._options(AnalyzeOptions, given)
+        subject = subject or self._reading(config)
+        tables, facts = measure(subject, config, self.console)
+        return Run(make_manifest(subject, config, facts, list(tables), start), tables)
+
+    def _experiment(self, subject: Subject | None, given: Mapping[str, Any]) -> Run:
+        start = time.time()
+        config = self._options(InterveneOptions, {"draws": self.config.draws, **given})
+        subject = subject or self._reading(config)
+        stacks = {label: parse_all(stack) for label, stack in dict(config.stacks).items()}
+        experiment = Experiment(subject, config, stacks, config.draws, lenient=True, console=self.console)
+        tables = experiment.run()
+        facts = Facts(experiment.batch_size, parity=experiment.parity_error)
+        manifest = make_manifest(subject, config, facts, list(tables), start, "intervene")
+        manifest |= {"arms": experiment.records, "skipped": experiment.skipped, "failed": experiment.failed}
+        return Run(manifest, tables)
+
+    def _options(self, kind: type[RunConfig], given: Mapping[str, Any]) -> Any:
+        own = {name: getattr(self.config, name) for name in RunConfig.model_fields}
+        return kind(**own | dict(given))
+
+    def _reading(self, config: RunConfig) -> Subject:
+        """The same model, on another input."""
+        inputs = inputs_for(self.subject.loaded, config, self.subject.family)
+        return Subject(self.subject.loaded, self.subject.family, inputs)
+
+
+# kind of role → how its run is measured; other roles are of models that are trained for them
+WAYS: dict[str, Callable[[Bench, str], Run]] = {
+    "random": lambda bench, _: bench._input("random"),
+    "repeated": lambda bench, _: bench._input("repeated"),
+    "null": lambda bench, _: bench._null(),
+    "do": lambda bench, _: bench._arms(),
+    "repeated-do": lambda bench, _: bench._arms(repeated=True),
+    "streaming": lambda bench, _: bench._streaming(),
+    "length": Bench._length,
+    "domain": Bench._domain,
+}

@@ -1,0 +1,23 @@
+"""How a scorecard is written into its folder."""
+
+from pathlib import Path
+
+from sinkscope.report.claims.scorecard import TABLE, Scorecard, legend
+from sinkscope.report.figures import OF_CLAIMS, save_figures
+from sinkscope.report.figures.spec import draw_all
+from sinkscope.report.outputs import write_run
+from sinkscope.report.run import Run
+from sinkscope.results.manifest import write_manifest
+from sinkscope.results.tables import write_tables
+
+
+def write_scorecard(card: Scorecard, folder: Path) -> None:
+    """The runs that were measured for it, the table, the figures and the words; run.json last."""
+    for role, run in card.measured.items():
+        where = folder / "runs" / role.replace(":", "-")
+        where.mkdir(parents=True)
+        write_run(Run(run.manifest, run.tables), where, figures=())
+    write_tables({TABLE: card.table}, folder)
+    save_figures(draw_all(OF_CLAIMS, card), folder / "figures")
+    (folder / "scorecard.md").write_text(f"{card.markdown}\n\n{legend()}\n", encoding="utf-8")
+    write_manifest(folder, card.manifest)

@@ -1,0 +1,229 @@
+"""The scorecard: what runs of one model, or of several, say of every claim; as a table, as Markdown, and in a folder.
+
+OUT/run.json               the options, and which runs were judged
+OUT/runs/ROLE/             the run folders that were measured for it
+OUT/tables/claim.parquet   one row a number of a claim
+OUT/figures/scorecard.png|pdf
+OUT/scorecard.md
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pandas as pd
+
+from sinkscope.errors import InputError
+from sinkscope.measuring.random_weights import AT_RANDOM
+from sinkscope.report.claims.claim import Claim, Judgment, Outcome, Part, judge
+from sinkscope.report.claims.estimates import Estimate
+from sinkscope.report.claims.evidence import Evidence
+from sinkscope.report.claims.register import CLAIMS
+from sinkscope.report.markdown import as_markdown
+from sinkscope.results.manifest import folder_of, read_manifest
+from sinkscope.results.metrics import MISSING
+from sinkscope.results.run import RunData
+from sinkscope.results.tables import LEADING_COLUMNS, Column, names_of, read_table
+
+Measured = TypeVar("Measured", bound=RunData)
+
+COMMAND = "claims"
+TABLE = "claim"
+COLUMNS = (
+    Column("claim", "its id (`sinkscope list claims`)", kind="text"),
+    Column("paper", "whose claim it is", kind="text"),
+    Column("reference", "where the paper says so", kind="text"),
+    Column("statement", "what it says", kind="text"),
+    Column("part", "number of the claim's number, from 0 on", kind="whole"),
+    Column("quantity", "what is measured", kind="text"),
+    Column("value", "the quantity; NaN where it was not measured"),
+    Column("low", "lower end of its 95 % interval"),
+    Column("high", "upper end of its 95 % interval"),
+    Column("null", "the quantity where there is nothing to find; NaN where it has none"),
+    Column("test", "the values with which the claim holds", kind="text"),
+    Column("least", "the smallest of them"),
+    Column("most", "the largest of them"),
+    Column("is_ours", "whether the threshold is ours and not the paper's", kind="truth"),
+    Column("published", "what the paper measured, with its settings", kind="text"),
+    Column("passes", "outcome of this number", kind="text"),
+    Column("outcome", "of the claim: holds, fails, inconclusive, does not apply or not measured", kind="text"),
+    Column("note", "what the number is over, why the claim does not apply, or the command to measure it", kind="text"),
+)  # fmt: skip
+_SCHEMA = (*LEADING_COLUMNS, *COLUMNS)
+MARKS = {
+    Outcome.HOLDS: "holds",
+    Outcome.FAILS: "**fails**",
+    Outcome.INCONCLUSIVE: "inconclusive",
+    Outcome.DOES_NOT_APPLY: "does not apply",
+    Outcome.NOT_MEASURED: "not measured",
+}
+
+
+@dataclass(frozen=True)
+class Scorecard:
+    """What was found of every claim.
+
+    Attributes:
+        manifest: The content of run.json.
+        table: One row a number of a claim and model.
+        runs: The runs that were judged, by model and role.
+        folder: Where it is written; None if it is in memory only.
+    """
+
+    manifest: dict[str, Any]
+    table: pd.DataFrame = field(repr=False)
+    runs: Mapping[str, Mapping[str, RunData]] = field(default_factory=dict, repr=False)
+    folder: Path | None = None
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike[str]) -> "Scorecard":
+        """Open what `claims` wrote. Raises InputError: it is no such folder, or it is damaged."""
+        folder = folder_of(folder)
+        manifest = read_manifest(folder, (COMMAND,))
+        return cls(manifest, read_table(folder / "tables" / f"{TABLE}.parquet", _SCHEMA), {}, folder)
+
+    @property
+    def measured(self) -> dict[str, RunData]:
+        """Role → run, of those that stand in no folder yet; a run with several roles once."""
+        found: dict[int, tuple[str, RunData]] = {}
+        for runs in self.runs.values():
+            for role, run in runs.items():
+                if run.folder is None:
+                    found.setdefault(id(run), (role, run))
+        return dict(found.values())
+
+    @property
+    def models(self) -> list[str]:
+        return list(dict.fromkeys(self.table["model"]))
+
+    def outcome(self, claim: str, model: str | None = None) -> Outcome:
+        """Of one claim. Raises InputError: it is unknown."""
+        found = self.table[(self.table["claim"] == claim) & (self.table["model"] == (model or self.models[0]))]
+        if found.empty:
+            raise InputError(f"claim '{claim}' of {model or self.models[0]} is not in the scorecard")
+        return Outcome(found["outcome"].iloc[0])
+
+    @property
+    def by_model(self) -> pd.DataFrame:
+        """Outcomes: rows claims, columns models."""
+        first = self.table[self.table["part"] == 0]
+        wide = first.pivot(index="claim", columns="model", values="outcome")
+        return wide.reindex(index=[name for name in CLAIMS if name in wide.index], columns=self.models)
+
+    @property
+    def markdown(self) -> str:
+        return scorecard_markdown(self)
+
+    def _repr_markdown_(self) -> str:  # what a notebook shows
+        return self.markdown
+
+
+def evidence_of(runs: Iterable[RunData], model: str) -> Evidence:
+    """What the runs of one model have to say of all claims."""
+    return Evidence.of(runs, (need for claim in CLAIMS.values() for need in claim.needs), model)
+
+
+def judged(evidence: Evidence) -> pd.DataFrame:
+    """The table `claim` of one model."""
+    run = evidence.any_run
+    rows = [row for claim in CLAIMS.values() for row in _rows(judge(claim, evidence))]
+    table = pd.DataFrame(rows, columns=names_of(COLUMNS))
+    table.insert(0, "layer", -1)
+    table.insert(0, "condition", evidence.runs.get("natural", run).condition)
+    table.insert(0, "model", run.model)
+    return table
+
+
+def _rows(judgment: Judgment) -> list[tuple]:
+    claim = judgment.claim
+    estimates = judgment.estimates or [Estimate(float("nan"))] * len(claim.parts)
+    passes = judgment.outcomes or [judgment.outcome] * len(claim.parts)
+    return [
+        _row(judgment, number, *part)
+        for number, part in enumerate(zip(claim.parts, estimates, passes, strict=True))
+    ]  # fmt: skip
+
+
+def _row(judgment: Judgment, number: int, part: Part, estimate: Estimate, passes: Outcome) -> tuple:
+    claim = judgment.claim
+    return (
+        claim.id, claim.paper, claim.reference, claim.statement, number, part.quantity,
+        estimate.value, estimate.low, estimate.high, estimate.null,
+        part.test.text(part.form), part.test.least, part.test.most, claim.is_ours, _published(claim),
+        str(passes), str(judgment.outcome), judgment.reason or estimate.note,
+    )  # fmt: skip
+
+
+def _published(claim: Claim) -> str:
+    return "; ".join(
+        f"{item.name} {item.value:g}{item.mark} ({item.setting}; {item.source})" for item in claim.published
+    )
+
+
+# --- words
+
+
+def scorecard_markdown(card: Scorecard) -> str:
+    """Of one model all numbers, by paper; of several the outcomes side by side."""
+    if len(card.models) > 1:
+        wide = card.by_model.reset_index()
+        return f"## Claims, {len(card.models)} models\n\n{as_markdown(wide.fillna(MISSING))}"
+    parts = [f"## Claims, {card.models[0]}", _counts(card.table)]
+    for paper, rows in card.table.groupby("paper", sort=False):
+        decided = rows[~rows["outcome"].isin([Outcome.DOES_NOT_APPLY, Outcome.NOT_MEASURED])]
+        parts += [f"### {paper}"]
+        if len(decided):
+            parts.append(as_markdown(_printed(decided)))
+        parts += [
+            text for outcome in (Outcome.DOES_NOT_APPLY, Outcome.NOT_MEASURED) if (text := _others(rows, outcome))
+        ]
+    return "\n\n".join(parts)
+
+
+def _counts(table: pd.DataFrame) -> str:
+    counts = Counter(table[table["part"] == 0]["outcome"])
+    return ", ".join(f"{counts[outcome]} {outcome}" for outcome in Outcome if counts[outcome]) + "."
+
+
+def _printed(rows: pd.DataFrame) -> pd.DataFrame:
+    """One line a number; what stands for the whole claim in the first of its lines."""
+    lines = []
+    for row in rows.itertuples():
+        first = row.part == 0
+        value = value_text(row.claim, row.part, row.value, row.low, row.high)
+        statement = f"{row.statement} {row.quantity[:1].upper()}{row.quantity[1:]}" if first else f"… {row.quantity}"
+        note = f" ({row.note})" if row.note else ""
+        outcome = MARKS[Outcome(row.outcome)] if first else ""
+        lines.append((row.claim if first else "", statement + note, value, row.test + "‡" * row.is_ours, outcome))
+    return pd.DataFrame(
+        lines, columns=["claim", "what it says, and what is measured", "value [95 %]", "test", "outcome"]
+    )
+
+
+def value_text(claim: str, part: int, value: float, low: float, high: float) -> str:
+    """«0.73 [0.70, 0.76]»; the value alone where nothing was drawn."""
+    form = CLAIMS[claim].parts[part].form
+    text = MISSING if pd.isna(value) else form.format(value)
+    return text if low == high or pd.isna(low) else f"{text} [{form.format(low)}, {form.format(high)}]"
+
+
+def _others(rows: pd.DataFrame, outcome: Outcome) -> str:
+    """Those without a number, together by their reason."""
+    chosen = rows[(rows["outcome"] == outcome) & (rows["part"] == 0)]
+    by_reason = [f"{', '.join(group['claim'])} ({reason})" for reason, group in chosen.groupby("note", sort=False)]
+    return f"{str(outcome).capitalize()}: {'; '.join(by_reason)}." if by_reason else ""
+
+
+def legend() -> str:
+    return "‡ the threshold is ours, not the paper's. † taken from public transcriptions or the authors' code."
+
+
+def models_of(runs: Iterable[Measured]) -> dict[str, list[Measured]]:
+    """Model → its runs, in their order. Runs on random weights belong to the model whose architecture they have."""
+    found: dict[str, list[Measured]] = {}
+    for run in runs:
+        found.setdefault(run.model.removesuffix(AT_RANDOM), []).append(run)
+    return found

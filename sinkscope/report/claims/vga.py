@@ -1,0 +1,81 @@
+"""Claims of Value-State Gated Attention (VGA) on any model; by training: `trained.py`."""
+
+import numpy as np
+import pandas as pd
+
+from sinkscope.report.claims.arms import perplexity_of_controls, perplexity_ratio
+from sinkscope.report.claims.claim import Claim, NotDefined, Part, above, at_most, below
+from sinkscope.report.claims.estimates import Estimate, bootstrap, exact, positive_jackknife, rank_correlation
+from sinkscope.report.claims.evidence import Evidence
+from sinkscope.report.claims.quantities import (
+    HAS_SINK_HEADS,
+    LATER,
+    MASSIVE_LAYERS,
+    by_head,
+    in_sink_heads,
+    norm_ratios,
+)
+from sinkscope.report.claims.scopes import causal, gated
+
+STRONG = 0.9  # mean attention to position 0 in the heads of V-3
+
+
+def _drain_follows(evidence: Evidence) -> Estimate:
+    mass = by_head(evidence, "attention_heads_by_sequence", "window_mass")[0]
+    first, later = (by_head(evidence, "geometry_by_sequence", name)[0] for name in ("value_norm", "value_norm_later"))
+    return rank_correlation(mass, first / later)
+
+
+def _peak(evidence: Evidence) -> Estimate:
+    return bootstrap(norm_ratios(evidence, "layer_out").max(1))
+
+
+def _starved(evidence: Evidence) -> Estimate:
+    """Median over key/value heads that attend to position 0 alone."""
+    attention = evidence.table("natural", "attention")
+    mass = attention[attention["position"] == 0].groupby(["layer", "kv_head"])["window_mass"].mean()
+    strong = mass.index[mass > STRONG]
+    if strong.empty:
+        raise NotDefined(f"no head gives position 0 more than {STRONG} of its attention")
+    tables = [evidence.table("natural", "gradient")]
+    tables += [rows for _, rows in evidence.table("natural", "gradient_by_group").groupby("group")]
+    ratios = np.array([_later_over_first(table, strong) for table in tables])
+    return positive_jackknife(ratios).over(f"{len(strong)} heads")
+
+
+def _later_over_first(gradient: pd.DataFrame, heads: pd.MultiIndex) -> float:
+    value = gradient[(gradient["pathway"] == "value") & (gradient["head"] >= 0)]
+    by_position = value.pivot(index=["layer", "head"], columns="position", values="grad_norm").loc[list(heads)]
+    return float((by_position.iloc[:, LATER].mean(axis=1) / by_position[0]).median())
+
+
+def _gate_closes(evidence: Evidence) -> Estimate:
+    table = evidence.table("natural", "gate")
+    later = table["position"].between(LATER.start, LATER.stop - 1)
+    return exact(table[table["position"] == 0]["gate"].mean() / table[later]["gate"].mean())
+
+
+def _no_op(evidence: Evidence) -> Estimate:
+    role = "do:scale-sink-value"
+    controls = perplexity_of_controls(evidence, role)
+    return (perplexity_ratio(evidence, role) / controls).over(f"of other positions ×{controls.value:.3g}")
+
+
+CLAIMS = (
+    Claim("V-1", "§1", "Sinks are drained.",
+        (HAS_SINK_HEADS,
+         Part("rank correlation over heads of window mass and value norm ÷ later", _drain_follows, below(0.0)),
+         Part("value norm at 0 ÷ later, median over sink heads", lambda e: in_sink_heads(e, "value_norm"),
+            below(0.5)))),
+    Claim("V-2", "§1", "The residual stream peaks at the sink.",
+        (MASSIVE_LAYERS,
+         Part("norm at 0 ÷ later, layer with the largest", _peak, above(1.0))), is_ours=False),
+    Claim("V-3", "§3.1", "A strong sink starves the other values of gradient.",
+        (Part("value gradient later ÷ at 0, median over heads with window mass > 0.9", _starved, at_most(0.1)),),
+        scope=(causal,)),
+    Claim("V-12", "§3.3", "The gate closes at the sink.",
+        (Part("gate at 0 ÷ later, means over heads and layers", _gate_closes, below(0.5)),), scope=(gated,)),
+    Claim("V-24", "§1", "The sink is a no-op: its values can be set to zero.",
+        (Part("perplexity without them ÷ without those of other positions", _no_op, at_most(1.05)),),
+        ("natural", "do:scale-sink-value"), (causal,)),
+)  # fmt: skip
