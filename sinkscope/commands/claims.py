@@ -162,8 +162,13 @@ class Bench:
         return self._analyzed(self.subject, {})
 
     def _input(self, name: str) -> Run:
-        observables = {"random": ("attention",), "repeated": ("attention", "geometry", "activation", "massive")}
+        of_repeated = ("attention", "geometry", "activation", "massive", *self._with_equal_tokens())
+        observables = {"random": ("attention",), "repeated": of_repeated}
         return self._analyzed(None, {"input": name, "dataset": None, "prompt": None, "observables": observables[name]})
+
+    def _with_equal_tokens(self) -> tuple[str, ...]:
+        reason = OBSERVABLES["equal-tokens"].inapplicable(self.subject.loaded.model, self.subject.family)
+        return () if reason or self.config.bos == "always" else ("equal-tokens",)
 
     def _domain(self, name: str) -> Run:
         return self._analyzed(None, {"input": name, "dataset": None, "prompt": None, "observables": ("attention",)})

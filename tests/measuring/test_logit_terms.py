@@ -1,6 +1,5 @@
 """The four terms of logits, Δ by sequence, and what EPE explains, against products written out by hand in float64."""
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -13,10 +12,10 @@ from gradient_reference import in_double
 from tiny import TINY, batched, ragged_tokens, tiny_model
 from transformers import PreTrainedModel
 
-from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.epe import Epe
 from sinkscope.measuring.observables.logit_terms import LogitTerms, effective_bias
 from sinkscope.measuring.observables.observable import Settings
+from sinkscope.measuring.observables.query_bias import QueryBias
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
 from sinkscope.models.projections import projections
@@ -37,15 +36,10 @@ def double(name: str) -> PreTrainedModel:
     return model
 
 
-def tables_of(
-    model: PreTrainedModel,
-    size: int = 2,
-    side: str = "right",
-    names: Sequence[str] = ("query-bias", "logit-terms", "epe"),
-) -> dict[str, pd.DataFrame]:
+def tables_of(model: PreTrainedModel, size: int = 2, side: str = "right") -> dict[str, pd.DataFrame]:
     family = find_family(model)
     with in_double(model), open_tracer(model, family) as tracer:
-        observables = [OBSERVABLES[name](Settings(positions=POSITIONS)) for name in names]
+        observables = [kind(Settings(positions=POSITIONS)) for kind in (QueryBias, LogitTerms, Epe)]
         for observable in observables:
             observable.prepare(model, family, 1)
         for batch in batched(ragged_tokens(LENGTHS), size, side):
