@@ -406,6 +406,44 @@ def test_positions_are_exchanged_as_in_a_model_with_exchanged_rows_and_as_positi
     assert_close(ours, told, 1e-6)
 
 
+@torch.no_grad()
+def effective_position(name: str, model: PreTrainedModel, position: int) -> torch.Tensor:
+    """p + MLP⁽¹⁾(p), written out."""
+    p = position_table(model)[LEARNED[name] + position]
+    if name == "opt":
+        first = model.model.decoder.layers[0]
+        return p + first.fc2(torch.relu(first.fc1(p)))
+    mlp = model.transformer.h[0].mlp
+    return p + mlp.c_proj(torch.nn.functional.gelu(mlp.c_fc(p[None]), approximate="tanh"))[0]
+
+
+@pytest.mark.parametrize("text", EXCHANGES)
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neo", "opt"])
+def test_epe_is_exchanged_in_what_the_first_layer_gives(name: str, text: str) -> None:
+    model = tiny_model(name, dtype=torch.float64, spread=4.0)
+    ours = under(model, f"{text},at=epe")
+    epe = torch.stack([effective_position(name, model, position) for position in range(9)])
+    layers = model.model.decoder.layers if name == "opt" else model.transformer.h
+
+    def exchanged(module: Any, args: tuple, output: Any) -> Any:
+        hidden = output[0] if isinstance(output, tuple) else output
+        hidden = hidden + epe[EXCHANGES[text]] - epe
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+    with layers[0].register_forward_hook(exchanged):
+        assert_close(ours, logits(model), 1e-10)
+    assert (ours - under(model, text)).abs().max() > 1e-3  # the vectors also reach the first layer's attention
+
+
+def test_behind_a_norm_there_is_no_epe_to_exchange() -> None:
+    with pytest.raises(InputError, match="replace-epe: at=epe: the first layer's output is no sum"):
+        under(tiny_model("opt-post-norm"), "replace-epe:at=epe")
+    with pytest.raises(InputError, match="at: input should be 'embedding' or 'epe'"):
+        parse("replace-epe:at=layer")
+    with pytest.raises(InputError, match="would change nothing"):
+        under(tiny_model("gpt2"), "replace-epe:positions=4,source=4,at=epe")
+
+
 @pytest.mark.parametrize("name", TINY)
 def test_zero_key_columns_is_the_model_with_these_columns_zero(name: str) -> None:
     model = tiny_model(name)
@@ -1041,6 +1079,7 @@ def test_text_is_read(text: str) -> None:
 
 
 AWKWARD = {
+    "at": "epe",
     "layers": (0, 5),
     "heads": (3,),
     "positions": (0, 1000000),
@@ -1111,7 +1150,9 @@ def test_with_learned_positions_the_key_columns_are_those_massive_in_epe_0() -> 
 
 CONTROLLED = {
     "replace-epe:positions=0,2,source=3": ("positions", "source"),
+    "replace-epe:at=epe,positions=0,2,source=3": ("positions", "source"),
     "transplant-epe:target=2": ("source",),
+    "transplant-epe:at=epe,target=2": ("source",),
     "nullify-first-embedding:positions=0,3": ("positions",),
     "zero-key-columns:layers=1,heads=0,coordinates=3,17": ("coordinates",),
     "zero-massive:layers=1,positions=0,2,coordinates=3,17": ("coordinates",),

@@ -78,6 +78,12 @@ def test_other_positions_are_out_of_scope(claim: str, kind: str) -> None:
     assert kind in found.reason
 
 
+def test_a_learned_sink_takes_more_from_the_first_tokens() -> None:
+    run = repeated("rotary", equal("rotary"))
+    run.manifest["outside"] = {"the model's own sink logits": [0]}
+    assert judged("W-5", run).outcome == judged("W-9", run).outcome == NOT_APPLIES
+
+
 def test_something_in_front_of_the_repeated_token_leaves_nothing_to_judge() -> None:
     run = analysis({}, "repeated", family=family("rotary"))
     assert judged("W-5", run).outcome == judged("W-9", run).outcome == NOT_APPLIES

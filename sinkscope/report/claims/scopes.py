@@ -32,8 +32,11 @@ def learned_positions(evidence: Evidence) -> str | None:
 
 
 def equal_tokens_stay_equal(evidence: Evidence) -> str | None:
-    """Only attention may mix tokens, and nothing may tell equal tokens apart (WSE §3.3)."""
-    family = evidence.any_run.manifest["family"]
+    """Attention alone mixes tokens, gives them all its weight, and nothing tells equal ones apart (WSE §3.3)."""
+    manifest = evidence.any_run.manifest
+    if outside := manifest.get("outside"):
+        return f"attention also goes to {next(iter(outside))}, the more the fewer tokens a query sees"
+    family = manifest["family"]
     other = [kind for kind in family.get("kinds") or () if kind not in (ATTENTION, NOT_RUN, *FEED_FORWARD)]
     if other:
         return f"{other[0].replace('_', ' ')} layers mix tokens, too"

@@ -1,0 +1,146 @@
+"""Repeated tokens: states and attention against plain transformers and WSE's closed forms, in float64."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+import pytest
+import reference
+import torch
+from gradient_reference import in_double
+from support.every_model import tiny_of
+from tiny import batched, tiny_model
+from transformers import PreTrainedModel
+
+import sinkscope
+from sinkscope.errors import InputError
+from sinkscope.measuring.observables.equal_tokens import EqualTokens
+from sinkscope.measuring.observables.observable import Settings
+from sinkscope.measuring.subject import family_of
+from sinkscope.measuring.tracer import open_tracer
+
+LENGTH, HEADS = 12, 4
+SEQUENCES = [np.full(LENGTH, token) for token in (7, 30, 61)]
+
+
+def double(name: str) -> PreTrainedModel:
+    return tiny_model(name, dtype=torch.float64, spread=4.0)
+
+
+def table_of(
+    model: PreTrainedModel, sequences: Sequence[np.ndarray], size: int = 2, side: str = "right"
+) -> pd.DataFrame:
+    family, *_ = family_of(model)
+    with in_double(model), open_tracer(model, family) as tracer:
+        observable = EqualTokens(Settings())
+        observable.prepare(model, family, 1)
+        for batch in batched(sequences, size, side):
+            tracer.forward(batch, [observable])
+    return observable.tables()["equal_tokens"].set_index(["layer", "sequence"])
+
+
+def plain(model: PreTrainedModel, sequences: Sequence[np.ndarray]) -> dict[tuple[int, int], reference.Layer]:
+    """(layer, sequence) → what plain transformers computes."""
+    twin = reference.eager_twin(model)
+    with in_double(twin):
+        recorded = [reference.record(twin, ids) for ids in sequences]
+    return {(at, number): layer for number, one in enumerate(recorded) for at, layer in enumerate(one.layers)}
+
+
+def state_difference(layer: reference.Layer) -> float:
+    states = layer.sites["layer_out"]
+    return float(np.linalg.norm(states - states[0], axis=1).max() / np.linalg.norm(states[0]))
+
+
+def causal_softmax(logits: np.ndarray) -> np.ndarray:
+    weights = np.where(np.tri(logits.shape[-1], dtype=bool), np.exp(logits), 0.0)
+    return weights / weights.sum(-1, keepdims=True)
+
+
+DISTANCE = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
+
+
+@pytest.mark.parametrize("name", ["llama", "gptj", "phi"])
+def test_attention_to_the_first_token_against_its_bound(name: str) -> None:
+    model = double(name)
+    found = table_of(model, SEQUENCES)
+    assert set(found["positions"]) == {"rotary"}
+    for place, layer in plain(model, SEQUENCES).items():
+        key_norm = np.linalg.norm(layer.key, axis=-1).repeat(HEADS // len(layer.key), axis=0)
+        xi = np.linalg.norm(layer.query, axis=-1) * key_norm[:, :1] / np.sqrt(layer.query.shape[-1])
+        bound = np.exp(2 * xi) / (np.exp(2 * xi) + np.arange(LENGTH))  # t − 1, counted from 1
+        ratios = (layer.weights[:, :, 0] / bound)[:, 1:]
+        assert found.loc[place, "bound_ratio"] == pytest.approx(ratios.max(), rel=1e-6)
+        assert found.loc[place, "bound_share"] == (ratios <= 1).mean() == 1.0
+        assert found.loc[place, "state_difference"] == pytest.approx(state_difference(layer), abs=1e-10)
+        assert found.loc[place, "state_difference"] < 1e-10
+        assert np.isnan(found.loc[place, "weight_difference"])
+
+
+@pytest.mark.parametrize("name", ["mpt", "bloom", "falcon-alibi"])
+def test_with_alibi_attention_is_that_of_its_published_slopes(name: str) -> None:
+    model = double(name)
+    found = table_of(model, SEQUENCES)
+    assert set(found["positions"]) == {"alibi"}
+    slopes = 2.0 ** (-8 * np.arange(1, HEADS + 1) / HEADS)  # Press et al. 2022
+    slopes /= np.sqrt(8) if name == "falcon-alibi" else 1.0  # which scales them with the logits
+    closed = causal_softmax(-slopes[:, None, None] * DISTANCE)
+    for place, layer in plain(model, SEQUENCES).items():
+        tolerance = 5e-3 if name == "falcon-alibi" else 1e-10  # its slopes are bfloat16's
+        assert np.abs(layer.weights - closed).max() < tolerance
+        assert found.loc[place, "weight_difference"] < tolerance
+        assert np.isnan(found.loc[place, "bound_share"])
+
+
+def test_without_positions_attention_is_uniform() -> None:
+    model = tiny_of("smollm3").double()
+    found = table_of(model, SEQUENCES)
+    assert set(found["positions"]) == {"rotary", "none"}
+    uniform = causal_softmax(np.zeros((LENGTH, LENGTH)))
+    for place, layer in plain(model, SEQUENCES).items():
+        expected = np.abs(layer.weights - uniform).max()
+        if found.loc[place, "positions"] == "none":
+            assert expected < 1e-10
+            assert found.loc[place, "weight_difference"] == pytest.approx(expected, abs=1e-10)
+        else:
+            assert expected > 1e-4
+
+
+@pytest.mark.parametrize("name", ["mpt", "llama", "gpt2"])
+def test_tokens_that_differ_are_seen_to(name: str) -> None:
+    """Of any input, the same differences as plain transformers; gpt2's learned positions tell equal tokens apart."""
+    model = double(name)
+    sequences = [np.arange(3, 3 + LENGTH)] if name != "gpt2" else SEQUENCES
+    found = table_of(model, sequences)
+    for place, layer in plain(model, sequences).items():
+        assert found.loc[place, "state_difference"] == pytest.approx(state_difference(layer), rel=1e-6)
+        assert found.loc[place, "state_difference"] > 1e-2
+    if name == "mpt":
+        assert found["weight_difference"].min() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["llama", "mpt", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_and_batch_size_change_nothing(name: str, side: str) -> None:
+    model = tiny_model(name, spread=4.0)
+    sequences = [np.full(length, token) for length, token in ((12, 7), (5, 30), (9, 61))]
+    alone, together = table_of(model, sequences, 1), table_of(model, sequences, 3, side)
+    pd.testing.assert_frame_equal(together, alone, rtol=1e-4, atol=1e-5)
+    # a learned sink takes more from the first tokens, which see fewer keys: equal tokens part
+    assert (alone["state_difference"].max() > 0.1) == (name == "gpt_oss")
+    if name != "mpt":
+        assert (alone["bound_share"] == 1).all()
+
+
+def test_it_reads_repeated_tokens_alone() -> None:
+    model = tiny_model("llama")
+    run = sinkscope.analyze(model, input="repeated", num_seqs=2, seq_len=8, bos="never", skip_parity=True)
+    assert len(run.tables["equal_tokens"]) == 2 * 3
+    for given in ({"input": "random"}, {"input": "repeated", "bos": "always"}):
+        run = sinkscope.analyze(
+            model, num_seqs=2, seq_len=8, observables=("attention",), skip_parity=True, **{"bos": "never"} | given
+        )
+        assert "equal_tokens" not in run.tables
+        assert "equal-tokens" not in run.manifest["not_measured"]
+        with pytest.raises(InputError, match=r"equal-tokens does not apply .* not one and the same"):
+            sinkscope.analyze(model, num_seqs=2, seq_len=8, observables=("equal-tokens",), **{"bos": "never"} | given)
