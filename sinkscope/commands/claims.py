@@ -18,6 +18,7 @@ from sinkscope.measuring.console import print_line, print_part
 from sinkscope.measuring.experiment import Experiment
 from sinkscope.measuring.manifest import Facts, make_manifest
 from sinkscope.measuring.measure import measure
+from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.random_weights import random_weights
 from sinkscope.measuring.subject import ModelLike, Subject, check_config, inputs_for, open_subject, options_of
 from sinkscope.options.claims import ClaimsOptions
@@ -165,35 +166,17 @@ class Bench:
     # --- the runs
 
     def input(self, given: Mapping[str, Any], observables: tuple[str, ...] = ("attention",)) -> Run:
-        """The same model on something else."""
-        return self._analyzed(None, {"dataset": None, "prompt": None, "observables": observables, **given})
+        """The same model on something else; of the observables those that apply to it."""
+        loaded, family = self.subject.loaded, self.subject.family
+        applying = [name for name in observables if OBSERVABLES[name].inapplicable(loaded.model, family) is None]
+        return self._analyzed(None, {"dataset": None, "prompt": None, "observables": applying, **given})
 
-<<<<<<< HEAD
     def length(self, tokens: int) -> Run:
         positions = min(self.config.positions, tokens)
         given = {"seq_len": tokens, "window": tokens, "positions": positions, "observables": ("attention",)}
         return self._analyzed(None, given)
 
     def null(self) -> Run:
-=======
-    def _input(self, name: str) -> Run:
-        of_repeated = ("attention", "geometry", "activation", "massive", *self._with_equal_tokens())
-        observables = {"random": ("attention",), "repeated": of_repeated}
-        return self._analyzed(None, {"input": name, "dataset": None, "prompt": None, "observables": observables[name]})
-
-    def _with_equal_tokens(self) -> tuple[str, ...]:
-        reason = OBSERVABLES["equal-tokens"].inapplicable(self.subject.loaded.model, self.subject.family)
-        return () if reason or self.config.bos == "always" else ("equal-tokens",)
-
-    def _domain(self, name: str) -> Run:
-        return self._analyzed(None, {"input": name, "dataset": None, "prompt": None, "observables": ("attention",)})
-
-    def _length(self, length: str) -> Run:
-        given = {"seq_len": int(length), "window": int(length), "observables": ("attention",)}
-        return self._analyzed(None, given | {"positions": min(self.config.positions, int(length))})
-
-    def _null(self) -> Run:
->>>>>>> closedforms
         with random_weights(self.subject, self.config.seed) as subject:
             return self._analyzed(subject, {"skip_parity": True})
 

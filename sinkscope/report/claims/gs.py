@@ -32,6 +32,7 @@ from sinkscope.report.claims.quantities import (
 from sinkscope.report.claims.scopes import causal, in_float32
 
 MASKED, RESCALED = "gradient-do:mask-sink", "gradient-do:rescale-norm"
+APART = 2.0  # times the sink mass of uniform attention
 BRANCH = "gradient_ratio_by_sequence"
 
 
@@ -39,11 +40,11 @@ BRANCH = "gradient_ratio_by_sequence"
 
 
 def _more_mass(evidence: Evidence) -> Estimate:
-    """What each position has above uniform causal attention, which alone gives the first position most."""
+    """Uniform causal attention alone gives the first position most, so that its mass is the unit of each position's."""
     by_layer = attention(evidence, "sink_mass")
     length = evidence.runs["natural"].manifest["input"]["shortest"]
-    excess = by_layer - uniform_mass(length, by_layer.shape[-1])
-    return bootstrap((excess[..., 0] > excess[..., BEHIND].max(-1)).mean(1)).against(1 / by_layer.shape[-1])
+    times = by_layer / uniform_mass(length, by_layer.shape[-1])
+    return bootstrap(((times[..., 0] > times[..., BEHIND].max(-1)) & (times[..., 0] > APART)).mean(1))
 
 
 def _higher_rate(evidence: Evidence) -> Estimate:
@@ -162,9 +163,9 @@ def _owns_bloat(evidence: Evidence) -> Estimate:
 
 def _fit(evidence: Evidence) -> tuple[np.ndarray, np.ndarray]:
     """Slope and r of log₁₀ compress on log₁₀‖h‖ over layers ≥ 1 and positions, (R,) each."""
-    x, y = (np.log10(_ratios(evidence, name)[:, 1:]) for name in ("input_norm", "compress"))
-    known = np.isfinite(x[0]) & np.isfinite(y[0])
-    x, y = x[:, known], y[:, known]
+    x, y = (_ratios(evidence, name)[:, 1:] for name in ("input_norm", "compress"))
+    known = (x > 0).all(0) & (y > 0).all(0)
+    x, y = np.log10(x[:, known]), np.log10(y[:, known])
     x, y = x - x.mean(1, keepdims=True), y - y.mean(1, keepdims=True)
     covariance = (x * y).sum(1)
     return covariance / (x**2).sum(1), covariance / np.sqrt((x**2).sum(1) * (y**2).sum(1))
@@ -209,7 +210,7 @@ _BOTH = ("natural", "null")
 _RATIO = "‖∇{0}₀‖ ÷ mean of positions 5–15, ÷ the same on random weights"
 CLAIMS = (
     Claim("GS-1", "fig. 1", "Token 0 stands apart in sink mass.",
-        (Part("share of layers in which position 0 has more sink mass, above uniform attention's, than any of 1–15",
+        (Part("share of layers in which position 0 has, of what uniform attention would give, twice and more than 1–15",
             _more_mass, at_least(0.5)),), scope=(causal,)),
     Claim("GS-2", "fig. 1", "Token 0 stands apart in sink rate.",
         (Part("share of layers in which position 0 has a higher sink rate than any of 1–15",
