@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from sinkscope.measuring.subject import ModelLike, Subject, check_config, inputs
 from sinkscope.options.claims import ClaimsOptions
 from sinkscope.options.measuring import AnalyzeOptions, InterveneOptions, RunConfig
 from sinkscope.options.output import OutputOptions
-from sinkscope.report.claims.evidence import Evidence
+from sinkscope.report.claims.evidence import MAIN, NULL, Evidence
 from sinkscope.report.claims.folder import write_scorecard
 from sinkscope.report.claims.register import CLAIMS
 from sinkscope.report.claims.scorecard import COMMAND, TABLE, Scorecard, evidence_of, judged, models_of
@@ -32,8 +33,8 @@ from sinkscope.results.folders import new_folder, own_folder
 from sinkscope.results.manifest import RUNS, read_manifest
 from sinkscope.results.manifest import make_manifest as make_folder_manifest
 
-MAIN = "natural"  # the role that is measured first: it says which claims speak of the model
-STREAMED = {"seq_len": 512, "num_seqs": 8, "do": ("streaming-window:window=64,keep=0,1,2,4",)}
+STREAMED = "streaming-window:window=64,keep=0,1,2,4"
+REPEATED = ("attention", "geometry", "activation", "equal-tokens")
 
 
 def command(options: ClaimsOptions, output: OutputOptions) -> Result:
@@ -131,15 +132,15 @@ class Bench:
         runs: list[Run] = list(models_of(self.known).get(self.subject.loaded.name, ()))
         if not evidence_of(runs, self.name).has(MAIN):
             print_line(self.console, "the model as it is")
-            runs.append(self._main())
-        for number, (role, kind, of) in enumerate(wanted := list(self._wanted(runs)), 1):
-            if evidence_of(runs, self.name).has(role):
-                continue  # by one run with several arms
-            print_part(self.console, role, number, len(wanted))
-            try:
-                runs.append(WAYS[kind](self, of))
-            except InputError as error:  # it does not apply to this model
-                self.failed[role] = one_line(error)
+            runs.append(self._analyzed(self.subject, {}))
+        wanted = self._wanted(evidence_of(runs, self.name))
+        for number, (kind, named) in enumerate(wanted.items(), 1):
+            print_part(self.console, kind, number, len(wanted))
+            for run, roles in WAYS[kind](self, named):
+                try:
+                    runs.append(run())
+                except InputError as error:  # it does not apply to this model
+                    self.failed |= dict.fromkeys(roles, one_line(error))
         found = evidence_of(runs, self.name)
         return replace(found, skipped=found.skipped | self.failed)
 
@@ -147,55 +148,42 @@ class Bench:
     def name(self) -> str:
         return self.config.model or self.subject.loaded.name
 
-    def _wanted(self, runs: Sequence[Run]) -> Iterator[tuple[str, str, str]]:
-        """Roles that no run plays, of the claims that speak of this model: role, kind, what is behind the colon."""
-        evidence = evidence_of(runs, self.name)
-        speaking = [claim for claim in CLAIMS.values() if not any(scope(evidence) for scope in claim.scope)]
-        for role in dict.fromkeys(need for claim in speaking for need in claim.needs):
-            kind, _, of = role.partition(":")
-            if kind in WAYS and not evidence.has(role) and not evidence.inapplicable(role):
-                yield role, kind, of
+    def _wanted(self, evidence: Evidence) -> dict[str, list[str]]:
+        """Kind → what is behind the colon, of the roles that no run plays and that claims need which speak of this
+        model.
+        """
+        found: dict[str, list[str]] = {}
+        for claim in CLAIMS.values():
+            if any(scope(evidence) for scope in claim.scope):
+                continue
+            for role in claim.needs:
+                kind, _, named = role.partition(":")
+                known = evidence.has(role) or evidence.inapplicable(role)
+                if kind in WAYS and not known and named not in found.setdefault(kind, []):
+                    found[kind].append(named)
+        return {kind: named for kind, named in found.items() if named}
 
     # --- the runs
 
-    def _main(self) -> Run:
-        return self._analyzed(self.subject, {})
+    def input(self, given: Mapping[str, Any], observables: tuple[str, ...] = ("attention",)) -> Run:
+        """The same model on something else; of the observables those that apply to it."""
+        loaded, family = self.subject.loaded, self.subject.family
+        applying = [name for name in observables if OBSERVABLES[name].inapplicable(loaded.model, family) is None]
+        return self._analyzed(None, {"dataset": None, "prompt": None, "observables": applying, **given})
 
-    def _input(self, name: str) -> Run:
-        of_repeated = ("attention", "geometry", "activation", "massive", *self._with_equal_tokens())
-        observables = {"random": ("attention",), "repeated": of_repeated}
-        return self._analyzed(None, {"input": name, "dataset": None, "prompt": None, "observables": observables[name]})
+    def length(self, tokens: int) -> Run:
+        positions = min(self.config.positions, tokens)
+        given = {"seq_len": tokens, "window": tokens, "positions": positions, "observables": ("attention",)}
+        return self._analyzed(None, given)
 
-    def _with_equal_tokens(self) -> tuple[str, ...]:
-        reason = OBSERVABLES["equal-tokens"].inapplicable(self.subject.loaded.model, self.subject.family)
-        return () if reason or self.config.bos == "always" else ("equal-tokens",)
-
-    def _domain(self, name: str) -> Run:
-        return self._analyzed(None, {"input": name, "dataset": None, "prompt": None, "observables": ("attention",)})
-
-    def _length(self, length: str) -> Run:
-        given = {"seq_len": int(length), "window": int(length), "observables": ("attention",)}
-        return self._analyzed(None, given | {"positions": min(self.config.positions, int(length))})
-
-    def _null(self) -> Run:
+    def null(self) -> Run:
         with random_weights(self.subject, self.config.seed) as subject:
-            return self._analyzed(subject, {"observables": ("attention", "gradient"), "skip_parity": True})
+            return self._analyzed(subject, {"skip_parity": True})
 
-    def _arms(self, repeated: bool = False) -> Run:
-        """Every intervention that claims name, each by itself, in one run."""
-        kind = "repeated-do:" if repeated else "do:"
-        roles = dict.fromkeys(need for claim in CLAIMS.values() for need in claim.needs if need.startswith(kind))
-        arms = {role.removeprefix(kind): (role.removeprefix(kind),) for role in roles}
-        if repeated:
-            return self._experiment(None, {"input": "repeated", "dataset": None, "prompt": None, "arms": arms})
-        return self._experiment(self.subject, {"arms": arms, "observables": self._with_gradients()})
-
-    def _with_gradients(self) -> tuple[str, ...]:
-        reason = OBSERVABLES["gradient"].inapplicable(self.subject.loaded.model, self.subject.family)
-        return () if reason or self.subject.without_loss else ("gradient",)
-
-    def _streaming(self) -> Run:
-        return self._experiment(None, STREAMED)
+    def arms(self, names: Iterable[str], **given: Any) -> Run:
+        """Interventions, each by itself."""
+        subject = self.subject if given.keys() <= {"observables", "draws"} else None
+        return self._experiment(subject, {"arms": {name: (name,) for name in names}, **given})
 
     def _analyzed(self, subject: Subject | None, given: Mapping[str, Any]) -> Run:
         start = time.time()
@@ -226,14 +214,31 @@ class Bench:
         return Subject(self.subject.loaded, self.subject.family, inputs)
 
 
-# kind of role → how its run is measured; other roles are of models that are trained for them
-WAYS: dict[str, Callable[[Bench, str], Run]] = {
-    "random": lambda bench, _: bench._input("random"),
-    "repeated": lambda bench, _: bench._input("repeated"),
-    "null": lambda bench, _: bench._null(),
-    "do": lambda bench, _: bench._arms(),
-    "repeated-do": lambda bench, _: bench._arms(repeated=True),
-    "streaming": lambda bench, _: bench._streaming(),
-    "length": Bench._length,
-    "domain": Bench._domain,
+Runs = Iterator[tuple[Callable[[], Run], list[str]]]  # each with the roles that it plays
+
+
+def _one(kind: str, run: Callable[[Bench], Run]) -> Callable[[Bench, list[str]], Runs]:
+    return lambda bench, names: iter([(partial(run, bench), [kind])])
+
+
+def _each(kind: str, run: Callable[[Bench, str], Run]) -> Callable[[Bench, list[str]], Runs]:
+    return lambda bench, names: ((partial(run, bench, name), [f"{kind}:{name}"]) for name in names)
+
+
+def _together(kind: str, **given: Any) -> Callable[[Bench, list[str]], Runs]:
+    roles = lambda names: [f"{kind}:{name}" for name in names]  # noqa: E731
+    return lambda bench, names: iter([(partial(bench.arms, names, **given), roles(names))])
+
+
+# kind of role → how its runs are measured; roles of other kinds are played by models that are trained for them
+WAYS: dict[str, Callable[[Bench, list[str]], Runs]] = {
+    "random": _one("random", lambda bench: bench.input({"input": "random"})),
+    "repeated": _one("repeated", lambda bench: bench.input({"input": "repeated", "bos": "never"}, REPEATED)),
+    NULL: _one(NULL, Bench.null),
+    "length": _each("length", lambda bench, tokens: bench.length(int(tokens))),
+    "domain": _each("domain", lambda bench, name: bench.input({"input": name})),
+    "do": _together("do"),
+    "gradient-do": _together("gradient-do", observables=("gradient",), draws=2),
+    "repeated-do": _together("repeated-do", input="repeated", dataset=None, prompt=None, bos="never"),
+    "streaming": _one("streaming", lambda bench: bench.arms((STREAMED,), seq_len=512, num_seqs=8)),
 }

@@ -6,7 +6,7 @@ from enum import StrEnum
 from math import inf, isnan
 
 from sinkscope.report.claims.estimates import Estimate
-from sinkscope.report.claims.evidence import Evidence
+from sinkscope.report.claims.evidence import MAIN, NULL, Evidence
 from sinkscope.results.findings import Published
 
 PAPERS = {  # first part of a claim's id → its paper
@@ -174,10 +174,21 @@ def judge(claim: Claim, evidence: Evidence) -> Judgment:
     if missing:
         return Judgment(claim, Outcome.NOT_MEASURED, reason=evidence.command(missing[0]))
     try:
-        estimates = tuple(part.measure(evidence) for part in claim.parts)
+        estimates = tuple(_beside_null(part, claim, evidence) for part in claim.parts)
     except NotDefined as reason:
         return Judgment(claim, Outcome.DOES_NOT_APPLY, reason=str(reason))
     return Judgment(claim, _together(Judgment(claim, Outcome.HOLDS, estimates).outcomes), estimates)
+
+
+def _beside_null(part: Part, claim: Claim, evidence: Evidence) -> Estimate:
+    """What is measured of the model as it is, beside the same of random weights."""
+    estimate = part.measure(evidence)
+    if set(claim.needs) != {MAIN} or not evidence.has(NULL) or not isnan(estimate.null):
+        return estimate
+    try:
+        return estimate.against(part.measure(evidence.null).value)
+    except NotDefined:
+        return estimate
 
 
 def _together(outcomes: tuple[Outcome, ...]) -> Outcome:

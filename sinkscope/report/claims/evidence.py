@@ -14,6 +14,7 @@ from sinkscope.results.run import RunData
 WEIGHTS_AT_RANDOM = "random"  # manifest["model"]["weights"] of a run on random weights
 BEFORE = "before"
 ALL_HEADS = -1
+MAIN, NULL = "natural", "null"  # roles: the model as it is, and with random weights
 LONG = 256  # tokens of a text that is streamed
 OTHER_INPUTS = ("random", "repeated")  # than the text that a model is measured on
 
@@ -59,17 +60,17 @@ def label_of(run: RunData, name: str) -> str | None:
 
 
 ROLES: dict[str, Role] = {
-    "natural": Role(_analysis(), "sinkscope analyze {model}"),
+    MAIN: Role(_analysis(), "sinkscope analyze {model}"),
     "random": Role(_analysis("random"), "sinkscope analyze {model} --input random"),
     "repeated": Role(_analysis("repeated"), "sinkscope analyze {model} --input repeated"),
-    "null": Role(_analysis(weights_at_random=True), "sinkscope claims {model}"),
+    NULL: Role(_analysis(weights_at_random=True), "sinkscope claims {model}"),
     "streaming": Role(_streams, "sinkscope run streaming-perplexity --model {model}"),
 }
 
 
 def _of_length(length: str) -> Role:
     def is_it(run: RunData) -> bool:
-        given, natural = run.manifest["config"], ROLES["natural"].is_it(run)
+        given, natural = run.manifest["config"], ROLES[MAIN].is_it(run)
         return natural and given["seq_len"] == given["window"] == int(length)
 
     return Role(is_it, f"sinkscope analyze {{model}} --seq-len {length} --window {length} --observables attention")
@@ -78,6 +79,10 @@ def _of_length(length: str) -> Role:
 # kind → what is behind its colon → the role
 KINDS: dict[str, Callable[[str], Role]] = {
     "do": lambda name: Role(_arm(name), f"sinkscope intervene {{model}} --do {name}"),
+    "gradient-do": lambda name: Role(
+        lambda run: "gradient" in run.tables and _arm(name)(run),
+        f"sinkscope intervene {{model}} --do {name} --observables gradient",
+    ),
     "repeated-do": lambda name: Role(
         _arm(name, repeated=True), f"sinkscope intervene {{model}} --do {name} --input repeated"
     ),
@@ -191,5 +196,10 @@ class Evidence:
         return label_of(self.runs[role], name) if name else None
 
     @property
+    def null(self) -> "Evidence":
+        """Random weights in the place of the model's."""
+        return Evidence({MAIN: self.runs[NULL]}, model=self.model)
+
+    @property
     def any_run(self) -> RunData:
-        return next(iter(self.runs.values()))
+        return self.runs.get(MAIN) or next(iter(self.runs.values()))

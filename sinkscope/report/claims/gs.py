@@ -4,17 +4,19 @@ from collections.abc import Callable
 
 import numpy as np
 
-from sinkscope.report.claims.claim import Claim, Part, above, at_least, at_most, below, between
+from sinkscope.report.claims.arms import control_conditions, perplexity_ratio
+from sinkscope.report.claims.claim import Claim, NotDefined, Part, above, at_least, at_most, below, between
 from sinkscope.report.claims.estimates import (
     Estimate,
     bootstrap,
     exact,
+    mean_of_runs,
     positive_jackknife,
     rank_correlation,
     resamplings,
     weighted_means,
 )
-from sinkscope.report.claims.evidence import Evidence
+from sinkscope.report.claims.evidence import ALL_HEADS, BEFORE, Evidence
 from sinkscope.report.claims.quantities import (
     BEHIND,
     HAS_SINK_HEADS,
@@ -29,6 +31,8 @@ from sinkscope.report.claims.quantities import (
 )
 from sinkscope.report.claims.scopes import causal, in_float32
 
+MASKED, RESCALED = "gradient-do:mask-sink", "gradient-do:rescale-norm"
+APART = 2.0  # times the sink mass of uniform attention
 BRANCH = "gradient_ratio_by_sequence"
 
 
@@ -36,11 +40,11 @@ BRANCH = "gradient_ratio_by_sequence"
 
 
 def _more_mass(evidence: Evidence) -> Estimate:
-    """What each position has above uniform causal attention, which alone gives the first position most."""
+    """Uniform causal attention alone gives the first position most, so that its mass is the unit of each position's."""
     by_layer = attention(evidence, "sink_mass")
     length = evidence.runs["natural"].manifest["input"]["shortest"]
-    excess = by_layer - uniform_mass(length, by_layer.shape[-1])
-    return bootstrap((excess[..., 0] > excess[..., BEHIND].max(-1)).mean(1)).against(1 / by_layer.shape[-1])
+    times = by_layer / uniform_mass(length, by_layer.shape[-1])
+    return bootstrap(((times[..., 0] > times[..., BEHIND].max(-1)) & (times[..., 0] > APART)).mean(1))
 
 
 def _higher_rate(evidence: Evidence) -> Estimate:
@@ -159,9 +163,9 @@ def _owns_bloat(evidence: Evidence) -> Estimate:
 
 def _fit(evidence: Evidence) -> tuple[np.ndarray, np.ndarray]:
     """Slope and r of log₁₀ compress on log₁₀‖h‖ over layers ≥ 1 and positions, (R,) each."""
-    x, y = (np.log10(_ratios(evidence, name)[:, 1:]) for name in ("input_norm", "compress"))
-    known = np.isfinite(x[0]) & np.isfinite(y[0])
-    x, y = x[:, known], y[:, known]
+    x, y = (_ratios(evidence, name)[:, 1:] for name in ("input_norm", "compress"))
+    known = (x > 0).all(0) & (y > 0).all(0)
+    x, y = np.log10(x[:, known]), np.log10(y[:, known])
     x, y = x - x.mean(1, keepdims=True), y - y.mean(1, keepdims=True)
     covariance = (x * y).sum(1)
     return covariance / (x**2).sum(1), covariance / np.sqrt((x**2).sum(1) * (y**2).sum(1))
@@ -173,11 +177,40 @@ def _unchanged(evidence: Evidence) -> Estimate:
     return bootstrap(np.nanmean(inside, axis=(1, 2)))
 
 
+# --- under interventions
+
+
+def _beside_control(evidence: Evidence) -> Estimate:
+    """What masking another position leaves of the ratio."""
+    label = evidence.label(MASKED)
+    table = evidence.runs[MASKED].tables["gradient"]
+    rows = table[(table["pathway"] == "value") & (table["head"] == ALL_HEADS)]
+    rows = rows[rows["condition"].isin([BEFORE, *control_conditions(evidence, MASKED)])]
+    norms = rows.groupby(["condition", "position"])["grad_norm"].mean().unstack()
+    ratios = norms[0] / norms.iloc[:, LATER].mean(axis=1)
+    drawn = ratios.drop(BEFORE).to_numpy()
+    if not len(drawn):
+        raise NotDefined(f"{label} has no random control on this model")
+    return mean_of_runs(drawn / ratios[BEFORE])
+
+
+def _inverse(evidence: Evidence) -> Estimate:
+    """compress at position 0 of the rescaled layer, after ÷ before, × the factor."""
+    (do,) = evidence.runs[RESCALED].manifest["arms"][evidence.label(RESCALED)]["do"]
+    given = dict(part.split("=") for part in do.partition(":")[2].split(","))
+    layer, factor = int(given["layers"]), float(given.get("factor", 0.5))
+    after, before = (
+        evidence.sequences(RESCALED, condition).means(BRANCH, "compress", ("layer", "position"), branch="attn")
+        for condition in (None, BEFORE)
+    )
+    return bootstrap(factor * after[:, layer, 0] / before[:, layer, 0]).over(f"layer {layer}, factor {factor:g}")
+
+
 _BOTH = ("natural", "null")
 _RATIO = "‖∇{0}₀‖ ÷ mean of positions 5–15, ÷ the same on random weights"
 CLAIMS = (
     Claim("GS-1", "fig. 1", "Token 0 stands apart in sink mass.",
-        (Part("share of layers in which position 0 has more sink mass, above uniform attention's, than any of 1–15",
+        (Part("share of layers in which position 0 has, of what uniform attention would give, twice and more than 1–15",
             _more_mass, at_least(0.5)),), scope=(causal,)),
     Claim("GS-2", "fig. 1", "Token 0 stands apart in sink rate.",
         (Part("share of layers in which position 0 has a higher sink rate than any of 1–15",
@@ -226,5 +259,12 @@ CLAIMS = (
         (HAS_SINK_HEADS, Part("value norm at 0 ÷ later, median over sink heads", _drain, below(0.5)))),
     Claim("GS-28", "title", "Without a sink there is no gradient sink.",
         (Part("value-gradient ratio with position 0 masked ÷ the same on random weights",
-            _above_null("value", "do:mask-sink"), below(2.0)),), ("null", "do:mask-sink"), (causal,)),
+            _above_null("value", MASKED), below(2.0)),
+         Part("the same as it is", _above_null("value"), at_least(2.0)),
+         Part("the ratio with another position masked ÷ as it is", _beside_control, at_least(0.5))),
+        ("natural", "null", MASKED), (causal,)),
+    Claim("GS-29", "§4", "The norm alone regulates gradients.",
+        (Part("compress at 0 × the factor of the norm, after ÷ before", _inverse, between(0.9, 1.1)),
+         Part("perplexity ÷ before", lambda evidence: perplexity_ratio(evidence, RESCALED), between(0.95, 1.05))),
+        ("natural", RESCALED)),
 )  # fmt: skip

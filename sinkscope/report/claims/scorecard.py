@@ -218,7 +218,10 @@ def _others(rows: pd.DataFrame, outcome: Outcome) -> str:
 
 
 def legend() -> str:
-    return "‡ the threshold is ours, not the paper's. † taken from public transcriptions or the authors' code."
+    return (
+        "Null: the same architecture with random weights. ‡ the threshold is ours, not the paper's. † taken from public "
+        "transcriptions or the authors' code."
+    )
 
 
 def models_of(runs: Iterable[Measured]) -> dict[str, list[Measured]]:

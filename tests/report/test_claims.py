@@ -1,0 +1,91 @@
+"""Claims on models of which the truth is known: random weights, and a sink that was planted."""
+
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+import torch
+from tiny import VOCAB, tiny_model
+from transformers import PreTrainedModel
+
+import sinkscope
+from sinkscope.report.claims.claim import Outcome, judge
+from sinkscope.report.claims.evidence import WEIGHTS_AT_RANDOM
+from sinkscope.report.claims.register import CLAIMS
+from sinkscope.report.claims.scorecard import evidence_of, judged
+from sinkscope.report.run import Run
+
+BOS = 1
+# that a sink, a drain or a gradient sink is there
+ASSERTING = (
+    "GS-1", "GS-2", "GS-5", "GS-6", "GS-7", "GS-14", "GS-20", "GS-28", "W-1", "W-2", "W-4", "W-13", "W-14", "W-15", "W-16",
+    "W-17", "W-18", "S-5", "S-6", "S-9", "S-10", "S-13", "V-1", "V-2", "V-3", "V-24",
+)  # fmt: skip
+
+
+def analyzed(model: PreTrainedModel, tmp_path, **given) -> Run:
+    ids = np.random.default_rng(0).integers(3, VOCAB, size=(12, 64))
+    ids[:, 0] = BOS
+    np.save(tmp_path / "text.npy", ids)
+    return sinkscope.analyze(model, input=tmp_path / "text.npy", bos="never", **given)
+
+
+def as_null(run: Run) -> Run:
+    described = run.manifest["model"] | {"weights": WEIGHTS_AT_RANDOM}
+    return Run(run.manifest | {"model": described}, run.tables)
+
+
+def outcomes(runs: Iterable[Run], names: Iterable[str]) -> dict[str, Outcome]:
+    evidence = evidence_of(runs, "MODEL")
+    return {name: judge(CLAIMS[name], evidence).outcome for name in names}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "bloom", "gemma3", "qwen3_moe"])
+def test_no_claim_of_a_sink_holds_on_random_weights(family: str, tmp_path) -> None:
+    run = analyzed(tiny_model(family, spread=1.0), tmp_path)
+    torch.manual_seed(1)
+    other = tiny_model(family, spread=1.0)
+    for weight in other.parameters():
+        weight.data = weight[torch.randperm(len(weight))]
+    found = outcomes([run, as_null(analyzed(other, tmp_path))], ASSERTING)
+    assert not {name: outcome for name, outcome in found.items() if outcome == Outcome.HOLDS}
+    assert found["GS-2"] == found["W-1"] == found["GS-20"] == Outcome.FAILS
+
+
+def planted() -> PreTrainedModel:
+    """BOS has one massive coordinate in all layers. Keys read it, all queries have the bias that looks for it, and
+    values do not read it.
+    """
+    model = tiny_model("qwen2", spread=1.0)
+    coordinate, width = 7, model.config.hidden_size // model.config.num_attention_heads
+    with torch.no_grad():
+        model.get_input_embeddings().weight[BOS, coordinate] = 30_000.0
+        for layer in model.model.layers:
+            attention = layer.self_attn
+            attention.q_proj.bias.view(-1, width)[:, -1] = 12.0  # the slowest rotation: position hardly matters
+            attention.k_proj.weight[:, coordinate] = 0.0
+            attention.k_proj.weight.view(-1, width, model.config.hidden_size)[:, -1, coordinate] = 1.0
+            attention.v_proj.weight[:, coordinate] = 0.0
+            attention.v_proj.bias.zero_()
+            layer.mlp.up_proj.weight[:, coordinate] = 0.0
+    return model
+
+
+def test_claims_of_a_planted_sink_hold(tmp_path) -> None:
+    run = analyzed(planted(), tmp_path)
+    null = as_null(analyzed(tiny_model("qwen2", spread=1.0), tmp_path))
+    wanted = ("GS-1", "GS-2", "GS-3", "GS-20", "W-1", "W-13", "W-15", "S-5", "S-6", "S-9", "S-10", "S-13", "V-2")
+    found = outcomes([run, null], wanted)
+    assert not {name: outcome for name, outcome in found.items() if outcome != Outcome.HOLDS}
+    table = judged(evidence_of([run, null], "MODEL"))
+    assert table[table["claim"] == "S-9"]["note"].iloc[0] == "coordinate 7"
+    without = table[table["outcome"] == Outcome.NOT_MEASURED]
+    assert "sinkscope analyze MODEL --input random" in set(without["note"])
+
+
+def test_every_claim_has_an_id_of_its_own_and_a_test() -> None:
+    ids = [claim.id for claim in CLAIMS.values()]
+    assert len(ids) == len(set(ids)) >= 130
+    for claim in CLAIMS.values():
+        assert claim.parts and claim.needs and claim.statement.endswith((".", ".)"))
+        assert all(np.isfinite(part.test.least) or np.isfinite(part.test.most) for part in claim.parts)
