@@ -432,6 +432,17 @@ def test_the_table_is_written_as_the_paper_prints_it() -> None:
     ]
 
 
+def test_the_table_is_that_of_the_stored_weights() -> None:
+    """As NU computes it: GPT-2's W_k (in, out) times b_Q, magnitudes, mean ± 2 standard deviations of all entries."""
+    model = with_massive_position()
+    printed = paper_tables(run_of(model))["gamma"]
+    for block, row in zip(model.transformer.h, printed.to_dict("records"), strict=True):
+        weight, bias = block.attn.c_attn.weight.double(), block.attn.c_attn.bias.double()
+        gamma = (weight[:, 32:64] @ bias[:32]).abs().numpy()
+        assert row["baseline"] == f"{round(gamma.mean(), 3)} ± {round(2 * gamma.std(), 3)}"
+        assert row["d=7"] == round(float(gamma[7]), 3)
+
+
 def test_there_is_no_table_without_a_massive_coordinate() -> None:
     assert gamma_table(Run({}, {})) is None
     assert paper_tables(Run({}, {"gamma": with_moments(NU_ROWS[0], 0).assign(is_massive_epe=False)})) == {}

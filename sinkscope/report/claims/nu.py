@@ -168,8 +168,9 @@ def _rest(evidence: Evidence) -> Estimate:
     return bootstrap(rest).over(f"of h₀ itself {whole:.2f}")
 
 
-def _sink_rate(evidence: Evidence) -> Estimate:
-    return bootstrap(sink_rates(evidence))
+def _elsewhere(evidence: Evidence) -> Estimate:
+    reasons = filter(None, (learned_positions(evidence), query_bias(evidence)))
+    return bootstrap(sink_rates(evidence)).over("; ".join(reasons))
 
 
 def _gpt2(source: str, *values: tuple[float, str]) -> tuple[Published, ...]:
@@ -221,7 +222,7 @@ CLAIMS = (
         (Part("Δ's part of the logit gap at position 0, means over layers from the second on", _share_of_delta,
             above(0.5)),), scope=SCOPE),
     Claim("N-12", "title", "There are sinks without a query bias or learned positions.",
-        (Part("sink rate at position 0 in %", _sink_rate, above(SINK)),), scope=(causal, _without_its_mechanism)),
+        (Part("sink rate at position 0 in %", _elsewhere, above(SINK)),), scope=(causal, _without_its_mechanism)),
     Claim("N-13", "§3.2", "EPE is the first-order effect of a position behind the first layer.",
         (Part("cosine of EPE with the mean state behind the first layer, mean over positions", _first_order,
             at_least(0.5)),), scope=SCOPE),

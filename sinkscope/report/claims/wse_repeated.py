@@ -54,8 +54,8 @@ def _within_bound(evidence: Evidence) -> Estimate:
     table = _equal_tokens(evidence).dropna(subset=["bound_share"])
     if not len(table):
         raise NotDefined("its logits are not scaled products of queries and keys")
-    closest = table["bound_ratio"].max()
-    return exact(table["bound_share"].min()).over(f"over {len(table)} layers and sequences; a ÷ bound ≤ {closest:.3g}")
+    note = f"{len(table)} pairs of layer and sequence; a ÷ bound ≤ {table['bound_ratio'].max():.3g}"
+    return exact(table["bound_share"].min()).over(note)
 
 
 def _all_massive(evidence: Evidence) -> Estimate:
@@ -66,7 +66,8 @@ def _all_massive(evidence: Evidence) -> Estimate:
     ratios = {layer: bootstrap(repeated[:, layer]) / bootstrap(natural[:, layer]) for layer in layers}
     weakest = min(ratios, key=lambda layer: ratios[layer].value)
     median = float(np.median([ratio.value for ratio in ratios.values()]))
-    return ratios[weakest].over(f"layer {weakest}; median over {len(layers)} layers {median:.3g}")
+    token = evidence.runs["natural"].manifest["input"]["token_zero"]
+    return ratios[weakest].over(f"layer {weakest}; median over {len(layers)} layers {median:.3g}; h_0 is of {token}")
 
 
 def _moved(evidence: Evidence) -> Estimate:
