@@ -206,7 +206,7 @@ class Experiment:
         """One pass with these interventions applied; its tables are kept under `condition`. Of a control (a draw from
         0 on) only the attention by position, the loss and what was asked for are kept, and of the first draw the maps.
         """
-        names = dict.fromkeys((*self.chosen.first, MAPS) if draw < 1 else self.chosen.first)
+        names = [name for name in self.chosen.first if draw < 1 or name != MAPS]
         positions = max(at + 1 for wanted in self.wanted.values() for part in wanted for at in (0, *part.watched))
         settings = settings_of(self.subject, self.config, positions)
 

@@ -242,7 +242,7 @@ class AnalyzeOptions(RunConfig):
         return Path("runs", named.run_name)
 
 
-ALWAYS = ("attention", "massive")  # observables of every arm of an experiment
+ALWAYS = ("attention", "massive", "mean-maps")  # observables of every arm of an experiment
 
 
 class InterveneOptions(RunConfig):
@@ -256,7 +256,7 @@ class InterveneOptions(RunConfig):
     repeatable: ClassVar = True
     in_memory: ClassVar = True
     defaults: ClassVar = {"observables": ALWAYS}
-    shown: ClassVar = {"observables": "attention and massive, which are always measured"}
+    shown: ClassVar = {"observables": "attention, massive and mean-maps, which are always measured"}
     hidden: ClassVar = ("arms",)  # for Python and recipes
 
     do: tuple[str, ...] = option(

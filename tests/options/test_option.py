@@ -97,7 +97,7 @@ def test_an_experiment_always_measures_what_its_effects_are_made_of() -> None:
     asked_for = {"observables": "gradient,massive"}
     for given, measured in (({}, ()), ({"observables": None}, ()), (asked_for, ("gradient",))):
         asked = checked(COMMANDS["intervene"], {"do": "mask-sink"} | given)
-        assert asked.observables == ("attention", "massive", *measured)
+        assert asked.observables == ("attention", "massive", "mean-maps", *measured)
 
 
 def test_options_that_do_not_apply_are_refused() -> None:
