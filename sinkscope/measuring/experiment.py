@@ -15,7 +15,7 @@ from sinkscope.errors import InputError, SinkscopeError, described, was_interrup
 from sinkscope.interventions import Intervention, Known, Target
 from sinkscope.measuring.console import print_part
 from sinkscope.measuring.effects import arm_metrics
-from sinkscope.measuring.measure import Chosen, choose, settings_of, tables_of
+from sinkscope.measuring.measure import Chosen, choose, prepared, settings_of, tables_of
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import NO_ATTENTION, Mean, Observable, Reading, Settings
 from sinkscope.measuring.parity import parity_check
@@ -204,25 +204,26 @@ class Experiment:
         extra: Callable[[], list[Observable]] = list,
     ) -> Arm:
         """One pass with these interventions applied; its tables are kept under `condition`. Of a control (a draw from
-        0 on) only the attention by position, the loss and what was asked for are kept, and of the first draw the maps.
+        0 on) only the attention by position, the loss and what was asked for are kept, by sequence the attention at the
+        watched positions alone, and of the first draw the maps.
         """
         names = [name for name in self.chosen.first if draw < 1 or name != MAPS]
-        positions = max(at + 1 for wanted in self.wanted.values() for part in wanted for at in (0, *part.watched))
-        settings = settings_of(self.subject, self.config, positions)
+        watched = {0, *(at for wanted in self.wanted.values() for part in wanted for at in part.watched)}
+        settings = settings_of(self.subject, self.config, max(watched) + 1)
 
         def fresh() -> list[Observable]:
-            observables = [OBSERVABLES[name](settings) for name in names]
-            for observable in observables:
-                observable.prepare(self.subject.loaded.model, self.subject.family, self.subject.inputs.num_predicted)
-            return [*observables, *extra()]
+            return [*prepared(names, settings, self.subject), *extra()]
 
         done = self._pass(fresh, Tracer.forward_backward if self.chosen.backward else Tracer.forward_with_loss, stack)
         self.batch_size = done.batch_size
         raw = tables_of(done.observables) | done.loss_tables(self.subject.inputs)
         asked = (table for name in self.chosen.first if name not in ALWAYS for table in OBSERVABLES[name].columns)
         kept = raw.keys() - ANALYZED_ONLY if draw < 0 else {*CONTROL_TABLES, *asked}
+        collected = {name: table for name, table in raw.items() if name in kept}
+        if draw >= 0:  # there are many controls, and effects are read at these positions
+            collected["attention_by_sequence"] = raw["attention_by_sequence"].query("position in @watched")
+        self._collect(collected, condition)
         self.notices |= dict.fromkeys(notice for observable in done.observables for notice in observable.notices())
-        self._collect({name: table for name, table in raw.items() if name in kept}, condition)
         return Arm(raw, done.loss / self.subject.inputs.num_predicted)
 
     def _hidden_mean(self, layer: int, position: int) -> torch.Tensor:

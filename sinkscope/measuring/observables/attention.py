@@ -13,6 +13,8 @@ from sinkscope.results.metrics import is_sink
 from sinkscope.results.tables import HEAD, KV_HEAD, POSITION, SEQUENCE, TOKEN, TOKEN_ID, Column
 from sinkscope.text.batch import Batch
 
+BY_SEQUENCE = ("window_mass", "sink_rate", "sink_mass")
+
 
 class Attention(Observable):
     """Tables `attention`, `attention_heads` and `sink_positions`, and for each sequence `attention_by_sequence` and
@@ -84,8 +86,8 @@ class Attention(Observable):
         }
         present = batch.present(positions)
         self.by_position.add(layer, group, statistics, present)
-        of_sequence = {name: statistics[name].double().mean(1) for name in ("window_mass", "sink_rate", "sink_mass")}
-        self.by_sequence.add(batch, of_sequence, present, layer=layer)
+        over_heads = {name: statistics[name].mean(1, dtype=torch.float64) for name in BY_SEQUENCE}
+        self.by_sequence.add(batch, over_heads, present, layer=layer)
         at_first = {name: statistics[name][..., 0] for name in ("window_mass", "sink_mass")}
         self.heads_by_sequence.add(batch, at_first, layer=layer)
         # NaN where a sequence is too long to read all columns: no mean over all sequences then

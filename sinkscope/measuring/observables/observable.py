@@ -1,5 +1,6 @@
 """What every observable is, and the running sums that it is made of."""
 
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
@@ -19,6 +20,8 @@ from sinkscope.text.batch import Batch
 ATTENTION_SITES = ("raw_value", "gate", "attention")
 
 NO_ATTENTION = "no layer attends by a softmax"
+
+LATER = slice(5, 16)  # positions that position 0 is compared with; the same ones whatever --positions says
 
 
 # What observables read: every option that ObservableOptions declares, fitted to the run's sequences.
@@ -187,7 +190,10 @@ class BySequence:
 
     def __init__(self, *axes: str) -> None:
         self._axes = axes  # behind the sequence
-        self._parts: dict[tuple, dict[int, dict[str, np.ndarray]]] = defaultdict(dict)  # labels → first sequence → B
+        # one growing array: small ones, between large tensors that come and go, would fragment the heap
+        self._values = array("f")
+        self._parts: dict[tuple, dict[int, tuple[slice, torch.Size]]] = defaultdict(dict)  # labels → first sequence → …
+        self._names: tuple[str, ...] = ()
 
     def add(
         self, batch: Batch, statistics: Mapping[str, torch.Tensor], present: torch.Tensor | None = None, **labels: Any
@@ -195,30 +201,30 @@ class BySequence:
         """Add one batch.
 
         Args:
-            statistics: column → (B,…).
+            statistics: column → (B,…), in float32 or float64.
             present: (B,P), which sequences have which position, the last axis; the others are NaN. None: all have all.
             labels: columns that are constant here, such as the layer.
         """
-        values = torch.stack([statistic.to(torch.float32) for statistic in statistics.values()])
+        values = torch.stack(list(statistics.values()))
         if present is not None:
             absent = ~present.to(values.device)
             values = values.masked_fill(absent.view(len(absent), *[1] * (values.dim() - 3), -1), torch.nan)
-        self._parts[tuple(labels.items())][batch.first] = dict(zip(statistics, values.cpu().numpy(), strict=True))
+        start = len(self._values)
+        self._values.frombytes(values.cpu().numpy().astype(np.float32).tobytes())
+        self._parts[tuple(labels.items())][batch.first] = slice(start, len(self._values)), values.shape
+        self._names = tuple(statistics)
 
     def table(self) -> pd.DataFrame:
         """By labels, then by sequence: the order of the batches changes nothing."""
-        frames = []
+        values, frames = np.frombuffer(self._values, np.float32), []
         for labels, parts in sorted(self._parts.items()):
-            by_first = [parts[first] for first in sorted(parts)]
-            arrays = {name: np.concatenate([part[name] for part in by_first]) for name in by_first[0]}
-            sizes = next(iter(arrays.values())).shape[1:]
-            sequences = [first + at for first in sorted(parts) for at in range(len(next(iter(parts[first].values()))))]
-            axes = {axis: range(size) for axis, size in zip(self._axes, sizes, strict=True)}
-            frames.append(long_form(dict(labels) | {"sequence": sequences} | axes, arrays))
+            in_order = sorted(parts.items())
+            arrays = np.concatenate([values[part].reshape(shape) for _, (part, shape) in in_order], axis=1)
+            sequences = [first + at for first, (_, shape) in in_order for at in range(shape[1])]
+            axes = {axis: range(size) for axis, size in zip(self._axes, arrays.shape[2:], strict=True)}
+            columns = dict(zip(self._names, arrays, strict=True))
+            frames.append(long_form(dict(labels) | {"sequence": sequences} | axes, columns))
         return pd.concat(frames, ignore_index=True)
-
-
-LATER = slice(5, 16)  # positions that position 0 is compared with; the same ones whatever --positions says
 
 
 def later_mean(x: torch.Tensor, present: torch.Tensor | None) -> torch.Tensor:
