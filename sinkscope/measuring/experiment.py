@@ -204,8 +204,8 @@ class Experiment:
         extra: Callable[[], list[Observable]] = list,
     ) -> Arm:
         """One pass with these interventions applied; its tables are kept under `condition`. Of a control (a draw from
-        0 on) only the attention by position, the loss and what was asked for are kept, by sequence the attention at the
-        watched positions alone, and of the first draw the maps.
+        0 on) only the attention by position, the loss and what was asked for are kept, by sequence at the watched
+        positions alone, and of the first draw the maps.
         """
         names = [name for name in self.chosen.first if draw < 1 or name != MAPS]
         watched = {0, *(at for wanted in self.wanted.values() for part in wanted for at in part.watched)}
@@ -222,8 +222,8 @@ class Experiment:
         collected = {name: table for name, table in raw.items() if name in kept}
         if draw >= 0:  # there are many controls, and effects are read at these positions
             collected["attention_by_sequence"] = raw["attention_by_sequence"].query("position in @watched")
-        self._collect(collected, condition)
         self.notices |= dict.fromkeys(notice for observable in done.observables for notice in observable.notices())
+        self._collect(collected, condition)
         return Arm(raw, done.loss / self.subject.inputs.num_predicted)
 
     def _hidden_mean(self, layer: int, position: int) -> torch.Tensor:
