@@ -15,7 +15,7 @@ from sinkscope.errors import InputError, SinkscopeError, described, was_interrup
 from sinkscope.interventions import Intervention, Known, Target
 from sinkscope.measuring.console import print_part
 from sinkscope.measuring.effects import arm_metrics
-from sinkscope.measuring.measure import Chosen, choose, settings_of, tables_of
+from sinkscope.measuring.measure import Chosen, choose, prepared, settings_of, tables_of
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import NO_ATTENTION, Mean, Observable, Reading, Settings
 from sinkscope.measuring.parity import parity_check
@@ -207,15 +207,12 @@ class Experiment:
         0 on) only the attention by position, the loss and what was asked for are kept, by sequence at the watched
         positions alone, and of the first draw the maps.
         """
-        names = dict.fromkeys((*self.chosen.first, MAPS) if draw < 1 else self.chosen.first)
+        names = [name for name in self.chosen.first if draw < 1 or name != MAPS]
         watched = {0, *(at for wanted in self.wanted.values() for part in wanted for at in part.watched)}
         settings = settings_of(self.subject, self.config, max(watched) + 1)
 
         def fresh() -> list[Observable]:
-            observables = [OBSERVABLES[name](settings) for name in names]
-            for observable in observables:
-                observable.prepare(self.subject.loaded.model, self.subject.family, self.subject.inputs.num_predicted)
-            return [*observables, *extra()]
+            return [*prepared(names, settings, self.subject), *extra()]
 
         done = self._pass(fresh, Tracer.forward_backward if self.chosen.backward else Tracer.forward_with_loss, stack)
         self.batch_size = done.batch_size

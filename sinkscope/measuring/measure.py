@@ -2,6 +2,7 @@
 
 import math
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import pandas as pd
@@ -82,6 +83,14 @@ def settings_of(subject: Subject, config: RunConfig, positions: int = 0) -> Sett
     return config.model_copy(update=fitted)
 
 
+def prepared(names: Iterable[str], settings: Settings, subject: Subject) -> list[Observable]:
+    """New observables for one pass."""
+    observables = [OBSERVABLES[name](settings) for name in names]
+    for observable in observables:
+        observable.prepare(subject.loaded.model, subject.family, subject.inputs.num_predicted)
+    return observables
+
+
 def tables_of(observables: list[Observable]) -> dict[str, pd.DataFrame]:
     return {name: table for observable in observables for name, table in observable.tables().items()}
 
@@ -145,10 +154,7 @@ def _first_pass(
     predicted = subject.inputs.num_predicted
 
     def fresh() -> list[Observable]:
-        observables = [OBSERVABLES[name](settings_of(subject, config)) for name in chosen.first]
-        for observable in observables:
-            observable.prepare(tracer.model, tracer.family, predicted)
-        return [*observables, *check.fresh()]
+        return [*prepared(chosen.first, settings_of(subject, config), subject), *check.fresh()]
 
     step = tracer.forward_backward if chosen.backward else tracer.forward
     done = pass_over(tracer, subject.inputs, fresh, step, config.batch_size, chosen.costs, console)

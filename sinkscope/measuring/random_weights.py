@@ -26,7 +26,8 @@ def random_weights(subject: Subject, seed: int = 0) -> Iterator[Subject]:
     """Give the subject with a model whose weights are drawn anew, as transformers initializes them from its
     configuration, until the end of the block.
 
-    A retrofit is built in and at its start; quantized weights become ordinary ones. The model is on the same device,
+    A retrofit is built in and at its start; quantized weights become ordinary ones. The configuration says how wide
+    weights are drawn; that of a GGUF file does not, and transformers' default is taken. The model is on the same device
     beside the subject's own, which stays as it was; torch's random numbers go on as if nothing had been drawn.
 
     Args:

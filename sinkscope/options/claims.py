@@ -6,11 +6,11 @@ from typing import ClassVar
 from pydantic import field_validator
 
 from sinkscope.options.files import UserPath
-from sinkscope.options.measuring import ObservableOptions, RunConfig
+from sinkscope.options.measuring import ControlOptions, ObservableOptions, RunConfig
 from sinkscope.options.option import as_folder_name, option
 
 
-class ClaimsOptions(RunConfig):
+class ClaimsOptions(ControlOptions, RunConfig):
     about: ClassVar[str] = """Test on a model what five papers say happens: a scorecard with intervals.
 
     Measures what the claims need (natural, random and repeated tokens, gradients, random weights of the same
@@ -24,8 +24,6 @@ class ClaimsOptions(RunConfig):
     from_: tuple[UserPath, ...] = option(
         (), "Input", "A run to judge, also a folder of `claims`; may be given several times.", metavar="RUN"
     )
-    draws: int = option(5, "Measuring", "Random controls of each intervention.", metavar="N", ge=2)
-
     @field_validator("input")
     @classmethod
     def _a_text(cls, source: str) -> str:

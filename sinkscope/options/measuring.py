@@ -243,10 +243,16 @@ class AnalyzeOptions(RunConfig):
         return Path("runs", named.run_name)
 
 
-ALWAYS = ("attention", "massive")  # observables of every arm of an experiment
+ALWAYS = ("attention", "massive", "mean-maps")  # observables of every arm of an experiment
 
 
-class InterveneOptions(RunConfig):
+class ControlOptions(Options):
+    """What interventions are compared with."""
+
+    draws: int = option(5, "Intervening", "Random controls of each arm.", metavar="N", ge=0)
+
+
+class InterveneOptions(ControlOptions, RunConfig):
     about: ClassVar[str] = """Take away, move or replace what may make the sink, and measure before, after, and under
     random controls.
 
@@ -257,15 +263,13 @@ class InterveneOptions(RunConfig):
     repeatable: ClassVar = True
     in_memory: ClassVar = True
     defaults: ClassVar = {"observables": ALWAYS}
-    shown: ClassVar = {"observables": "attention and massive, which are always measured"}
+    shown: ClassVar = {"observables": "attention, massive and mean-maps, which are always measured"}
     hidden: ClassVar = ("arms",)  # for Python and recipes
 
     do: tuple[str, ...] = option(
         (), "Intervening", "An intervention; more are stacked in their order. Or all.", metavar="NAME[:K=V,…]"
     )
     arms: dict[str, tuple[str, ...]] = option({}, "Intervening", "Label → the stack of interventions of that arm.")
-    draws: int = option(5, "Intervening", "Random controls of each arm.", metavar="N", ge=0)
-
     @field_validator("observables")
     @classmethod
     def _always(cls, names: tuple[str, ...] | None) -> tuple[str, ...]:

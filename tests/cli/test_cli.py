@@ -935,7 +935,7 @@ def test_help_of_intervene_has_the_options_of_analyze() -> None:
     names += "epsilon window bos seed trust-remote-code quiet allow-pickle overwrite from debug"
     for name in names.split():
         assert f"--{name} " in text
-    assert "attention and massive, which are always measured" in " ".join(text.replace("│", " ").split())
+    assert "attention, massive and mean-maps, which are always measured" in " ".join(text.replace("│", " ").split())
 
 
 def test_without_a_command() -> None:

@@ -107,3 +107,18 @@ def test_smollm_streams_with_its_first_token_kept(smollm: LoadedModel) -> None:
     perplexity = run.tables["streaming"].query("bucket == -1").set_index("method")["perplexity"]
     assert perplexity["window"] > 1.5 * perplexity["dense"]
     assert perplexity["sinks kept"] < 1.15 * perplexity["dense"]
+
+
+def test_compress_is_inverse_to_the_norm_of_the_sink(smollm_on_cpu: LoadedModel) -> None:
+    """GS §4: from the massive activation's onset to where the last layers take it away, at no cost in loss."""
+    arms = {"half": "rescale-norm", "double": "rescale-norm:factor=2"}
+    run = sinkscope.intervene(smollm_on_cpu, arms=arms, observables=("gradient",), draws=0, num_seqs=3)
+    assert run.manifest["arms"]["double"]["do"] == ["rescale-norm:layers=12,factor=2.0"]
+    rows = run.tables["gradient_ratio"].query("branch == 'attn' and position == 0 and layer < 29")
+    compress = rows.pivot(index="layer", columns="condition", values="compress")
+    for arm, expected in (("half", 2.0), ("double", 0.5)):
+        ratio = compress[arm] / compress["before"]
+        np.testing.assert_allclose(ratio[12:], expected, rtol=0.03)
+        np.testing.assert_allclose(ratio[1:12], 1.0, rtol=0.03)
+        loss = effect_of(run, arm, "loss")
+        assert abs(loss.after - loss.before) < 0.1

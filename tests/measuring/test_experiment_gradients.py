@@ -89,7 +89,7 @@ def test_every_arm_and_control_has_the_tables_of_what_was_asked_for(masked: Run)
     for name in (*GRADIENTS, "attention"):
         assert set(masked.tables[name]["condition"]) == conditions, name
     assert set(masked.tables["massive"]["condition"]) == {"before", "mask-sink"}
-    assert masked.manifest["config"]["observables"] == ["attention", "massive", "gradient"]
+    assert masked.manifest["config"]["observables"] == ["attention", "massive", "mean-maps", "gradient"]
 
 
 def test_before_is_what_analyze_measures(llama: PreTrainedModel, masked: Run) -> None:

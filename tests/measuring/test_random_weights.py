@@ -20,8 +20,8 @@ QUIET = Console(quiet=True)
 OPTIONS = {"input": "random", "num_seqs": 4, "seq_len": 16, "bos": "never"}
 
 
-@pytest.mark.parametrize("name", TINY)
-def test_every_family_is_built_as_transformers_builds_it(name: str) -> None:
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "gpt2", "opt", "bloom", "falcon-new", "mpt"])
+def test_a_model_is_built_as_transformers_builds_it(name: str) -> None:
     model = tiny_model(name)
     before = {key: x.clone() for key, x in model.state_dict().items()}
     torch.manual_seed(5)

@@ -39,8 +39,9 @@ def declared() -> list[tuple[str, str, str]]:
 
 def test_an_option_is_declared_once() -> None:
     names = Counter(name for _, name, _ in declared())
-    # two options of one name, of sequences that are measured at once and of blocks that are trained on at once
-    assert {name for name, count in names.items() if count > 1} == {"batch_size"}
+    # two options of one name: sequences that are measured at once, and blocks that are trained on at once; the run that
+    # is repeated, and the runs that are judged
+    assert {name for name, count in names.items() if count > 1} == {"batch_size", "from_"}
     assert max(Counter(about for *_, about in declared()).values()) == 1
     assert {name for kind in COMMANDS.values() for name in kind.model_fields} <= names.keys()
 
@@ -97,7 +98,7 @@ def test_an_experiment_always_measures_what_its_effects_are_made_of() -> None:
     asked_for = {"observables": "gradient,massive"}
     for given, measured in (({}, ()), ({"observables": None}, ()), (asked_for, ("gradient",))):
         asked = checked(COMMANDS["intervene"], {"do": "mask-sink"} | given)
-        assert asked.observables == ("attention", "massive", *measured)
+        assert asked.observables == ("attention", "massive", "mean-maps", *measured)
 
 
 def test_options_that_do_not_apply_are_refused() -> None:
