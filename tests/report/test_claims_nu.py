@@ -93,6 +93,10 @@ def test_later_keys_may_not_be_parallel_to_the_bias_either() -> None:
     assert parts.outcomes == (HOLDS, FAILS)
 
 
+def test_a_rest_that_is_not_aligned_says_nothing_where_epe_is_not_either() -> None:
+    assert judged("N-14", natural(query_bias=alignment(0.1, 0.0))).outcomes == (FAILS, HOLDS)
+
+
 def test_the_numbers_are_those_of_the_tables() -> None:
     run = natural()
     values = {claim: judged(claim, run).estimates[0] for claim in ("N-3", "N-4", "N-5", "N-11", "N-13")}
