@@ -18,8 +18,8 @@ from sinkscope.report.run import Run
 BOS = 1
 # that a sink, a drain or a gradient sink is there
 ASSERTING = (
-    "GS-1", "GS-2", "GS-5", "GS-6", "GS-7", "GS-14", "GS-20", "GS-28", "W-1", "W-2", "W-4", "W-13", "W-14", "W-15", "W-16",
-    "W-17", "W-18", "S-5", "S-6", "S-9", "S-10", "S-13", "V-1", "V-2", "V-3", "V-24",
+    "GS-1", "GS-2", "GS-5", "GS-6", "GS-7", "GS-14", "GS-20", "GS-28", "W-1", "W-2", "W-4", "W-13", "W-14", "W-15",
+    "W-16", "W-17", "W-18", "S-5", "S-6", "S-9", "S-10", "S-13", "V-1", "V-2", "V-3", "V-24",
 )  # fmt: skip
 
 
@@ -87,5 +87,7 @@ def test_every_claim_has_an_id_of_its_own_and_a_test() -> None:
     ids = [claim.id for claim in CLAIMS.values()]
     assert len(ids) == len(set(ids)) >= 130
     for claim in CLAIMS.values():
-        assert claim.parts and claim.needs and claim.statement.endswith((".", ".)"))
+        assert claim.parts
+        assert claim.needs
+        assert claim.statement.endswith((".", ".)"))
         assert all(np.isfinite(part.test.least) or np.isfinite(part.test.most) for part in claim.parts)

@@ -202,16 +202,16 @@ class BySequence:
         """Add one batch.
 
         Args:
-            statistics: column → (B,…).
+            statistics: column → (B,…), in float32 or float64.
             present: (B,P), which sequences have which position, the last axis; the others are NaN. None: all have all.
             labels: columns that are constant here, such as the layer.
         """
-        values = torch.stack([statistic.to(torch.float32) for statistic in statistics.values()])
+        values = torch.stack(list(statistics.values()))
         if present is not None:
             absent = ~present.to(values.device)
             values = values.masked_fill(absent.view(len(absent), *[1] * (values.dim() - 3), -1), torch.nan)
         start = len(self._values)
-        self._values.frombytes(values.cpu().numpy().tobytes())
+        self._values.frombytes(values.cpu().numpy().astype(np.float32).tobytes())
         self._parts[tuple(labels.items())][batch.first] = slice(start, len(self._values)), values.shape
         self._names = tuple(statistics)
 

@@ -219,8 +219,8 @@ def _others(rows: pd.DataFrame, outcome: Outcome) -> str:
 
 def legend() -> str:
     return (
-        "Null: the same architecture with random weights. ‡ the threshold is ours, not the paper's. † taken from public "
-        "transcriptions or the authors' code."
+        "Null: the same architecture with random weights. ‡ the threshold is ours, not the paper's. † taken from "
+        "public transcriptions or the authors' code."
     )
 
 

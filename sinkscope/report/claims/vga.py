@@ -40,7 +40,7 @@ def _starved(evidence: Evidence) -> Estimate:
     tables = [evidence.table("natural", "gradient")]
     tables += [rows for _, rows in evidence.table("natural", "gradient_by_group").groupby("group")]
     ratios = np.array([_later_over_first(table, strong) for table in tables])
-    return positive_jackknife(ratios).over(f"{len(strong)} heads")
+    return positive_jackknife(ratios).over(f"{len(strong)} key/value head{'s' * (len(strong) > 1)}")
 
 
 def _later_over_first(gradient: pd.DataFrame, heads: pd.MultiIndex) -> float:
@@ -63,20 +63,20 @@ def _no_op(evidence: Evidence) -> Estimate:
 
 CLAIMS = (
     Claim("V-1", "§1", "Sinks are drained.",
-        (HAS_SINK_HEADS,
-         Part("rank correlation over heads of window mass and value norm ÷ later", _drain_follows, below(0.0)),
+        (Part("rank correlation over heads of window mass and value norm ÷ later", _drain_follows, below(0.0)),
          Part("value norm at 0 ÷ later, median over sink heads", lambda e: in_sink_heads(e, "value_norm"),
-            below(0.5)))),
+            below(0.5)),
+         HAS_SINK_HEADS)),
     Claim("V-2", "§1", "The residual stream peaks at the sink.",
-        (MASSIVE_LAYERS,
-         Part("norm at 0 ÷ later, layer with the largest", _peak, above(1.0))), is_ours=False),
+        (Part("norm at 0 ÷ later, layer with the largest", _peak, above(1.0)),
+         MASSIVE_LAYERS), is_ours=False),
     Claim("V-3", "§3.1", "A strong sink starves the other values of gradient.",
         (Part("value gradient later ÷ at 0, median over heads with window mass > 0.9", _starved, at_most(0.1)),),
         scope=(causal,)),
     Claim("V-12", "§3.3", "The gate closes at the sink.",
         (Part("gate at 0 ÷ later, means over heads and layers", _gate_closes, below(0.5)),), scope=(gated,)),
     Claim("V-24", "§1", "The sink is a no-op: its values can be set to zero.",
-        (HAS_SINK_HEADS,
-         Part("perplexity without them ÷ without those of other positions", _no_op, at_most(1.05)),),
+        (Part("perplexity without them ÷ without those of other positions", _no_op, at_most(1.05)),
+         HAS_SINK_HEADS),
         ("natural", "do:scale-sink-value"), (causal,)),
 )  # fmt: skip

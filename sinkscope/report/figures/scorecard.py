@@ -10,13 +10,12 @@ from matplotlib.lines import Line2D
 from sinkscope.report.claims.claim import Outcome
 from sinkscope.report.claims.register import CLAIMS
 from sinkscope.report.claims.scorecard import Scorecard, value_text
-from sinkscope.report.figures.axes import shade_rows
 from sinkscope.report.figures.labels import escape, heading, model_name
 from sinkscope.report.figures.spec import declare
 from sinkscope.report.figures.style import GRAY, GREEN, NAVY, REFERENCE, VERMILION, Figure, Look, new_figure
 
 PAGE_WIDTH, ROW, AROUND = 7.2, 0.155, 0.9  # inches
-LETTERS = 74  # of a line's text
+LETTERS = 62  # of a line's text
 REACH = 4.0  # of the axis, to both sides of the threshold
 LOOKS: dict[str, Look] = {
     Outcome.HOLDS: {"color": NAVY, "marker": "o", "markersize": 3.4},
@@ -24,6 +23,9 @@ LOOKS: dict[str, Look] = {
     Outcome.FAILS: {"color": VERMILION, "marker": "X", "markersize": 4},
 }
 PUBLISHED: Look = {"color": GRAY, "marker": "|", "markersize": 5, "linestyle": "none"}
+
+
+AT_RANDOM: Look = {"color": "0.45", "marker": "D", "markersize": 2.6, "markerfacecolor": "white", "linestyle": "none"}
 
 
 def lacking(card: Scorecard) -> str | None:
@@ -40,13 +42,13 @@ def draw(card: Scorecard) -> Figure:
     rows = _decided(card.table)
     figure = new_figure(PAGE_WIDTH, ROW * (len(rows) + rows["paper"].nunique()) + AROUND)
     text, ax = figure.subplots(1, 2, sharey=True, width_ratios=[1.75, 1])
-    shade_rows(ax, 0)
     ax.axvline(0, **REFERENCE)
     height = 0
     for paper, own in rows.groupby("paper", sort=False):
         text.text(0, height, paper, fontsize=6.5, fontweight="bold", va="center")
         for place, row in enumerate(own.itertuples(), height + 1):
             _line(text, ax, row, place)
+            ax.axhline(place, color="0.93", linewidth=0.4, zorder=0)
         height += len(own) + 1
     text.set_xlim(0, 1)
     text.set_axis_off()
@@ -55,7 +57,7 @@ def draw(card: Scorecard) -> Figure:
     ax.spines["left"].set_visible(False)
     ax.set_xticks([-REACH, -2, 0, 2, REACH], ["≤ ÷16", "÷4", "threshold", "×4", "≥ ×16"])
     ax.set_xlabel("does not pass  ←  value  →  passes")
-    figure.legend(handles=_legend(rows), loc="outside lower center", ncols=4)
+    figure.legend(handles=_legend(rows), loc="outside lower center", ncols=5)
     figure.suptitle(heading(model_name(card.models[0]), "claims", "95 % intervals"))
     return figure
 
@@ -79,6 +81,7 @@ def _line(text: Axes, ax: Axes, row: tuple, place: int) -> None:
         ax.plot([middle], [place], linestyle="none", **look)
     published = CLAIMS[row.claim].published if first else ()  # type: ignore[attr-defined]
     ax.plot([_place(item.value, row) for item in published], [place] * len(published), **PUBLISHED)
+    ax.plot([_place(row.null, row)], [place], **AT_RANDOM)  # type: ignore[attr-defined]
 
 
 def _place(value: float, row: tuple) -> float:
@@ -103,4 +106,5 @@ def _legend(rows: pd.DataFrame) -> list[Line2D]:
         for outcome, look in LOOKS.items()
         if (rows["passes"] == outcome).any()
     ]
-    return [*handles, Line2D([], [], label="published", **PUBLISHED)]
+    marks = {"random weights": AT_RANDOM, "published": PUBLISHED}
+    return [*handles, *(Line2D([], [], label=label, **look) for label, look in marks.items())]
