@@ -119,8 +119,9 @@ def test_tokens_that_differ_are_seen_to(name: str) -> None:
         assert found["weight_difference"].min() > 1e-3
 
 
-@pytest.mark.parametrize("name", ["llama", "mpt", "gemma2", "gpt_oss"])
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    ("name", "side"), [("llama", "left"), ("mpt", "left"), ("gemma2", "right"), ("gpt_oss", "left")]
+)
 def test_padding_and_batch_size_change_nothing(name: str, side: str) -> None:
     model = tiny_model(name, spread=4.0)
     sequences = [np.full(length, token) for length, token in ((12, 7), (5, 30), (9, 61))]
