@@ -90,6 +90,7 @@ SHORTER = 13  # the second sequence of a padded batch
 WINDOW = 7  # of window masses
 SIDES = ("right", "left")
 MEASURED = ("attention", "activation", "massive", "gradient")
+COMPARED = ("attention", "attention_heads", "sink_positions", "activation", "massive", "gradient")
 ROUND_OFF = 1e-10  # relative, in float64
 # Where more is lost: a sum that it keeps in float32 whatever its weights are; code for float32 alone
 LESS_EXACT = {"recurrent_gemma": 1e-6, "mobilebert": 1e-6}
@@ -198,7 +199,8 @@ def _traced(tracer: Tracer, batch: Batch, whole: bool) -> Tables:
     for observable in observables:
         observable.prepare(tracer.model, tracer.family, int(((batch.masked or batch).targets != IGNORED).sum()))
     (tracer.forward_backward if whole else tracer.forward)(batch, observables)
-    return {name: table for observable in observables for name, table in observable.tables().items()}
+    tables = {name: table for observable in observables for name, table in observable.tables().items()}
+    return tables if whole else {name: tables[name] for name in ("attention", "activation") if name in tables}
 
 
 # --- what plain transformers compute
@@ -238,7 +240,8 @@ def _apart(tables: Tables, expected: Tables) -> dict[str, float]:
 
     Infinite where there are other rows.
     """
-    apart = {
+    apart = {f"{name}.rows": np.inf for name in COMPARED if (name in tables) != (name in expected)}
+    apart |= {
         f"{name}.{column}": value
         for name, table in expected.items()
         for column, value in _columns_apart(tables[name], table).items()
@@ -248,18 +251,25 @@ def _apart(tables: Tables, expected: Tables) -> dict[str, float]:
 
 def _columns_apart(found: pd.DataFrame, expected: pd.DataFrame) -> dict[str, float]:
     keys = [name for name in KEYS if name in expected]
-    wanted = [name for name in expected if name not in keys]
     found, expected = (table.sort_values(keys, ignore_index=True) for table in (found, expected))
-    if not found[keys].equals(expected[keys].astype(found[keys].dtypes)):
+    if len(found) != len(expected) or any((found[key].to_numpy() != expected[key].to_numpy()).any() for key in keys):
         return {"rows": np.inf}
-    places = [expected[name] for name in ("layer", "site", "pathway") if name in expected]
-    found, expected = found[wanted].astype(float), expected[wanted].astype(float)
-    largest = expected.abs().groupby(places).transform("max")
-    if "missing_mass" in largest:
-        largest["missing_mass"] = 1.0  # it is 1 minus a sum
-    apart = (found - expected).abs() / largest.where(largest > 0, 1.0)
-    apart = apart.fillna(np.inf).mask(expected.isna(), 0.0)
-    return apart.max().fillna(0.0).to_dict()  # of an empty table 0
+    if expected.empty:
+        return {}
+    place = expected.groupby([name for name in ("layer", "site", "pathway") if name in keys]).ngroup().to_numpy()
+    return {
+        name: _column_apart(found[name].to_numpy(float), expected[name].to_numpy(float), place, name == "missing_mass")
+        for name in expected
+        if name not in keys
+    }
+
+
+def _column_apart(found: np.ndarray, expected: np.ndarray, place: np.ndarray, absolute: bool) -> float:
+    """The largest difference, relative to the largest entry at the same place; absolute of what is 1 minus a sum."""
+    largest = np.zeros(place.max() + 1)
+    np.fmax.at(largest, place, np.abs(expected))
+    apart = np.abs(found - expected) / (1.0 if absolute else np.where(largest > 0, largest, 1.0)[place])
+    return float(np.where(np.isnan(expected), 0.0, np.where(np.isnan(apart), np.inf, apart)).max())
 
 
 def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:

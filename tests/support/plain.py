@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from support.own_attention import Attended, OwnAttention
-from support.residual import Kept, Sums, additions
+from support.residual import Additions, Kept, Sums, additions
 
 
 @contextmanager
@@ -198,24 +198,24 @@ def run_plainly(
         first_position: the number that the model gives to a sequence's first position; None: it is not told any.
         told: arguments of the model that have one value for every token.
     """
-    modules = list(model.get_submodule(layers))
-    found = Plain(ids, mask.int().argmax(1), mask.sum(1), [Layer() for _ in modules], causal=labels is None)
     inputs = {"input_ids": ids, "use_cache": False}
     if not mask.all():
         inputs = padded_inputs(model, ids, mask, first_position)
     inputs |= {name: torch.full_like(ids, value) for name, value in told.items()}
-    with ExitStack() as stack:
-        watch = _Watch(ids.shape, getattr(model.config.get_text_config(), "hidden_size", None), backward)
-        stack.enter_context(watch.watching(modules, found.layers))
-        stack.enter_context(_dense(model, watch))
-        stack.enter_context(torch.set_grad_enabled(backward))
-        given = model.get_input_embeddings()(ids)
-        embedded = (given[0] if isinstance(given, tuple) else given).detach().requires_grad_(backward)
-        stack.enter_context(_in_place_of_the_embeddings(model, embedded))
-        found.logits = model(**inputs).logits
-        if backward:
-            _loss(found.logits, ids, mask.bool(), labels).backward()
-    found.logits = found.logits.detach()
+    modules = list(model.get_submodule(layers))
+    for with_own_attention in (False, True):
+        found = Plain(ids, mask.int().argmax(1), mask.sum(1), [Layer() for _ in modules], causal=labels is None)
+        watch = _Watch(model, ids.shape, with_branches=backward, with_own_attention=with_own_attention)
+        with watch.watching(modules, found.layers), _dense(model, watch), torch.set_grad_enabled(backward):
+            given = model.get_input_embeddings()(ids)
+            embedded = (given[0] if isinstance(given, tuple) else given).detach().requires_grad_(backward)
+            with _in_place_of_the_embeddings(model, embedded):
+                logits = model(**inputs).logits
+            if found.attended or with_own_attention:
+                break
+    if backward:
+        _loss(logits, ids, mask.bool(), labels).backward()
+    found.logits = logits.detach()
     return found
 
 
@@ -229,17 +229,23 @@ def _loss(logits: torch.Tensor, ids: torch.Tensor, real: torch.Tensor, labels: t
 class _Watch:
     """What the layer under way takes, adds, attends to and gives."""
 
-    def __init__(self, shape: torch.Size, width: int | None, with_branches: bool) -> None:
+    def __init__(
+        self, model: PreTrainedModel, shape: torch.Size, with_branches: bool, with_own_attention: bool
+    ) -> None:
         self.shape = shape  # (B,T)
-        self.width = width  # D
+        self.width = getattr(model.config.get_text_config(), "hidden_size", None)  # D
         self.with_branches = with_branches
+        self.with_own_attention = with_own_attention
+        self.additions = Additions()
         self.attention = OwnAttention(shape)
 
     @contextmanager
     def watching(self, modules: list[nn.Module], layers: list[Layer]) -> Iterator[None]:
         with ExitStack() as stack:
-            self.additions = stack.enter_context(additions())
-            stack.enter_context(self.attention)
+            if self.with_branches:
+                self.additions = stack.enter_context(additions())
+            if self.with_own_attention:
+                stack.enter_context(self.attention)
             for module, layer in zip(modules, layers, strict=True):
                 begin, end = partial(self._begin, layer), partial(self._end, layer)
                 stack.enter_context(module.register_forward_pre_hook(begin, with_kwargs=True))

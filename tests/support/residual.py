@@ -30,7 +30,7 @@ class Kept:
     def __init__(self, live: torch.Tensor, x: torch.Tensor) -> None:
         self.live = live
         self.x = x  # (B,T,D)
-        self.key = x.numpy().tobytes()
+        self.key = (x + 0.0).numpy().tobytes()  # of -0.0 and 0.0 alike
 
 
 @dataclass
