@@ -469,7 +469,7 @@ def in_double(model: PreTrainedModel) -> Iterator[None]:
 def gradient(sequences: list[Sequence], positions: int) -> pd.DataFrame:
     rows = []
     for number, layer in enumerate(sequences[0].layers):
-        for pathway in ("query", "key", "value"):
+        for pathway in () if layer.query is None else ("query", "key", "value"):
             heads = len(getattr(layer, pathway))
             for position in range(positions):
                 sums = [0.0] * heads

@@ -33,7 +33,7 @@ FORBIDDEN = -1e30  # a logit below this is one that a mask forbids
 
 @dataclass
 class Layer:
-    """One layer on one sequence, all in float64."""
+    """One layer on one sequence, all in float64. One that does not attend has no more than sites."""
 
     weights: np.ndarray  # (H,T,T)
     logits: np.ndarray  # (H,T,T), after softcap, bias and mask
@@ -302,18 +302,27 @@ def sdpa_weights(model: PreTrainedModel, ids: np.ndarray) -> list[np.ndarray]:
 # --------------------------------------------------------------------------------------------- tables
 
 
-def attention(sequences: list[Sequence], positions: int, window: int, epsilon: float) -> pd.DataFrame:
+def attention(
+    sequences: list[Sequence], positions: int, window: int, epsilon: float, causal: bool = True
+) -> pd.DataFrame:
     rows = []
     for layer, head, groups in _heads(sequences):
         for position in range(positions):
             seen = []
             for sequence in _long_enough(sequences, position):
-                column = sequence.layers[layer].weights[head, position:, position]
-                mass = column[:window].mean()
+                weights = sequence.layers[layer].weights[head]
+                column = weights[position if causal else 0 :, position]
+                mass = _near(weights, position, window, causal).mean()
                 seen.append((mass, mass > epsilon, column.mean(), (column**2).mean()))
             rows.append((layer, head, head // groups, position, *np.mean(seen, axis=0)))
     columns = ["window_mass", "sink_rate", "sink_mass", "sink_second_moment"]
     return pd.DataFrame(rows, columns=["layer", "head", "kv_head", "position", *columns])
+
+
+def _near(weights: np.ndarray, position: int, window: int, causal: bool) -> np.ndarray:
+    """Of the queries within the window of a key: behind it, and of an encoder on both sides."""
+    first = position if causal else max(0, position - window + 1)
+    return weights[first : position + window, position]
 
 
 def attention_heads(sequences: list[Sequence]) -> pd.DataFrame:
@@ -328,16 +337,16 @@ def attention_heads(sequences: list[Sequence]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["layer", "head", "kv_head", "attention_entropy", "missing_mass"])
 
 
-def sink_positions(sequences: list[Sequence], window: int, epsilon: float) -> pd.DataFrame:
+def sink_positions(sequences: list[Sequence], window: int, epsilon: float, causal: bool = True) -> pd.DataFrame:
     rows = []
     for index, sequence in enumerate(sequences):
-        for number, layer in enumerate(sequence.layers):
-            for head, weights in enumerate(layer.weights):
-                for position in range(len(sequence.ids)):
-                    mass = weights[position : position + window, position].mean()
-                    if mass > epsilon:
-                        queries = len(sequence.ids) - position
-                        rows.append((number, head, index, position, sequence.ids[position], queries, mass))
+        for number, head, _ in _heads([sequence]):
+            weights = sequence.layers[number].weights[head]
+            for position in range(len(sequence.ids)):
+                mass = _near(weights, position, window, causal).mean()
+                if mass > epsilon:
+                    queries = len(sequence.ids) - (position if causal else 0)
+                    rows.append((number, head, index, position, sequence.ids[position], queries, mass))
     return pd.DataFrame(rows, columns=["layer", "head", "sequence", "position", "token_id", "queries", "window_mass"])
 
 
@@ -371,7 +380,7 @@ def geometry(sequences: list[Sequence], positions: int) -> pd.DataFrame:
 def activation(sequences: list[Sequence], positions: int) -> pd.DataFrame:
     rows = []
     for number, layer in enumerate(sequences[0].layers):
-        for site in (*layer.sites, "value"):
+        for site in (*layer.sites, *(("value",) if layer.value is not None else ())):
             for position in range(positions):
                 norms = []
                 for sequence in _long_enough(sequences, position):
@@ -388,6 +397,8 @@ def massive(sequences: list[Sequence]) -> pd.DataFrame:
     rows = []
     for index, sequence in enumerate(sequences):
         for number, layer in enumerate(sequence.layers):
+            if not layer.sites:
+                continue
             hidden = layer.sites["layer_out"]
             magnitudes = np.sort(np.abs(hidden).ravel())
             median = magnitudes[(len(magnitudes) - 1) // 2]  # the lower one where there are two
@@ -430,7 +441,7 @@ def tables(sequences: list[Sequence], positions: int, window: int, epsilon: floa
 def _heads(sequences: list[Sequence]) -> Iterator[tuple[int, int, int]]:
     """(layer, query head, query heads to a key/value head) of every head."""
     for number, layer in enumerate(sequences[0].layers):
-        heads = len(layer.weights)
+        heads = 0 if layer.weights is None else len(layer.weights)
         for head in range(heads):
             yield number, head, heads // len(layer.key)
 

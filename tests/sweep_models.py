@@ -5,10 +5,10 @@
 models.csv: the causal types; encoders.csv: those that predict masked tokens; image_text.csv: those that also read
 pictures or sound, of which the text tower is measured. A tiny random model of each is built from its configuration.
 
-Of each that works `agrees` says whether, of a sequence alone, sink mass, norms of the residual stream and gradients of
-queries, keys and values are those of plain transformers and autograd, in float64 to 1e-10; of causal ones `padded` says
-the same of sink mass and norms of a batch that is padded, on either side, and `agrees` of its gradients, too. A model
-that attends in code of its own gives its weights out, but no gradients.
+Of each that works `agrees` says whether every column of the tables `attention`, `attention_heads`, `sink_positions`,
+`activation`, `massive` and `gradient` is what plain transformers and autograd give, in float64 to 1e-10, of a sequence
+alone and of a batch that is padded on either side; whether its logits are the bare model's; and whether the model is
+left as it was. `sites` are those of the table `activation`: no branches where a layer is known by its ends alone.
 """
 
 import csv
@@ -23,38 +23,29 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import transformers
-from support.every_model import (
-    ALONE,
-    LISTS,
-    ROUND_OFF,
-    Row,
-    differences,
-    every_type,
-    is_equal,
-    padded_differences,
-    row_of,
-    tiny_of,
-)
+from support.agreement import UNDEFINED, Row, differences, is_equal, padded_differences, row_of
+from support.every_model import LISTS, every_type, tiny_of
 
+from sinkscope.measuring.observables.activation import SITES
 from sinkscope.measuring.subject import family_of
 from sinkscope.models.in_memory import undisturbed
 
 
-def agreement(row: Row, auto: Any, file: Path) -> str:
-    """Whether what is measured is what plain transformers compute, of a sequence alone and of a padded batch."""
+def agreement(row: Row, auto: Any, file: Path) -> dict[str, str]:
+    """Columns on what is compared with plain transformers, and whether it is the same."""
     if row.outcome not in ("row", "wiring"):
-        return ""
-    found = [differences(row.model_type, file, auto)]
-    if "attention" in _kinds(row.layers) and "sink_mass" not in found[0]:
-        return "not given out"
+        return {"sites": "", "agrees": ""}
     model = tiny_of(row.model_type, auto=auto)
     with undisturbed(model):
         family, _ = family_of(model)
-    if family.causal:
-        padded = padded_differences(model.double(), family, backward=True).values()
-        # where padding changes the bare model, what padding tokens attend to reaches others, and is not defined
-        found += [each for each in padded if each[ALONE] < ROUND_OFF]
-    return "yes" if all(is_equal(row.model_type, each) for each in found) else "NO"
+    sites = {site for at in range(len(family.layer_modules(model))) for site in family.block(at).sites}
+    compared = [*(site for site in SITES if site in sites), *(("value",) if family.has_attention else ())]
+    found = {"alone": differences(row.model_type, file, auto)}
+    found |= padded_differences(model.double(), family, whole=True)
+    undefined = [side for side, columns in found.items() if columns[UNDEFINED]]
+    but = f", but transformers itself gives NaN with padding on the {' and '.join(undefined)}" if undefined else ""
+    agrees = f"yes{but}" if all(is_equal(row.model_type, columns) for columns in found.values()) else "NO"
+    return {"sites": " ".join(compared), "agrees": agrees}
 
 
 ROOT = Path(__file__).parents[1]
@@ -107,14 +98,14 @@ def write_table(name: str, file_of_ids: Path) -> None:
     auto = LISTS[name]
     counts: Counter[str] = Counter()
     with (TABLES / f"{name}.csv").open("w", encoding="utf-8", newline="") as file:
-        table = csv.DictWriter(file, [*(field.name for field in fields(Row)), "agrees"], lineterminator="\n")
+        table = csv.DictWriter(file, [*(field.name for field in fields(Row)), "sites", "agrees"], lineterminator="\n")
         table.writeheader()
         for model_type in every_type(auto):
             row = row_of(model_type, auto)
-            agrees = agreement(row, auto, file_of_ids)
-            table.writerow(asdict(row) | {"agrees": agrees})
+            compared = agreement(row, auto, file_of_ids)
+            table.writerow(asdict(row) | compared)
             counts[row.outcome] += 1
-            counts[f"agrees: {agrees or 'not measured'}"] += 1
+            counts[f"agrees: {compared['agrees'] or 'not measured'}"] += 1
     print(f"transformers {transformers.__version__}, {name}:", dict(counts))
 
 

@@ -160,9 +160,9 @@ def _built(
 def spread_weights(model: PreTrainedModel, spread: float) -> None:
     """Draw a random model's matrices wider than at initialization, and the rest away from its all-equal start."""
     for parameter in model.parameters():
-        if parameter.dim() > 1:
+        if parameter.dim() > 1 and parameter.any():
             parameter.mul_(spread)
-        else:  # norms' gains, biases and sink logits
+        else:  # norms' gains, biases and sink logits, and matrices that begin as zeros
             parameter.add_(0.1 * torch.randn_like(parameter))
 
 

@@ -1,5 +1,6 @@
 """The search for a row of a model that has none: how its layers are built, found by running it on a few tokens."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from sinkscope.models.found_projections import find_projections
 from sinkscope.models.layer_stack import layer_stack
 from sinkscope.models.reading_order import first_position, sees_later_tokens
 from sinkscope.models.streams import Copies, find_copies
-from sinkscope.models.wiring import check_wiring
+from sinkscope.models.wiring import check_wiring, mlp_reads_attention
 
 
 def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
@@ -38,7 +39,7 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
     attentions = find_attentions(model, path, layers, inputs)
     records = record(model, layers, inputs)
     _check_outputs(name, records)
-    blocks = _blocks(model, layers, records, attentions.paths)
+    blocks = _blocks(model, layers, records, attentions.paths, inputs)
     ran = [at for at, events in enumerate(records) if events]
     copies = _copies(model, records[ran[0]][0].x, token_ids, blocks)
     known = [at for at in ran if blocks[at].wiring != "unknown"]
@@ -104,7 +105,9 @@ def _copies(model: Any, stream: torch.Tensor, token_ids: torch.Tensor, blocks: l
     return copies
 
 
-def _blocks(model: Any, layers: list[nn.Module], records: list[list[Event]], attentions: list[str]) -> list[Block]:
+def _blocks(
+    model: Any, layers: list[nn.Module], records: list[list[Event]], attentions: list[str], inputs: dict[str, Any]
+) -> list[Block]:
     """How each layer is built. One in which nothing is added (its last projections are 0) is built as its like are.
 
     One that does not run has no sites.
@@ -121,7 +124,12 @@ def _blocks(model: Any, layers: list[nn.Module], records: list[list[Event]], att
         if block is None and other is not None and check_wiring(other, view.sites(other)) <= ULPS * eps:
             block = other
         blocks[at] = block or view.ends()
-    return blocks
+    first = {type(layers[at]): at for at, block in reversed([*enumerate(blocks)]) if block.wiring == "parallel"}
+    in_turn = {kind for kind, at in first.items() if mlp_reads_attention(model, layers[at], blocks[at], inputs)}
+    return [
+        replace(block, wiring="unknown") if block.wiring == "parallel" and type(layer) in in_turn else block
+        for layer, block in zip(layers, blocks, strict=True)
+    ]
 
 
 def _kinds(model: Any, attentions: list[str]) -> list[str]:

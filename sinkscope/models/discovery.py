@@ -12,6 +12,7 @@ beside each other, such as attention and a state-space model, or shared and rout
 Sums are compared to the round-off of the model's own dtype, entry by entry, so that nothing but the sum itself passes.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -89,7 +90,9 @@ class Layer:
         self.eps = eps
         self.h = next(event for event in events if event.address == "input")
         self.out = next(event for event in reversed(events) if event.address == "output")
-        inner = [event for event in events if event.path]
+        self.inner = [event for event in events if event.path]
+        runs = Counter(event.address for event in self.inner)
+        inner = [event for event in self.inner if runs[event.address] == 1]  # of several runs the first would be read
         self.inputs = [event for event in inner if event.end == "input"]
         self.outputs = [event for event in inner if event.end == "output"]
 
@@ -156,18 +159,24 @@ class Layer:
 
     def _normed_branch(self, mid: Event) -> Branch | None:
         """The second branch where the sums are normed: what is added to norm(mid)."""
-        behind = [event for event in self.outputs if event.order > mid.order]
-        for end in self.inputs:
+        normed = [given for taken in self.inputs if self._is(taken.x, mid.x) and (given := self._given(taken))]
+        for end in (event for event in self.inner if event.end == "input"):
             if end.order < mid.order or self._is(end.x, mid.x) or not self._ends_the_layer(end):
                 continue
-            for stream in behind:
+            for stream in normed:
                 branch = self._branch(stream.x, end.x, after=stream.order, before=end.order)
                 if branch is not None:
                     return branch
         return None
 
     def _ends_the_layer(self, end: Event) -> bool:
-        return any(event.path == end.path and self._is(event.x, self.out.x) for event in self.outputs)
+        given = self._given(end)
+        return given is not None and self._is(given.x, self.out.x)
+
+    def _given(self, taken: Event) -> Event | None:
+        """What a module makes of what it has taken."""
+        behind = (event for event in self.inner if event.path == taken.path and event.order > taken.order)
+        return next(behind, None)
 
     def _single(self) -> Found | None:
         branch = self._module(self.h.x, self.out.x)
@@ -209,7 +218,8 @@ class Layer:
     def _pair(self, start: torch.Tensor, end: torch.Tensor, events: Sequence[Event]) -> Branch | None:
         """Two modules, none of which is part of the other, that together make the step."""
         found = []
-        for first, second in combinations(events, 2):
+        others = [event for event in events if not self._is(event.x, start)]  # end - start makes any step
+        for first, second in combinations(others, 2):
             if _within(first.path, second.path) or _within(second.path, first.path):
                 continue
             pair = Branch((first, second), _two_scales(end - start, first.x, second.x))

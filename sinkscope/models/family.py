@@ -7,7 +7,7 @@ A site is written as `module.path.input` or `module.path.output`, relative to on
     parallel     (no mid)                      layer_out = layer_in + attn_out + mlp_out
     post-norm    mid = layer_in + attn_out     layer_out = norm(norm(mid) + mlp_out)
     single       (no mid)                      layer_out = layer_in + the output of one branch
-    unknown      what a layer adds is no such sum: only layer_in and layer_out are read
+    unknown      what a layer adds is no such sum: layer_in and layer_out are read, and a branch only where it is added
 """
 
 from collections.abc import Container, Mapping

@@ -58,6 +58,20 @@ def given_by(module: nn.Module, model: nn.Module, inputs: Mapping[str, Any]) -> 
 
 
 @torch.no_grad()
+def mlp_reads_attention(model: nn.Module, layer: nn.Module, block: Block, inputs: Mapping[str, Any]) -> bool:
+    """Whether what the MLP's branch of a layer gives changes with what attention's branch gives."""
+    attention, mlp = (layer.get_submodule(block.sites[site].rpartition(".")[0]) for site in ("attn_out", "mlp_out"))
+    before = given_by(mlp, model, inputs)
+    with attention.register_forward_hook(_doubled):
+        after = given_by(mlp, model, inputs)
+    return bool((after - before).abs().max() > 1e-3 * before.abs().max())
+
+
+def _doubled(module: nn.Module, args: tuple, output: Any) -> Any:
+    return (2 * output[0], *output[1:]) if isinstance(output, tuple) else 2 * output
+
+
+@torch.no_grad()
 def layer_output(model: nn.Module, family: Family, layer: int, inputs: dict[str, Any]) -> torch.Tensor:
     """(B,T,D): what a layer gives on these inputs of the model, on the CPU."""
     path, _, _ = family.block(layer).sites["layer_out"].rpartition(".")

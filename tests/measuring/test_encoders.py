@@ -197,9 +197,9 @@ def test_gradients_are_those_of_the_masked_tokens_loss(name: str, tmp_path: Path
         with only_float64():
             plain = run_plainly(loaded.model, family.layers, batch, torch.ones_like(batch), labels=wanted)
         share = float((wanted != IGNORED).sum()) / inputs.num_predicted  # of the run's loss, a mean over all sequences
-        for pathway in ("query", "key", "value"):
-            for layer, x in enumerate(getattr(plain, pathway)):
-                gradient = share * x.grad[0].transpose(0, 1).flatten(1)
+        for layer, attended in enumerate(plain.attended):
+            for pathway, x in zip(("query", "key", "value"), attended.gradients, strict=True):
+                gradient = share * x[0].transpose(0, 1).flatten(1)
                 gradient = F.pad(gradient, (0, 0, 0, 22 - len(gradient)))
                 sums[layer, pathway] = sums.get((layer, pathway), torch.zeros(())) + gradient
     table = tables["gradient"].query("head == -1")

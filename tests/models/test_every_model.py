@@ -4,29 +4,28 @@ The lists in `reports/models/` hold what became of each; tests/sweep_models.py w
 pictures or sound some are looked at here, and more closely in test_towers.py.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import reference
 import torch
-from support.every_model import (
-    LISTS,
-    ROUND_OFF,
-    differences,
-    every_type,
-    is_equal,
-    padded_differences,
-    padding,
-    row_of,
-    tiny_of,
-)
+from support import agreement
+from support.agreement import ROUND_OFF, differences, is_equal, padded_differences, padding, row_of
+from support.every_model import LISTS, every_type, tiny_of
+from support.plain import only_float64, run_plainly
 from sweep_models import BEGIN, README, readme_text, written_rows
+from tiny import tiny_model, tiny_tokens
 from transformers import PreTrainedModel
 
 import sinkscope
 from sinkscope.errors import SinkscopeError
 from sinkscope.measuring import tracer
 from sinkscope.measuring.subject import family_of
+from sinkscope.models.family import Family
 from sinkscope.text.batch import Batch
 
 ROWS = {name: {row["model_type"]: row for row in written_rows(name)} for name in LISTS}
@@ -76,11 +75,85 @@ def _without_mask(model: PreTrainedModel, batch: Batch, *args: Any, **kwargs: An
 def test_a_mask_that_is_dropped_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_of("llama", torch.float64)
     family, _ = family_of(model)
-    assert padding("llama", padded_differences(model, family, backward=False)) == "yes"
+    assert padding("llama", padded_differences(model, family, whole=False)) == "yes"
     monkeypatch.setattr(tracer, "model_inputs", _without_mask)
-    found = padded_differences(model, family, backward=False)
+    found = padded_differences(model, family, whole=False)
     assert max(found["right"].values()) < ROUND_OFF  # causal: no token sees what is behind it
     assert padding("llama", found) == "NO"
+
+
+def _without_scales(family: Family) -> Family:
+    return replace(family, blocks=tuple(replace(block, sums={}) for block in family.blocks))
+
+
+def _before_its_norm(family: Family) -> Family:
+    return replace(family, sites={**family.sites, "attn_out": "self_attn.output"})
+
+
+def _without_mid(family: Family) -> Family:
+    sites = {site: address for site, address in family.sites.items() if site != "mid"}
+    return replace(family, wiring="parallel", sites=sites)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "broken", "column"),
+    [
+        ("granite", _without_scales, "activation.norm_mean"),
+        ("gemma2", _before_its_norm, "activation.norm_max"),
+        ("llama", _without_mid, "activation.rows"),
+    ],
+)
+def test_a_branch_that_is_read_elsewhere_is_noticed(
+    model_type: str, broken: Callable[[Family], Family], column: str
+) -> None:
+    model = tiny_of(model_type, torch.float64)
+    family, _ = family_of(model)
+    found = padded_differences(model, broken(family), whole=True)
+    assert all(found[side][column] > 1e-2 for side in found)
+    assert found["right"]["attention.sink_mass"] < ROUND_OFF
+
+
+def test_gradients_of_another_loss_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_of("llama", torch.float64)
+    family, _ = family_of(model)
+    own = tracer.summed_loss
+    monkeypatch.setattr(tracer, "summed_loss", lambda logits, batch: own(logits[:1], Batch(*_first(batch))))
+    found = padded_differences(model, family, whole=True)["right"]
+    assert found["gradient.grad_norm"] > 1e-2
+    assert found["activation.norm_mean"] < ROUND_OFF
+
+
+def _first(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask of the first sequence alone."""
+    return batch.token_ids[:1], batch.attention_mask[:1]
+
+
+def test_a_model_that_is_not_left_as_it_was_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgetful(model: PreTrainedModel, **given: Any) -> Any:
+        model.register_forward_hook(lambda *_: None)
+        return sinkscope.analyze(model, **given)
+
+    monkeypatch.setattr(agreement, "analyze", forgetful)
+    found = differences("llama", tmp_path / "ids.npy")
+    assert not is_equal("llama", found)
+    assert found["activation.norm_mean"] < ROUND_OFF
+
+
+@pytest.mark.parametrize("name", ["falcon", "gemma2", "gptj", "gpt_neo", "mpt", "olmo2", "opt-post-norm", "phi"])
+def test_sums_and_own_attention_are_read_where_they_are_known_to_be(name: str) -> None:
+    """The places that are written down by hand in reference.py."""
+    model, ids = tiny_model(name, dtype=torch.float64), tiny_tokens(1, 9)
+    with only_float64():
+        plain = run_plainly(model, reference.place_of(model.config).layers, ids, torch.ones_like(ids))
+    by_hand = reference.record(reference.eager_twin(model), ids[0].numpy())
+    for layer, known in zip(plain.layers, by_hand.layers, strict=True):
+        assert layer.attended is not None
+        found = layer.sites | {"weights": layer.attended.weights}
+        found |= dict(zip(("query", "key", "value"), layer.attended.qkv, strict=True))
+        expected = known.sites | {name: getattr(known, name) for name in ("weights", "query", "key", "value")}
+        assert set(found) == set(expected)
+        for part, x in expected.items():
+            np.testing.assert_allclose(found[part][0].detach(), x, rtol=1e-5, atol=1e-5)
 
 
 def test_a_model_that_padding_changes_is_measured_without(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def assert_measured_as_plain_transformers_computes(run: Run, model: PreTrainedMo
     (ids,) = inputs_for(loaded, make_config(**SMALL)).sequences
     expected = run_plainly(model, "model.layers", torch.as_tensor(ids)[None], torch.ones(1, len(ids)))
     attention, gradient = run.tables["attention"], run.tables["gradient"].query("head == -1")
-    for layer, weights in enumerate(expected.weights):
+    for layer, weights in enumerate(attended.weights for attended in expected.attended):
         ours = attention.query(f"layer == {layer} and position == 0").sort_values("head")["window_mass"].to_numpy()
         torch.testing.assert_close(torch.tensor(ours), weights[0, :, :, 0].mean(1).double(), rtol=1e-4, atol=1e-5)
         for pathway in ("query", "key", "value"):

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.every_model import LISTS, VOCAB, by_position, differences, padded_differences, tiny_config, tiny_of
+from support.agreement import differences, padded_differences
+from support.every_model import LISTS, VOCAB, tiny_config, tiny_of
 from support.multimodal import TOLD
 from support.plain import run_plainly
 from tiny import Original, tiny_model
@@ -75,9 +76,10 @@ def test_a_folder_is_measured_as_plain_transformers_computes_it(
     bare = type(tiny(kind)).from_pretrained(folders(kind), dtype=torch.float64).eval()
     family = find_family(bare)
     plain = run_plainly(bare, family.layers, IDS[None], torch.ones(1, LENGTH), **TOLD.get(kind, {}))
-    for layer, mass in zip(family.attentions(bare), plain.sink_masses(), strict=True):
-        found = by_position(run.tables["attention"], layer, "sink_mass")
-        np.testing.assert_allclose(found, mass[:, : found.shape[1]], atol=1e-5)
+    expected = plain.masses_and_norms()["attention"]
+    both = run.tables["attention"].merge(expected, on=["layer", "head", "position"], suffixes=("", " of plain"))
+    assert set(both["layer"]) == set(family.attentions(bare))
+    np.testing.assert_allclose(both["sink_mass"], both["sink_mass of plain"], atol=1e-5)
     described = run.manifest["model"]
     assert described["architecture"] == type(bare).__name__
     assert described["text_tower"]["path"] == "model.language_model"
@@ -99,7 +101,7 @@ def differences_when_padded(kind: str) -> dict[str, dict[str, float]]:
     model = tiny_of(kind, auto=LISTS["image_text"])
     with undisturbed(model):
         family, _ = family_of(model)
-    return padded_differences(model.double(), family, backward=False)
+    return padded_differences(model.double(), family, whole=False)
 
 
 def test_a_model_numbers_its_positions_itself_where_it_can() -> None:

@@ -4,17 +4,9 @@ A type whose configuration needs more than that has a line in `OVERRIDES`; one t
 `NOT_BUILT`, with the reason.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pandas as pd
 import torch
-import torch.nn.functional as F
 from tiny import spread_weights
 from transformers import (
     CONFIG_MAPPING,
@@ -27,19 +19,8 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from sinkscope import analyze
-from sinkscope.errors import SinkscopeError
-from sinkscope.measuring.observables import OBSERVABLES
-from sinkscope.measuring.observables.observable import Observable, Settings
-from sinkscope.measuring.subject import family_of
-from sinkscope.measuring.tracer import Tracer, open_tracer
-from sinkscope.models.family import RESIDUAL_SITES, Family
-from sinkscope.models.in_memory import undisturbed
-from sinkscope.text.batch import Batch
-from sinkscope.text.masking import masked
-from support import encoders, multimodal
-from support.multimodal import SENSES, SKIPPED, TOLD
-from support.plain import Plain, only_float64, run_plainly
+from support import multimodal
+from support.multimodal import SENSES, SKIPPED
 
 VOCAB = 96
 LAYERS = 4
@@ -367,182 +348,3 @@ def tiny_of(
     model = auto.from_config(config).eval().requires_grad_(False).to(dtype)
     spread_weights(model, spread)
     return model
-
-
-@dataclass(frozen=True)
-class Row:
-    """What sinkscope makes of a type.
-
-    outcome: row (of the table of families), wiring (found numerically), refused, or not built.
-    layers: how many of which kind.
-    padded: of a causal one, whether what is measured of a padded batch is what plain transformers compute of it, on
-        either side; "yes, but" where transformers itself gives other numbers then than for a sequence alone.
-    """
-
-    model_type: str
-    outcome: str
-    layers: str = ""
-    wiring: str = ""
-    positions: str = ""
-    padded: str = ""
-    reason: str = ""
-
-
-class AllSites(Observable):
-    sites = RESIDUAL_SITES
-
-
-def row_of(model_type: str, auto: Any = AutoModelForCausalLM) -> Row:
-    """Build the model, look for its family, and read every site of the residual stream and all attention."""
-    if model_type in NOT_BUILT:
-        return Row(model_type, "not built", reason=NOT_BUILT[model_type])
-    model = tiny_of(model_type, auto=auto)
-    try:
-        with undisturbed(model):
-            family, notices = family_of(model)
-            with open_tracer(model, family) as tracer:
-                ids = torch.arange(3, 15)[None]
-                observables = [kind(Settings()) for kind in (OBSERVABLES["attention"], AllSites)]
-                tracer.forward(Batch(ids, torch.ones_like(ids)), observables)
-    except SinkscopeError as error:
-        return Row(model_type, "refused", reason=str(error).splitlines()[-1])
-    kinds = Counter(family.block(layer).kind for layer in range(len(family.layer_modules(model))))
-    layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    padded = padding(model_type, padded_differences(model.double(), family, backward=False)) if family.causal else ""
-    return Row(model_type, "wiring" if notices else "row", layers, family.wiring, family.positions, padded)
-
-
-def padding(model_type: str, by_side: Mapping[str, Mapping[str, float]]) -> str:
-    """In words, what differences of a padded batch amount to."""
-    if not all(is_equal(model_type, found) for found in by_side.values()):
-        return "NO"
-    changed = [side for side, found in by_side.items() if found[ALONE] > ROUND_OFF]
-    return f"yes, but transformers itself changes with padding on the {' and '.join(changed)}" if changed else "yes"
-
-
-LENGTH = 20
-SHORTER = 13  # the second sequence of a padded batch
-SIDES = ("right", "left")
-ALONE = "bare model, alone and padded"
-ROUND_OFF = 1e-10  # relative, in float64
-# Where more is lost: a sum that it keeps in float32 whatever its weights are; code for float32 alone; keys whose
-# gradients are 1e-4 of other layers', of attention that is nearly one-hot for want of norms
-LESS_EXACT = {"recurrent_gemma": 1e-6, "inkling2_text": 1e-3, "mobilebert": 1e-6}
-
-Pairs = dict[str, list[tuple[np.ndarray, torch.Tensor]]]  # what is compared → found and expected, by layer
-
-
-def differences(model_type: str, file: Path, auto: Any = AutoModelForCausalLM) -> dict[str, float]:
-    """Of one sequence in float64: the largest relative difference of each column from plain transformers and autograd.
-
-    Args:
-        model_type: of any model that works; where it attends in code of its own, without gradients.
-        file: to write the ids to.
-        auto: the class of transformers that makes it.
-    """
-    model, ids = tiny_of(model_type, torch.float64, auto=auto), _sequence(LENGTH)
-    np.save(file, ids.numpy()[None])
-    with only_float64():
-        with undisturbed(model):
-            family, _ = family_of(model)
-        tokenizer = None if family.causal else encoders.word_tokenizer()
-        options = {"seq_len": LENGTH, "positions": LENGTH, "window": LENGTH, "batch_size": 1, "bos": "never"}
-        tables = analyze(model, tokenizer=tokenizer, input=str(file), **options).tables
-        run = _run_causally if family.causal else _run_masked
-        plain = run(model, family.layers, ids[None], torch.ones_like(ids)[None])
-    return _worst(_compared(tables, plain, family))
-
-
-def padded_differences(model: PreTrainedModel, family: Family, backward: bool) -> dict[str, dict[str, float]]:
-    """As `differences`, of a batch of two sequences that is padded, for each side on which it may be.
-
-    ALONE is how far the bare model's logits are from those of the shorter sequence alone.
-    """
-    with undisturbed(model), only_float64():
-        run = partial(_run_causally, model, family.layers, backward=backward, first_position=family.first_position)
-        alone = run(_sequence(SHORTER)[None], torch.ones(1, SHORTER))
-        found = {}
-        with open_tracer(model, family) as tracer:
-            tables = {side: _traced(tracer, _padded(side), backward) for side in SIDES}
-        for side in SIDES:
-            batch = _padded(side)
-            plain = run(batch.token_ids, batch.attention_mask)
-            pairs = _compared(tables[side], plain, family)
-            pairs[ALONE] = [(plain.logits[1][batch.attention_mask[1].bool()].numpy(), alone.logits[0])]
-            found[side] = _worst(pairs)
-    return found
-
-
-def _run_causally(model: PreTrainedModel, layers: str, *batch: torch.Tensor, **options: Any) -> Plain:
-    return run_plainly(model, layers, *batch, **options, **TOLD.get(model.config.model_type, {}))
-
-
-def _run_masked(model: PreTrainedModel, layers: str, ids: torch.Tensor, mask: torch.Tensor) -> Plain:
-    """Of an encoder: the text as it is, and the gradients of the masked text."""
-    (hidden,) = masked([ids[0].numpy()], encoders.word_tokenizer(), VOCAB, seed=0)
-    forward = run_plainly(model, layers, ids, mask, labels=ids)
-    backward = run_plainly(
-        model, layers, torch.tensor(hidden.ids)[None], mask, labels=torch.tensor(hidden.labels)[None]
-    )
-    return replace(forward, query=backward.query, key=backward.key, value=backward.value)
-
-
-def _traced(tracer: Tracer, batch: Batch, backward: bool) -> dict[str, pd.DataFrame]:
-    settings = Settings(positions=LENGTH, window=LENGTH)
-    wanted = ("attention", "activation", "gradient") if backward else ("attention", "activation")
-    kinds = [OBSERVABLES[name] for name in wanted]
-    observables = [kind(settings) for kind in kinds if kind.inapplicable(tracer.model, tracer.family) is None]
-    for observable in observables:
-        observable.prepare(tracer.model, tracer.family, int(batch.predicting.sum()))
-    (tracer.forward_backward if backward else tracer.forward)(batch, observables)
-    return {name: table for observable in observables for name, table in observable.tables().items()}
-
-
-def is_equal(model_type: str, found: Mapping[str, float]) -> bool:
-    """Whether what is measured differs from what plain transformers compute by no more than round-off."""
-    largest = max(value for name, value in found.items() if name != ALONE)
-    return largest < LESS_EXACT.get(model_type, ROUND_OFF)
-
-
-def _sequence(length: int) -> torch.Tensor:
-    return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(length))
-
-
-def _padded(side: str) -> Batch:
-    """A longer and a shorter sequence."""
-    empty = (LENGTH - SHORTER, 0) if side == "left" else (0, LENGTH - SHORTER)
-    longer, shorter = _sequence(LENGTH), _sequence(SHORTER)
-    mask = torch.stack([torch.ones_like(longer), F.pad(torch.ones_like(shorter), empty)])
-    return Batch(torch.stack([longer, F.pad(shorter, empty)]), mask)
-
-
-def _compared(tables: Mapping[str, pd.DataFrame], plain: Plain, family: Family) -> Pairs:
-    pairs: Pairs = defaultdict(list)
-    inputs = tables["activation"].query("site == 'layer_in'").assign(head=0)
-    ran = sorted(inputs["layer"].unique())
-    attending = [layer for layer in ran if family.block(layer).attention]
-    if attending and plain.weights:
-        for layer, masses in zip(attending, plain.sink_masses(), strict=True):
-            pairs["sink_mass"].append((by_position(tables["attention"], layer, "sink_mass"), masses))
-    for pathway in ("query", "key", "value") if plain.query and plain.query[0].grad is not None else ():
-        chosen = tables["gradient"].query(f"pathway == '{pathway}' and head == -1")
-        first = 1 if pathway == "query" and family.causal else 0  # query 0 sees one key: its gradient is round-off
-        for layer, norms in zip(attending, plain.grad_norms(pathway), strict=True):
-            found = by_position(chosen, layer, "grad_norm")
-            pairs[f"gradient of {pathway}"].append((found[:, first:], norms[:, first:]))
-    for layer, norms in zip(ran, plain.norms(), strict=True):
-        pairs["layer_in"].append((by_position(inputs, layer, "norm_mean"), norms))
-    return pairs
-
-
-def _worst(pairs: Pairs) -> dict[str, float]:
-    return {name: max(_difference(*pair) for pair in found) for name, found in pairs.items()}
-
-
-def by_position(table: pd.DataFrame, layer: int, column: str) -> np.ndarray:
-    """(heads, positions)."""
-    return table[table["layer"] == layer].pivot(index="head", columns="position", values=column).to_numpy()
-
-
-def _difference(found: np.ndarray, expected: torch.Tensor) -> float:
-    return float(np.abs(found - expected.numpy()).max() / expected.abs().max())

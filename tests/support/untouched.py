@@ -14,8 +14,8 @@ def logits(model: PreTrainedModel) -> torch.Tensor:
     return model(tiny_tokens(2, 9), use_cache=False).logits
 
 
-def state_of(model: PreTrainedModel) -> dict[str, Any]:
-    """All that a seam or nnsight could leave behind."""
+def structure_of(model: PreTrainedModel) -> dict[str, Any]:
+    """All that a seam or nnsight could leave behind, but for what the model computes."""
     hooks = [name for name in vars(nn.Module()) if "hooks" in name]
     return {
         "modules": [(name, id(module)) for name, module in model.named_modules()],
@@ -28,8 +28,11 @@ def state_of(model: PreTrainedModel) -> dict[str, Any]:
         "keys": list(model.state_dict()),
         "attention": [module.config._attn_implementation for module in model.modules() if hasattr(module, "config")],
         "modes": len(_get_current_function_mode_stack()),
-        "logits": logits(model),
     }
+
+
+def state_of(model: PreTrainedModel) -> dict[str, Any]:
+    return structure_of(model) | {"logits": logits(model)}
 
 
 def assert_as_before(model: PreTrainedModel, before: dict[str, Any]) -> None:

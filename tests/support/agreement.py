@@ -1,0 +1,276 @@
+"""What becomes of every model type, and whether what is measured is what plain transformers compute.
+
+Compared is every column of the tables `attention`, `attention_heads`, `sink_positions`, `activation`, `massive` and
+`gradient`, in float64, of a sequence alone and of a batch that is padded on either side.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from sinkscope import analyze
+from sinkscope.errors import SinkscopeError
+from sinkscope.measuring.observables import OBSERVABLES
+from sinkscope.measuring.observables.activation import Activation
+from sinkscope.measuring.observables.observable import Observable, Settings
+from sinkscope.measuring.subject import family_of
+from sinkscope.measuring.tracer import Tracer, open_tracer
+from sinkscope.models.family import RESIDUAL_SITES, Family
+from sinkscope.models.in_memory import undisturbed
+from sinkscope.text.batch import IGNORED, Batch
+from sinkscope.text.masking import masked
+from support.encoders import word_tokenizer
+from support.every_model import NOT_BUILT, VOCAB, tiny_of
+from support.multimodal import TOLD
+from support.plain import Plain, only_float64, run_plainly
+from support.untouched import structure_of
+
+
+@dataclass(frozen=True)
+class Row:
+    """What sinkscope makes of a type.
+
+    outcome: row (of the table of families), wiring (found numerically), refused, or not built.
+    layers: how many of which kind.
+    padded: of a causal one, whether what is measured of a padded batch is what plain transformers compute of it, on
+        either side; "yes, but" where transformers itself gives other numbers then than for a sequence alone.
+    """
+
+    model_type: str
+    outcome: str
+    layers: str = ""
+    wiring: str = ""
+    positions: str = ""
+    padded: str = ""
+    reason: str = ""
+
+
+class AllSites(Observable):
+    sites = RESIDUAL_SITES
+
+
+def row_of(model_type: str, auto: Any = AutoModelForCausalLM) -> Row:
+    """Build the model, look for its family, and read every site of the residual stream and all attention."""
+    if model_type in NOT_BUILT:
+        return Row(model_type, "not built", reason=NOT_BUILT[model_type])
+    model = tiny_of(model_type, auto=auto)
+    try:
+        with undisturbed(model):
+            family, notices = family_of(model)
+            with open_tracer(model, family) as tracer:
+                ids = torch.arange(3, 15)[None]
+                observables = [kind(Settings()) for kind in (OBSERVABLES["attention"], AllSites)]
+                tracer.forward(Batch(ids, torch.ones_like(ids)), observables)
+    except SinkscopeError as error:
+        return Row(model_type, "refused", reason=str(error).splitlines()[-1])
+    kinds = Counter(family.block(layer).kind for layer in range(len(family.layer_modules(model))))
+    layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    padded = padding(model_type, padded_differences(model.double(), family, whole=False)) if family.causal else ""
+    return Row(model_type, "wiring" if notices else "row", layers, family.wiring, family.positions, padded)
+
+
+def padding(model_type: str, by_side: Mapping[str, Mapping[str, float]]) -> str:
+    """In words, what differences of a padded batch amount to."""
+    if not all(is_equal(model_type, found) for found in by_side.values()):
+        return "NO"
+    changed = [side for side, found in by_side.items() if found[ALONE] > ROUND_OFF]
+    return f"yes, but transformers itself changes with padding on the {' and '.join(changed)}" if changed else "yes"
+
+
+LENGTH = 20
+SHORTER = 13  # the second sequence of a padded batch
+WINDOW = 7  # of window masses
+SIDES = ("right", "left")
+MEASURED = ("attention", "activation", "massive", "gradient")
+COMPARED = ("attention", "attention_heads", "sink_positions", "activation", "massive", "gradient")
+ROUND_OFF = 1e-10  # relative, in float64
+# Where more is lost: a sum that it keeps in float32 whatever its weights are; code for float32 alone
+LESS_EXACT = {"recurrent_gemma": 1e-6, "mobilebert": 1e-6}
+# Of plain transformers alone: they say nothing of what is measured
+ALONE = "bare model, alone and padded"
+UNDEFINED = "entries that are NaN by plain transformers"
+
+Tables = Mapping[str, pd.DataFrame]
+
+
+def differences(model_type: str, file: Path, auto: Any = AutoModelForCausalLM) -> dict[str, float]:
+    """Of one sequence in float64: the largest relative difference of each column from plain transformers and autograd.
+
+    Args:
+        model_type: of any model that works.
+        file: to write the ids to.
+        auto: the class of transformers that makes it.
+    """
+    model = tiny_of(model_type, torch.float64, auto=auto)
+    np.save(file, _sequence(LENGTH).numpy()[None])
+    with only_float64():
+        with undisturbed(model):
+            family, _ = family_of(model)
+        before = structure_of(model)
+        tables = analyze(
+            model,
+            tokenizer=None if family.causal else word_tokenizer(),
+            input=str(file),
+            observables=[name for name in MEASURED if OBSERVABLES[name].inapplicable(model, family) is None],
+            **{"seq_len": LENGTH, "positions": LENGTH, "window": WINDOW, "batch_size": 1, "bos": "never"},
+        ).tables
+        left_as_it_was = structure_of(model) == before
+        plain = _run(model, family, _batch([LENGTH], "right", family.causal))
+    return _apart(tables, _expected(plain, family)) | {"model left as it was": 0.0 if left_as_it_was else np.inf}
+
+
+def padded_differences(model: PreTrainedModel, family: Family, whole: bool) -> dict[str, dict[str, float]]:
+    """As `differences`, of a batch of two sequences that is padded, for each side on which it may be.
+
+    ALONE is how far the bare model's logits are from those of the shorter sequence alone.
+
+    Args:
+        model: in float64.
+        family: its own.
+        whole: whether to compare every column and the logits; without, no more than sink mass and norms of the stream.
+    """
+    batches = {side: _batch([LENGTH, SHORTER], side, family.causal) for side in SIDES}
+    found = {}
+    with undisturbed(model), only_float64():
+        alone = _run(model, family, _batch([SHORTER], "right", family.causal), backward=False)
+        with open_tracer(model, family) as tracer:
+            tables = {side: _traced(tracer, batch, whole) for side, batch in batches.items()}
+            logits = {side: tracer.logits(batch) for side, batch in batches.items() if whole}
+        for side, batch in batches.items():
+            plain, real = _run(model, family, batch, whole), batch.attention_mask.bool()
+            found[side] = _apart(tables[side], _expected(plain, family) if whole else plain.masses_and_norms())
+            if whole:
+                found[side]["logits"] = _difference(logits[side][real], plain.logits[real])
+            found[side][ALONE] = _difference(plain.logits[1][real[1]], alone.logits[0])
+    return found
+
+
+def is_equal(model_type: str, found: Mapping[str, float]) -> bool:
+    """Whether what is measured differs from what plain transformers compute by no more than round-off."""
+    largest = max(value for name, value in found.items() if name not in (ALONE, UNDEFINED))
+    return largest < LESS_EXACT.get(model_type, ROUND_OFF)
+
+
+# --- what is measured
+
+
+def _sequence(length: int) -> torch.Tensor:
+    return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(length))
+
+
+def _batch(lengths: Iterable[int], side: str, causal: bool) -> Batch:
+    """Sequences of these lengths, and of an encoder the same with tokens hidden."""
+    rows = [_sequence(length) for length in lengths]
+
+    def padded(rows: Iterable[Any], value: int) -> torch.Tensor:
+        rows = [torch.as_tensor(row) for row in rows]
+        gaps = [max(lengths) - len(row) for row in rows]
+        return torch.stack([
+            F.pad(row, (gap, 0) if side == "left" else (0, gap), value=value)
+            for row, gap in zip(rows, gaps, strict=True)
+        ])  # fmt: skip
+
+    ids, mask = padded(rows, 0), padded(map(torch.ones_like, rows), 0)
+    if causal:
+        return Batch(ids, mask)
+    hidden = masked([row.numpy() for row in rows], word_tokenizer(), VOCAB, seed=0)
+    labels = padded([each.labels for each in hidden], IGNORED)
+    return Batch(ids, mask, masked=Batch(padded([each.ids for each in hidden], 0), mask, labels=labels))
+
+
+class Inputs(Activation):
+    """Of each layer no more than what it takes."""
+
+    sites = ("layer_in",)
+
+
+def _traced(tracer: Tracer, batch: Batch, whole: bool) -> Tables:
+    settings = Settings(positions=LENGTH, window=WINDOW)
+    kinds = [OBSERVABLES[name] for name in MEASURED] if whole else [OBSERVABLES["attention"], Inputs]
+    observables = [kind(settings) for kind in kinds if kind.inapplicable(tracer.model, tracer.family) is None]
+    for observable in observables:
+        observable.prepare(tracer.model, tracer.family, int(((batch.masked or batch).targets != IGNORED).sum()))
+    (tracer.forward_backward if whole else tracer.forward)(batch, observables)
+    tables = {name: table for observable in observables for name, table in observable.tables().items()}
+    return tables if whole else {name: tables[name] for name in ("attention", "activation") if name in tables}
+
+
+# --- what plain transformers compute
+
+
+def _run(model: PreTrainedModel, family: Family, batch: Batch, backward: bool = True) -> Plain:
+    """Of an encoder the text as it is, with the gradients of the masked text."""
+    told = TOLD.get(model.config.model_type, {}) | {"first_position": family.first_position, "backward": backward}
+    ids, mask, hidden = batch.token_ids, batch.attention_mask, batch.masked
+    if hidden is None:
+        return run_plainly(model, family.layers, ids, mask, **told)
+    found = run_plainly(model, family.layers, ids, mask, labels=ids, **told)
+    of_hidden = run_plainly(model, family.layers, hidden.token_ids, mask, labels=hidden.labels, **told)
+    for own, other in zip(found.attended, of_hidden.attended, strict=True):
+        own.gradients_of = other
+    return found
+
+
+def _expected(plain: Plain, family: Family) -> Tables:
+    """The tables by plain transformers, without branches of layers of which sinkscope says that it does not know how
+    they are built.
+    """
+    tables = plain.tables(LENGTH, WINDOW, Settings().epsilon)
+    blocks = {at: family.block(at) for at in range(len(plain.layers))}
+    unknown = {at: {*RESIDUAL_SITES} - {*block.sites} for at, block in blocks.items() if block.wiring == "unknown"}
+    places = zip(tables["activation"]["layer"], tables["activation"]["site"], strict=True)
+    return {**tables, "activation": tables["activation"][[site not in unknown.get(at, ()) for at, site in places]]}
+
+
+# --- how far they are apart
+
+KEYS = ("layer", "head", "kv_head", "pathway", "site", "sequence", "position", "token_id", "coordinate", "is_massive")
+
+
+def _apart(tables: Tables, expected: Tables) -> dict[str, float]:
+    """Of each column the largest difference, relative to the largest entry at the same layer and site, or pathway.
+
+    Infinite where there are other rows.
+    """
+    apart = {f"{name}.rows": np.inf for name in COMPARED if (name in tables) != (name in expected)}
+    apart |= {
+        f"{name}.{column}": value
+        for name, table in expected.items()
+        for column, value in _columns_apart(tables[name], table).items()
+    }
+    return apart | {UNDEFINED: sum(float(table.isna().sum().sum()) for table in expected.values())}
+
+
+def _columns_apart(found: pd.DataFrame, expected: pd.DataFrame) -> dict[str, float]:
+    keys = [name for name in KEYS if name in expected]
+    found, expected = (table.sort_values(keys, ignore_index=True) for table in (found, expected))
+    if len(found) != len(expected) or any((found[key].to_numpy() != expected[key].to_numpy()).any() for key in keys):
+        return {"rows": np.inf}
+    if expected.empty:
+        return {}
+    place = expected.groupby([name for name in ("layer", "site", "pathway") if name in keys]).ngroup().to_numpy()
+    return {
+        name: _column_apart(found[name].to_numpy(float), expected[name].to_numpy(float), place, name == "missing_mass")
+        for name in expected
+        if name not in keys
+    }
+
+
+def _column_apart(found: np.ndarray, expected: np.ndarray, place: np.ndarray, absolute: bool) -> float:
+    """The largest difference, relative to the largest entry at the same place; absolute of what is 1 minus a sum."""
+    largest = np.zeros(place.max() + 1)
+    np.fmax.at(largest, place, np.abs(expected))
+    apart = np.abs(found - expected) / (1.0 if absolute else np.where(largest > 0, largest, 1.0)[place])
+    return float(np.where(np.isnan(expected), 0.0, np.where(np.isnan(apart), np.inf, apart)).max())
+
+
+def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
