@@ -1,0 +1,77 @@
+"""`claims`: measured and written, judged again from the folder, and of several models side by side."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny import VOCAB, tiny_model
+
+import sinkscope
+from sinkscope import Scorecard
+from sinkscope.report.claims.claim import Outcome
+from sinkscope.report.claims.scorecard import value_text
+from sinkscope.report.run import Run
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "ids.npy"
+    np.save(path, np.random.default_rng(0).integers(3, VOCAB, size=(6, 64)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def measured(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Scorecard:
+    out = tmp_path_factory.mktemp("claims") / "llama"
+    return sinkscope.claims(tiny_model("llama", spread=1.0), input=str(text), bos="never", draws=2, out=out)
+
+
+def test_one_model_decides_all_but_what_training_decides(measured: Scorecard) -> None:
+    table = measured.table
+    unmeasured = table[table["outcome"] == Outcome.NOT_MEASURED]
+    assert unmeasured["note"].str.startswith("models that differ in: ").all()
+    reasons = table[table["outcome"] == Outcome.DOES_NOT_APPLY]["note"]
+    assert (reasons.str.len() > 0).all()
+    assert measured.outcome("W-1") == Outcome.FAILS
+    assert measured.outcome("W-3") == Outcome.HOLDS
+
+
+def test_the_folder_holds_runs_that_give_the_same_scorecard_without_the_model(measured: Scorecard) -> None:
+    assert measured.folder is not None
+    assert {path.name for path in (measured.folder / "runs").iterdir()} >= {"natural", "null", "random", "repeated"}
+    assert Scorecard.open(measured.folder).table.equals(measured.table)
+    again = sinkscope.claims(from_=[measured.folder])
+    decided = measured.table["value"].notna()
+    for column in ("value", "low", "high", "null", "outcome"):
+        assert again.table[decided][column].equals(measured.table[decided][column]), column
+
+
+def test_every_number_printed_is_in_the_table(measured: Scorecard) -> None:
+    text = (measured.folder / "scorecard.md").read_text(encoding="utf-8")
+    decided = measured.table[measured.table["value"].notna()]
+    for row in decided.itertuples():
+        assert value_text(row.claim, row.part, row.value, row.low, row.high) in text
+    assert (measured.folder / "figures" / "scorecard.pdf").is_file()
+
+
+def test_what_is_there_is_not_measured_again(measured: Scorecard, text: Path) -> None:
+    model = tiny_model("llama", spread=1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sinkscope.commands.claims.measure", lambda *_: pytest.fail("measured again"))
+        patch.setattr("sinkscope.commands.claims.Experiment", lambda *_: pytest.fail("measured again"))
+        again = sinkscope.claims(model, from_=[measured.folder], input=str(text), bos="never", draws=2, num_seqs=6)
+    assert again.outcome("GS-6") == measured.outcome("GS-6")
+
+
+def test_several_models_stand_side_by_side(measured: Scorecard, text: Path, tmp_path: Path) -> None:
+    other: Run = sinkscope.analyze(tiny_model("gpt2", spread=1.0), input=str(text), bos="never")
+    card = sinkscope.claims(runs=[other], from_=[measured.folder], out=tmp_path / "both")
+    assert list(card.by_model.columns) == sorted(card.models, key=card.models.index)
+    assert len(card.models) == 2
+    assert (tmp_path / "both" / "figures" / "scorecard-by-model.png").is_file()
+    assert card.outcome("W-2", other.model) == Outcome.NOT_MEASURED
+
+
+def test_there_has_to_be_something_to_judge() -> None:
+    with pytest.raises(sinkscope.InputError, match="random and repeated tokens besides"):
+        sinkscope.claims("some/model", input="random")
