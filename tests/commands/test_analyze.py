@@ -32,11 +32,16 @@ LENGTHS = (20, 7, 13, 20, 3)
 POSITIONS, WINDOW = 10, 6
 ABSENT = {
     "query_bias",
+    "query_bias_by_sequence",
     "gamma",
     "delta_distribution",
+    "logit_terms_by_sequence",
+    "epe_by_group",
+    "epe_rest_by_sequence",
+    "equal_tokens",
     "gate",
     "attention_outside",
-}  # of what a plain Llama does not have
+}  # of what a plain Llama does not have, or not on this input
 ARMS = {
     "effect",
     "arm_maps",
