@@ -92,6 +92,8 @@ def _runs_in(folder: Path) -> Iterator[Run]:
     if read_manifest(folder, (*RUNS, COMMAND))["command"] != COMMAND:
         yield Run.open(folder)
         return
+    if not (folder / "runs").is_dir():
+        raise InputError(f"--from {folder} judged runs that stand elsewhere: name those")
     for each in sorted((folder / "runs").iterdir()):
         yield Run.open(each)
 

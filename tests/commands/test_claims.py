@@ -72,6 +72,20 @@ def test_several_models_stand_side_by_side(measured: Scorecard, text: Path, tmp_
     assert card.outcome("W-2", other.model) == Outcome.NOT_MEASURED
 
 
+def test_what_a_run_was_not_asked_for_is_not_measured(text: Path) -> None:
+    run = sinkscope.analyze(tiny_model("llama"), input=str(text), bos="never", observables=("attention",))
+    card = sinkscope.claims(runs=[run])
+    assert card.outcome("GS-4") == Outcome.NOT_MEASURED
+    assert card.table.query("claim == 'GS-4'")["note"].iloc[0].endswith("lacks the table 'activation_by_sequence'")
+    assert card.outcome("W-1") in (Outcome.HOLDS, Outcome.FAILS, Outcome.INCONCLUSIVE)
+
+
+def test_a_scorecard_of_runs_elsewhere_names_no_runs(measured: Scorecard, tmp_path: Path) -> None:
+    sinkscope.claims(from_=[measured.folder], out=tmp_path / "card")
+    with pytest.raises(sinkscope.InputError, match="judged runs that stand elsewhere"):
+        sinkscope.claims(from_=[tmp_path / "card"])
+
+
 def test_there_has_to_be_something_to_judge() -> None:
     with pytest.raises(sinkscope.InputError, match="random and repeated tokens besides"):
         sinkscope.claims("some/model", input="random")

@@ -6,7 +6,7 @@ from enum import StrEnum
 from math import inf, isnan
 
 from sinkscope.report.claims.estimates import Estimate
-from sinkscope.report.claims.evidence import MAIN, NULL, Evidence
+from sinkscope.report.claims.evidence import MAIN, NULL, Evidence, Lacks
 from sinkscope.results.findings import Published
 
 PAPERS = {  # first part of a claim's id → its paper
@@ -177,6 +177,8 @@ def judge(claim: Claim, evidence: Evidence) -> Judgment:
         estimates = tuple(_beside_null(part, claim, evidence) for part in claim.parts)
     except NotDefined as reason:
         return Judgment(claim, Outcome.DOES_NOT_APPLY, reason=str(reason))
+    except Lacks as reason:
+        return Judgment(claim, Outcome.NOT_MEASURED, reason=str(reason))
     return Judgment(claim, _together(Judgment(claim, Outcome.HOLDS, estimates).outcomes), estimates)
 
 
@@ -187,7 +189,7 @@ def _beside_null(part: Part, claim: Claim, evidence: Evidence) -> Estimate:
         return estimate
     try:
         return estimate.against(part.measure(evidence.null).value)
-    except NotDefined:
+    except (NotDefined, Lacks):
         return estimate
 
 

@@ -98,6 +98,17 @@ def role_of(name: str) -> Role:
     return ROLES[name] if name in ROLES else KINDS[kind](of)
 
 
+class Lacks(Exception):
+    """A run was not asked for what a claim reads; the message says which table."""
+
+
+def table_of(run: RunData, name: str) -> pd.DataFrame:
+    """Raises Lacks."""
+    if name not in run.tables:
+        raise Lacks(f"a run of `{run.command}` lacks the table '{name}'")
+    return run.tables[name]
+
+
 @dataclass(frozen=True)
 class Sequences:
     """One run's by-sequence tables under resamplings of its sequences."""
@@ -122,7 +133,7 @@ class Sequences:
         return weighted_means(self.values(table, column, by, **where), self.weights)
 
     def _pivot(self, table: str, column: str, by: tuple[str, ...], where: dict) -> np.ndarray:
-        rows = self.run.tables[table]
+        rows = table_of(self.run, table)
         for name, value in where.items():
             rows = rows[rows[name] == value]
         axes = [np.unique(rows[name].to_numpy(), return_inverse=True) for name in by]
@@ -177,12 +188,12 @@ class Evidence:
 
     def table(self, role: str, name: str) -> pd.DataFrame:
         """One table of a run; of a role "do:NAME" the rows of that arm."""
-        table, label = self.runs[role].tables[name], self.label(role)
+        table, label = table_of(self.runs[role], name), self.label(role)
         return table[table["condition"] == label] if label else table
 
     def before(self, role: str, name: str) -> pd.DataFrame:
         """The rows of a table of `intervene` that are of the model as it is."""
-        table = self.runs[role].tables[name]
+        table = table_of(self.runs[role], name)
         return table[table["condition"] == BEFORE]
 
     def sequences(self, role: str, condition: str | None = None) -> Sequences:

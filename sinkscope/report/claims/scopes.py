@@ -75,8 +75,8 @@ def small(evidence: Evidence) -> str | None:
 
 
 def several_attention_layers(evidence: Evidence) -> str | None:
-    layers = evidence.any_run.tables["attention"]["layer"].nunique()
-    return None if layers >= 2 else "it has one attention layer"
+    attention = evidence.any_run.tables.get("attention")
+    return "it has one attention layer" if attention is not None and attention["layer"].nunique() == 1 else None
 
 
 def with_tokenizer(evidence: Evidence) -> str | None:
