@@ -176,7 +176,7 @@ def scorecard_markdown(card: Scorecard) -> str:
         decided = rows[~rows["outcome"].isin([Outcome.DOES_NOT_APPLY, Outcome.NOT_MEASURED])]
         parts += [f"### {paper}"]
         if len(decided):
-            parts.append(as_markdown(_printed(decided)))
+            parts += [as_markdown(_printed(decided)), *_published_lines(decided)]
         parts += [
             text for outcome in (Outcome.DOES_NOT_APPLY, Outcome.NOT_MEASURED) if (text := _others(rows, outcome))
         ]
@@ -208,6 +208,13 @@ def value_text(claim: str, part: int, value: float, low: float, high: float) -> 
     form = CLAIMS[claim].parts[part].form
     text = MISSING if pd.isna(value) else form.format(value)
     return text if low == high or pd.isna(low) else f"{text} [{form.format(low)}, {form.format(high)}]"
+
+
+def _published_lines(rows: pd.DataFrame) -> list[str]:
+    """What the paper measured, with its settings."""
+    first = rows[(rows["part"] == 0) & (rows["published"] != "")]
+    lines = [f"- {row.claim}: {row.published}" for row in first.itertuples()]
+    return ["Published:\n\n" + "\n".join(lines)] if lines else []
 
 
 def _others(rows: pd.DataFrame, outcome: Outcome) -> str:

@@ -76,7 +76,7 @@ CLAIMS = (
     Claim("V-12", "§3.3", "The gate closes at the sink.",
         (Part("gate at 0 ÷ later, means over heads and layers", _gate_closes, below(0.5)),), scope=(gated,)),
     Claim("V-24", "§1", "The sink is a no-op: its values can be set to zero.",
-        (Part("perplexity without them ÷ without those of other positions", _no_op, at_most(1.05)),
+        (Part("perplexity with v = 0 at position 0 in all heads ÷ with v = 0 at others", _no_op, at_most(1.05)),
          HAS_SINK_HEADS),
         ("natural", "do:scale-sink-value"), (causal,)),
 )  # fmt: skip
