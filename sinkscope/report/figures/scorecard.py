@@ -14,7 +14,7 @@ from sinkscope.report.figures.labels import escape, heading, model_name
 from sinkscope.report.figures.spec import declare
 from sinkscope.report.figures.style import GRAY, GREEN, NAVY, REFERENCE, VERMILION, Figure, Look, new_figure
 
-PAGE_WIDTH, ROW, AROUND = 7.2, 0.155, 0.9  # inches
+PAGE_WIDTH, ROW, AROUND = 7.2, 0.145, 0.9  # inches
 LETTERS = 62  # of a line's text
 REACH = 4.0  # of the axis, to both sides of the threshold
 LOOKS: dict[str, Look] = {
@@ -63,7 +63,9 @@ def draw(card: Scorecard) -> Figure:
 
 
 def _decided(table: pd.DataFrame) -> pd.DataFrame:
-    return table[table["outcome"].isin(list(LOOKS))]
+    """Preconditions that several claims share are drawn once."""
+    rows = table[table["outcome"].isin(list(LOOKS))]
+    return rows[(rows["part"] == 0) | ~rows.duplicated(["quantity", "value"])]
 
 
 def _line(text: Axes, ax: Axes, row: tuple, place: int) -> None:
