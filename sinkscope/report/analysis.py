@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import pandas as pd
 
+from sinkscope.measuring.observables.massive import THRESHOLD
 from sinkscope.measuring.summary import WHOLE_MODEL, later_sinks
 from sinkscope.models.family import ATTENTION, FEED_FORWARD, NO_POSITIONS
 from sinkscope.report.markdown import Report
@@ -227,6 +228,10 @@ def _massive(run: RunData) -> Iterator[Finding]:
         return
     table = run.tables["massive"]
     massive = table[table["is_massive"]]
+    largest = table.loc[table["value"].abs().idxmax()]
+    if massive.empty and run.condition == "repeated" and abs(largest["value"]) > THRESHOLD:
+        yield _all_alike(run, largest)
+        return
     if massive.empty:
         nearest = table.loc[table["ratio"].idxmax()]
         numbers = {name: nearest[name] for name in ("coordinate", "layer", "position", "ratio")}
@@ -251,6 +256,17 @@ def _massive(run: RunData) -> Iterator[Finding]:
         }
         value = float(rows["value"].abs().max())
         yield Finding("massive-coordinate", MASSIVE, Outcome.PRESENT, value, numbers=numbers)
+
+
+def _all_alike(run: RunData, largest: pd.Series) -> Finding:
+    """On repeated tokens the median is as large as the rest where every token is massive: the rule then finds none."""
+    numbers = {name: largest[name] for name in ("coordinate", "layer", "ratio")}
+    if "activation_by_sequence" in run.tables:
+        norms = run.tables["activation_by_sequence"].query("site == 'layer_out'").groupby("layer")
+        first, smallest = (norms[name].mean()[largest["layer"]] for name in ("norm", "norm_smallest"))
+        numbers |= {"first": first, "smallest": smallest}
+    value = float(abs(largest["value"]))
+    return Finding("massive", MASSIVE, Outcome.UNDECIDED, value, numbers=numbers, is_headline=True)
 
 
 def _values(run: RunData) -> Iterator[Finding]:

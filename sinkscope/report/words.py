@@ -78,6 +78,10 @@ TEMPLATES: dict[tuple[str, Outcome], str] = {
     ("massive", ABSENT): "No entry of the residual stream is a massive activation as Sun et al. (2024) define it; the "
         "nearest, at coordinate {coordinate} of layer {layer}'s output and position {position}, is {value:,.0f}: "
         "{ratio:,.0f} × the median.",
+    ("massive", UNDECIDED): "On repeated tokens massive activations cannot be told by the median, as Sun et al. (2024) "
+        "define them: it grows with the rest. The largest entry, at coordinate {coordinate} of layer {layer}'s output, "
+        "is {value:,.0f} ({ratio:,.0f} × the median)[; there the norm of position 0 is {first:,.0f} and the smallest "
+        "of any token {smallest:,.0f}].",
     ("value-drain", PRESENT): "Value states at position 0 are drained where the sink is: their norm is "
         "{value:value_drain} of the other positions' in {layers:layers} (mean over all layers: "
         "{all_layers:value_drain}).",

@@ -71,6 +71,31 @@ def test_gains_below_1_are_said_as_gains() -> None:
     assert sentences(summarized(whole=dict.fromkeys(gains, 0.0)))["reshaping"].endswith("residual stream × 0.")
 
 
+# --- massive activations
+
+
+@pytest.mark.parametrize("condition", ["natural", "repeated"])
+def test_repeated_tokens_that_are_all_massive_are_not_said_to_have_none(condition: str) -> None:
+    """SmolLM2: 24,168 at every position of a repeated sequence, where the median is 48."""
+    at = {"layer": 1, "sequence": 0, "coordinate": 7, "median": 48.0, "is_massive": False}
+    massive = pd.DataFrame({"position": range(3), "value": 24_168.0} | at)
+    massive["ratio"] = massive["value"] / massive["median"]
+    norms = {"layer": [1], "site": "layer_out", "sequence": 0, "norm": 24_500.0, "norm_smallest": 24_400.0}
+    tables = {"massive": massive, "activation_by_sequence": pd.DataFrame(norms)}
+    said = sentences(summarized(whole={"massive_count": 0.0}, tables=tables, condition=condition))["massive"]
+    if condition == "natural":
+        assert said.startswith("No entry of the residual stream is a massive activation")
+        return
+    assert "No entry" not in said
+    assert said.startswith("On repeated tokens massive activations cannot be told by the median")
+    assert (
+        "is 24,168 (504 × the median); there the norm of position 0 is 24,500 and the smallest of any token 24,400"
+        in said
+    )
+    small = summarized(tables={"massive": massive.assign(value=2.0)}, condition=condition)
+    assert sentences(small)["massive"].startswith("No entry")  # below 100 it is none, whatever the median is
+
+
 # --- positions
 
 
