@@ -81,7 +81,7 @@ TEMPLATES: dict[tuple[str, Outcome], str] = {
     ("massive", UNDECIDED): "On repeated tokens massive activations cannot be told by the median, as Sun et al. (2024) "
         "define them: it grows with the rest. The largest entry, at coordinate {coordinate} of layer {layer}'s output, "
         "is {value:,.0f} ({ratio:,.0f} × the median)[; there the norm of position 0 is {first:,.0f} and the smallest "
-        "of any token {smallest:,.0f}].",
+        "of any token {smallest:,.0f}: `sinkscope claims`, W-6, holds these against the sink's on natural text].",
     ("value-drain", PRESENT): "Value states at position 0 are drained where the sink is: their norm is "
         "{value:value_drain} of the other positions' in {layers:layers} (mean over all layers: "
         "{all_layers:value_drain}).",
