@@ -118,8 +118,9 @@ def sink_massive(
     coordinates: tuple[int, ...] | None = None,
     to_name: str = "layers and coordinates",
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where a position has massive activations that set it apart: in at least half of the sequences, and at few other
-    tokens (ELSEWHERE). A coordinate that is massive at all tokens is a feature of the stream, not of the sink.
+    """Where a position has massive activations that set it apart: in at least half of the sequences, at coordinates
+    that are massive at few other tokens (ELSEWHERE) in every layer. Others are features of the stream, not of the sink:
+    Gemma3-270M has one at nearly all tokens of its first layers.
 
     Args:
         layers: look at these alone.
@@ -138,16 +139,15 @@ def sink_massive(
     table = known.tables["massive"]
     sequences = table["sequence"].nunique()
     massive = table[table["is_massive"]]
+    elsewhere = massive[massive["position"] != position].groupby(["layer", "coordinate"]).size()
+    common = elsewhere[elsewhere > ELSEWHERE * sequences * (known.length - 1)].reset_index()["coordinate"]
+    here = massive[(massive["position"] == position) & ~massive["coordinate"].isin(common)]
     if layers is not None:
-        massive = massive[massive["layer"].isin(layers)]
-    if coordinates is not None and massive["coordinate"].isin(coordinates).any():
-        massive = massive[massive["coordinate"].isin(coordinates)]
-    here, elsewhere = (
-        rows.groupby(["layer", "coordinate"]).size()
-        for rows in (massive[massive["position"] == position], massive[massive["position"] != position])
-    )
-    others = elsewhere.reindex(here.index, fill_value=0) / (sequences * max(known.length - 1, 1))
-    found = here[(here >= sequences / 2) & (others <= ELSEWHERE)].reset_index()
+        here = here[here["layer"].isin(layers)]
+    if coordinates is not None and here["coordinate"].isin(coordinates).any():
+        here = here[here["coordinate"].isin(coordinates)]
+    counts = here.groupby(["layer", "coordinate"]).size()
+    found = counts[counts >= sequences / 2].reset_index()
     if found.empty:
         raise InputError(missing)
     return tuple(_numbers(found["layer"])), tuple(_numbers(found["coordinate"]))
