@@ -8,7 +8,7 @@ import torch
 
 from sinkscope.errors import InputError
 from sinkscope.interventions.intervention import Chosen, Expectation, Intervention, Known, Open, Target, chosen
-from sinkscope.interventions.massive import first_massive
+from sinkscope.interventions.massive import sink_massive
 from sinkscope.models.edits import Edit, check_changes, replaced
 from sinkscope.models.positions import effective_positions, massive_coordinates
 from sinkscope.models.projections import Role
@@ -39,11 +39,11 @@ class ZeroKeyColumns(Intervention):
             return self
         family = known.target.family
         if family.position_embedding:
-            found = massive_coordinates(effective_positions(known.target.model, family, 1)[0])
+            found = tuple(massive_coordinates(effective_positions(known.target.model, family, 1)[0]))
             if not found:
                 raise InputError(f"{self.name}: EPE_0 has no massive coordinates here: name some")
         else:
-            _, found = first_massive(self.name, known, 0)
+            _, found = sink_massive(self.name, known, 0)
         return self.model_copy(update={"coordinates": tuple(sorted(found))})
 
     @contextmanager

@@ -4,6 +4,7 @@ from abc import abstractmethod
 from contextlib import AbstractContextManager
 from typing import ClassVar, Self
 
+import pandas as pd
 import torch
 from torch import nn
 
@@ -19,13 +20,15 @@ from sinkscope.interventions.intervention import (
     edited_positions,
 )
 
+ELSEWHERE = 0.25  # the sink's massive activations are at no more than this share of the other tokens
+
 
 class _Massive(Intervention):
     """Coordinates of the chosen layers' outputs get other values at the chosen positions."""
 
-    layers: Open = None  # None: the first behind which they are massive
+    layers: Open = None  # None: all behind which one of them is massive
     positions: Indices = (0,)
-    coordinates: Open = None  # None: those that are massive there
+    coordinates: Open = None  # None: those that are massive there and at few other tokens
 
     @classmethod
     def inapplicable(cls, target: Target) -> str | None:
@@ -34,9 +37,9 @@ class _Massive(Intervention):
     def resolved(self, known: Known) -> Self:
         if self.layers is not None and self.coordinates is not None:
             return self
-        layer, coordinates = first_massive(self.name, known, self.positions[0], self.layers)
-        layers = (layer,) if self.layers is None else self.layers
-        return self.model_copy(update={"layers": layers, "coordinates": self.coordinates or tuple(coordinates)})
+        layers, coordinates = sink_massive(self.name, known, self.positions[0], self.layers, self.coordinates)
+        update = {"layers": self.layers or layers, "coordinates": self.coordinates or coordinates}
+        return self.model_copy(update=update)
 
     @abstractmethod
     def value(self, layer: int, position: int) -> torch.Tensor:
@@ -107,20 +110,25 @@ class MeanMassive(_Massive):
         return means[layers.index(layer), self.positions.index(position)]
 
 
-def first_massive(
+def sink_massive(
     name: str,
     known: Known,
     position: int,
     layers: tuple[int, ...] | None = None,
+    coordinates: tuple[int, ...] | None = None,
     to_name: str = "layers and coordinates",
-) -> tuple[int, list[int]]:
-    """The first layer, of these, at whose output a position has massive activations in at least half of the sequences.
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where a position has massive activations that set it apart: in at least half of the sequences, at coordinates
+    that are massive at few other tokens (ELSEWHERE) in every layer. Others are features of the stream, not of the sink:
+    Gemma3-270M has one at nearly all tokens of its first layers.
 
     Args:
+        layers: look at these alone.
+        coordinates: look at these alone, if any of them is massive.
         to_name: what the user can name instead.
 
     Returns:
-        The layer, and the coordinates.
+        The layers at whose output there is one, and all their coordinates.
 
     Raises:
         InputError: there is none.
@@ -130,12 +138,20 @@ def first_massive(
         raise InputError(missing)
     table = known.tables["massive"]
     sequences = table["sequence"].nunique()
-    found = table[table["is_massive"] & (table["position"] == position)]
+    massive = table[table["is_massive"]]
+    elsewhere = massive[massive["position"] != position].groupby(["layer", "coordinate"]).size()
+    common = elsewhere[elsewhere > ELSEWHERE * sequences * (known.length - 1)].reset_index()["coordinate"]
+    here = massive[(massive["position"] == position) & ~massive["coordinate"].isin(common)]
     if layers is not None:
-        found = found[found["layer"].isin(layers)]
-    counts = found.groupby(["layer", "coordinate"]).size()
-    common = counts[counts >= sequences / 2].reset_index()
-    if common.empty:
+        here = here[here["layer"].isin(layers)]
+    if coordinates is not None and here["coordinate"].isin(coordinates).any():
+        here = here[here["coordinate"].isin(coordinates)]
+    counts = here.groupby(["layer", "coordinate"]).size()
+    found = counts[counts >= sequences / 2].reset_index()
+    if found.empty:
         raise InputError(missing)
-    layer = int(common["layer"].min())
-    return layer, [int(coordinate) for coordinate in common.loc[common["layer"] == layer, "coordinate"]]
+    return tuple(_numbers(found["layer"])), tuple(_numbers(found["coordinate"]))
+
+
+def _numbers(column: pd.Series) -> list[int]:
+    return sorted(int(number) for number in column.unique())

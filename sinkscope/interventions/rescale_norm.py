@@ -22,7 +22,7 @@ from sinkscope.interventions.intervention import (
     Target,
     edited_positions,
 )
-from sinkscope.interventions.massive import first_massive
+from sinkscope.interventions.massive import sink_massive
 from sinkscope.models.edits import edited_input
 
 
@@ -54,8 +54,8 @@ class RescaleNorm(Intervention):
     def resolved(self, known: Known) -> Self:
         if self.layers is not None:
             return self
-        onset, _ = first_massive(self.name, known, self.positions[0], to_name="layers")
-        return self.model_copy(update={"layers": (onset + 1,)})
+        massive, _ = sink_massive(self.name, known, self.positions[0], to_name="layers")
+        return self.model_copy(update={"layers": (massive[0] + 1,)})
 
     def applied(self, target: Target) -> AbstractContextManager[None]:
         if self.layers is None:

@@ -1,28 +1,38 @@
 """The gradient metrics of the table `summary` (names: summary.py): GS figures 2 and 3 as numbers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
 
 from sinkscope.measuring.observables.gradient import ALL_HEADS
+from sinkscope.measuring.observables.observable import LATER
 from sinkscope.results.metrics import TOKEN_GROUPS
 
-SETTLED = 5  # from this position on, a token counts as an ordinary one
 
+def gradient_summary(
+    tables: Mapping[str, pd.DataFrame], longest: int = LATER.stop
+) -> tuple[dict[str, pd.Series], dict[str, float]]:
+    """Metrics by layer, and the whole model's where they are not the means over layers.
 
-def gradient_summary(tables: Mapping[str, pd.DataFrame]) -> tuple[dict[str, pd.Series], dict[str, float]]:
-    """Metrics by layer, and the whole model's where they are not the means over layers."""
+    Args:
+        tables: Of one run, by name.
+        longest: Tokens of the longest sequence. Where tables report fewer of the positions `LATER` than it has, what
+            is held against these is NaN.
+    """
     per_layer: dict[str, pd.Series] = {}
     totals: dict[str, float] = {}
     if "gradient" in tables:
         for pathway in ("value", "key"):
             norms = pathway_norms(tables["gradient"], pathway)  # layers × positions
-            per_layer[f"{pathway}_gradient_ratio"] = _against_settled(norms)
+            per_layer[f"{pathway}_gradient_ratio"] = _against_later(norms, longest)
             # GS averages the norms over layers first
-            totals[f"{pathway}_gradient_ratio"] = float(_against_settled(norms.mean().to_frame().T).iloc[0])
+            totals[f"{pathway}_gradient_ratio"] = float(_against_later(norms.mean().to_frame().T, longest).iloc[0])
+        value, key = (pathway_norms(tables["gradient"], pathway)[0] for pathway in ("value", "key"))
+        per_layer["value_over_key_gradient"] = value / key
+        totals["value_over_key_gradient"] = float(value.mean() / key.mean())
     if "gradient_ratio" in tables:
-        ratios_by_layer, ratio_totals = _ratios(tables)
+        ratios_by_layer, ratio_totals = _ratios(tables, longest)
         per_layer |= ratios_by_layer
         totals |= ratio_totals
     if "gradient_check" in tables:
@@ -37,7 +47,7 @@ def gradient_summary(tables: Mapping[str, pd.DataFrame]) -> tuple[dict[str, pd.S
     return per_layer, totals
 
 
-def _ratios(tables: Mapping[str, pd.DataFrame]) -> tuple[dict[str, pd.Series], dict[str, float]]:
+def _ratios(tables: Mapping[str, pd.DataFrame], longest: int) -> tuple[dict[str, pd.Series], dict[str, float]]:
     """Of GS eq. 3 for the branch that mixes tokens; nothing where no layer has one."""
     per_layer: dict[str, pd.Series] = {}
     totals: dict[str, float] = {}
@@ -47,7 +57,7 @@ def _ratios(tables: Mapping[str, pd.DataFrame]) -> tuple[dict[str, pd.Series], d
     for name in ("bloat", "compress", "change"):
         by_position = ratios.pivot(index="layer", columns="position", values=name)
         per_layer[name] = by_position[0]
-        per_layer[f"{name}_later"] = _settled(by_position).median(axis=1)
+        per_layer[f"{name}_later"] = _later(by_position, longest).median(axis=1)
         totals |= {metric: float(per_layer[metric].median()) for metric in (name, f"{name}_later")}
     return per_layer, totals | compress_fits(ratios)
 
@@ -80,11 +90,26 @@ def compress_fits(ratios: pd.DataFrame) -> dict[str, float]:
     return fits
 
 
-def _settled(by_position: pd.DataFrame) -> pd.DataFrame:
-    """Columns of ordinary tokens; where a run has too few positions, all but the first."""
-    later = by_position.columns[by_position.columns >= SETTLED]
-    return by_position[later if len(later) else by_position.columns[1:]]
+def uniform_gradient_ratio(predicted: Sequence[int]) -> float:
+    """`value_gradient_ratio` of uniform causal attention alone: ∇v_s = Σ_{t ≥ s} g_t ÷ (t + 1), the g_t of all
+    predicting tokens t unrelated and of one size (GS §3.1). Random weights give 0.6 to 1.7 times as much, depending on
+    the architecture and its depth.
+
+    Args:
+        predicted: Of each sequence, how many tokens predict another: one less than it has.
+    """
+    queries = np.arange(max(predicted))
+    sequences = (np.asarray(predicted)[:, None] > queries).sum(0)  # that have this query
+    norms = np.sqrt(np.cumsum((sequences / (queries + 1.0) ** 2)[::-1])[::-1])
+    return float(norms[0] / norms[LATER].mean()) if len(norms) > LATER.start else float("nan")
 
 
-def _against_settled(norms: pd.DataFrame) -> pd.Series:
-    return norms[0] / _settled(norms).mean(axis=1)
+def _later(by_position: pd.DataFrame, longest: int) -> pd.DataFrame:
+    """The columns of the positions LATER; NaN where fewer are reported than sequences have."""
+    wanted = range(*LATER.indices(longest))
+    known = set(wanted) <= set(by_position.columns)
+    return by_position[list(wanted) if known else []]
+
+
+def _against_later(norms: pd.DataFrame, longest: int) -> pd.Series:
+    return norms[0] / _later(norms, longest).mean(axis=1)

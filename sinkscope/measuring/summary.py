@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 
-from sinkscope.measuring.gradient_summary import gradient_summary
+from sinkscope.measuring.gradient_summary import gradient_summary, uniform_gradient_ratio
 from sinkscope.measuring.observables.query_bias import ALL_HEADS
 from sinkscope.models.family import NO_POSITIONS, Family
 from sinkscope.results.findings import FEWEST_QUERIES, OUTLIER
@@ -62,9 +62,9 @@ def summarize(
     if loss is not None:
         totals |= {"loss": loss, "perplexity": float(np.exp(loss))}
     if "gradient" in tables:
-        by_layer_gradient, fits = gradient_summary(tables)
+        by_layer_gradient, fits = gradient_summary(tables, inputs.longest)
         per_layer |= by_layer_gradient
-        totals |= fits
+        totals |= fits | _gradient_null(inputs, family)
     if "query_bias" in tables:
         per_layer |= _query_bias(tables)
         totals["delta_outlier_share"] = float((per_layer["delta_gap"] > OUTLIER).mean())
@@ -80,6 +80,12 @@ def _keeps_tokens_equal(family: Family) -> bool:
     """Whether equal tokens stay equal in all layers of a model with rotary positions (WSE propositions 1 and 4)."""
     kinds = family.kinds_of_positions
     return "rotary" in kinds and kinds <= {"rotary", NO_POSITIONS} and family.mixes_by_attention_alone
+
+
+def _gradient_null(inputs: TokenInputs, family: Family) -> dict[str, float]:
+    if not (family.causal and family.has_attention):
+        return {}
+    return {"uniform_gradient_ratio": uniform_gradient_ratio(inputs.predicted)}
 
 
 def attention_by_layer(attention: pd.DataFrame, position: int = 0) -> pd.DataFrame:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import pandas as pd
 
+from sinkscope.measuring.observables.massive import THRESHOLD
 from sinkscope.measuring.summary import WHOLE_MODEL, later_sinks
 from sinkscope.models.family import ATTENTION, FEED_FORWARD, NO_POSITIONS
 from sinkscope.report.markdown import Report
@@ -18,8 +19,8 @@ from sinkscope.results.findings import (
     MOSTLY,
     NO_SINK,
     OUTLIER,
+    OVER_NULL,
     RARE,
-    SINK_GRADIENT,
     STRONG,
     USUAL,
     Finding,
@@ -32,8 +33,8 @@ from sinkscope.results.run import RunData
 SHOWN = (  # metrics of the whole model, in the order of the verdict's table
     "sink_rate", "sink_rate_outside", "sink_rate_later", "window_mass", "sink_mass", "repeated_bound",
     "attention_entropy", "missing_mass", "value_drain", "raw_value_drain", "gate_first", "gate_later", "norm_ratio",
-    "massive_count", "value_gradient_ratio", "compress_slope", "delta_gap", "key_alignment_first", "perplexity",
-    "max_inf_norm", "kurtosis",
+    "massive_count", "value_gradient_ratio", "uniform_gradient_ratio", "compress_slope", "delta_gap",
+    "key_alignment_first", "perplexity", "max_inf_norm", "kurtosis",
 )  # fmt: skip
 HIDDEN_AT_ZERO = ("missing_mass",)  # of models without learned sink logits it is 0 by definition
 
@@ -227,6 +228,10 @@ def _massive(run: RunData) -> Iterator[Finding]:
         return
     table = run.tables["massive"]
     massive = table[table["is_massive"]]
+    largest = table.loc[table["value"].abs().idxmax()]
+    if massive.empty and run.condition == "repeated" and abs(largest["value"]) > THRESHOLD:
+        yield _all_alike(run, largest)
+        return
     if massive.empty:
         nearest = table.loc[table["ratio"].idxmax()]
         numbers = {name: nearest[name] for name in ("coordinate", "layer", "position", "ratio")}
@@ -253,6 +258,17 @@ def _massive(run: RunData) -> Iterator[Finding]:
         yield Finding("massive-coordinate", MASSIVE, Outcome.PRESENT, value, numbers=numbers)
 
 
+def _all_alike(run: RunData, largest: pd.Series) -> Finding:
+    """On repeated tokens the median is as large as the rest where every token is massive: the rule then finds none."""
+    numbers = {name: largest[name] for name in ("coordinate", "layer", "ratio")}
+    if "activation_by_sequence" in run.tables:
+        norms = run.tables["activation_by_sequence"].query("site == 'layer_out'").groupby("layer")
+        first, smallest = (norms[name].mean()[largest["layer"]] for name in ("norm", "norm_smallest"))
+        numbers |= {"first": first, "smallest": smallest}
+    value = float(abs(largest["value"]))
+    return Finding("massive", MASSIVE, Outcome.UNDECIDED, value, numbers=numbers, is_headline=True)
+
+
 def _values(run: RunData) -> Iterator[Finding]:
     whole = run.metric("value_drain")
     if "geometry" not in run.tables or not np.isfinite(whole):
@@ -269,20 +285,22 @@ def _values(run: RunData) -> Iterator[Finding]:
 
 
 def _gradients(run: RunData) -> Iterator[Finding]:
+    """Numbers alone: whether they make a gradient sink is decided by the same model with random weights (GS-6)."""
     value, key = run.metric("value_gradient_ratio"), run.metric("key_gradient_ratio")
-    if not np.isfinite(value):
-        return
-    largest = max(value, key)
-    outcome = Outcome.PRESENT if largest >= SINK_GRADIENT else Outcome.ABSENT
-    numbers = {"value_ratio": value, "key_ratio": key, "pathway": "value" if value >= key else "key"}
-    yield Finding("gradient-sink", GRADIENTS, outcome, largest, None, SINK_GRADIENT, (), numbers, is_headline=True)
-    bloat, compress = run.metric("bloat"), run.metric("compress")
-    if outcome == Outcome.PRESENT and np.isfinite(bloat * compress):
-        numbers = {"bloat": bloat, "bloat_later": run.metric("bloat_later")}
-        numbers |= {"division": 1 / compress, "division_later": 1 / run.metric("compress_later")}
-        yield Finding("reshaping", GRADIENTS, value=run.metric("change"), numbers=numbers)
-        slope = {"slope": run.metric("compress_slope")}
-        yield Finding("compress", GRADIENTS, value=run.metric("compress_correlation"), numbers=slope)
+    if np.isfinite(value):
+        numbers = {"key_ratio": key, "uniform": run.metric("uniform_gradient_ratio")}
+        yield Finding("value-gradient", GRADIENTS, value=value, numbers=numbers, is_headline=True)
+        if run.is_causal:
+            yield Finding("gradient-null", GRADIENTS, value=OVER_NULL)
+    norms = run.metric("value_over_key_gradient")
+    if np.isfinite(norms):
+        yield Finding("gradient-norms", GRADIENTS, value=norms)
+    gains = {name: run.metric(name) for name in ("bloat", "bloat_later", "compress", "compress_later", "change")}
+    if np.isfinite([gains["bloat"], gains["compress"], gains["change"]]).all():
+        yield Finding("reshaping", GRADIENTS, value=gains["change"], numbers=gains)
+    slope, correlation = run.metric("compress_slope"), run.metric("compress_correlation")
+    if np.isfinite([slope, correlation]).all():
+        yield Finding("compress", GRADIENTS, value=correlation, numbers={"slope": slope})
 
 
 def _query_bias(run: RunData) -> Iterator[Finding]:
@@ -335,6 +353,8 @@ def _not_applicable(run: RunData) -> Iterator[Finding]:
         reasons["comparison of residual norms with pre-norm models"] = "this one normalizes after each branch"
     if "attention" in run.tables and not np.isfinite(run.metric("attention_entropy")):
         reasons[METRICS["attention_entropy"].short] = "needs all columns: --positions as long as --seq-len"
+    if np.isnan(run.metric("value_gradient_ratio")) and not np.isnan(run.metric("value_over_key_gradient")):
+        reasons[METRICS["value_gradient_ratio"].short] = "needs positions 5–15: --positions 16 or more"
     for what, reason in reasons.items():
         yield Finding("not-measured", NOT_HERE, numbers={"what": what, "reason": reason})
 

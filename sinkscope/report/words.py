@@ -78,6 +78,10 @@ TEMPLATES: dict[tuple[str, Outcome], str] = {
     ("massive", ABSENT): "No entry of the residual stream is a massive activation as Sun et al. (2024) define it; the "
         "nearest, at coordinate {coordinate} of layer {layer}'s output and position {position}, is {value:,.0f}: "
         "{ratio:,.0f} × the median.",
+    ("massive", UNDECIDED): "On repeated tokens massive activations cannot be told by the median, as Sun et al. (2024) "
+        "define them: it grows with the rest. The largest entry, at coordinate {coordinate} of layer {layer}'s output, "
+        "is {value:,.0f} ({ratio:,.0f} × the median)[; there the norm of position 0 is {first:,.0f} and the smallest "
+        "of any token {smallest:,.0f}: `sinkscope claims`, W-6, holds these against the sink's on natural text].",
     ("value-drain", PRESENT): "Value states at position 0 are drained where the sink is: their norm is "
         "{value:value_drain} of the other positions' in {layers:layers} (mean over all layers: "
         "{all_layers:value_drain}).",
@@ -86,15 +90,16 @@ TEMPLATES: dict[tuple[str, Outcome], str] = {
         "{all_layers:value_drain}).",
     ("value-drain", MEASURED): "The value norm at position 0 is {value:value_drain} of the other positions' (mean "
         "over all layers).",
-    ("gradient-sink", PRESENT): "Position 0 is a gradient sink, strongest on the {pathway} pathway: its value "
-        "gradient is {value_ratio:value_gradient_ratio} × and its key gradient {key_ratio:key_gradient_ratio} × that "
-        "of positions ≥ 5 (at least {threshold:g} × makes a gradient sink).",
-    ("gradient-sink", ABSENT): "No gradient sink: the value gradient at position 0 is "
-        "{value_ratio:value_gradient_ratio} × and the key gradient {key_ratio:key_gradient_ratio} × that of positions "
-        "≥ 5 (at least {threshold:g} × makes a gradient sink).",
-    ("reshaping", MEASURED): "Medians over layers, position 0 (positions ≥ 5): the attention branch multiplies its "
-        "gradient by {bloat:factor} ({bloat_later:factor}), the norm before it divides that by {division:factor} "
-        "({division_later:factor}), and the residual stream's gradient changes by a factor of {value:change}.",
+    ("value-gradient", MEASURED): "The value gradient at position 0 is {value:value_gradient_ratio} ×[ and the key "
+        "gradient {key_ratio:key_gradient_ratio} ×] that of positions 5–15[; uniform causal attention alone makes the "
+        "value gradient {uniform:uniform_gradient_ratio} × (gradients of tokens unrelated and of one size)].",
+    ("gradient-null", MEASURED): "Whether that is a gradient sink is decided against the same model with random "
+        "weights, of which it has to be at least {value:g} × (`sinkscope claims`, GS-6).",
+    ("gradient-norms", MEASURED): "At position 0 the value gradient is {value:value_over_key_gradient} × the key "
+        "gradient.",
+    ("reshaping", MEASURED): "Gradient gains at position 0[ (positions 5–15: attention branch {bloat_later:gain}, the "
+        "norm before it {compress_later:gain})], medians over layers: attention branch {bloat:gain}, the norm before "
+        "it {compress:gain}, the residual stream {value:gain}.",
     ("compress", MEASURED): "log₁₀ compress against log₁₀‖h‖: slope {slope:compress_slope}, r = "
         "{value:compress_correlation} (GS fig. 3).",
     ("query-bias", PRESENT): "The query bias lifts the logits of position 0 by more than {threshold:g} standard "
@@ -277,6 +282,6 @@ _WAYS: dict[str, Callable[[Any], str]] = {
     "coordinates": lambda numbers: f"coordinate{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}",
     "shares": _shares,
     "sites": _sites,
-    "factor": lambda x: f"{x:,.0f}" if abs(x) >= 10 else f"{x:.2g}",
+    "gain": lambda x: f"× {x:,.0f}" if abs(x) >= 100 else f"× {x:.3g}",
     "code": lambda names: ", ".join(f"`{name}`" for name in names),
 }

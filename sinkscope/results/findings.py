@@ -19,7 +19,7 @@ FEWEST_QUERIES = 16  # with fewer queries from a later position on, a sink canno
 USUAL = 0.5  # a layer has a massive activation when at least this share of the sequences has it
 AT_ONE_POSITION = 0.9  # massive activations are at one position when more than this share of them is
 DRAINED = 0.5  # value states are drained when the sink's norm is below this share of the others'
-SINK_GRADIENT = 3.0  # times the later tokens' gradient that make a gradient sink
+OVER_NULL = 2.0  # times the gradient ratio of random weights that make a gradient sink (GS-6)
 OUTLIER = 2.0  # standard deviations that set position 0's Δ apart (NU §4.2.1)
 COARSE_STEP = 2.0  # a quantization step of more median entries than this rounds most of the tensor to zero
 

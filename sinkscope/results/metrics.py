@@ -169,25 +169,32 @@ _ACTIVATIONS = (
 )
 
 _GRADIENTS = (
-    Metric("value_gradient_ratio", "value gradient at position 0 ÷ positions ≥ 5", "value gradient ÷ later",
-        "gradient norm of the value states at position 0 ÷ its mean over positions ≥ 5, all heads together",
+    Metric("value_gradient_ratio", "value gradient at position 0 ÷ positions 5–15", "value gradient ÷ later",
+        "gradient norm of the value states at position 0 ÷ its mean over positions 5–15, all heads together",
         unit="ratio", form="{:.1f}", source="GS fig. 2", whole="of the norms averaged over layers",
         tables=(SUMMARY, RETROFIT)),
-    Metric("key_gradient_ratio", "key gradient at position 0 ÷ positions ≥ 5", "key gradient ÷ later",
+    Metric("key_gradient_ratio", "key gradient at position 0 ÷ positions 5–15", "key gradient ÷ later",
         "as value_gradient_ratio, of the keys",
         unit="ratio", form="{:.1f}", source="GS fig. 2", whole="of the norms averaged over layers"),
+    Metric("uniform_gradient_ratio", "value gradient ratio of uniform causal attention", "value gradient ÷ later, null",
+        "value_gradient_ratio where each token attends to all tokens up to itself alike, and their gradients are "
+        "unrelated and of one size",
+        unit="ratio", form="{:.1f}", source="GS §3.1", whole="", scope="causal models"),
+    Metric("value_over_key_gradient", "value gradient ÷ key gradient, position 0", "value gradient ÷ key gradient",
+        "gradient norm of the value states ÷ that of the keys at position 0, all heads together",
+        unit="ratio", form="{:.1f}", source="GS §3.1", whole="of the norms averaged over layers"),
     *(
         Metric(f"{name}{ending}", f"{label} at {where}", f"{name} at {where}",
             definition + reduced,
             unit="ratio", form=form, source="GS §4", whole="median")
         for name, label, definition, form in (
-            ("bloat", "gradient gain of the attention branch", "‖∇h̃‖ ÷ ‖∇r_attn‖", "{:,.1f}"),
+            ("bloat", "gradient gain of the attention branch", "‖∇h̃‖ ÷ ‖∇r_attn‖", "{:.3g}"),
             ("compress", "gradient gain of the norm before it", "‖∇h − ∇h+½‖ ÷ ‖∇h̃‖", "{:.3g}"),
             ("change", "gradient gain of the whole branch", "‖∇h‖ ÷ ‖∇h+½‖", "{:.2f}"),
         )
         for ending, where, reduced in (
             ("", "position 0", " of the attention branch, averaged over sequences"),
-            ("_later", "positions ≥ 5", " of the attention branch, averaged over sequences; median over positions"),
+            ("_later", "positions 5–15", " of the attention branch, averaged over sequences; median over positions"),
         )
     ),
     Metric("compress_slope", "slope of log compress on log norm", "compress slope",

@@ -1127,18 +1127,37 @@ def test_what_is_left_open_is_what_is_massive_in_most_sequences() -> None:
     def decided(text: str) -> Any:
         return parse(text).resolved(known)
 
-    assert decided("zero-massive") == parse("zero-massive:layers=1,coordinates=5,9")
+    assert decided("zero-massive") == parse("zero-massive:layers=1,2,coordinates=5,9,11")
     assert decided("zero-massive:layers=0,2") == parse("zero-massive:layers=0,2,coordinates=11")
     assert decided("zero-massive:positions=4") == parse("zero-massive:layers=1,positions=4,coordinates=8")
-    assert decided("zero-massive:coordinates=3") == parse("zero-massive:layers=1,coordinates=3")
-    assert decided("zero-key-columns:layers=0") == parse("zero-key-columns:layers=0,coordinates=5,9")
-    assert decided("mean-massive").means == (105, 109)
+    assert decided("zero-massive:coordinates=3") == parse("zero-massive:layers=1,2,coordinates=3")
+    assert decided("zero-massive:coordinates=11") == parse("zero-massive:layers=2,coordinates=11")
+    assert decided("zero-key-columns:layers=0") == parse("zero-key-columns:layers=0,coordinates=5,9,11")
+    assert decided("mean-massive").means == (105, 109, 111, 205, 209, 211)
     assert decided("mean-massive:layers=1-2,positions=0,4,coordinates=3,7").means == (
         103, 107, 4103, 4107, 203, 207, 4203, 4207,
     )  # fmt: skip
     assert decided("mean-massive:layers=1,coordinates=3,means=2").means == (2,)
     with pytest.raises(InputError, match="no massive activations at position 6"):
         decided("zero-massive:positions=6")
+
+
+def test_what_is_massive_at_most_tokens_is_not_the_sinks() -> None:
+    """As in Gemma3-270M: coordinate 400 at few tokens of layer 0, most of layers 1 and 2 and the first of later ones;
+    163 at the sink from layer 3 on, and at one delimiter, which does not count against it.
+    """
+    length = 64
+    places = {(0, 400): range(4), (1, 400): range(53), (2, 400): range(34)}
+    places |= {(layer, 400): [0] for layer in range(3, 7)} | {(layer, 163): [0, 9] for layer in range(3, 14)}
+    rows = [(*at, sequence, position) for at, where in places.items() for sequence in range(4) for position in where]
+    massive = pd.DataFrame(rows, columns=["layer", "coordinate", "sequence", "position"]).assign(is_massive=True)
+    known = known_of(tiny_model("llama"), length, tables={"massive": massive})
+    for text in ("zero-massive", "mean-massive:means=0"):
+        found = parse(text).resolved(known)
+        assert (found.layers, found.coordinates) == (tuple(range(3, 14)), (163,))
+    assert parse("rescale-norm").resolved(known).layers == (4,)
+    with pytest.raises(InputError, match="no massive activations"):
+        parse("zero-massive:layers=1").resolved(known)
 
 
 def test_with_learned_positions_the_key_columns_are_those_massive_in_epe_0() -> None:

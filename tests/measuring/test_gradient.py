@@ -1040,9 +1040,10 @@ def summary_tables() -> dict[str, pd.DataFrame]:
 
 
 def test_the_summary_holds_gradient_sinks_against_settled_tokens() -> None:
-    per_layer, totals = gradient_summary(summary_tables())
+    per_layer, totals = gradient_summary(summary_tables(), longest=8)
     assert per_layer["value_gradient_ratio"].tolist() == [10.0, 15.0]
     assert totals["value_gradient_ratio"] == pytest.approx(20 / 1.5)  # norms first averaged over layers
+    assert totals["value_over_key_gradient"] == 1.0
     assert per_layer["bloat"].tolist() == [50.0] * 3
     assert per_layer["bloat_later"].tolist() == [2.0] * 3
     assert per_layer["theorem1_holds"].tolist() == [0.5, 0.5]
@@ -1051,13 +1052,13 @@ def test_the_summary_holds_gradient_sinks_against_settled_tokens() -> None:
 
 
 def test_the_summary_fits_compression_to_a_power_of_the_norm() -> None:
-    _, totals = gradient_summary(summary_tables())
+    _, totals = gradient_summary(summary_tables(), longest=8)
     assert totals["compress_slope"] == pytest.approx(-1.0)
     assert totals["compress_correlation"] == pytest.approx(-1.0)
     tables = summary_tables()
     first = tables["gradient_ratio"]["layer"] == 0
     tables["gradient_ratio"].loc[first, "compress"] = 123.0  # the first layer is set apart
-    assert gradient_summary(tables)[1]["compress_slope"] == pytest.approx(-1.0)
+    assert gradient_summary(tables, longest=8)[1]["compress_slope"] == pytest.approx(-1.0)
     groups = {name: (a, b) for name, a, b in TOKEN_GROUPS}
     assert groups["2-3"] == (2, 3)
     assert "compress_slope_2-3" in totals

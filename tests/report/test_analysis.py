@@ -5,38 +5,16 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from support.summarized_runs import summarized
 
 from sinkscope.report import analysis
 from sinkscope.report.analysis import quantized_source, settings
 from sinkscope.report.run import Run
 from sinkscope.report.words import TEMPLATES, say, say_published, spans
-from sinkscope.results.findings import DRAINED, SINK_GRADIENT, STRONG, Finding, Outcome, Published
+from sinkscope.results.findings import DRAINED, STRONG, Finding, Outcome, Published
 
 LAYERS = 4
 DIGITS = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[+-]\d+)?")
-
-
-def run_of(
-    summary: dict[str, list[float]] | None = None,
-    whole: dict[str, float] | None = None,
-    tables: dict[str, pd.DataFrame] | None = None,
-    **manifest: Any,
-) -> Run:
-    """A run with these metrics by layer, and of the whole model: the means, or as given."""
-    rows = [(layer, metric, value) for metric, values in (summary or {}).items() for layer, value in enumerate(values)]
-    means = {metric: sum(values) / len(values) for metric, values in (summary or {}).items()} | (whole or {})
-    rows += [(-1, metric, value) for metric, value in means.items()]
-    record = {
-        "model": {"name": "tiny", "source": "org/tiny", "layer_types": None, "sliding_window": None},
-        "family": {"positions": "rotary", "wiring": "pre-norm"},
-        "input": {"sequences": 2, "token_zero": "bos", "shortest": 64, "longest": 64},
-        "config": {"seq_len": 64, "window": 64, "epsilon": 0.3},
-        "condition": "natural",
-        "dtype": "float32",
-        "absent": {},
-    }
-    measured = {"summary": pd.DataFrame(rows, columns=["layer", "metric", "value"])} | (tables or {})
-    return Run(record | manifest, measured)
 
 
 def finding(run: Run, name: str) -> Finding:
@@ -54,25 +32,25 @@ def massive_run(*values: float) -> Run:
     table = pd.DataFrame({"value": values}).assign(
         layer=1, position=0, coordinate=7, median=2.0, is_massive=True, sequence=range(len(values))
     )
-    return run_of({"massive_count": [0.0, 1.0]}, tables={"massive": table.assign(ratio=table["value"].abs() / 2)})
+    return summarized({"massive_count": [0.0, 1.0]}, tables={"massive": table.assign(ratio=table["value"].abs() / 2)})
 
 
 # --- data
 
 
 def test_a_sink_in_half_of_the_heads_is_present() -> None:
-    found = finding(run_of({"sink_rate": [0.0, 0.5, 0.6, 0.9]}, ENTROPY, ATTENTION), "sink")
+    found = finding(summarized({"sink_rate": [0.0, 0.5, 0.6, 0.9]}, ENTROPY, ATTENTION), "sink")
     assert (found.outcome, found.threshold, found.value) == (Outcome.PRESENT, STRONG, 0.5)
     assert found.numbers["layers"] == (1, 2, 3)
     assert found.numbers["weak_layers"] == (0,)
-    assert finding(run_of({"sink_rate": [0.1, 0.4]}, ENTROPY, ATTENTION), "sink").outcome == Outcome.WEAK
-    assert finding(run_of({"sink_rate": [0.0, 0.009]}, ENTROPY, ATTENTION), "sink").outcome == Outcome.ABSENT
+    assert finding(summarized({"sink_rate": [0.1, 0.4]}, ENTROPY, ATTENTION), "sink").outcome == Outcome.WEAK
+    assert finding(summarized({"sink_rate": [0.0, 0.009]}, ENTROPY, ATTENTION), "sink").outcome == Outcome.ABSENT
 
 
 @pytest.mark.parametrize("epsilon", [0.3, 0.2])
 def test_published_values_are_a_list_and_only_of_the_same_measurement(epsilon: float) -> None:
     config = {"seq_len": 64, "window": 64, "epsilon": epsilon}
-    found = finding(run_of({"sink_rate": [0.7, 0.7]}, ENTROPY, ATTENTION, config=config), "sink")
+    found = finding(summarized({"sink_rate": [0.7, 0.7]}, ENTROPY, ATTENTION, config=config), "sink")
     if epsilon != 0.3:
         assert not found.published
         return
@@ -88,12 +66,12 @@ def test_published_values_are_a_list_and_only_of_the_same_measurement(epsilon: f
 
 
 def test_a_value_drain_says_over_which_layers_it_is() -> None:
-    run = run_of({"sink_rate": [0.0, 0.9], "value_drain": [0.9, 0.1]}, ENTROPY, ATTENTION | {"geometry": EMPTY})
+    run = summarized({"sink_rate": [0.0, 0.9], "value_drain": [0.9, 0.1]}, ENTROPY, ATTENTION | {"geometry": EMPTY})
     found = finding(run, "value-drain")
     assert (found.outcome, found.value, found.threshold) == (Outcome.PRESENT, 0.1, DRAINED)
     assert found.numbers == {"layers": (1,), "all_layers": 0.5}
     assert "0.10 of the other positions' in layer 1 (mean over all layers: 0.50)" in say(found)
-    alone = finding(run_of({"value_drain": [0.9, 0.1]}, tables={"geometry": EMPTY}), "value-drain")
+    alone = finding(summarized({"value_drain": [0.9, 0.1]}, tables={"geometry": EMPTY}), "value-drain")
     assert alone.outcome == Outcome.MEASURED  # where the sink is was not measured
     assert "mean over all layers" in say(alone)
 
@@ -106,27 +84,19 @@ def test_a_largest_entry_says_that_it_is_over_all_sequences() -> None:
     assert "the largest of all sequences is 3,000" in say(found)
     assert "the largest of all sequences is 3,000" in say(finding(run, "massive"))
     assert "largest over all sequences 3,000" in say(finding(run, "8-bit-step"))
-    table = analysis.overview(run_of(whole={"max_inf_norm": 2750.0}))
+    table = analysis.overview(summarized(whole={"max_inf_norm": 2750.0}))
     assert table["whole model"].tolist() == ["max infinity norm (mean over sequences, largest site and layer)"]
-
-
-@pytest.mark.parametrize(("ratio", "outcome"), [(SINK_GRADIENT, Outcome.PRESENT), (2.9, Outcome.ABSENT)])
-def test_a_gradient_sink_begins_at_its_threshold(ratio: float, outcome: Outcome) -> None:
-    run = run_of(whole={"value_gradient_ratio": 1.5, "key_gradient_ratio": ratio})
-    found = finding(run, "gradient-sink")
-    assert (found.outcome, found.value, found.threshold) == (outcome, ratio, SINK_GRADIENT)
-    assert ("No gradient sink" in say(found)) == (outcome == Outcome.ABSENT)
 
 
 @pytest.mark.parametrize(("mass", "words"), [(0.2, "within proposition 4's bound"), (0.4, "exceeds proposition 4's")])
 def test_words_follow_the_numbers_of_the_bound(mass: float, words: str) -> None:
     whole = {"sink_mass": mass, "repeated_bound": 0.3, "sink_rate": 0.0} | ENTROPY
-    run = run_of({"sink_rate": [0.0]}, whole, ATTENTION, condition="repeated")
+    run = summarized({"sink_rate": [0.0]}, whole, ATTENTION, condition="repeated")
     assert words in say(finding(run, "repeated-bound"))
 
 
 def test_what_does_not_apply_is_listed_with_the_reason() -> None:
-    run = run_of(
+    run = summarized(
         {"sink_rate": [0.7]}, tables=ATTENTION, absent={"mid": "parallel block"}, not_measured={"gate": "none"}
     )
     listed = {found.numbers["what"] for found in analysis.findings(run) if found.name == "not-measured"}
@@ -149,7 +119,7 @@ def test_what_does_not_apply_is_listed_with_the_reason() -> None:
     ],
 )
 def test_the_bits_of_a_gguf_are_said(source: str, gguf_file: str | None, bits: int | None) -> None:
-    run = run_of(model={"name": "tiny", "source": source}, config={"gguf_file": gguf_file, "seq_len": 64})
+    run = summarized(model={"name": "tiny", "source": source}, config={"gguf_file": gguf_file, "seq_len": 64})
     found = quantized_source(run, "W8A8")
     assert [finding.value for finding in found] == ([] if bits is None else [bits])
     if bits:
@@ -172,7 +142,8 @@ def rich_run() -> Run:
         "massive_count": [0.0, 1.0, 2.0, 0.0],
     }
     whole = {
-        "value_gradient_ratio": 19.4, "key_gradient_ratio": 11.2, "bloat": 474.0, "bloat_later": 6.8,
+        "value_gradient_ratio": 19.4, "key_gradient_ratio": 11.2, "uniform_gradient_ratio": 4.3,
+        "value_over_key_gradient": 3.6, "bloat": 474.0, "bloat_later": 6.8,
         "compress": 0.00044, "compress_later": 0.051, "change": 1.09, "compress_slope": -0.92,
         "compress_correlation": -0.98, "key_alignment_first": 0.58, "key_alignment_later": 0.18, "gamma_ratio": 6.2,
         "massive_count": 3.0,
@@ -181,7 +152,7 @@ def rich_run() -> Run:
     gamma = pd.DataFrame({"coordinate": [165, 7], "is_massive_epe": [True, False]})
     massive = massive_run(2500.0, -3000.0).tables["massive"]
     tables = ATTENTION | {"sink_positions": sinks, "geometry": EMPTY, "gamma": gamma, "massive": massive}
-    return run_of(layered, whole, tables)
+    return summarized(layered, whole, tables)
 
 
 def numbers_of(value: Any) -> list[float]:

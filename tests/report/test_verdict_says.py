@@ -1,0 +1,113 @@
+"""What a verdict must not say: sentences that the numbers of a run do not carry."""
+
+import numpy as np
+import pandas as pd
+import pytest
+from support.figure_tables import gradient_tables
+from support.summarized_runs import summarized
+from tiny import tiny_model
+
+import sinkscope
+from sinkscope.measuring.gradient_summary import gradient_summary, uniform_gradient_ratio
+from sinkscope.measuring.random_weights import initialized
+from sinkscope.report import analysis
+from sinkscope.report.run import Run
+from sinkscope.report.words import say
+
+
+def sentences(run: Run) -> dict[str, str]:
+    """Name of a finding → its words."""
+    return {finding.name: say(finding) for finding in analysis.findings(run)}
+
+
+# --- gradients
+
+
+def test_random_weights_are_no_gradient_sink() -> None:
+    """Their value gradient at position 0 is several times later ones, by the causal mask alone."""
+    model = initialized(tiny_model("llama"), seed=0)
+    run = sinkscope.analyze(model, input="random", num_seqs=8, seq_len=64, bos="never", observables=("gradient",))
+    assert run.metric("value_gradient_ratio") > 3
+    assert "Position 0 is a gradient sink" not in run.verdict
+    said = sentences(run)
+    uniform = run.metric("uniform_gradient_ratio")
+    assert f"uniform causal attention alone makes the value gradient {uniform:.1f} ×" in said["value-gradient"]
+    assert "decided against the same model with random weights" in said["gradient-null"]
+
+
+@pytest.mark.parametrize("length", [64, 256])
+def test_the_gradient_of_uniform_causal_attention(length: int) -> None:
+    """In closed form, and from upstream gradients that are drawn."""
+    drawn = np.random.default_rng(0).standard_normal((length - 1, 20_000))  # the last token predicts nothing
+    weights = np.tril(np.ones((length - 1, length - 1))) / np.arange(1, length)[:, None]
+    norms = np.linalg.norm(weights.T @ drawn, axis=1)
+    assert uniform_gradient_ratio([length - 1]) == pytest.approx(norms[0] / norms[5:16].mean(), rel=0.03)
+    assert uniform_gradient_ratio([length - 1] * 3) == pytest.approx(uniform_gradient_ratio([length - 1]))
+
+
+def test_pathways_are_compared_by_norms() -> None:
+    """Keys have the larger ratio here, values the larger gradient."""
+    norms = {"value": (20.0, 10.0), "key": (3.0, 0.5), "query": (1.0, 1.0)}
+    gradient = pd.DataFrame(
+        (0, pathway, -1, position, first if position == 0 else later)
+        for pathway, (first, later) in norms.items()
+        for position in range(16)
+    ).set_axis(["layer", "pathway", "head", "position", "grad_norm"], axis=1)
+    tables = gradient_tables(layers=1) | {"gradient": gradient}
+    _, totals = gradient_summary(tables)
+    assert totals["key_gradient_ratio"] > totals["value_gradient_ratio"]
+    said = sentences(summarized(whole=totals, tables=tables))
+    assert said["gradient-norms"] == "At position 0 the value gradient is 6.7 × the key gradient."
+    assert not any("strongest" in sentence for sentence in said.values())
+
+
+def test_gains_below_1_are_said_as_gains() -> None:
+    """A gain of 0.043 is no multiplication by 0, and one of 9 no division."""
+    gains = {"bloat": 0.043, "bloat_later": 0.045, "compress": 9.0, "compress_later": 14.0, "change": 0.83}
+    said = sentences(summarized(whole=gains | {"compress_slope": np.nan, "compress_correlation": np.nan}))
+    assert "attention branch × 0.043, the norm before it × 9, the residual stream × 0.83" in said["reshaping"]
+    assert not any(word in said["reshaping"] for word in ("multiplies", "divides", "only", "falls"))
+    assert "compress" not in said  # no slope, no sentence of it
+    assert sentences(summarized(whole=dict.fromkeys(gains, 0.0)))["reshaping"].endswith("residual stream × 0.")
+
+
+# --- massive activations
+
+
+@pytest.mark.parametrize("condition", ["natural", "repeated"])
+def test_repeated_tokens_that_are_all_massive_are_not_said_to_have_none(condition: str) -> None:
+    """SmolLM2: 24,168 at every position of a repeated sequence, where the median is 48."""
+    at = {"layer": 1, "sequence": 0, "coordinate": 7, "median": 48.0, "is_massive": False}
+    massive = pd.DataFrame({"position": range(3), "value": 24_168.0} | at)
+    massive["ratio"] = massive["value"] / massive["median"]
+    norms = {"layer": [1], "site": "layer_out", "sequence": 0, "norm": 24_500.0, "norm_smallest": 24_400.0}
+    tables = {"massive": massive, "activation_by_sequence": pd.DataFrame(norms)}
+    said = sentences(summarized(whole={"massive_count": 0.0}, tables=tables, condition=condition))["massive"]
+    if condition == "natural":
+        assert said.startswith("No entry of the residual stream is a massive activation")
+        return
+    assert "No entry" not in said
+    assert said.startswith("On repeated tokens massive activations cannot be told by the median")
+    assert (
+        "is 24,168 (504 × the median); there the norm of position 0 is 24,500 and the smallest of any token 24,400"
+        in said
+    )
+    small = summarized(tables={"massive": massive.assign(value=2.0)}, condition=condition)
+    assert sentences(small)["massive"].startswith("No entry")  # below 100 it is none, whatever the median is
+
+
+# --- positions
+
+
+@pytest.mark.parametrize("pathway", ["value", "key"])
+def test_the_gradient_ratio_does_not_move_with_the_positions_reported(pathway: str) -> None:
+    name = f"{pathway}_gradient_ratio"
+    tables = gradient_tables(positions=40)
+    ratios = {}
+    for positions in (8, 16, 40):
+        cut = {key: table[table["position"] < positions] for key, table in tables.items()}
+        per_layer, totals = gradient_summary(cut, longest=64)
+        ratios[positions] = [*per_layer[name], totals[name], totals["bloat_later"]]
+    assert ratios[16] == ratios[40]
+    assert np.isfinite(ratios[16]).all()
+    assert np.isnan(ratios[8]).all()
