@@ -52,7 +52,8 @@ def _summed(family: Family, block: Block, kept: Mapping[str, torch.Tensor]) -> d
 def given_by(module: nn.Module, model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
     """What a module gives, at its last run, on these inputs of the model."""
     kept: list[torch.Tensor] = []
-    with module.register_forward_hook(lambda module, args, output: kept.append(first_tensor(output))):
+    # a clone: Falcon adds to what its MLP gives in place
+    with module.register_forward_hook(lambda module, args, output: kept.append(first_tensor(output).clone())):
         model(**inputs)
     return kept[-1]
 

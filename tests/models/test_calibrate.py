@@ -1,6 +1,7 @@
 """What calibration makes of layers that are broken, add nothing, do not attend, or add no sum that is known."""
 
 from collections.abc import Callable
+from types import MethodType
 
 import pytest
 import torch
@@ -77,6 +78,24 @@ def test_the_stack_is_the_chain_with_most_weights() -> None:
     model = tiny_model("llama")
     model.lm_head = Around(model.lm_head)
     assert calibrate(model, tiny_tokens(2, 9)).layers == "model.layers"
+
+
+def test_an_mlp_that_reads_what_attention_adds_is_not_beside_it() -> None:
+    """It reads half of the sum, which is no place of the residual stream."""
+
+    def forward(layer: nn.Module, hidden_states: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)
+        added = layer.mlp(layer.post_attention_layernorm((hidden_states + attended) / 2))
+        return hidden_states + attended + added
+
+    def rebuild(layers: nn.ModuleList) -> None:
+        for layer in layers:
+            layer.forward = MethodType(forward, layer)
+
+    family = calibrated(rebuild)
+    assert family.wiring == "unknown"
+    assert (family.sites["attn_out"], family.sites["mlp_out"]) == ("self_attn.output", "mlp.output")
+    assert "mid" not in family.sites
 
 
 # ------------------------------------------------------------------------------------------- attention

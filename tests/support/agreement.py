@@ -114,7 +114,7 @@ def differences(model_type: str, file: Path, auto: Any = AutoModelForCausalLM) -
     with only_float64():
         with undisturbed(model):
             family, _ = family_of(model)
-        before = structure_of(model)
+        before, weights = structure_of(model), [parameter.clone() for parameter in model.parameters()]
         tables = analyze(
             model,
             tokenizer=None if family.causal else word_tokenizer(),
@@ -122,7 +122,7 @@ def differences(model_type: str, file: Path, auto: Any = AutoModelForCausalLM) -
             observables=[name for name in MEASURED if OBSERVABLES[name].inapplicable(model, family) is None],
             **{"seq_len": LENGTH, "positions": LENGTH, "window": WINDOW, "batch_size": 1, "bos": "never"},
         ).tables
-        left_as_it_was = structure_of(model) == before
+        left_as_it_was = structure_of(model) == before and all(map(torch.equal, weights, model.parameters()))
         plain = _run(model, family, _batch([LENGTH], "right", family.causal))
     return _apart(tables, _expected(plain, family)) | {"model left as it was": 0.0 if left_as_it_was else np.inf}
 

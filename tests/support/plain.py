@@ -169,9 +169,10 @@ def _long(by_layer: dict[int, torch.Tensor], name: str) -> pd.DataFrame:
 def padded_inputs(
     model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, first_position: int | None
 ) -> dict[str, Any]:
-    """As one calls a model of transformers: with a mask, and with positions where it takes them."""
+    """As one calls a model of transformers: with a mask, and behind padding with positions where it takes them."""
     inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
-    if "position_ids" in inspect.signature(model.forward).parameters and first_position is not None:
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters and first_position is not None
+    if takes_positions and not mask[:, 0].all():
         inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0) + first_position
     return inputs
 
