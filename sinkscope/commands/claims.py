@@ -8,11 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from sinkscope.commands.result import Result
-from sinkscope.errors import InputError, one_line
+from sinkscope.errors import InputError, SinkscopeError, one_line
 from sinkscope.interventions import parse_all
 from sinkscope.measuring.console import print_line, print_part
 from sinkscope.measuring.experiment import Experiment
@@ -39,7 +40,9 @@ REPEATED = ("attention", "geometry", "activation", "equal-tokens")
 
 def command(options: ClaimsOptions, output: OutputOptions) -> Result:
     card = claims(options.model, config=options, **output.where)
-    return Result(card, card.markdown, folder=output.out)
+    failed = card.manifest["failed"]
+    failure = "; ".join(f"{role}: {reason}" for role, reason in failed.items())
+    return Result(card, card.markdown, folder=output.out, failure=failure and f"could not be measured: {failure}")
 
 
 def claims(
@@ -79,8 +82,8 @@ def claims(
             card = _scorecard(evidence, config, start, folder)
         else:
             with open_subject(model, tokenizer, config, console) as subject:
-                bench = Bench(subject, config, console, known=known)
-                card = _scorecard({subject.loaded.name: bench.evidence()}, config, start, folder, bench.failed)
+                evidence = {subject.loaded.name: Bench(subject, config, console, known=known).evidence()}
+                card = _scorecard(evidence, config, start, folder)
         if folder is not None:
             with new_folder(folder) as fresh:
                 write_scorecard(card, fresh)
@@ -98,20 +101,11 @@ def _runs_in(folder: Path) -> Iterator[Run]:
         yield Run.open(each)
 
 
-def _scorecard(
-    evidence: Mapping[str, Evidence],
-    config: ClaimsOptions,
-    start: float,
-    folder: Path | None,
-    failed: Mapping[str, str] | None = None,
-) -> Scorecard:
-    import pandas as pd
-
+def _scorecard(evidence: Mapping[str, Evidence], config: ClaimsOptions, start: float, folder: Path | None) -> Scorecard:
     table = pd.concat([judged(one) for one in evidence.values()], ignore_index=True)
     used = {name: {role: _source(run) for role, run in one.runs.items()} for name, one in evidence.items()}
-    manifest = make_folder_manifest(
-        COMMAND, config.model_dump(mode="json"), start, [TABLE], judged=used, failed=dict(failed or {})
-    )
+    failed = {role: reason for one in evidence.values() for role, reason in one.failed.items()}
+    manifest = make_folder_manifest(COMMAND, config.model_dump(mode="json"), start, [TABLE], judged=used, failed=failed)
     return Scorecard(manifest, table, {name: one.runs for name, one in evidence.items()}, folder)
 
 
@@ -127,7 +121,8 @@ class Bench:
     config: ClaimsOptions
     console: Console
     known: Sequence[Run]
-    failed: dict[str, str] = field(default_factory=dict)  # role → why it could not be measured
+    skipped: dict[str, str] = field(default_factory=dict)  # role → why it does not apply
+    failed: dict[str, str] = field(default_factory=dict)  # role → how its run broke off
 
     def evidence(self) -> Evidence:
         """Measure what is missing. The run of the model as it is comes first: by it a claim speaks of the model."""
@@ -142,9 +137,11 @@ class Bench:
                 try:
                     runs.append(run())
                 except InputError as error:  # it does not apply to this model
+                    self.skipped |= dict.fromkeys(roles, one_line(error))
+                except SinkscopeError as error:  # nothing of the other runs is lost
                     self.failed |= dict.fromkeys(roles, one_line(error))
         found = evidence_of(runs, self.name)
-        return replace(found, skipped=found.skipped | self.failed)
+        return replace(found, skipped=found.skipped | self.skipped, failed=self.failed)
 
     @property
     def name(self) -> str:

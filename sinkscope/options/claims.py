@@ -24,6 +24,7 @@ class ClaimsOptions(ControlOptions, RunConfig):
     from_: tuple[UserPath, ...] = option(
         (), "Input", "A run to judge, also a folder of `claims`; may be given several times.", metavar="RUN"
     )
+
     @field_validator("input")
     @classmethod
     def _a_text(cls, source: str) -> str:

@@ -270,6 +270,7 @@ class InterveneOptions(ControlOptions, RunConfig):
         (), "Intervening", "An intervention; more are stacked in their order. Or all.", metavar="NAME[:K=V,…]"
     )
     arms: dict[str, tuple[str, ...]] = option({}, "Intervening", "Label → the stack of interventions of that arm.")
+
     @field_validator("observables")
     @classmethod
     def _always(cls, names: tuple[str, ...] | None) -> tuple[str, ...]:

@@ -80,6 +80,21 @@ def test_what_a_run_was_not_asked_for_is_not_measured(text: Path) -> None:
     assert card.outcome("W-1") in (Outcome.HOLDS, Outcome.FAILS, Outcome.INCONCLUSIVE)
 
 
+def test_a_run_that_breaks_off_takes_no_other_with_it(text: Path, measured: Scorecard) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise sinkscope.SinkscopeError("out of memory")
+
+    model, known = tiny_model("llama", spread=1.0), [Run.open(measured.folder / "runs" / "natural")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sinkscope.commands.claims.random_weights", broken)
+        patch.setattr("sinkscope.commands.claims.Experiment", broken)
+        card = sinkscope.claims(model, runs=known, input=str(text), bos="never", draws=2, num_seqs=6)
+    assert card.manifest["failed"]["null"] == "out of memory"
+    assert card.outcome("GS-6") == Outcome.NOT_MEASURED
+    assert "failed: out of memory" in set(card.table["note"])
+    assert card.outcome("W-3") == Outcome.HOLDS
+
+
 def test_a_scorecard_of_runs_elsewhere_names_no_runs(measured: Scorecard, tmp_path: Path) -> None:
     sinkscope.claims(from_=[measured.folder], out=tmp_path / "card")
     with pytest.raises(sinkscope.InputError, match="judged runs that stand elsewhere"):

@@ -150,13 +150,14 @@ class Evidence:
     Attributes:
         runs: By role.
         skipped: Role → why it does not apply to this model.
+        failed: Role → how its run broke off.
         model: How the model is named in commands.
     """
 
     runs: dict[str, RunData]
     skipped: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
     model: str = "MODEL"
-    _sequences: dict[int, Sequences] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, runs: Iterable[RunData], needs: Iterable[str], model: str = "MODEL") -> "Evidence":
@@ -173,7 +174,7 @@ class Evidence:
             reasons = [run.manifest["skipped"][arm] for run in runs if arm in run.manifest.get("skipped", {})]
             if arm and reasons:
                 skipped[need] = reasons[-1]
-        return cls(found, skipped, model)
+        return cls(found, skipped, model=model)
 
     def has(self, role: str) -> bool:
         return role in self.runs
@@ -183,7 +184,9 @@ class Evidence:
         return self.skipped.get(role)
 
     def command(self, role: str) -> str:
-        """What would measure it."""
+        """What would measure it, or how it failed."""
+        if role in self.failed:
+            return f"failed: {self.failed[role]}"
         return role_of(role).command.format(model=self.model)
 
     def table(self, role: str, name: str) -> pd.DataFrame:
