@@ -286,10 +286,13 @@ def _values(run: RunData) -> Iterator[Finding]:
 
 def _gradients(run: RunData) -> Iterator[Finding]:
     """Numbers alone: whether they make a gradient sink is decided by the same model with random weights (GS-6)."""
-    value, key = run.metric("value_gradient_ratio"), run.metric("key_gradient_ratio")
+    raw, behind = run.metric("raw_value_gradient_ratio"), run.metric("value_gradient_ratio")
+    value = raw if np.isfinite(raw) else behind  # the papers' claims are about the raw values (GS §5.1, VGA eq. 8)
     if np.isfinite(value):
-        numbers = {"key_ratio": key, "uniform": run.metric("uniform_gradient_ratio")}
+        numbers = {"key_ratio": run.metric("key_gradient_ratio"), "uniform": run.metric("uniform_gradient_ratio")}
         yield Finding("value-gradient", GRADIENTS, value=value, numbers=numbers, is_headline=True)
+        if np.isfinite(raw):
+            yield Finding("gradient-behind", GRADIENTS, value=behind)
         if run.is_causal:
             yield Finding("gradient-null", GRADIENTS, value=OVER_NULL)
     norms = run.metric("value_over_key_gradient")

@@ -11,6 +11,7 @@ import sinkscope
 from sinkscope.measuring.gradient_summary import gradient_summary, uniform_gradient_ratio
 from sinkscope.measuring.random_weights import initialized
 from sinkscope.report import analysis
+from sinkscope.report.retrofit_table import ROWS
 from sinkscope.report.run import Run
 from sinkscope.report.words import say
 
@@ -69,6 +70,29 @@ def test_gains_below_1_are_said_as_gains() -> None:
     assert not any(word in said["reshaping"] for word in ("multiplies", "divides", "only", "falls"))
     assert "compress" not in said  # no slope, no sentence of it
     assert sentences(summarized(whole=dict.fromkeys(gains, 0.0)))["reshaping"].endswith("residual stream × 0.")
+
+
+def test_the_value_gradient_of_a_scale_is_read_in_front_of_it() -> None:
+    """GS §5.1's claim is about the raw value state: V-scale with φ = 1/2 lets half of it through."""
+    tables = gradient_tables(layers=2)
+    value = tables["gradient"].query("pathway == 'value'")
+    halved = value.assign(
+        pathway="raw_value", grad_norm=np.where(value["position"] == 0, 0.5, 1.0) * value["grad_norm"]
+    )
+    plain = gradient_summary(tables)[1]
+    tables["gradient"] = pd.concat([tables["gradient"], halved], ignore_index=True)
+    per_layer, scaled = gradient_summary(tables)
+    assert scaled["value_gradient_ratio"] == plain["value_gradient_ratio"]
+    for name, before in (("raw_value_gradient_ratio", "value_gradient_ratio"), *[("value_over_key_gradient",) * 2]):
+        assert scaled[name] == pytest.approx(plain[before] / 2)
+    first = value.query("head == -1 and position == 0")["grad_norm"]
+    assert per_layer["value_gradient_norm"].mean() == pytest.approx(first.mean() / 2)
+    said = sentences(summarized(whole=scaled, tables=tables))
+    assert said["value-gradient"].startswith(
+        f"The value gradient at position 0 is {scaled['raw_value_gradient_ratio']:.1f} ×"
+    )
+    assert f"behind it, at what is attended to, it is {plain['value_gradient_ratio']:.1f} ×" in said["gradient-behind"]
+    assert {"value_gradient_norm", "raw_value_gradient_ratio"} <= set(ROWS)
 
 
 # --- massive activations
