@@ -8,8 +8,12 @@ from support.summarized_runs import summarized
 from tiny import tiny_model
 
 import sinkscope
+from sinkscope.attention.seam import open_seam
+from sinkscope.interventions import INTERVENTIONS, Target
+from sinkscope.interventions.expectations import expectation
 from sinkscope.measuring.gradient_summary import gradient_summary, uniform_gradient_ratio
 from sinkscope.measuring.random_weights import initialized
+from sinkscope.models.families import find_family
 from sinkscope.report import analysis
 from sinkscope.report.retrofit_table import ROWS
 from sinkscope.report.run import Run
@@ -135,3 +139,25 @@ def test_the_gradient_ratio_does_not_move_with_the_positions_reported(pathway: s
     assert ratios[16] == ratios[40]
     assert np.isfinite(ratios[16]).all()
     assert np.isnan(ratios[8]).all()
+
+
+# --- interventions
+
+
+def test_a_paper_is_not_held_against_models_of_which_it_says_nothing() -> None:
+    """NU studies models with learned positions and a query bias: of rotary ones it expects nothing."""
+    asked = {"arms": {"x": "nullify-first-embedding"}, "draws": 2, "input": "random", "num_seqs": 2, "seq_len": 20}
+    silent = sinkscope.intervene(tiny_model("llama"), **asked)
+    assert not silent.manifest["arms"]["x"]["expects"]
+    assert "NU" not in silent.verdict
+    spoken = sinkscope.intervene(tiny_model("gpt2"), **asked)
+    assert "NU intervention 4 found that the sink stays" in spoken.verdict
+
+
+def test_what_is_found_of_all_models_is_expected_of_all() -> None:
+    model = tiny_model("llama")
+    family = find_family(model)
+    with open_seam(model, family) as seams:
+        target = Target(model, family, seams)
+        found = {name: expectation(kind(), target) for name, kind in INTERVENTIONS.items() if kind.expects}
+    assert {name for name, expected in found.items() if expected} == {"zero-massive", "mean-massive", "rescale-norm"}
