@@ -71,6 +71,7 @@ WSE_OUTSIDE = Published("Llama 60M with key biases", 0.7334, _SCRATCH, "WSE tabl
 
 MOST_COORDINATES = 3  # of massive activations that are named
 MOST_TOKENS = 3  # of later sinks that are named
+REGISTERS = "register tokens"  # of what is attended to outside the text: they stand in front of it
 EIGHT_BITS = 255  # steps of an 8-bit grid
 
 
@@ -100,7 +101,9 @@ def settings(run: RunData, **more: int) -> list[Finding]:
     given = run.manifest["input"]
     numbers = {"sequences": given["sequences"], "lengths": (given["shortest"], given["longest"])}
     numbers |= {"condition": run.condition}
-    numbers |= {"token_zero": given["token_zero"], "dtype": run.manifest["dtype"]} | more
+    first = f"the first register token, the text's own first {given['token_zero']}"
+    has_registers = REGISTERS in (run.manifest.get("outside") or {})
+    numbers |= {"token_zero": first if has_registers else given["token_zero"], "dtype": run.manifest["dtype"]} | more
     both_ways = [] if run.is_causal else [Finding("both-ways", "", numbers={"masked": given["masked"]})]
     return [Finding("setting", "", numbers=numbers), *both_ways, *quantized_source(run)]
 

@@ -18,6 +18,7 @@ from sinkscope.report import analysis
 from sinkscope.report.retrofit_table import ROWS
 from sinkscope.report.run import Run
 from sinkscope.report.words import say
+from sinkscope.retrofits import retrofit_model
 
 
 def sentences(run: Run) -> dict[str, str]:
@@ -139,6 +140,17 @@ def test_the_gradient_ratio_does_not_move_with_the_positions_reported(pathway: s
     assert ratios[16] == ratios[40]
     assert np.isfinite(ratios[16]).all()
     assert np.isnan(ratios[8]).all()
+
+
+def test_position_0_is_a_register_where_registers_stand_in_front() -> None:
+    """And not the BOS, which is behind them."""
+    asked = {"input": "random", "num_seqs": 2, "seq_len": 12, "bos": "never", "observables": ("attention",)}
+    plain, registers = tiny_model("llama"), retrofit_model(tiny_model("llama"), None, "register-tokens", count=2)
+    run = sinkscope.analyze(plain, **asked)
+    token = run.manifest["input"]["token_zero"]
+    assert f"position 0 being {token}, in float32" in run.verdict
+    said = sinkscope.analyze(registers, **asked).verdict
+    assert f"position 0 being the first register token, the text's own first {token}, in float32" in said
 
 
 # --- interventions
