@@ -10,7 +10,7 @@ OUT/vga/training/                 checkpoints to resume from, until the arm is f
 OUT/vga/checkpoints/              of `train`: the model at every so many steps, from 0 on
 OUT/untouched/run/                of `retrofit`: a run folder of the model as it is
 OUT/tables/                       of all arms together: training, gates, retrofit, and a task's own
-OUT/retrofit.md                   the last of these in the columns of VGA's tables
+OUT/retrofit.md                   the last of these as Markdown
 OUT/figures/                      of all arms together
 OUT/comparison/                   the runs side by side
 

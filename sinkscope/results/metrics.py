@@ -151,12 +151,14 @@ _ACTIVATIONS = (
         "largest |entry| of the layer's output, averaged over sequences",
         form="{:,.0f}", source="Sun et al. 2024", whole="largest", tables=(EFFECT,)),
     Metric("max_inf_norm", "max infinity norm (mean over sequences, largest site and layer)", "max infinity norm",
-        "largest |entry| of each sequence, averaged over sequences, at the site where it is largest",
-        form="{:,.2f}", source="VGA table 1; Bondarenko et al. 2023", whole="largest", lower_is_better=True,
+        "largest |entry| of each sequence, averaged over sequences, at the site where it is largest: layer_in, "
+        "attn_out, mid, mlp_out or layer_out (VGA table 1 has other sites)",
+        form="{:,.2f}", source="Bondarenko et al. 2023", whole="largest", lower_is_better=True,
         tables=(SUMMARY, QUANTIZATION, RETROFIT)),
     Metric("kurtosis", "kurtosis (mean over sequences, sites and layers)", "mean kurtosis",
-        "mean((x − μ)⁴) ÷ σ⁴ over all entries of a site and sequence, averaged over sequences and sites",
-        form="{:,.2f}", source="VGA table 1; Bondarenko et al. 2023", lower_is_better=True,
+        "mean((x − μ)⁴) ÷ σ⁴ over all entries of a site and sequence, averaged over sequences and the sites of "
+        "max_inf_norm (VGA table 1 has other sites)",
+        form="{:,.2f}", source="Bondarenko et al. 2023", lower_is_better=True,
         tables=(SUMMARY, QUANTIZATION, RETROFIT)),
     Metric("loss", "loss (nats per token)", "loss",
         "cross-entropy of the predicted tokens, of an encoder the masked ones; in the table `training` of the training "

@@ -1,5 +1,8 @@
 """What a verdict must not say: sentences that the numbers of a run do not carry."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -17,7 +20,7 @@ from sinkscope.models.families import find_family
 from sinkscope.report import analysis
 from sinkscope.report.retrofit_table import ROWS
 from sinkscope.report.run import Run
-from sinkscope.report.words import say
+from sinkscope.report.words import say, say_published
 from sinkscope.retrofits import retrofit_model
 
 
@@ -151,6 +154,28 @@ def test_position_0_is_a_register_where_registers_stand_in_front() -> None:
     assert f"position 0 being {token}, in float32" in run.verdict
     said = sinkscope.analyze(registers, **asked).verdict
     assert f"position 0 being the first register token, the text's own first {token}, in float32" in said
+
+
+# --- published values
+
+
+def test_published_sink_rates_are_a_list_and_no_range() -> None:
+    """A range would be of models that we chose, and a 135M model is not below any of them."""
+    reports = (Path(__file__).parents[2] / "reports" / "README.md").read_text(encoding="utf-8")
+    run = summarized({"sink_rate": [0.73]}, {"attention_entropy": 1.0}, {"attention": pd.DataFrame()})
+    (sink,) = (finding for finding in analysis.findings(run) if finding.name == "sink")
+    for text in (reports, say(sink), *say_published(sink.published)):
+        assert not re.search(r"91\.7 ?%?( \([\w-]+\))? to 99", text)
+        assert "below the" not in text
+    assert {"GPT2-XL", "Llama 60M", "LLaMA2-13B"} <= {value.name for value in sink.published}
+
+
+@pytest.mark.parametrize(
+    "words", ["weaker by a quarter", "as in VGA's table 3", "where NU found on GPT-2", "1.09 only"]
+)
+def test_the_reports_do_not_say(words: str) -> None:
+    reports = (Path(__file__).parents[2] / "reports" / "README.md").read_text(encoding="utf-8")
+    assert words not in " ".join(reports.split())
 
 
 # --- interventions
