@@ -10,7 +10,7 @@ OUT/vga/training/                 checkpoints to resume from, until the arm is f
 OUT/vga/checkpoints/              of `train`: the model at every so many steps, from 0 on
 OUT/untouched/run/                of `retrofit`: a run folder of the model as it is
 OUT/tables/                       of all arms together: training, gates, retrofit, and a task's own
-OUT/retrofit.md                   the last of these in the columns of VGA's tables
+OUT/retrofit.md                   the last of these as Markdown
 OUT/figures/                      of all arms together
 OUT/comparison/                   the runs side by side
 
@@ -35,7 +35,7 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from sinkscope.errors import InputError
-from sinkscope.measuring.console import print_part, spinner
+from sinkscope.measuring.console import print_notices, print_part, spinner
 from sinkscope.measuring.manifest import make_manifest as run_manifest
 from sinkscope.measuring.measure import measure, publish
 from sinkscope.measuring.quantized import w8a8
@@ -208,6 +208,7 @@ class TrainingArms:
         """
         arms = list(arms)
         self._claim(arms)
+        print_notices(self.console, self.blocks.notices(self.plan.training.blocks_wanted(PartialState().num_processes)))
         if untouched and self.is_main and not self._is_measured(UNTOUCHED):
             self._measure_untouched()
         for place, arm in enumerate(arms, 1):

@@ -13,6 +13,7 @@ from rich.console import Console
 from sinkscope.attention.kernels import upcast
 from sinkscope.errors import InputError, SinkscopeError, described, was_interrupted
 from sinkscope.interventions import Intervention, Known, Target
+from sinkscope.interventions.expectations import expectation
 from sinkscope.measuring.console import print_part
 from sinkscope.measuring.effects import arm_metrics
 from sinkscope.measuring.measure import Chosen, choose, prepared, settings_of, tables_of
@@ -174,7 +175,7 @@ class Experiment:
 
     def _by_pass(self, label: str, stack: Stack, resolved: Stack, known: Known) -> None:
         """Before, after and controls, each in one pass of the tracer."""
-        record = self.records[label] = _record(stack, resolved)
+        record = self.records[label] = _record(stack, resolved, known.target)
         arms = [(BEFORE, -1, self.before), ("after", -1, self._measured(label, resolved))]
         for draw, control in enumerate(_controls(resolved, known, self.config.seed, self.draws)):
             record["controls"].append([str(part) for part in control])
@@ -192,7 +193,7 @@ class Experiment:
             subject.loaded.model, subject.family, subject.inputs, caches["window"], caches["keep"]
         )
         self._collect({"streaming": table}, label)
-        self.records[label] = _record(stack, resolved)
+        self.records[label] = _record(stack, resolved, known.target)
 
     WAYS: ClassVar[dict[str, Callable[..., None]]] = {"pass": _by_pass, "streaming": _by_streaming}
 
@@ -257,14 +258,14 @@ def _way(stack: Stack) -> str:
     return stack[0].measured_by
 
 
-def _record(stack: Stack, resolved: Stack) -> dict[str, Any]:
+def _record(stack: Stack, resolved: Stack, target: Target) -> dict[str, Any]:
     """An arm's entry in the manifest. No paper says what to expect of a stack of several."""
     alone = len(stack) == 1
     return {
         "asked": [str(part) for part in stack],
         "do": [str(part) for part in resolved],
         "paper": stack[0].paper if alone else "",
-        "expects": stack[0].expects if alone else "",
+        "expects": expectation(stack[0], target) if alone else "",
         "watched": list(dict.fromkeys(position for part in resolved for position in part.watched)),
         "controls": [],
     }

@@ -23,14 +23,9 @@ def gradient_summary(
     per_layer: dict[str, pd.Series] = {}
     totals: dict[str, float] = {}
     if "gradient" in tables:
-        for pathway in ("value", "key"):
-            norms = pathway_norms(tables["gradient"], pathway)  # layers × positions
-            per_layer[f"{pathway}_gradient_ratio"] = _against_later(norms, longest)
-            # GS averages the norms over layers first
-            totals[f"{pathway}_gradient_ratio"] = float(_against_later(norms.mean().to_frame().T, longest).iloc[0])
-        value, key = (pathway_norms(tables["gradient"], pathway)[0] for pathway in ("value", "key"))
-        per_layer["value_over_key_gradient"] = value / key
-        totals["value_over_key_gradient"] = float(value.mean() / key.mean())
+        by_layer, whole = _pathways(tables["gradient"], longest)
+        per_layer |= by_layer
+        totals |= whole
     if "gradient_ratio" in tables:
         ratios_by_layer, ratio_totals = _ratios(tables, longest)
         per_layer |= ratios_by_layer
@@ -44,6 +39,21 @@ def gradient_summary(
         by_layer = tables["norm_bound"].groupby("layer")
         per_layer["theorem2_holds"] = by_layer["holds"].mean()
         per_layer["theorem2_tightness"] = by_layer["tightness"].mean()
+    return per_layer, totals
+
+
+def _pathways(gradient: pd.DataFrame, longest: int) -> tuple[dict[str, pd.Series], dict[str, float]]:
+    """GS fig. 2, which averages the norms over layers before it divides."""
+    norms = {pathway: pathway_norms(gradient, pathway) for pathway in ("value", "key", "raw_value")}
+    value = norms["raw_value"].combine_first(norms["value"])[0]  # in front of a gate or scale, where there is one
+    key = norms["key"][0]
+    per_layer = {"value_gradient_norm": value, "value_over_key_gradient": value / key}
+    totals = {"value_over_key_gradient": float(value.mean() / key.mean())}
+    for pathway, by_position in norms.items():
+        if len(by_position):
+            ratio = f"{pathway}_gradient_ratio"
+            per_layer[ratio] = _against_later(by_position, longest)
+            totals[ratio] = float(_against_later(by_position.mean().to_frame().T, longest).iloc[0])
     return per_layer, totals
 
 

@@ -71,6 +71,7 @@ WSE_OUTSIDE = Published("Llama 60M with key biases", 0.7334, _SCRATCH, "WSE tabl
 
 MOST_COORDINATES = 3  # of massive activations that are named
 MOST_TOKENS = 3  # of later sinks that are named
+REGISTERS = "register tokens"  # of what is attended to outside the text: they stand in front of it
 EIGHT_BITS = 255  # steps of an 8-bit grid
 
 
@@ -100,7 +101,9 @@ def settings(run: RunData, **more: int) -> list[Finding]:
     given = run.manifest["input"]
     numbers = {"sequences": given["sequences"], "lengths": (given["shortest"], given["longest"])}
     numbers |= {"condition": run.condition}
-    numbers |= {"token_zero": given["token_zero"], "dtype": run.manifest["dtype"]} | more
+    first = f"the first register token, the text's own first {given['token_zero']}"
+    has_registers = REGISTERS in (run.manifest.get("outside") or {})
+    numbers |= {"token_zero": first if has_registers else given["token_zero"], "dtype": run.manifest["dtype"]} | more
     both_ways = [] if run.is_causal else [Finding("both-ways", "", numbers={"masked": given["masked"]})]
     return [Finding("setting", "", numbers=numbers), *both_ways, *quantized_source(run)]
 
@@ -286,10 +289,13 @@ def _values(run: RunData) -> Iterator[Finding]:
 
 def _gradients(run: RunData) -> Iterator[Finding]:
     """Numbers alone: whether they make a gradient sink is decided by the same model with random weights (GS-6)."""
-    value, key = run.metric("value_gradient_ratio"), run.metric("key_gradient_ratio")
+    raw, behind = run.metric("raw_value_gradient_ratio"), run.metric("value_gradient_ratio")
+    value = raw if np.isfinite(raw) else behind  # the papers' claims are about the raw values (GS §5.1, VGA eq. 8)
     if np.isfinite(value):
-        numbers = {"key_ratio": key, "uniform": run.metric("uniform_gradient_ratio")}
+        numbers = {"key_ratio": run.metric("key_gradient_ratio"), "uniform": run.metric("uniform_gradient_ratio")}
         yield Finding("value-gradient", GRADIENTS, value=value, numbers=numbers, is_headline=True)
+        if np.isfinite(raw):
+            yield Finding("gradient-behind", GRADIENTS, value=behind)
         if run.is_causal:
             yield Finding("gradient-null", GRADIENTS, value=OVER_NULL)
     norms = run.metric("value_over_key_gradient")

@@ -1,4 +1,7 @@
-"""The table `retrofit`: the arms of a retrofit or training by the metrics of VGA's tables 1 to 3."""
+"""The table `retrofit`: the arms of a retrofit or training by perplexity, outliers and sinks.
+
+VGA's tables 1 to 3 have the same columns, but its norms and kurtosis are of other sites.
+"""
 
 from collections.abc import Mapping
 
@@ -14,8 +17,8 @@ UNTOUCHED = "untouched"  # the arm that is the model as it is
 
 # heading of a table in Markdown → its metrics; all of them make up the table `retrofit`, in this order
 TABLES: dict[str, tuple[str, ...]] = {
-    "In full precision (VGA tables 1 and 3)": ("perplexity", "max_inf_norm", "kurtosis"),
-    "In W8A8 (VGA table 2)": (
+    "In full precision": ("perplexity", "max_inf_norm", "kurtosis"),
+    "In W8A8": (
         "perplexity_quantized",
         "perplexity_increase",
         "max_inf_norm_quantized",
@@ -26,7 +29,9 @@ TABLES: dict[str, tuple[str, ...]] = {
         "sink_rate_outside",
         "massive_count",
         "norm_ratio",
+        "value_gradient_norm",
         "value_gradient_ratio",
+        "raw_value_gradient_ratio",
         "value_drain",
         "raw_value_drain",
         "gate_first",
@@ -69,7 +74,7 @@ def retrofit_table(
 
 
 def retrofit_markdown(table: pd.DataFrame) -> str:
-    """The table `retrofit` in the columns of VGA's tables, a row for each arm: mean ± standard deviation (n − 1) of
+    """The table `retrofit`, a row for each arm: mean ± standard deviation (n − 1) of
     several seeds. Columns that no arm has are left out, and so are tables without any.
     """
     arms = table["condition"].unique()

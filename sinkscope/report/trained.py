@@ -43,7 +43,7 @@ class Trained:
 
     @property
     def verdict(self) -> str:
-        """VGA's tables as Markdown, and of a task its own metrics."""
+        """The table `retrofit` as Markdown, and of a task its own metrics."""
         parts = [retrofit_markdown(self.tables["retrofit"])]
         if UNTOUCHED in self.runs:
             parts += [f"{say(finding)}\n" for finding in quantized_source(self.runs[UNTOUCHED], "W8A8")]

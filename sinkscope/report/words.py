@@ -93,6 +93,8 @@ TEMPLATES: dict[tuple[str, Outcome], str] = {
     ("value-gradient", MEASURED): "The value gradient at position 0 is {value:value_gradient_ratio} ×[ and the key "
         "gradient {key_ratio:key_gradient_ratio} ×] that of positions 5–15[; uniform causal attention alone makes the "
         "value gradient {uniform:uniform_gradient_ratio} × (gradients of tokens unrelated and of one size)].",
+    ("gradient-behind", MEASURED): "That is the gradient of the value states in front of the gate or scale on them; "
+        "behind it, at what is attended to, it is {value:value_gradient_ratio} × later ones.",
     ("gradient-null", MEASURED): "Whether that is a gradient sink is decided against the same model with random "
         "weights, of which it has to be at least {value:g} × (`sinkscope claims`, GS-6).",
     ("gradient-norms", MEASURED): "At position 0 the value gradient is {value:value_over_key_gradient} × the key "

@@ -151,12 +151,14 @@ _ACTIVATIONS = (
         "largest |entry| of the layer's output, averaged over sequences",
         form="{:,.0f}", source="Sun et al. 2024", whole="largest", tables=(EFFECT,)),
     Metric("max_inf_norm", "max infinity norm (mean over sequences, largest site and layer)", "max infinity norm",
-        "largest |entry| of each sequence, averaged over sequences, at the site where it is largest",
-        form="{:,.2f}", source="VGA table 1; Bondarenko et al. 2023", whole="largest", lower_is_better=True,
+        "largest |entry| of each sequence, averaged over sequences, at the site where it is largest: layer_in, "
+        "attn_out, mid, mlp_out or layer_out (VGA table 1 has other sites)",
+        form="{:,.2f}", source="Bondarenko et al. 2023", whole="largest", lower_is_better=True,
         tables=(SUMMARY, QUANTIZATION, RETROFIT)),
     Metric("kurtosis", "kurtosis (mean over sequences, sites and layers)", "mean kurtosis",
-        "mean((x − μ)⁴) ÷ σ⁴ over all entries of a site and sequence, averaged over sequences and sites",
-        form="{:,.2f}", source="VGA table 1; Bondarenko et al. 2023", lower_is_better=True,
+        "mean((x − μ)⁴) ÷ σ⁴ over all entries of a site and sequence, averaged over sequences and the sites of "
+        "max_inf_norm (VGA table 1 has other sites)",
+        form="{:,.2f}", source="Bondarenko et al. 2023", lower_is_better=True,
         tables=(SUMMARY, QUANTIZATION, RETROFIT)),
     Metric("loss", "loss (nats per token)", "loss",
         "cross-entropy of the predicted tokens, of an encoder the masked ones; in the table `training` of the training "
@@ -173,6 +175,15 @@ _GRADIENTS = (
         "gradient norm of the value states at position 0 ÷ its mean over positions 5–15, all heads together",
         unit="ratio", form="{:.1f}", source="GS fig. 2", whole="of the norms averaged over layers",
         tables=(SUMMARY, RETROFIT)),
+    Metric("raw_value_gradient_ratio", "raw value gradient at position 0 ÷ positions 5–15",
+        "raw value gradient ÷ later",
+        "as value_gradient_ratio, of the value states that the projection gives, in front of the gate or scale",
+        unit="ratio", form="{:.1f}", source="GS §5.1; VGA eq. 8", whole="of the norms averaged over layers",
+        scope="models and retrofits with gates or scales on values", tables=(SUMMARY, RETROFIT)),
+    Metric("value_gradient_norm", "raw value gradient at position 0", "raw value gradient",
+        "gradient norm of the value states at position 0, all heads together, in front of a gate or scale if there is "
+        "one",
+        form="{:.3g}", source="GS §5.1; VGA eq. 8", tables=(SUMMARY, RETROFIT)),
     Metric("key_gradient_ratio", "key gradient at position 0 ÷ positions 5–15", "key gradient ÷ later",
         "as value_gradient_ratio, of the keys",
         unit="ratio", form="{:.1f}", source="GS fig. 2", whole="of the norms averaged over layers"),
@@ -181,7 +192,7 @@ _GRADIENTS = (
         "unrelated and of one size",
         unit="ratio", form="{:.1f}", source="GS §3.1", whole="", scope="causal models"),
     Metric("value_over_key_gradient", "value gradient ÷ key gradient, position 0", "value gradient ÷ key gradient",
-        "gradient norm of the value states ÷ that of the keys at position 0, all heads together",
+        "value_gradient_norm ÷ gradient norm of the keys at position 0, all heads together",
         unit="ratio", form="{:.1f}", source="GS §3.1", whole="of the norms averaged over layers"),
     *(
         Metric(f"{name}{ending}", f"{label} at {where}", f"{name} at {where}",

@@ -24,6 +24,7 @@ from sinkscope.text.tokens import check_ids, encode, own_prefix
 PIECE = 1 << 20  # characters that are tokenized at once
 DOCUMENTS = (".txt", ".jsonl", ".json")
 NO_TEXT = ("random", "repeated")
+MANY_PASSES = 4  # up to so many are about as good as new text (Muennighoff et al. 2023, arXiv:2305.16264)
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +42,16 @@ class Blocks:
             digest.update(np.array(part.shape, dtype="<i8").tobytes())
             digest.update(part.astype("<i8").tobytes())
         return digest.hexdigest()
+
+    def notices(self, wanted: int) -> list[str]:
+        """What the user should know of a training that reads so many blocks, a line each."""
+        passes = wanted / len(self.train)
+        if passes <= MANY_PASSES:
+            return []
+        return [
+            f"these steps are {passes:,.0f} passes over the {self.train.size:,} tokens of {self.name}, which the model "
+            "will learn by heart: give a longer --text, a --dataset or fewer --steps"
+        ]
 
 
 def check_text(text: str) -> None:

@@ -1,18 +1,33 @@
 """What a verdict must not say: sentences that the numbers of a run do not carry."""
 
+import re
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+
 import numpy as np
 import pandas as pd
 import pytest
+from rich.console import Console
 from support.figure_tables import gradient_tables
 from support.summarized_runs import summarized
 from tiny import tiny_model
 
 import sinkscope
+from sinkscope.attention.seam import open_seam
+from sinkscope.commands.training_arms import TrainingArms
+from sinkscope.interventions import INTERVENTIONS, Target
+from sinkscope.interventions.expectations import expectation
 from sinkscope.measuring.gradient_summary import gradient_summary, uniform_gradient_ratio
 from sinkscope.measuring.random_weights import initialized
+from sinkscope.models.families import find_family
+from sinkscope.options.training import TrainingConfig
 from sinkscope.report import analysis
+from sinkscope.report.retrofit_table import ROWS
 from sinkscope.report.run import Run
-from sinkscope.report.words import say
+from sinkscope.report.words import say, say_published
+from sinkscope.retrofits import retrofit_model
+from sinkscope.training.blocks import Blocks
 
 
 def sentences(run: Run) -> dict[str, str]:
@@ -71,6 +86,29 @@ def test_gains_below_1_are_said_as_gains() -> None:
     assert sentences(summarized(whole=dict.fromkeys(gains, 0.0)))["reshaping"].endswith("residual stream × 0.")
 
 
+def test_the_value_gradient_of_a_scale_is_read_in_front_of_it() -> None:
+    """GS §5.1's claim is about the raw value state: V-scale with φ = 1/2 lets half of it through."""
+    tables = gradient_tables(layers=2)
+    value = tables["gradient"].query("pathway == 'value'")
+    halved = value.assign(
+        pathway="raw_value", grad_norm=np.where(value["position"] == 0, 0.5, 1.0) * value["grad_norm"]
+    )
+    plain = gradient_summary(tables)[1]
+    tables["gradient"] = pd.concat([tables["gradient"], halved], ignore_index=True)
+    per_layer, scaled = gradient_summary(tables)
+    assert scaled["value_gradient_ratio"] == plain["value_gradient_ratio"]
+    for name, before in (("raw_value_gradient_ratio", "value_gradient_ratio"), *[("value_over_key_gradient",) * 2]):
+        assert scaled[name] == pytest.approx(plain[before] / 2)
+    first = value.query("head == -1 and position == 0")["grad_norm"]
+    assert per_layer["value_gradient_norm"].mean() == pytest.approx(first.mean() / 2)
+    said = sentences(summarized(whole=scaled, tables=tables))
+    assert said["value-gradient"].startswith(
+        f"The value gradient at position 0 is {scaled['raw_value_gradient_ratio']:.1f} ×"
+    )
+    assert f"behind it, at what is attended to, it is {plain['value_gradient_ratio']:.1f} ×" in said["gradient-behind"]
+    assert {"value_gradient_norm", "raw_value_gradient_ratio"} <= set(ROWS)
+
+
 # --- massive activations
 
 
@@ -111,3 +149,75 @@ def test_the_gradient_ratio_does_not_move_with_the_positions_reported(pathway: s
     assert ratios[16] == ratios[40]
     assert np.isfinite(ratios[16]).all()
     assert np.isnan(ratios[8]).all()
+
+
+def test_position_0_is_a_register_where_registers_stand_in_front() -> None:
+    """And not the BOS, which is behind them."""
+    asked = {"input": "random", "num_seqs": 2, "seq_len": 12, "bos": "never", "observables": ("attention",)}
+    plain, registers = tiny_model("llama"), retrofit_model(tiny_model("llama"), None, "register-tokens", count=2)
+    run = sinkscope.analyze(plain, **asked)
+    token = run.manifest["input"]["token_zero"]
+    assert f"position 0 being {token}, in float32" in run.verdict
+    said = sinkscope.analyze(registers, **asked).verdict
+    assert f"position 0 being the first register token, the text's own first {token}, in float32" in said
+
+
+# --- published values
+
+
+def test_published_sink_rates_are_a_list_and_no_range() -> None:
+    """A range would be of models that we chose, and a 135M model is not below any of them."""
+    reports = (Path(__file__).parents[2] / "reports" / "README.md").read_text(encoding="utf-8")
+    run = summarized({"sink_rate": [0.73]}, {"attention_entropy": 1.0}, {"attention": pd.DataFrame()})
+    (sink,) = (finding for finding in analysis.findings(run) if finding.name == "sink")
+    for text in (" ".join(reports.split()), say(sink), *say_published(sink.published)):
+        assert not re.search(r"91\.7 ?%?( \([\w-]+\))? to 99", text)
+        assert "below the 9" not in text
+    assert {"GPT2-XL", "Llama 60M", "LLaMA2-13B"} <= {value.name for value in sink.published}
+
+
+@pytest.mark.parametrize(
+    "words", ["weaker by a quarter", "as in VGA's table 3", "where NU found on GPT-2", "1.09 only"]
+)
+def test_the_reports_do_not_say(words: str) -> None:
+    reports = (Path(__file__).parents[2] / "reports" / "README.md").read_text(encoding="utf-8")
+    assert words not in " ".join(reports.split())
+
+
+# --- interventions
+
+
+def test_a_paper_is_not_held_against_models_of_which_it_says_nothing() -> None:
+    """NU studies models with learned positions and a query bias: of rotary ones it expects nothing."""
+    asked = {"arms": {"x": "nullify-first-embedding"}, "draws": 2, "input": "random", "num_seqs": 2, "seq_len": 20}
+    silent = sinkscope.intervene(tiny_model("llama"), **asked)
+    assert not silent.manifest["arms"]["x"]["expects"]
+    assert "NU" not in silent.verdict
+    spoken = sinkscope.intervene(tiny_model("gpt2"), **asked)
+    assert "NU intervention 4 found that the sink stays" in spoken.verdict
+
+
+def test_what_is_found_of_all_models_is_expected_of_all() -> None:
+    model = tiny_model("llama")
+    family = find_family(model)
+    with open_seam(model, family) as seams:
+        target = Target(model, family, seams)
+        found = {name: expectation(kind(), target) for name, kind in INTERVENTIONS.items() if kind.expects}
+    assert {name for name, expected in found.items() if expected} == {"zero-massive", "mean-massive", "rescale-norm"}
+
+
+# --- training
+
+
+def test_a_text_that_is_read_hundreds_of_times_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    train = np.zeros((329, 256), dtype=np.int64)
+    blocks = Blocks(train, train[:1], "natural")
+    assert blocks.notices(4 * 329) == []
+    assert len(blocks.notices(4 * 329 + 1)) == 1
+    for step in ("_claim", "_conclude"):
+        monkeypatch.setattr(TrainingArms, step, lambda arms, *given: None)
+    arms, said = object.__new__(TrainingArms), StringIO()
+    arms.console, arms.blocks = Console(file=said, width=200), blocks
+    arms.plan = SimpleNamespace(training=TrainingConfig(steps=6_000, batch_size=8, accumulation=4))
+    arms.finish([], untouched=False)
+    assert said.getvalue().startswith("note: these steps are 584 passes over the 84,224 tokens of natural")

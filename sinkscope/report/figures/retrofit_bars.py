@@ -1,4 +1,4 @@
-"""The numbers of VGA's tables 1 to 3 as bars: a bar for each arm, a panel for each metric, means over seeds."""
+"""Perplexity, outliers and sinks as bars: a bar for each arm, a panel for each metric, means over seeds."""
 
 from collections.abc import Sequence
 
@@ -24,9 +24,7 @@ def lacking(arms: Arms) -> str | None:
     return None if arms.rows("retrofit") else "no arm of this retrofit has been measured"
 
 
-@declare(
-    "retrofit-bars", "perplexity, outliers and sinks of every arm (VGA tables 1 to 3)", "retrofit", lacking=lacking
-)
+@declare("retrofit-bars", "perplexity, outliers and sinks of every arm", "retrofit", lacking=lacking)
 def draw(arms: Arms) -> Figure:
     table = arms.tables["retrofit"]
     looks = arm_looks(table["condition"].unique())
