@@ -97,7 +97,9 @@ class _Massive(Intervention):
 
 class ZeroMassive(_Massive):
     name: ClassVar[str] = "zero-massive"
-    about: ClassVar[str] = "hidden-state coordinates at the sink = 0 (layers, positions, coordinates, elsewhere: the massive ones)"
+    about: ClassVar[str] = (
+        "hidden-state coordinates at the sink = 0 (layers, positions, coordinates, elsewhere: the massive ones)"
+    )
     paper: ClassVar[str] = "S2M §3"
     control_about: ClassVar[str] = "random coordinates"
     expects: ClassVar[Expectation] = Expectation.PERPLEXITY_COLLAPSES
