@@ -1,7 +1,9 @@
 """Massive activations set to zero or to their mean, where they are written (S2M §3, Sun et al. 2024)."""
 
 from abc import abstractmethod
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import ClassVar, Self
 
 import pandas as pd
@@ -19,6 +21,7 @@ from sinkscope.interventions.intervention import (
     Target,
     edited_positions,
 )
+from sinkscope.models.edits import edited_output
 
 ELSEWHERE = 0.25  # the sink's massive activations are at no more than this share of the other tokens
 
@@ -29,6 +32,8 @@ class _Massive(Intervention):
     layers: Open = None  # None: all behind which one of them is massive
     positions: Indices = (0,)
     coordinates: Open = None  # None: those that are massive there and at few other tokens
+    # those of other tokens, as delimiters have: layer, coordinate, the smallest magnitude and the mean; and so on
+    elsewhere: Reals | None = None
 
     @classmethod
     def inapplicable(cls, target: Target) -> str | None:
@@ -38,14 +43,23 @@ class _Massive(Intervention):
         if self.layers is not None and self.coordinates is not None:
             return self
         layers, coordinates = sink_massive(self.name, known, self.positions[0], self.layers, self.coordinates)
-        update = {"layers": self.layers or layers, "coordinates": self.coordinates or coordinates}
+        layers, coordinates = self.layers or layers, self.coordinates or coordinates
+        elsewhere = self.elsewhere
+        if elsewhere is None and self.positions == (0,):
+            elsewhere = massive_elsewhere(known, self.positions[0], layers, coordinates)
+        update = {"layers": layers, "coordinates": coordinates, "elsewhere": elsewhere}
         return self.model_copy(update=update)
 
     @abstractmethod
     def value(self, layer: int, position: int) -> torch.Tensor:
         """What is put there, (coordinates,)."""
 
-    def applied(self, target: Target) -> AbstractContextManager[None]:
+    @abstractmethod
+    def value_elsewhere(self, mean: float) -> float:
+        """What is put in the place of other tokens' massive activations, of which this is the mean."""
+
+    @contextmanager
+    def applied(self, target: Target) -> Iterator[None]:
         if self.layers is None or self.coordinates is None:
             raise InputError(f"{self.name}: name the layers and the coordinates")
         coordinates = list(self.coordinates)
@@ -60,7 +74,20 @@ class _Massive(Intervention):
             x[:, coordinates] = values[module, position].to(x)
             return x
 
-        return edited_positions(self.name, target, layers.values(), self.positions, edit)
+        with ExitStack() as stack:
+            for layer, coordinate, least, mean in self._elsewhere(layers):
+                put = partial(_put, coordinate=coordinate, least=least, value=self.value_elsewhere(mean))
+                stack.enter_context(edited_output(layers[layer], put))
+            # behind these, so that the positions get their own values
+            stack.enter_context(edited_positions(self.name, target, layers.values(), self.positions, edit))
+            yield
+
+    def _elsewhere(self, layers: Collection[int]) -> list[tuple[int, int, float, float]]:
+        numbers = self.elsewhere or ()
+        rows = [(int(row[0]), int(row[1]), *row[2:]) for row in zip(*[iter(numbers)] * 4, strict=False)]
+        if len(numbers) % 4 or not all(row[0] in layers and row[1] in (self.coordinates or ()) for row in rows):
+            raise InputError(f"{self.name}: elsewhere needs layer, coordinate, magnitude and mean, of those chosen")
+        return rows
 
     def control(self, known: Known, draw: torch.Generator) -> Intervention:
         """At other coordinates, whose means are measured anew."""
@@ -70,13 +97,18 @@ class _Massive(Intervention):
 
 class ZeroMassive(_Massive):
     name: ClassVar[str] = "zero-massive"
-    about: ClassVar[str] = "hidden-state coordinates at the sink = 0 (layers, positions, coordinates: the massive ones)"
+    about: ClassVar[str] = (
+        "hidden-state coordinates at the sink = 0 (layers, positions, coordinates, elsewhere: the massive ones)"
+    )
     paper: ClassVar[str] = "S2M §3"
     control_about: ClassVar[str] = "random coordinates"
     expects: ClassVar[Expectation] = Expectation.PERPLEXITY_COLLAPSES
 
     def value(self, layer: int, position: int) -> torch.Tensor:
         return torch.zeros(len(self.coordinates or ()))
+
+    def value_elsewhere(self, mean: float) -> float:
+        return 0.0
 
 
 class MeanMassive(_Massive):
@@ -108,6 +140,17 @@ class MeanMassive(_Massive):
             raise InputError(f"{self.name}: {shape[0]} × {shape[1]} × {shape[2]} means are needed")
         means = torch.tensor(self.means).view(shape)
         return means[layers.index(layer), self.positions.index(position)]
+
+    def value_elsewhere(self, mean: float) -> float:
+        return mean
+
+
+def _put(module: nn.Module, x: torch.Tensor, coordinate: int, least: float, value: float) -> torch.Tensor:
+    """(B,T,D) with another value where this coordinate is at least so large."""
+    x = x.clone()
+    entries = x[..., coordinate]
+    x[..., coordinate] = torch.where(entries.abs() >= least, torch.full_like(entries, value), entries)
+    return x
 
 
 def sink_massive(
@@ -151,6 +194,22 @@ def sink_massive(
     if found.empty:
         raise InputError(missing)
     return tuple(_numbers(found["layer"])), tuple(_numbers(found["coordinate"]))
+
+
+def massive_elsewhere(
+    known: Known, position: int, layers: tuple[int, ...], coordinates: tuple[int, ...]
+) -> tuple[float, ...] | None:
+    """The massive activations of other tokens at these layers and coordinates; None where there are none.
+
+    Returns:
+        Layer, coordinate, the smallest magnitude and the mean, one after the other.
+    """
+    table = known.tables["massive"]
+    rows = table[table["is_massive"] & (table["position"] != position)]
+    rows = rows[rows["layer"].isin(layers) & rows["coordinate"].isin(coordinates)]
+    by_place = rows.groupby(["layer", "coordinate"])["value"]
+    found = pd.DataFrame({"least": by_place.agg(lambda x: x.abs().min()), "mean": by_place.mean()}).reset_index()
+    return tuple(float(number) for row in found.itertuples(index=False) for number in row) or None
 
 
 def _numbers(column: pd.Series) -> list[int]:

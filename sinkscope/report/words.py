@@ -99,9 +99,9 @@ TEMPLATES: dict[tuple[str, Outcome], str] = {
         "weights, of which it has to be at least {value:g} × (`sinkscope claims`, GS-6).",
     ("gradient-norms", MEASURED): "At position 0 the value gradient is {value:value_over_key_gradient} × the key "
         "gradient.",
-    ("reshaping", MEASURED): "Gradient gains at position 0[ (positions 5–15: attention branch {bloat_later:gain}, the "
-        "norm before it {compress_later:gain})], medians over layers: attention branch {bloat:gain}, the norm before "
-        "it {compress:gain}, the residual stream {value:gain}.",
+    ("reshaping", MEASURED): "Gradient gains at position 0, medians over layers: attention branch {bloat:gain}, the "
+        "norm before it {compress:gain}, the residual stream {value:gain}[ (positions 5–15: attention branch "
+        "{bloat_later:gain}, the norm before it {compress_later:gain})].",
     ("compress", MEASURED): "log₁₀ compress against log₁₀‖h‖: slope {slope:compress_slope}, r = "
         "{value:compress_correlation} (GS fig. 3).",
     ("query-bias", PRESENT): "The query bias lifts the logits of position 0 by more than {threshold:g} standard "

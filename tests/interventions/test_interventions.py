@@ -1085,6 +1085,7 @@ AWKWARD = {
     "positions": (0, 1000000),
     "coordinates": (138, 1234567),
     "means": (1 / 3, -123456.789, 1e22, -1e-22),
+    "elsewhere": (11.0, 507.0, 9388.058, -9515.98),
     "factor": 1 / 3,
     "source": 1234567,
     "target": 7654321,
@@ -1120,7 +1121,7 @@ def test_what_is_left_open_is_what_is_massive_in_most_sequences() -> None:
         (2, 0, 0, 11, True), (2, 1, 0, 11, True), (2, 2, 0, 11, True),
     ]  # fmt: skip
     columns = ["layer", "sequence", "position", "coordinate", "is_massive"]
-    tables = {"massive": pd.DataFrame(rows, columns=columns)}
+    tables = {"massive": pd.DataFrame(rows, columns=columns).assign(value=500.0)}
     means = lambda layer, position: torch.arange(32.0) + 100 * layer + 1000 * position  # noqa: E731
     known = known_of(tiny_model("llama"), tables=tables, hidden_means=means)
 
@@ -1151,13 +1152,48 @@ def test_what_is_massive_at_most_tokens_is_not_the_sinks() -> None:
     places |= {(layer, 400): [0] for layer in range(3, 7)} | {(layer, 163): [0, 9] for layer in range(3, 14)}
     rows = [(*at, sequence, position) for at, where in places.items() for sequence in range(4) for position in where]
     massive = pd.DataFrame(rows, columns=["layer", "coordinate", "sequence", "position"]).assign(is_massive=True)
+    massive["value"] = 1000.0 * massive["layer"] + massive["sequence"]
     known = known_of(tiny_model("llama"), length, tables={"massive": massive})
     for text in ("zero-massive", "mean-massive:means=0"):
         found = parse(text).resolved(known)
         assert (found.layers, found.coordinates) == (tuple(range(3, 14)), (163,))
+        assert found.elsewhere[:8] == (3, 163, 3000.0, 3001.5, 4, 163, 4000.0, 4001.5)  # at the delimiter
+        assert len(found.elsewhere) == 4 * 11
     assert parse("rescale-norm").resolved(known).layers == (4,)
     with pytest.raises(InputError, match="no massive activations"):
         parse("zero-massive:layers=1").resolved(known)
+
+
+@pytest.mark.parametrize(
+    ("text", "first", "others"), [("zero-massive:", 0.0, 0.0), ("mean-massive:means=9,", 9.0, 7.0)]
+)
+def test_massive_activations_of_other_tokens_are_edited_too(text: str, first: float, others: float) -> None:
+    model, ids = tiny_model("llama"), tiny_tokens(2, 9)
+    with torch.no_grad():
+        states = model(ids, output_hidden_states=True).hidden_states[2][..., 3]  # behind layer 1
+        least = float(states[:, 1:].abs().median())
+
+        def edited(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+            output = output.clone()
+            output[..., 3] = torch.where(states.abs() >= least, others, states)
+            output[:, 0, 3] = first
+            return output
+
+        handle = model.model.layers[1].register_forward_hook(edited)
+        expected = model(ids).logits
+        handle.remove()
+        with intervening(model, f"{text}layers=1,coordinates=3,elsewhere=1,3,{least!r},7"):
+            found = model(ids).logits
+        with intervening(model, f"{text}layers=1,coordinates=3"):
+            without = model(ids).logits
+    torch.testing.assert_close(found, expected)
+    assert not torch.allclose(without, expected)
+    for wrong in ("1,3,5", "2,3,5,7", "1,4,5,7"):
+        with (
+            pytest.raises(InputError, match="elsewhere needs"),
+            intervening(model, f"{text}layers=1,coordinates=3,elsewhere={wrong}"),
+        ):
+            pass
 
 
 def test_with_learned_positions_the_key_columns_are_those_massive_in_epe_0() -> None:

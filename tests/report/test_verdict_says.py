@@ -12,6 +12,7 @@ from rich.console import Console
 from support.figure_tables import gradient_tables
 from support.summarized_runs import summarized
 from tiny import tiny_model
+from transformers import AutoModelForCausalLM, MambaConfig
 
 import sinkscope
 from sinkscope.attention.seam import open_seam
@@ -20,6 +21,7 @@ from sinkscope.interventions import INTERVENTIONS, Target
 from sinkscope.interventions.expectations import expectation
 from sinkscope.measuring.gradient_summary import gradient_summary, uniform_gradient_ratio
 from sinkscope.measuring.random_weights import initialized
+from sinkscope.measuring.subject import family_of
 from sinkscope.models.families import find_family
 from sinkscope.options.training import TrainingConfig
 from sinkscope.report import analysis
@@ -83,7 +85,7 @@ def test_gains_below_1_are_said_as_gains() -> None:
     assert "attention branch × 0.043, the norm before it × 9, the residual stream × 0.83" in said["reshaping"]
     assert not any(word in said["reshaping"] for word in ("multiplies", "divides", "only", "falls"))
     assert "compress" not in said  # no slope, no sentence of it
-    assert sentences(summarized(whole=dict.fromkeys(gains, 0.0)))["reshaping"].endswith("residual stream × 0.")
+    assert sentences(summarized(whole=dict.fromkeys(gains, 0.0)))["reshaping"].count("× 0") == 5
 
 
 def test_the_value_gradient_of_a_scale_is_read_in_front_of_it() -> None:
@@ -160,6 +162,12 @@ def test_position_0_is_a_register_where_registers_stand_in_front() -> None:
     assert f"position 0 being {token}, in float32" in run.verdict
     said = sinkscope.analyze(registers, **asked).verdict
     assert f"position 0 being the first register token, the text's own first {token}, in float32" in said
+
+
+def test_a_model_without_positions_has_none() -> None:
+    small = MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4)
+    family, _ = family_of(AutoModelForCausalLM.from_config(small))
+    assert family.positions == "none"
 
 
 # --- published values
