@@ -200,6 +200,8 @@ def _traced(tracer: Tracer, batch: Batch, whole: bool) -> Tables:
         observable.prepare(tracer.model, tracer.family, int(((batch.masked or batch).targets != IGNORED).sum()))
     (tracer.forward_backward if whole else tracer.forward)(batch, observables)
     tables = {name: table for observable in observables for name, table in observable.tables().items()}
+    if "gradient" in tables:  # of query 0 as autograd gives it there is nothing to compare: it is round-off
+        tables["gradient"] = tables["gradient"].query("pathway != 'query_measured'")
     return tables if whole else {name: tables[name] for name in ("attention", "activation") if name in tables}
 
 
