@@ -200,8 +200,6 @@ def _traced(tracer: Tracer, batch: Batch, whole: bool) -> Tables:
         observable.prepare(tracer.model, tracer.family, int(((batch.masked or batch).targets != IGNORED).sum()))
     (tracer.forward_backward if whole else tracer.forward)(batch, observables)
     tables = {name: table for observable in observables for name, table in observable.tables().items()}
-    if "gradient" in tables:  # of query 0 as autograd gives it there is nothing to compare: it is round-off
-        tables["gradient"] = tables["gradient"].query("pathway != 'query_measured'")
     return tables if whole else {name: tables[name] for name in ("attention", "activation") if name in tables}
 
 
@@ -242,6 +240,7 @@ def _apart(tables: Tables, expected: Tables) -> dict[str, float]:
 
     Infinite where there are other rows.
     """
+    tables = {name: _compared(table) for name, table in tables.items()}
     apart = {f"{name}.rows": np.inf for name in COMPARED if (name in tables) != (name in expected)}
     apart |= {
         f"{name}.{column}": value
@@ -249,6 +248,11 @@ def _apart(tables: Tables, expected: Tables) -> dict[str, float]:
         for column, value in _columns_apart(tables[name], table).items()
     }
     return apart | {UNDEFINED: sum(float(table.isna().sum().sum()) for table in expected.values())}
+
+
+def _compared(table: pd.DataFrame) -> pd.DataFrame:
+    """Without the gradient of query 0 as autograd gives it, which is round-off."""
+    return table[table["pathway"] != "query_measured"] if "pathway" in table else table
 
 
 def _columns_apart(found: pd.DataFrame, expected: pd.DataFrame) -> dict[str, float]:
