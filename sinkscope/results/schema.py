@@ -56,6 +56,8 @@ class Model(Part):
     name: str
     source: str
     revision: str | None
+    weights: str | None = None
+    parameters: Count | None = None
     layer_types: list[str] | None
     sliding_window: bool | int | float | None
 
@@ -95,6 +97,7 @@ class RunManifest(Manifest):
     model: Model
     family: Family
     absent: Reasons
+    outside: dict[str, list[int]] = {}  # what is attended to besides the text → its layers
     not_measured: Reasons = {}
     dtype: str
     kernel: str
@@ -104,6 +107,7 @@ class RunManifest(Manifest):
 
 
 class InterventionArm(Part):
+    asked: list[str] = []
     do: list[str]
     paper: str
     expects: Annotated[str | None, AfterValidator(_expectation)]
