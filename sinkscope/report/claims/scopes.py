@@ -70,7 +70,7 @@ SMALL = 200e6  # parameters
 
 
 def small(evidence: Evidence) -> str | None:
-    count = evidence.any_run.manifest["model"]["parameters"]
+    count = evidence.any_run.manifest["model"].get("parameters") or 0
     return None if count < SMALL else f"it has {count / 1e6:,.0f} M parameters, more than {SMALL / 1e6:.0f} M"
 
 

@@ -37,7 +37,7 @@ def draw(card: Scorecard) -> Figure:
         escape(textwrap.shorten(f"{name}  {CLAIMS[name].statement}", LETTERS, placeholder=" …"))
         for name in decided.index
     ]
-    ax.set_yticks(range(len(names)), map(escape, names), fontsize=5.6, ha="left")
+    ax.set_yticks(range(len(names)), names, fontsize=5.6, ha="left")
     ax.tick_params(axis="y", length=0, pad=NAMES * 66)
     ax.set(ylim=(len(decided) - 0.5, -0.5), xlim=(-0.5, len(card.models) - 0.5))
     ax.xaxis.tick_top()
