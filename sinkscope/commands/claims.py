@@ -72,17 +72,18 @@ def claims(
     start = time.time()
     config = config or options_of(ClaimsOptions, model, options)
     known = [*runs, *(run for folder in config.from_ for run in _runs_in(folder))]
+    skipped = _skipped(config.from_)
     console = Console(stderr=True, quiet=quiet)
     check_config(config)
     judges_only = model is None and (config.only_judges or bool(known and config.model is None))
     reads = (config.model, config.adapter, config.input, *config.from_)
     with own_folder(out, overwrite, (COMMAND,), reads=reads) as folder:
         if judges_only:
-            evidence = {name: evidence_of(some, name) for name, some in models_of(known).items()}
+            evidence = {name: evidence_of(some, name, skipped) for name, some in models_of(known).items()}
             card = _scorecard(evidence, config, start, folder)
         else:
             with open_subject(model, tokenizer, config, console) as subject:
-                evidence = {subject.loaded.name: Bench(subject, config, console, known=known).evidence()}
+                evidence = {subject.loaded.name: Bench(subject, config, console, known=known).evidence(skipped)}
                 card = _scorecard(evidence, config, start, folder)
         if folder is not None:
             with new_folder(folder) as fresh:
@@ -99,6 +100,15 @@ def _runs_in(folder: Path) -> Iterator[Run]:
         raise InputError(f"--from {folder} judged runs that stand elsewhere: name those")
     for each in sorted((folder / "runs").iterdir()):
         yield Run.open(each)
+
+
+def _skipped(folders: Iterable[Path]) -> dict[str, dict[str, str]]:
+    """Model → role → why it does not apply, as folders of `claims` have it."""
+    found: dict[str, dict[str, str]] = {}
+    for folder in folders:
+        for model, reasons in read_manifest(folder, (*RUNS, COMMAND)).get("skipped_roles", {}).items():
+            found.setdefault(model, {}).update(reasons)
+    return found
 
 
 def _scorecard(evidence: Mapping[str, Evidence], config: ClaimsOptions, start: float, folder: Path | None) -> Scorecard:
@@ -124,7 +134,7 @@ class Bench:
     skipped: dict[str, str] = field(default_factory=dict)  # role → why it does not apply
     failed: dict[str, str] = field(default_factory=dict)  # role → how its run broke off
 
-    def evidence(self) -> Evidence:
+    def evidence(self, skipped: Mapping[str, Mapping[str, str]]) -> Evidence:
         """Measure what is missing. The run of the model as it is comes first: by it a claim speaks of the model."""
         runs: list[Run] = list(models_of(self.known).get(self.subject.loaded.name, ()))
         if not evidence_of(runs, self.name).has(MAIN):
@@ -140,8 +150,8 @@ class Bench:
                     self.skipped |= dict.fromkeys(roles, one_line(error))
                 except SinkscopeError as error:  # nothing of the other runs is lost
                     self.failed |= dict.fromkeys(roles, one_line(error))
-        found = evidence_of(runs, self.name)
-        return replace(found, skipped=found.skipped | self.skipped, failed=self.failed)
+        found = evidence_of(runs, self.name, {self.name: {**skipped.get(self.subject.loaded.name, {}), **self.skipped}})
+        return replace(found, failed=self.failed)
 
     @property
     def name(self) -> str:

@@ -155,6 +155,12 @@ class ArmsManifest(Manifest):
     arms: dict[Name, TrainingArm]
 
 
+class ClaimsManifest(Manifest):
+    judged: dict[str, dict[str, str]] = {}  # model → role → where its run stands
+    failed: Reasons = {}
+    skipped_roles: dict[str, Reasons] = {}  # of each model
+
+
 KINDS: dict[str, type[Manifest]] = {
     "analyze": RunManifest,
     "intervene": InterveneManifest,
@@ -163,7 +169,7 @@ KINDS: dict[str, type[Manifest]] = {
     "retrofit": ArmsManifest,
     "train": ArmsManifest,
     "compare": Manifest,
-    "claims": Manifest,
+    "claims": ClaimsManifest,
     "run": Manifest,
     "training": Manifest,
 }

@@ -10,7 +10,7 @@ OUT/scorecard.md
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -121,9 +121,13 @@ class Scorecard:
         return self.markdown
 
 
-def evidence_of(runs: Iterable[RunData], model: str) -> Evidence:
-    """What the runs of one model have to say of all claims."""
-    return Evidence.of(runs, (need for claim in CLAIMS.values() for need in claim.needs), model)
+def evidence_of(
+    runs: Iterable[RunData], model: str, skipped: Mapping[str, Mapping[str, str]] | None = None
+) -> Evidence:
+    """What the runs of one model have to say of all claims; `skipped`: model → role → why it does not apply."""
+    found = Evidence.of(runs, (need for claim in CLAIMS.values() for need in claim.needs), model)
+    reasons = {role: why for role, why in (skipped or {}).get(model, {}).items() if not found.has(role)}
+    return replace(found, skipped={**reasons, **found.skipped})
 
 
 def judged(evidence: Evidence) -> pd.DataFrame:
@@ -169,8 +173,7 @@ def _published(claim: Claim) -> str:
 def scorecard_markdown(card: Scorecard) -> str:
     """Of one model all numbers, by paper; of several the outcomes side by side."""
     if len(card.models) > 1:
-        wide = card.by_model.reset_index()
-        return f"## Claims, {len(card.models)} models\n\n{as_markdown(wide.fillna(MISSING))}"
+        return _side_by_side(card)
     parts = [f"## Claims, {card.models[0]}", _counts(card.table)]
     for paper, rows in card.table.groupby("paper", sort=False):
         decided = rows[~rows["outcome"].isin([Outcome.DOES_NOT_APPLY, Outcome.NOT_MEASURED])]
@@ -181,6 +184,18 @@ def scorecard_markdown(card: Scorecard) -> str:
             text for outcome in (Outcome.DOES_NOT_APPLY, Outcome.NOT_MEASURED) if (text := _others(rows, outcome))
         ]
     return "\n\n".join(parts)
+
+
+def _side_by_side(card: Scorecard) -> str:
+    """Outcomes of several models; claims that none of them decides stand in one line."""
+    wide = card.by_model.fillna(str(Outcome.NOT_MEASURED))
+    decided = wide[~wide.isin([str(Outcome.NOT_MEASURED), str(Outcome.DOES_NOT_APPLY)]).all(axis=1)]
+    others = ", ".join(name for name in wide.index if name not in decided.index)
+    parts = [f"## Claims, {len(card.models)} models"]
+    parts += [f"- {model}: {_counts(card.table[card.table['model'] == model])}" for model in card.models]
+    table = decided.reset_index()
+    table.insert(1, "what it says", [CLAIMS[name].statement for name in decided.index])
+    return "\n\n".join([*parts, as_markdown(table), f"Decided by no model: {others}."])
 
 
 def _counts(table: pd.DataFrame) -> str:
