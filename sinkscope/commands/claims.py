@@ -115,7 +115,15 @@ def _scorecard(evidence: Mapping[str, Evidence], config: ClaimsOptions, start: f
     table = pd.concat([judged(one) for one in evidence.values()], ignore_index=True)
     used = {name: {role: _source(run) for role, run in one.runs.items()} for name, one in evidence.items()}
     failed = {role: reason for one in evidence.values() for role, reason in one.failed.items()}
-    manifest = make_folder_manifest(COMMAND, config.model_dump(mode="json"), start, [TABLE], judged=used, failed=failed)
+    manifest = make_folder_manifest(
+        COMMAND,
+        config.model_dump(mode="json"),
+        start,
+        [TABLE],
+        judged=used,
+        failed=failed,
+        skipped_roles={name: one.skipped for name, one in evidence.items()},
+    )
     return Scorecard(manifest, table, {name: one.runs for name, one in evidence.items()}, folder)
 
 
