@@ -82,7 +82,7 @@ define claims
 	rm -rf reports/claims/$(1)
 	mkdir -p reports/claims/$(1)
 	cp runs/report/claims-$(1)/run.json runs/report/claims-$(1)/scorecard.md reports/claims/$(1)/
-	cp runs/report/claims-$(1)/tables/claim.parquet runs/report/claims-$(1)/figures/scorecard.png reports/claims/$(1)/
+	cp runs/report/claims-$(1)/tables/claim.parquet runs/report/claims-$(1)/figures/scorecard.pdf reports/claims/$(1)/
 endef
 
 report-claims: install models  ## what the papers say, tested on three models: half an hour on two cores
