@@ -17,6 +17,7 @@ from sinkscope.measuring.subject import Subject
 from sinkscope.models.in_memory import undisturbed
 from sinkscope.models.quantized import ORDINARY, is_quantized
 
+WEIGHTS_AT_RANDOM = "random"  # of the manifest: where a checkpoint has the format of its weights
 AT_RANDOM = " (random weights)"  # behind the model's name
 QUANTIZATION = "quantization_config"  # of a model's configuration
 
@@ -41,7 +42,7 @@ def random_weights(subject: Subject, seed: int = 0) -> Iterator[Subject]:
         network = initialized(subject.loaded.model, seed)
     except InputError as error:
         raise InputError(f"{subject.loaded.name} with random weights: {error}") from error
-    named = replace(subject.loaded, name=subject.loaded.name + AT_RANDOM, weights="random", adapter=None)
+    named = replace(subject.loaded, name=subject.loaded.name + AT_RANDOM, weights=WEIGHTS_AT_RANDOM, adapter=None)
     with undisturbed(network):
         yield replace(subject, loaded=replace(named, model=network))
 

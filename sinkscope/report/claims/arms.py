@@ -4,9 +4,10 @@ from collections.abc import Callable
 
 import numpy as np
 
+from sinkscope.measuring.experiment import BEFORE
 from sinkscope.report.claims.claim import NotDefined, Part, above, below
 from sinkscope.report.claims.estimates import Estimate, bootstrap, mean_of_runs, one_more_run
-from sinkscope.report.claims.evidence import BEFORE, Evidence
+from sinkscope.report.claims.evidence import Evidence
 from sinkscope.report.claims.quantities import sink_rates
 
 SINK = 10.0  # percent: a sink rate above this is a sink (W-1)

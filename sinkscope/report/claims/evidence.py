@@ -8,12 +8,10 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
+from sinkscope.measuring.random_weights import WEIGHTS_AT_RANDOM
 from sinkscope.report.claims.estimates import resamplings, weighted_means
 from sinkscope.results.run import RunData
 
-WEIGHTS_AT_RANDOM = "random"  # manifest["model"]["weights"] of a run on random weights
-BEFORE = "before"
-ALL_HEADS = -1
 MAIN, NULL = "natural", "null"  # roles: the model as it is, and with random weights
 LONG = 256  # tokens of a text that is streamed
 OTHER_INPUTS = ("random", "repeated")  # than the text that a model is measured on
@@ -114,6 +112,7 @@ class Sequences:
     """One run's by-sequence tables under resamplings of its sequences."""
 
     run: RunData
+    condition: str | None = None  # of `intervene`: which arm
     _pivoted: dict[tuple, np.ndarray] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -134,6 +133,8 @@ class Sequences:
 
     def _pivot(self, table: str, column: str, by: tuple[str, ...], where: dict) -> np.ndarray:
         rows = table_of(self.run, table)
+        if self.condition is not None:
+            where = {"condition": self.condition, **where}
         for name, value in where.items():
             rows = rows[rows[name] == value]
         axes = [np.unique(rows[name].to_numpy(), return_inverse=True) for name in by]
@@ -158,6 +159,7 @@ class Evidence:
     skipped: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     model: str = "MODEL"
+    _sequences: dict[tuple[str, str | None], Sequences] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, runs: Iterable[RunData], needs: Iterable[str], model: str = "MODEL") -> "Evidence":
@@ -194,15 +196,13 @@ class Evidence:
         table, label = table_of(self.runs[role], name), self.label(role)
         return table[table["condition"] == label] if label else table
 
-    def before(self, role: str, name: str) -> pd.DataFrame:
-        """The rows of a table of `intervene` that are of the model as it is."""
-        table = table_of(self.runs[role], name)
-        return table[table["condition"] == BEFORE]
-
     def sequences(self, role: str, condition: str | None = None) -> Sequences:
         """By-sequence tables of a run; of `intervene` those of one arm, by default the role's own."""
-        run, label = self.runs[role], self.label(role)
-        return Sequences(run.at(condition or label) if label else run)
+        label = self.label(role)
+        key = role, (condition or label) if label else None
+        if key not in self._sequences:
+            self._sequences[key] = Sequences(self.runs[role], key[1])
+        return self._sequences[key]
 
     def label(self, role: str) -> str | None:
         """Of the arm that a role "do:NAME" is; None of other roles."""

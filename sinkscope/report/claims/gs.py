@@ -4,6 +4,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from sinkscope.measuring.experiment import BEFORE
+from sinkscope.measuring.observables.gradient import ALL_HEADS
+from sinkscope.measuring.observables.observable import LATER
 from sinkscope.report.claims.arms import control_conditions, perplexity_ratio
 from sinkscope.report.claims.claim import Claim, NotDefined, Part, above, at_least, at_most, below, between
 from sinkscope.report.claims.estimates import (
@@ -16,11 +19,10 @@ from sinkscope.report.claims.estimates import (
     resamplings,
     weighted_means,
 )
-from sinkscope.report.claims.evidence import ALL_HEADS, BEFORE, Evidence
+from sinkscope.report.claims.evidence import Evidence, table_of
 from sinkscope.report.claims.quantities import (
     BEHIND,
     HAS_SINK_HEADS,
-    LATER,
     attention,
     gradient_ratio,
     gradients,
@@ -183,7 +185,7 @@ def _unchanged(evidence: Evidence) -> Estimate:
 def _beside_control(evidence: Evidence) -> Estimate:
     """What masking another position leaves of the ratio."""
     label = evidence.label(MASKED)
-    table = evidence.runs[MASKED].tables["gradient"]
+    table = table_of(evidence.runs[MASKED], "gradient")
     rows = table[(table["pathway"] == "value") & (table["head"] == ALL_HEADS)]
     rows = rows[rows["condition"].isin([BEFORE, *control_conditions(evidence, MASKED)])]
     norms = rows.groupby(["condition", "position"])["grad_norm"].mean().unstack()

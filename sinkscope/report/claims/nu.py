@@ -3,15 +3,17 @@
 import numpy as np
 import pandas as pd
 
+from sinkscope.measuring.experiment import BEFORE
 from sinkscope.measuring.observables.epe import WHOLE_RUN
 from sinkscope.measuring.observables.logit_terms import DELTA
-from sinkscope.measuring.observables.query_bias import NO_QUERY_BIAS
+from sinkscope.measuring.observables.observable import LATER
+from sinkscope.measuring.observables.query_bias import ALL_HEADS, NO_QUERY_BIAS
 from sinkscope.report.claims.arms import SINK, falls, had_a_sink, of_arm, rate_after, share_left
 from sinkscope.report.claims.arms import controls as rates_under_controls
 from sinkscope.report.claims.claim import Claim, NotDefined, Part, above, at_least, at_most, below, between
 from sinkscope.report.claims.estimates import Estimate, bootstrap, exact, jackknife, mean_of_runs, weighted_means
-from sinkscope.report.claims.evidence import ALL_HEADS, BEFORE, Evidence
-from sinkscope.report.claims.quantities import FIRST_LATER, LAST_LATER, sink_rates
+from sinkscope.report.claims.evidence import Evidence
+from sinkscope.report.claims.quantities import sink_rates
 from sinkscope.report.claims.scopes import causal, learned_positions, query_bias
 from sinkscope.results.findings import OUTLIER, Published
 
@@ -71,7 +73,7 @@ def _first_alignment(evidence: Evidence) -> Estimate:
 
 
 def _later_alignment(evidence: Evidence) -> Estimate:
-    return exact(np.abs(_deep(_alignment(evidence))[FIRST_LATER : LAST_LATER + 1]).mean())
+    return exact(np.abs(_deep(_alignment(evidence))[LATER]).mean())
 
 
 def _gamma(evidence: Evidence) -> pd.DataFrame:

@@ -2,14 +2,14 @@
 
 import numpy as np
 
+from sinkscope.measuring.observables.gradient import ALL_HEADS
 from sinkscope.measuring.observables.massive import THRESHOLD
+from sinkscope.measuring.observables.observable import LATER
 from sinkscope.report.claims.claim import NotDefined, Part, above, at_least
 from sinkscope.report.claims.estimates import Estimate, bootstrap, exact, positive_jackknife
-from sinkscope.report.claims.evidence import ALL_HEADS, Evidence
+from sinkscope.report.claims.evidence import Evidence
 
-FIRST_LATER, LAST_LATER = 5, 15  # the positions that claims call later
-LATER = slice(FIRST_LATER, LAST_LATER + 1)
-BEHIND = slice(1, LAST_LATER + 1)
+BEHIND = slice(1, LATER.stop)  # all positions that position 0 is compared with where none is left out
 
 
 # --- attention, by sequences

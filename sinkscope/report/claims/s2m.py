@@ -20,7 +20,7 @@ DELIMITERS = set(".,;:!?\n\r")  # what a delimiter token is made of, but for spa
 
 def _perplexities(evidence: Evidence, keep: int | None) -> np.ndarray:
     """(R,): of the smallest window with the first `keep` tokens kept (None: dense); buckets of tokens resampled."""
-    table = evidence.runs["streaming"].tables["streaming"]
+    table = evidence.table("streaming", "streaming")
     if keep is None:
         rows = table[table["method"] == "dense"]
     else:

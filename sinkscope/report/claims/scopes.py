@@ -1,7 +1,5 @@
 """Of which models claims speak: each function gives the reason why a model is not among them, or None."""
 
-from collections.abc import Callable
-
 from sinkscope.models.family import ATTENTION, FEED_FORWARD, NO_POSITIONS, NOT_RUN
 from sinkscope.report.claims.evidence import Evidence
 
@@ -42,15 +40,6 @@ def equal_tokens_stay_equal(evidence: Evidence) -> str | None:
         return f"{other[0].replace('_', ' ')} layers mix tokens, too"
     found = kinds_of_positions(evidence) <= RELATIVE
     return None if found else f"its positions are {_positions(evidence)}"
-
-
-def only(kind: str) -> Callable[[Evidence], str | None]:
-    """Of models whose positions are all of one kind."""
-
-    def scope(evidence: Evidence) -> str | None:
-        return None if kinds_of_positions(evidence) == {kind} else f"its positions are {_positions(evidence)}"
-
-    return scope
 
 
 def query_bias(evidence: Evidence) -> str | None:

@@ -53,13 +53,6 @@ COLUMNS = (
     Column("note", "what the number is over, why the claim does not apply, or the command to measure it", kind="text"),
 )  # fmt: skip
 _SCHEMA = (*LEADING_COLUMNS, *COLUMNS)
-MARKS = {
-    Outcome.HOLDS: "holds",
-    Outcome.FAILS: "**fails**",
-    Outcome.INCONCLUSIVE: "inconclusive",
-    Outcome.DOES_NOT_APPLY: "does not apply",
-    Outcome.NOT_MEASURED: "not measured",
-}
 
 
 @dataclass(frozen=True)
@@ -136,7 +129,7 @@ def judged(evidence: Evidence) -> pd.DataFrame:
     rows = [row for claim in CLAIMS.values() for row in _rows(judge(claim, evidence))]
     table = pd.DataFrame(rows, columns=names_of(COLUMNS))
     table.insert(0, "layer", -1)
-    table.insert(0, "condition", evidence.runs.get("natural", run).condition)
+    table.insert(0, "condition", run.condition)
     table.insert(0, "model", run.model)
     return table
 
@@ -211,11 +204,12 @@ def _printed(rows: pd.DataFrame) -> pd.DataFrame:
         value = value_text(row.claim, row.part, row.value, row.low, row.high)
         statement = f"{row.statement} {row.quantity[:1].upper()}{row.quantity[1:]}" if first else f"… {row.quantity}"
         note = f" ({row.note})" if row.note else ""
-        outcome = MARKS[Outcome(row.outcome)] if first else ""
-        lines.append((row.claim if first else "", statement + note, value, row.test + "‡" * row.is_ours, outcome))
-    return pd.DataFrame(
-        lines, columns=["claim", "what it says, and what is measured", "value [95 %]", "test", "outcome"]
-    )
+        null = MISSING if pd.isna(row.null) else CLAIMS[row.claim].parts[row.part].form.format(row.null)
+        test = row.test + "‡" * row.is_ours
+        outcome = f"**{row.outcome}**" if row.outcome == Outcome.FAILS else row.outcome
+        lines.append((row.claim if first else "", statement + note, value, null, test, outcome if first else ""))
+    columns = ["claim", "what it says, and what is measured", "value [95 %]", "null", "test", "outcome"]
+    return pd.DataFrame(lines, columns=columns)
 
 
 def value_text(claim: str, part: int, value: float, low: float, high: float) -> str:

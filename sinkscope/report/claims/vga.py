@@ -3,13 +3,13 @@
 import numpy as np
 import pandas as pd
 
+from sinkscope.measuring.observables.observable import LATER
 from sinkscope.report.claims.arms import perplexity_of_controls, perplexity_ratio
 from sinkscope.report.claims.claim import Claim, NotDefined, Part, above, at_most, below
 from sinkscope.report.claims.estimates import Estimate, bootstrap, exact, positive_jackknife, rank_correlation
 from sinkscope.report.claims.evidence import Evidence
 from sinkscope.report.claims.quantities import (
     HAS_SINK_HEADS,
-    LATER,
     MASSIVE_LAYERS,
     by_head,
     in_sink_heads,

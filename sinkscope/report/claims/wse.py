@@ -1,4 +1,4 @@
-"""Claims of When Attention Sink Emerges in Language Models (WSE) on any model; by training: `wse_training.py`."""
+"""Claims of When Attention Sink Emerges in Language Models (WSE) on any model; by training: `trained.py`."""
 
 from collections.abc import Callable
 
