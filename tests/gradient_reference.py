@@ -20,6 +20,7 @@ import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
+from support.dense_attention import dense_attention
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
@@ -350,33 +351,14 @@ AttentionMaskInterface.register(NAME, eager_mask)
 
 
 def _dense_sdpa(calls: _Calls) -> Callable:
-    """F.scaled_dot_product_attention as its documentation defines it."""
+    """F.scaled_dot_product_attention made dense, everything kept."""
 
-    def dense(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
+    def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         calls.add(query, key, value)
-        heads, length, width = query.shape[1:]
-        key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
-        logits = query @ key.transpose(2, 3) * (width**-0.5 if scale is None else scale)
-        if is_causal:
-            assert attn_mask is None
-            attn_mask = torch.ones(length, length, dtype=torch.bool).tril()
-        assert attn_mask is not None
-        is_bool = attn_mask.dtype == torch.bool
-        logits = logits.masked_fill(~attn_mask, -torch.inf) if is_bool else logits + attn_mask
-        weights = logits.softmax(-1)
-        mix = kept(weights @ value)
-        calls.weights.append(weights)
-        calls.mixes.append(mix)
-        return mix
+        attended = dense_attention(query, key, value, *args, **kwargs)
+        calls.weights.append(attended.weights)
+        calls.mixes.append(kept(attended.mix))
+        return attended.mix
 
     return dense
 

@@ -25,6 +25,7 @@ import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
+from support.dense_attention import dense_attention
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -41,6 +42,12 @@ class Layer:
     key: np.ndarray  # (K,T,d)
     value: np.ndarray  # (K,T,d)
     sites: dict[str, np.ndarray]  # site → (T,D)
+
+    @classmethod
+    def of_weights(cls, weights: np.ndarray) -> "Layer":
+        """A layer of which no more is known than its weights; each head has keys of its own."""
+        nothing = np.zeros((len(weights), 0))
+        return cls(weights, nothing, nothing, nothing, nothing, {})
 
     @property
     def allowed(self) -> np.ndarray:
@@ -258,33 +265,14 @@ def _queries(twin: PreTrainedModel, place: Place, calls: _Calls) -> Iterator[Non
 
 @contextmanager
 def _dense_sdpa(calls: _Calls) -> Iterator[None]:
-    """F.scaled_dot_product_attention as its documentation defines it, everything kept."""
+    """F.scaled_dot_product_attention made dense, everything kept."""
 
-    def dense(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
+    def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         calls.qkv.append((query, key, value))
-        heads, length, width = query.shape[1:]
-        key, value = (x.double().repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
-        logits = query.double() @ key.transpose(2, 3) * (width**-0.5 if scale is None else scale)
-        if is_causal:
-            assert attn_mask is None
-            attn_mask = torch.ones(length, length, dtype=torch.bool).tril()
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            logits = logits.masked_fill(~attn_mask, -torch.inf)
-        elif attn_mask is not None:
-            logits = logits + attn_mask
-        weights = logits.softmax(-1)
-        calls.logits.append(logits)
-        calls.weights.append(weights)
-        return (weights @ value).to(query.dtype)
+        attended = dense_attention(query.double(), key.double(), value.double(), *args, **kwargs)
+        calls.logits.append(attended.logits)
+        calls.weights.append(attended.weights)
+        return attended.mix.to(query.dtype)
 
     with patch.object(F, "scaled_dot_product_attention", dense):
         yield

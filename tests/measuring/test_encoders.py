@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import reference
 import torch
 import torch.nn.functional as F
-from support import encoders
-from support.encoders import ENCODERS, SPECIAL, encoder, largest_error, word_tokenizer
+from reference import assert_same, errors
+from support.encoders import ENCODERS, SPECIAL, encoder, recorded, word_tokenizer
 from support.plain import only_float64, run_plainly
 from tiny import VOCAB, batched, ragged_tokens
 from transformers import AutoConfig, AutoModelForCausalLM, BartConfig, BartForConditionalGeneration, PreTrainedModel
@@ -39,11 +40,11 @@ EACH_SIDE = pytest.mark.parametrize("side", ["right", "left"])
 
 
 @cache
-def known(name: str) -> tuple[PreTrainedModel, Family, list[list[np.ndarray]]]:
-    """An encoder, its family, and the attention weights of each sequence and layer by plain transformers."""
+def known(name: str) -> tuple[PreTrainedModel, Family, list[reference.Sequence]]:
+    """An encoder, its family, and each sequence by plain transformers."""
     model = encoder(name)
     family, _ = family_of(model)
-    return model, family, [encoders.weights_of(model, ids) for ids in ragged_tokens(LENGTHS)]
+    return model, family, [recorded(model, ids) for ids in ragged_tokens(LENGTHS)]
 
 
 def tables_of(model: PreTrainedModel, family: Family, batches: Sequence[Batch], *names: str) -> dict[str, pd.DataFrame]:
@@ -54,6 +55,14 @@ def tables_of(model: PreTrainedModel, family: Family, batches: Sequence[Batch], 
     return {name: table for observable in observables for name, table in observable.tables().items()}
 
 
+def attention(sequences: list[reference.Sequence]) -> pd.DataFrame:
+    return reference.attention(sequences, SETTINGS.positions, SETTINGS.window, SETTINGS.epsilon, causal=False)
+
+
+def sink_positions(sequences: list[reference.Sequence]) -> pd.DataFrame:
+    return reference.sink_positions(sequences, SETTINGS.window, SETTINGS.epsilon, causal=False)
+
+
 # ------------------------------------------------------------------------------------------- forward
 
 
@@ -61,32 +70,32 @@ def tables_of(model: PreTrainedModel, family: Family, batches: Sequence[Batch], 
 @pytest.mark.parametrize("name", ENCODERS)
 def test_attention_is_that_of_plain_transformers(name: str, side: str) -> None:
     """With a window that is shorter than the sequences; ModernBERT's own windows reach both ways."""
-    model, family, weights = known(name)
+    model, family, sequences = known(name)
     tables = tables_of(model, family, batched(ragged_tokens(LENGTHS), 2, side), "attention")
     expected = {
-        "attention": encoders.attention_table(weights, 20, 6, 0.17),
-        "attention_heads": encoders.entropy_table(weights),
-        "sink_positions": encoders.sink_table(weights, 6, 0.17),
+        "attention": attention(sequences),
+        "attention_heads": reference.attention_heads(sequences),
+        "sink_positions": sink_positions(sequences),
     }
     assert len(expected["sink_positions"])
-    assert max(largest_error(tables[table], rows) for table, rows in expected.items()) < ROUND_OFF
+    assert_same(tables, expected, ROUND_OFF)
 
 
 def test_keys_that_are_not_read_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second chunk of queries is needed for the first to have keys behind it."""
     model, family, _ = known("bert")
     ids = ragged_tokens((90,))
-    expected = encoders.entropy_table([encoders.weights_of(model, ids[0])])
+    expected = reference.attention_heads([recorded(model, ids[0])])
     before = tables_of(model, family, batched(ids, 1), "attention")["attention_heads"]
     monkeypatch.setattr(AttentionRead, "keys", lambda read, rows, columns=None: slice(0, rows.stop))
     after = tables_of(model, family, batched(ids, 1), "attention")["attention_heads"]
-    assert largest_error(before, expected) < ROUND_OFF
-    assert largest_error(after, expected) > 1e-3
+    assert errors(before, expected)["attention_entropy"] < ROUND_OFF
+    assert errors(after, expected)["attention_entropy"] > 1e-3
 
 
 @pytest.mark.parametrize("broken", ["one-sided window", "queries"])
 def test_what_is_taken_for_causal_is_noticed(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, family, weights = known("bert")
+    model, family, sequences = known("bert")
     if broken == "one-sided window":
         within = "sinkscope.attention.weights._within"
         monkeypatch.setattr(within, lambda weights, rows, cols, window: weights.tril(0))
@@ -94,7 +103,7 @@ def test_what_is_taken_for_causal_is_noticed(broken: str, monkeypatch: pytest.Mo
         own = Batch.queries
         monkeypatch.setattr(Batch, "queries", lambda batch, count, window=None, causal=False: own(batch, count, window))
     table = tables_of(model, family, batched(ragged_tokens(LENGTHS), 3), "attention")["attention"]
-    assert largest_error(table, encoders.attention_table(weights, 20, 6, 0.17)) > 1e-3
+    assert errors(table, attention(sequences))["window_mass"] > 1e-3
 
 
 def test_a_long_text_is_read_in_chunks() -> None:
@@ -103,9 +112,9 @@ def test_a_long_text_is_read_in_chunks() -> None:
     family, _ = family_of(model)
     ids = ragged_tokens((300,))
     tables = tables_of(model, family, batched(ids, 1), "attention")
-    weights = [encoders.weights_of(model, ids[0])]
-    assert largest_error(tables["attention"], encoders.attention_table(weights, 20, 6, 0.17)) < ROUND_OFF
-    assert largest_error(tables["sink_positions"], encoders.sink_table(weights, 6, 0.17)) < ROUND_OFF
+    sequences = [recorded(model, ids[0])]
+    expected = {"attention": attention(sequences), "sink_positions": sink_positions(sequences)}
+    assert_same(tables, expected, ROUND_OFF)
 
 
 @EACH_SIDE
@@ -124,8 +133,9 @@ def test_geometry_is_over_the_queries_of_both_sides(side: str) -> None:
         for head, position in np.ndindex(4, len(ids)):
             column = (cosine.mean(1)[head, position], (logits - others).mean(1)[head, position])
             seen.setdefault((head, position), []).append(tuple(map(float, column)))
-    expected = pd.DataFrame([np.mean(seen[at], axis=0) for at in sorted(seen)], columns=["qk_cosine", "sink_logit_gap"])
-    assert largest_error(table, expected) < ROUND_OFF
+    rows = [(*at, *np.mean(seen[at], axis=0)) for at in sorted(seen)]
+    expected = pd.DataFrame(rows, columns=["head", "position", "qk_cosine", "sink_logit_gap"])
+    assert max(errors(table, expected).values()) < ROUND_OFF
 
 
 @EACH_SIDE

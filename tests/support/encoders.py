@@ -1,15 +1,14 @@
 """Tiny random encoders, a tokenizer for them, and what their tables must hold by plain transformers.
 
-Every sequence goes through the model alone and unpadded, with eager attention in float64 and `output_attentions=True`;
-statistics are loops over the dense weights. Nothing of sinkscope's is used.
+Every sequence goes through the model alone and unpadded, with eager attention in float64 and `output_attentions=True`.
+Nothing of sinkscope's is used.
 """
 
-from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-import pandas as pd
+import reference
 import torch
 import torch.nn.functional as F
 from tiny import VOCAB, spread_weights
@@ -57,8 +56,8 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, **names)
 
 
-def weights_of(model: PreTrainedModel, ids: np.ndarray) -> list[np.ndarray]:
-    """Of every layer, (H,T,T)."""
+def recorded(model: PreTrainedModel, ids: np.ndarray) -> reference.Sequence:
+    """One sequence's attention weights in every layer."""
     kind, softmax = type(model), F.softmax
     eager = kind._from_config(
         model.config.__class__(**model.config.to_dict()), attn_implementation="eager", dtype=model.dtype
@@ -69,55 +68,6 @@ def weights_of(model: PreTrainedModel, ids: np.ndarray) -> list[np.ndarray]:
         return softmax(x, dim=dim)
 
     with patch.object(F, "softmax", in_float64), torch.no_grad():
-        attentions = eager.eval()(torch.as_tensor(ids)[None], output_attentions=True).attentions
-    return [weights[0].numpy() for weights in attentions]
-
-
-Weights = Sequence[Sequence[np.ndarray]]  # of every sequence and layer, (H,T,T)
-
-
-def attention_table(sequences: Weights, positions: int, window: int, epsilon: float) -> pd.DataFrame:
-    rows = []
-    for layer, head, position in np.ndindex(len(sequences[0]), len(sequences[0][0]), positions):
-        seen = []
-        for column in (weights[layer][head, :, position] for weights in sequences if _has(weights, position)):
-            mass = _near(column, position, window).mean()
-            seen.append((mass, mass > epsilon, column.mean(), (column**2).mean()))
-        rows.append((layer, head, position, *np.mean(seen, axis=0)))
-    columns = ["window_mass", "sink_rate", "sink_mass", "sink_second_moment"]
-    return pd.DataFrame(rows, columns=["layer", "head", "position", *columns])
-
-
-def sink_table(sequences: Weights, window: int, epsilon: float) -> pd.DataFrame:
-    rows = []
-    for sequence, layers in enumerate(sequences):
-        for layer, weights in enumerate(layers):
-            for head, position in np.ndindex(weights.shape[:2]):
-                mass = _near(weights[head, :, position], position, window).mean()
-                if mass > epsilon:
-                    rows.append((layer, head, sequence, position, weights.shape[1], mass))
-    table = pd.DataFrame(rows, columns=["layer", "head", "sequence", "position", "queries", "window_mass"])
-    return table.sort_values(["layer", "head", "sequence", "position"], ignore_index=True)
-
-
-def entropy_table(sequences: Weights) -> pd.DataFrame:
-    rows = []
-    for layer, head in np.ndindex(len(sequences[0]), len(sequences[0][0])):
-        of_each = [weights[layer][head] for weights in sequences]
-        entropies = [-np.where(a > 0, a * np.log(np.where(a > 0, a, 1)), 0).sum(1).mean() for a in of_each]
-        rows.append((layer, head, np.mean(entropies)))
-    return pd.DataFrame(rows, columns=["layer", "head", "attention_entropy"])
-
-
-def _has(weights: Sequence[np.ndarray], position: int) -> bool:
-    return position < weights[0].shape[1]
-
-
-def _near(column: np.ndarray, position: int, window: int) -> np.ndarray:
-    return column[max(0, position - window + 1) : position + window]
-
-
-def largest_error(found: pd.DataFrame, expected: pd.DataFrame) -> float:
-    """Over the columns of `expected`, which the rows of `found` must have in the same order."""
-    assert len(found) == len(expected)
-    return max(float(np.abs(found[name].to_numpy(float) - expected[name].to_numpy(float)).max()) for name in expected)
+        output = eager.eval()(torch.as_tensor(ids)[None], output_attentions=True)
+    layers = [reference.Layer.of_weights(weights[0].numpy()) for weights in output.attentions]
+    return reference.Sequence(ids, output.logits, layers)

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from support.dense_attention import dense_attention
+
 PRODUCTS = (
     *(torch.matmul, torch.bmm, torch.baddbmm),
     *(torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.bmm, torch.Tensor.baddbmm),
@@ -95,28 +97,12 @@ class OwnAttention(TorchFunctionMode):
         return func(*args, **kwargs | {"batch1": left, "batch2": right})
 
     def _fused(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        **kwargs: Any,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         key, value = self._one_of_each(key), self._one_of_each(value)
-        all_keys, all_values = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
-        logits = query @ all_keys.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)
-        if is_causal:
-            attn_mask = torch.ones(logits.shape[-2:], dtype=torch.bool).tril()
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            logits = logits.masked_fill(~attn_mask, torch.finfo(logits.dtype).min)  # a row of padding has no key
-        elif attn_mask is not None:
-            logits = logits + attn_mask
-        weights = logits.softmax(-1)
-        self.attended = Attended(query, key, value, weights.detach())
-        return weights @ all_values
+        attended = dense_attention(query, key, value, *args, **kwargs)
+        self.attended = Attended(query, key, value, attended.weights.detach())
+        return attended.mix
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         """(B·H,T,d) or (B,H,T,d) → (B,H,T,d)."""
