@@ -133,6 +133,7 @@ def save_figures(figures: Mapping[str, Figure], folder: Path) -> None:
     """Save each figure as NAME.png and NAME.pdf."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, figure in figures.items():
+        figure.lay_out()
         for kind in ("png", "pdf"):
             figure.savefig(folder / f"{name}.{kind}")
 

@@ -70,6 +70,18 @@ class Figure(MatplotlibFigure):
         super().__init__(*args, **kwargs)
         FigureCanvasAgg(self)
 
+    def lay_out(self) -> None:
+        """Place everything as in a PNG file, for good: matplotlib would do it for every file, and draw all for that."""
+        engine = self.get_layout_engine()
+        if engine is None:
+            return
+        with in_style():
+            dpi, saved_at = self.get_dpi(), matplotlib.rcParams["savefig.dpi"]
+            self.set_dpi(dpi if saved_at == "figure" else saved_at)
+            engine.execute(self)
+            self.set_dpi(dpi)
+            self.set_layout_engine(None)
+
     def savefig(self, fname: Any, **kwargs: Any) -> None:
         """Save it with embedded fonts and without a date, so that equal tables give equal files."""
         kind = str(kwargs.get("format") or os.path.splitext(str(fname))[1][1:]).lower()
