@@ -1,6 +1,6 @@
 """The table `summary`: every metric by layer, and of the whole model (layer -1), from the other tables."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import pandas as pd
@@ -20,10 +20,10 @@ def summarize(
     family: Family,
     scaling: tuple[float, ...],
     loss: float | None = None,
+    outside: Collection[str] = (),
 ) -> pd.DataFrame:
-    """The table `summary` from a run's other tables: every metric that they allow, by layer and of the whole model.
-
-    How each metric is defined, and how the layers' values become the model's: `results/metrics.py`.
+    """The table `summary` from a run's other tables: every metric that they allow, by layer and of the whole model, as
+    `results/metrics.py` defines it.
 
     Args:
         tables: Of one run, by name.
@@ -31,6 +31,7 @@ def summarize(
         family: Of the model.
         scaling: Of each layer's logits.
         loss: Per predicted token in nats, where there was a backward pass.
+        outside: What is attended to besides the text.
 
     Returns:
         layer (-1: the whole model), metric, value.
@@ -41,9 +42,8 @@ def summarize(
         per_layer |= _attention(tables, inputs)
     if "geometry" in tables:
         per_layer |= _geometry(tables["geometry"])
-        if inputs.repeats_one_token and _keeps_tokens_equal(family):
-            others = np.arange(inputs.longest) if family.causal else np.full(inputs.longest, inputs.longest - 1)
-            per_layer["repeated_bound"] = _repeated_bound(tables["geometry"], scaling, others)
+        if inputs.repeats_one_token and not outside and _keeps_tokens_equal(family):
+            per_layer["repeated_bound"] = _repeated_bound(tables["geometry"], scaling, inputs.longest, family.causal)
     if "gate" in tables:
         per_layer |= _gate(tables["gate"])
     if "activation" in tables:
@@ -192,12 +192,13 @@ def _ratio_to_others(table: pd.DataFrame, column: str, keys: list[str]) -> pd.Se
     return table[at_first].groupby(keys)[column].mean() / table[~at_first].groupby(keys)[column].mean()
 
 
-def _repeated_bound(geometry: pd.DataFrame, scaling: tuple[float, ...], others: np.ndarray) -> pd.Series:
+def _repeated_bound(geometry: pd.DataFrame, scaling: tuple[float, ...], length: int, causal: bool) -> pd.Series:
     """Mean over heads and queries of e^{2ξ} / (e^{2ξ} + n), with ξ = scaling · ‖q‖‖k‖ (WSE prop. 4). A query sees n
-    `others` beside the key: t = 0 … T-1, or of an encoder T-1.
+    others beside the key: t = 0 … T-1, or of an encoder T-1.
 
     All tokens are equal, so every query and key of a head has one norm, and |logit| ≤ ξ.
     """
+    others = np.arange(length) if causal else np.full(length, length - 1)
     first = geometry[geometry["position"] == 0]
     xi = first["query_norm"] * first["key_norm"] * np.asarray(scaling)[first["layer"]]
     bound = 1.0 / (1.0 + np.exp(-2 * xi.to_numpy())[:, None] * others)

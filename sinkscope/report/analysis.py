@@ -217,9 +217,9 @@ def _repeated(run: RunData) -> Iterator[Finding]:
     else:
         positions = run.manifest["family"]["positions"]
         kinds = set(run.manifest["family"].get("layer_positions") or (positions,)) - {""}
-        mixing = _mixing_otherwise(run)
-        if mixing or not kinds <= ADDED_POSITIONS | WITHIN_ATTENTION:
-            numbers = {"positions": positions, "others": mixing}
+        mixing, outside = _mixing_otherwise(run), " and ".join(run.manifest.get("outside") or ())
+        if mixing or outside or not kinds <= ADDED_POSITIONS | WITHIN_ATTENTION:
+            numbers = {"positions": positions, "others": mixing, "outside": outside}
             yield Finding("repeated", SINK, Outcome.UNDECIDED, numbers=numbers)
             return
         outcome = Outcome.PRESENT if kinds & ADDED_POSITIONS else Outcome.ABSENT

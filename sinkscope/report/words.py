@@ -67,7 +67,8 @@ TEMPLATES: dict[tuple[str, Outcome], str] = {
     ("repeated", PRESENT): "This model's positions are {positions}, for which WSE expects the sink to survive "
         "repeated tokens.",
     ("repeated", UNDECIDED): "WSE's propositions on repeated tokens do not cover this model: its positions are "
-        "{positions}[, and tokens are also mixed by {others}].",
+        "{positions}[, and tokens are also mixed by {others}][; attention also goes to {outside}, the more the fewer "
+        "tokens a query sees, so that equal tokens do not stay equal].",
     ("repeated", ABSENT): "This model's positions are {positions}, for which WSE expects the sink to vanish on "
         "repeated tokens.",
     ("massive", PRESENT): "{value:massive_count} entries per sequence are massive activations (Sun et al. 2024), most "

@@ -52,7 +52,8 @@ def attention_tables(sinks: Sequence[tuple] = ()) -> dict[str, pd.DataFrame]:
 
 
 def metrics(tables: dict[str, pd.DataFrame], inputs: TokenInputs = TWO, **more: Any) -> dict[tuple[str, int], float]:
-    found = summarize(tables, inputs, more.get("family", LLAMA), more.get("scaling", (0.5,) * LAYERS))
+    given = {"family": LLAMA, "scaling": (0.5,) * LAYERS} | more
+    found = summarize(tables, inputs, **given)
     assert not found.duplicated(["layer", "metric"]).any()
     return {(row.metric, row.layer): row.value for row in found.itertuples()}
 
@@ -202,6 +203,15 @@ def test_the_bound_is_for_repeated_tokens_alone() -> None:
     assert bound(repeated("llama", bos="always")).empty  # a BOS in front is another token
     run = sinkscope.analyze(tiny_model("llama"), input="random", num_seqs=1, seq_len=24)
     assert bound(run).empty
+
+
+def test_the_bound_is_for_text_alone() -> None:
+    """What takes weight besides the text parts equal tokens, of which the proposition speaks."""
+    assert bound(repeated("gpt_oss", bos="never")).empty
+    table = grid(query_norm=1.0, key_norm=5.0, value_norm=1.0, qk_cosine=0.0, sink_logit_gap=0.0)
+    inputs = inputs_of([[7] * LENGTH], "repeated")
+    assert ("repeated_bound", 0) in metrics({"geometry": table}, inputs)
+    assert ("repeated_bound", 0) not in metrics({"geometry": table}, inputs, outside=("register tokens",))
 
 
 def test_zero_norms_leave_the_uniform_bound() -> None:
