@@ -5,8 +5,9 @@ from collections.abc import Collection, Mapping
 import numpy as np
 import pandas as pd
 
-from sinkscope.measuring.gradient_summary import gradient_summary, uniform_gradient_ratio
+from sinkscope.measuring.gradient_summary import gradient_summary
 from sinkscope.measuring.observables.query_bias import ALL_HEADS
+from sinkscope.measuring.uniform_attention import uniform_gradient_ratio
 from sinkscope.models.family import NO_POSITIONS, Family
 from sinkscope.results.findings import FEWEST_QUERIES, OUTLIER
 from sinkscope.text.inputs import TokenInputs
