@@ -15,8 +15,7 @@ def uniform_mass(length: int, positions: int) -> np.ndarray:
 
 def uniform_gradient_ratio(predicted: Sequence[int]) -> float:
     """`value_gradient_ratio` of uniform causal attention alone: ∇v_s = Σ_{t ≥ s} g_t ÷ (t + 1), the g_t of all
-    predicting tokens t unrelated and of one size (GS §3.1). Random weights give 0.6 to 1.7 times as much, depending on
-    the architecture and its depth.
+    predicting tokens t unrelated and of one size (GS §3.1). What random weights give: `random_weights.py`.
 
     Args:
         predicted: Of each sequence, how many tokens predict another: one less than it has.
