@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.measuring.gradient_summary import gradient_summary
+from sinkscope.measuring.observables.outlier import OF_BONDARENKO
 from sinkscope.measuring.observables.query_bias import ALL_HEADS
 from sinkscope.measuring.uniform_attention import uniform_gradient_ratio
 from sinkscope.models.family import NO_POSITIONS, Family
@@ -13,6 +14,7 @@ from sinkscope.results.findings import FEWEST_QUERIES, OUTLIER
 from sinkscope.text.inputs import TokenInputs
 
 WHOLE_MODEL = -1
+LARGEST = ("max_inf_norm", "layer_inf_norm")  # of the layers: the whole model's
 
 
 def summarize(
@@ -56,10 +58,9 @@ def summarize(
         per_layer["massive_count"] = counts
         totals["massive_count"] = float(counts.sum())
     if "outlier" in tables:
-        by_layer = tables["outlier"].groupby("layer")
-        per_layer["max_inf_norm"] = by_layer["max_inf_norm"].max()
-        per_layer["kurtosis"] = by_layer["kurtosis"].mean()
-        totals["max_inf_norm"] = float(per_layer["max_inf_norm"].max())
+        of_outliers = _outliers(tables)
+        per_layer |= of_outliers
+        totals |= {name: float(series.max()) for name, series in of_outliers.items() if name in LARGEST}
     if loss is not None:
         totals |= {"loss": loss, "perplexity": float(np.exp(loss))}
     if "gradient" in tables:
@@ -136,6 +137,21 @@ def _geometry(geometry: pd.DataFrame) -> dict[str, pd.Series]:
         "sink_logit_gap": first["sink_logit_gap"].mean(),
         "qk_cosine": first["qk_cosine"].mean(),
     }
+
+
+def _outliers(tables: Mapping[str, pd.DataFrame]) -> dict[str, pd.Series]:
+    table = tables["outlier"]
+    by_layer, layer_out = table.groupby("layer"), table[table["site"] == "layer_out"]
+    metrics = {
+        "max_inf_norm": by_layer["max_inf_norm"].max(),
+        "layer_inf_norm": layer_out.set_index("layer")["max_inf_norm"],
+        "kurtosis": by_layer["kurtosis"].mean(),
+    }
+    norms = tables.get("outlier_norms")  # a model may have none in front of its branches
+    if norms is None or norms.empty:
+        return metrics
+    theirs = pd.concat([table[table["site"].isin(OF_BONDARENKO)], norms])
+    return metrics | {"kurtosis_with_norms": theirs.groupby("layer")["kurtosis"].mean()}
 
 
 def _gate(gate: pd.DataFrame) -> dict[str, pd.Series]:

@@ -69,7 +69,7 @@ def findings(run: RunData) -> list[Finding]:
     return [finding for part in parts for finding in part(run)]
 
 
-def settings(run: RunData, **more: int) -> list[Finding]:
+def settings(run: RunData, **more: int | str) -> list[Finding]:
     """How the run was measured, and whether its weights had been quantized before. `more`: of a command's own."""
     given = run.manifest["input"]
     numbers = {"sequences": given["sequences"], "lengths": (given["shortest"], given["longest"])}

@@ -156,6 +156,16 @@ _ACTIVATIONS = (
         "attn_out, mid, mlp_out or layer_out (VGA table 1 has other sites)",
         form="{:,.2f}", source="Bondarenko et al. 2023", whole="largest", lower_is_better=True,
         tables=(SUMMARY, QUANTIZATION, RETROFIT)),
+    Metric("layer_inf_norm", "infinity norm of a layer's output (mean over sequences, largest layer)",
+        "infinity norm of layer_out",
+        "max_inf_norm of layer_out alone: of a pre-norm model the sum of its feed-forward network's input and output",
+        form="{:,.2f}", source="Bondarenko et al. 2023", whole="largest", lower_is_better=True),
+    Metric("kurtosis_with_norms", "kurtosis with norms (mean over sequences, sites and layers)",
+        "mean kurtosis with norms",
+        "kurtosis of attn_norm, attn_out, mlp_norm, mlp_out and layer_out: the sites of Bondarenko et al., but for the "
+        "norm behind the last layer",
+        form="{:,.2f}", source="Bondarenko et al. 2023", scope="models with norms in front of their branches",
+        lower_is_better=True),
     Metric("kurtosis", "kurtosis (mean over sequences, sites and layers)", "mean kurtosis",
         "mean((x − μ)⁴) ÷ σ⁴ over all entries of a site and sequence, averaged over sequences and the sites of "
         "max_inf_norm (VGA table 1 has other sites)",

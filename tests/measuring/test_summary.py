@@ -124,15 +124,19 @@ def test_norms_massive_activations_and_outliers_are_summed_up() -> None:
     )  # fmt: skip
     massive = pd.DataFrame({"layer": [0, 0, 1, 1, 1], "is_massive": [True, False, True, True, True]})
     outlier = pd.DataFrame({
-        "layer": [0, 0, 1, 1], "max_inf_norm": [3.0, 9.0, 4.0, 2.0], "kurtosis": [3.0, 5.0, 10.0, 20.0],
+        "layer": [0, 0, 1, 1], "site": ["mid", "layer_out"] * 2,
+        "max_inf_norm": [3.0, 9.0, 4.0, 2.0], "kurtosis": [3.0, 5.0, 10.0, 20.0],
     })  # fmt: skip
-    found = metrics({"activation": norms, "massive": massive, "outlier": outlier})
+    of_norms = pd.DataFrame({"layer": [0, 1], "site": "mlp_norm", "max_inf_norm": 99.0, "kurtosis": [7.0, 40.0]})
+    found = metrics({"activation": norms, "massive": massive, "outlier": outlier, "outlier_norms": of_norms})
     assert found["norm_ratio", 0] == pytest.approx(25.0)
     assert found["norm_ratio", 1] == pytest.approx(50.0)
     assert found["massive_count", 0] == 0.5  # per sequence
     assert found["massive_count", WHOLE_MODEL] == 2.0  # all layers together
     assert [found["max_inf_norm", layer] for layer in (0, 1, WHOLE_MODEL)] == [9.0, 4.0, 9.0]
+    assert [found["layer_inf_norm", layer] for layer in (0, 1, WHOLE_MODEL)] == [9.0, 2.0, 9.0]
     assert [found["kurtosis", layer] for layer in (0, 1, WHOLE_MODEL)] == [4.0, 15.0, 9.5]
+    assert [found["kurtosis_with_norms", layer] for layer in (0, 1, WHOLE_MODEL)] == [6.0, 30.0, 18.0]
 
 
 def test_gates_and_the_drain_before_them() -> None:
