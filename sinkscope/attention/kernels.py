@@ -128,10 +128,14 @@ def masked_logits(query: torch.Tensor, key: torch.Tensor, call: AttentionCall, r
 
     Not -inf: a row that is masked everywhere (a padding query) must stay finite.
     """
-    logits = raw_logits(query[:, :, rows], key, call)
-    keys, offset = slice(0, key.shape[2]), key.shape[2] - query.shape[2]
+    return masked(raw_logits(query[:, :, rows], key, call), call, rows, query.shape[2])
+
+
+def masked(logits: torch.Tensor, call: AttentionCall, rows: slice, queries: int) -> torch.Tensor:
+    """Those rows, of `queries` in all, of logits over all keys (B,H,R,T) that know no mask yet: as `masked_logits`."""
+    keys, offset = slice(0, logits.shape[-1]), logits.shape[-1] - queries
     for forbidden in call.forbidden:
-        pairs = forbidden.pairs(slice(rows.start + offset, rows.stop + offset), keys, query.device)
+        pairs = forbidden.pairs(slice(rows.start + offset, rows.stop + offset), keys, logits.device)
         logits = logits.masked_fill(pairs, torch.finfo(logits.dtype).min)
     if call.mask is not None and call.mask.dtype != torch.bool:
         return logits + call.mask[:, :, rows]
@@ -140,8 +144,8 @@ def masked_logits(query: torch.Tensor, key: torch.Tensor, call: AttentionCall, r
     if not call.causal:
         return logits
     # No mask, several queries and more keys than queries: the further keys are a static cache's empty places.
-    ahead = 0 if query.shape[2] > 1 else offset
-    return logits.masked_fill(~causal(rows, keys, ahead, query.device), torch.finfo(logits.dtype).min)
+    ahead = 0 if queries > 1 else offset
+    return logits.masked_fill(~causal(rows, keys, ahead, logits.device), torch.finfo(logits.dtype).min)
 
 
 def raw_logits(query: torch.Tensor, key: torch.Tensor, call: AttentionCall) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,18 +15,26 @@ from transformers import PreTrainedTokenizerBase
 
 from sinkscope.commands.result import Result
 from sinkscope.errors import InputError, SinkscopeError, one_line
-from sinkscope.interventions import parse_all
+from sinkscope.interventions import Target, parse, parse_all
 from sinkscope.measuring.console import print_line, print_part
 from sinkscope.measuring.experiment import Experiment
 from sinkscope.measuring.manifest import Facts, make_manifest
 from sinkscope.measuring.measure import measure
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.random_weights import random_weights
-from sinkscope.measuring.subject import ModelLike, Subject, check_config, inputs_for, open_subject, options_of
+from sinkscope.measuring.subject import (
+    ModelLike,
+    Subject,
+    check_config,
+    inputs_for,
+    open_subject,
+    options_of,
+    position_limit,
+)
 from sinkscope.options.claims import ClaimsOptions
 from sinkscope.options.measuring import AnalyzeOptions, InterveneOptions, RunConfig
 from sinkscope.options.output import OutputOptions
-from sinkscope.report.claims.evidence import MAIN, NULL, Evidence
+from sinkscope.report.claims.evidence import LONG, MAIN, NULL, Evidence
 from sinkscope.report.claims.folder import write_scorecard
 from sinkscope.report.claims.register import CLAIMS
 from sinkscope.report.claims.scorecard import COMMAND, TABLE, Scorecard, evidence_of, judged, models_of
@@ -35,6 +44,7 @@ from sinkscope.results.manifest import RUNS, read_manifest
 from sinkscope.results.manifest import make_manifest as make_folder_manifest
 
 STREAMED = "streaming-window:window=64,keep=0,1,2,4"
+STREAM = 512  # tokens of a text that is streamed, where the model takes so many
 REPEATED = ("attention", "geometry", "activation", "equal-tokens")
 
 
@@ -148,6 +158,8 @@ class Bench:
         if not evidence_of(runs, self.name).has(MAIN):
             print_line(self.console, "the model as it is")
             runs.append(self._analyzed(self.subject, {}))
+        if self.subject.family.has_attention:
+            self.skipped |= self._inapplicable()
         wanted = self._wanted(evidence_of(runs, self.name))
         for number, (kind, named) in enumerate(wanted.items(), 1):
             print_part(self.console, kind, number, len(wanted))
@@ -169,16 +181,20 @@ class Bench:
         """Kind → what is behind the colon, of the roles that no run plays and that claims need which speak of this
         model.
         """
-        found: dict[str, list[str]] = {}
-        for claim in CLAIMS.values():
-            if any(scope(evidence) for scope in claim.scope):
-                continue
-            for role in claim.needs:
-                kind, _, named = role.partition(":")
-                known = evidence.has(role) or evidence.inapplicable(role)
-                if kind in WAYS and not known and named not in found.setdefault(kind, []):
-                    found[kind].append(named)
-        return {kind: named for kind, named in found.items() if named}
+        speaking = (claim for claim in CLAIMS.values() if not any(scope(evidence) for scope in claim.scope))
+        found: dict[str, list[str]] = defaultdict(list)
+        for role in dict.fromkeys(need for claim in speaking for need in claim.needs):
+            kind, _, named = role.partition(":")
+            if kind in WAYS and not (evidence.has(role) or evidence.inapplicable(role) or role in self.skipped):
+                found[kind].append(named)
+        return found
+
+    def _inapplicable(self) -> dict[str, str]:
+        """Role → why its intervention cannot be done to this model, known before a text is made for it."""
+        target = Target(self.subject.loaded.model, self.subject.family, seams={})
+        roles = {need for claim in CLAIMS.values() for need in claim.needs if need.partition(":")[0] in ARMS}
+        done = {role: parse(role.partition(":")[2]) for role in roles} | {"streaming": parse(STREAMED)}
+        return {role: why for role, part in done.items() if (why := part.inapplicable(target))}
 
     # --- the runs
 
@@ -201,6 +217,13 @@ class Bench:
         """Interventions, each by itself."""
         subject = self.subject if given.keys() <= {"observables", "draws"} else None
         return self._experiment(subject, {"arms": {name: (name,) for name in names}, **given})
+
+    def streamed(self) -> Run:
+        """Raises InputError: the model takes no text that is long enough."""
+        length = min(STREAM, position_limit(self.subject.loaded.model, self.subject.family) or STREAM)
+        if length < LONG:
+            raise InputError(f"it takes {length} tokens at most, and a text of {LONG} is streamed")
+        return self.arms((STREAMED,), seq_len=length, num_seqs=8)
 
     def _analyzed(self, subject: Subject | None, given: Mapping[str, Any]) -> Run:
         start = time.time()
@@ -257,5 +280,6 @@ WAYS: dict[str, Callable[[Bench, list[str]], Runs]] = {
     "do": _together("do"),
     "gradient-do": _together("gradient-do", observables=("gradient",), draws=2),
     "repeated-do": _together("repeated-do", input="repeated", dataset=None, prompt=None, bos="never"),
-    "streaming": _one("streaming", lambda bench: bench.arms((STREAMED,), seq_len=512, num_seqs=8)),
+    "streaming": _one("streaming", Bench.streamed),
 }
+ARMS = ("do", "gradient-do", "repeated-do")  # kinds of roles whose names are interventions

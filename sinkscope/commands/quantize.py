@@ -21,7 +21,7 @@ from sinkscope.measuring.tables import publish
 from sinkscope.options.measuring import QuantizeOptions
 from sinkscope.options.output import OutputOptions
 from sinkscope.quantization.ranges import Bits
-from sinkscope.quantization.sites import WEIGHT, not_quantized
+from sinkscope.quantization.sites import INPUT, not_quantized
 from sinkscope.report.outputs import finished
 from sinkscope.report.run import Run
 from sinkscope.results.folders import own_folder
@@ -58,8 +58,9 @@ def quantize(
         model, tokenizer, out, overwrite, quiet: as for `analyze`.
         config: all options at once, in place of `options`.
         figures: names of the figures to draw; None: all that apply.
-        **options: `bits_weights`, `bits_activations`, `calibration` (the number of sequences, behind those that are
-            evaluated in the same input, that the ranges come from), and those of `analyze`.
+        **options: `scheme` (quantization/sites.py), `bits_weights`, `bits_activations`, `calibration` (the number of
+            sequences, behind those that are evaluated in the same input, that the ranges come from), and those of
+            `analyze`.
 
     Returns:
         A Run with the tables `quantization` (what every setting costs) and `quantization_sites` (what every site
@@ -82,14 +83,16 @@ def quantize(
         subject, held_out = _split(whole, config)
         subject.need_loss()
         parity = parity_check(subject, config)
-        bench = Bench(subject, bits, config.attn, config.batch_size, console=console, parity=parity)
+        bench = Bench(
+            subject, bits, config.attn, config.batch_size, console=console, parity=parity, scheme=config.scheme
+        )
         print_line(console, f"calibrating on {config.calibration} sequences")
         ranges = bench.ranges(held_out)
         study = Study(subject.inputs, bench, ranges, bench.roundings(held_out, ranges), console)
         tables = publish(study.tables(), subject.loaded, subject.inputs.condition)
         facts = Facts(bench.used_batch_size, parity=parity.error)
         manifest = make_manifest(subject, config, facts, list(tables), start)
-        manifest |= {"command": "quantize", "quantization": _record(subject, bits, held_out, ranges)}
+        manifest |= {"command": "quantize", "quantization": _record(subject, config, held_out, ranges)}
         return finished(Run(manifest, tables, folder), console, figures)
 
 
@@ -106,14 +109,15 @@ def _split(subject: Subject, config: QuantizeOptions) -> tuple[Subject, TokenInp
     return evaluated, inputs.part(config.num_seqs, wanted)
 
 
-def _record(subject: Subject, bits: Bits, held_out: TokenInputs, ranges: Ranges) -> dict[str, Any]:
+def _record(subject: Subject, config: QuantizeOptions, held_out: TokenInputs, ranges: Ranges) -> dict[str, Any]:
     """For the manifest."""
     return {
-        "bits_weights": bits.weights,
-        "bits_activations": bits.activations,
+        "scheme": config.scheme,
+        "bits_weights": config.bits_weights,
+        "bits_activations": config.bits_activations,
         "calibration": len(held_out),
         "calibration_sha256": held_out.sha256,
         "split": f"sequences 0–{len(subject.inputs) - 1} are evaluated, those behind them calibrated by",
-        "linear_layers": sum(site.part == WEIGHT for site in ranges),
+        "linear_layers": sum(site.part == INPUT for site in ranges),
         "not_quantized": not_quantized(subject.loaded.model, subject.family),
     }

@@ -6,7 +6,7 @@ One sequence at a time, so that there is no padding, and reduced at once: no ten
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,33 +20,40 @@ from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.observables.massive import is_massive, middle
 from sinkscope.measuring.subject import family_of
 from sinkscope.measuring.tracer import Tracer, open_tracer
+from sinkscope.models.edits import first_argument
+from sinkscope.models.family import first_tensor
 from sinkscope.models.in_memory import undisturbed
 from sinkscope.quantization.arithmetic import Grid
+from sinkscope.quantization.attention import SCORES, SOFTMAX, attending_with
 from sinkscope.quantization.ranges import Bits, Range, Rounding
-from sinkscope.quantization.sites import INPUT, OUTPUT, WEIGHT, Site, sites_of
+from sinkscope.quantization.sites import INPUT, LINEAR_SCHEME, OUTPUT, SUM, WEIGHT, Site, sites_of
 from sinkscope.text.batch import Batch
 
 See = Callable[[Site, torch.Tensor], None]
 
+OF_NO_STATE = (WEIGHT, SCORES, SOFTMAX)  # parts that hold no hidden state, of which massive activations are
 
-def calibrate_ranges(model: PreTrainedModel, sequences: Iterable[Any]) -> dict[Site, Range]:
-    """Static ranges of a loaded model, for `quantized`.
+
+def calibrate_ranges(
+    model: PreTrainedModel, sequences: Iterable[Any], scheme: str = LINEAR_SCHEME
+) -> dict[Site, Range]:
+    """Static ranges of a loaded model, for `quantized`; `scheme`: quantization/sites.py.
 
     `sequences` are the token ids on which the ranges of activations are measured. A linear layer that no token reaches
     (an expert never chosen) has a range of its weight only.
 
     Raises:
-        InputError: there is no sequence, or weights that cannot be quantized.
+        InputError: there is no sequence, weights cannot be quantized, or the scheme does not apply.
         SinkscopeError: the model gives NaN.
     """
     with undisturbed(model), open_tracer(model, family_of(model)[0]) as tracer:
-        return measured_ranges(tracer, sequences)
+        return measured_ranges(tracer, sequences, scheme)
 
 
-def measured_ranges(tracer: Tracer, sequences: Iterable[Any]) -> dict[Site, Range]:
+def measured_ranges(tracer: Tracer, sequences: Iterable[Any], scheme: str = LINEAR_SCHEME) -> dict[Site, Range]:
     """As `calibrate_ranges`."""
     seen: dict[Site, _Seen] = defaultdict(_Seen)
-    sites = sites_of(tracer.model, tracer.family)
+    sites = sites_of(tracer.model, tracer.family, scheme)
     _read(tracer, sites, sequences, lambda site, x: seen[site].add(site, x))
     if not seen:
         raise InputError("static ranges need at least one sequence to calibrate by")
@@ -87,7 +94,7 @@ class _Seen:
         median = middle(magnitude)
         self.low, self.high = min(self.low, low), max(self.high, high)
         self.medians.append(float(median))
-        self.has_massive |= site.part != WEIGHT and bool(is_massive(magnitude.max(), median))
+        self.has_massive |= site.part not in OF_NO_STATE and bool(is_massive(magnitude.max(), median))
 
     def range(self, site: Site) -> Range:
         return Range(self.low, self.high, float(np.mean(self.medians)), self.has_massive)
@@ -109,7 +116,8 @@ def _rounding(nonzero: float, zeroed: float, signal: float, noise: float) -> Rou
 
 
 def _read(tracer: Tracer, sites: Iterable[Site], sequences: Iterable[Any], see: See) -> None:
-    with _watched(tracer.model, sites, see):
+    sites = list(sites)
+    with _watched(tracer.model, sites, see), _watched_attention(tracer, sites, see):
         for place, sequence in enumerate(sequences):
             ids = torch.as_tensor(np.array(sequence))[None]
             tracer.forward(Batch(ids, torch.ones_like(ids), place), [])
@@ -117,22 +125,44 @@ def _read(tracer: Tracer, sites: Iterable[Site], sequences: Iterable[Any], see: 
 
 @contextmanager
 def _watched(model: nn.Module, sites: Iterable[Site], see: See) -> Iterator[None]:
-    """Show `see` the inputs and outputs of these linear layers, in float32 or better, until the end of the block.
+    """Show `see` the inputs, outputs and residual sums among these sites, in float32 or better, until the end of the
+    block.
 
     Outputs as they are before a retrofit's hook changes them: that is what is quantized.
     """
 
-    def look(site: Site, module: nn.Module, args: tuple, output: torch.Tensor) -> None:
-        x = args[0] if site.part == INPUT else output
+    def look(site: Site, end: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any = None) -> None:
+        x = first_argument(args, kwargs) if end == INPUT else first_tensor(output)
         if x.numel():  # an expert may be given no token
             see(site, upcast(x.detach()))
 
     with ExitStack() as hooks:
         for site in sites:
-            if site.part in (INPUT, OUTPUT):
-                module = model.get_submodule(site.path)
-                hooks.callback(module.register_forward_hook(partial(look, site), prepend=True).remove)
+            if site.part not in (INPUT, OUTPUT, SUM):
+                continue
+            path, _, end = site.path.rpartition(".") if site.part == SUM else (site.path, "", site.part)
+            module, looking = model.get_submodule(path), partial(look, site, end)
+            if end == INPUT:  # in front of the module, which may change it
+                handle = module.register_forward_pre_hook(looking, with_kwargs=True)
+            else:
+                handle = module.register_forward_hook(looking, prepend=True, with_kwargs=True)
+            hooks.callback(handle.remove)
         yield
+
+
+def _watched_attention(tracer: Tracer, sites: Iterable[Site], see: See) -> AbstractContextManager[None]:
+    """Show `see` the scores and softmax outputs among these sites, in row chunks, until the end of the block."""
+    parts: dict[int, dict[str, Site]] = defaultdict(dict)
+    for site in sites:
+        if site.part in (SCORES, SOFTMAX):
+            parts[site.layer][site.part] = site
+
+    def shown(mine: Mapping[str, Site], part: str, x: torch.Tensor) -> torch.Tensor:
+        if part in mine:
+            see(mine[part], x)
+        return x
+
+    return attending_with(tracer.seams, {layer: partial(shown, mine) for layer, mine in parts.items()})
 
 
 def _weights(model: nn.Module, sites: Iterable[Site]) -> Iterator[tuple[Site, torch.Tensor]]:

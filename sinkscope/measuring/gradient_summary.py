@@ -1,6 +1,6 @@
 """The gradient metrics of the table `summary` (names: summary.py): GS figures 2 and 3 as numbers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
@@ -98,20 +98,6 @@ def compress_fits(ratios: pd.DataFrame) -> dict[str, float]:
             fits[f"compress_slope{name}"] = float(np.polyfit(x, y, 1)[0])
             fits[f"compress_correlation{name}"] = float(np.corrcoef(x, y)[0, 1])
     return fits
-
-
-def uniform_gradient_ratio(predicted: Sequence[int]) -> float:
-    """`value_gradient_ratio` of uniform causal attention alone: ∇v_s = Σ_{t ≥ s} g_t ÷ (t + 1), the g_t of all
-    predicting tokens t unrelated and of one size (GS §3.1). Random weights give 0.6 to 1.7 times as much, depending on
-    the architecture and its depth.
-
-    Args:
-        predicted: Of each sequence, how many tokens predict another: one less than it has.
-    """
-    queries = np.arange(max(predicted))
-    sequences = (np.asarray(predicted)[:, None] > queries).sum(0)  # that have this query
-    norms = np.sqrt(np.cumsum((sequences / (queries + 1.0) ** 2)[::-1])[::-1])
-    return float(norms[0] / norms[LATER].mean()) if len(norms) > LATER.start else float("nan")
 
 
 def _later(by_position: pd.DataFrame, longest: int) -> pd.DataFrame:

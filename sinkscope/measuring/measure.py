@@ -53,7 +53,7 @@ def measure(
         facts.outside = _outside(tracer)
         facts.scaling = tuple(_scaling(tracer.seams.get(layer)) for layer in range(tracer.depth))
     tables = publish(raw, loaded, inputs.condition)
-    summary = summarize(tables, inputs, family, facts.scaling, facts.loss)
+    summary = summarize(tables, inputs, family, facts.scaling, facts.loss, facts.outside)
     return tables | publish({"summary": summary}, loaded, inputs.condition), facts
 
 

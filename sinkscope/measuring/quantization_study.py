@@ -21,8 +21,8 @@ from sinkscope.text.inputs import TokenInputs
 
 Ranges = Mapping[Site, Range]
 
-LINEAR = Column("site", "kind of linear layer, as mlp.down_proj", kind="text")
-PART = Column("part", "input, weight or output of the linear layer", kind="text")
+LINEAR = Column("site", "kind of module, as mlp.down_proj, or mid or layer_out of a residual sum", kind="text")
+PART = Column("part", "input, weight or output; scheme full: also residual sum, scores, softmax output", kind="text")
 QUANTIZATION_TABLES: dict[str, Columns] = {
     "quantization": (
         Column("setting", "what is quantized: quantization/settings.py", kind="text"),
@@ -40,12 +40,12 @@ QUANTIZATION_TABLES: dict[str, Columns] = {
     "quantization_sites": (
         LINEAR,
         PART,
-        Column("path", "of the linear layer in the model", kind="text"),
+        Column("path", "of the module in the model, or the address of a residual sum", kind="text"),
         Column("low", "smallest entry on the calibration sequences"),
         Column("high", "largest entry"),
-        Column("median_abs", "median of a sequence's absolute entries, mean over sequences"),
+        Column("median_abs", "median of a sequence's absolute entries, or of 64 rows of attention, mean over these"),
         Column("max_abs", "largest absolute entry"),
-        Column("is_massive", "whether a sequence has a massive activation here; never of a weight", kind="truth"),
+        Column("is_massive", "whether a sequence has a massive activation here; only of hidden states", kind="truth"),
         Column("step", "of the grid"),
         Column("zeroed", "share of the entries other than 0 that the grid makes 0"),
         Column("sqnr", "signal to quantization noise, 10 log₁₀ Σx² ÷ Σ(x-x̂)²", "dB"),

@@ -18,8 +18,8 @@ from sinkscope.measuring.passes import pass_over
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.quantization.ranges import Bits, Range, Rounding
-from sinkscope.quantization.simulation import quantized_sites
-from sinkscope.quantization.sites import Site
+from sinkscope.quantization.simulation import quantized_attention, quantized_sites
+from sinkscope.quantization.sites import LINEAR_SCHEME, Site
 from sinkscope.text.inputs import TokenInputs
 
 
@@ -48,11 +48,12 @@ class Bench:
     interventions: tuple[Intervention, ...] = ()
     console: Console | None = None
     parity: ParityCheck | None = None  # of passes in full precision
+    scheme: str = LINEAR_SCHEME
     used_batch_size: int = field(default=0, init=False)
 
     def ranges(self, calibration: TokenInputs) -> dict[Site, Range]:
         with self._tracer() as tracer:
-            return measured_ranges(tracer, calibration.sequences)
+            return measured_ranges(tracer, calibration.sequences, self.scheme)
 
     def roundings(self, calibration: TokenInputs, ranges: Mapping[Site, Range]) -> dict[Site, Rounding]:
         with self._tracer() as tracer:
@@ -65,7 +66,11 @@ class Bench:
             compared = self.parity.fresh() if self.parity and not ranges else []
             return [*([Outlier(Settings())] if outliers else []), *compared]
 
-        with quantized_sites(self.subject.loaded.model, ranges, self.bits), self._tracer() as tracer:
+        with (
+            quantized_sites(self.subject.loaded.model, ranges, self.bits),
+            self._tracer() as tracer,
+            quantized_attention(tracer.seams, ranges, self.bits),
+        ):
             size = self.used_batch_size or self.batch_size
             done = pass_over(tracer, inputs, fresh, tracer.forward_with_loss, size, console=self.console)
         self.used_batch_size = self.used_batch_size or done.batch_size  # what fitted once fits again

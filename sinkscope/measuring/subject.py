@@ -234,6 +234,8 @@ def _sample(model: PreTrainedModel, first: int, count: int, length: int, seed: i
                 texts += list(drawn[~ended.any(1)].cpu().numpy())
             if len(texts) >= count:
                 return np.stack(texts[:count])
+            if not texts:  # of SAMPLED_AT_ONCE: at most 1 in 20 is as long, and MOST_SAMPLES would not be enough
+                break
     raise InputError(
         f"--input sampled: only {len(texts)} of {count} texts reached {length} tokens: take a shorter --seq-len"
     )

@@ -1,17 +1,20 @@
 """The table `summary`: every metric by layer, and of the whole model (layer -1), from the other tables."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import pandas as pd
 
-from sinkscope.measuring.gradient_summary import gradient_summary, uniform_gradient_ratio
+from sinkscope.measuring.gradient_summary import gradient_summary
+from sinkscope.measuring.observables.outlier import OF_BONDARENKO
 from sinkscope.measuring.observables.query_bias import ALL_HEADS
+from sinkscope.measuring.uniform_attention import uniform_gradient_ratio
 from sinkscope.models.family import NO_POSITIONS, Family
 from sinkscope.results.findings import FEWEST_QUERIES, OUTLIER
 from sinkscope.text.inputs import TokenInputs
 
 WHOLE_MODEL = -1
+LARGEST = ("max_inf_norm", "layer_inf_norm")  # of the layers: the whole model's
 
 
 def summarize(
@@ -20,10 +23,10 @@ def summarize(
     family: Family,
     scaling: tuple[float, ...],
     loss: float | None = None,
+    outside: Collection[str] = (),
 ) -> pd.DataFrame:
-    """The table `summary` from a run's other tables: every metric that they allow, by layer and of the whole model.
-
-    How each metric is defined, and how the layers' values become the model's: `results/metrics.py`.
+    """The table `summary` from a run's other tables: every metric that they allow, by layer and of the whole model, as
+    `results/metrics.py` defines it.
 
     Args:
         tables: Of one run, by name.
@@ -31,6 +34,7 @@ def summarize(
         family: Of the model.
         scaling: Of each layer's logits.
         loss: Per predicted token in nats, where there was a backward pass.
+        outside: What is attended to besides the text.
 
     Returns:
         layer (-1: the whole model), metric, value.
@@ -41,9 +45,8 @@ def summarize(
         per_layer |= _attention(tables, inputs)
     if "geometry" in tables:
         per_layer |= _geometry(tables["geometry"])
-        if inputs.repeats_one_token and _keeps_tokens_equal(family):
-            others = np.arange(inputs.longest) if family.causal else np.full(inputs.longest, inputs.longest - 1)
-            per_layer["repeated_bound"] = _repeated_bound(tables["geometry"], scaling, others)
+        if inputs.repeats_one_token and not outside and _keeps_tokens_equal(family):
+            per_layer["repeated_bound"] = _repeated_bound(tables["geometry"], scaling, inputs.longest, family.causal)
     if "gate" in tables:
         per_layer |= _gate(tables["gate"])
     if "activation" in tables:
@@ -55,10 +58,9 @@ def summarize(
         per_layer["massive_count"] = counts
         totals["massive_count"] = float(counts.sum())
     if "outlier" in tables:
-        by_layer = tables["outlier"].groupby("layer")
-        per_layer["max_inf_norm"] = by_layer["max_inf_norm"].max()
-        per_layer["kurtosis"] = by_layer["kurtosis"].mean()
-        totals["max_inf_norm"] = float(per_layer["max_inf_norm"].max())
+        of_outliers = _outliers(tables)
+        per_layer |= of_outliers
+        totals |= {name: float(series.max()) for name, series in of_outliers.items() if name in LARGEST}
     if loss is not None:
         totals |= {"loss": loss, "perplexity": float(np.exp(loss))}
     if "gradient" in tables:
@@ -137,6 +139,21 @@ def _geometry(geometry: pd.DataFrame) -> dict[str, pd.Series]:
     }
 
 
+def _outliers(tables: Mapping[str, pd.DataFrame]) -> dict[str, pd.Series]:
+    table = tables["outlier"]
+    by_layer, layer_out = table.groupby("layer"), table[table["site"] == "layer_out"]
+    metrics = {
+        "max_inf_norm": by_layer["max_inf_norm"].max(),
+        "layer_inf_norm": layer_out.set_index("layer")["max_inf_norm"],
+        "kurtosis": by_layer["kurtosis"].mean(),
+    }
+    norms = tables.get("outlier_norms")  # a model may have none in front of its branches
+    if norms is None or norms.empty:
+        return metrics
+    theirs = pd.concat([table[table["site"].isin(OF_BONDARENKO)], norms])
+    return metrics | {"kurtosis_with_norms": theirs.groupby("layer")["kurtosis"].mean()}
+
+
 def _gate(gate: pd.DataFrame) -> dict[str, pd.Series]:
     first, later = (gate[at].groupby("layer")["gate"] for at in _first_and_later(gate))
     drain = _ratio_to_others(gate, "raw_value_norm", ["layer", "head"])
@@ -192,12 +209,13 @@ def _ratio_to_others(table: pd.DataFrame, column: str, keys: list[str]) -> pd.Se
     return table[at_first].groupby(keys)[column].mean() / table[~at_first].groupby(keys)[column].mean()
 
 
-def _repeated_bound(geometry: pd.DataFrame, scaling: tuple[float, ...], others: np.ndarray) -> pd.Series:
+def _repeated_bound(geometry: pd.DataFrame, scaling: tuple[float, ...], length: int, causal: bool) -> pd.Series:
     """Mean over heads and queries of e^{2ξ} / (e^{2ξ} + n), with ξ = scaling · ‖q‖‖k‖ (WSE prop. 4). A query sees n
-    `others` beside the key: t = 0 … T-1, or of an encoder T-1.
+    others beside the key: t = 0 … T-1, or of an encoder T-1.
 
     All tokens are equal, so every query and key of a head has one norm, and |logit| ≤ ξ.
     """
+    others = np.arange(length) if causal else np.full(length, length - 1)
     first = geometry[geometry["position"] == 0]
     xi = first["query_norm"] * first["key_norm"] * np.asarray(scaling)[first["layer"]]
     bound = 1.0 / (1.0 + np.exp(-2 * xi.to_numpy())[:, None] * others)

@@ -4,7 +4,7 @@ Parameters are never written to: an edited copy takes the place, and the Paramet
 wrapped, not hooked, so that nnsight, which wraps it once more, sees the changed tensors.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -87,6 +87,11 @@ def edited_output(
         return (edit(module, output[0]), *output[1:]) if isinstance(output, tuple) else edit(module, output)
 
     return wrapped_forward(module, around)
+
+
+def first_argument(args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    """What a module was called with, by place or by name."""
+    return args[0] if args else next(iter(kwargs.values()))
 
 
 @contextmanager

@@ -320,6 +320,11 @@ class QuantizeOptions(RunConfig):
     refused: ClassVar = {"observables": "`quantize` always measures perplexity and outliers"}
     hidden: ClassVar = tuple(ObservableOptions.model_fields)
 
+    scheme: Literal["linear", "full"] = option(
+        "linear",
+        "Quantizing",
+        "linear layers alone, or full: also embeddings, residual sums, attention scores and softmax outputs.",
+    )
     bits_weights: int = option(8, "Quantizing", "Of weights, symmetric per tensor.", metavar="B", ge=2, le=16)
     bits_activations: int = option(
         8, "Quantizing", "Of inputs and outputs, asymmetric per tensor, static ranges.", metavar="B", ge=2, le=16
@@ -333,7 +338,8 @@ class QuantizeOptions(RunConfig):
     )
 
     def folder(self) -> Path:
-        return Path("runs", f"{self.run_name}-W{self.bits_weights}A{self.bits_activations}")
+        scheme = "" if self.scheme == "linear" else f"-{self.scheme}"
+        return Path("runs", f"{self.run_name}-W{self.bits_weights}A{self.bits_activations}{scheme}")
 
 
 class DoctorOptions(DeviceOptions, ModelOptions):

@@ -13,7 +13,7 @@ class Range:
     low: float
     high: float
     median_abs: float  # of the magnitudes of a sequence, mean over sequences
-    is_massive: bool  # an entry of some sequence is a massive activation by Sun et al.'s rule; never of a weight
+    is_massive: bool  # a sequence has a massive activation by Sun et al.'s rule; only of hidden states
 
     @property
     def max_abs(self) -> float:

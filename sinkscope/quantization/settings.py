@@ -1,7 +1,7 @@
 """The settings that `quantize` measures, and the limits of its search for costly sites.
 
 full                    nothing is quantized
-all                     every input, weight and output of every linear layer but the LM head
+all                     every site of the scheme (sites.py)
 weights, activations    one of the two
 massive-kept            all but the sites that hold massive activations
 costliest-kept          all but the sites that were found to cost most

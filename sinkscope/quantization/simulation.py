@@ -3,16 +3,21 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from sinkscope.models.edits import Edit, replaced, wrapped_forward
+from sinkscope.attention.seam import open_seam
+from sinkscope.attention.taps import Seam
+from sinkscope.models.edits import Edit, edited_output, first_argument, replaced, wrapped_forward
+from sinkscope.models.families import find_family
 from sinkscope.quantization.arithmetic import Grid, quantize_symmetric
+from sinkscope.quantization.attention import SCORES, SOFTMAX, attending_with
 from sinkscope.quantization.ranges import Bits, Range
-from sinkscope.quantization.sites import INPUT, OUTPUT, WEIGHT, Site, chosen_sites
+from sinkscope.quantization.sites import INPUT, OUTPUT, SUM, WEIGHT, Site, chosen_sites
 
 
 @contextmanager
@@ -37,25 +42,67 @@ def quantized(
     """
     kept = chosen_sites(ranges.keys(), except_sites)
     rest = {site: known for site, known in ranges.items() if site not in kept}
-    with quantized_sites(model, rest, Bits(bits_weights, bits_activations)):
+    bits = Bits(bits_weights, bits_activations)
+    with ExitStack() as stack:
+        stack.enter_context(quantized_sites(model, rest, bits))
+        if any(site.part in (SCORES, SOFTMAX) for site in rest):
+            seams = stack.enter_context(open_seam(model, find_family(model)))
+            stack.enter_context(quantized_attention(seams, rest, bits))
         yield
 
 
 @contextmanager
 def quantized_sites(model: PreTrainedModel, ranges: Mapping[Site, Range], bits: Bits) -> Iterator[None]:
-    """These sites quantized, and no others."""
+    """These sites quantized, and no others. Scores and softmax outputs are `quantized_attention`'s."""
     grids: dict[str, dict[str, Grid]] = defaultdict(dict)
-    weights = []
     for site, known in ranges.items():
-        if site.part == WEIGHT:
-            weights.append(site.path)
-        else:
-            grids[site.path][site.part] = bits.grid(site, known)
+        grids[site.path][site.part] = bits.grid(site, known)
+    weights = [path for path, mine in grids.items() if WEIGHT in mine]
     with ExitStack() as stack:
         stack.enter_context(replaced(_weight_edits(model, weights, bits.weights)))
         for path, mine in grids.items():
-            stack.enter_context(_snapped(model.get_submodule(path), mine.get(INPUT), mine.get(OUTPUT)))
+            if INPUT in mine or OUTPUT in mine:
+                stack.enter_context(_snapped(model.get_submodule(path), mine.get(INPUT), mine.get(OUTPUT)))
+            if SUM in mine:
+                stack.enter_context(_snapped_sum(model, path, mine[SUM]))
         yield
+
+
+def quantized_attention(
+    seams: Mapping[int, Seam], ranges: Mapping[Site, Range], bits: Bits
+) -> AbstractContextManager[None]:
+    """The scores and softmax outputs among these sites quantized, in a model with its seams in."""
+    grids: dict[int, dict[str, Grid]] = defaultdict(dict)
+    for site, known in ranges.items():
+        if site.part in (SCORES, SOFTMAX):
+            grids[site.layer][site.part] = bits.grid(site, known)
+    return attending_with(seams, {layer: partial(_snapped_part, mine) for layer, mine in grids.items()})
+
+
+def _snapped_part(grids: Mapping[str, Grid], part: str, x: torch.Tensor) -> torch.Tensor:
+    return grids[part].snap(x) if part in grids else x
+
+
+def _snapped_sum(model: nn.Module, address: str, grid: Grid) -> AbstractContextManager[None]:
+    """A residual sum on a grid, for all that read it."""
+    path, _, end = address.rpartition(".")
+    module = model.get_submodule(path)
+    return edited_output(module, lambda _, x: grid.snap(x)) if end == "output" else _snapped_in_place(module, grid)
+
+
+@contextmanager
+def _snapped_in_place(module: nn.Module, grid: Grid) -> Iterator[None]:
+    """What the module reads is also what goes on past it, so that the tensor itself is changed."""
+
+    def snap(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        x = first_argument(args, kwargs)
+        x.copy_(grid.snap(x))
+
+    handle = module.register_forward_pre_hook(snap, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _weight_edits(model: PreTrainedModel, paths: Iterable[str], bits: int) -> Iterator[Edit]:

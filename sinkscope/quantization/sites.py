@@ -1,4 +1,10 @@
-"""Where a model is quantized: input, weight and output of every linear layer but the LM head."""
+"""Where a model is quantized.
+
+linear   input, weight and output of every linear layer but the LM head
+full     also weights and outputs of the embeddings, their sum, every residual sum, the attention scores in front of the
+         mask and the softmax's output (Bondarenko et al. 2023, who quantize the gains of norms besides, and where two
+         layers are fused only what is behind the second)
+"""
 
 import re
 from collections.abc import Collection, Iterable, Iterator
@@ -15,18 +21,21 @@ from sinkscope.models.adapters import check_no_adapter
 from sinkscope.models.family import NOT_RUN, Family
 from sinkscope.models.quantized import check_not_quantized
 from sinkscope.models.towers import reached_by_text
+from sinkscope.quantization.attention import SCORES, SOFTMAX
 
 LINEAR = (nn.Linear, Conv1D)  # the second is GPT-2's, with its weight stored (in, out)
+LINEAR_SCHEME, FULL_SCHEME = SCHEMES = ("linear", "full")
 INPUT, WEIGHT, OUTPUT = "input", "weight", "output"
 PARTS = (INPUT, WEIGHT, OUTPUT)
-NO_LAYER = -1  # of a linear layer that is in none of the model's layers
+SUM = "residual sum"
+NO_LAYER = -1  # of a module that is in none of the model's layers
 
 
 @dataclass(frozen=True)
 class Site:
     """One tensor that is quantized."""
 
-    path: str  # of the linear module in the model
+    path: str  # of the module in the model; of a residual sum its address, which ends in .input or .output
     part: str
     layer: int
     kind: str  # the path within a layer, as mlp.down_proj; experts that are modules of their own are one kind
@@ -44,11 +53,12 @@ class Site:
         return {self.kind, self.role, self.path, f"{self.path} {self.part}", str(self)}
 
 
-def sites_of(model: PreTrainedModel, family: Family) -> list[Site]:
-    """The sites in the model's order.
+def sites_of(model: PreTrainedModel, family: Family, scheme: str = LINEAR_SCHEME) -> list[Site]:
+    """The sites in the model's order; those that only the scheme `full` has are behind the others.
 
     Raises:
-        InputError: there are none, weights are offloaded or quantized already, or an adapter is beside them.
+        InputError: there are none, weights are offloaded or quantized already, an adapter is beside them, or the scheme
+            does not apply.
     """
     check_not_quantized(model, "simulated quantization")
     check_no_adapter(model, "simulated quantization")
@@ -59,6 +69,29 @@ def sites_of(model: PreTrainedModel, family: Family) -> list[Site]:
         sites += [Site(path, part, layer, kind) for part in PARTS]
     if not sites:
         raise InputError("this model has no linear layers that could be quantized")
+    return sites + _further(model, family) if scheme == FULL_SCHEME else sites
+
+
+def _further(model: PreTrainedModel, family: Family) -> list[Site]:
+    """What the scheme `full` has besides linear layers. Raises InputError."""
+    if family.door != "interface":
+        raise InputError(
+            f"--scheme full does not apply to {family.name}, because its attention code is its own: its scores and "
+            "softmax outputs cannot be quantized"
+        )
+    sites, reached = [], reached_by_text(model)
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and path in reached and _place(path, family)[0] == NO_LAYER:
+            _check_weight(path, module)
+            sites += [Site(path, part, NO_LAYER, path) for part in (WEIGHT, OUTPUT)]
+    running = [at for at in range(len(family.layer_modules(model))) if family.block(at).kind != NOT_RUN]
+    sites.append(Site(f"{family.layers}.{running[0]}.input", SUM, running[0], "layer_in"))
+    for at in running:
+        block, layer = family.block(at), f"{family.layers}.{at}"
+        if block.attention:
+            sites += [Site(f"{layer}.{block.attention}", part, at, block.attention) for part in (SCORES, SOFTMAX)]
+        sums = [site for site in ("mid", "layer_out") if site in block.sites]
+        sites += [Site(f"{layer}.{block.sites[name]}", SUM, at, name) for name in sums]
     return sites
 
 

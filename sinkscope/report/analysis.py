@@ -9,8 +9,10 @@ import pandas as pd
 
 from sinkscope.measuring.observables.massive import THRESHOLD
 from sinkscope.measuring.summary import WHOLE_MODEL, later_sinks
-from sinkscope.models.family import ATTENTION, FEED_FORWARD, NO_POSITIONS
+from sinkscope.models.family import ATTENTION
+from sinkscope.report import published
 from sinkscope.report.markdown import Report
+from sinkscope.report.positions import ADDED, WITHIN_ATTENTION, kinds_of_positions, mixing_layers, outside
 from sinkscope.results.findings import (
     ALMOST_NO_SINK,
     AT_ONE_POSITION,
@@ -25,7 +27,6 @@ from sinkscope.results.findings import (
     USUAL,
     Finding,
     Outcome,
-    Published,
 )
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
@@ -40,34 +41,6 @@ HIDDEN_AT_ZERO = ("missing_mass",)  # of models without learned sink logits it i
 
 SINK, MASSIVE, GRADIENTS = "Sink", "Massive activations", "Gradients"
 VALUES, BIAS, QUANTIZATION, NOT_HERE = "Value states", "Query bias", "Quantization", "Does not apply here"
-
-# Kinds of positions: with the first WSE expects sinks on repeated tokens, with the others none.
-ADDED_POSITIONS = {"learned", "sinusoidal"}
-WITHIN_ATTENTION = {"rotary", "alibi", "relative", NO_POSITIONS}
-
-# What published sink rates were measured with, and the rates by input.
-WSE_SETTING = {"shortest": 64, "longest": 64, "window": 64, "epsilon": 0.3}
-_PRETRAINED = "T = 64 and ε = 0.3, pretrained"
-_CHAT = "T = 64 and ε = 0.3, chat models"
-_SCRATCH = "T = 64 and ε = 0.3, trained from scratch"
-WSE = {
-    "natural": (
-        Published("LLaMA2-13B", 0.9169, _PRETRAINED, "WSE table 1"),
-        Published("LLaMA2-7B", 0.9247, _PRETRAINED, "WSE table 1"),
-        Published("Mistral-7B", 0.9749, _PRETRAINED, "WSE table 1"),
-        Published("LLaMA3-8B", 0.9902, _PRETRAINED, "WSE table 1"),
-        Published("GPT2-XL", 0.77, _PRETRAINED, "WSE table 1", mark="†"),
-        Published("Mistral-7B", 0.8834, _CHAT, "WSE table 1"),
-        Published("Llama 60M", 0.1818, _SCRATCH, "WSE §4 and §7.4"),
-        Published("Llama 1B", 0.4511, _SCRATCH, "WSE §4 and §7.4"),
-    ),
-    "random": (
-        Published("GPT2-XL", 0.7029, _PRETRAINED, "WSE table 1"),
-        Published("LLaMA3-8B", 0.9123, _PRETRAINED, "WSE table 1"),
-    ),
-}
-
-WSE_OUTSIDE = Published("Llama 60M with key biases", 0.7334, _SCRATCH, "WSE table 4")
 
 MOST_COORDINATES = 3  # of massive activations that are named
 MOST_TOKENS = 3  # of later sinks that are named
@@ -96,7 +69,7 @@ def findings(run: RunData) -> list[Finding]:
     return [finding for part in parts for finding in part(run)]
 
 
-def settings(run: RunData, **more: int) -> list[Finding]:
+def settings(run: RunData, **more: int | str) -> list[Finding]:
     """How the run was measured, and whether its weights had been quantized before. `more`: of a command's own."""
     given = run.manifest["input"]
     numbers = {"sequences": given["sequences"], "lengths": (given["shortest"], given["longest"])}
@@ -137,11 +110,11 @@ def _sink(run: RunData) -> Iterator[Finding]:
     outcome, threshold = Outcome.PRESENT, STRONG
     if not strong:
         outcome, threshold = (Outcome.ABSENT, NO_SINK) if rates.max() < NO_SINK else (Outcome.WEAK, STRONG)
-    comparable = run.is_causal and WSE_SETTING.items() <= (config | run.manifest["input"]).items()
+    comparable = run.is_causal and published.SETTING.items() <= (config | run.manifest["input"]).items()
     numbers = {"epsilon": config["epsilon"], "layers": strong, "weak_layers": weak, "few": ALMOST_NO_SINK}
-    published = WSE.get(run.condition, ()) if comparable else ()
+    rates_of_wse = published.SINK_RATES.get(run.condition, ()) if comparable else ()
     value = run.metric("sink_rate")
-    yield Finding("sink", SINK, outcome, value, None, threshold, published, numbers, is_headline=True)
+    yield Finding("sink", SINK, outcome, value, None, threshold, rates_of_wse, numbers, is_headline=True)
     yield from _outside(run, comparable)
     yield from _attention_layers(run)
     if run.manifest["family"].get("gated") and "gate" in run.tables:
@@ -167,9 +140,9 @@ def _outside(run: RunData, comparable: bool) -> Iterator[Finding]:
         "layers": strong,
         "having": tuple(rates.index) if len(rates) < _by_layer(run, "sink_rate").size else (),
     }
-    published = (WSE_OUTSIDE,) if comparable and run.condition == "natural" else ()
+    rate_of_wse = (published.OUTSIDE,) if comparable and run.condition == "natural" else ()
     value = run.metric("sink_rate_outside")
-    yield Finding("sink-outside", SINK, outcome, value, None, threshold, published, numbers)
+    yield Finding("sink-outside", SINK, outcome, value, None, threshold, rate_of_wse, numbers)
 
 
 def _attention_layers(run: RunData) -> Iterator[Finding]:
@@ -180,12 +153,6 @@ def _attention_layers(run: RunData) -> Iterator[Finding]:
     if others:
         numbers = {"layers": layers, "others": _counted(others)}
         yield Finding("attention-layers", SINK, value=len(layers), numbers=numbers)
-
-
-def _mixing_otherwise(run: RunData) -> str:
-    """The layers that mix tokens, and not by attention."""
-    kinds = run.manifest["family"].get("kinds") or ()
-    return _counted(kind for kind in kinds if kind not in (ATTENTION, *FEED_FORWARD))
 
 
 def _counted(kinds: Iterable[str]) -> str:
@@ -216,13 +183,12 @@ def _repeated(run: RunData) -> Iterator[Finding]:
         yield Finding("repeated-bound", SINK, outcome, mass, threshold=bound)
     else:
         positions = run.manifest["family"]["positions"]
-        kinds = set(run.manifest["family"].get("layer_positions") or (positions,)) - {""}
-        mixing = _mixing_otherwise(run)
-        if mixing or not kinds <= ADDED_POSITIONS | WITHIN_ATTENTION:
-            numbers = {"positions": positions, "others": mixing}
+        kinds, mixing, besides = kinds_of_positions(run), _counted(mixing_layers(run)), " and ".join(outside(run))
+        if mixing or besides or not kinds <= ADDED | WITHIN_ATTENTION:
+            numbers = {"positions": positions, "others": mixing, "outside": besides}
             yield Finding("repeated", SINK, Outcome.UNDECIDED, numbers=numbers)
             return
-        outcome = Outcome.PRESENT if kinds & ADDED_POSITIONS else Outcome.ABSENT
+        outcome = Outcome.PRESENT if kinds & ADDED else Outcome.ABSENT
         yield Finding("repeated", SINK, outcome, numbers={"positions": positions})
 
 

@@ -18,7 +18,7 @@ from sinkscope.quantization.settings import (
     RESTORED,
     WEIGHTS,
 )
-from sinkscope.quantization.sites import NO_LAYER
+from sinkscope.quantization.sites import FULL_SCHEME, LINEAR_SCHEME, NO_LAYER
 from sinkscope.report.analysis import quantized_source, settings
 from sinkscope.report.markdown import Report
 from sinkscope.results.findings import Finding, Outcome
@@ -31,6 +31,7 @@ COLUMNS = ("perplexity", "loss", "max_inf_norm", "kurtosis")
 COST, KINDS, SITES = "Cost", "Kinds of site that cost most", "Single sites that cost most"
 OUTLIERS, REST = "Outliers", "Not quantized"
 
+FURTHER = "the weights and outputs of embeddings, residual sums, attention scores and softmax outputs"
 LABELS = {
     FULL: "full precision",
     ALL: "{bits}",
@@ -44,7 +45,8 @@ LABELS = {
 def report(run: RunData) -> Report:
     """The verdict on a run of `quantize`, as data."""
     given = run.manifest["quantization"]
-    setting = settings(run, calibration=given["calibration"], linear_layers=given["linear_layers"])
+    further = FURTHER if given.get("scheme", LINEAR_SCHEME) == FULL_SCHEME else ""
+    setting = settings(run, calibration=given["calibration"], linear_layers=given["linear_layers"], further=further)
     setting = [finding for finding in setting if finding.name != "quantized-source"]
     title = f"{run.model}: simulated {bits(run)}, {run.condition} input"
     return Report(title, setting + quantized_source(run, bits(run)), overview(run), findings(run))
@@ -54,9 +56,10 @@ def report(run: RunData) -> Report:
 
 
 def bits(run: RunData) -> str:
-    """The scheme's name, such as W8A8."""
+    """The scheme's name, such as W8A8, or W8A8 (full)."""
     given = run.manifest["quantization"]
-    return f"W{given['bits_weights']}A{given['bits_activations']}"
+    scheme = given.get("scheme", LINEAR_SCHEME)
+    return f"W{given['bits_weights']}A{given['bits_activations']}" + f" ({scheme})" * (scheme != LINEAR_SCHEME)
 
 
 def whole(run: RunData) -> pd.DataFrame:

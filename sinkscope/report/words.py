@@ -35,7 +35,7 @@ TEMPLATES: dict[tuple[str, Outcome], str] = {
     # analyze
     ("setting", MEASURED): "Measured on {sequences} sequences of {lengths:span} tokens ({condition}), position 0 being "
         "{token_zero}, in {dtype}[; static ranges from the {calibration} sequences behind them. Quantized: input, "
-        "weight and output of {linear_layers} linear layers, but not the LM head].",
+        "weight and output of {linear_layers} linear layers, but not the LM head][; besides them {further}].",
     ("both-ways", MEASURED): "The model attends both ways: attention to a position is from queries on both sides of it"
         "[; loss, perplexity and gradients are of {masked} masked tokens, all else is of the text as it is].",
     ("control", MEASURED): "Controls are random changes of the same kind, at most {value:g} for each arm; of several, "
@@ -67,7 +67,8 @@ TEMPLATES: dict[tuple[str, Outcome], str] = {
     ("repeated", PRESENT): "This model's positions are {positions}, for which WSE expects the sink to survive "
         "repeated tokens.",
     ("repeated", UNDECIDED): "WSE's propositions on repeated tokens do not cover this model: its positions are "
-        "{positions}[, and tokens are also mixed by {others}].",
+        "{positions}[, and tokens are also mixed by {others}][; attention also goes to {outside}, the more the fewer "
+        "tokens a query sees, so that equal tokens do not stay equal].",
     ("repeated", ABSENT): "This model's positions are {positions}, for which WSE expects the sink to vanish on "
         "repeated tokens.",
     ("massive", PRESENT): "{value:massive_count} entries per sequence are massive activations (Sun et al. 2024), most "
@@ -187,7 +188,7 @@ TEMPLATES: dict[tuple[str, Outcome], str] = {
     ("site", PRESENT): "`{kind}` of layer {layer} quantized alone costs {value:cost} nats per token; in "
         "calibration its largest entry is {largest:,.0f}, the median {median:.2g}, and {zeroed:.0%} round to zero.",
     ("massive-sites", PRESENT): "Massive activations are held by {sites:sites}.",
-    ("massive-sites", ABSENT): "No linear layer's input or output holds massive activations.",
+    ("massive-sites", ABSENT): "Nothing that is quantized holds massive activations.",
     ("costliest", MEASURED): "The {count} costliest of {total} sites[, {massive} of which hold massive activations]: "
         "{sites:sites}.",
     ("restored", ABSENT): "Leaving {which} in full precision wins nothing back: perplexity {perplexity:perplexity}.",

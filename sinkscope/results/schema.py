@@ -4,7 +4,7 @@ Other entries are left as they are: they are for people, or of another version.
 """
 
 from pathlib import PurePath
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
@@ -122,6 +122,7 @@ class InterveneManifest(RunManifest):
 
 
 class Quantization(Part):
+    scheme: Literal["linear", "full"] = "linear"
     bits_weights: Count
     bits_activations: Count
     calibration: Count

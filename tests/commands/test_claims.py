@@ -9,6 +9,7 @@ from tiny import VOCAB, tiny_model
 import sinkscope
 from sinkscope import Scorecard
 from sinkscope.report.claims.claim import Outcome
+from sinkscope.report.claims.register import CLAIMS
 from sinkscope.report.claims.scorecard import value_text
 from sinkscope.report.run import Run
 
@@ -100,6 +101,20 @@ def test_a_scorecard_of_runs_elsewhere_names_no_runs(measured: Scorecard, tmp_pa
     sinkscope.claims(from_=[measured.folder], out=tmp_path / "card")
     with pytest.raises(sinkscope.InputError, match="judged runs that stand elsewhere"):
         sinkscope.claims(from_=[tmp_path / "card"])
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("bloom", "ALiBi"), ("gpt2", "takes 128 tokens at most, and a text of 256 is streamed")]
+)
+def test_no_text_is_made_for_what_does_not_apply(name: str, reason: str, text: Path) -> None:
+    model = tiny_model(name)
+    model.config.n_positions = model.config.max_position_embeddings = 128
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sinkscope.commands.claims.CLAIMS", {"S-1": CLAIMS["S-1"]})
+        patch.setattr("sinkscope.commands.claims.inputs_for", lambda *_: pytest.fail("a text was made"))
+        card = sinkscope.claims(model, input=str(text), bos="never", num_seqs=6)
+    assert card.outcome("S-1") == Outcome.DOES_NOT_APPLY
+    assert reason in card.table.query("claim == 'S-1'")["note"].iloc[0]
 
 
 def test_there_has_to_be_something_to_judge() -> None:

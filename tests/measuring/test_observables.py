@@ -20,9 +20,11 @@ from sinkscope.measuring.observables.massive import Massive, is_massive, largest
 from sinkscope.measuring.observables.observable import ATTENTION_SITES, Mean, Reading, Settings, long_form
 from sinkscope.measuring.observables.outlier import infinity_norm, kurtosis
 from sinkscope.measuring.tables import column_names
+from sinkscope.models.families import find_family
 from sinkscope.text.batch import Batch
 
 LEFT = padded(ragged_tokens((3, 5)), "left")  # columns 2 … 4 and 0 … 4 are real
+ALIKE = ragged_tokens((9, 9, 9))
 
 
 # --------------------------------------------------------------------------------------------- batches
@@ -515,6 +517,27 @@ def test_outliers_are_those_of_real_tokens() -> None:
             alone = one_sequence(x[row, start : start + length])
             assert kurtosis(x, batch)[row].item() == pytest.approx(kurtosis(*alone).item(), rel=1e-12)
             assert infinity_norm(x, batch)[row].item() == x[row, start : start + length].abs().max()
+
+
+@pytest.mark.parametrize("name", ["llama", "phi", "olmo2"])
+def test_outliers_of_norms_are_those_of_plain_hooks(name: str) -> None:
+    model, family = tiny_model(name), find_family(tiny_model(name))
+    now: dict[tuple[int, str], torch.Tensor] = {}
+    norms = [site for site in ("attn_norm", "mlp_norm") if site in family.sites]
+    for at, layer in enumerate(family.layer_modules(model)):
+        for site in norms:
+            module = layer.get_submodule(family.sites[site].removesuffix(".output"))
+            module.register_forward_hook(lambda m, args, output, place=(at, site): now.update({place: output.clone()}))
+    model(torch.tensor(np.stack(ALIKE)))
+    seen = dict(now)  # the hooks go on
+    table = measured(model, batched(ALIKE, 1), Settings(), ("outlier",))["outlier_norms"]
+    assert len(table) == len(seen) == 3 * len(norms)
+    for row in table.itertuples():
+        x = seen[row.layer, row.site].double().flatten(1)
+        centered = x - x.mean(1, keepdim=True)
+        expected = (centered**4).mean(1) / (centered**2).mean(1) ** 2
+        assert row.kurtosis == pytest.approx(float(expected.mean()), rel=1e-4)
+        assert row.max_inf_norm == pytest.approx(float(x.abs().amax(1).mean()), rel=1e-5)
 
 
 def test_kurtosis_does_not_change_what_it_reads() -> None:

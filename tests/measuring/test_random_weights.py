@@ -1,17 +1,18 @@
-"""The same architecture with random weights: as transformers would build it, and nothing else disturbed."""
+"""The same architecture with random weights of the same scale, and nothing else disturbed."""
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from support.every_model import tiny_of
 from support.retrofitted import retrofitted
-from tiny import TINY, tiny_model
+from tiny import tiny_model
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from sinkscope.errors import InputError
 from sinkscope.measuring.gradient_summary import gradient_summary
 from sinkscope.measuring.measure import measure
-from sinkscope.measuring.random_weights import initialized, random_weights
+from sinkscope.measuring.random_weights import random_weights, redrawn
 from sinkscope.measuring.subject import Subject, open_subject
 from sinkscope.options.measuring import make_config
 from sinkscope.retrofits import gate_displacement
@@ -21,24 +22,44 @@ OPTIONS = {"input": "random", "num_seqs": 4, "seq_len": 16, "bos": "never"}
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "gpt2", "opt", "bloom", "falcon-new", "mpt"])
-def test_a_model_is_built_as_transformers_builds_it(name: str) -> None:
+def test_each_tensor_keeps_its_scale_and_nothing_else(name: str) -> None:
     model = tiny_model(name)
     before = {key: x.clone() for key, x in model.state_dict().items()}
     torch.manual_seed(5)
     expected_next = torch.rand(1)
     torch.manual_seed(5)
-    network = initialized(model, seed=3)
+    network = redrawn(model, seed=3)
     assert torch.equal(torch.rand(1), expected_next)  # the user's random numbers go on
-    torch.manual_seed(3)
-    plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(TINY[name][0], **TINY[name][1]), dtype=torch.float32)
-    theirs = plain.state_dict()
-    assert network.state_dict().keys() == theirs.keys()
-    assert all(torch.equal(x, theirs[key]) for key, x in network.state_dict().items())
     assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items())
     assert not network.training
     assert not any(parameter.requires_grad for parameter in network.parameters())
-    other = initialized(model, seed=4).get_input_embeddings().weight
-    assert not torch.equal(other, network.get_input_embeddings().weight)
+    own, other = dict(model.named_parameters()), dict(redrawn(model, seed=4).named_parameters())
+    assert network.state_dict().keys() == model.state_dict().keys()
+    for key, x in network.named_parameters():
+        std, error = own[key].std(correction=0), own[key].std(correction=0) / x.numel() ** 0.5
+        assert (x.mean() - own[key].mean()).abs() <= 5 * error + 1e-7, key
+        assert (x.std(correction=0) - std).abs() <= 5 * error + 1e-7, key
+        if x.numel() > 1 and std:
+            assert not torch.equal(x, own[key]), key
+            assert not torch.equal(x, other[key]), key
+            assert np.corrcoef(x.flatten(), own[key].flatten())[0, 1] < 5 / x.numel() ** 0.5
+
+
+def test_the_initialization_does_not_matter() -> None:
+    model = tiny_model("llama")
+    before = dict(redrawn(model, seed=0).named_parameters())
+    model.config.initializer_range = 1.0
+    assert all(torch.equal(x, before[key]) for key, x in redrawn(model, seed=0).named_parameters())
+
+
+def test_what_is_not_learned_stays() -> None:
+    """Sines of positions, and what has one entry alone."""
+    model = tiny_model("gpt2")
+    model.transformer.wpe.weight.fill_(0.5)
+    assert (redrawn(model, seed=0).transformer.wpe.weight == 0.5).all()
+    encoder = tiny_of("roformer")
+    (sines,) = [name for name, _ in encoder.named_parameters() if "embed_positions" in name]
+    assert torch.equal(redrawn(encoder, seed=0).get_parameter(sines), encoder.get_parameter(sines))
 
 
 def test_it_is_measured_on_the_same_input_and_the_model_stays_as_it_was() -> None:
@@ -60,7 +81,7 @@ def test_it_is_measured_on_the_same_input_and_the_model_stays_as_it_was() -> Non
 
 def test_a_retrofit_is_built_in_at_its_start() -> None:
     model = retrofitted("llama", "vga", torch.float32)
-    network = initialized(model, seed=0)
+    network = redrawn(model, seed=0)
     assert type(network) is type(model)
     assert network.state_dict().keys() == model.state_dict().keys()
     assert (gate_displacement(network)["displacement"] == 0).all()
@@ -72,7 +93,7 @@ def test_a_quantized_models_null_has_ordinary_weights() -> None:
     model.config.quantization_config = {"quant_method": "gptq", "bits": 4}
     packed = model.model.layers[0].self_attn.q_proj
     packed.weight = nn.Parameter(torch.zeros(32, 4, dtype=torch.int32), requires_grad=False)
-    network = initialized(model, seed=0)
+    network = redrawn(model, seed=0)
     assert not hasattr(network.config, "quantization_config")
     assert network.model.layers[0].self_attn.q_proj.weight.shape == (32, 32)
     assert model.config.quantization_config["bits"] == 4
@@ -82,28 +103,28 @@ def test_a_model_that_was_changed_after_building_is_refused() -> None:
     model = tiny_model("llama")
     del model.model.layers[2]
     with pytest.raises(InputError, match=r"describes another model: model\.layers\.2"):
-        initialized(model, seed=0)
+        redrawn(model, seed=0)
 
 
 def test_a_model_whose_configuration_builds_nothing_is_refused() -> None:
     model = tiny_model("llama")
     model.config.hidden_act = "no such function"
     with pytest.raises(InputError, match="cannot be built from its configuration alone"):
-        initialized(model, seed=0)
+        redrawn(model, seed=0)
 
 
 def test_a_model_on_several_devices_is_refused() -> None:
     model = tiny_model("llama")
     model.model.layers[1].to("meta")
     with pytest.raises(InputError, match="several devices"):
-        initialized(model, seed=0)
+        redrawn(model, seed=0)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3"])
 def test_the_causal_mask_alone_makes_a_gradient_at_position_0(name: str) -> None:
     """About 3.5 to 5.4 times the later value gradient, at T = 64: later tokens are seen by fewer queries."""
     config = make_config(input="random", num_seqs=16, seq_len=64, bos="never", observables=("gradient",))
-    with open_subject(tiny_model(name), None, config, QUIET) as subject, random_weights(subject) as null:
+    with open_subject(tiny_model(name, spread=1.0), None, config, QUIET) as subject, random_weights(subject) as null:
         assert isinstance(null, Subject)
         _, totals = gradient_summary(measure(null, config)[0])
     assert 2.5 < totals["value_gradient_ratio"] < 7

@@ -52,7 +52,8 @@ def attention_tables(sinks: Sequence[tuple] = ()) -> dict[str, pd.DataFrame]:
 
 
 def metrics(tables: dict[str, pd.DataFrame], inputs: TokenInputs = TWO, **more: Any) -> dict[tuple[str, int], float]:
-    found = summarize(tables, inputs, more.get("family", LLAMA), more.get("scaling", (0.5,) * LAYERS))
+    given = {"family": LLAMA, "scaling": (0.5,) * LAYERS} | more
+    found = summarize(tables, inputs, **given)
     assert not found.duplicated(["layer", "metric"]).any()
     return {(row.metric, row.layer): row.value for row in found.itertuples()}
 
@@ -123,15 +124,19 @@ def test_norms_massive_activations_and_outliers_are_summed_up() -> None:
     )  # fmt: skip
     massive = pd.DataFrame({"layer": [0, 0, 1, 1, 1], "is_massive": [True, False, True, True, True]})
     outlier = pd.DataFrame({
-        "layer": [0, 0, 1, 1], "max_inf_norm": [3.0, 9.0, 4.0, 2.0], "kurtosis": [3.0, 5.0, 10.0, 20.0],
+        "layer": [0, 0, 1, 1], "site": ["mid", "layer_out"] * 2,
+        "max_inf_norm": [3.0, 9.0, 4.0, 2.0], "kurtosis": [3.0, 5.0, 10.0, 20.0],
     })  # fmt: skip
-    found = metrics({"activation": norms, "massive": massive, "outlier": outlier})
+    of_norms = pd.DataFrame({"layer": [0, 1], "site": "mlp_norm", "max_inf_norm": 99.0, "kurtosis": [7.0, 40.0]})
+    found = metrics({"activation": norms, "massive": massive, "outlier": outlier, "outlier_norms": of_norms})
     assert found["norm_ratio", 0] == pytest.approx(25.0)
     assert found["norm_ratio", 1] == pytest.approx(50.0)
     assert found["massive_count", 0] == 0.5  # per sequence
     assert found["massive_count", WHOLE_MODEL] == 2.0  # all layers together
     assert [found["max_inf_norm", layer] for layer in (0, 1, WHOLE_MODEL)] == [9.0, 4.0, 9.0]
+    assert [found["layer_inf_norm", layer] for layer in (0, 1, WHOLE_MODEL)] == [9.0, 2.0, 9.0]
     assert [found["kurtosis", layer] for layer in (0, 1, WHOLE_MODEL)] == [4.0, 15.0, 9.5]
+    assert [found["kurtosis_with_norms", layer] for layer in (0, 1, WHOLE_MODEL)] == [6.0, 30.0, 18.0]
 
 
 def test_gates_and_the_drain_before_them() -> None:
@@ -202,6 +207,15 @@ def test_the_bound_is_for_repeated_tokens_alone() -> None:
     assert bound(repeated("llama", bos="always")).empty  # a BOS in front is another token
     run = sinkscope.analyze(tiny_model("llama"), input="random", num_seqs=1, seq_len=24)
     assert bound(run).empty
+
+
+def test_the_bound_is_for_text_alone() -> None:
+    """What takes weight besides the text parts equal tokens, of which the proposition speaks."""
+    assert bound(repeated("gpt_oss", bos="never")).empty
+    table = grid(query_norm=1.0, key_norm=5.0, value_norm=1.0, qk_cosine=0.0, sink_logit_gap=0.0)
+    inputs = inputs_of([[7] * LENGTH], "repeated")
+    assert ("repeated_bound", 0) in metrics({"geometry": table}, inputs)
+    assert ("repeated_bound", 0) not in metrics({"geometry": table}, inputs, outside=("register tokens",))
 
 
 def test_zero_norms_leave_the_uniform_bound() -> None:

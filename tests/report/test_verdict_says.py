@@ -19,9 +19,10 @@ from sinkscope.attention.seam import open_seam
 from sinkscope.commands.training_arms import TrainingArms
 from sinkscope.interventions import INTERVENTIONS, Target
 from sinkscope.interventions.expectations import expectation
-from sinkscope.measuring.gradient_summary import gradient_summary, uniform_gradient_ratio
-from sinkscope.measuring.random_weights import initialized
+from sinkscope.measuring.gradient_summary import gradient_summary
+from sinkscope.measuring.random_weights import redrawn
 from sinkscope.measuring.subject import family_of
+from sinkscope.measuring.uniform_attention import uniform_gradient_ratio
 from sinkscope.models.families import find_family
 from sinkscope.options.training import TrainingConfig
 from sinkscope.report import analysis
@@ -42,7 +43,7 @@ def sentences(run: Run) -> dict[str, str]:
 
 def test_random_weights_are_no_gradient_sink() -> None:
     """Their value gradient at position 0 is several times later ones, by the causal mask alone."""
-    model = initialized(tiny_model("llama"), seed=0)
+    model = redrawn(tiny_model("llama", spread=1.0), seed=0)
     run = sinkscope.analyze(model, input="random", num_seqs=8, seq_len=64, bos="never", observables=("gradient",))
     assert run.metric("value_gradient_ratio") > 3
     assert "Position 0 is a gradient sink" not in run.verdict

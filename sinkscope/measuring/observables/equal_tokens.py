@@ -6,6 +6,9 @@ alone. All logits of a head are then one number plus what the position adds, so 
     no positions   a[t,s] = 1 ÷ (keys that query t sees)                     proposition 1
     ALiBi          a[t,s] = e^{g(t-s)} ÷ Σ_j e^{g(t-j)}, g linear            proposition 3
     rotary         a[t,0] ≤ e^{2ξ} ÷ (e^{2ξ} + t), ξ = scaling · ‖q‖‖k‖       proposition 4, t from 0 on
+
+A further term in the softmax's denominator (a learned sink logit, a key bias) leaves none of these: it takes more of
+the weight of a query that sees few keys, so that states part behind the first layer.
 """
 
 from typing import ClassVar
@@ -43,7 +46,10 @@ class EqualTokens(Observable):
                 "weight_difference",
                 "largest |attention weight − its closed form| over heads, queries and keys; NaN where there is none",
             ),
-            Column("bound_share", "rotary: share of heads and queries from 1 on within WSE's bound (prop. 4)"),
+            Column(
+                "bound_share",
+                "rotary: share of heads and queries from 1 on within WSE's bound (prop. 4); NaN where there is none",
+            ),
             Column("bound_ratio", "rotary: largest a[t,0] ÷ that bound"),
         ),
     }
@@ -62,7 +68,9 @@ class EqualTokens(Observable):
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
         kind = self.family.positions_at(layer)
-        if kind in CLOSED_FORMS and read.call.sink_logits is None:
+        if read.call.sink_logits is not None:
+            return
+        if kind in CLOSED_FORMS:
             slope = linear_slope(read, batch) if kind == "alibi" else read.lse.new_zeros(read.lse.shape[:2])
             self.attention["weight_difference"] = closed_form_difference(read, slope)
         if kind == "rotary":

@@ -7,22 +7,30 @@ import torch
 
 from sinkscope.attention.kernels import upcast
 from sinkscope.measuring.observables.activation import SITES
-from sinkscope.measuring.observables.observable import Mean, Observable, Reading, Settings, long_form
+from sinkscope.measuring.observables.observable import Mean, Observable, Reading, Settings
 from sinkscope.results.tables import SITE, Column
 from sinkscope.text.batch import Batch
 
+NORMS = ("attn_norm", "mlp_norm")
+OF_BONDARENKO = ("attn_out", "mlp_out", "layer_out")  # besides norms, what Bondarenko et al. take the kurtosis of
+
+_MEASURED = (
+    Column("max_inf_norm", "largest absolute entry of a sequence, mean over sequences"),
+    Column("kurtosis", "mean((x-μ)⁴) ÷ σ⁴ over a sequence's entries, mean over sequences"),
+)
+
 
 class Outlier(Observable):
-    """Table `outlier`: means over sequences."""
+    """Tables `outlier` and `outlier_norms`: means over sequences."""
 
     name = "outlier"
     about = "largest absolute entry and kurtosis of each site, by layer"
-    sites = SITES
+    sites = (*SITES, *NORMS)
     columns: ClassVar = {
-        "outlier": (
-            SITE,
-            Column("max_inf_norm", "largest absolute entry of a sequence, mean over sequences"),
-            Column("kurtosis", "mean((x-μ)⁴) ÷ σ⁴ over a sequence's entries, mean over sequences"),
+        "outlier": (SITE, *_MEASURED),
+        "outlier_norms": (
+            Column("site", "attn_norm or mlp_norm: what the norm in front of a branch gives", kind="text"),
+            *_MEASURED,
         ),
     }
 
@@ -35,14 +43,15 @@ class Outlier(Observable):
         self.means["kurtosis"].add((layer, site), reading.once(kurtosis))
 
     def tables(self) -> dict[str, pd.DataFrame]:
-        frames = [
-            long_form(
-                {"layer": layer, "site": site},
-                {name: mean[layer, site].reshape(1) for name, mean in self.means.items()},
-            )
-            for layer, site in self.means["kurtosis"].keys()  # noqa: SIM118 (not a dict)
-        ]
-        return {"outlier": pd.concat(frames, ignore_index=True)}
+        places = list(self.means["kurtosis"].keys())
+        whole = pd.DataFrame(places, columns=["layer", "site"]).assign(
+            **{name: [float(mean[place]) for place in places] for name, mean in self.means.items()}
+        )
+        is_norm = whole["site"].isin(NORMS)
+        return {
+            "outlier": whole[~is_norm].reset_index(drop=True),
+            "outlier_norms": whole[is_norm].reset_index(drop=True),
+        }
 
 
 def infinity_norm(x: torch.Tensor, batch: Batch) -> torch.Tensor:

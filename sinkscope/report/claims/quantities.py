@@ -3,9 +3,8 @@
 import numpy as np
 
 from sinkscope.measuring.observables.gradient import ALL_HEADS
-from sinkscope.measuring.observables.massive import THRESHOLD
 from sinkscope.measuring.observables.observable import LATER
-from sinkscope.report.claims.claim import NotDefined, Part, above, at_least
+from sinkscope.report.claims.claim import Part, above, at_least
 from sinkscope.report.claims.estimates import Estimate, bootstrap, exact, positive_jackknife
 from sinkscope.report.claims.evidence import Evidence
 
@@ -77,30 +76,18 @@ def norm_ratios(evidence: Evidence, site: str) -> np.ndarray:
 
 
 def massive_layers(evidence: Evidence) -> np.ndarray:
-    """Layers whose output has massive activations at position 0 in at least half of the sequences.
-
-    Raises:
-        NotDefined: no layer has.
-    """
+    """Layers whose output has massive activations at position 0 in at least half of the sequences."""
     table = evidence.table("natural", "massive")
     at_first = table[table["is_massive"] & (table["position"] == 0)]
     count = evidence.runs["natural"].manifest["input"]["sequences"]
     share = at_first.groupby("layer")["sequence"].nunique() / count
-    layers = share.index[share >= 0.5].to_numpy()
-    if not len(layers):
-        raise NotDefined(f"no layer has massive activations (above {THRESHOLD:.0f}) at position 0")
-    return layers
-
-
-def _massive_layers(evidence: Evidence) -> Estimate:
-    try:
-        return exact(len(massive_layers(evidence)))
-    except NotDefined:
-        return exact(0)
+    return share.index[share >= 0.5].to_numpy()
 
 
 # of claims on what massive activations do: without any they fail
-MASSIVE_LAYERS = Part("layers with massive activations at position 0", _massive_layers, at_least(1))
+MASSIVE_LAYERS = Part(
+    "layers with massive activations at position 0", lambda evidence: exact(len(massive_layers(evidence))), at_least(1)
+)
 
 
 # --- gradients, by groups of sequences
@@ -125,12 +112,3 @@ def gradient_ratio(evidence: Evidence, pathway: str, role: str = "natural") -> E
     """At position 0 ÷ later ones, of norms averaged over layers first (GS fig. 2)."""
     by_position = gradients(evidence, pathway, role).mean(1)
     return positive_jackknife(by_position[:, 0] / by_position[:, LATER].mean(1))
-
-
-# --- null hypotheses in closed form
-
-
-def uniform_mass(length: int, positions: int) -> np.ndarray:
-    """(positions,): the sink mass of each position under uniform causal attention over `length` tokens."""
-    weights = 1 / np.arange(1, length + 1)
-    return np.array([weights[first:].mean() for first in range(positions)])

@@ -1,19 +1,13 @@
 """Of which models claims speak: each function gives the reason why a model is not among them, or None."""
 
-from sinkscope.models.family import ATTENTION, FEED_FORWARD, NO_POSITIONS, NOT_RUN
+from collections.abc import Callable
+
 from sinkscope.report.claims.evidence import Evidence
-
-ABSOLUTE = {"learned", "sinusoidal"}  # added to the embeddings
-RELATIVE = {"rotary", "alibi", "relative", NO_POSITIONS}  # equal tokens stay equal
-
-
-def kinds_of_positions(evidence: Evidence) -> set[str]:
-    family = evidence.any_run.manifest["family"]
-    return set(family.get("layer_positions") or (family["positions"],)) - {""}
+from sinkscope.report.positions import ADDED, WITHIN_ATTENTION, kinds_of_positions, mixing_layers, outside
 
 
 def _positions(evidence: Evidence) -> str:
-    return " and ".join(sorted(kinds_of_positions(evidence)))
+    return " and ".join(sorted(kinds_of_positions(evidence.any_run)))
 
 
 def causal(evidence: Evidence) -> str | None:
@@ -21,24 +15,32 @@ def causal(evidence: Evidence) -> str | None:
 
 
 def absolute_positions(evidence: Evidence) -> str | None:
-    found = kinds_of_positions(evidence) <= ABSOLUTE
+    found = kinds_of_positions(evidence.any_run) <= ADDED
     return None if found else f"its positions are {_positions(evidence)}, not added to the embeddings"
 
 
 def learned_positions(evidence: Evidence) -> str | None:
-    return None if kinds_of_positions(evidence) == {"learned"} else f"its positions are {_positions(evidence)}"
+    found = kinds_of_positions(evidence.any_run) == {"learned"}
+    return None if found else f"its positions are {_positions(evidence)}"
+
+
+def some_positions(kind: str) -> Callable[[Evidence], str | None]:
+    """Of models with layers whose positions are of one kind."""
+
+    def scope(evidence: Evidence) -> str | None:
+        return None if kind in kinds_of_positions(evidence.any_run) else f"its positions are {_positions(evidence)}"
+
+    return scope
 
 
 def equal_tokens_stay_equal(evidence: Evidence) -> str | None:
     """Attention alone mixes tokens, gives them all its weight, and nothing tells equal ones apart (WSE §3.3)."""
-    manifest = evidence.any_run.manifest
-    if outside := manifest.get("outside"):
-        return f"attention also goes to {next(iter(outside))}, the more the fewer tokens a query sees"
-    family = manifest["family"]
-    other = [kind for kind in family.get("kinds") or () if kind not in (ATTENTION, NOT_RUN, *FEED_FORWARD)]
-    if other:
-        return f"{other[0].replace('_', ' ')} layers mix tokens, too"
-    found = kinds_of_positions(evidence) <= RELATIVE
+    run = evidence.any_run
+    if besides := outside(run):
+        return f"attention also goes to {besides[0]}, the more the fewer tokens a query sees"
+    if mixing := mixing_layers(run):
+        return f"{mixing[0]} layers mix tokens, too"
+    found = kinds_of_positions(run) <= WITHIN_ATTENTION
     return None if found else f"its positions are {_positions(evidence)}"
 
 

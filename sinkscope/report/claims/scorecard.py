@@ -235,7 +235,8 @@ def _others(rows: pd.DataFrame, outcome: Outcome) -> str:
 
 def legend() -> str:
     return (
-        "Null: the same architecture with random weights. ‡ the threshold is ours, not the paper's. † taken from "
+        "Null: the same architecture with random weights, each tensor drawn with the mean and the standard deviation "
+        "that it has in the model. ‡ the threshold is ours, not the paper's. † taken from "
         "public transcriptions or the authors' code."
     )
 

@@ -6,27 +6,18 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.measuring.observables.equal_tokens import CLOSED_FORMS
+from sinkscope.measuring.observables.massive import THRESHOLD
 from sinkscope.report.claims.arms import falls, had_a_sink, of_arm, share_left
-from sinkscope.report.claims.claim import Claim, NotDefined, Part, Scope, at_least, at_most, below
+from sinkscope.report.claims.claim import Claim, NotDefined, Part, at_least, at_most, below
 from sinkscope.report.claims.estimates import Estimate, bootstrap, exact
 from sinkscope.report.claims.evidence import Evidence
 from sinkscope.report.claims.quantities import massive_layers, norms
-from sinkscope.report.claims.scopes import causal, equal_tokens_stay_equal, kinds_of_positions, learned_positions
+from sinkscope.report.claims.scopes import causal, equal_tokens_stay_equal, learned_positions, some_positions
 from sinkscope.results.findings import Published
 
 NO_POSITIONS, ALIBI = CLOSED_FORMS
 REPLACED, EXCHANGED = "repeated-do:replace-epe", "repeated-do:transplant-epe"
 ON_REPEATED = "T = 64 and ε = 0.3, repeated tokens"
-
-
-def _with(kind: str) -> Scope:
-    """Of models with layers whose positions are of one kind."""
-
-    def scope(evidence: Evidence) -> str | None:
-        found = kinds_of_positions(evidence)
-        return None if kind in found else f"its positions are {' and '.join(sorted(found))}"
-
-    return scope
 
 
 def _equal_tokens(evidence: Evidence) -> pd.DataFrame:
@@ -62,6 +53,8 @@ def _all_massive(evidence: Evidence) -> Estimate:
     """Of the layer in which the ratio is smallest. Raises NotDefined."""
     _equal_tokens(evidence)
     layers = massive_layers(evidence)
+    if not len(layers):
+        raise NotDefined(f"no layer has massive activations (above {THRESHOLD:.0f}) at position 0")
     repeated, natural = norms(evidence, "layer_out", "norm_smallest", "repeated"), norms(evidence, "layer_out")
     ratios = {layer: bootstrap(repeated[:, layer]) / bootstrap(natural[:, layer]) for layer in layers}
     weakest = min(ratios, key=lambda layer: ratios[layer].value)
@@ -86,14 +79,14 @@ CLAIMS = (
         ("natural", "repeated"), (equal_tokens_stay_equal,)),
     Claim("W-7", "proposition 1", "Without positions, attention on repeated tokens is uniform.",
         (Part(_DIFFERENCE.format("1/(t + 1)"), _largest("weight_difference", NO_POSITIONS), below(1e-4), "{:.1e}"),),
-        ("repeated",), (equal_tokens_stay_equal, _with(NO_POSITIONS))),
+        ("repeated",), (equal_tokens_stay_equal, some_positions(NO_POSITIONS))),
     Claim("W-8", "proposition 3", "With ALiBi, attention on repeated tokens is that of its biases alone.",
         (Part(_DIFFERENCE.format("e^g ÷ Σ e^g"), _largest("weight_difference", ALIBI), below(1e-4), "{:.1e}"),),
-        ("repeated",), (equal_tokens_stay_equal, _with(ALIBI))),
+        ("repeated",), (equal_tokens_stay_equal, some_positions(ALIBI))),
     Claim("W-9", "proposition 4", "With rotary positions, attention to the first of repeated tokens is bounded.",
         (Part("smallest share, over layers and sequences, of heads and queries within e^{2ξ} ÷ (e^{2ξ} + t)",
             _within_bound, at_least(1.0)),),
-        ("repeated",), (equal_tokens_stay_equal, _with("rotary")), is_ours=False),
+        ("repeated",), (equal_tokens_stay_equal, some_positions("rotary")), is_ours=False),
     Claim("W-10", "table 7", "Another vector in place of position 0's removes the sink on repeated tokens.",
         (Part("sink rate at position 0, after ÷ before", of_arm(share_left, REPLACED), at_most(0.5)),
          had_a_sink(REPLACED)),

@@ -10,8 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.typing import HashableList
 
+from sinkscope.quantization.attention import SCORES, SOFTMAX
 from sinkscope.quantization.settings import ALL_LAYERS, ALONE, FULL
-from sinkscope.quantization.sites import INPUT, NO_LAYER, OUTPUT, WEIGHT
+from sinkscope.quantization.sites import INPUT, NO_LAYER, OUTPUT, SUM, WEIGHT
 from sinkscope.report.figures.axes import drawn, log_x_axis, name_rows
 from sinkscope.report.figures.labels import escape, shorten, title, wrapped
 from sinkscope.report.figures.spec import declare
@@ -25,13 +26,17 @@ TALL = 1.6  # rows that a setting takes, whose label has two lines
 LETTERS, LONGEST = 26, 30  # of a line of a setting, of a site
 MASSIVE = "†"  # behind the name of a site
 MOST = 16  # modules in a panel, those that cost most, and as many single sites
-NUDGE = {INPUT: -0.24, WEIGHT: 0.0, OUTPUT: 0.24}  # within a row, so that marks with equal values are all seen
+# within a row, so that marks with equal values are all seen
+NUDGE = {INPUT: -0.24, WEIGHT: 0.0, OUTPUT: 0.24, SCORES: -0.12, SOFTMAX: 0.12, SUM: 0.0}
 
 SETTING: Look = {"color": "black", "marker": "o", "markersize": 4.2, "linestyle": "none"}
 MARKS: dict[str, Look] = {  # of different shapes, so that the colors are not needed
     INPUT: {"marker": "o", "color": NAVY, "markersize": 4.2},
     WEIGHT: {"marker": "D", "color": SKY, "markersize": 3.4},
     OUTPUT: {"marker": "s", "color": VERMILION, "markersize": 3.8, "markerfacecolor": "white", "markeredgewidth": 1.0},
+    SCORES: {"marker": "^", "color": NAVY, "markersize": 4.2},
+    SOFTMAX: {"marker": "v", "color": SKY, "markersize": 4.2},
+    SUM: {"marker": "P", "color": VERMILION, "markersize": 4.2},
 }
 FULL_PRECISION = REFERENCE | {"zorder": 1}
 
@@ -58,7 +63,8 @@ def draw(run: RunData) -> Figure:
         values = values[np.isfinite(values)]  # infinite ones lie beyond the axis
         log_x_axis(ax, values.min(), values.max(), room=1.02)
         ax.set_xlabel(f"{METRICS['perplexity'].short}, {table['sequences'].max()} sequences")
-    marks = [Line2D([], [], linestyle="none", label=part, **look) for part, look in MARKS.items()]
+    shown = {str(part) for part in alone["part"]}
+    marks = [Line2D([], [], linestyle="none", label=part, **look) for part, look in MARKS.items() if part in shown]
     marks.append(Line2D([], [], label="full precision", **FULL_PRECISION))
     if len(sites) and any(name.get_text().endswith(MASSIVE) for name in axes["sites"].get_yticklabels()):
         marks.append(Line2D([], [], linestyle="none", label=f"{MASSIVE} holds massive activations"))
@@ -77,7 +83,7 @@ def _draw_settings(ax: Axes, run: RunData) -> None:
 
 
 def _draw_kinds(ax: Axes, kinds: pd.DataFrame, reference: float) -> None:
-    """A row for each module, in the model's order, with a mark for its input, weight and output."""
+    """A row for each module, in the model's order, with a mark for each of its parts."""
     modules = list(kinds.sort_index()["site"].unique())
     _rows(ax, [escape(shorten(module, LONGEST)) for module in modules], reference)
     for row in kinds.itertuples():
