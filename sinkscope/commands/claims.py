@@ -36,13 +36,21 @@ from sinkscope.options.measuring import AnalyzeOptions, InterveneOptions, RunCon
 from sinkscope.options.output import OutputOptions
 from sinkscope.report.claims.evidence import LONG, MAIN, NULL, Evidence
 from sinkscope.report.claims.folder import write_scorecard
+from sinkscope.report.claims.gather import Collection
 from sinkscope.report.claims.register import CLAIMS
 from sinkscope.report.claims.scorecard import COMMAND, TABLE, Scorecard, evidence_of, judged, models_of
+from sinkscope.report.claims.trainings import Steps, Training
 from sinkscope.report.run import Run
+from sinkscope.report.series import COMMAND as STEPS
+from sinkscope.report.series import Series
+from sinkscope.report.trained import COMMANDS as TRAININGS
+from sinkscope.report.trained import Trained
 from sinkscope.results.folders import new_folder, own_folder
 from sinkscope.results.manifest import RUNS, read_manifest
 from sinkscope.results.manifest import make_manifest as make_folder_manifest
+from sinkscope.results.run import RunData
 
+JUDGED = (*RUNS, *TRAININGS, STEPS, COMMAND)
 STREAMED = "streaming-window:window=64,keep=0,1,2,4"
 STREAM = 512  # tokens of a text that is streamed, where the model takes so many
 REPEATED = ("attention", "geometry", "activation", "equal-tokens")
@@ -81,49 +89,64 @@ def claims(
     """
     start = time.time()
     config = config or options_of(ClaimsOptions, model, options)
-    known = [*runs, *(run for folder in config.from_ for run in _runs_in(folder))]
+    known = _known(runs, config.from_)
     skipped = _skipped(config.from_)
     console = Console(stderr=True, quiet=quiet)
     check_config(config)
-    judges_only = model is None and (config.only_judges or bool(known and config.model is None))
+    judges_only = model is None and (config.only_judges or bool(known.runs and config.model is None))
     reads = (config.model, config.adapter, config.input, *config.from_)
     with own_folder(out, overwrite, (COMMAND,), reads=reads) as folder:
         if judges_only:
-            evidence = {name: evidence_of(some, name, skipped) for name, some in models_of(known).items()}
-            card = _scorecard(evidence, config, start, folder)
+            card = _scorecard(known.evidence(skipped), config, start, folder)
         else:
             with open_subject(model, tokenizer, config, console) as subject:
-                evidence = {subject.loaded.name: Bench(subject, config, console, known=known).evidence(skipped)}
-                card = _scorecard(evidence, config, start, folder)
+                name = subject.loaded.name
+                measured = Bench(subject, config, console, known=known.runs).evidence(skipped)
+                card = _scorecard({name: known.complete(measured, name)}, config, start, folder)
         if folder is not None:
             with new_folder(folder) as fresh:
                 write_scorecard(card, fresh)
         return card
 
 
-def _runs_in(folder: Path) -> Iterator[Run]:
-    """A run, or all that stand in a folder of `claims`."""
-    if read_manifest(folder, (*RUNS, COMMAND))["command"] != COMMAND:
-        yield Run.open(folder)
-        return
-    if not (folder / "runs").is_dir():
+def _known(runs: Iterable[Run], folders: Iterable[Path]) -> Collection:
+    """What stands in folders of any command that measures, and what is handed over."""
+    found: dict[type, list[Any]] = {Run: list(runs), Training: [], Steps: []}
+    for folder in dict.fromkeys(folders):
+        for kind, one in _runs_in(folder):
+            found[kind].append(one)
+    return Collection(found[Run], tuple(found[Training]), tuple(found[Steps]))
+
+
+def _runs_in(folder: Path) -> Iterator[tuple[type, Any]]:
+    """A run, or all that stand in a folder of `claims`; the arms of a training, or its steps."""
+    command = read_manifest(folder, JUDGED)["command"]
+    if command in TRAININGS:
+        trained = Trained.open(folder)
+        yield Training, Training(trained.manifest, trained.runs, trained.tables, trained.folder)
+    elif command == STEPS:
+        series = Series.open(folder)
+        yield Steps, Steps(series.manifest, series.runs, series.folder)
+    elif command != COMMAND:
+        yield Run, Run.open(folder)
+    elif (folder / "runs").is_dir():
+        yield from ((Run, Run.open(each)) for each in sorted((folder / "runs").iterdir()))
+    else:
         raise InputError(f"--from {folder} judged runs that stand elsewhere: name those")
-    for each in sorted((folder / "runs").iterdir()):
-        yield Run.open(each)
 
 
 def _skipped(folders: Iterable[Path]) -> dict[str, dict[str, str]]:
     """Model → role → why it does not apply, as folders of `claims` have it."""
     found: dict[str, dict[str, str]] = {}
     for folder in folders:
-        for model, reasons in read_manifest(folder, (*RUNS, COMMAND)).get("skipped_roles", {}).items():
+        for model, reasons in read_manifest(folder, JUDGED).get("skipped_roles", {}).items():
             found.setdefault(model, {}).update(reasons)
     return found
 
 
 def _scorecard(evidence: Mapping[str, Evidence], config: ClaimsOptions, start: float, folder: Path | None) -> Scorecard:
-    table = pd.concat([judged(one) for one in evidence.values()], ignore_index=True)
-    used = {name: {role: _source(run) for role, run in one.runs.items()} for name, one in evidence.items()}
+    table = pd.concat([judged(one, name) for name, one in evidence.items()], ignore_index=True)
+    used = {name: _used(one) for name, one in evidence.items()}
     failed = {role: reason for one in evidence.values() for role, reason in one.failed.items()}
     manifest = make_folder_manifest(
         COMMAND,
@@ -137,8 +160,14 @@ def _scorecard(evidence: Mapping[str, Evidence], config: ClaimsOptions, start: f
     return Scorecard(manifest, table, {name: one.runs for name, one in evidence.items()}, folder)
 
 
-def _source(run: Any) -> str:
-    return str(run.folder) if run.folder is not None else "measured"
+def _used(evidence: Evidence) -> dict[str, str]:
+    """Role → where its runs stand."""
+    runs = {role: _source(run.folder) for role, run in evidence.runs.items()}
+    return runs | {role: "; ".join(map(_source, study.folders)) for role, study in evidence.studies.items()}
+
+
+def _source(folder: Path | None) -> str:
+    return "measured" if folder is None else str(folder)
 
 
 @dataclass
@@ -148,13 +177,13 @@ class Bench:
     subject: Subject
     config: ClaimsOptions
     console: Console
-    known: Sequence[Run]
+    known: Sequence[RunData]
     skipped: dict[str, str] = field(default_factory=dict)  # role → why it does not apply
     failed: dict[str, str] = field(default_factory=dict)  # role → how its run broke off
 
     def evidence(self, skipped: Mapping[str, Mapping[str, str]]) -> Evidence:
         """Measure what is missing. The run of the model as it is comes first: by it a claim speaks of the model."""
-        runs: list[Run] = list(models_of(self.known).get(self.subject.loaded.name, ()))
+        runs: list[RunData] = list(models_of(self.known).get(self.subject.loaded.name, ()))
         if not evidence_of(runs, self.name).has(MAIN):
             print_line(self.console, "the model as it is")
             runs.append(self._analyzed(self.subject, {}))

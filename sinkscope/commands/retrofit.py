@@ -99,4 +99,4 @@ def _retrofit(
                 loaded, config.text, config.dataset, training.block_length, count, share, seed=training.seed
             )
         arms = TrainingArms(plan, loaded, family, blocks, begin=lambda arm: copy.deepcopy(loaded.model))
-        return arms.finish(arms_of(wanted, training.seed), untouched=True)
+        return arms.finish(arms_of(wanted, training.seed, config.seeds), untouched=True)

@@ -241,7 +241,8 @@ class TrainingArms:
         PartialState().wait_for_everyone()
 
     def _manifest(self, tables: Iterable[str] = ()) -> dict[str, Any]:
-        facts = self.plan.options | {"text_sha256": self.blocks.sha256, "arms": self.arms, "files": self.files.names}
+        text = {"text_sha256": self.blocks.sha256, "text_blocks": len(self.blocks.train)}
+        facts = self.plan.options | text | {"arms": self.arms, "files": self.files.names}
         if self.plan.record is not None:
             facts |= {"recipe": self.plan.record}
         return make_manifest(self.plan.command, start=self.plan.start, tables=tables, **facts)

@@ -22,7 +22,10 @@ class ClaimsOptions(ControlOptions, RunConfig):
     hidden: ClassVar = tuple(ObservableOptions.model_fields)
 
     from_: tuple[UserPath, ...] = option(
-        (), "Input", "A run to judge, also a folder of `claims`; may be given several times.", metavar="RUN"
+        (),
+        "Input",
+        "A run to judge, also a folder of `retrofit`, `train`, `claims` or `analyze` over steps; may be given often.",
+        metavar="RUN",
     )
 
     @field_validator("input")

@@ -52,6 +52,10 @@ class ArmOptions(TrainingConfig, SequenceOptions, ObservableOptions, DeviceOptio
 
     resumable: ClassVar[bool] = True
 
+    seeds: int = option(
+        1, "Training", "How often each arm is trained, from --seed on: order of the text, and random weights.",
+        metavar="N", ge=1,
+    )  # fmt: skip
     method: tuple[str, ...] | dict[str, str] = option(
         (), "Training", "What is built in, an arm each; none is the plain model.", metavar="NAME[:K=V],…"
     )
@@ -146,7 +150,6 @@ class TrainOptions(ArmOptions):
         metavar="M",
         shown="made from the text: byte-level BPE",
     )
-    seeds: int = option(1, "Training", "How often, from --seed on: weights and order of the text.", metavar="N", ge=1)
 
     @model_validator(mode="before")
     @classmethod

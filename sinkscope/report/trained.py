@@ -1,5 +1,6 @@
 """The result of `retrofit` or `train`: its runs, its tables with all arms together, and its figures."""
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +10,7 @@ import pandas as pd
 from accelerate import PartialState
 
 from sinkscope.errors import InputError
+from sinkscope.measuring.tables import all_tables
 from sinkscope.report.analysis import quantized_source
 from sinkscope.report.backcopy_table import backcopy_markdown
 from sinkscope.report.comparison import Comparison
@@ -20,7 +22,10 @@ from sinkscope.report.retrofit_table import UNTOUCHED, retrofit_markdown, retrof
 from sinkscope.report.run import Run
 from sinkscope.report.words import say
 from sinkscope.results.findings import Finding
-from sinkscope.results.manifest import MANIFEST
+from sinkscope.results.manifest import MANIFEST, folder_of, read_manifest
+from sinkscope.results.tables import LEADING_COLUMNS, read_table
+
+COMMANDS = ("retrofit", "train")
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,25 @@ class Trained:
     runs: dict[str, Run] = field(repr=False)
     comparison: Comparison | None
     tables: Mapping[str, pd.DataFrame] = field(repr=False)
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike[str]) -> "Trained":
+        """Open what `retrofit` or `train` wrote, without its comparison.
+
+        Raises:
+            InputError: it is no such folder, unfinished, or damaged.
+        """
+        folder = folder_of(folder)
+        manifest = read_manifest(folder, COMMANDS)
+        if not manifest["tables"]:
+            raise InputError(f"{folder} is not finished: the same `sinkscope {manifest['command']}` goes on with it")
+        labels = [label for label in (UNTOUCHED, *manifest["arms"]) if (folder / label / "run" / MANIFEST).exists()]
+        runs = {label: Run.open(folder / label / "run") for label in labels}
+        tables = {
+            name: read_table(folder / "tables" / f"{name}.parquet", (*LEADING_COLUMNS, *all_tables().get(name, ())))
+            for name in manifest["tables"]
+        }
+        return cls(folder, manifest, runs, None, tables)
 
     @property
     def verdict(self) -> str:

@@ -1,6 +1,6 @@
 """The runs of one model that claims are judged by, each known by its role, and how claims read their tables."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -10,6 +10,8 @@ import pandas as pd
 
 from sinkscope.measuring.random_weights import WEIGHTS_AT_RANDOM
 from sinkscope.report.claims.estimates import resamplings, weighted_means
+from sinkscope.report.claims.studies import KINDS as STUDIES
+from sinkscope.report.claims.studies import Study
 from sinkscope.results.run import RunData
 
 MAIN, NULL = "natural", "null"  # roles: the model as it is, and with random weights
@@ -84,7 +86,6 @@ KINDS: dict[str, Callable[[str], Role]] = {
     "repeated-do": lambda name: Role(
         _arm(name, repeated=True), f"sinkscope intervene {{model}} --do {name} --input repeated"
     ),
-    "trained": lambda factor: Role(lambda run: False, f"models that differ in: {factor}"),
     "length": _of_length,
     "domain": lambda name: Role(_analysis(name), "sinkscope claims {model}"),
 }
@@ -153,12 +154,18 @@ class Evidence:
         skipped: Role → why it does not apply to this model.
         failed: Role → how its run broke off.
         model: How the model is named in commands.
+        studies: Role → runs that play it together (`studies.py`).
+        commands: Role → what would make a study that is not there.
+        example: A run that says what kind of model this is, where there is none on text.
     """
 
     runs: dict[str, RunData]
     skipped: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     model: str = "MODEL"
+    studies: Mapping[str, Study] = field(default_factory=dict)
+    commands: Mapping[str, str] = field(default_factory=dict)
+    example: RunData | None = None
     _sequences: dict[tuple[str, str | None], Sequences] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -168,6 +175,8 @@ class Evidence:
         found: dict[str, RunData] = {}
         skipped: dict[str, str] = {}
         for need in dict.fromkeys(needs):
+            if need.partition(":")[0] in STUDIES:
+                continue
             fitting = [run for run in runs if role_of(need).is_it(run)]
             if fitting:
                 found[need] = max(fitting, key=lambda run: len(run.tables))
@@ -179,7 +188,7 @@ class Evidence:
         return cls(found, skipped, model=model)
 
     def has(self, role: str) -> bool:
-        return role in self.runs
+        return role in self.runs or role in self.studies
 
     def inapplicable(self, role: str) -> str | None:
         """Why there is no such run, where that lies in the model."""
@@ -189,7 +198,8 @@ class Evidence:
         """What would measure it, or how it failed."""
         if role in self.failed:
             return f"failed: {self.failed[role]}"
-        return role_of(role).command.format(model=self.model)
+        command = self.commands[role] if role in self.commands else role_of(role).command
+        return command.replace("{model}", self.model)
 
     def table(self, role: str, name: str) -> pd.DataFrame:
         """One table of a run; of a role "do:NAME" the rows of that arm."""
@@ -216,4 +226,6 @@ class Evidence:
 
     @property
     def any_run(self) -> RunData:
-        return self.runs.get(MAIN) or next(iter(self.runs.values()))
+        """The run on text, where there is one: it says what kind of model this is."""
+        known = [*self.runs.values(), *filter(None, [self.example])]
+        return self.runs.get(MAIN, known[0])

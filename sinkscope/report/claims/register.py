@@ -1,9 +1,29 @@
 """All claims by id, paper after paper."""
 
-from sinkscope.report.claims import gs, nu, s2m, trained, vga, wse, wse_repeated
+from sinkscope.report.claims import (
+    backcopy,
+    factor_studies,
+    families,
+    fine_tuning,
+    gate_training,
+    gs,
+    nu,
+    post_norm,
+    s2m,
+    sink_outside_training,
+    steps,
+    unvaried,
+    valve_training,
+    vga,
+    wse,
+    wse_repeated,
+)
 from sinkscope.report.claims.claim import PAPERS, Claim
 
-FILES = (gs, wse, wse_repeated, s2m, nu, vga, trained)
+OF_RUNS = (gs, wse, wse_repeated, post_norm, s2m, nu, vga)
+OF_ARMS = (valve_training, gate_training, fine_tuning, backcopy, sink_outside_training)
+OF_MODELS = (factor_studies, steps, families)
+FILES = (*OF_RUNS, *OF_ARMS, *OF_MODELS, unvaried)
 _PAPERS = list(PAPERS)
 
 

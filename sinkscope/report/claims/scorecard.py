@@ -22,6 +22,7 @@ from sinkscope.report.claims.claim import Claim, Judgment, Outcome, Part, judge
 from sinkscope.report.claims.estimates import Estimate
 from sinkscope.report.claims.evidence import Evidence
 from sinkscope.report.claims.register import CLAIMS
+from sinkscope.report.claims.studies import Given, studies_of
 from sinkscope.report.markdown import as_markdown
 from sinkscope.results.manifest import folder_of, read_manifest
 from sinkscope.results.metrics import MISSING
@@ -31,6 +32,7 @@ from sinkscope.results.tables import LEADING_COLUMNS, Column, names_of, read_tab
 Measured = TypeVar("Measured", bound=RunData)
 
 COMMAND = "claims"
+NEEDS = tuple(need for claim in CLAIMS.values() for need in claim.needs)
 TABLE = "claim"
 COLUMNS = (
     Column("claim", "its id (`sinkscope list claims`)", kind="text"),
@@ -118,19 +120,25 @@ def evidence_of(
     runs: Iterable[RunData], model: str, skipped: Mapping[str, Mapping[str, str]] | None = None
 ) -> Evidence:
     """What the runs of one model have to say of all claims; `skipped`: model → role → why it does not apply."""
-    found = Evidence.of(runs, (need for claim in CLAIMS.values() for need in claim.needs), model)
+    found = with_studies(Evidence.of(runs, NEEDS, model), Given(model))
     reasons = {role: why for role, why in (skipped or {}).get(model, {}).items() if not found.has(role)}
     return replace(found, skipped={**reasons, **found.skipped})
 
 
-def judged(evidence: Evidence) -> pd.DataFrame:
-    """The table `claim` of one model."""
+def with_studies(evidence: Evidence, given: Given) -> Evidence:
+    """The same with the studies among what was given, and the commands that would make the others."""
+    studies, commands = studies_of(given, NEEDS)
+    return replace(evidence, studies=studies, commands=commands)
+
+
+def judged(evidence: Evidence, name: str | None = None) -> pd.DataFrame:
+    """The table `claim` of one model, by default called as its run calls it."""
     run = evidence.any_run
     rows = [row for claim in CLAIMS.values() for row in _rows(judge(claim, evidence))]
     table = pd.DataFrame(rows, columns=names_of(COLUMNS))
     table.insert(0, "layer", -1)
     table.insert(0, "condition", run.condition)
-    table.insert(0, "model", run.model)
+    table.insert(0, "model", name or run.model)
     return table
 
 
@@ -236,8 +244,8 @@ def _others(rows: pd.DataFrame, outcome: Outcome) -> str:
 def legend() -> str:
     return (
         "Null: the same architecture with random weights, each tensor drawn with the mean and the standard deviation "
-        "that it has in the model. ‡ the threshold is ours, not the paper's. † taken from "
-        "public transcriptions or the authors' code."
+        "that it has in the model; of trained arms the plain one. ‡ the threshold is ours, not the paper's. † taken "
+        "from public transcriptions or the authors' code."
     )
 
 

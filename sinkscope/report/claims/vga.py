@@ -1,4 +1,4 @@
-"""Claims of Value-State Gated Attention (VGA) on any model; by training: `trained.py`."""
+"""Claims of Value-State Gated Attention (VGA) on any model; what training decides: `register.py`."""
 
 import numpy as np
 import pandas as pd

@@ -1,4 +1,4 @@
-"""Claims of When Attention Sink Emerges in Language Models (WSE) on any model; by training: `trained.py`."""
+"""Claims of When Attention Sink Emerges in Language Models (WSE) on any model; what training decides: `register.py`."""
 
 from collections.abc import Callable
 

@@ -1,0 +1,83 @@
+"""Claims of When Attention Sink Emerges (WSE §4 to §7) on plain trainings that differ in one setting."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from sinkscope.report.claims.arms import SINK
+from sinkscope.report.claims.claim import Claim, Part, above, at_most, below
+from sinkscope.report.claims.evidence import Lacks
+from sinkscope.report.claims.over_seeds import over_levels, slope, spread
+from sinkscope.report.claims.published import published
+
+RATE, RATE_AND_STEPS, BATCH, DATA = (
+    f"factor:{name}" for name in ("learning-rate", "learning-rate-and-steps", "batch-size", "data")
+)
+DECAY, WINDOW, FEED_FORWARD, HEADS = (f"factor:{name}" for name in ("weight-decay", "window", "feed-forward", "heads"))
+GOOD_DECAYS, LARGE_DECAY = (0.1, 2.0), 5.0
+
+Numbers = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+def _at(place: int) -> Numbers:
+    """(seeds,): the sink rate at the lowest (0) or the highest level (−1)."""
+    return lambda levels, rates: rates[:, place]
+
+
+def _rise(levels: np.ndarray, rates: np.ndarray) -> np.ndarray:
+    """(seeds,): from the lowest to the highest level."""
+    return rates[:, -1] - rates[:, 0]
+
+
+def _at_large_decay(levels: np.ndarray, rates: np.ndarray) -> np.ndarray:
+    return _among(levels >= LARGE_DECAY, rates, f"weight decays of {LARGE_DECAY:g} or more").max(1)
+
+
+def _best_decay(levels: np.ndarray, rates: np.ndarray) -> np.ndarray:
+    """(seeds,): the highest sink rate at weight decays that the paper found best − at all others."""
+    good = (levels >= GOOD_DECAYS[0]) & (levels <= GOOD_DECAYS[1])
+    inside = _among(good, rates, f"weight decays from {GOOD_DECAYS[0]:g} to {GOOD_DECAYS[1]:g}")
+    return inside.max(1) - _among(~good, rates, "other weight decays").max(1)
+
+
+def _among(chosen: np.ndarray, rates: np.ndarray, what: str) -> np.ndarray:
+    if not chosen.any():
+        raise Lacks(f"no training has {what}: sinkscope train --weight-decay W")
+    return rates[:, chosen]
+
+
+POINTS = "slope of the sink rate on log₂ of the learning rate, in points"
+RANGE = "range of sink rates in points"
+
+CLAIMS = (
+    Claim("W-31", "table 9", "More sink with a larger learning rate, equal steps.",
+        (Part(POINTS, over_levels(RATE, slope), above(0.0)),), (RATE,),
+        published=published("WSE table 9", {"4e-4": 18.18, "2e-4": 11.21, "1e-4": 2.90, "8e-4 at 20k": 32.23}),
+        is_ours=False),
+    Claim("W-32", "table 9", "More sink with a larger learning rate, equal rate × steps.",
+        (Part(POINTS, over_levels(RATE_AND_STEPS, slope), above(0.0)),), (RATE_AND_STEPS,),
+        published=published("WSE table 9", {"8e-4×10k": 23.44, "4e-4×20k": 18.18, "2e-4×40k": 16.81,
+            "1e-4×80k": 6.29}), is_ours=False),
+    Claim("W-33", "table 10", "The batch size hardly matters.",
+        (Part(RANGE, over_levels(BATCH, spread), at_most(3.0)),), (BATCH,),
+        published=published("WSE table 10", {"0.25M": 16.45, "0.5M": 17.19, "1M": 18.18, "2M": 16.19}, mark="†")),
+    Claim("W-34", "fig. 28", "With little data there is no sink.",
+        (Part("sink rate in %, least data", over_levels(DATA, _at(0)), below(1.0)),
+         Part("most data", over_levels(DATA, _at(-1)), above(SINK))), (DATA,)),
+    Claim("W-38", "table 2", "Most sink at a weight decay of 0.1 to 2, none at 5.",
+        (Part("sink rate in % at 5 and more", over_levels(DECAY, _at_large_decay), below(1.0)),
+         Part("highest from 0.1 to 2 − of all others, in points", over_levels(DECAY, _best_decay), above(0.0))),
+        (DECAY,),
+        published=published("WSE table 2", {"0": 15.20, "0.001": 15.39, "0.01": 15.23, "0.1": 18.18, "0.5": 41.08,
+            "1": 37.71, "2": 6.13, "5": 0.01})),
+    Claim("W-40", "fig. 6", "A small window has no sink, a large one has.",
+        (Part("sink rate in %, smallest window", over_levels(WINDOW, _at(0)), below(1.0)),
+         Part("rise to the largest, in points", over_levels(WINDOW, _rise), above(SINK))), (WINDOW,)),
+    Claim("W-45", "table 11", "The feed-forward design hardly matters.",
+        (Part(RANGE, over_levels(FEED_FORWARD, spread), at_most(5.0)),), (FEED_FORWARD,),
+        published=published("WSE table 11", {"SwiGLU": 18.18, "GeGLU": 17.86, "ReGLU": 13.88, "ReLU": 16.90,
+            "GeLU": 14.76, "Swish": 17.89}, mark="†")),
+    Claim("W-46", "table 12", "Nor does the number of heads.",
+        (Part(RANGE, over_levels(HEADS, spread), at_most(10.0)),), (HEADS,),
+        published=published("WSE table 12", {"8": 18.18, "4": 10.68, "2": 12.95, "1": 19.50, "heads summed": 21.76})),
+)  # fmt: skip

@@ -1,0 +1,176 @@
+"""Estimates over the seeds of trainings: means with Student's interval, of ratios on the scale of logarithms.
+
+With a single seed the interval is unbounded, and whatever rests on it is inconclusive.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from math import exp, nan
+from typing import TypeVar
+
+import numpy as np
+
+from sinkscope.report.claims.claim import NotDefined
+from sinkscope.report.claims.estimates import Estimate, mean_of_runs
+from sinkscope.report.claims.evidence import Evidence, Lacks
+from sinkscope.report.claims.factors import Level
+from sinkscope.report.claims.studies import ArmStudy, FactorStudy
+from sinkscope.report.claims.trainings import PLAIN, Arm
+
+Kind = TypeVar("Kind")
+Measure = Callable[[Evidence], Estimate]
+OfArm = Callable[[Arm], float]
+
+
+def mean_of_ratios(ratios: np.ndarray) -> Estimate:
+    """The geometric mean of positive numbers with Student's interval of their logarithms."""
+    if not (ratios > 0).all():
+        return Estimate(float(np.mean(ratios)), -np.inf, np.inf)
+    found = mean_of_runs(np.log(ratios))
+    with np.errstate(over="ignore"):
+        return Estimate(exp(found.value), float(np.exp(found.low)), float(np.exp(found.high)))
+
+
+def words_for(seeds: int, scale: str = "") -> str:
+    """How an interval was made: «3 seeds, Student's t»."""
+    if seeds == 1:
+        return "one seed, so that the spread over seeds is not known: train with --seeds 3"
+    return f"{seeds} seeds, Student's t{scale}"
+
+
+LOGARITHMS = " of logarithms"
+
+
+# --- arms against each other
+
+
+def study_of(evidence: Evidence, role: str, kind: type[Kind]) -> Kind:
+    """The study that plays a role."""
+    study = evidence.studies[role]
+    assert isinstance(study, kind)
+    return study
+
+
+def metric(name: str, scale: float = 1.0) -> OfArm:
+    """A metric of an arm's whole model. Raises Lacks where it was not measured."""
+
+    def of(arm: Arm) -> float:
+        value = arm.metric(name)
+        if np.isnan(value):
+            raise Lacks(f"the runs of {arm.label} lack the metric '{name}'")
+        return scale * value
+
+    return of
+
+
+def of_one(role: str, of: OfArm, method: str, null: str | None = None) -> Measure:
+    """The mean over seeds of one arm's number, beside that of another, its null."""
+
+    def measure(evidence: Evidence) -> Estimate:
+        study = study_of(evidence, role, ArmStudy)
+        found = mean_of_runs(_values(study, of, method))
+        beside = nan if null is None else float(np.mean(_values(study, of, null)))
+        return found.against(beside).over(f"{_label(study, method)}; {words_for(len(study.by_seed))}")
+
+    return measure
+
+
+def difference(role: str, of: OfArm, method: str, against: str = PLAIN) -> Measure:
+    """The mean over seeds of one arm's number − another's of the same seed."""
+
+    def measure(evidence: Evidence) -> Estimate:
+        study = study_of(evidence, role, ArmStudy)
+        first, second = (_values(study, of, name) for name in (method, against))
+        return mean_of_runs(first - second).over(_both(study, method, first, against, second))
+
+    return measure
+
+
+def ratio(role: str, of: OfArm, method: str, against: str = PLAIN) -> Measure:
+    """The geometric mean over seeds of one arm's number ÷ another's of the same seed."""
+
+    def measure(evidence: Evidence) -> Estimate:
+        study = study_of(evidence, role, ArmStudy)
+        first, second = (_values(study, of, name) for name in (method, against))
+        if not (second > 0).all() or (first < 0).any():
+            raise NotDefined(f"it is 0 in {_label(study, against)}, so that there is nothing to divide by")
+        return mean_of_ratios(first / second).over(_both(study, method, first, against, second, LOGARITHMS))
+
+    return measure
+
+
+def together(role: str, of: Callable[[Mapping[str, Arm]], float], *methods: str) -> Measure:
+    """The mean over seeds of a number that is made of several arms."""
+
+    def measure(evidence: Evidence) -> Estimate:
+        study = study_of(evidence, role, ArmStudy)
+        values = np.array([of(arms) for arms in study.by_seed])
+        labels = ", ".join(_label(study, method) for method in methods)
+        return mean_of_runs(values).over(f"{labels}; {words_for(len(values))}")
+
+    return measure
+
+
+def _values(study: ArmStudy, of: OfArm, method: str) -> np.ndarray:
+    return np.array([of(arms[method]) for arms in study.by_seed])
+
+
+def _label(study: ArmStudy, method: str) -> str:
+    return study.by_seed[0][method].label
+
+
+def _both(study: ArmStudy, method: str, first: np.ndarray, against: str, second: np.ndarray, scale: str = "") -> str:
+    pairs = ((method, first), (against, second))
+    means = ", ".join(f"{_label(study, name)} {values.mean():.3g}" for name, values in pairs)
+    return f"{means}; {words_for(len(first), scale)}"
+
+
+# --- plain trainings that differ in one setting
+
+
+def sink_rates(study: FactorStudy) -> tuple[list[Level], np.ndarray]:
+    """The levels, and (seeds, levels): the sink rate at position 0 in percent, of the seeds that all levels have.
+
+    Raises:
+        Lacks: they have no seed in common.
+    """
+    seeds = sorted(set.intersection(*(set(runs) for runs in study.by_level.values())))
+    if not seeds:
+        raise Lacks("no --seed is that of all these trainings")
+    rates = [[100 * runs[seed].metric("sink_rate") for runs in study.by_level.values()] for seed in seeds]
+    return list(study.by_level), np.array(rates)
+
+
+def over_levels(role: str, of: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Measure:
+    """The mean over seeds of a number that is made of all levels.
+
+    Args:
+        role: Of the study.
+        of: Makes (seeds,) of the levels' numbers (levels,) and the sink rates (seeds, levels).
+    """
+
+    def measure(evidence: Evidence) -> Estimate:
+        levels, rates = sink_rates(study_of(evidence, role, FactorStudy))
+        return mean_of_runs(of(np.array(levels), rates)).over(by_level(levels, rates))
+
+    return measure
+
+
+def by_level(levels: Iterable[Level], rates: np.ndarray) -> str:
+    """«0.001: 2.1, 0.01: 18.3 %; 3 seeds, Student's t»."""
+    means = ", ".join(
+        f"{level if isinstance(level, str) else format(level, '.6g')}: {rate:.1f}"
+        for level, rate in zip(levels, rates.mean(0), strict=True)
+    )
+    return f"{means} %; {words_for(len(rates))}"
+
+
+def slope(levels: np.ndarray, rates: np.ndarray) -> np.ndarray:
+    """(seeds,): least-squares slopes of the sink rate on log₂ of the level."""
+    x = np.log2(levels.astype(float))
+    x = x - x.mean()
+    return rates @ x / (x**2).sum()
+
+
+def spread(levels: np.ndarray, rates: np.ndarray) -> np.ndarray:
+    """(seeds,): the largest sink rate − the smallest."""
+    return np.ptp(rates, axis=1)

@@ -1,0 +1,95 @@
+"""Claims on the steps of a training: when the sink appears, and whether the gradient spike is there ever since.
+
+The interval of several trainings is over these, the seeds; of a single one over its sequences, as of any model.
+"""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from sinkscope.report.claims.arms import SINK
+from sinkscope.report.claims.claim import Claim, NotDefined, Part, above, at_least, below
+from sinkscope.report.claims.estimates import Estimate, bootstrap, mean_of_runs, positive_jackknife
+from sinkscope.report.claims.evidence import MAIN, NULL, Evidence, Lacks
+from sinkscope.report.claims.over_seeds import study_of, words_for
+from sinkscope.report.claims.quantities import LATER, gradients, sink_rates
+from sinkscope.report.claims.studies import StepStudy
+from sinkscope.results.findings import OVER_NULL
+from sinkscope.results.run import RunData
+
+STEPS = "steps"
+BEGINNING = 1.0  # percent: fewer sinks are none
+
+Course = Mapping[int, RunData]  # step → run
+
+
+def _rates(runs: Course) -> tuple[list[int], np.ndarray]:
+    """Steps, and (R, steps): the sink rate at position 0 in percent; the same sequences at every step."""
+    columns = [sink_rates(Evidence({MAIN: run})) for run in runs.values()]
+    return list(runs), np.stack(columns, axis=1)
+
+
+def _onset(steps: list[int], rates: np.ndarray) -> int | None:
+    """The place of the first step with a sink."""
+    found = np.flatnonzero(rates[0] > SINK)
+    return int(found[0]) if len(found) else None
+
+
+def _rise(runs: Course) -> tuple[np.ndarray, str]:
+    steps, rates = _rates(runs)
+    onset = _onset(steps, rates)
+    words = f"first above {SINK:g} % at step {steps[onset]}" if onset is not None else f"never above {SINK:g} %"
+    return rates[:, -1] - rates[:, 0], words
+
+
+def _first(runs: Course) -> tuple[np.ndarray, str]:
+    steps, rates = _rates(runs)
+    return rates[:, 0], f"step {steps[0]}"
+
+
+def _over(of: Callable[[Course], tuple[np.ndarray, str]]) -> Callable[[Evidence], Estimate]:
+    """Of one training with the interval of its sequences, of several with that of the seeds."""
+
+    def measure(evidence: Evidence) -> Estimate:
+        found = [of(runs) for runs in study_of(evidence, STEPS, StepStudy).each]
+        words = ", ".join(dict.fromkeys(words for _, words in found))
+        if len(found) == 1:
+            return bootstrap(found[0][0]).over(f"{words}; one training, interval over its sequences")
+        return mean_of_runs(np.array([values[0] for values, _ in found])).over(f"{words}; {words_for(len(found))}")
+
+    return measure
+
+
+def _gradient_ratios(run: RunData) -> np.ndarray:
+    """(1 + groups,): the value gradient at position 0 ÷ later ones."""
+    by_position = gradients(Evidence({MAIN: run}), "value").mean(1)
+    return by_position[:, 0] / by_position[:, LATER].mean(1)
+
+
+def _least_spike(evidence: Evidence) -> Estimate:
+    """Over the steps from the onset on; the null is step 0, else random weights."""
+    found = []
+    for runs in study_of(evidence, STEPS, StepStudy).each:
+        steps, rates = _rates(runs)
+        onset = _onset(steps, rates)
+        if onset is None:
+            raise NotDefined(f"at no step is the sink rate above {SINK:g} %")
+        first = runs[0] if steps[0] == 0 and onset > 0 else evidence.runs.get(NULL)
+        if first is None:
+            raise Lacks(f"step 0, or a run on random weights: sinkscope claims {evidence.model}")
+        ratios = np.stack([_gradient_ratios(runs[step]) for step in steps[onset:]]).min(0)
+        found.append((ratios / _gradient_ratios(first)[0], len(steps) - onset))
+    words = f"{found[0][1]} steps from the onset on"
+    if len(found) == 1:
+        return positive_jackknife(found[0][0]).over(f"{words}; one training, interval over its sequences")
+    return mean_of_runs(np.array([values[0] for values, _ in found])).over(f"{words}; {words_for(len(found))}")
+
+
+CLAIMS = (
+    Claim("GS-27", "fig. 2", "The spike is there at every checkpoint.",
+        (Part("value-gradient ratio ÷ null, least over steps behind the onset", _least_spike, at_least(OVER_NULL)),),
+        (STEPS,)),
+    Claim("W-30", "fig. 4", "The sink appears in training.",
+        (Part("rise of the sink rate over steps, in points", _over(_rise), above(SINK)),
+         Part("sink rate at the first step, in %", _over(_first), below(BEGINNING))), (STEPS,)),
+)  # fmt: skip

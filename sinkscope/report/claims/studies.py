@@ -1,0 +1,245 @@
+"""Studies: runs that claims read together, since none of them decides alone.
+
+- arms of a training against each other, over its seeds;
+- plain trainings that differ in one setting, over their seeds;
+- the steps of a training;
+- models of one family in several sizes, and a chat model beside its base (`relatives.py`).
+
+Each is found among everything that was given; where it is not, the command is named that would make it.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from sinkscope.report.claims import relatives
+from sinkscope.report.claims.factors import FACTORS, Level
+from sinkscope.report.claims.trainings import PLAIN, Arm, Steps, Training, alike, arms_by_seed
+from sinkscope.report.retrofit_table import UNTOUCHED
+from sinkscope.results.run import RunData
+
+SEEDS = 3  # that a command which is named trains with: two give hardly any interval
+TASK = "bigram-backcopy"
+
+
+@dataclass(frozen=True)
+class Study:
+    """Runs that are read together.
+
+    Attributes:
+        folders: Where they stand.
+    """
+
+    folders: tuple[Path | None, ...]
+
+
+@dataclass(frozen=True)
+class ArmStudy(Study):
+    """Arms of trainings with the same settings. `by_seed`: for each seed its arms by method."""
+
+    by_seed: tuple[Mapping[str, Arm], ...]
+
+
+@dataclass(frozen=True)
+class FactorStudy(Study):
+    """Plain trainings that differ in one setting. `by_level`: its level, in their order → seed → run."""
+
+    by_level: Mapping[Level, Mapping[int, RunData]]
+
+
+@dataclass(frozen=True)
+class StepStudy(Study):
+    """One or several trainings of a model by step. `each`: step → run."""
+
+    each: tuple[Mapping[int, RunData], ...]
+
+
+@dataclass(frozen=True)
+class ModelStudy(Study):
+    """Several models on text. `runs`: by the models' names."""
+
+    runs: Mapping[str, RunData]
+
+
+@dataclass(frozen=True)
+class Given:
+    """Everything that was given to be judged, and which model is spoken of.
+
+    Attributes:
+        name: Of the model.
+        trainings: Of all models.
+        series: Of this model's trainings.
+        naturals: Model → its run on text; of all models.
+        variant: Which arms are meant, where a method has several.
+    """
+
+    name: str
+    trainings: tuple[Training, ...] = ()
+    series: tuple[Steps, ...] = ()
+    naturals: Mapping[str, RunData] = field(default_factory=dict)
+    variant: int = 0
+
+    @property
+    def own(self) -> list[Training]:
+        return [training for training in self.trainings if training.model == self.name]
+
+
+class Kind(NamedTuple):
+    """How studies of a kind are found, and the command that makes one; by what stands behind the kind's colon."""
+
+    find: Callable[[Given, str], Study | None]
+    command: Callable[[Given, str], str]
+
+
+# --- arms
+
+
+def _arms(command: str = "", task: str = "") -> Kind:
+    """Of either command or of one; on any text, or on a task."""
+
+    def known(given: Given) -> list[Training]:
+        fits = (command, task)
+        return [each for each in given.own if fits[0] in ("", each.command) and fits[1] in ("", each.settings["text"])]
+
+    def find(given: Given, methods: str) -> ArmStudy | None:
+        wanted = methods.split(",")
+        groups = [arms_by_seed(group, wanted, given.variant) for group in alike(known(given))]
+        most = max(groups, key=len, default=[])
+        if not most:
+            return None
+        arms = [arms[method] for arms in most for method in wanted]
+        return ArmStudy(_folders(arm.training for arm in arms), tuple(most))
+
+    def named(given: Given, methods: str) -> str:
+        wanted = ",".join(method for method in methods.split(",") if method != UNTOUCHED)
+        if there := known(given):
+            return _with_methods(there[0], wanted)
+        if task:
+            return f"sinkscope run {task}"
+        words = f"sinkscope {command}" if command == "train" else "sinkscope retrofit {model}"
+        return f"{words} --method {wanted} --seeds {SEEDS}"
+
+    return Kind(find, named)
+
+
+def _with_methods(training: Training, wanted: str) -> str:
+    """Further arms of a folder; all of them in another one where it has a single seed."""
+    if training.manifest["config"].get("seeds", 1) > 1:
+        return training.again({"method": wanted}, training.folder)
+    return training.again({"method": wanted, "seeds": SEEDS})
+
+
+def _folders(trainings: Iterable[Training]) -> tuple[Path | None, ...]:
+    return tuple(dict.fromkeys(training.folder for training in trainings))
+
+
+# --- plain trainings that differ in one setting
+
+
+def _find_factor(given: Given, name: str) -> FactorStudy | None:
+    """Of those among which this model is, the one with most levels."""
+    factor = FACTORS[name]
+    fresh = [training for training in given.trainings if training.command == "train"]
+    found = []
+    for group in alike(fresh, factor.settings, factor.fixed):
+        by_level = _by_level(group, factor.level)
+        if len(by_level) > 1 and given.name in {training.model for training in group}:
+            found.append(FactorStudy(_folders(group), by_level))
+    return max(found, key=lambda study: len(study.by_level), default=None)
+
+
+def _by_level(
+    trainings: Iterable[Training], level: Callable[[Training], Level | None]
+) -> dict[Level, dict[int, RunData]]:
+    found: dict[Level, dict[int, RunData]] = {}
+    for training in trainings:
+        runs = {arms[PLAIN].seed: arms[PLAIN].run for arms in arms_by_seed([training], [PLAIN])}
+        at = level(training)
+        if runs and at is not None:
+            found[at] = runs | found.get(at, {})
+    return {at: found[at] for at in sorted(found)}
+
+
+def _vary(given: Given, name: str) -> str:
+    factor = FACTORS[name]
+    fresh = [training for training in given.own if training.command == "train"]
+    changed = {"method": PLAIN, "seeds": SEEDS}
+    words = f"sinkscope train --method {PLAIN} --seeds {SEEDS}"
+    if fresh:
+        config = {"config": None} if "--config" in factor.options else {}
+        words = fresh[0].again(changed | config | dict.fromkeys(factor.settings))
+    return f"{words} {factor.options}"
+
+
+# --- steps
+
+
+def _find_steps(given: Given, _: str) -> StepStudy | None:
+    if not given.series:
+        return None
+    folders = tuple(series.folder for series in given.series)
+    return StepStudy(folders, tuple(series.runs for series in given.series))
+
+
+def _analyze_steps(given: Given, _: str) -> str:
+    folders = [
+        arms[PLAIN].run.folder
+        for training in given.own
+        if training.command == "train"
+        for arms in arms_by_seed([training], [PLAIN])
+    ]
+    if folders and folders[0] is not None:
+        return f"sinkscope analyze {folders[0].parent / 'checkpoints'}, and of every other seed"
+    return "sinkscope analyze {model} --revision STEP,STEP,…"
+
+
+# --- other models
+
+
+def _find_sizes(given: Given, _: str) -> ModelStudy | None:
+    runs = relatives.sizes(given.name, given.naturals)
+    return ModelStudy(tuple(run.folder for run in runs.values()), runs) if runs else None
+
+
+def _find_base(given: Given, _: str) -> ModelStudy | None:
+    runs = relatives.with_base(given.name, given.naturals)
+    return ModelStudy(tuple(run.folder for run in runs.values()), runs) if runs else None
+
+
+ARMS = {
+    "arms": _arms(),  # arms:none,vga
+    "retrofit": _arms("retrofit"),
+    "train": _arms("train"),
+    "backcopy": _arms("train", TASK),
+}
+KINDS = {
+    **ARMS,
+    "factor": Kind(_find_factor, _vary),  # factor:weight-decay
+    "steps": Kind(_find_steps, _analyze_steps),
+    "sizes": Kind(_find_sizes, lambda given, _: relatives.MORE_SIZES),
+    "base": Kind(_find_base, lambda given, _: f"sinkscope analyze {relatives.base_of(given.name)}"),
+    # what no command varies yet
+    "unvaried": Kind(lambda given, what: None, lambda given, what: f"no command makes them yet: {what}"),
+}
+
+
+def studies_of(given: Given, needs: Iterable[str]) -> tuple[dict[str, Study], dict[str, str]]:
+    """Role → the study that plays it; and of those that are not there role → the command that would make it."""
+    found: dict[str, Study] = {}
+    commands: dict[str, str] = {}
+    for need in dict.fromkeys(needs):
+        kind, _, of = need.partition(":")
+        if kind not in KINDS:
+            continue
+        study = KINDS[kind].find(given, of) if given.variant == 0 or _of_methods(kind, of) else None
+        if study is None:
+            commands[need] = KINDS[kind].command(given, of)
+        else:
+            found[need] = study
+    return found, commands
+
+
+def _of_methods(kind: str, of: str) -> bool:
+    """Whether a study has arms other than plain ones, so that there may be variants of it."""
+    return kind in ARMS and not set(of.split(",")) <= {PLAIN, UNTOUCHED}
