@@ -28,7 +28,9 @@ from sinkscope.options.output import OutputOptions
 from sinkscope.report.claims.evidence import MAIN, NULL, Evidence
 from sinkscope.report.claims.folder import write_scorecard
 from sinkscope.report.claims.register import CLAIMS
-from sinkscope.report.claims.scorecard import COMMAND, TABLE, Scorecard, evidence_of, judged, models_of
+from sinkscope.report.claims.routes import ROLES as ROUTE_ROLES
+from sinkscope.report.claims.routes import routes_of_models
+from sinkscope.report.claims.scorecard import COMMAND, TABLES, Scorecard, evidence_of, judged, models_of
 from sinkscope.report.run import Run
 from sinkscope.results.folders import new_folder, own_folder
 from sinkscope.results.manifest import RUNS, read_manifest
@@ -119,12 +121,13 @@ def _scorecard(evidence: Mapping[str, Evidence], config: ClaimsOptions, start: f
         COMMAND,
         config.model_dump(mode="json"),
         start,
-        [TABLE],
+        TABLES,
         judged=used,
         failed=failed,
         skipped_roles={name: one.skipped for name, one in evidence.items()},
     )
-    return Scorecard(manifest, table, {name: one.runs for name, one in evidence.items()}, folder)
+    runs = {name: one.runs for name, one in evidence.items()}
+    return Scorecard(manifest, table, routes_of_models(evidence), runs, folder)
 
 
 def _source(run: Any) -> str:
@@ -166,18 +169,16 @@ class Bench:
         return self.config.model or self.subject.loaded.name
 
     def _wanted(self, evidence: Evidence) -> dict[str, list[str]]:
-        """Kind → what is behind the colon, of the roles that no run plays and that claims need which speak of this
-        model.
+        """Kind → what is behind the colon, of the roles that no run plays and that routes need, or claims which speak
+        of this model.
         """
         found: dict[str, list[str]] = {}
-        for claim in CLAIMS.values():
-            if any(scope(evidence) for scope in claim.scope):
-                continue
-            for role in claim.needs:
-                kind, _, named = role.partition(":")
-                known = evidence.has(role) or evidence.inapplicable(role)
-                if kind in WAYS and not known and named not in found.setdefault(kind, []):
-                    found[kind].append(named)
+        claims = [claim for claim in CLAIMS.values() if not any(scope(evidence) for scope in claim.scope)]
+        for role in (*(role for claim in claims for role in claim.needs), *ROUTE_ROLES):
+            kind, _, named = role.partition(":")
+            known = evidence.has(role) or evidence.inapplicable(role)
+            if kind in WAYS and not known and named not in found.setdefault(kind, []):
+                found[kind].append(named)
         return {kind: named for kind, named in found.items() if named}
 
     # --- the runs

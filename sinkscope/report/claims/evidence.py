@@ -153,12 +153,14 @@ class Evidence:
         skipped: Role → why it does not apply to this model.
         failed: Role → how its run broke off.
         model: How the model is named in commands.
+        others: All runs of the model that there are, with and without a role.
     """
 
     runs: dict[str, RunData]
     skipped: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     model: str = "MODEL"
+    others: tuple[RunData, ...] = ()
     _sequences: dict[tuple[str, str | None], Sequences] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -176,7 +178,7 @@ class Evidence:
             reasons = [run.manifest["skipped"][arm] for run in runs if arm in run.manifest.get("skipped", {})]
             if arm and reasons:
                 skipped[need] = reasons[-1]
-        return cls(found, skipped, model=model)
+        return cls(found, skipped, model=model, others=tuple(runs))
 
     def has(self, role: str) -> bool:
         return role in self.runs
@@ -216,4 +218,4 @@ class Evidence:
 
     @property
     def any_run(self) -> RunData:
-        return self.runs.get(MAIN) or next(iter(self.runs.values()))
+        return self.runs.get(MAIN) or next(iter((*self.runs.values(), *self.others)))
