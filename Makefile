@@ -91,7 +91,7 @@ report-claims: install models  ## what the papers say, tested on three models: h
 	$(BIN)/sinkscope claims --from runs/report/claims-smollm2-135m --from runs/report/claims-gemma3-270m \
 		--from runs/report/claims-mgm --out runs/report/claims --overwrite
 	cp runs/report/claims/run.json runs/report/claims/scorecard.md reports/claims/
-	cp runs/report/claims/figures/scorecard-by-model.png reports/claims/
+	cp runs/report/claims/figures/*.png runs/report/claims/tables/route.parquet reports/claims/
 
 report-training: install  ## of trainings: two hours on two cores
 	$(call report,smollm2-135m-retrofit,run retrofit-in-an-hour)

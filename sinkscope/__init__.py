@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from sinkscope.measuring.calibration import calibrate_ranges as calibrate_ranges
     from sinkscope.quantization.simulation import quantized as quantized
     from sinkscope.report.claims.scorecard import Scorecard as Scorecard
-    from sinkscope.report.comparison import compare as compare
     from sinkscope.report.run import Run as Run
     from sinkscope.report.series import Series as Series
+    from sinkscope.report.side_by_side import compare as compare
     from sinkscope.retrofits import gate_displacement as gate_displacement
     from sinkscope.retrofits import new_parameters as new_parameters
     from sinkscope.retrofits import retrofit_model as retrofit_model
@@ -41,7 +41,7 @@ _MODULES = {
     "analyze_steps": "commands.analyze",
     "calibrate_ranges": "measuring.calibration",
     "claims": "commands.claims",
-    "compare": "report.comparison",
+    "compare": "report.side_by_side",
     "doctor": "commands.doctor",
     "gate_displacement": "retrofits",
     "InputError": "errors",

@@ -8,6 +8,7 @@ import pandas as pd
 import sinkscope
 from sinkscope.report.comparison import Comparison
 from sinkscope.report.figures.style import Figure
+from sinkscope.report.side_by_side import Routes
 from sinkscope.report.trained import Trained
 
 
@@ -22,7 +23,7 @@ def user_script(folder: Path) -> None:
     changed = sinkscope.intervene("org/model", "mask-sink", draws=2)
     assert_type(changed.at("mask-sink"), sinkscope.Run)
     assert_type(sinkscope.quantize("org/model"), sinkscope.Run)
-    assert_type(sinkscope.compare(run, changed.at("before")), Comparison)
+    assert_type(sinkscope.compare(run, changed.at("before")), Comparison | Routes | sinkscope.Scorecard)
     assert_type(sinkscope.retrofit("org/model", "vga,none", out=folder), Trained)
     assert_type(sinkscope.train("tiny-llama", out=folder).model("none"), Path)
     assert_type(sinkscope.analyze_steps(folder), sinkscope.Series)

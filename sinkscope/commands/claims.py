@@ -38,7 +38,9 @@ from sinkscope.report.claims.evidence import LONG, MAIN, NULL, Evidence
 from sinkscope.report.claims.folder import write_scorecard
 from sinkscope.report.claims.gather import Collection
 from sinkscope.report.claims.register import CLAIMS
-from sinkscope.report.claims.scorecard import COMMAND, TABLE, Scorecard, evidence_of, judged, models_of
+from sinkscope.report.claims.routes import ROLES as ROUTE_ROLES
+from sinkscope.report.claims.routes import routes_of_models
+from sinkscope.report.claims.scorecard import COMMAND, TABLES, Scorecard, evidence_of, judged, models_of
 from sinkscope.report.claims.trainings import Steps, Training
 from sinkscope.report.run import Run
 from sinkscope.report.series import COMMAND as STEPS
@@ -152,12 +154,13 @@ def _scorecard(evidence: Mapping[str, Evidence], config: ClaimsOptions, start: f
         COMMAND,
         config.model_dump(mode="json"),
         start,
-        [TABLE],
+        TABLES,
         judged=used,
         failed=failed,
         skipped_roles={name: one.skipped for name, one in evidence.items()},
     )
-    return Scorecard(manifest, table, {name: one.runs for name, one in evidence.items()}, folder)
+    runs = {name: one.runs for name, one in evidence.items()}
+    return Scorecard(manifest, table, routes_of_models(evidence), runs, folder)
 
 
 def _used(evidence: Evidence) -> dict[str, str]:
@@ -207,12 +210,12 @@ class Bench:
         return self.config.model or self.subject.loaded.name
 
     def _wanted(self, evidence: Evidence) -> dict[str, list[str]]:
-        """Kind → what is behind the colon, of the roles that no run plays and that claims need which speak of this
-        model.
+        """Kind → what is behind the colon, of the roles that no run plays and that routes need, or claims which speak
+        of this model.
         """
         speaking = (claim for claim in CLAIMS.values() if not any(scope(evidence) for scope in claim.scope))
         found: dict[str, list[str]] = defaultdict(list)
-        for role in dict.fromkeys(need for claim in speaking for need in claim.needs):
+        for role in dict.fromkeys((*(need for claim in speaking for need in claim.needs), *ROUTE_ROLES)):
             kind, _, named = role.partition(":")
             if kind in WAYS and not (evidence.has(role) or evidence.inapplicable(role) or role in self.skipped):
                 found[kind].append(named)
@@ -221,7 +224,8 @@ class Bench:
     def _inapplicable(self) -> dict[str, str]:
         """Role → why its intervention cannot be done to this model, known before a text is made for it."""
         target = Target(self.subject.loaded.model, self.subject.family, seams={})
-        roles = {need for claim in CLAIMS.values() for need in claim.needs if need.partition(":")[0] in ARMS}
+        needs = {need for claim in CLAIMS.values() for need in claim.needs} | set(ROUTE_ROLES)
+        roles = {need for need in needs if need.partition(":")[0] in ARMS}
         done = {role: parse(role.partition(":")[2]) for role in roles} | {"streaming": parse(STREAMED)}
         return {role: why for role, part in done.items() if (why := part.inapplicable(target))}
 

@@ -27,11 +27,12 @@ class OutputOptions(Options):
 class CompareOptions(Options):
     about: ClassVar[str] = """Put runs side by side: metrics of the whole model; of two runs also difference and ratio.
 
-    Says in which settings the runs differ. With --out, also metrics by layer, and figures."""
+    Of runs of `intervene`: which route carries the sink in which model. Of folders of `claims`: claims × models.
+    Says in which settings they differ. With --out, also tables and figures."""
     arguments: ClassVar = ("runs",)
     writes: ClassVar = "nothing"
 
-    runs: tuple[UserPath, ...] = option((), "Input", "Run folders, two or more.", metavar="RUN")
+    runs: tuple[UserPath, ...] = option((), "Input", "Run folders, two or more, of one command.", metavar="RUN")
 
 
 class RunOptions(InputOptions, DeviceOptions, ModelOptions):

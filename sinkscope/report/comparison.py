@@ -1,4 +1,4 @@
-"""`compare`: runs side by side, from their folders alone: no model is loaded.
+"""Runs of `analyze` side by side, from their folders alone: no model is loaded.
 
 OUT/run.json                             which runs, and the settings in which they differ
 OUT/tables/comparison.parquet            one row a metric of the whole model, one column a run
@@ -9,7 +9,7 @@ OUT/figures/*.png|pdf
 import html
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -68,10 +68,7 @@ class Comparison:
     @property
     def warnings(self) -> list[str]:
         """One line a setting in which the runs differ."""
-        return [
-            f"{setting} differs: {', '.join(f'{value} ({run})' for run, value in row.items())}"
-            for setting, row in self.differing.iterrows()
-        ]
+        return differing_lines(self.differing.to_dict(orient="index"))
 
     def _repr_html_(self) -> str:  # what a notebook shows
         warned = "".join(f"<li>{html.escape(line)}</li>" for line in self.warnings)
@@ -120,6 +117,14 @@ def differing_settings(manifests: list[dict[str, Any]], names: list[str]) -> pd.
     if "input" in differing:
         differing.pop("input tokens", None)  # goes without saying
     return pd.DataFrame.from_dict(differing, orient="index", columns=names)
+
+
+def differing_lines(differing: Mapping[Any, Mapping[Any, object]]) -> list[str]:
+    """One line a setting: «dtype differs: float32 (a), bfloat16 (b)»."""
+    return [
+        f"{setting} differs: {', '.join(f'{value} ({run})' for run, value in values.items())}"
+        for setting, values in differing.items()
+    ]
 
 
 def _setting(read: Callable[[dict[str, Any]], Any], manifest: dict[str, Any]) -> str:

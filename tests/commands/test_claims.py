@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from tiny import VOCAB, tiny_model
 
@@ -67,12 +68,38 @@ def test_what_is_there_is_not_measured_again(measured: Scorecard, text: Path) ->
 
 
 def test_several_models_stand_side_by_side(measured: Scorecard, text: Path, tmp_path: Path) -> None:
-    other: Run = sinkscope.analyze(tiny_model("gpt2", spread=1.0), input=str(text), bos="never")
-    card = sinkscope.claims(runs=[other], from_=[measured.folder], out=tmp_path / "both")
+    given = {"input": str(text), "bos": "never", "observables": ("attention",)}
+    other = sinkscope.analyze(tiny_model("gpt2", spread=1.0), **given)
+    card = sinkscope.claims(runs=[other], from_=[measured.folder])
     assert list(card.by_model.columns) == sorted(card.models, key=card.models.index)
     assert len(card.models) == 2
-    assert (tmp_path / "both" / "figures" / "scorecard-by-model.png").is_file()
     assert card.outcome("W-2", other.model) == Outcome.NOT_MEASURED
+    alone = sinkscope.claims(runs=[other], num_seqs=7)
+    compared = sinkscope.compare(measured, alone, out=tmp_path / "both")
+    assert isinstance(compared, Scorecard)
+    pd.testing.assert_frame_equal(compared.by_model, card.by_model[compared.by_model.columns])
+    written = tmp_path / "both"
+    pd.testing.assert_frame_equal(pd.read_parquet(written / "tables" / "route.parquet"), compared.routes)
+    assert {path.stem for path in (written / "figures").iterdir()} == {"scorecard-by-model", "routes"}
+    assert compared.manifest["differing"]["num_seqs"] == {measured.models[0]: "100", other.model: "7"}
+
+
+def test_scorecards_of_one_model_are_told_apart_by_their_folders(measured: Scorecard) -> None:
+    compared = sinkscope.compare(measured.folder, measured)
+    assert compared.models == [f"{measured.models[0]} (llama) (1)", f"{measured.models[0]} (llama) (2)"]
+
+
+def test_all_routes_are_cut_whatever_claims_speak_of(measured: Scorecard) -> None:
+    """A rotary model has no claim of NU's; what its sink hangs on is measured all the same."""
+    found = measured.routes.set_index("route")["effect"]
+    assert found["query bias"] == found["position vector"] == "does not apply"
+    assert found["first embedding"] == "no sink"
+
+
+def test_a_run_that_plays_no_role_is_judged(text: Path) -> None:
+    run = sinkscope.intervene(tiny_model("llama"), "streaming-window:window=8", input=str(text), bos="never")
+    card = sinkscope.claims(runs=[run])
+    assert set(card.table["outcome"]) <= {Outcome.NOT_MEASURED, Outcome.DOES_NOT_APPLY}
 
 
 def test_what_a_run_was_not_asked_for_is_not_measured(text: Path) -> None:

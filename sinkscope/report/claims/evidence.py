@@ -157,6 +157,7 @@ class Evidence:
         studies: Role → runs that play it together (`studies.py`).
         commands: Role → what would make a study that is not there.
         example: A run that says what kind of model this is, where there is none on text.
+        others: All runs of the model that there are, with and without a role.
     """
 
     runs: dict[str, RunData]
@@ -166,6 +167,7 @@ class Evidence:
     studies: Mapping[str, Study] = field(default_factory=dict)
     commands: Mapping[str, str] = field(default_factory=dict)
     example: RunData | None = None
+    others: tuple[RunData, ...] = ()
     _sequences: dict[tuple[str, str | None], Sequences] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -185,7 +187,7 @@ class Evidence:
             reasons = [run.manifest["skipped"][arm] for run in runs if arm in run.manifest.get("skipped", {})]
             if arm and reasons:
                 skipped[need] = reasons[-1]
-        return cls(found, skipped, model=model)
+        return cls(found, skipped, model=model, others=tuple(runs))
 
     def has(self, role: str) -> bool:
         return role in self.runs or role in self.studies
@@ -227,5 +229,5 @@ class Evidence:
     @property
     def any_run(self) -> RunData:
         """The run on text, where there is one: it says what kind of model this is."""
-        known = [*self.runs.values(), *filter(None, [self.example])]
+        known = [*self.runs.values(), *filter(None, [self.example]), *self.others]
         return self.runs.get(MAIN, known[0])

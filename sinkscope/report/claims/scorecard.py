@@ -3,7 +3,8 @@
 OUT/run.json               the options, and which runs were judged
 OUT/runs/ROLE/             the run folders that were measured for it
 OUT/tables/claim.parquet   one row a number of a claim
-OUT/figures/scorecard.png|pdf
+OUT/tables/route.parquet   one row a route by which the first token may become a sink (routes.py)
+OUT/figures/*.png|pdf
 OUT/scorecard.md
 """
 
@@ -22,6 +23,10 @@ from sinkscope.report.claims.claim import Claim, Judgment, Outcome, Part, judge
 from sinkscope.report.claims.estimates import Estimate
 from sinkscope.report.claims.evidence import Evidence
 from sinkscope.report.claims.register import CLAIMS
+from sinkscope.report.claims.routes import COLUMNS as ROUTE_COLUMNS
+from sinkscope.report.claims.routes import ROLES as ROUTE_ROLES
+from sinkscope.report.claims.routes import TABLE as ROUTES
+from sinkscope.report.claims.routes import measured_models, routes_text
 from sinkscope.report.claims.studies import Given, studies_of
 from sinkscope.report.markdown import as_markdown
 from sinkscope.results.manifest import folder_of, read_manifest
@@ -54,7 +59,7 @@ COLUMNS = (
     Column("outcome", "of the claim: holds, fails, inconclusive, does not apply or not measured", kind="text"),
     Column("note", "what the number is over, why the claim does not apply, or the command to measure it", kind="text"),
 )  # fmt: skip
-_SCHEMA = (*LEADING_COLUMNS, *COLUMNS)
+TABLES = {TABLE: (*LEADING_COLUMNS, *COLUMNS), ROUTES: (*LEADING_COLUMNS, *ROUTE_COLUMNS)}
 
 
 @dataclass(frozen=True)
@@ -64,12 +69,14 @@ class Scorecard:
     Attributes:
         manifest: The content of run.json.
         table: One row a number of a claim and model.
+        routes: One row a route of a model by which the first token may become a sink.
         runs: The runs that were judged, by model and role.
         folder: Where it is written; None if it is in memory only.
     """
 
     manifest: dict[str, Any]
     table: pd.DataFrame = field(repr=False)
+    routes: pd.DataFrame = field(repr=False)
     runs: Mapping[str, Mapping[str, RunData]] = field(default_factory=dict, repr=False)
     folder: Path | None = None
 
@@ -78,7 +85,8 @@ class Scorecard:
         """Open what `claims` wrote. Raises InputError: it is no such folder, or it is damaged."""
         folder = folder_of(folder)
         manifest = read_manifest(folder, (COMMAND,))
-        return cls(manifest, read_table(folder / "tables" / f"{TABLE}.parquet", _SCHEMA), {}, folder)
+        table, routes = (read_table(folder / "tables" / f"{name}.parquet", schema) for name, schema in TABLES.items())
+        return cls(manifest, table, routes, {}, folder)
 
     @property
     def measured(self) -> dict[str, RunData]:
@@ -120,7 +128,7 @@ def evidence_of(
     runs: Iterable[RunData], model: str, skipped: Mapping[str, Mapping[str, str]] | None = None
 ) -> Evidence:
     """What the runs of one model have to say of all claims; `skipped`: model → role → why it does not apply."""
-    found = with_studies(Evidence.of(runs, NEEDS, model), Given(model))
+    found = with_studies(Evidence.of(runs, (*NEEDS, *ROUTE_ROLES), model), Given(model))
     reasons = {role: why for role, why in (skipped or {}).get(model, {}).items() if not found.has(role)}
     return replace(found, skipped={**reasons, **found.skipped})
 
@@ -184,7 +192,17 @@ def scorecard_markdown(card: Scorecard) -> str:
         parts += [
             text for outcome in (Outcome.DOES_NOT_APPLY, Outcome.NOT_MEASURED) if (text := _others(rows, outcome))
         ]
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, *_routes_lines(card)])
+
+
+def _routes_lines(card: Scorecard) -> list[str]:
+    """Which route carries the sink, in percent of the sink rate."""
+    if not measured_models(card.routes):
+        return []
+    return [
+        "### Which route carries the sink (sink rate at position 0 in % [95 %])",
+        as_markdown(routes_text(card.routes)),
+    ]
 
 
 def _side_by_side(card: Scorecard) -> str:
@@ -196,7 +214,7 @@ def _side_by_side(card: Scorecard) -> str:
     parts += [f"- {model}: {_counts(card.table[card.table['model'] == model])}" for model in card.models]
     table = decided.reset_index()
     table.insert(1, "what it says", [CLAIMS[name].statement for name in decided.index])
-    return "\n\n".join([*parts, as_markdown(table), f"Decided by no model: {others}."])
+    return "\n\n".join([*parts, as_markdown(table), f"Decided by no model: {others}.", *_routes_lines(card)])
 
 
 def _counts(table: pd.DataFrame) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Never
 
+import pandas as pd
+
 from sinkscope.errors import InputError, unknown
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.report.claims.scorecard import Scorecard
@@ -36,6 +38,7 @@ from sinkscope.report.figures import (
     retrofit_layers,
     retrofit_training,
     retrofit_values,
+    routes,
     scorecard,
     scorecard_by_model,
     sink_map,
@@ -71,6 +74,7 @@ OF_ARMS: dict[str, FigureSpec[Arms]] = {spec.name: spec for spec in (
 OF_CLAIMS: dict[str, FigureSpec[Scorecard]] = {spec.name: spec for spec in (
     scorecard.draw, scorecard_by_model.draw,
 )}
+OF_ROUTES: dict[str, FigureSpec[pd.DataFrame]] = {spec.name: spec for spec in (routes.draw,)}
 # fmt: on
 # what a figure is drawn from → the register of such figures
 KINDS: dict[str, Mapping[str, FigureSpec[Never]]] = {
@@ -79,6 +83,7 @@ KINDS: dict[str, Mapping[str, FigureSpec[Never]]] = {
     "training steps": OF_STEPS,
     "arms of a training": OF_ARMS,
     "claims": OF_CLAIMS,
+    "interventions on several models": OF_ROUTES,
 }
 
 # table → the observable that a user names to have it
