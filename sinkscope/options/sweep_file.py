@@ -45,6 +45,7 @@ from sinkscope.options.yaml_file import read_yaml
 
 MEASURING = ("analyze", "intervene", "quantize", "claims")  # that a cell may be of
 LONGEST_NAME = 120  # characters of a cell's name in front of its checksum
+CHECKSUM = 10  # its characters
 MOST_CELLS = 100_000
 PERMISSIONS = {"trust_remote_code", "allow_pickle"}  # they decide no number
 
@@ -225,9 +226,10 @@ def read_sweep(file: str, given: Mapping[str, Any]) -> Sweep:
     content = read_yaml(path, SweepContent, "sweep", options)
     found: dict[str, Cell] = {}
     for cell in _cells(path, content, given):
-        if cell.name in found:
-            raise InputError(f"{path}: {cell.told} is there twice, also as {found[cell.name].told}")
-        found[cell.name] = cell
+        checksum = cell.name[-CHECKSUM:]
+        if checksum in found:
+            raise InputError(f"{path}: {cell.told} is there twice, also as {found[checksum].told}")
+        found[checksum] = cell
         if len(found) > MOST_CELLS:
             raise InputError(f"{path}: more than {MOST_CELLS} combinations")
     if not found:
@@ -306,4 +308,4 @@ def _name(cell: Cell, options: Options) -> str:
     )
     command = cell.command if cell.command != "analyze" else None
     readable = as_folder_name(cell.model, cell.revision, cell.input, cell.setting, command)[:LONGEST_NAME]
-    return f"{readable}-{sha256(said.encode()).hexdigest()[:8]}"
+    return f"{readable}-{sha256(said.encode()).hexdigest()[:CHECKSUM]}"

@@ -8,12 +8,13 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from sinkscope.errors import InputError, one_line, unknown
+from sinkscope.errors import InputError, closest, one_line, unknown
 from sinkscope.options.files import check_depth, read_text
 
 ENDINGS = (".yaml", ".yml")
 LARGEST = 1 << 20  # bytes
 MOST_VALUES = 10_000  # in a file, repetitions by aliases included
+ALIKE = 0.85  # a key that is so close to a known one is its misspelling
 
 Content = TypeVar("Content", bound=BaseModel)
 
@@ -110,12 +111,14 @@ _NEEDED = {  # pydantic's kind of error → what to say of the value
 def _complaint(error: Any, kind: type[BaseModel], options: Collection[str]) -> str:
     """One of pydantic's errors, for someone who wrote the file."""
     message = str(error["msg"]).removeprefix("Value error, ")
+    if not error["loc"]:  # of several keys together
+        return message
     where, key = ".".join(str(part) for part in error["loc"]), str(error["loc"][0])
     if error["type"] == "missing":
         return f"it has no `{key}`"
     if error["type"] == "extra_forbidden":
         if len(error["loc"]) == 1:
-            is_option = key.replace("-", "_") in options
+            is_option = key.replace("-", "_") in options and closest(key, kind.model_fields, ALIKE) is None
             return f"`{key}` belongs under `options`" if is_option else f"key {unknown(key, kind.model_fields)}"
         return f"`{where}`: there is no such key"
     if error["type"] in _NEEDED:

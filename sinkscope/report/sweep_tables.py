@@ -36,7 +36,7 @@ COORDINATES = (
     Column("base", "the model that this was tuned from", kind="text"),
     Column("parameters", "of the model", kind="whole"),
     Column("input", "as the file names it", kind="text"),
-    Column("setting", "options that vary and their values", kind="text"),
+    Column("settings", "options that vary and their values", kind="text"),
     Column("seq_len", "option", "tokens", kind="whole"),
     Column("window", "option", "tokens", kind="whole"),
     Column("epsilon", "option"),
@@ -80,8 +80,8 @@ class SweepTables:
     @property
     def main(self) -> pd.DataFrame:
         """Of `rates`, one row for each model and input: the first setting, and the last revision."""
-        settings = self.rates.drop_duplicates("setting")["setting"][:1]
-        rows = self.rates[self.rates["setting"].isin(settings)]
+        settings = self.rates.drop_duplicates("settings")["settings"][:1]
+        rows = self.rates[self.rates["settings"].isin(settings)]
         return rows.drop_duplicates(["model", "input"], keep="last")
 
     @property
@@ -103,22 +103,28 @@ def sweep_tables(done: Sequence[Measured]) -> SweepTables:
     Raises:
         InputError: a table of a cell is damaged or missing.
     """
-    parts: dict[str, list[pd.DataFrame]] = {}
-    for each in done:
+    known = pd.DataFrame([coordinates(each) for each in done], columns=names_of(COORDINATES))
+    labels = pd.Series([each.cell.model for each in done], dtype=object)
+    parts: dict[str, dict[int, pd.DataFrame]] = {}  # name → place of the cell → its table
+    for place, each in enumerate(done):
         for name, common in OF_COMMANDS[each.cell.command].items():
-            table = read_table(each.folder / "tables" / f"{name}.parquet")
-            parts.setdefault(common, []).append(_with_coordinates(table, each))
+            parts.setdefault(common, {})[place] = read_table(each.folder / "tables" / f"{name}.parquet")
         if each.cell.command == "analyze" and ALPHA in each.manifest["tables"]:
-            parts.setdefault(EPSILON, []).append(_by_epsilon(each))
-    tables = {name: pd.concat(found, ignore_index=True) for name, found in sorted(parts.items())}
+            parts.setdefault(EPSILON, {})[place] = _by_epsilon(each)
+    tables = {name: _joined(found, known, labels) for name, found in sorted(parts.items())}
     return SweepTables(tables, {each.cell.model: each.cell.entry.paper for each in done if each.cell.entry.paper})
 
 
-def _with_coordinates(table: pd.DataFrame, each: Measured) -> pd.DataFrame:
-    """Behind the leading columns, of which `model` is the file's name of it."""
-    found = coordinates(each)
-    own = [name for name in table.columns if name not in (*LEADING, *found)]
-    return table.assign(model=each.cell.model, **found)[[*LEADING, *found, *own]]
+def _joined(parts: Mapping[int, pd.DataFrame], known: pd.DataFrame, labels: pd.Series) -> pd.DataFrame:
+    """All rows, with the coordinates of their cells behind the leading columns, of which `model` is the file's name."""
+    rows = pd.concat(parts.values(), ignore_index=True)
+    places = np.repeat(list(parts), [len(table) for table in parts.values()])
+    beside = known.iloc[places].reset_index(drop=True)
+    beside = beside.drop(columns=[name for name in beside if name in rows])  # ε of a table by ε
+    rows["model"] = labels.iloc[places].to_numpy()
+    joined = pd.concat([rows, beside], axis=1)
+    first = [*LEADING, *(name for name in known if name in joined)]
+    return joined[[*first, *(name for name in rows if name not in first)]]
 
 
 def coordinates(each: Measured) -> dict[str, Any]:
@@ -134,7 +140,7 @@ def coordinates(each: Measured) -> dict[str, Any]:
         "base": cell.entry.base or "",
         "parameters": int((of_model or {}).get("parameters") or 0),
         "input": cell.input,
-        "setting": cell.setting,
+        "settings": cell.setting,
         **{name: config[name] for name in ("seq_len", "window", "epsilon", "seed")},
         "dtype": manifest.get("dtype", ""),
     }
@@ -150,17 +156,14 @@ def _step(revision: str | None) -> int:
 def _by_epsilon(each: Measured) -> pd.DataFrame:
     """Sink rates of the whole model at other ε: the share of heads and sequences, mean over layers (WSE fig. 3)."""
     alpha = read_table(each.folder / "tables" / f"{ALPHA}.parquet")
-    layers = alpha["layer"].to_numpy()
-    epsilons = sorted({*EPSILONS, each.manifest["config"]["epsilon"]})
-    mass = alpha["window_mass"].to_numpy()
+    layers, mass = alpha["layer"].to_numpy(), alpha["window_mass"].to_numpy()
     counts = np.bincount(layers)
-    present = counts > 0
-    rates = [
-        float((np.bincount(layers, is_sink(mass, epsilon))[present] / counts[present]).mean()) for epsilon in epsilons
-    ]
-    found = {"model": each.cell.model, "condition": each.manifest["condition"], "layer": WHOLE_MODEL}
-    table = pd.DataFrame({**found, **coordinates(each), "sink_rate": rates}).assign(epsilon=epsilons)
-    return table[[*LEADING, *names_of(SWEEP_TABLES[EPSILON])]]
+    attends = counts > 0
+    epsilons = sorted({*EPSILONS, each.manifest["config"]["epsilon"]})
+    sinks = np.array([np.bincount(layers, is_sink(mass, epsilon)) for epsilon in epsilons])
+    rates = (sinks[:, attends] / counts[attends]).mean(1)
+    leading = {"model": "", "condition": each.manifest["condition"], "layer": WHOLE_MODEL}
+    return pd.DataFrame({**leading, "epsilon": epsilons, "sink_rate": rates})
 
 
 def several(rows: pd.DataFrame, within: Iterable[str], column: str) -> pd.DataFrame:

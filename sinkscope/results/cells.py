@@ -28,7 +28,8 @@ from sinkscope.results.swap import LOCK, NEW, OLD, PREFIX, beside, locked, new_f
 
 COMMAND = "sweep"  # in the manifests
 CELLS, FAILED, COMPARISON = "cells", "failed", "comparison"
-PATIENCE = 60.0  # seconds that one process waits for another to finish a short piece of writing, or to end
+PATIENCE = 60.0  # seconds that one process waits for another to finish a short piece of writing
+MOMENT = 2.0  # that the workers of a sweep that was killed take to end
 PAUSE = 0.1  # between two attempts
 
 
@@ -97,7 +98,7 @@ class CellFolders:
     def _part(self, name: str) -> Iterator[None]:
         real = self.folder.resolve()
         try:
-            with locked(real.with_name(f"{real.name}-part-{name}")):
+            with _patiently(partial(locked, real.with_name(f"{real.name}-part-{name}")), MOMENT):
                 yield
         except BlockingIOError:
             raise InputError(
@@ -165,9 +166,9 @@ class CellFolders:
 
 
 @contextmanager
-def _patiently(lock: Callable[[], AbstractContextManager]) -> Iterator[None]:
+def _patiently(lock: Callable[[], AbstractContextManager], seconds: float = PATIENCE) -> Iterator[None]:
     """Enter a lock that another process holds for a short time."""
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + seconds
     with ExitStack() as stack:
         while True:
             try:

@@ -11,7 +11,7 @@ from sinkscope.report.sweep_tables import NO_STEP, SweepTables, several
 
 def _rows(tables: SweepTables) -> pd.DataFrame:
     rows = tables.rates
-    return several(rows[rows["step"] != NO_STEP], ("model", "input", "setting"), "step")
+    return several(rows[rows["step"] != NO_STEP], ("model", "input", "settings"), "step")
 
 
 def lacking(tables: SweepTables) -> str | None:
@@ -21,7 +21,7 @@ def lacking(tables: SweepTables) -> str | None:
 @declare("sweep-steps", "sink rate against the training step, by model and input", "sweep", lacking=lacking)
 def draw(tables: SweepTables) -> Figure:
     rows = _rows(tables)
-    figure, ax = lines_by_model(rows, "step", ("model", "input", "setting"))
+    figure, ax = lines_by_model(rows, "step", ("model", "input", "settings"))
     step_axis(ax, sorted(int(step) for step in rows["step"].unique()))
     ax.set_xlabel("training step")
     return figure
