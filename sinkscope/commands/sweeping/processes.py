@@ -1,5 +1,6 @@
 """Workers as processes of this machine: each has its own memory, which is free again when it ends or is killed."""
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -130,6 +131,7 @@ def _main(group: Group, sender: Connection, threads: int, device: int | None) ->
     if device is not None:
         shown = os.environ.get("CUDA_VISIBLE_DEVICES")
         os.environ["CUDA_VISIBLE_DEVICES"] = shown.split(",")[device] if shown else str(device)
+    gc.freeze()  # what was imported is not looked at before every pass
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     import torch

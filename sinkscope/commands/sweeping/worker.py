@@ -1,6 +1,5 @@
 """The worker of a sweep: measures the cells of one model in turn, with one load, and tells what becomes of each."""
 
-import gc
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -82,7 +81,6 @@ def measured(group: Group) -> Iterator[Event]:
             yield Event(task.name, State.FAILED, told(error), time.monotonic() - start)
         else:
             yield Event(task.name, State.DONE, seconds=time.monotonic() - start)
-        gc.collect()
 
 
 class _Models:
