@@ -65,6 +65,11 @@ def command(options: ClaimsOptions, output: OutputOptions) -> Result:
     return Result(card, card.markdown, folder=output.out, failure=failure and f"could not be measured: {failure}")
 
 
+def check(options: ClaimsOptions) -> None:
+    """Find what is wrong with the options of a sweep before a model is loaded. Raises: InputError."""
+    check_config(options)
+
+
 def claims(
     model: ModelLike = None,
     *,
