@@ -31,11 +31,12 @@ from sinkscope.measuring.subject import (
     options_of,
     position_limit,
 )
+from sinkscope.models.fingerprint import fingerprint
 from sinkscope.options.claims import ClaimsOptions
 from sinkscope.options.measuring import AnalyzeOptions, InterveneOptions, RunConfig
 from sinkscope.options.output import OutputOptions
 from sinkscope.report.claims.evidence import LONG, MAIN, NULL, Evidence
-from sinkscope.report.claims.folder import write_scorecard
+from sinkscope.report.claims.folder import ScorecardFolder, scorecard_folder
 from sinkscope.report.claims.gather import Collection
 from sinkscope.report.claims.register import CLAIMS
 from sinkscope.report.claims.routes import ROLES as ROUTE_ROLES
@@ -47,7 +48,6 @@ from sinkscope.report.series import COMMAND as STEPS
 from sinkscope.report.series import Series
 from sinkscope.report.trained import COMMANDS as TRAININGS
 from sinkscope.report.trained import Trained
-from sinkscope.results.folders import new_folder, own_folder
 from sinkscope.results.manifest import RUNS, read_manifest
 from sinkscope.results.manifest import make_manifest as make_folder_manifest
 from sinkscope.results.run import RunData
@@ -86,7 +86,9 @@ def claims(
     Args:
         model: as for `analyze`; with `runs` or `from_` and no model, nothing is measured.
         runs: what was measured before, besides the folders in the option `from_`.
-        tokenizer, out, overwrite, quiet: as for `analyze`.
+        tokenizer, quiet: as for `analyze`.
+        out: the folder to write. The same call again goes on where it was broken off; other options are refused.
+        overwrite: begin anew, and replace what is in `out`.
         config: all options at once, in place of `options`.
         **options: `from_`, `draws` (random controls of each intervention), and those of `analyze`.
 
@@ -102,18 +104,21 @@ def claims(
     check_config(config)
     judges_only = model is None and (config.only_judges or bool(known.runs and config.model is None))
     reads = (config.model, config.adapter, config.input, *config.from_)
-    with own_folder(out, overwrite, (COMMAND,), reads=reads) as folder:
+    with scorecard_folder(out, config.model_dump(mode="json"), start, overwrite, reads) as kept:
         if judges_only:
-            card = _scorecard(known.evidence(skipped), config, start, folder)
+            if kept is not None:
+                kept.begin()
+            card = _scorecard(known.evidence(skipped), config, start)
         else:
             with open_subject(model, tokenizer, config, console) as subject:
                 name = subject.loaded.name
-                measured = Bench(subject, config, console, known=known.runs).evidence(skipped)
-                card = _scorecard({name: known.complete(measured, name)}, config, start, folder)
-        if folder is not None:
-            with new_folder(folder) as fresh:
-                write_scorecard(card, fresh)
-        return card
+                if kept is not None:
+                    weights = fingerprint(subject.loaded.model)
+                    kept.begin(input_sha256=subject.inputs.sha256, weights_sha256=weights)
+                    known, skipped = replace(known, runs=[*known.runs, *kept.runs]), _merged(skipped, kept.skipped)
+                measured = Bench(subject, config, console, known.runs, kept).evidence(skipped)
+                card = _scorecard({name: known.complete(measured, name)}, config, start)
+        return card if kept is None else kept.finish(card)
 
 
 def _known(runs: Iterable[Run], folders: Iterable[Path]) -> Collection:
@@ -144,14 +149,16 @@ def _runs_in(folder: Path) -> Iterator[tuple[type, Any]]:
 
 def _skipped(folders: Iterable[Path]) -> dict[str, dict[str, str]]:
     """Model → role → why it does not apply, as folders of `claims` have it."""
-    found: dict[str, dict[str, str]] = {}
-    for folder in folders:
-        for model, reasons in read_manifest(folder, JUDGED).get("skipped_roles", {}).items():
-            found.setdefault(model, {}).update(reasons)
-    return found
+    return _merged(*(read_manifest(folder, JUDGED).get("skipped_roles", {}) for folder in folders))
 
 
-def _scorecard(evidence: Mapping[str, Evidence], config: ClaimsOptions, start: float, folder: Path | None) -> Scorecard:
+def _merged(*found: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
+    """Model → role → why it does not apply, of several such."""
+    models = dict.fromkeys(model for one in found for model in one)
+    return {model: {role: why for one in found for role, why in one.get(model, {}).items()} for model in models}
+
+
+def _scorecard(evidence: Mapping[str, Evidence], config: ClaimsOptions, start: float) -> Scorecard:
     table = pd.concat([judged(one, name) for name, one in evidence.items()], ignore_index=True)
     used = {name: _used(one) for name, one in evidence.items()}
     failed = {role: reason for one in evidence.values() for role, reason in one.failed.items()}
@@ -165,7 +172,7 @@ def _scorecard(evidence: Mapping[str, Evidence], config: ClaimsOptions, start: f
         skipped_roles={name: one.skipped for name, one in evidence.items()},
     )
     runs = {name: one.runs for name, one in evidence.items()}
-    return Scorecard(manifest, table, routes_of_models(evidence), runs, folder)
+    return Scorecard(manifest, table, routes_of_models(evidence), runs)
 
 
 def _used(evidence: Evidence) -> dict[str, str]:
@@ -186,6 +193,8 @@ class Bench:
     config: ClaimsOptions
     console: Console
     known: Sequence[RunData]
+    kept: ScorecardFolder | None = None  # where runs are written as soon as they are measured
+    interrupt: BaseException | None = None  # that ended an experiment of which some arms were finished
     skipped: dict[str, str] = field(default_factory=dict)  # role → why it does not apply
     failed: dict[str, str] = field(default_factory=dict)  # role → how its run broke off
 
@@ -194,21 +203,32 @@ class Bench:
         runs: list[RunData] = list(models_of(self.known).get(self.subject.loaded.name, ()))
         if not evidence_of(runs, self.name).has(MAIN):
             print_line(self.console, "the model as it is")
-            runs.append(self._analyzed(self.subject, {}))
+            runs.append(self._keep(self._analyzed(self.subject, {}), MAIN))
         if self.subject.family.has_attention:
-            self.skipped |= self._inapplicable()
+            self._skip(self._inapplicable())
         wanted = self._wanted(evidence_of(runs, self.name))
         for number, (kind, named) in enumerate(wanted.items(), 1):
             print_part(self.console, kind, number, len(wanted))
             for run, roles in WAYS[kind](self, named):
                 try:
-                    runs.append(run())
+                    runs.append(self._keep(run(), roles[0]))
                 except InputError as error:  # it does not apply to this model
-                    self.skipped |= dict.fromkeys(roles, one_line(error))
+                    self._skip(dict.fromkeys(roles, one_line(error)))
                 except SinkscopeError as error:  # nothing of the other runs is lost
                     self.failed |= dict.fromkeys(roles, one_line(error))
+                if self.interrupt is not None:
+                    raise self.interrupt
         found = evidence_of(runs, self.name, {self.name: {**skipped.get(self.subject.loaded.name, {}), **self.skipped}})
         return replace(found, failed=self.failed)
+
+    def _keep(self, run: Run, role: str) -> Run:
+        return run if self.kept is None else self.kept.keep(run, role)
+
+    def _skip(self, reasons: Mapping[str, str]) -> None:
+        """Roles that do not apply, with the reason."""
+        self.skipped |= reasons
+        if self.kept is not None and reasons:
+            self.kept.skip(self.subject.loaded.name, reasons)
 
     @property
     def name(self) -> str:
@@ -276,7 +296,7 @@ class Bench:
         subject = subject or self._reading(config)
         stacks = {label: parse_all(stack) for label, stack in dict(config.stacks).items()}
         experiment = Experiment(subject, config, stacks, config.draws, lenient=True, console=self.console)
-        tables = experiment.run()
+        tables, self.interrupt = experiment.run(), experiment.interrupt
         facts = Facts(experiment.batch_size, parity=experiment.parity_error)
         manifest = make_manifest(subject, config, facts, list(tables), start, "intervene")
         manifest |= {"arms": experiment.records, "skipped": experiment.skipped, "failed": experiment.failed}

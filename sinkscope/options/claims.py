@@ -18,6 +18,7 @@ class ClaimsOptions(ControlOptions, RunConfig):
     model; with a MODEL, only what they lack is measured."""
     writes: ClassVar = "runs/MODEL-claims"
     in_memory: ClassVar = True
+    resumable: ClassVar = True
     refused: ClassVar = {"observables": "each claim names what it needs"}
     hidden: ClassVar = tuple(ObservableOptions.model_fields)
 

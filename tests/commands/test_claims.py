@@ -148,3 +148,29 @@ def test_no_text_is_made_for_what_does_not_apply(name: str, reason: str, text: P
 def test_there_has_to_be_something_to_judge() -> None:
     with pytest.raises(sinkscope.InputError, match="random and repeated tokens besides"):
         sinkscope.claims("some/model", input="random")
+
+
+def test_a_folder_is_gone_on_with_by_the_same_model_text_and_options(tmp_path: Path) -> None:
+    text, out, model = tmp_path / "ids.npy", tmp_path / "card", tiny_model("llama")
+    np.save(text, np.random.default_rng(0).integers(3, VOCAB, size=(4, 32)))
+    given = {"input": str(text), "bos": "never", "num_seqs": 4, "seq_len": 32}
+
+    def judge(model: object, **more: object) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            for part in ("sinkscope.commands.claims.CLAIMS", "sinkscope.report.claims.scorecard.CLAIMS"):
+                patch.setattr(part, {"W-1": CLAIMS["W-1"]})
+            patch.setattr("sinkscope.commands.claims.ROUTE_ROLES", ())
+            sinkscope.claims(model, out=out, **given | more)
+
+    judge(model)
+    judge(model)
+    with pytest.raises(sinkscope.InputError, match="num_seqs was 4, now 3"):
+        judge(model, num_seqs=3)
+    other = tiny_model("llama")
+    other.model.layers[2].mlp.down_proj.weight.data.mul_(1.01)
+    with pytest.raises(sinkscope.InputError, match="weights_sha256 was"):
+        judge(other)
+    judge(other, overwrite=True)
+    np.save(text, np.random.default_rng(1).integers(3, VOCAB, size=(4, 32)))
+    with pytest.raises(sinkscope.InputError, match="input_sha256 was"):
+        judge(other)

@@ -19,8 +19,12 @@ from tiny import tiny_model, tiny_tokens
 
 import sinkscope
 import sinkscope.commands.analyze
+import sinkscope.commands.claims
+import sinkscope.report.claims.scorecard
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.options.measuring import AnalyzeOptions
+from sinkscope.report.claims.register import CLAIMS
+from sinkscope.report.claims.scorecard import Scorecard
 from sinkscope.report.run import Run
 from sinkscope.report.trained import Trained
 from sinkscope.results.manifest import strangers
@@ -162,6 +166,37 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("texts") / "ids.npy"
     np.save(path, tiny_tokens(12, 16).numpy())
     return path
+
+
+def claims(model: Path, text: Path, out: Path) -> Scorecard:
+    return sinkscope.claims(model, input=str(text), out=out, seq_len=16, num_seqs=4, batch_size=4, draws=1)
+
+
+def test_claims_killed_before_some_renames_go_on(
+    tiny: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was measured is kept, and not measured again."""
+    module = sinkscope.commands.claims
+    few = {name: CLAIMS[name] for name in ("W-1", "W-2", "GS-28")}
+    for part in (module, sinkscope.report.claims.scorecard):
+        monkeypatch.setattr(part, "CLAIMS", few)
+    monkeypatch.setattr(module, "ROUTE_ROLES", ())
+    measured: list[str] = []
+    for name in ("measure", "Experiment"):
+        own = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, own=own, **more: (measured.append(""), own(*args, **more))[1])
+    claims(tiny, text, tmp_path / "new" / "run")
+    roles = {"natural", "random", "null", "gradient-do-mask-sink"}
+    assert len(measured) == len(roles)
+    for number in (20, 45, 70):
+        out = tmp_path / f"killed{number}" / "run"
+        status = broken_off(number, out.parent, kill, RENAMES, lambda out=out: claims(tiny, text, out))  # type: ignore[misc]
+        assert status == -signal.SIGKILL
+        kept = {path.parent.name for path in out.glob("runs/[!.]*/run.json")}
+        measured.clear()
+        claims(tiny, text, out)
+        assert len(measured) == len(roles - kept)
+        assert_same_training(out, tmp_path / "new" / "run")
 
 
 def retrofit(model: Path, text: Path, out: Path, **options: Any) -> Trained:
