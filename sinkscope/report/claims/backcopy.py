@@ -25,7 +25,8 @@ Course = Callable[[Arm], pd.Series]  # step → value
 def _recorded(name: str) -> Course:
     def of(arm: Arm) -> pd.Series:
         table = arm.training.tables["training"]
-        plain = table[table["condition"] == arm.training.labels(PLAIN)[0]]
+        label = next(other.label for other in arm.training.arms if other.method == PLAIN)
+        plain = table[table["condition"] == label]
         return arm.by_step(name, sinking_layer(plain))
 
     return of
