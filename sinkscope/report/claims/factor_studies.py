@@ -59,7 +59,7 @@ CLAIMS = (
         published=published("WSE table 9", {"8e-4×10k": 23.44, "4e-4×20k": 18.18, "2e-4×40k": 16.81,
             "1e-4×80k": 6.29}), is_ours=False),
     Claim("W-33", "table 10", "The batch size hardly matters.",
-        (Part(RANGE, over_levels(BATCH, spread), at_most(3.0)),), (BATCH,),
+        (Part(f"{RANGE}, equal steps", over_levels(BATCH, spread), at_most(3.0)),), (BATCH,),
         published=published("WSE table 10", {"0.25M": 16.45, "0.5M": 17.19, "1M": 18.18, "2M": 16.19}, mark="†")),
     Claim("W-34", "fig. 28", "With little data there is no sink.",
         (Part("sink rate in %, least data", over_levels(DATA, _at(0)), below(1.0)),

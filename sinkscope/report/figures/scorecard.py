@@ -108,5 +108,5 @@ def _legend(rows: pd.DataFrame) -> list[Line2D]:
         for outcome, look in LOOKS.items()
         if (rows["passes"] == outcome).any()
     ]
-    marks = {"random weights": AT_RANDOM, "published": PUBLISHED}
+    marks = {"null": AT_RANDOM, "published": PUBLISHED}
     return [*handles, *(Line2D([], [], label=label, **look) for label, look in marks.items())]
