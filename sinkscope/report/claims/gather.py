@@ -12,7 +12,7 @@ from sinkscope.errors import InputError
 from sinkscope.report.claims.evidence import MAIN, Evidence
 from sinkscope.report.claims.scorecard import evidence_of, models_of, with_studies
 from sinkscope.report.claims.studies import Given
-from sinkscope.report.claims.trainings import PLAIN, Steps, Training
+from sinkscope.report.claims.trainings import PLAIN, Steps, Training, variants
 from sinkscope.results.run import RunData
 
 CHECKPOINTS = "checkpoints"  # the folder of an arm's steps
@@ -49,18 +49,14 @@ class Collection:
 
     def _variants(self, evidence: Evidence, name: str) -> dict[str, Evidence]:
         """Of further arms of the same methods, without the runs on which these have no bearing."""
-        arms = [
-            training.labels(method)
-            for training in self.trainings
-            if training.model == name
-            for method in training.methods
-            if method != PLAIN
-        ]
+        own = [training for training in self.trainings if training.model == name]
+        labels = {(arm.method, arm.variant): arm.label for training in own for arm in training.arms}
+        known = variants(own)
         found = {}
-        for variant in range(1, max(map(len, arms), default=0)):
-            labels = dict.fromkeys(own[variant] for own in arms if variant < len(own))
+        for variant in range(1, max(map(len, known.values()), default=0)):
+            called = [labels[method, of[variant]] for method, of in known.items() if variant < len(of)]
             others = replace(evidence, runs={})
-            found[f"{name} ({', '.join(labels)})"] = self.complete(others, name, variant)
+            found[f"{name} ({', '.join(called)})"] = self.complete(others, name, variant)
         return found
 
     def _typed(self, name: str) -> str:
