@@ -26,6 +26,7 @@ from sinkscope.report.claims.quantities import (
     attention,
     gradient_ratio,
     gradients,
+    in_front_of_valves,
     in_sink_heads,
     norm_ratios,
     norms,
@@ -34,6 +35,7 @@ from sinkscope.report.claims.quantities import (
 from sinkscope.report.claims.scopes import causal, in_float32
 
 MASKED, RESCALED = "gradient-do:mask-sink", "gradient-do:rescale-norm"
+FEWEST_POINTS = 3  # of a line that is fitted
 APART = 2.0  # times the sink mass of uniform attention
 BRANCH = "gradient_ratio_by_sequence"
 
@@ -133,7 +135,7 @@ def _column_strength(evidence: Evidence) -> Estimate:
     attention = evidence.table("natural", "attention")
     first = attention[attention["position"] == 0]
     mass = first.groupby(["layer", "kv_head"])["sink_mass"].mean()
-    gradient = evidence.table("natural", "gradient")
+    gradient = in_front_of_valves(evidence.table("natural", "gradient"))
     value = gradient[(gradient["pathway"] == "value") & (gradient["head"] >= 0)]
     by_head = value.pivot(index=["layer", "head"], columns="position", values="grad_norm")
     ratio = by_head[0] / by_head.iloc[:, LATER].mean(axis=1)
@@ -164,9 +166,11 @@ def _owns_bloat(evidence: Evidence) -> Estimate:
 
 
 def _fit(evidence: Evidence) -> tuple[np.ndarray, np.ndarray]:
-    """Slope and r of log₁₀ compress on log₁₀‖h‖ over layers ≥ 1 and positions, (R,) each."""
+    """Slope and r of log₁₀ compress on log₁₀‖h‖ over layers ≥ 1 and positions, (R,) each. Raises NotDefined."""
     x, y = (_ratios(evidence, name)[:, 1:] for name in ("input_norm", "compress"))
     known = (x > 0).all(0) & (y > 0).all(0)
+    if known.sum() < FEWEST_POINTS:
+        raise NotDefined("too few layers and positions have the gain of a norm in front of the attention branch")
     x, y = np.log10(x[:, known]), np.log10(y[:, known])
     x, y = x - x.mean(1, keepdims=True), y - y.mean(1, keepdims=True)
     covariance = (x * y).sum(1)
@@ -185,7 +189,7 @@ def _unchanged(evidence: Evidence) -> Estimate:
 def _beside_control(evidence: Evidence) -> Estimate:
     """What masking another position leaves of the ratio."""
     label = evidence.label(MASKED)
-    table = table_of(evidence.runs[MASKED], "gradient")
+    table = in_front_of_valves(table_of(evidence.runs[MASKED], "gradient"))
     rows = table[(table["pathway"] == "value") & (table["head"] == ALL_HEADS)]
     rows = rows[rows["condition"].isin([BEFORE, *control_conditions(evidence, MASKED)])]
     norms = rows.groupby(["condition", "position"])["grad_norm"].mean().unstack()

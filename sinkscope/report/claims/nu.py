@@ -49,14 +49,20 @@ def _deep(by_layer: np.ndarray) -> np.ndarray:
     return by_layer[..., by_layer.shape[-1] // 2 :]
 
 
-def _stands_out(evidence: Evidence) -> Estimate:
-    """The spread is over all later tokens: within sequences and between them."""
+def delta_gaps(evidence: Evidence) -> np.ndarray:
+    """(R, L): how many standard deviations Δ of position 0 stands above the mean of later tokens. The deviation is over
+    all of these: within sequences and between them.
+    """
     sequences = evidence.sequences("natural")
     first, later = (sequences.means(BY_SEQUENCE, column) for column in ("delta", "delta_later"))
     mean, spread = (sequences.values(BY_SEQUENCE, column) for column in ("delta_later", "delta_later_std"))
     deviation = np.sqrt(weighted_means(spread**2 + mean**2, sequences.weights) - later**2)
     with np.errstate(invalid="ignore"):  # a bias of zeros has no Δ
-        gaps = _deep((first - later) / deviation)
+        return (first - later) / deviation
+
+
+def _stands_out(evidence: Evidence) -> Estimate:
+    gaps = _deep(delta_gaps(evidence))
     note = f"{gaps.shape[1]} layers, Δ₀ {' '.join(f'{gap:+.1f}' for gap in gaps[0])} deviations from the mean"
     return bootstrap((gaps > OUTLIER).mean(1)).over(note)
 
