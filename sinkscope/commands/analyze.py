@@ -82,7 +82,7 @@ def analyze(
         tables, facts = measure(subject, config, console)
         print_notices(console, facts.notices)
         manifest = make_manifest(subject, config, facts, list(tables), start)
-        return finished(Run(manifest, tables, folder), console, figures)
+        return finished(Run.of_analysis(manifest, tables, folder), console, figures)
 
 
 def analyze_steps(

@@ -288,7 +288,7 @@ class Bench:
         config = self._options(AnalyzeOptions, given)
         subject = subject or self._reading(config)
         tables, facts = measure(subject, config, self.console)
-        return Run(make_manifest(subject, config, facts, list(tables), start), tables)
+        return Run.of_analysis(make_manifest(subject, config, facts, list(tables), start), tables)
 
     def _experiment(self, subject: Subject | None, given: Mapping[str, Any]) -> Run:
         start = time.time()

@@ -19,7 +19,7 @@ from sinkscope.report.figures import OF_CLAIMS, OF_ROUTES, OF_SWEEP, save_figure
 from sinkscope.report.figures.spec import draw_all
 from sinkscope.report.markdown import as_markdown
 from sinkscope.report.sweep_tables import EPSILON, SWEEP, SweepTables
-from sinkscope.report.wse_table_1 import SETTING, WSE_TABLE_1
+from sinkscope.report.wse_table_1 import LENGTH, SETTING, WSE_TABLE_1
 from sinkscope.results.cells import COMMAND
 from sinkscope.results.manifest import make_manifest, write_manifest
 from sinkscope.results.tables import write_tables
@@ -55,11 +55,11 @@ def words(tables: SweepTables, record: Mapping[str, Any]) -> str:
 def _with_published(tables: SweepTables) -> Any:
     """The overview; behind it what the paper has of the models that name one, in the same setting."""
     table = tables.overview
-    same = all((tables.main[name] == value).all() for name, value in SETTING.items())
+    same = all((tables.main[name] == value).all() for name, value in {**SETTING, "seq_len": LENGTH}.items())
     if not same or not tables.papers:
         return table
     papers = table["model"].map(tables.papers)
     for reads in [name for name in table.columns[1:] if any(name in WSE_TABLE_1.get(p, {}) for p in papers.dropna())]:
         found = [WSE_TABLE_1.get(paper, {}).get(reads) if isinstance(paper, str) else None for paper in papers]
-        table[f"{reads} (WSE)"] = ["–" if one is None else f"{one.value:.1%}{one.mark}" for one in found]
+        table[f"{reads} (WSE)"] = ["–" if one is None else f"{one.value:.1f}%{one.mark}" for one in found]
     return table

@@ -4,7 +4,7 @@ from sinkscope.report.figures.spec import declare
 from sinkscope.report.figures.style import GRAY, Figure
 from sinkscope.report.figures.sweep_parts import dots_by_model
 from sinkscope.report.sweep_tables import SweepTables
-from sinkscope.report.wse_table_1 import SETTING, WSE_TABLE_1
+from sinkscope.report.wse_table_1 import LENGTH, SETTING, WSE_TABLE_1
 
 
 def lacking(tables: SweepTables) -> str | None:
@@ -15,13 +15,13 @@ def lacking(tables: SweepTables) -> str | None:
 def draw(tables: SweepTables) -> Figure:
     rows = tables.main
     figure, ax = dots_by_model(rows, "input")
-    if all((rows[name] == value).all() for name, value in SETTING.items()):
+    if all((rows[name] == value).all() for name, value in {**SETTING, "seq_len": LENGTH}.items()):
         models = list(rows["model"].unique())
         colors = {line.get_label(): line.get_color() for line in ax.lines}
         for at, model in enumerate(models):
             for reads, found in WSE_TABLE_1.get(tables.papers.get(model, ""), {}).items():
                 ax.plot(
-                    [100 * found.value], [at], marker="o", markersize=8, fillstyle="none", linestyle="none",
+                    [found.value], [at], marker="o", markersize=8, fillstyle="none", linestyle="none",
                     color=colors.get(reads, GRAY), zorder=1,
                 )  # fmt: skip
         if tables.papers:
