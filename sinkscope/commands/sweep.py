@@ -156,7 +156,7 @@ def _pool(asked: SweepOptions) -> Pool:
     if asked.engine == "ray":
         from sinkscope.commands.sweeping.ray_tasks import RayTasks
 
-        return RayTasks(asked.address)
+        return RayTasks(asked.address, None if asked.workers == "auto" else asked.workers)
     from sinkscope.commands.sweeping.processes import Processes, default_workers
 
     return Processes(default_workers() if asked.workers == "auto" else asked.workers)
