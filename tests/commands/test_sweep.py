@@ -25,10 +25,12 @@ from sinkscope.commands.sweeping.worker import State, Task
 from sinkscope.errors import InputError
 from sinkscope.options.sweep_file import read_sweep
 from sinkscope.report.outputs import finished
+from sinkscope.report.sweep_tables import EPSILON, SWEEP, SWEEP_TABLES
 from sinkscope.results import cells
 from sinkscope.results.cells import CellFolders
 from sinkscope.results.folders import own_folder
 from sinkscope.results.manifest import strangers
+from sinkscope.results.tables import LEADING, names_of
 
 SMALL = "options: {num-seqs: 2, seq-len: 12, observables: [attention]}"
 
@@ -104,7 +106,9 @@ def test_a_cell_is_what_its_command_writes(whole: SweepRun) -> None:
 def test_the_table_of_all_cells(whole: SweepRun) -> None:
     assert whole.tables is not None
     table = pd.read_parquet(whole.folder / "comparison" / "tables" / "sweep.parquet")
-    assert list(table.columns[:4]) == ["model", "condition", "layer", "cell"]
+    by_epsilon = pd.read_parquet(whole.folder / "comparison" / "tables" / "sweep_epsilon.parquet")
+    for name, found in ((SWEEP, table), (EPSILON, by_epsilon)):
+        assert list(found.columns) == [*LEADING, *names_of(SWEEP_TABLES[name])]
     assert set(zip(table["model"], table["input"], strict=True)) == {
         (model, reads) for model in ("llama", "gpt2") for reads in ("random", "repeated")
     }
@@ -112,8 +116,8 @@ def test_the_table_of_all_cells(whole: SweepRun) -> None:
     for each in whole.plan:
         run = sinkscope.Run.open(whole.folder / "cells" / each.cell.name)
         assert rates[each.cell.name] == run.metric("sink_rate")
-    by_epsilon = whole.tables.tables["sweep_epsilon"].query("epsilon == 0.3").set_index("cell")["sink_rate"]
-    pd.testing.assert_series_equal(by_epsilon, rates, check_names=False, rtol=1e-12)
+    at_own = by_epsilon.query("epsilon == 0.3").set_index("cell")["sink_rate"]
+    pd.testing.assert_series_equal(at_own, rates, check_names=False, rtol=1e-12)
 
 
 def test_the_sink_rate_at_another_epsilon_is_that_of_a_run_with_it(whole: SweepRun) -> None:
