@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 import pytest
 from rich.console import Console
-from support.faults import CHANGES, before_change
+from support.faults import CHANGES, WRITES, before_change, refuse
 from support.forked import forked
 from tiny import tiny_model
 
@@ -22,7 +22,7 @@ from sinkscope.commands.sweep import SweepRun, compared
 from sinkscope.commands.sweeping import processes, worker
 from sinkscope.commands.sweeping.plan import planned
 from sinkscope.commands.sweeping.worker import State, Task
-from sinkscope.errors import InputError
+from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.options.sweep_file import read_sweep
 from sinkscope.report.outputs import finished
 from sinkscope.report.sweep_tables import EPSILON, SWEEP, SWEEP_TABLES
@@ -142,6 +142,18 @@ def test_two_workers_and_shards_end_with_the_same_tables(models: Path, whole: Sw
 # --- what breaks
 
 
+def replay(whole: SweepRun, task: Task) -> None:
+    """Write a cell as ever, without measuring it again."""
+    run = sinkscope.Run.open(whole.folder / "cells" / task.name)
+    with own_folder(task.folder, True) as folder:
+        finished(sinkscope.Run(run.manifest, dict(run.tables), folder), Console(quiet=True), ())
+
+
+@pytest.fixture
+def replayed(whole: SweepRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_measure", lambda task, models: replay(whole, task))
+
+
 def test_a_broken_model_stops_nothing_and_is_tried_again(
     models: Path, whole: SweepRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,36 +189,40 @@ def no_memory() -> None:
     ],
 )
 def test_a_worker_that_is_lost_fails_one_cell(
-    fault: Any, message: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fault: Any, message: str, models: Path, whole: SweepRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def measure(task: Task, loaded: Any) -> None:
         if task.name.startswith("llama-random"):
             fault()
-        task.folder.mkdir(parents=True)
+        replay(whole, task)
 
     monkeypatch.setattr(worker, "_measure", measure)
-    monkeypatch.setattr("sinkscope.commands.sweep.compared", lambda *args: "tables")
-    out = tmp_path / "out"
-    done = sinkscope.sweep(grid(models, tmp_path), out=out, workers=1)
-    assert [(each.state, each.message) for each in done.plan if each.message] == [(State.FAILED, message)]
-    assert len(list((out / "cells").iterdir())) == 3  # the other one of its load, too
-
-
-@pytest.fixture
-def replayed(whole: SweepRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cells are written as ever, and not measured again."""
-
-    def measure(task: Task, loaded: Any) -> None:
-        run = sinkscope.Run.open(whole.folder / "cells" / task.name)
-        with own_folder(task.folder, True) as folder:
-            finished(sinkscope.Run(run.manifest, dict(run.tables), folder), Console(quiet=True), ())
-
-    monkeypatch.setattr(worker, "_measure", measure)
+    done = sinkscope.sweep(grid(models, tmp_path), out=tmp_path / "out", workers=1)
+    first, *others = done.plan
+    assert (first.state, first.message) == (State.FAILED, message)
+    assert [each.state for each in others] == [State.DONE] * 3  # the other one of its load, too
+    assert message in done.failure
 
 
 def kill_if(pid: int) -> None:
     if os.getpid() == pid:
         os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.usefixtures("replayed")
+@pytest.mark.parametrize("number", [1, 6, 12])
+def test_a_disk_that_is_full_and_is_not_any_more(number: int, models: Path, whole: SweepRun, tmp_path: Path) -> None:
+    file, out = grid(models, tmp_path), tmp_path / "there" / "out"
+
+    def work() -> None:
+        before_change(number, out.parent, refuse, WRITES)
+        with pytest.raises(SinkscopeError, match=r"\A.*(No space left on device|cells failed).*\Z"):  # one line
+            raise SinkscopeError(sinkscope.sweep(file, out=out, workers=1).failure)
+
+    with forked(work) as process:
+        assert process.wait() == 0
+    assert sinkscope.sweep(file, out=out, workers=1, retry=True).failure == ""
+    assert_same(out, whole)
 
 
 @pytest.mark.usefixtures("replayed")
