@@ -7,8 +7,9 @@ there.
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -123,9 +124,8 @@ def sweep(
     manifest = make_manifest(COMMAND, _record(found), start, cells=[cell.name for cell in found.cells])
     with folders.begun(manifest, overwrite, asked.part):
         folders.put_right({cell.name for cell in mine})
-        plan = planned(mine, folders)
-        _measure(plan, asked, folders, found.content.figures, pool, console)
-        plan = planned(mine, folders)
+        failed = _measure(planned(mine, folders), asked, folders, found.content.figures, pool, console)
+        plan = [_ended(each, failed) for each in planned(mine, folders)]
         tables = compared(found, folders, start)
     return SweepRun(found, plan, tables, folders.folder)
 
@@ -156,7 +156,7 @@ def _pool(asked: SweepOptions) -> Pool:
     if asked.engine == "ray":
         from sinkscope.commands.sweeping.ray_tasks import RayTasks
 
-        return RayTasks(asked.address)
+        return RayTasks(asked.address, None if asked.workers == "auto" else asked.workers)
     from sinkscope.commands.sweeping.processes import Processes, default_workers
 
     return Processes(default_workers() if asked.workers == "auto" else asked.workers)
@@ -169,22 +169,32 @@ def _measure(
     figures: tuple[str, ...],
     pool: Pool,
     console: Console,
-) -> None:
-    """The cells that are not done; of those that failed only with --retry."""
+) -> dict[str, str]:
+    """The cells that are not done; of those that failed only with --retry. → Cell → why it failed."""
     wanted = (State.WAITING, State.FAILED) if asked.retry else (State.WAITING,)
     todo = [each for each in plan if each.state in wanted]
     groups: list[Group] = split(groups_of(todo, folders, figures), pool.workers)
-    progress = Progress(len(todo))
+    progress, failed = Progress(len(todo)), {}
     if todo:
         print_line(console, f"{len(todo)} cells to measure, in {len(groups)} groups that share a load")
     with shown(progress, console):
         for event in run_groups(groups, pool):
             progress.hear(event)
             if event.state == State.FAILED:
-                folders.fail(event.name, event.message)
+                failed[event.name] = event.message
+                with suppress(OSError):  # a full disk, of which the summary tells
+                    folders.fail(event.name, event.message)
             elif event.state == State.DONE:
                 folders.forget(event.name)
             say(progress, event, console)
+    return failed
+
+
+def _ended(each: Planned, failed: Mapping[str, str]) -> Planned:
+    """A cell that is not done has failed, also where that could not be written."""
+    if each.state != State.WAITING:
+        return each
+    return replace(each, state=State.FAILED, message=failed.get(each.cell.name, "it was not measured"))
 
 
 def compared(found: Sweep, folders: CellFolders, start: float) -> SweepTables:

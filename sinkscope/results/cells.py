@@ -20,7 +20,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from sinkscope.errors import InputError
+from sinkscope.errors import InputError, SinkscopeError, one_line
 from sinkscope.options.files import read_json
 from sinkscope.results.folders import alone_in, check_output, new_folder
 from sinkscope.results.manifest import MANIFEST, read_manifest, write_manifest
@@ -85,14 +85,17 @@ class CellFolders:
 
     def _claim(self, manifest: Mapping[str, Any], is_new: bool) -> None:
         """Write run.json, into a folder that has nothing else if it is new."""
-        if is_new:
-            with new_folder(self.folder) as fresh:
-                write_manifest(fresh, manifest)
-        else:
-            remove(beside(self.folder / MANIFEST, NEW))
-            write_manifest(self.folder, manifest)
-        for name in (CELLS, FAILED):
-            (self.folder / name).mkdir(exist_ok=True)
+        try:
+            if is_new:
+                with new_folder(self.folder) as fresh:
+                    write_manifest(fresh, manifest)
+            else:
+                remove(beside(self.folder / MANIFEST, NEW))
+                write_manifest(self.folder, manifest)
+            for name in (CELLS, FAILED):
+                (self.folder / name).mkdir(exist_ok=True)
+        except OSError as error:
+            raise SinkscopeError(f"writing {self.folder} failed: {one_line(error)}") from error
 
     @contextmanager
     def _part(self, name: str) -> Iterator[None]:

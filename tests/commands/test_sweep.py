@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 import pytest
 from rich.console import Console
-from support.faults import CHANGES, before_change
+from support.faults import CHANGES, WRITES, before_change, refuse
 from support.forked import forked
 from tiny import tiny_model
 
@@ -22,13 +22,15 @@ from sinkscope.commands.sweep import SweepRun, compared
 from sinkscope.commands.sweeping import processes, worker
 from sinkscope.commands.sweeping.plan import planned
 from sinkscope.commands.sweeping.worker import State, Task
-from sinkscope.errors import InputError
+from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.options.sweep_file import read_sweep
 from sinkscope.report.outputs import finished
+from sinkscope.report.sweep_tables import EPSILON, SWEEP, SWEEP_TABLES
 from sinkscope.results import cells
 from sinkscope.results.cells import CellFolders
 from sinkscope.results.folders import own_folder
 from sinkscope.results.manifest import strangers
+from sinkscope.results.tables import LEADING, names_of
 
 SMALL = "options: {num-seqs: 2, seq-len: 12, observables: [attention]}"
 
@@ -104,7 +106,9 @@ def test_a_cell_is_what_its_command_writes(whole: SweepRun) -> None:
 def test_the_table_of_all_cells(whole: SweepRun) -> None:
     assert whole.tables is not None
     table = pd.read_parquet(whole.folder / "comparison" / "tables" / "sweep.parquet")
-    assert list(table.columns[:4]) == ["model", "condition", "layer", "cell"]
+    by_epsilon = pd.read_parquet(whole.folder / "comparison" / "tables" / "sweep_epsilon.parquet")
+    for name, found in ((SWEEP, table), (EPSILON, by_epsilon)):
+        assert list(found.columns) == [*LEADING, *names_of(SWEEP_TABLES[name])]
     assert set(zip(table["model"], table["input"], strict=True)) == {
         (model, reads) for model in ("llama", "gpt2") for reads in ("random", "repeated")
     }
@@ -112,8 +116,8 @@ def test_the_table_of_all_cells(whole: SweepRun) -> None:
     for each in whole.plan:
         run = sinkscope.Run.open(whole.folder / "cells" / each.cell.name)
         assert rates[each.cell.name] == run.metric("sink_rate")
-    by_epsilon = whole.tables.tables["sweep_epsilon"].query("epsilon == 0.3").set_index("cell")["sink_rate"]
-    pd.testing.assert_series_equal(by_epsilon, rates, check_names=False, rtol=1e-12)
+    at_own = by_epsilon.query("epsilon == 0.3").set_index("cell")["sink_rate"]
+    pd.testing.assert_series_equal(at_own, rates, check_names=False, rtol=1e-12)
 
 
 def test_the_sink_rate_at_another_epsilon_is_that_of_a_run_with_it(whole: SweepRun) -> None:
@@ -136,6 +140,18 @@ def test_two_workers_and_shards_end_with_the_same_tables(models: Path, whole: Sw
 
 
 # --- what breaks
+
+
+def replay(whole: SweepRun, task: Task) -> None:
+    """Write a cell as ever, without measuring it again."""
+    run = sinkscope.Run.open(whole.folder / "cells" / task.name)
+    with own_folder(task.folder, True) as folder:
+        finished(sinkscope.Run(run.manifest, dict(run.tables), folder), Console(quiet=True), ())
+
+
+@pytest.fixture
+def replayed(whole: SweepRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_measure", lambda task, models: replay(whole, task))
 
 
 def test_a_broken_model_stops_nothing_and_is_tried_again(
@@ -173,36 +189,40 @@ def no_memory() -> None:
     ],
 )
 def test_a_worker_that_is_lost_fails_one_cell(
-    fault: Any, message: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fault: Any, message: str, models: Path, whole: SweepRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def measure(task: Task, loaded: Any) -> None:
         if task.name.startswith("llama-random"):
             fault()
-        task.folder.mkdir(parents=True)
+        replay(whole, task)
 
     monkeypatch.setattr(worker, "_measure", measure)
-    monkeypatch.setattr("sinkscope.commands.sweep.compared", lambda *args: "tables")
-    out = tmp_path / "out"
-    done = sinkscope.sweep(grid(models, tmp_path), out=out, workers=1)
-    assert [(each.state, each.message) for each in done.plan if each.message] == [(State.FAILED, message)]
-    assert len(list((out / "cells").iterdir())) == 3  # the other one of its load, too
-
-
-@pytest.fixture
-def replayed(whole: SweepRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cells are written as ever, and not measured again."""
-
-    def measure(task: Task, loaded: Any) -> None:
-        run = sinkscope.Run.open(whole.folder / "cells" / task.name)
-        with own_folder(task.folder, True) as folder:
-            finished(sinkscope.Run(run.manifest, dict(run.tables), folder), Console(quiet=True), ())
-
-    monkeypatch.setattr(worker, "_measure", measure)
+    done = sinkscope.sweep(grid(models, tmp_path), out=tmp_path / "out", workers=1)
+    first, *others = done.plan
+    assert (first.state, first.message) == (State.FAILED, message)
+    assert [each.state for each in others] == [State.DONE] * 3  # the other one of its load, too
+    assert message in done.failure
 
 
 def kill_if(pid: int) -> None:
     if os.getpid() == pid:
         os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.usefixtures("replayed")
+@pytest.mark.parametrize("number", [1, 6, 12])
+def test_a_disk_that_is_full_and_is_not_any_more(number: int, models: Path, whole: SweepRun, tmp_path: Path) -> None:
+    file, out = grid(models, tmp_path), tmp_path / "there" / "out"
+
+    def work() -> None:
+        before_change(number, out.parent, refuse, WRITES)
+        with pytest.raises(SinkscopeError, match=r"\A.*(No space left on device|cells failed).*\Z"):  # one line
+            raise SinkscopeError(sinkscope.sweep(file, out=out, workers=1).failure)
+
+    with forked(work) as process:
+        assert process.wait() == 0
+    assert sinkscope.sweep(file, out=out, workers=1, retry=True).failure == ""
+    assert_same(out, whole)
 
 
 @pytest.mark.usefixtures("replayed")

@@ -1,13 +1,10 @@
 """Workers as processes of this machine: each has its own memory, which is free again when it ends or is killed."""
 
-import gc
-import logging
 import multiprocessing
 import os
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -15,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sinkscope.commands.sweeping.engine import Ended
-from sinkscope.commands.sweeping.worker import Event, Group, measured
+from sinkscope.commands.sweeping.worker import Event, Group, measured, settle
 
 # A server that has imported what workers need starts each of them in milliseconds; Windows has none.
 METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
@@ -131,9 +128,7 @@ def _main(group: Group, sender: Connection, threads: int, device: int | None) ->
     if device is not None:
         shown = os.environ.get("CUDA_VISIBLE_DEVICES")
         os.environ["CUDA_VISIBLE_DEVICES"] = shown.split(",")[device] if shown else str(device)
-    gc.freeze()  # what was imported is not looked at before every pass
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
+    settle()
     import torch
 
     if "OMP_NUM_THREADS" not in os.environ:

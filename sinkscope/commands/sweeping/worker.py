@@ -1,6 +1,9 @@
 """The worker of a sweep: measures the cells of one model in turn, with one load, and tells what becomes of each."""
 
+import gc
+import logging
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -67,6 +70,13 @@ LOADED_BY = ("model", "revision", "gguf_file", "dtype", "device_map", "trust_rem
 def load_key(options: Any) -> tuple:
     """Cells with the same key share one load."""
     return (*(getattr(options, name) for name in LOADED_BY), options.adapter)
+
+
+def settle() -> None:
+    """Make a new process a worker: silent, and quick to look for garbage, which passes do before they begin."""
+    gc.freeze()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
 
 
 def measured(group: Group) -> Iterator[Event]:

@@ -237,7 +237,7 @@ CLAIMS = (
     Claim("GS-7", "fig. 2", "The key gradient spikes at token 0.",
         (Part(_RATIO.format("k", ""), _above_null("key"), at_least(SPIKE)),), _BOTH, (causal,)),
     Claim("GS-8", "§3.1, §5", "The value pathway is stronger than the key pathway.",
-        (Part("‖∇v₀‖ ÷ ‖∇k₀‖, means over layers", _value_over_key, at_least(SPIKE)),)),
+        (Part("‖∇v₀‖ ÷ ‖∇k₀‖, means over layers", _value_over_key, at_least(2.0)),)),
     Claim("GS-9", "fig. 2", "Query gradients are flat.",
         (Part("max ÷ median of ‖∇q‖ over positions 1–15", _flat_queries, at_most(2.0)),)),
     Claim("GS-10", "fig. 2", "The query gradient at token 0 vanishes.",
