@@ -9,12 +9,17 @@ Positions are places in the cache: the query's is c(t) = min(t, keep + window - 
 token in the window is t - s places behind the query. So only the pairs with a first token differ from dense attention:
 with rotary positions they take the query rotated to c(t); with learned ones each token gets the vector of c(t).
 
+Register tokens are tokens like others: they come first, so that the first `keep` are theirs, and those that are not
+kept leave the cache. A learned sink logit and a key bias are no tokens and stay beside any cache; a key bias has no
+position, and takes the query at c(t), as dense attention over a text that fits into the cache does.
+
 The whole text goes through the model in one pass, in blocks of queries against the keys in their caches: time grows
 with T · (keep + window), memory with T. Dense attention of a model with sliding windows needs a T × T mask beside it.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -99,37 +104,39 @@ def streamed_attention(
 
 
 class _QueryKnown(Exception):
-    """Ends an attention module's forward as soon as its query is known."""
+    """Ends an attention module's forward as soon as its query is known, and the sink logits that depend on it."""
 
-    def __init__(self, query: torch.Tensor) -> None:
+    def __init__(self, query: torch.Tensor, sink_logits: torch.Tensor | None) -> None:
         super().__init__()
         self.query = query
+        self.sink_logits = sink_logits
 
 
 class _Streaming:
     """One attention layer while it streams: a hook before its forward, and the kernel in its seam."""
 
-    def __init__(self, seam: Seam, family: Family, positions: str, cache: Cache) -> None:
+    def __init__(self, seam: Seam, family: Family, positions: str, cache: Cache, reads_query: bool) -> None:
         self.seam = seam
+        self.reads_query = reads_query  # whether a term of the denominator does
         self.family = family
         self.positions = positions  # of this layer
         self.cache = cache
         self.sees: Sees | None = None  # of the forward under way, as are the next
-        self.query_in_cache: torch.Tensor | None = None
+        self.in_cache: _QueryKnown | None = None
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Forward pre-hook of the attention module: keep the model's mask function, and compute `query_in_cache`."""
+        """Forward pre-hook of the attention module: keep the model's mask function, and compute `in_cache`."""
         self.sees = kwargs.get("attention_mask")
         if not callable(self.sees):
             raise does_not_apply(self.family, "it does not ask transformers for the mask of its attention")
         kwargs = kwargs | {"attention_mask": None}
-        self.query_in_cache = None
+        self.in_cache = None
         if self.positions == "rotary":
             tables = kwargs.get("position_embeddings")
             if tables is None:
                 raise does_not_apply(self.family, "its attention is not given its rotary positions from outside")
-            if self.cache.keep:  # otherwise every pair has its distance in the text
-                self.query_in_cache = self._query(module, args, kwargs | {"position_embeddings": self._moved(tables)})
+            if self.cache.keep or self.reads_query:  # otherwise every pair has its distance in the text
+                self.in_cache = self._query(module, args, kwargs | {"position_embeddings": self._moved(tables)})
         return args, kwargs
 
     def _moved(self, tables: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -139,14 +146,14 @@ class _Streaming:
             for table in tables
         )
 
-    def _query(self, module: nn.Module, args: tuple, kwargs: dict) -> torch.Tensor:
+    def _query(self, module: nn.Module, args: tuple, kwargs: dict) -> _QueryKnown:
         """The query (B,H,T,d) that the module's own code makes, stopped where it calls the kernel."""
         kernel = self.seam.kernel
         self.seam.kernel = _stop
         try:
             module.forward(*args, **kwargs)
         except _QueryKnown as known:
-            return known.query
+            return known
         finally:
             self.seam.kernel = kernel
         raise SinkscopeError("an attention layer did not call its kernel: see `sinkscope doctor`")
@@ -158,13 +165,16 @@ class _Streaming:
             raise SinkscopeError("streaming is for whole sequences, use_cache=False and no attention forbidden beside")
         if call.mask is not None:  # transformers made none: see `_mask_function`
             raise does_not_apply(self.family, "it adds a bias of its own to its logits")
-        in_cache, sees = self.query_in_cache, self.sees
-        self.query_in_cache = self.sees = self.seam.call = None  # weights computed from the taps would be wrong
-        return streamed_attention(query, query if in_cache is None else in_cache, key, value, call, self.cache, sees)
+        in_cache, sees = self.in_cache, self.sees
+        self.in_cache = self.sees = self.seam.call = None  # weights computed from the taps would be wrong
+        if in_cache is None:
+            return streamed_attention(query, query, key, value, call, self.cache, sees)
+        call = replace(call, sink_logits=in_cache.sink_logits)
+        return streamed_attention(query, in_cache.query, key, value, call, self.cache, sees)
 
 
 def _stop(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> Any:
-    raise _QueryKnown(query)
+    raise _QueryKnown(query, call.sink_logits)
 
 
 def _mask_function(
@@ -218,7 +228,9 @@ def streaming(model: PreTrainedModel, family: Family, seams: dict[int, Seam], ke
     with attention_implementation(model, NAME), ExitStack() as stack:
         for at, attention in family.attentions(model).items():
             seam = seams[at]
-            layer = _Streaming(seam, family, family.positions_at(at), cache)
+            term = denominator_of(attention)
+            reads_query = term is not None and term.reads_query
+            layer = _Streaming(seam, family, family.positions_at(at), cache, reads_query)
             stack.callback(setattr, seam, "kernel", seam.kernel)
             seam.kernel = layer.kernel
             stack.callback(attention.register_forward_pre_hook(layer.enter, with_kwargs=True).remove)
@@ -256,9 +268,6 @@ def inapplicable(model: PreTrainedModel, family: Family) -> str | None:
         return "its layers are not all attention of one kind"
     if told_of_text(model):
         return "what its tokens see depends on what it is told of each"
-    attentions = family.attentions(model).values()
-    if any(term.reads_query for term in map(denominator_of, attentions) if term is not None):
-        return "a term of its softmax's denominator depends on where the query stands"
     return None
 
 

@@ -51,9 +51,10 @@ from sinkscope.report.trained import Trained
 from sinkscope.results.manifest import RUNS, read_manifest
 from sinkscope.results.manifest import make_manifest as make_folder_manifest
 from sinkscope.results.run import RunData
+from sinkscope.retrofits.registers import registers_before
 
 JUDGED = (*RUNS, *TRAININGS, STEPS, COMMAND)
-STREAMED = "streaming-window:window=64,keep=0,1,2,4"
+STREAMED, KEPT = "streaming-window:window=64", (0, 1, 2, 4)  # first tokens
 STREAM = 512  # tokens of a text that is streamed, where the model takes so many
 REPEATED = ("attention", "geometry", "activation", "equal-tokens")
 
@@ -281,7 +282,10 @@ class Bench:
         length = min(STREAM, position_limit(self.subject.loaded.model, self.subject.family) or STREAM)
         if length < LONG:
             raise InputError(f"it takes {length} tokens at most, and a text of {LONG} is streamed")
-        return self.arms((STREAMED,), seq_len=length, num_seqs=8)
+        registers = registers_before(self.subject.loaded.model)
+        keep = sorted({*KEPT, *((registers, registers + 3) if registers else ())})
+        do = f"{STREAMED},keep={','.join(map(str, keep))}"
+        return self.arms((do,), seq_len=length, num_seqs=8)
 
     def _analyzed(self, subject: Subject | None, given: Mapping[str, Any]) -> Run:
         start = time.time()

@@ -3,22 +3,15 @@
 from contextlib import AbstractContextManager
 from typing import ClassVar, Self
 
-from transformers import PreTrainedModel
-
 from sinkscope.attention.streaming import inapplicable, streaming
 from sinkscope.errors import InputError
 from sinkscope.interventions.intervention import Indices, Intervention, Known, Target
-from sinkscope.models.family import Family
-from sinkscope.retrofits.registers import registers_before
-
-
-def cannot_stream(model: PreTrainedModel, family: Family) -> str | None:
-    """Why this model cannot stream; None where it can."""
-    return "its register tokens are no tokens of the text" if registers_before(model) else inapplicable(model, family)
 
 
 class StreamingWindow(Intervention):
-    """Measured by perplexity alone, against dense attention, for every pair of the two lists."""
+    """Measured by perplexity alone, against dense attention, for every pair of the two lists. Of a model with register
+    tokens these are the first that are kept.
+    """
 
     name: ClassVar[str] = "streaming-window"
     about: ClassVar[str] = "attend to the last tokens only, and the first that are kept (window, keep: lists); alone"
@@ -30,7 +23,7 @@ class StreamingWindow(Intervention):
 
     @classmethod
     def inapplicable(cls, target: Target) -> str | None:
-        return cannot_stream(target.model, target.family)
+        return inapplicable(target.model, target.family)
 
     def resolved(self, known: Known) -> Self:
         return self if self.window else self.model_copy(update={"window": (max(1, known.length // 4),)})

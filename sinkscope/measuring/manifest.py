@@ -8,6 +8,7 @@ from sinkscope.measuring.subject import Subject
 from sinkscope.models.towers import text_tower
 from sinkscope.options.measuring import RunConfig
 from sinkscope.results import manifest
+from sinkscope.retrofits.registers import registers_before
 
 
 @dataclass
@@ -49,6 +50,7 @@ def _described(subject: Subject, config: RunConfig, facts: Facts) -> dict[str, A
             "architecture": type(loaded.model).__name__,
             "text_tower": {"path": path, "architecture": type(tower).__name__} if path else None,
             "parameters": sum(p.numel() for p in loaded.model.parameters()),
+            "registers": registers_before(loaded.model),  # tokens before the text
             "layer_types": getattr(text, "layer_types", None),
             "sliding_window": getattr(text, "sliding_window", None),
         },

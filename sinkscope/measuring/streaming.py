@@ -12,10 +12,9 @@ from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import upcast
 from sinkscope.attention.seam import open_seam
-from sinkscope.attention.streaming import BLOCK, does_not_apply, streaming
+from sinkscope.attention.streaming import BLOCK, check_applies, streaming
 from sinkscope.attention.taps import Seam
 from sinkscope.errors import InputError, SinkscopeError
-from sinkscope.interventions.streaming_window import cannot_stream
 from sinkscope.models.family import Family, input_device
 from sinkscope.results.tables import Column
 from sinkscope.text.inputs import TokenInputs
@@ -23,7 +22,7 @@ from sinkscope.text.inputs import TokenInputs
 STREAMING_COLUMNS = (
     Column("method", "dense, window, or sinks kept", kind="text"),
     Column("window", "how many of the last tokens are cached; -1: dense", "tokens", kind="whole"),
-    Column("keep", "how many of the first tokens are kept", "tokens", kind="whole"),
+    Column("keep", "how many of the first tokens are kept, register tokens first", "tokens", kind="whole"),
     Column("bucket", "first token of a bucket of tokens; -1: all tokens", kind="whole"),
     Column("tokens", "how many tokens were predicted in it", kind="whole"),
     Column("loss", "mean cross-entropy", "nats per token"),
@@ -57,7 +56,8 @@ def measure_streaming(
     Args:
         inputs: sequences of one length.
         windows: how many of the last tokens are cached.
-        keep: how many of the first tokens are cached too; 0, the plain window, is always measured.
+        keep: how many of the first tokens are cached too, register tokens first; 0, the plain window, is always
+            measured.
         advance: called after each batch with the sequences read so far and in all, each counted once per method.
 
     Returns:
@@ -68,9 +68,7 @@ def measure_streaming(
             text.
         SinkscopeError: the losses are not finite.
     """
-    reason = cannot_stream(model, family)
-    if reason is not None:
-        raise does_not_apply(family, reason)
+    check_applies(model, family)
     length = _one_length(inputs)
     methods = _methods(windows, keep, length)
     losses = {method: torch.zeros(length - 1, dtype=torch.float64) for method in methods}

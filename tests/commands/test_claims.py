@@ -14,6 +14,7 @@ from sinkscope.report.claims.register import CLAIMS
 from sinkscope.report.claims.scorecard import value_text
 from sinkscope.report.claims.studies import KINDS as STUDIES
 from sinkscope.report.run import Run
+from sinkscope.retrofits import retrofit_model
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +144,20 @@ def test_no_text_is_made_for_what_does_not_apply(name: str, reason: str, text: P
         card = sinkscope.claims(model, input=str(text), bos="never", num_seqs=6)
     assert card.outcome("S-1") == Outcome.DOES_NOT_APPLY
     assert reason in card.table.query("claim == 'S-1'")["note"].iloc[0]
+
+
+def test_a_model_with_register_tokens_streams_with_these_kept(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    model.config.max_position_embeddings = 1024
+    model = retrofit_model(model, None, "register-tokens", count=3)
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, VOCAB, size=(8, 512)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sinkscope.commands.claims.CLAIMS", {"S-4": CLAIMS["S-4"]})
+        patch.setattr("sinkscope.commands.claims.ROUTE_ROLES", ())
+        card = sinkscope.claims(model, input=str(tmp_path / "ids.npy"), bos="never", num_seqs=6)
+    streams = next(iter(card.runs.values()))["streaming"]
+    assert set(streams.tables["streaming"]["keep"]) == {0, 1, 2, 3, 4, 6}
+    assert card.outcome("S-4") in (Outcome.HOLDS, Outcome.FAILS, Outcome.INCONCLUSIVE)
 
 
 def test_there_has_to_be_something_to_judge() -> None:

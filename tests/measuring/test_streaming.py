@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
+from support.retrofitted import retrofitted
 from support.untouched import assert_as_before, state_of
 from tiny import TINY, ragged_tokens, tiny_model, tiny_tokens
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,6 +30,8 @@ from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
 from sinkscope.report.figures import draw
 from sinkscope.report.run import Run
+from sinkscope.retrofits.key_bias import KeyBias
+from sinkscope.retrofits.registers import RETROFIT, registers_before
 from sinkscope.text.batch import Batch
 from sinkscope.text.inputs import TokenInputs
 
@@ -172,8 +175,19 @@ class Reread:
                 logits = softcap * (logits / softcap).tanh()
             if s_aux is not None:
                 logits = torch.cat([logits, s_aux[None, :, None, None].expand(len(query), -1, 1, 1)], dim=-1)
+            if hasattr(attention, RETROFIT):
+                logits = torch.cat([logits, outside_logit(attention, turned, scaling, softcap)], dim=-1)
             mixes.append(logits.softmax(-1)[..., : len(cached)] @ value[:, :, cached])
         return torch.cat(mixes, dim=2).transpose(1, 2), None
+
+
+def outside_logit(attention: Any, turned: torch.Tensor, scaling: float, softcap: float | None) -> torch.Tensor:
+    """Of a learned sink logit, or of a key bias and one query at its place in the cache: (B,H,1,1)."""
+    part = getattr(attention, RETROFIT)
+    if hasattr(part, "logit"):
+        return part.logit[None, :, None, None].expand(len(turned), -1, 1, 1)
+    logit = (turned[:, :, 0] * part.key).sum(-1)[..., None, None] * scaling
+    return logit if softcap is None else softcap * (logit / softcap).tanh()
 
 
 def reread(model: PreTrainedModel, ids: torch.Tensor, keep: int, window: int) -> torch.Tensor:
@@ -185,11 +199,11 @@ def reread(model: PreTrainedModel, ids: torch.Tensor, keep: int, window: int) ->
     before = model.config._attn_implementation
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(code, "apply_rotary_pos_emb", oracle.unrotated)
-        model.set_attn_implementation("reread")
+        PreTrainedModel.set_attn_implementation(model, "reread")  # a retrofit's own refuses what leaves it out
         try:
             return plain(model, ids)
         finally:
-            model.set_attn_implementation(before)
+            PreTrainedModel.set_attn_implementation(model, before)
 
 
 @pytest.mark.parametrize("name", ROTARY)
@@ -211,15 +225,39 @@ def test_float32_too(name: str) -> None:
     assert_close(streamed(model, tiny_tokens(2, 20), 2, 3), streamed(model.double(), tiny_tokens(2, 20), 2, 3), 1e-4)
 
 
+OUTSIDE = ["learnable-sink", "key-bias", "register-tokens"]  # retrofits that are attended to besides the text
+
+
+@pytest.mark.parametrize(("keep", "window"), [(0, 5), (2, 4), (4, 9)])
+@pytest.mark.parametrize("label", OUTSIDE)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_what_is_outside_the_text_is_read_as_from_a_cache(name: str, label: str, keep: int, window: int) -> None:
+    model, ids = retrofitted(name, label), tiny_tokens(2, 20)
+    mine = streamed(model, ids, keep, window)
+    assert_close(mine, reread(model, ids, keep, window))
+    assert_close(streamed(model, ids, keep, 30), plain(model, ids), 1e-6)
+    bare = streamed(retrofitted(name, label, trained=False), ids, keep, window)
+    if label != "register-tokens" or keep:  # a window alone has forgotten them soon
+        assert (mine - bare)[:, 12:].abs().max() > 1e-4 * mine.abs().max()
+
+
+def test_a_key_bias_reads_the_query_at_its_place_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where nothing is kept: the query's place in the text would give another logit."""
+    model, ids = retrofitted("llama", "key-bias"), tiny_tokens(2, 20)
+    right = streamed(model, ids, 0, 5)
+    monkeypatch.setattr(KeyBias, "reads_query", False)
+    assert (streamed(model, ids, 0, 5) - right)[:, 5:].abs().max() > 1e-3 * right.abs().max()
+
+
 # ------------------------------------------------------------- learned positions: transformers' own cache
 
 
 @torch.no_grad()
 def token_by_token(model: PreTrainedModel, ids: torch.Tensor, keep: int, window: int) -> torch.Tensor:
-    cache = DynamicCache(config=model.config)
+    cache, registers = DynamicCache(config=model.config), registers_before(model)
     logits = []
     for t in range(ids.shape[1]):
-        place = torch.full((len(ids), 1), min(t, keep + window - 1))
+        place = torch.full((len(ids), 1), min(t, keep + window - 1 - registers))
         out = model(ids[:, t : t + 1], past_key_values=cache, position_ids=place, use_cache=True)
         logits.append(out.logits)
         for layer in cache.layers:  # room for the next
@@ -234,6 +272,13 @@ def token_by_token(model: PreTrainedModel, ids: torch.Tensor, keep: int, window:
 @pytest.mark.parametrize("name", LEARNED)
 def test_a_family_with_learned_positions_reads_as_with_transformers_cache(name: str, keep: int, window: int) -> None:
     model, ids = smooth(name), tiny_tokens(2, 20)
+    assert_close(streamed(model, ids, keep, window), token_by_token(model, ids, keep, window), 1e-12)
+
+
+@pytest.mark.parametrize(("keep", "window"), [(1, 4), (3, 4), (4, 9)])
+@pytest.mark.parametrize("label", OUTSIDE)
+def test_the_same_with_something_outside_the_text(label: str, keep: int, window: int) -> None:
+    model, ids = retrofitted("gpt2", label), tiny_tokens(2, 20)
     assert_close(streamed(model, ids, keep, window), token_by_token(model, ids, keep, window), 1e-12)
 
 

@@ -41,7 +41,6 @@ from sinkscope.attention.weights import AttentionRead
 from sinkscope.commands.list import listing
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.interventions import intervening
-from sinkscope.interventions.streaming_window import cannot_stream
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Observable
 from sinkscope.measuring.tracer import open_tracer
@@ -50,6 +49,7 @@ from sinkscope.models.projections import projections
 from sinkscope.retrofits import RETROFITS, gate_displacement, new_parameters, retrofit_model
 from sinkscope.retrofits.gates import gate
 from sinkscope.retrofits.key_bias import bias_logits
+from sinkscope.retrofits.registers import registers_before
 from sinkscope.retrofits.retrofit import gated, layers_of
 from sinkscope.retrofits.vscale import ValueScale, shrink, squared_norm
 from sinkscope.text.batch import REGISTER, Batch
@@ -847,16 +847,14 @@ def test_a_gate_that_would_have_no_effect_is_no_secret() -> None:
 
 
 @pytest.mark.parametrize("label", METHODS)
-def test_streaming_takes_those_that_a_cache_without_positions_serves(label: str) -> None:
+def test_a_window_of_the_whole_text_changes_nothing(label: str) -> None:
     model = retrofitted("llama", label)
-    family = find_family(model)
-    with open_seam(model, family) as seams:
-        if label in ("key-bias", "register-tokens"):
-            assert cannot_stream(model, family) is not None
-            return
-        with streaming(model, family, seams, 0, 9), torch.no_grad(), in_double(model):
+    family, length = find_family(model), IDS.shape[1] + registers_before(model)
+    with torch.no_grad(), in_double(model), open_seam(model, family) as seams:
+        window = streaming(model, family, seams, 0, length)
+        with window:
             streamed = model(IDS, use_cache=False).logits
-    assert_close(streamed, logits(model), 1e-9)  # a window of the whole text
+    assert_close(streamed, logits(model), 1e-9)
 
 
 def test_analysis_leaves_room_for_the_registers() -> None:

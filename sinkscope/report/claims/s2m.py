@@ -8,7 +8,7 @@ import pandas as pd
 from sinkscope.report.claims.arms import perplexity_of_controls, perplexity_ratio
 from sinkscope.report.claims.claim import Claim, NotDefined, Part, above, at_least, at_most, below, between
 from sinkscope.report.claims.estimates import Estimate, bootstrap, exact, resamplings, weighted_means
-from sinkscope.report.claims.evidence import Evidence
+from sinkscope.report.claims.evidence import Evidence, Lacks
 from sinkscope.report.claims.scopes import causal
 from sinkscope.results.findings import FEWEST_QUERIES
 
@@ -26,6 +26,8 @@ def _perplexities(evidence: Evidence, keep: int | None) -> np.ndarray:
     else:
         window = table[table["window"] > 0]["window"].min()
         rows = table[(table["window"] == window) & (table["keep"] == keep) & (table["method"] != "dense")]
+    if rows.empty:
+        raise Lacks(f"no stream kept {keep} first tokens: streaming-window:window=64,keep={keep} has it")
     rows = rows[rows["bucket"] >= 0].sort_values("bucket")
     weights = resamplings(len(rows)) * rows["tokens"].to_numpy(float)
     return np.exp((weights @ rows["loss"].to_numpy(float)) / weights.sum(1))
@@ -33,6 +35,21 @@ def _perplexities(evidence: Evidence, keep: int | None) -> np.ndarray:
 
 def _streamed(keep: int, against: int | None) -> Callable[[Evidence], Estimate]:
     return lambda evidence: bootstrap(_perplexities(evidence, keep) / _perplexities(evidence, against))
+
+
+def _registers_alone(evidence: Evidence) -> Estimate:
+    """Against three first tokens of the text besides."""
+    count = _registers(evidence)
+    alone, more = (_perplexities(evidence, keep) for keep in (count, count + 3))
+    return bootstrap(alone / more).over(f"{count} register token{'s' * (count > 1)}")
+
+
+def _registers(evidence: Evidence) -> int:
+    return int(evidence.any_run.manifest["model"].get("registers") or 0)
+
+
+def with_registers(evidence: Evidence) -> str | None:
+    return None if _registers(evidence) else "it has no register tokens before its text"
 
 
 # --- massive activations
@@ -149,6 +166,9 @@ CLAIMS = (
     Claim("S-3", "StreamingLLM", "One or two do not.",
         (Part("perplexity with one kept ÷ with four", _streamed(1, 4), above(1.05)),
          Part("perplexity with two kept ÷ with four", _streamed(2, 4), above(1.05))), STREAMS, (causal,)),
+    Claim("S-4", "StreamingLLM", "A sink token that was trained with the model suffices alone.",
+        (Part("perplexity with the register tokens kept ÷ with three first tokens besides", _registers_alone,
+            between(0.95, 1.05)),), STREAMS, (causal, with_registers)),
     Claim("S-5", "Sun et al.", "Massive activations are huge.",
         (Part("largest entry ÷ median, mean over sequences", _ratio, at_least(1e4)),)),
     Claim("S-6", "Sun et al.", "Massive activations are few.",

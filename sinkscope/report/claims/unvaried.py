@@ -2,7 +2,7 @@
 
 from typing import Any, Never
 
-from sinkscope.report.claims.claim import Claim, Part, Test, above, at_least, at_most, below, between
+from sinkscope.report.claims.claim import Claim, Part, Test, above, at_least, at_most, below
 from sinkscope.report.claims.evidence import Evidence
 from sinkscope.report.claims.published import SCRATCH, published
 
@@ -60,8 +60,6 @@ CLAIMS = (
         "sigmoid attention", {"lowest": 0.18, "highest": 0.81}),
     _claim("W-59", "§7.4", "Nor has it at 1 B.", "sink rate, sigmoid − softmax", below(-10.0),
         "sigmoid attention", {"sigmoid": 2.46, "softmax": 45.11}),
-    _claim("S-4", "StreamingLLM", "A pretrained sink token suffices alone.", "perplexity with one kept ÷ with four",
-        between(0.95, 1.05), "streaming with a register token"),
     _claim("S-14", "Sun et al.", "Key-value biases remove massive activations.", "massive activations", at_most(0.0),
         "key-value biases"),
 )
