@@ -24,13 +24,14 @@ from sinkscope.measuring.random_weights import random_weights
 from sinkscope.measuring.subject import ModelLike, Subject, check_config, inputs_for, open_subject, options_of
 from sinkscope.options.claims import ClaimsOptions
 from sinkscope.options.measuring import AnalyzeOptions, InterveneOptions, RunConfig
+from sinkscope.options.option import checked
 from sinkscope.options.output import OutputOptions
 from sinkscope.report.claims.evidence import MAIN, NULL, Evidence
 from sinkscope.report.claims.folder import write_scorecard
 from sinkscope.report.claims.gather import Collection
 from sinkscope.report.claims.register import CLAIMS
 from sinkscope.report.claims.scorecard import COMMAND, TABLE, Scorecard, evidence_of, judged, models_of
-from sinkscope.report.claims.trainings import Steps, Training
+from sinkscope.report.claims.trainings import OPTIONS, Steps, Training
 from sinkscope.report.run import Run
 from sinkscope.report.series import COMMAND as STEPS
 from sinkscope.report.series import Series
@@ -112,8 +113,7 @@ def _runs_in(folder: Path) -> Iterator[tuple[type, Any]]:
     """A run, or all that stand in a folder of `claims`; the arms of a training, or its steps."""
     command = read_manifest(folder, JUDGED)["command"]
     if command in TRAININGS:
-        trained = Trained.open(folder)
-        yield Training, Training(trained.manifest, trained.runs, trained.tables, trained.folder)
+        yield Training, _training(folder)
     elif command == STEPS:
         series = Series.open(folder)
         yield Steps, Steps(series.manifest, series.runs, series.folder)
@@ -123,6 +123,17 @@ def _runs_in(folder: Path) -> Iterator[tuple[type, Any]]:
         yield from ((Run, Run.open(each)) for each in sorted((folder / "runs").iterdir()))
     else:
         raise InputError(f"--from {folder} judged runs that stand elsewhere: name those")
+
+
+def _training(folder: Path) -> Training:
+    """What `retrofit` or `train` left, with all its options: an older folder may lack some."""
+    trained = Trained.open(folder)
+    try:
+        options = checked(OPTIONS[trained.manifest["command"]], trained.manifest["config"])
+    except InputError as error:
+        raise InputError(f"{folder} is of another sinkscope, or damaged: {error}") from None
+    config = options.model_dump(mode="json", exclude={"method"})
+    return Training(trained.manifest | {"config": config}, trained.runs, trained.tables, trained.folder)
 
 
 def _skipped(folders: Iterable[Path]) -> dict[str, dict[str, str]]:
