@@ -93,7 +93,7 @@ def claims(
             with open_subject(model, tokenizer, config, console) as subject:
                 name = subject.loaded.name
                 measured = Bench(subject, config, console, known=known.runs).evidence(skipped)
-                card = _scorecard({name: known.complete(measured, name)}, config, start, folder)
+                card = _scorecard(known.completed(measured, name), config, start, folder)
         if folder is not None:
             with new_folder(folder) as fresh:
                 write_scorecard(card, fresh)
