@@ -30,7 +30,7 @@ class Collection:
     def evidence(self, skipped: Skipped) -> dict[str, Evidence]:
         """By model."""
         of_runs = models_of(self.runs)
-        found = {}
+        found: dict[str, Evidence] = {}
         for name in dict.fromkeys([*of_runs, *(training.model for training in self.trainings), *self._by_name]):
             own = replace(evidence_of(of_runs.get(name, ()), name, skipped), model=self._typed(name))
             found |= self.completed(own, name)
