@@ -1,6 +1,7 @@
 """`claims --from` folders of `retrofit`, `train` and `analyze` over steps, as the commands write them."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +107,19 @@ def test_an_unfinished_folder_is_refused(lab: Path, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps(manifest | {"tables": []}))
     with pytest.raises(sinkscope.InputError, match="is not finished: the same `sinkscope train` goes on with it"):
         sinkscope.claims(from_=[tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"arms": {}}, "it has no arm with a run"),
+        ({"tables": ["gates", "training"]}, "it has no retrofit"),
+        ({"config": {"stride": 3}}, "is of another sinkscope, or damaged: option 'stride'"),
+    ],
+)
+def test_a_damaged_folder_is_refused(lab: Path, tmp_path: Path, changed: dict[str, Any], says: str) -> None:
+    shutil.copytree(lab, tmp_path / "lab", ignore=shutil.ignore_patterns("model", "checkpoints"))
+    manifest = json.loads((lab / "run.json").read_text())
+    (tmp_path / "lab" / "run.json").write_text(json.dumps(manifest | changed))
+    with pytest.raises(sinkscope.InputError, match=says):
+        sinkscope.claims(from_=[tmp_path / "lab"])

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from sinkscope.report.claims.claim import Judgment, Outcome, judge
 from sinkscope.report.claims.gather import Collection
 from sinkscope.report.claims.register import CLAIMS
 from sinkscope.report.claims.trainings import Training
+from sinkscope.report.figures.scorecard import _place
 
 HOLDS, FAILS, INCONCLUSIVE = Outcome.HOLDS, Outcome.FAILS, Outcome.INCONCLUSIVE
 LOW, HIGH, WIDE = (1.0, 1.1, 0.9), (5.0, 5.2, 4.8), (0.1, 9.0, 1.0)
@@ -302,3 +304,11 @@ def test_other_parameters_are_judged_under_names_of_their_own() -> None:
     assert judged("V-14", made).outcome == FAILS
     assert judged("V-14", made, name="made (vga)").outcome == HOLDS
     assert judged("GS-25", made, name="made (vga)").outcome == Outcome.NOT_MEASURED
+
+
+def test_a_line_of_the_figure_has_one_scale() -> None:
+    """Also where the interval begins below 0, which has no logarithm."""
+    row: Any = SimpleNamespace(low=-0.03, value=0.009, high=0.05, least=-np.inf, most=0.02)
+    assert _place(row.high, row) < 0 < _place(row.value, row) < _place(row.low, row)
+    positive: Any = SimpleNamespace(low=0.005, value=0.01, high=0.04, least=-np.inf, most=0.02)
+    assert [_place(x, positive) for x in (0.005, 0.01, 0.04)] == pytest.approx([2, 1, -1])

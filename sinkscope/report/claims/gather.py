@@ -30,15 +30,17 @@ class Collection:
     def evidence(self, skipped: Skipped) -> dict[str, Evidence]:
         """By model."""
         of_runs = models_of(self.runs)
-        found = {}
+        found: dict[str, Evidence] = {}
         for name in dict.fromkeys([*of_runs, *(training.model for training in self.trainings), *self._by_name]):
             own = replace(evidence_of(of_runs.get(name, ()), name, skipped), model=self._typed(name))
-            found[name] = self.complete(own, name)
-            found |= self._variants(own, name)
+            found |= self.completed(own, name)
         return found
 
-    def complete(self, evidence: Evidence, name: str, variant: int = 0) -> Evidence:
-        """The evidence of a model with the studies that it is in."""
+    def completed(self, evidence: Evidence, name: str) -> dict[str, Evidence]:
+        """The evidence of a model with the studies that it is in; and that of further variants of its arms."""
+        return {name: self._complete(evidence, name), **self._variants(evidence, name)}
+
+    def _complete(self, evidence: Evidence, name: str, variant: int = 0) -> Evidence:
         naturals = {model: run for model, runs in models_of(self.runs).items() if (run := _natural(runs))}
         if MAIN in evidence.runs:
             naturals[name] = evidence.runs[MAIN]
@@ -56,7 +58,7 @@ class Collection:
         for variant in range(1, max(map(len, known.values()), default=0)):
             called = [labels[method, of[variant]] for method, of in known.items() if variant < len(of)]
             others = replace(evidence, runs={})
-            found[f"{name} ({', '.join(called)})"] = self.complete(others, name, variant)
+            found[f"{name} ({', '.join(called)})"] = self._complete(others, name, variant)
         return found
 
     def _typed(self, name: str) -> str:
