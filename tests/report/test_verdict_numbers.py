@@ -2,13 +2,13 @@
 
 import re
 import tempfile
-from collections.abc import Iterable
 from functools import cache
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from support.printed_numbers import all_numbers, numbers_of, stands_in
 from tiny import VOCAB, tiny_model
 
 import sinkscope
@@ -20,7 +20,6 @@ from sinkscope.report.words import TEMPLATES, say
 from sinkscope.results import findings
 from sinkscope.retrofits import retrofit_model
 
-NUMBER = re.compile(r"(?<![\w.])[-−]?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
 CONSTANTS = {value for value in vars(findings).values() if isinstance(value, float)}
 COUNTED = {"heads", "total", "layers", "weak_layers", "having", "coordinates", "places", "usual"}  # of tables' rows
 SETTINGS = {"sequences", "lengths", "epsilon", "longest", "masked"}  # of run.json
@@ -28,8 +27,10 @@ SETTINGS = {"sequences", "lengths", "epsilon", "longest", "masked"}  # of run.js
 
 @cache
 def measured(name: str) -> Run:
-    """Tiny models; of "sink" the BOS is a sink with massive activations."""
+    """Tiny models; of "sink" the BOS is a sink with massive activations. "real" is SmolLM2."""
     torch.manual_seed(0)
+    if name == "real":
+        return sinkscope.analyze(num_seqs=8)
     if name == "vscale":
         model = retrofit_model(tiny_model("llama", spread=1.0), None, "vscale")
     elif name == "sink":
@@ -54,30 +55,13 @@ def with_sink() -> torch.nn.Module:
     return model
 
 
-EACH = pytest.mark.parametrize("name", ["gpt2", "vscale", "sink", "gemma3"])
-
-
-def numbers_of(text: str) -> list[tuple[float, float, bool]]:
-    """Value, half a unit of its last digit, and whether it is in percent."""
-    found = []
-    for match in NUMBER.finditer(text):
-        digits = match[0].replace(",", "").replace("−", "-")
-        mantissa, _, exponent = digits.partition("e")
-        unit = 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
-        found.append((float(digits), 0.5 * unit, text[match.end() : match.end() + 1] == "%"))
-    return found
-
-
-def stands_in(number: tuple[float, float, bool], values: Iterable[float]) -> bool:
-    value, half, is_percent = number
-    known = np.asarray(list(values), float)
-    known = np.concatenate([known, 100 * known]) if is_percent else known
-    return bool((np.abs(np.abs(known) - abs(value)) <= half * (1 + 1e-6)).any())
+NAMES = ("gpt2", "vscale", "sink", "gemma3", "real")
+EACH = pytest.mark.parametrize("name", [*NAMES[:-1], pytest.param(NAMES[-1], marks=pytest.mark.real_model)])
 
 
 def fixed(template: str) -> list[float]:
     """Numbers of the words themselves: «position 0», «GS fig. 3»."""
-    return [abs(value) for value, _, _ in numbers_of(re.sub(r"\{[^}]*\}", " ", template))]
+    return [number.value for number in numbers_of(re.sub(r"\{[^}]*\}", " ", template))]
 
 
 @EACH
@@ -101,15 +85,13 @@ def test_every_number_of_the_verdict_is_in_a_table(name: str) -> None:
 def reasons(finding: findings.Finding) -> list[float]:
     """Of what is quoted: reasons, names."""
     texts = [value for value in finding.numbers.values() if isinstance(value, str)]
-    return [abs(value) for text in texts for value, _, _ in numbers_of(text)]
+    return [number.value for text in texts for number in numbers_of(text)]
 
 
 @EACH
 def test_the_findings_numbers_are_those_of_the_measured_tables(name: str) -> None:
     run = measured(name)
-    columns = [table[column] for key, table in run.tables.items() if key != TABLE for column in numeric(table)]
-    known = np.unique(np.abs(np.concatenate([column.to_numpy(float) for column in columns])))
-    known = known[np.isfinite(known)]
+    known = all_numbers(table for key, table in run.tables.items() if key != TABLE)
     rows = run.tables[TABLE]
     free = rows[(rows["claim"] == "") | ~rows["number"].isin(["value"])]
     free = free[~free["number"].isin(COUNTED | SETTINGS)]
@@ -120,11 +102,7 @@ def test_the_findings_numbers_are_those_of_the_measured_tables(name: str) -> Non
     assert step["median"] == pytest.approx(massive[step["layer"]])
     for row in free.itertuples():
         near = np.abs(known - abs(row.value)).min() <= 1e-9 + 1e-6 * abs(row.value)
-        assert near or row.value in CONSTANTS or of_a_claim(row.value, run), row
-
-
-def numeric(table: pd.DataFrame) -> list[str]:
-    return list(table.select_dtypes("number").columns)
+        assert near or row.value in CONSTANTS or of_a_claim(row.value, name), row
 
 
 @cache
@@ -132,11 +110,9 @@ def scorecard(name: str) -> pd.DataFrame:
     return judged(evidence_of([measured(name)], "MODEL"))
 
 
-def of_a_claim(value: float, run: Run) -> bool:
+def of_a_claim(value: float, name: str) -> bool:
     """A further part of a claim, or a threshold."""
-    names = [name for name in ("gpt2", "vscale", "sink", "gemma3") if measured(name) is run]
-    table = scorecard(names[0])
-    return bool(np.isclose(table[["value", "low", "high", "least", "most"]].to_numpy(), value, rtol=1e-9).any())
+    return bool(np.isclose(scorecard(name)[["value", "low", "high", "least", "most"]], value, rtol=1e-9).any())
 
 
 @EACH
