@@ -7,8 +7,8 @@ there.
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -18,17 +18,18 @@ import pandas as pd
 from rich.console import Console
 
 from sinkscope.commands.result import Result
+from sinkscope.commands.run import check_figures
 from sinkscope.commands.sweeping.engine import Pool, run_groups, split
 from sinkscope.commands.sweeping.plan import Planned, groups_of, part_of, planned, table_of
 from sinkscope.commands.sweeping.progress import Progress, say, shown
-from sinkscope.commands.sweeping.worker import Group, State
+from sinkscope.commands.sweeping.worker import Group, State, Task
 from sinkscope.errors import InputError, unknown
 from sinkscope.measuring.console import print_line
 from sinkscope.options.option import checked
 from sinkscope.options.output import OutputOptions
 from sinkscope.options.sweep import SweepOptions
-from sinkscope.options.sweep_file import Sweep, read_sweep
-from sinkscope.report.figures import FIGURES
+from sinkscope.options.sweep_file import Cell, Sweep, read_sweep
+from sinkscope.report.figures import FIGURES, is_of
 from sinkscope.report.sweep import write_comparison
 from sinkscope.report.sweep_tables import Measured, SweepTables, sweep_tables
 from sinkscope.report.wse_table_1 import WSE_TABLE_1
@@ -120,11 +121,13 @@ def sweep(
     mine = part_of(found.cells, asked.part)
     if asked.dry_run:
         return SweepRun(found, planned(mine, folders), None, folders.folder)
-    pool = _pool(asked)  # before anything is written: Ray may be missing
     manifest = make_manifest(COMMAND, _record(found), start, cells=[cell.name for cell in found.cells])
-    with folders.begun(manifest, overwrite, asked.part):
+    # the pool before anything is written: Ray may be missing
+    with closing(_pool(asked)) as pool, folders.begun(manifest, overwrite, asked.part):
         folders.put_right({cell.name for cell in mine})
-        failed = _measure(planned(mine, folders), asked, folders, found.content.figures, pool, console)
+        todo = [each for each in planned(mine, folders) if each.is_wanted(asked.retry)]
+        tasks = {each.cell.name: _task(found, each.cell, folders) for each in todo}
+        failed = _measure(split(groups_of(todo, tasks), pool.workers), folders, pool, console)
         plan = [_ended(each, failed) for each in planned(mine, folders)]
         tables = compared(found, folders, start)
     return SweepRun(found, plan, tables, folders.folder)
@@ -132,9 +135,12 @@ def sweep(
 
 def check(found: Sweep) -> None:
     """Find what is wrong with the options of a cell before any model is loaded. Raises: InputError."""
+    commands = found.content.commands
     for name in found.content.figures:
         if name not in FIGURES:
             raise InputError(f"{found.path}: figure {unknown(name, FIGURES)}")
+        if not any(is_of(name, command) for command in commands):
+            raise InputError(f"{found.path}: figure '{name}' is of none of these commands: {', '.join(commands)}")
     for entry in found.content.models:
         if entry.paper is not None and entry.paper not in WSE_TABLE_1:
             raise InputError(f"{found.path}: the `paper` of {entry.label} {unknown(entry.paper, WSE_TABLE_1)}")
@@ -143,8 +149,14 @@ def check(found: Sweep) -> None:
         try:
             if look is not None:
                 look(cell.options)
+            check_figures(_figures(found, cell.command), cell.command, getattr(cell.options, "observables", None))
         except InputError as error:
             raise InputError(f"{found.path}: {cell.told}: {error}") from None
+
+
+def _figures(found: Sweep, command: str) -> tuple[str, ...]:
+    """Those that cells of a command draw."""
+    return tuple(name for name in found.content.figures if is_of(name, command))
 
 
 def _record(found: Sweep) -> dict[str, Any]:
@@ -162,21 +174,17 @@ def _pool(asked: SweepOptions) -> Pool:
     return Processes(default_workers() if asked.workers == "auto" else asked.workers)
 
 
-def _measure(
-    plan: Iterable[Planned],
-    asked: SweepOptions,
-    folders: CellFolders,
-    figures: tuple[str, ...],
-    pool: Pool,
-    console: Console,
-) -> dict[str, str]:
-    """The cells that are not done; of those that failed only with --retry. → Cell → why it failed."""
-    wanted = (State.WAITING, State.FAILED) if asked.retry else (State.WAITING,)
-    todo = [each for each in plan if each.state in wanted]
-    groups: list[Group] = split(groups_of(todo, folders, figures), pool.workers)
-    progress, failed = Progress(len(todo)), {}
-    if todo:
-        print_line(console, f"{len(todo)} cells to measure, in {len(groups)} groups that share a load")
+def _task(found: Sweep, cell: Cell, folders: CellFolders) -> Task:
+    folder = folders.run(cell.name).absolute()
+    return Task(cell.name, cell.command, cell.options, folder, _figures(found, cell.command))
+
+
+def _measure(groups: Sequence[Group], folders: CellFolders, pool: Pool, console: Console) -> dict[str, str]:
+    """Measure all cells of the groups. → Cell → why it failed."""
+    total = sum(len(group.tasks) for group in groups)
+    progress, failed = Progress(total), {}
+    if total:
+        print_line(console, f"{total} cells to measure, in {len(groups)} groups that share a load")
     with shown(progress, console):
         for event in run_groups(groups, pool):
             progress.hear(event)

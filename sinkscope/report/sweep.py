@@ -24,6 +24,8 @@ from sinkscope.results.cells import COMMAND
 from sinkscope.results.manifest import make_manifest, write_manifest
 from sinkscope.results.tables import write_tables
 
+RANDOM, REPEATED = "random", "repeated"  # inputs
+
 
 def write_comparison(tables: SweepTables, folder: Path, record: Mapping[str, Any], start: float) -> None:
     """Tables, figures, words and manifest into an empty folder; the manifest last."""
@@ -47,9 +49,20 @@ def words(tables: SweepTables, record: Mapping[str, Any]) -> str:
     said = dict.fromkeys(f"T = {row.seq_len}, ε = {row.epsilon:g}" for row in tables.main.itertuples())
     parts.append(f"Sink rate at position 0 ({'; '.join(said)}), mean over layers and heads.")
     parts.append(as_markdown(_with_published(tables), numbers=True))
+    without = _without_bos(tables)
+    if without:
+        parts.append(f"Their texts begin with a BOS, but not what is drawn at random: {', '.join(without)}.")
     if EPSILON in tables.tables:
         parts.append("At other ε: `tables/sweep_epsilon.parquet`, from the window masses that the runs keep.")
     return "\n\n".join(parts)
+
+
+def _without_bos(tables: SweepTables) -> list[str]:
+    """Models of which random or repeated tokens lack the BOS that texts have: their sink may be at it."""
+    drawn = tables.main["condition"].isin([RANDOM, REPEATED])
+    has_bos = tables.main["token_zero"].str.startswith("bos")
+    with_it, lacking_it = (set(tables.main["model"][rows]) for rows in (has_bos & ~drawn, drawn & ~has_bos))
+    return [model for model in tables.main["model"].unique() if model in with_it & lacking_it]
 
 
 def _with_published(tables: SweepTables) -> Any:

@@ -43,6 +43,7 @@ COORDINATES = (
     Column("epsilon", "option"),
     Column("seed", "option", kind="whole"),
     Column("dtype", "of the weights", kind="text"),
+    Column("token_zero", "what position 0 is", kind="text"),
 )
 SWEEP_TABLES = {
     SWEEP: (*COORDINATES, METRIC, VALUE),
@@ -144,6 +145,7 @@ def coordinates(each: Measured) -> dict[str, Any]:
         "settings": cell.setting,
         **{name: config[name] for name in ("seq_len", "window", "epsilon", "seed")},
         "dtype": manifest.get("dtype", ""),
+        "token_zero": manifest.get("input", {}).get("token_zero", ""),
     }
 
 

@@ -16,8 +16,10 @@ from rich.console import Console
 from support.faults import CHANGES, WRITES, before_change, refuse
 from support.forked import forked
 from tiny import tiny_model
+from typer.testing import CliRunner
 
 import sinkscope
+from sinkscope.cli.app import app
 from sinkscope.commands.sweep import SweepRun, compared
 from sinkscope.commands.sweeping import processes, worker
 from sinkscope.commands.sweeping.plan import planned
@@ -258,6 +260,19 @@ def test_two_at_once(models: Path, whole: SweepRun, tmp_path: Path, monkeypatch:
 # --- before anything runs
 
 
+def test_on_the_command_line(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = written(tmp_path, f"models: [{models / 'llama'}, {tmp_path / 'gone'}]\ninputs: [random]\n{SMALL}")
+    dry = CliRunner().invoke(app, ["sweep", str(path), "--dry-run"])
+    assert (dry.exit_code, list(tmp_path.iterdir())) == (0, [path])
+    assert all(word in dry.stdout for word in ("llama-random-", "29,408", "0.8 GB", "to do", "gone-random-"))
+    done = CliRunner().invoke(app, ["sweep", str(path)])
+    assert done.exit_code == 1
+    assert done.stderr.splitlines()[-1].startswith("sinkscope: 1 of 2 cells failed (--retry tries them again): gone-")
+    assert all(word in done.stdout for word in ("done", "failed", "sink rate"))
+    assert len(list(Path("runs/sweep/cells").iterdir())) == 1
+
+
 def test_a_dry_run_writes_nothing(models: Path, whole: SweepRun, tmp_path: Path) -> None:
     done = sinkscope.sweep(grid(models, tmp_path, f", {tmp_path / 'gone'}"), out=tmp_path / "out", dry_run=True)
     assert {each.state for each in done.plan} == {State.WAITING}
@@ -291,6 +306,11 @@ def test_a_dry_run_writes_nothing(models: Path, whole: SweepRun, tmp_path: Path)
         ("models: [{model: a/b, instead: {natural: }}]", "every input is left out"),
         ("models: [{model: a/b, revison: x}]", "`models.0.revison`: there is no such key"),
         ("models: [a/b]\nfigures: [sinkmap]", "figure 'sinkmap' is unknown; did you mean 'sink-map'?"),
+        ("models: [a/b]\nfigures: [effects]", "figure 'effects' is of none of these commands: analyze"),
+        (
+            "models: [a/b]\nfigures: [gradient-norms]\noptions: {observables: [attention]}",
+            "b × natural (analyze): figure 'gradient-norms' needs the observable 'gradient'",
+        ),
         ("models: [a/b]\noptions: {allow-pickle: true}", "option 'allow_pickle' is for you to give"),
         ("models: [a/b]\ninputs: {a: {input: random}, b: {input: random}}", "is there twice, also as b × a (analyze)"),
         ("models: [a/b]\ncommands: {intervene: {options: {do: mask-snk}}}", "did you mean 'mask-sink'?"),

@@ -13,7 +13,7 @@ from sinkscope.report.sweep_tables import EPSILON, SWEEP, SweepTables
 CELL: dict[str, Any] = {
     "model": "a", "condition": "natural", "layer": -1, "cell": "", "revision": "", "step": -1, "family": "", "base": "",
     "parameters": 10**6, "input": "natural", "settings": "", "seq_len": 64, "window": 64, "epsilon": 0.3, "seed": 0,
-    "dtype": "float32", "metric": "sink_rate", "value": 0.5,
+    "dtype": "float32", "token_zero": "bos", "metric": "sink_rate", "value": 0.5,
 }  # fmt: skip
 
 
@@ -93,6 +93,18 @@ def test_the_first_setting_and_the_last_revision_are_compared_by_input() -> None
     )
     assert tables.main["sink_rate"].tolist() == [0.2]
     assert tables.overview.to_dict("records") == [{"model": "a", "natural": "20.0%"}]
+
+
+def test_inputs_without_the_bos_of_texts_are_pointed_out() -> None:
+    told = words(tables_of({}, RANDOM | {"token_zero": "random token"}, {"model": "b"}), {"content": {"title": "x"}})
+    assert "Their texts begin with a BOS, but not what is drawn at random: a." in told
+    assert "BOS" not in words(tables_of({}, RANDOM), {"content": {"title": "x"}})
+
+
+def test_every_input_has_its_panel() -> None:
+    figure = OF_SWEEP["sweep-epsilon"](tables_of({}, RANDOM, {"model": "b"}))
+    assert [ax.get_title() for ax in figure.axes] == ["natural", "random"]
+    assert figure.axes[1].lines[0].get_label() == "a"
 
 
 def test_published_rates_stand_beside_those_of_the_same_setting() -> None:

@@ -59,6 +59,10 @@ class Planned:
     state: State
     message: str = ""  # of a cell that failed, or of parts of one that is done
 
+    def is_wanted(self, retry: bool) -> bool:
+        """Whether it is to be measured: what failed, also in parts, only with --retry."""
+        return self.state == State.WAITING or (retry and bool(self.message))
+
     @property
     def memory(self) -> int:
         return self.size.memory(self.cell.options)
@@ -115,19 +119,15 @@ def part_of(cells: Sequence[Cell], part: tuple[int, int]) -> Sequence[Cell]:
     return cells[len(cells) * (at - 1) // of : len(cells) * at // of]
 
 
-def groups_of(todo: Iterable[Planned], folders: CellFolders, figures: tuple[str, ...] = ()) -> list[Group]:
+def groups_of(todo: Iterable[Planned], tasks: Mapping[str, Task]) -> list[Group]:
     """The cells that are to be measured, by the load that they share."""
     groups: dict[tuple, list[Planned]] = {}
     for each in todo:
         groups.setdefault(load_key(each.cell.options), []).append(each)
     return [
-        Group(tuple(_task(each.cell, folders, figures) for each in group), max(each.memory for each in group))
+        Group(tuple(tasks[each.cell.name] for each in group), max(each.memory for each in group))
         for group in groups.values()
     ]
-
-
-def _task(cell: Cell, folders: CellFolders, figures: tuple[str, ...]) -> Task:
-    return Task(cell.name, cell.command, cell.options, folders.run(cell.name).absolute(), figures)
 
 
 def table_of(plan: Iterable[Planned]) -> pd.DataFrame:

@@ -112,6 +112,11 @@ COMMAND = {
 ALL_ARMS = ("effect", "arm_maps")  # of one arm by itself, they have no figure
 
 
+def is_of(name: str, command: str) -> bool:
+    """Whether runs of a command can have a figure of one run."""
+    return command in {COMMAND.get(table, "analyze") for table in FIGURES[name].tables}
+
+
 def draw(name: str, run: RunData) -> Figure:
     """Draw a figure of one run.
 

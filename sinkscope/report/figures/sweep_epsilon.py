@@ -4,7 +4,7 @@ import pandas as pd
 
 from sinkscope.report.figures.spec import declare
 from sinkscope.report.figures.style import GUIDE, Figure
-from sinkscope.report.figures.sweep_parts import lines_by_model
+from sinkscope.report.figures.sweep_parts import lines_by_input
 from sinkscope.report.sweep_tables import EPSILON, SweepTables
 
 
@@ -20,8 +20,10 @@ def lacking(tables: SweepTables) -> str | None:
 
 @declare("sweep-epsilon", "sink rate against ε, by model and input", EPSILON, lacking=lacking)
 def draw(tables: SweepTables) -> Figure:
-    figure, ax = lines_by_model(_rows(tables), "epsilon", ("model", "input"))
-    for epsilon in tables.main["epsilon"].unique():
-        ax.axvline(epsilon, **GUIDE)
-    ax.set_xlabel("ε (dashed: of the cells)")
+    figure, axes, lowest = lines_by_input(_rows(tables), "epsilon")
+    for ax in axes:
+        for epsilon in tables.main["epsilon"].unique():
+            ax.axvline(epsilon, **GUIDE)
+    for ax in lowest:
+        ax.set_xlabel("ε (dashed: of the cells)")
     return figure

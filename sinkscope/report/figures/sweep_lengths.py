@@ -5,7 +5,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from sinkscope.report.figures.spec import declare
 from sinkscope.report.figures.style import Figure
-from sinkscope.report.figures.sweep_parts import lines_by_model
+from sinkscope.report.figures.sweep_parts import lines_by_input
 from sinkscope.report.sweep_tables import SweepTables, several
 
 
@@ -21,10 +21,12 @@ def lacking(tables: SweepTables) -> str | None:
 @declare("sweep-lengths", "sink rate against sequence length T = window, by model and input", "sweep", lacking=lacking)
 def draw(tables: SweepTables) -> Figure:
     rows = _rows(tables)
-    figure, ax = lines_by_model(rows, "seq_len", ("model", "revision", "input", "epsilon"))
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(sorted(rows["seq_len"].unique()))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda length, _: f"{length:g}"))
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.set_xlabel("tokens in a sequence, and window")
+    figure, axes, lowest = lines_by_input(rows, "seq_len", ("model", "revision", "epsilon"))
+    for ax in axes:
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(sorted(rows["seq_len"].unique()))
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda length, _: f"{length:g}"))
+        ax.xaxis.set_minor_locator(NullLocator())
+    for ax in lowest:
+        ax.set_xlabel("tokens = window")
     return figure

@@ -5,12 +5,15 @@ from collections.abc import Iterable, Sequence
 import pandas as pd
 from matplotlib.axes import Axes
 
-from sinkscope.report.figures.axes import name_rows
+from sinkscope.report.figures.axes import curve, name_rows, panel_grid
 from sinkscope.report.figures.labels import escape, shorten
 from sinkscope.report.figures.style import TEXT, Figure, Look, line_looks, new_figure
 
 ROW, AROUND = 0.2, 0.95  # inches
+PANEL, ACROSS = 1.5, 3  # inches, and panels in a row
+LEGEND = 84  # characters across
 LONGEST_NAME = 32
+RATE, LIMITS = "sink rate at position 0 in %", (-3, 103)
 
 
 def model_names(models: Iterable[str]) -> list[str]:
@@ -34,28 +37,43 @@ def dots_by_model(rows: pd.DataFrame, by: str, said: dict[str, Look] | None = No
     return figure, ax
 
 
-def lines_by_model(rows: pd.DataFrame, x: str, by: Sequence[str] = ("model",)) -> tuple[Figure, Axes]:
-    """The sink rate by the column `x`, a line for each combination of `by`, the mean where several cells differ in
-    nothing that is shown.
+def lines_by_input(rows: pd.DataFrame, x: str, by: Sequence[str] = ("model",)) -> tuple[Figure, list[Axes], list[Axes]]:
+    """The sink rate by the column `x`: a panel for each input, in it a line for each combination of `by`, which is the
+    mean where several cells differ in nothing that is shown.
+
+    Returns:
+        The figure, its panels, and those that are the lowest of their column.
     """
-    figure = new_figure(TEXT, 2.8)
-    ax = figure.subplots()
-    lines = rows.groupby(list(by), sort=False)
+    inputs = list(rows["input"].unique())
+    across = min(len(inputs), ACROSS)
+    rows = rows.assign(line=_line_names(rows, by))
+    looks = dict(zip(rows["line"].unique(), line_looks(), strict=False))
+    legend_across = max(1, min(4, LEGEND // (max(map(len, looks)) + 8)))
+    height = PANEL * -(-len(inputs) // across) + 0.55 + 0.16 * -(-len(looks) // legend_across)
+    figure = new_figure(TEXT, height)
+    axes, lowest = panel_grid(figure, len(inputs), across)
+    for ax, reads in zip(axes, inputs, strict=True):
+        for name, found in rows[rows["input"] == reads].groupby("line", sort=False):
+            means = found.groupby(x)["sink_rate"].mean()
+            curve(ax, 100 * means, label=escape(str(name)), markersize=2.4, **looks[name])
+        ax.set_title(escape(str(reads)))
+        rate_axis(ax, "y", label=False)
+    figure.supylabel(RATE, fontsize=7)
+    handles = {str(line.get_label()): line for ax in axes for line in ax.lines}
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=legend_across)
+    return figure, axes, lowest
+
+
+def _line_names(rows: pd.DataFrame, by: Sequence[str]) -> pd.Series:
+    """Of each row's line: those columns that differ, at least the first."""
     differing = [name for name in by if rows[name].nunique() > 1] or list(by[:1])
-    for (key, found), look in zip(lines, line_looks(), strict=False):
-        values = dict(zip(by, key if isinstance(key, tuple) else (key,), strict=True))
-        label = " · ".join(str(values[name]) for name in differing)
-        means = found.groupby(x)["sink_rate"].mean()
-        ax.plot(means.index, 100 * means, label=escape(shorten(label, LONGEST_NAME)), markersize=3, **look)
-    rate_axis(ax, "y")
-    figure.legend(loc="outside lower center", ncols=3)
-    return figure, ax
+    texts = rows[differing].astype(str).agg(" · ".join, axis=1)
+    return texts.map(lambda text: shorten(text, LONGEST_NAME))
 
 
-def rate_axis(ax: Axes, which: str) -> None:
-    label, limits = "sink rate at position 0 in %", (-3, 103)
+def rate_axis(ax: Axes, which: str, label: bool = True) -> None:
     if which == "x":
-        ax.set(xlabel=label, xlim=limits)
+        ax.set(xlabel=RATE if label else "", xlim=LIMITS)
     else:
-        ax.set(ylabel=label, ylim=limits)
+        ax.set(ylabel=RATE if label else "", ylim=LIMITS)
     ax.grid(True, axis="x" if which == "x" else "y", color="0.9", linewidth=0.4)

@@ -4,7 +4,7 @@ import pandas as pd
 
 from sinkscope.report.figures.spec import declare
 from sinkscope.report.figures.style import Figure
-from sinkscope.report.figures.sweep_parts import lines_by_model
+from sinkscope.report.figures.sweep_parts import lines_by_input
 from sinkscope.report.sweep_tables import SweepTables, several
 
 
@@ -19,7 +19,8 @@ def lacking(tables: SweepTables) -> str | None:
 
 @declare("sweep-sizes", "sink rate against the number of parameters, by family and input", "sweep", lacking=lacking)
 def draw(tables: SweepTables) -> Figure:
-    figure, ax = lines_by_model(_rows(tables), "parameters", ("family", "input"))
-    ax.set_xscale("log")
-    ax.set_xlabel("parameters")
+    figure, axes, lowest = lines_by_input(_rows(tables), "parameters", ("family",))
+    axes[0].set_xscale("log")  # of all panels
+    for ax in lowest:
+        ax.set_xlabel("parameters")
     return figure

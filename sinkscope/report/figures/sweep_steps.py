@@ -5,7 +5,7 @@ import pandas as pd
 from sinkscope.report.figures.spec import declare
 from sinkscope.report.figures.steps import step_axis
 from sinkscope.report.figures.style import Figure
-from sinkscope.report.figures.sweep_parts import lines_by_model
+from sinkscope.report.figures.sweep_parts import lines_by_input
 from sinkscope.report.sweep_tables import NO_STEP, SweepTables, several
 
 
@@ -21,7 +21,9 @@ def lacking(tables: SweepTables) -> str | None:
 @declare("sweep-steps", "sink rate against the training step, by model and input", "sweep", lacking=lacking)
 def draw(tables: SweepTables) -> Figure:
     rows = _rows(tables)
-    figure, ax = lines_by_model(rows, "step", ("model", "input", "settings"))
-    step_axis(ax, sorted(int(step) for step in rows["step"].unique()))
-    ax.set_xlabel("training step")
+    figure, axes, lowest = lines_by_input(rows, "step", ("model", "settings"))
+    for ax in axes:
+        step_axis(ax, sorted(int(step) for step in rows["step"].unique()))
+    for ax in lowest:
+        ax.set_xlabel("training step")
     return figure
