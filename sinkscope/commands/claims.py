@@ -3,7 +3,7 @@
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -247,15 +247,14 @@ class Bench:
         return self.config.model or self.subject.loaded.name
 
     def _wanted(self, evidence: Evidence) -> dict[str, list[str]]:
-        """Kind → what is behind the colon, of the roles that no run plays and that routes need, or claims which speak
-        of this model.
-        """
+        """Way → the roles that no run plays and that routes need, or claims which speak of this model."""
         speaking = (claim for claim in CLAIMS.values() if not any(scope(evidence) for scope in claim.scope))
         found: dict[str, list[str]] = defaultdict(list)
         for role in dict.fromkeys((*(need for claim in speaking for need in claim.needs), *ROUTE_ROLES)):
-            kind, _, named = role.partition(":")
-            if kind in WAYS and not (evidence.has(role) or evidence.inapplicable(role) or role in self.skipped):
-                found[kind].append(named)
+            kind = role.partition(":")[0]
+            way = WITH.get(kind, kind)
+            if way in WAYS and not (evidence.has(role) or evidence.inapplicable(role) or role in self.skipped):
+                found[way].append(role)
         return found
 
     def _inapplicable(self) -> dict[str, str]:
@@ -263,7 +262,7 @@ class Bench:
         target = Target(self.subject.loaded.model, self.subject.family, seams={})
         needs = {need for claim in CLAIMS.values() for need in claim.needs} | set(ROUTE_ROLES)
         roles = {need for need in needs if need.partition(":")[0] in ARMS}
-        done = {role: parse(role.partition(":")[2]) for role in roles} | {"streaming": parse(STREAMED)}
+        done = {role: parse(_behind_colon(role)) for role in roles} | {"streaming": parse(STREAMED)}
         return {role: why for role, part in done.items() if (why := part.inapplicable(target))}
 
     # --- the runs
@@ -283,10 +282,15 @@ class Bench:
         with random_weights(self.subject, self.config.seed) as subject:
             return self._analyzed(subject, {"skip_parity": True})
 
-    def arms(self, names: Iterable[str], **given: Any) -> Run:
-        """Interventions, each by itself."""
+    def arms(self, roles: Iterable[str], **given: Any) -> Run:
+        """Interventions, each by itself, with what the claims need of them: a loss, random controls."""
+        kinds: dict[str, set[str]] = defaultdict(set)
+        for role in roles:
+            kinds[_behind_colon(role)].add(role.partition(":")[0])
         subject = self.subject if given.keys() <= {"observables", "draws"} else None
-        return self._experiment(subject, {"arms": {name: (name,) for name in names}, **given})
+        without_loss = {name for name, some in kinds.items() if not any(kind.startswith("loss") for kind in some)}
+        alone = {name for name, some in kinds.items() if all(kind.endswith("alone") for kind in some)}
+        return self._experiment(subject, {"arms": {name: (name,) for name in kinds}, **given}, alone, without_loss)
 
     def streamed(self) -> Run:
         """Raises InputError: the model takes no text that is long enough."""
@@ -296,7 +300,7 @@ class Bench:
         registers = registers_before(self.subject.loaded.model)
         keep = sorted({*KEPT, *((registers, registers + 3) if registers else ())})
         do = f"{STREAMED},keep={','.join(map(str, keep))}"
-        return self.arms((do,), seq_len=length, num_seqs=8)
+        return self._experiment(None, {"arms": {do: (do,)}, "seq_len": length, "num_seqs": 8})
 
     def _analyzed(self, subject: Subject | None, given: Mapping[str, Any]) -> Run:
         start = time.time()
@@ -305,12 +309,21 @@ class Bench:
         tables, facts = measure(subject, config, self.console)
         return Run.of_analysis(make_manifest(subject, config, facts, list(tables), start), tables)
 
-    def _experiment(self, subject: Subject | None, given: Mapping[str, Any]) -> Run:
+    def _experiment(
+        self,
+        subject: Subject | None,
+        given: Mapping[str, Any],
+        alone: Container[str] = (),
+        without_loss: Container[str] = (),
+    ) -> Run:
         start = time.time()
         config = self._options(InterveneOptions, {"draws": self.config.draws, **given})
         subject = subject or self._reading(config)
         stacks = {label: parse_all(stack) for label, stack in dict(config.stacks).items()}
-        experiment = Experiment(subject, config, stacks, config.draws, lenient=True, console=self.console)
+        experiment = Experiment(
+            subject, config, stacks, config.draws, lenient=True, console=self.console, without_controls=alone,
+            without_loss=without_loss,
+        )  # fmt: skip
         tables, self.interrupt = experiment.run(), experiment.interrupt
         facts = Facts(experiment.batch_size, parity=experiment.parity_error)
         manifest = make_manifest(subject, config, facts, list(tables), start, "intervene")
@@ -330,29 +343,34 @@ class Bench:
 Runs = Iterator[tuple[Callable[[], Run], list[str]]]  # each with the roles that it plays
 
 
-def _one(kind: str, run: Callable[[Bench], Run]) -> Callable[[Bench, list[str]], Runs]:
-    return lambda bench, names: iter([(partial(run, bench), [kind])])
+def _behind_colon(role: str) -> str:
+    return role.partition(":")[2]
 
 
-def _each(kind: str, run: Callable[[Bench, str], Run]) -> Callable[[Bench, list[str]], Runs]:
-    return lambda bench, names: ((partial(run, bench, name), [f"{kind}:{name}"]) for name in names)
+def _one(run: Callable[[Bench], Run]) -> Callable[[Bench, list[str]], Runs]:
+    return lambda bench, roles: iter([(partial(run, bench), roles)])
 
 
-def _together(kind: str, **given: Any) -> Callable[[Bench, list[str]], Runs]:
-    roles = lambda names: [f"{kind}:{name}" for name in names]  # noqa: E731
-    return lambda bench, names: iter([(partial(bench.arms, names, **given), roles(names))])
+def _each(run: Callable[[Bench, str], Run]) -> Callable[[Bench, list[str]], Runs]:
+    return lambda bench, roles: ((partial(run, bench, _behind_colon(role)), [role]) for role in roles)
+
+
+def _together(**given: Any) -> Callable[[Bench, list[str]], Runs]:
+    return lambda bench, roles: iter([(partial(bench.arms, roles, **given), roles)])
 
 
 # kind of role → how its runs are measured; roles of other kinds are played by models that are trained for them
 WAYS: dict[str, Callable[[Bench, list[str]], Runs]] = {
-    "random": _one("random", lambda bench: bench.input({"input": "random"})),
-    "repeated": _one("repeated", lambda bench: bench.input({"input": "repeated", "bos": "never"}, REPEATED)),
-    NULL: _one(NULL, Bench.null),
-    "length": _each("length", lambda bench, tokens: bench.length(int(tokens))),
-    "domain": _each("domain", lambda bench, name: bench.input({"input": name})),
-    "do": _together("do"),
-    "gradient-do": _together("gradient-do", observables=("gradient",), draws=2),
-    "repeated-do": _together("repeated-do", input="repeated", dataset=None, prompt=None, bos="never"),
-    "streaming": _one("streaming", Bench.streamed),
+    "random": _one(lambda bench: bench.input({"input": "random"})),
+    "repeated": _one(lambda bench: bench.input({"input": "repeated", "bos": "never"}, REPEATED)),
+    NULL: _one(Bench.null),
+    "length": _each(lambda bench, tokens: bench.length(int(tokens))),
+    "domain": _each(lambda bench, name: bench.input({"input": name})),
+    "do": _together(),
+    "gradient-do": _together(observables=("gradient",), draws=2),
+    "repeated-do": _together(input="repeated", dataset=None, prompt=None, bos="never"),
+    "streaming": _one(Bench.streamed),
 }
-ARMS = ("do", "gradient-do", "repeated-do")  # kinds of roles whose names are interventions
+# kinds of roles that are measured together with others
+WITH = {"loss-do": "do", "loss-do-alone": "do", "gradient-do-alone": "gradient-do"}
+ARMS = ("do", "gradient-do", "repeated-do", *WITH)  # kinds of roles whose names are interventions

@@ -25,7 +25,7 @@ def arm_metrics(tables: Mapping[str, pd.DataFrame], watched: Sequence[int], loss
     sink_rate, window_mass    at each watched position, means over heads (GS eq. 1); the model's over layers, too
     massive_magnitude         largest |entry| of a layer's output, mean over sequences; the model's largest layer
     massive_count             massive activations per sequence; the model's sum over layers
-    loss, perplexity          of the predicted tokens, in nats
+    loss, perplexity          of the predicted tokens, in nats; left out where there is none
 
     `tables` are the arm's `attention` and `massive`, `loss` is per predicted token. Columns: layer, metric, position,
     value.
@@ -46,5 +46,8 @@ def arm_metrics(tables: Mapping[str, pd.DataFrame], watched: Sequence[int], loss
     ):
         rows += [(int(layer), metric, NO_POSITION, float(value)) for layer, value in series.items()]
         rows.append((WHOLE_MODEL, metric, NO_POSITION, float(whole)))
-    rows += [(WHOLE_MODEL, "loss", NO_POSITION, loss), (WHOLE_MODEL, "perplexity", NO_POSITION, float(np.exp(loss)))]
+    if not np.isnan(loss):
+        rows += [
+            (WHOLE_MODEL, name, NO_POSITION, x) for name, x in (("loss", loss), ("perplexity", float(np.exp(loss))))
+        ]
     return pd.DataFrame(rows, columns=["layer", "metric", "position", "value"])

@@ -1,7 +1,8 @@
 """An experiment: the model as it is, then every arm and its random controls, measured by the same code."""
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -41,7 +42,7 @@ class Arm:
     """What was measured of the model under one stack of interventions."""
 
     tables: dict[str, pd.DataFrame]  # as the observables give them
-    loss: float  # per predicted token
+    loss: float  # per predicted token; NaN where none was computed
 
 
 @dataclass
@@ -57,6 +58,8 @@ class Experiment:
     draws: int  # random controls of an arm
     lenient: bool
     console: Console
+    without_controls: Container[str] = ()  # labels
+    without_loss: Container[str] = ()  # labels of arms of which no logits are made
     records: dict[str, dict[str, Any]] = field(default_factory=dict)  # label → what was done, for the manifest
     skipped: dict[str, str] = field(default_factory=dict)  # label → why it was not
     errors: dict[str, Exception] = field(default_factory=dict)  # label → with which it broke off
@@ -176,10 +179,13 @@ class Experiment:
     def _by_pass(self, label: str, stack: Stack, resolved: Stack, known: Known) -> None:
         """Before, after and controls, each in one pass of the tracer."""
         record = self.records[label] = _record(stack, resolved, known.target)
-        arms = [(BEFORE, -1, self.before), ("after", -1, self._measured(label, resolved))]
-        for draw, control in enumerate(_controls(resolved, known, self.config.seed, self.draws)):
+        with_loss = label not in self.without_loss
+        arms = [(BEFORE, -1, self.before), ("after", -1, self._measured(label, resolved, with_loss=with_loss))]
+        draws = 0 if label in self.without_controls else self.draws
+        for draw, control in enumerate(_controls(resolved, known, self.config.seed, draws)):
             record["controls"].append([str(part) for part in control])
-            arms.append(("control", draw, self._measured(f"{label} control {draw}", control, draw)))
+            measured = self._measured(f"{label} control {draw}", control, draw, with_loss=with_loss)
+            arms.append(("control", draw, measured))
         effects = [
             arm_metrics(arm.tables, record["watched"], arm.loss).assign(arm=name, draw=draw) for name, draw, arm in arms
         ]
@@ -203,6 +209,7 @@ class Experiment:
         stack: Sequence[Intervention],
         draw: int = -1,
         extra: Callable[[], list[Observable]] = list,
+        with_loss: bool = True,
     ) -> Arm:
         """One pass with these interventions applied; its tables are kept under `condition`. Of a control (a draw from
         0 on) only the attention by position, the loss and what was asked for are kept, by sequence at the watched
@@ -215,7 +222,8 @@ class Experiment:
         def fresh() -> list[Observable]:
             return [*prepared(names, settings, self.subject), *extra()]
 
-        done = self._pass(fresh, Tracer.forward_backward if self.chosen.backward else Tracer.forward_with_loss, stack)
+        forward = Tracer.forward_with_loss if with_loss else Tracer.forward
+        done = self._pass(fresh, Tracer.forward_backward if self.chosen.backward else forward, stack)
         self.batch_size = done.batch_size
         raw = tables_of(done.observables) | done.loss_tables(self.subject.inputs)
         asked = (table for name in self.chosen.first if name not in ALWAYS for table in OBSERVABLES[name].columns)
@@ -225,7 +233,7 @@ class Experiment:
             collected["attention_by_sequence"] = raw["attention_by_sequence"].query("position in @watched")
         self.notices |= dict.fromkeys(notice for observable in done.observables for notice in observable.notices())
         self._collect(collected, condition)
-        return Arm(raw, done.loss / self.subject.inputs.num_predicted)
+        return Arm(raw, done.loss / self.subject.inputs.num_predicted if len(done.losses) else math.nan)
 
     def _hidden_mean(self, layer: int, position: int) -> torch.Tensor:
         """(D,): the output of a layer at a position of the model as it is, mean over sequences."""

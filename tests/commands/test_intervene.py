@@ -406,9 +406,6 @@ def test_a_run_is_repeated_by_its_own_command(folder: Path, tmp_path: Path, no_f
     refused = command_line("analyze", "--from", tmp_path / "run", "--out", tmp_path / "x")
     assert refused.exit_code == 2
     assert "sinkscope intervene" in refused.stderr
-    refused = command_line("compare", tmp_path / "run", tmp_path / "run")
-    assert refused.exit_code == 2
-    assert "intervene" in refused.stderr
 
 
 @pytest.mark.parametrize(("do", "message"), [*WRONG, ("nullify-query-bias:layer=1", "did you mean 'layers'")])

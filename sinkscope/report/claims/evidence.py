@@ -76,13 +76,28 @@ def _of_length(length: str) -> Role:
     return Role(is_it, f"sinkscope analyze {{model}} --seq-len {length} --window {length} --observables attention")
 
 
+def _arm_with_loss(name: str) -> Role:
+    def is_it(run: RunData) -> bool:
+        return "loss_by_sequence" in run.tables and _arm(name)(run)
+
+    return Role(is_it, f"sinkscope intervene {{model}} --do {name}")
+
+
+def _arm_with_gradients(name: str) -> Role:
+    def is_it(run: RunData) -> bool:
+        return "gradient" in run.tables and _arm(name)(run)
+
+    return Role(is_it, f"sinkscope intervene {{model}} --do {name} --observables gradient")
+
+
 # kind → what is behind its colon → the role
 KINDS: dict[str, Callable[[str], Role]] = {
     "do": lambda name: Role(_arm(name), f"sinkscope intervene {{model}} --do {name}"),
-    "gradient-do": lambda name: Role(
-        lambda run: "gradient" in run.tables and _arm(name)(run),
-        f"sinkscope intervene {{model}} --do {name} --observables gradient",
-    ),
+    "loss-do": _arm_with_loss,
+    "gradient-do": _arm_with_gradients,
+    # of which the random controls are not needed
+    "loss-do-alone": _arm_with_loss,
+    "gradient-do-alone": _arm_with_gradients,
     "repeated-do": lambda name: Role(
         _arm(name, repeated=True), f"sinkscope intervene {{model}} --do {name} --input repeated"
     ),

@@ -35,7 +35,7 @@ from sinkscope.report.claims.quantities import (
 from sinkscope.report.claims.scopes import causal, in_float32
 
 SPIKE = 2.0  # times the ratio of the null
-MASKED, RESCALED = "gradient-do:mask-sink", "gradient-do:rescale-norm"
+MASKED, RESCALED = "gradient-do:mask-sink", "gradient-do-alone:rescale-norm"
 FEWEST_POINTS = 3  # of a line that is fitted
 APART = 2.0  # times the sink mass of uniform attention
 BRANCH = "gradient_ratio_by_sequence"

@@ -158,6 +158,8 @@ def _outlier_features(evidence: Evidence) -> Estimate:
 
 
 STREAMS = ("streaming",)
+TO_ZERO, TO_MEAN = "loss-do:zero-massive", "loss-do-alone:mean-massive"
+
 CLAIMS = (
     Claim("S-1", "StreamingLLM", "A bare window fails.",
         (Part("perplexity with a window ÷ dense", _streamed(0, None), above(1.5)),), STREAMS, (causal,)),
@@ -183,12 +185,12 @@ CLAIMS = (
     Claim("S-10", "Sun et al.", "They stand at the first token and at delimiters.",
         (Part("share of massive activations there", _at_first_or_delimiter, at_least(0.5)),)),
     Claim("S-11", "Sun et al.", "Setting them to zero breaks the model.",
-        (Part("perplexity ÷ before", lambda e: perplexity_ratio(e, "do:zero-massive"), at_least(10.0)),
-         Part("of random coordinates ÷ before", lambda e: perplexity_of_controls(e, "do:zero-massive"),
-            between(0.9, 1.1))), ("natural", "do:zero-massive")),
+        (Part("perplexity ÷ before", lambda e: perplexity_ratio(e, TO_ZERO), at_least(10.0)),
+         Part("of random coordinates ÷ before", lambda e: perplexity_of_controls(e, TO_ZERO),
+            between(0.9, 1.1))), ("natural", TO_ZERO)),
     Claim("S-12", "Sun et al.", "Setting them to their mean does not.",
-        (Part("perplexity ÷ before", lambda e: perplexity_ratio(e, "do:mean-massive"), between(0.95, 1.05)),),
-        ("natural", "do:mean-massive")),
+        (Part("perplexity ÷ before", lambda e: perplexity_ratio(e, TO_MEAN), between(0.95, 1.05)),),
+        ("natural", TO_MEAN)),
     Claim("S-13", "Sun et al.", "They attract attention.",
         (Part("P(sink | massive input) ÷ P(sink)", _attracts, above(1.0)),), scope=(causal,), is_ours=False),
     Claim("S-15", "Sun et al.", "They are not outlier features: ordinary tokens do not have them.",

@@ -58,7 +58,7 @@ def _gate_closes(evidence: Evidence) -> Estimate:
 
 
 def _no_op(evidence: Evidence) -> Estimate:
-    role = "do:scale-sink-value"
+    role = "loss-do:scale-sink-value"
     controls = perplexity_of_controls(evidence, role)
     return (perplexity_ratio(evidence, role) / controls).over(f"of other positions ×{controls.value:.3g}")
 
@@ -80,5 +80,5 @@ CLAIMS = (
     Claim("V-24", "§1", "The sink is a no-op: its values can be set to zero.",
         (Part("perplexity with v = 0 at position 0 in all heads ÷ with v = 0 at others", _no_op, at_most(1.05)),
          HAS_SINK_HEADS),
-        ("natural", "do:scale-sink-value"), (causal,)),
+        ("natural", "loss-do:scale-sink-value"), (causal,)),
 )  # fmt: skip
