@@ -189,3 +189,14 @@ def test_a_folder_is_gone_on_with_by_the_same_model_text_and_options(tmp_path: P
     np.save(text, np.random.default_rng(1).integers(3, VOCAB, size=(4, 32)))
     with pytest.raises(sinkscope.InputError, match="input_sha256 was"):
         judge(other)
+
+
+def test_runs_of_another_model_are_said_to_be_of_no_use(text: Path, capsys: pytest.CaptureFixture) -> None:
+    given = {"input": str(text), "bos": "never", "num_seqs": 4}
+    other = sinkscope.analyze(tiny_model("llama"), observables=("attention",), **given)
+    with pytest.MonkeyPatch.context() as patch:
+        for part in ("sinkscope.commands.claims.CLAIMS", "sinkscope.report.claims.scorecard.CLAIMS"):
+            patch.setattr(part, {"W-1": CLAIMS["W-1"]})
+        patch.setattr("sinkscope.commands.claims.ROUTE_ROLES", ())
+        sinkscope.claims(tiny_model("gpt2"), runs=[other], quiet=False, **given)
+    assert "note: the runs given are of LlamaForCausalLM: none is of GPT2LMHeadModel" in capsys.readouterr().err
