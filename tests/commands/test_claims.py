@@ -9,6 +9,7 @@ from tiny import VOCAB, tiny_model
 
 import sinkscope
 from sinkscope import Scorecard
+from sinkscope.measuring.experiment import Experiment
 from sinkscope.report.claims.claim import Outcome
 from sinkscope.report.claims.register import CLAIMS
 from sinkscope.report.claims.scorecard import value_text
@@ -200,3 +201,27 @@ def test_runs_of_another_model_are_said_to_be_of_no_use(text: Path, capsys: pyte
         patch.setattr("sinkscope.commands.claims.ROUTE_ROLES", ())
         sinkscope.claims(tiny_model("gpt2"), runs=[other], quiet=False, **given)
     assert "note: the runs given are of LlamaForCausalLM: none is of GPT2LMHeadModel" in capsys.readouterr().err
+
+
+def test_an_interrupt_keeps_the_arms_that_are_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, VOCAB, size=(4, 16)))
+    for part in ("sinkscope.commands.claims.CLAIMS", "sinkscope.report.claims.scorecard.CLAIMS"):
+        monkeypatch.setattr(part, {name: CLAIMS[name] for name in ("N-6", "V-24")})
+    monkeypatch.setattr("sinkscope.commands.claims.ROUTE_ROLES", ())
+    given = {"input": str(tmp_path / "ids.npy"), "bos": "never", "seq_len": 16, "num_seqs": 4, "draws": 1}
+    measured, own = [], Experiment._measured
+
+    def counted(self: Experiment, condition: str, *args: object, **more: object) -> object:
+        if condition.startswith("scale-sink-value") and not measured.count("interrupted"):
+            measured.append("interrupted")
+            raise KeyboardInterrupt
+        measured.append(condition)
+        return own(self, condition, *args, **more)
+
+    monkeypatch.setattr(Experiment, "_measured", counted)
+    with pytest.raises(KeyboardInterrupt):
+        sinkscope.claims(tiny_model("gpt2"), out=tmp_path / "card", **given)
+    assert measured == ["before", "nullify-query-bias", "nullify-query-bias control 0", "interrupted"]
+    card = sinkscope.claims(tiny_model("gpt2"), out=tmp_path / "card", **given)
+    assert measured[4:] == ["before", "scale-sink-value", "scale-sink-value control 0"]
+    assert Outcome.NOT_MEASURED not in (card.outcome("N-6"), card.outcome("V-24"))
