@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 MGM := .models/mgm --allow-pickle --input sampled
 
-.PHONY: install models demo test fast torture check format report report-models report-claims report-training \
+.PHONY: install models demo test fast torture check format report report-models report-claims report-sweep report-training \
 	report-hybrids report-types clean
 
 install: .venv/installed
@@ -62,7 +62,7 @@ define report
 	find runs/report/$(1)/tables -type f -size -100k ! -name '*_by_*' -exec cp {} reports/$(1)/tables/ \;
 endef
 
-report: report-models report-claims report-training report-hybrids  ## what reports/ holds
+report: report-models report-claims report-sweep report-training report-hybrids  ## what reports/ holds
 
 report-models: install models  ## of pretrained models: 40 minutes on two cores
 	$(call report,smollm2-135m,analyze)
@@ -92,6 +92,17 @@ report-claims: install models  ## what the papers say, tested on three models: h
 		--from runs/report/claims-mgm --out runs/report/claims --overwrite
 	cp runs/report/claims/run.json runs/report/claims/scorecard.md reports/claims/
 	cp runs/report/claims/figures/*.png runs/report/claims/tables/route.parquet reports/claims/
+
+SWEPT := reports/offline-models
+SWEPT_TABLES := sweep sweep_epsilon
+
+report-sweep: install models  ## three models on five inputs: ten minutes on two cores
+	$(BIN)/sinkscope sweep offline-models --allow-pickle --out runs/report/offline-models
+	rm -rf $(SWEPT)
+	mkdir -p $(SWEPT)/figures $(SWEPT)/tables
+	cp runs/report/offline-models/comparison/run.json runs/report/offline-models/comparison/sweep.md $(SWEPT)/
+	cp runs/report/offline-models/comparison/figures/*.png $(SWEPT)/figures/
+	cp $(SWEPT_TABLES:%=runs/report/offline-models/comparison/tables/%.parquet) $(SWEPT)/tables/
 
 report-training: install  ## of trainings: two hours on two cores
 	$(call report,smollm2-135m-retrofit,run retrofit-in-an-hour)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from sinkscope.commands.quantize import quantize as quantize
     from sinkscope.commands.retrofit import retrofit as retrofit
     from sinkscope.commands.run import run_recipe as run_recipe
+    from sinkscope.commands.sweep import sweep as sweep
     from sinkscope.commands.train import train as train
     from sinkscope.errors import InputError as InputError
     from sinkscope.errors import SinkscopeError as SinkscopeError
@@ -58,6 +59,7 @@ _MODULES = {
     "Scorecard": "report.claims.scorecard",
     "Series": "report.series",
     "SinkscopeError": "errors",
+    "sweep": "commands.sweep",
     "train": "commands.train",
 }
 

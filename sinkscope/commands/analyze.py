@@ -52,6 +52,7 @@ def analyze(
     overwrite: bool = False,
     quiet: bool = True,
     config: AnalyzeOptions | None = None,
+    figures: Iterable[str] | None = None,
     **options: Any,
 ) -> Run:
     """Measure one model and return its Run; with `out`, also write the run folder.
@@ -63,6 +64,7 @@ def analyze(
         overwrite: replace a run that is there.
         quiet: print no progress.
         config: all options at once, in place of `options`.
+        figures: names of the figures to draw; None: all that apply.
         **options: those of the command line, with underscores: see `AnalyzeOptions`.
 
     Raises:
@@ -80,7 +82,7 @@ def analyze(
         tables, facts = measure(subject, config, console)
         print_notices(console, facts.notices)
         manifest = make_manifest(subject, config, facts, list(tables), start)
-        return finished(Run(manifest, tables, folder), console)
+        return finished(Run.of_analysis(manifest, tables, folder), console, figures)
 
 
 def analyze_steps(

@@ -34,6 +34,7 @@ from sinkscope.measuring.subject import (
 from sinkscope.models.fingerprint import fingerprint
 from sinkscope.options.claims import ClaimsOptions
 from sinkscope.options.measuring import AnalyzeOptions, InterveneOptions, RunConfig
+from sinkscope.options.option import checked
 from sinkscope.options.output import OutputOptions
 from sinkscope.report.claims.evidence import LONG, MAIN, NULL, Evidence
 from sinkscope.report.claims.folder import ScorecardFolder, scorecard_folder
@@ -42,7 +43,7 @@ from sinkscope.report.claims.register import CLAIMS
 from sinkscope.report.claims.routes import ROLES as ROUTE_ROLES
 from sinkscope.report.claims.routes import routes_of_models
 from sinkscope.report.claims.scorecard import COMMAND, TABLES, Scorecard, evidence_of, judged, models_of
-from sinkscope.report.claims.trainings import Steps, Training
+from sinkscope.report.claims.trainings import OPTIONS, Steps, Training
 from sinkscope.report.run import Run
 from sinkscope.report.series import COMMAND as STEPS
 from sinkscope.report.series import Series
@@ -64,6 +65,11 @@ def command(options: ClaimsOptions, output: OutputOptions) -> Result:
     failed = card.manifest["failed"]
     failure = "; ".join(f"{role}: {reason}" for role, reason in failed.items())
     return Result(card, card.markdown, folder=output.out, failure=failure and f"could not be measured: {failure}")
+
+
+def check(options: ClaimsOptions) -> None:
+    """Find what is wrong with the options of a sweep before a model is loaded. Raises: InputError."""
+    check_config(options)
 
 
 def claims(
@@ -114,7 +120,7 @@ def claims(
                     kept.begin(input_sha256=subject.inputs.sha256, weights_sha256=weights)
                     known, skipped = replace(known, runs=[*known.runs, *kept.runs]), _merged(skipped, kept.skipped)
                 measured = Bench(subject, config, console, known.runs, kept).evidence(skipped)
-                card = _scorecard({name: known.complete(measured, name)}, config, start)
+                card = _scorecard(known.completed(measured, name), config, start)
         return card if kept is None else kept.finish(card)
 
 
@@ -138,8 +144,7 @@ def _runs_in(folder: Path) -> Iterator[tuple[type, Any]]:
     """A run, or all that stand in a folder of `claims`; the arms of a training, or its steps."""
     command = read_manifest(folder, JUDGED)["command"]
     if command in TRAININGS:
-        trained = Trained.open(folder)
-        yield Training, Training(trained.manifest, trained.runs, trained.tables, trained.folder)
+        yield Training, _training(folder)
     elif command == STEPS:
         series = Series.open(folder)
         yield Steps, Steps(series.manifest, series.runs, series.folder)
@@ -149,6 +154,17 @@ def _runs_in(folder: Path) -> Iterator[tuple[type, Any]]:
         yield from ((Run, Run.open(each)) for each in sorted((folder / "runs").iterdir()))
     else:
         raise InputError(f"--from {folder} judged runs that stand elsewhere: name those")
+
+
+def _training(folder: Path) -> Training:
+    """What `retrofit` or `train` left, with all its options: an older folder may lack some."""
+    trained = Trained.open(folder)
+    try:
+        options = checked(OPTIONS[trained.manifest["command"]], trained.manifest["config"])
+    except InputError as error:
+        raise InputError(f"{folder} is of another sinkscope, or damaged: {error}") from None
+    config = options.model_dump(mode="json", exclude={"method"})
+    return Training(trained.manifest | {"config": config}, trained.runs, trained.tables, trained.folder)
 
 
 def _skipped(folders: Iterable[Path]) -> dict[str, dict[str, str]]:
@@ -295,7 +311,7 @@ class Bench:
         config = self._options(AnalyzeOptions, given)
         subject = subject or self._reading(config)
         tables, facts = measure(subject, config, self.console)
-        return Run(make_manifest(subject, config, facts, list(tables), start), tables)
+        return Run.of_analysis(make_manifest(subject, config, facts, list(tables), start), tables)
 
     def _experiment(self, subject: Subject | None, given: Mapping[str, Any]) -> Run:
         start = time.time()

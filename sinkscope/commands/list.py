@@ -94,14 +94,30 @@ def recipes() -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["recipe", "title", "reproduces"])
 
 
+def sweeps() -> pd.DataFrame:
+    """Those in recipes/sweeps/, here and of the checkout that sinkscope runs from."""
+    from sinkscope.options.recipe import SWEEPS, known_recipes
+    from sinkscope.options.sweep_file import read_sweep
+
+    rows = []
+    for name, path in known_recipes(SWEEPS).items():
+        try:
+            found = read_sweep(str(path), {})
+            rows.append((name, found.content.title, found.content.reproduces or "", str(len(found.cells))))
+        except InputError as error:
+            rows.append((name, f"not a sweep: {error}", "", ""))
+    return pd.DataFrame(rows, columns=["sweep", "title", "reproduces", "cells"])
+
+
 def tables() -> pd.DataFrame:
     """Every column of every table; those that all tables begin with come first."""
-    from sinkscope.measuring.tables import all_tables
     from sinkscope.report.claims import routes, scorecard
+    from sinkscope.report.run import Run
+    from sinkscope.report.sweep_tables import SWEEP_TABLES
     from sinkscope.results.tables import LEADING_COLUMNS
 
     of_claims = {scorecard.TABLE: scorecard.COLUMNS, routes.TABLE: routes.COLUMNS}
-    described = {"(every table)": LEADING_COLUMNS} | all_tables() | of_claims
+    described = {"(every table)": LEADING_COLUMNS} | dict(Run.columns) | of_claims | SWEEP_TABLES
     rows = [(name, column.name, column.about, column.unit) for name, columns in described.items() for column in columns]
     return pd.DataFrame(rows, columns=["table", "column", "what it holds", "unit"])
 
@@ -141,6 +157,7 @@ KINDS: dict[str, Callable[[], pd.DataFrame]] = {
     "figures": figures,
     "families": families,
     "recipes": recipes,
+    "sweeps": sweeps,
     "tables": tables,
     "metrics": metrics,
     "claims": claims,

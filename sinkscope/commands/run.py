@@ -6,7 +6,7 @@ each, their comparison, and a run.json of its own.
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -22,9 +22,9 @@ from sinkscope.models.in_memory import text_of
 from sinkscope.options import COMMANDS
 from sinkscope.options.option import Options, as_folder_name
 from sinkscope.options.output import OutputOptions, RunOptions
-from sinkscope.options.recipe import COMPARISON, Content, Recipe, find_recipe, read_recipe
+from sinkscope.options.recipe import COMPARISON, Recipe, find_recipe, read_recipe
 from sinkscope.report.comparison import Comparison, compare
-from sinkscope.report.figures import COMMAND, FIGURES, OBSERVABLE
+from sinkscope.report.figures import COMMAND, FIGURES, OBSERVABLE, is_of
 from sinkscope.report.outputs import write_run
 from sinkscope.report.run import Run
 from sinkscope.results.folders import new_folder, own_folder
@@ -156,19 +156,19 @@ def _check(recipe: Recipe, runs: Mapping[str, Options]) -> None:
         for options in runs.values():
             if check is not None:
                 check(options)
-            _check_figures(recipe.content, getattr(options, "observables", None))
+            check_figures(recipe.content.figures, recipe.content.command, getattr(options, "observables", None))
     except InputError as error:
         raise InputError(f"{recipe.path}: {error}") from None
 
 
-def _check_figures(content: Content, observables: tuple[str, ...] | None) -> None:
-    """Whether the figures exist, and the command and its observables give the tables that they need."""
-    for name in content.figures:
+def check_figures(figures: Iterable[str], command: str, observables: tuple[str, ...] | None) -> None:
+    """Raise InputError unless the figures exist, and the command and its observables give the tables for them."""
+    for name in figures:
         if name not in FIGURES:
             raise InputError(f"figure {unknown(name, FIGURES)}")
-        commands = {COMMAND.get(table, "analyze") for table in FIGURES[name].tables}
-        if content.command not in commands:
-            raise InputError(f"figure '{name}' is of `sinkscope {min(commands)}`, not of `{content.command}`")
+        if not is_of(name, command):
+            commands = {COMMAND.get(table, "analyze") for table in FIGURES[name].tables}
+            raise InputError(f"figure '{name}' is of `sinkscope {min(commands)}`, not of `{command}`")
         needed = [OBSERVABLE.get(table, table) for table in FIGURES[name].tables]
         missing = [item for item in needed if item in OBSERVABLES and item not in (observables or OBSERVABLES)]
         if missing:

@@ -340,7 +340,7 @@ class TrainingArms:
         manifest["input"]["text"] = f"{self.blocks.name}, held out"
         target = self.folder / label / "run"
         with spinner(self.console, "drawing the figures"), self.files.new_folder(target) as fresh:
-            write_run(Run(manifest, tables, target), fresh)
+            write_run(Run.of_analysis(manifest, tables, target), fresh)
 
     def _calibration(self, subject: Subject) -> TokenInputs:
         """The text that W8A8's ranges come from: blocks that were trained on, the same for all arms."""

@@ -115,6 +115,24 @@ def find_files(model: str | None, revision: str | None, gguf_file: str | None, a
     return _from_hub(model, revision, gguf_file, allow_pickle)
 
 
+def find_settings(model: str | None, revision: str | None, gguf_file: str | None) -> ModelFiles:
+    """As `find_files`, but of a hub repository only config.json is downloaded.
+
+    Raises:
+        InputError, SinkscopeError: as `find_files` does; or it is a GGUF file on the hub, whose settings are in it.
+    """
+    is_here = kind_of(user_path(model)) is not None if model else importlib.util.find_spec(DEMO_PACKAGE) is not None
+    if is_here or (model is not None and is_path(model)):
+        return find_files(model, revision, gguf_file, allow_pickle=True)
+    if gguf_file is not None:
+        raise InputError("the settings of a GGUF file are in it, and it is downloaded when it is measured")
+    repo = model or DEMO_REPO
+    folder, present = fetch(repo, revision, ["config.json"])
+    if "config.json" not in present:
+        raise InputError(f"{repo} has no config.json")
+    return ModelFiles(folder, ("model.safetensors",), repo, repo, revision, commit=folder.name)
+
+
 def is_path(name: str) -> bool:
     """Whether a name must be a path, since it cannot be a hub id."""
     of_windows = re.search(r"^[A-Za-z]:|\\", name) is not None

@@ -107,7 +107,7 @@ def load(
         change = None if adapter is None else find_adapter(text_of(adapter), allow_pickle)
         files = find_files(model, revision, gguf_file, allow_pickle)
         check_weights(files)
-        config = _read_config(files, trust_remote_code)
+        config = read_config(files, trust_remote_code)
         _check_class(files, config, trust_remote_code)
         _check_size(files, config)
         unpacking(config)
@@ -157,7 +157,8 @@ def _check_arguments(dtype: str | None, device_map: str | None) -> None:
         check_devices(device_map)
 
 
-def _read_config(files: ModelFiles, trust_remote_code: bool) -> PreTrainedConfig:
+def read_config(files: ModelFiles, trust_remote_code: bool) -> PreTrainedConfig:
+    """The configuration of a model whose settings are on disk. Raises InputError."""
     if files.gguf:
         try:
             config: PreTrainedConfig = AutoConfig.from_pretrained(files.folder, gguf_file=files.gguf)

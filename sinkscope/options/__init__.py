@@ -7,6 +7,7 @@ from sinkscope.options.claims import ClaimsOptions
 from sinkscope.options.measuring import AnalyzeOptions, DoctorOptions, InterveneOptions, QuantizeOptions
 from sinkscope.options.option import Options
 from sinkscope.options.output import CompareOptions, ListOptions, RunOptions
+from sinkscope.options.sweep import SweepOptions
 from sinkscope.options.training import RetrofitOptions, TrainOptions
 
 # command → its options; the command itself is sinkscope/commands/NAME.py. In the order of `sinkscope --help`
@@ -18,6 +19,7 @@ COMMANDS: dict[str, type[Options]] = {
     "retrofit": RetrofitOptions,
     "train": TrainOptions,
     "run": RunOptions,
+    "sweep": SweepOptions,
     "compare": CompareOptions,
     "doctor": DoctorOptions,
     "list": ListOptions,

@@ -15,7 +15,6 @@ It may also name a `model`, a folder `out`, and several `runs`, each with option
       random: {input: random}
 """
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -23,19 +22,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, field_validator
 
 from sinkscope.errors import InputError, closest, one_line, unknown
 from sinkscope.options import COMMANDS
-from sinkscope.options.files import check_depth, kind_of, names_in, read_text, user_path
+from sinkscope.options.files import kind_of, names_in, user_path
 from sinkscope.options.option import Options, checked
+from sinkscope.options.yaml_file import ENDINGS, read_yaml
 
-ENDINGS = (".yaml", ".yml")
 COMPARISON = "comparison"  # the folder beside those of several runs
 RESERVED = (COMPARISON, "run.json")  # what lies beside the folders of several runs
-LARGEST = 1 << 20  # bytes
-MOST_VALUES = 10_000  # in a recipe, repetitions by aliases included
+SWEEPS = "sweeps"  # the folder in recipes/ that holds them
+KINDS = {"run": ("recipe", ""), "sweep": ("sweep", SWEEPS)}  # command → what it runs, and where in recipes/ they are
 LONGEST_NAME = 200  # bytes: file systems allow 255, and temporary names are longer
 
 # what a recipe, which may come from anywhere, cannot decide, and why
@@ -133,8 +131,8 @@ class Recipe:
         try:
             if content.runs and not kind.in_memory:
                 raise InputError(f"`runs` are of commands that measure one run; `{content.command}` is none")
-            shared = own | _named(content.options)
-            runs = {name: shared | _named(options) for name, options in (content.runs or {"": {}}).items()}
+            shared = own | named(content.options)
+            runs = {name: shared | named(options) for name, options in (content.runs or {"": {}}).items()}
             if given.get("model") is not None:  # these are of the recipe's own model
                 runs = {name: _without(options, "revision", "gguf_file") for name, options in runs.items()}
             return {name: checked(kind, options | _read_by(kind, given)) for name, options in runs.items()}
@@ -142,7 +140,7 @@ class Recipe:
             raise InputError(f"{self.path}: {error}") from None
 
 
-def _named(options: Mapping[str, Any]) -> dict[str, Any]:
+def named(options: Mapping[str, Any]) -> dict[str, Any]:
     """As the fields are named, with underscores where the command line has hyphens."""
     named = {name.replace("-", "_"): value for name, value in options.items()}
     for name, why in NOT_OPTIONS.items():
@@ -165,10 +163,14 @@ def _without(options: Mapping[str, Any], *names: str) -> dict[str, Any]:
 # --- finding
 
 
-def known_recipes() -> dict[str, Path]:
-    """Name → file, of recipes/ in the working directory, and of those that come with sinkscope."""
+def known_recipes(folder_name: str = "") -> dict[str, Path]:
+    """Name → file, of recipes/ in the working directory, and of those that come with sinkscope.
+
+    Args:
+        folder_name: a folder in them instead: SWEEPS.
+    """
     found: dict[str, Path] = {}
-    for folder in (Path("recipes"), shipped_recipes()):
+    for folder in (Path("recipes", folder_name), shipped_recipes() / folder_name):
         for path in [folder / name for name in names_in(folder)] if kind_of(folder) == "folder" else ():
             if path.suffix in ENDINGS and path.is_file():
                 found.setdefault(path.stem, path)
@@ -182,8 +184,12 @@ def shipped_recipes() -> Path:
     return checkout / "recipes" if (checkout / "pyproject.toml").is_file() else package / "recipes"
 
 
-def find_recipe(recipe: str | os.PathLike[str]) -> Path:
+def find_recipe(recipe: str | os.PathLike[str], command: str = "run") -> Path:
     """A file, or the file of a name.
+
+    Args:
+        recipe: the file or the name.
+        command: `run`, or `sweep` for a sweep.
 
     Raises:
         InputError: there is neither.
@@ -192,21 +198,23 @@ def find_recipe(recipe: str | os.PathLike[str]) -> Path:
     kind = kind_of(path)
     if kind == "file":
         return path
-    known = known_recipes()
+    what, folder_name = KINDS[command]
+    known = known_recipes(folder_name)
     name = path.stem if path.suffix in ENDINGS else path.name
     if path.name == str(recipe):  # no folder before it
         if name in known:
             return known[name]
         if path.suffix not in ENDINGS:
-            raise InputError(f"recipe {unknown(name, known)}")
-    raise InputError(f"{recipe}: {'this is a folder' if kind else 'no such file'}{_hint(name, known)}")
+            raise InputError(f"{what} {unknown(name, known)}")
+    hint = _hint(name, known, command, what)
+    raise InputError(f"{recipe}: {'this is a folder' if kind else 'no such file'}{hint}")
 
 
-def _hint(name: str, known: Mapping[str, Path]) -> str:
+def _hint(name: str, known: Mapping[str, Path], command: str, what: str) -> str:
     if name in known:
-        return f"; `sinkscope run {name}` finds {known[name]}"
+        return f"; `sinkscope {command} {name}` finds {known[name]}"
     close = closest(name, known, cutoff=0.8)
-    return "" if close is None else f"; did you mean the recipe '{close}'?"
+    return "" if close is None else f"; did you mean the {what} '{close}'?"
 
 
 # --- reading
@@ -219,93 +227,5 @@ def read_recipe(path: Path) -> Recipe:
         InputError: the file cannot be read, is no YAML, or is no recipe.
     """
     name = path.stem if path.suffix in ENDINGS else path.name
-    try:
-        return Recipe(name, path, Content.model_validate(_parse(path)))
-    except ValidationError as error:
-        # an unknown key first: it may be the misspelling of one that is missing
-        worst = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
-        raise InputError(f"{path}: {_complaint(worst)}") from None
-
-
-def _parse(path: Path) -> dict[str, Any]:
-    text = read_text(path, LARGEST)
-    try:
-        content = _with_text_for_keys(yaml.load(text, _Loader))
-    # whatever looks like a date, a number or one of YAML's other types and is none
-    except (yaml.YAMLError, ValueError, TypeError, ArithmeticError, LookupError, RecursionError) as error:
-        raise InputError(f"{path} is not YAML: {_yaml_complaint(error)}") from None
-    check_depth(path, content)
-    try:  # as it will stand in run.json
-        json.dumps(content, ensure_ascii=False, allow_nan=False).encode()
-    except (ValueError, TypeError) as error:
-        raise InputError(f"{path} holds what JSON, and so run.json, cannot: {one_line(error)}") from None
-    if content is None:
-        raise InputError(f"{path} is empty: a recipe has at least a title")
-    if not isinstance(content, dict):
-        raise InputError(f"{path} is not a recipe: it holds {_some(content)}, and not keys and values, as `title: …`")
-    return content
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML's safe loader for files of a bounded size: aliases of aliases double it with every line."""
-
-    def get_single_node(self) -> Any:
-        node = super().get_single_node()
-        if _count(node, {}) > MOST_VALUES:
-            raise ValueError(f"with all its aliases (*name) it holds more than {MOST_VALUES} values")
-        return node
-
-
-def _count(node: Any, counted: dict[int, int]) -> int:
-    """How many values a YAML node stands for, aliases followed; a node inside itself stands for too many."""
-    if not isinstance(node, yaml.CollectionNode):
-        return 1
-    if id(node) not in counted:
-        counted[id(node)] = MOST_VALUES + 1
-        pairs = node.value if isinstance(node, yaml.MappingNode) else [(part,) for part in node.value]
-        counted[id(node)] = min(1 + sum(_count(part, counted) for pair in pairs for part in pair), MOST_VALUES + 1)
-    return counted[id(node)]
-
-
-def _with_text_for_keys(content: Any) -> Any:
-    """YAML reads the keys `1` and `on` as a number and a truth value."""
-    if not isinstance(content, dict):
-        return content
-    return {str(key): _with_text_for_keys(value) for key, value in content.items()}
-
-
-def _some(content: Any) -> str:
-    return "text" if isinstance(content, str) else "a list" if isinstance(content, list) else f"only {content!r}"
-
-
-def _yaml_complaint(error: Exception) -> str:
-    if isinstance(error, RecursionError):
-        return "it is nested too deeply"
-    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
-    where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-    if problem.startswith("but "):  # half of a sentence
-        problem = f"{getattr(error, 'context', None) or ''} {problem}"
-    hint = " (text with a colon in it needs quotes)" if "mapping values" in problem else ""
-    return where + one_line(problem) + hint
-
-
-_NEEDED = {  # pydantic's kind of error → what to say of the value
-    "string_type": "it must be text",
-    "dict_type": "it must hold keys and values, as `seq-len: 64`",
-    "tuple_type": "it must be a list, as [sink-map, sinks-by-layer]",
-}
-
-
-def _complaint(error: Any) -> str:
-    """One of pydantic's errors, for someone who wrote the file."""
-    message = str(error["msg"]).removeprefix("Value error, ")
-    where, key = ".".join(str(part) for part in error["loc"]), str(error["loc"][0])
-    if error["type"] == "missing":
-        return f"it has no `{key}`"
-    if error["type"] == "extra_forbidden":
-        name = key.replace("-", "_")
-        is_option = any(name in kind.model_fields for kind in COMMANDS.values())
-        return f"`{key}` belongs under `options`" if is_option else f"key {unknown(key, Content.model_fields)}"
-    if error["type"] in _NEEDED:
-        return f"`{where}`: {_NEEDED[error['type']]}, not {error['input']!r}"
-    return f"`{where}`: {message}"
+    options = {name for kind in COMMANDS.values() for name in kind.model_fields}
+    return Recipe(name, path, read_yaml(path, Content, "recipe", options))

@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -10,18 +11,22 @@ import pandas as pd
 from sinkscope.measuring.observables.massive import THRESHOLD
 from sinkscope.measuring.summary import WHOLE_MODEL, later_sinks
 from sinkscope.models.family import ATTENTION
-from sinkscope.report import published
+from sinkscope.report.claimed import evidence_of, finding, interval, is_known, measured, of_claim, threshold_of
+from sinkscope.report.claims.estimates import Estimate
+from sinkscope.report.claims.evidence import Evidence
+from sinkscope.report.claims.nu import delta_gaps
+from sinkscope.report.claims.quantities import gradient_ratio, sink_heads
+from sinkscope.report.claims.register import CLAIMS
 from sinkscope.report.markdown import Report
 from sinkscope.report.positions import ADDED, WITHIN_ATTENTION, kinds_of_positions, mixing_layers, outside
+from sinkscope.report.wse_table_1 import LENGTH, SETTING
 from sinkscope.results.findings import (
     ALMOST_NO_SINK,
     AT_ONE_POSITION,
     COARSE_STEP,
-    DRAINED,
     MOSTLY,
     NO_SINK,
     OUTLIER,
-    OVER_NULL,
     RARE,
     STRONG,
     USUAL,
@@ -41,6 +46,9 @@ HIDDEN_AT_ZERO = ("missing_mass",)  # of models without learned sink logits it i
 
 SINK, MASSIVE, GRADIENTS = "Sink", "Massive activations", "Gradients"
 VALUES, BIAS, QUANTIZATION, NOT_HERE = "Value states", "Query bias", "Quantization", "Does not apply here"
+
+# Whose published sink rates they are, by input.
+WSE = {"natural": "W-1", "random": "W-2"}
 
 MOST_COORDINATES = 3  # of massive activations that are named
 MOST_TOKENS = 3  # of later sinks that are named
@@ -65,8 +73,10 @@ def overview(run: RunData) -> pd.DataFrame:
 
 def findings(run: RunData) -> list[Finding]:
     """Everything that the tables say. Reads no text and makes none."""
-    parts = (_sink, _repeated, _massive, _values, _gradients, _query_bias, _eight_bits, _windows, _not_applicable)
-    return [finding for part in parts for finding in part(run)]
+    evidence = evidence_of(run)
+    of_claims = (_sink, _repeated, _massive, _values, _gradients, _query_bias)
+    found = [one for part in of_claims for one in part(run, evidence)]
+    return found + [one for part in (_eight_bits, _windows, _not_applicable) for one in part(run)]
 
 
 def settings(run: RunData, **more: int | str) -> list[Finding]:
@@ -102,30 +112,29 @@ def quantized_source(run: RunData, scheme: str = "") -> list[Finding]:
 # --- sections
 
 
-def _sink(run: RunData) -> Iterator[Finding]:
-    if "attention" not in run.tables:
+def _sink(run: RunData, evidence: Evidence) -> Iterator[Finding]:
+    rate = of_claim(evidence, "W-1")
+    if "attention" not in run.tables or rate is None:
         return
     rates, config = _by_layer(run, "sink_rate"), run.manifest["config"]
-    strong, weak = _where(rates >= STRONG), _where(rates < ALMOST_NO_SINK)
-    outcome, threshold = Outcome.PRESENT, STRONG
-    if not strong:
-        outcome, threshold = (Outcome.ABSENT, NO_SINK) if rates.max() < NO_SINK else (Outcome.WEAK, STRONG)
-    comparable = run.is_causal and published.SETTING.items() <= (config | run.manifest["input"]).items()
-    numbers = {"epsilon": config["epsilon"], "layers": strong, "weak_layers": weak, "few": ALMOST_NO_SINK}
-    rates_of_wse = published.SINK_RATES.get(run.condition, ()) if comparable else ()
-    value = run.metric("sink_rate")
-    yield Finding("sink", SINK, outcome, value, None, threshold, rates_of_wse, numbers, is_headline=True)
-    yield from _outside(run, comparable)
+    strong = _where(rates >= STRONG)
+    lengths = {"shortest": LENGTH, "longest": LENGTH}
+    comparable = run.is_causal and (SETTING | lengths).items() <= (config | run.manifest["input"]).items()
+    numbers = {"epsilon": config["epsilon"], "strong": STRONG, "layers": strong, "none": None if strong else STRONG}
+    numbers |= {"few": ALMOST_NO_SINK, "weak_layers": _where(rates < ALMOST_NO_SINK) if strong else ()}
+    published = CLAIMS[WSE[run.condition]].published if comparable and run.condition in WSE else ()
+    yield finding("sink", SINK, rate, "W-1", published=published, numbers=numbers, is_headline=True)
+    yield from _outside(run)
     yield from _attention_layers(run)
     if run.manifest["family"].get("gated") and "gate" in run.tables:
         there = Outcome.ABSENT if rates.max() < NO_SINK else Outcome.PRESENT
-        numbers = {"later": run.metric("gate_later"), "rate": value}
+        numbers = {"later": run.metric("gate_later"), "rate": rate.value}
         yield Finding("own-gates", SINK, there, run.metric("gate_first"), threshold=NO_SINK, numbers=numbers)
     if "sink_positions" in run.tables:
         yield _later_sinks(run)
 
 
-def _outside(run: RunData, comparable: bool) -> Iterator[Finding]:
+def _outside(run: RunData) -> Iterator[Finding]:
     """Attention that goes to no token of the text: only of models that have something else."""
     kinds, rates = run.manifest.get("outside"), _by_layer(run, "sink_rate_outside")
     if not kinds or rates.empty:
@@ -140,9 +149,8 @@ def _outside(run: RunData, comparable: bool) -> Iterator[Finding]:
         "layers": strong,
         "having": tuple(rates.index) if len(rates) < _by_layer(run, "sink_rate").size else (),
     }
-    rate_of_wse = (published.OUTSIDE,) if comparable and run.condition == "natural" else ()
     value = run.metric("sink_rate_outside")
-    yield Finding("sink-outside", SINK, outcome, value, None, threshold, rate_of_wse, numbers)
+    yield Finding("sink-outside", SINK, outcome, value, threshold=threshold, numbers=numbers)
 
 
 def _attention_layers(run: RunData) -> Iterator[Finding]:
@@ -174,26 +182,31 @@ def _later_sinks(run: RunData) -> Finding:
     return Finding("later-sinks", SINK, Outcome.PRESENT, rate, threshold=NO_SINK, numbers=numbers)
 
 
-def _repeated(run: RunData) -> Iterator[Finding]:
+def _repeated(run: RunData, evidence: Evidence) -> Iterator[Finding]:
     if run.condition != "repeated" or "attention" not in run.tables:
         return
-    bound, mass = run.metric("repeated_bound"), run.metric("sink_mass")
-    if np.isfinite(bound):
-        outcome = Outcome.CONFIRMED if mass <= bound else Outcome.REFUTED
-        yield Finding("repeated-bound", SINK, outcome, mass, threshold=bound)
+    repeated = Evidence({"repeated": run})
+    bound = None if any(scope(repeated) for scope in CLAIMS["W-9"].scope) else of_claim(repeated, "W-9")
+    if bound is not None:
+        numbers = {"mass": run.metric("sink_mass"), "bound": run.metric("repeated_bound")}
+        yield finding("repeated-bound", SINK, bound, "W-9", numbers=numbers)
     else:
-        positions = run.manifest["family"]["positions"]
-        kinds, mixing, besides = kinds_of_positions(run), _counted(mixing_layers(run)), " and ".join(outside(run))
-        if mixing or besides or not kinds <= ADDED | WITHIN_ATTENTION:
-            numbers = {"positions": positions, "others": mixing, "outside": besides}
-            yield Finding("repeated", SINK, Outcome.UNDECIDED, numbers=numbers)
-            return
-        outcome = Outcome.PRESENT if kinds & ADDED else Outcome.ABSENT
-        yield Finding("repeated", SINK, outcome, numbers={"positions": positions})
+        yield _expected_on_repeated(run)
 
 
-def _massive(run: RunData) -> Iterator[Finding]:
-    if "massive" not in run.tables:
+def _expected_on_repeated(run: RunData) -> Finding:
+    positions = run.manifest["family"]["positions"]
+    kinds, mixing, besides = kinds_of_positions(run), _counted(mixing_layers(run)), " and ".join(outside(run))
+    if mixing or besides or not kinds <= ADDED | WITHIN_ATTENTION:
+        numbers = {"positions": positions, "others": mixing, "outside": besides}
+        return Finding("repeated", SINK, Outcome.UNDECIDED, numbers=numbers)
+    outcome = Outcome.PRESENT if kinds & ADDED else Outcome.ABSENT
+    return Finding("repeated", SINK, outcome, numbers={"positions": positions})
+
+
+def _massive(run: RunData, evidence: Evidence) -> Iterator[Finding]:
+    count = of_claim(evidence, "S-6")
+    if count is None:
         return
     table = run.tables["massive"]
     massive = table[table["is_massive"]]
@@ -209,22 +222,25 @@ def _massive(run: RunData) -> Iterator[Finding]:
         return
     coordinates = tuple(int(coordinate) for coordinate in massive["coordinate"].value_counts().index[:MOST_COORDINATES])
     numbers = {"coordinates": coordinates, "largest": massive["value"].abs().max()}
-    count = run.metric("massive_count")
-    yield Finding("massive", MASSIVE, Outcome.PRESENT, count, numbers=numbers, is_headline=True)
+    yield finding("massive", MASSIVE, count, "S-6", outcome=Outcome.PRESENT, numbers=numbers, is_headline=True)
     for coordinate in coordinates:
         rows = massive[massive["coordinate"] == coordinate]
-        layers = _where(rows.groupby("layer")["sequence"].nunique() / run.manifest["input"]["sequences"] >= USUAL)
-        positions = rows["position"].value_counts(normalize=True)
-        is_one = positions.iloc[0] > AT_ONE_POSITION
-        numbers = {
-            "coordinate": coordinate,
-            "layers": layers,
-            "usual": None if layers else USUAL,
-            "position": int(positions.index[0]) if is_one else None,
-            "places": None if is_one else len(positions),
-        }
-        value = float(rows["value"].abs().max())
-        yield Finding("massive-coordinate", MASSIVE, Outcome.PRESENT, value, numbers=numbers)
+        yield _massive_coordinate(coordinate, rows, run.manifest["input"]["sequences"])
+
+
+def _massive_coordinate(coordinate: int, rows: pd.DataFrame, sequences: int) -> Finding:
+    layers = _where(rows.groupby("layer")["sequence"].nunique() / sequences >= USUAL)
+    positions = rows["position"].value_counts(normalize=True)
+    is_one = positions.iloc[0] > AT_ONE_POSITION
+    numbers = {
+        "coordinate": coordinate,
+        "layers": layers,
+        "usual": None if layers else USUAL,
+        "position": int(positions.index[0]) if is_one else None,
+        "places": None if is_one else len(positions),
+    }
+    value = float(rows["value"].abs().max())
+    return Finding("massive-coordinate", MASSIVE, Outcome.PRESENT, value, numbers=numbers)
 
 
 def _all_alike(run: RunData, largest: pd.Series) -> Finding:
@@ -238,56 +254,57 @@ def _all_alike(run: RunData, largest: pd.Series) -> Finding:
     return Finding("massive", MASSIVE, Outcome.UNDECIDED, value, numbers=numbers, is_headline=True)
 
 
-def _values(run: RunData) -> Iterator[Finding]:
-    whole = run.metric("value_drain")
-    if "geometry" not in run.tables or not np.isfinite(whole):
+def _values(run: RunData, evidence: Evidence) -> Iterator[Finding]:
+    drain, having = of_claim(evidence, "GS-20"), of_claim(evidence, "GS-20", part=1)
+    if drain is None or having is None or not is_known(drain):
         return
-    drains, rates = _by_layer(run, "value_drain"), _by_layer(run, "sink_rate")
-    with_sink = drains[rates.reindex(drains.index) >= STRONG]
-    if with_sink.empty:
-        yield Finding("value-drain", VALUES, Outcome.MEASURED, whole)
+    if not having.value:  # then it is over all heads
+        yield finding("value-drain", VALUES, drain, "GS-20", outcome=Outcome.MEASURED)
         return
-    mean = float(with_sink.mean())
-    outcome = Outcome.PRESENT if mean < DRAINED else Outcome.ABSENT
-    numbers = {"layers": tuple(with_sink.index), "all_layers": whole}
-    yield Finding("value-drain", VALUES, outcome, mean, threshold=DRAINED, numbers=numbers)
+    chosen, _ = sink_heads(evidence)
+    numbers = {"heads": int(chosen.sum()), "total": round(chosen.sum() / having.value)}
+    yield finding("value-drain", VALUES, drain, "GS-20", numbers=numbers)
 
 
-def _gradients(run: RunData) -> Iterator[Finding]:
+def _gradients(run: RunData, evidence: Evidence) -> Iterator[Finding]:
     """Numbers alone: whether they make a gradient sink is decided by the same model with random weights (GS-6)."""
-    raw, behind = run.metric("raw_value_gradient_ratio"), run.metric("value_gradient_ratio")
-    value = raw if np.isfinite(raw) else behind  # the papers' claims are about the raw values (GS §5.1, VGA eq. 8)
-    if np.isfinite(value):
-        numbers = {"key_ratio": run.metric("key_gradient_ratio"), "uniform": run.metric("uniform_gradient_ratio")}
-        yield Finding("value-gradient", GRADIENTS, value=value, numbers=numbers, is_headline=True)
-        if np.isfinite(raw):
-            yield Finding("gradient-behind", GRADIENTS, value=behind)
+    value, key = (measured(partial(_ratio, pathway), evidence) for pathway in ("value", "key"))
+    if value is not None and is_known(value):
+        numbers = {"uniform": run.metric("uniform_gradient_ratio")}
+        numbers |= {"key": key.value, **interval(key, "key_")} if key is not None else {}
+        yield finding("value-gradient", GRADIENTS, value, numbers=numbers, is_headline=True)
+        if (run.tables["gradient"]["pathway"] == "raw_value").any():
+            yield Finding("gradient-behind", GRADIENTS, value=run.metric("value_gradient_ratio"))
         if run.is_causal:
-            yield Finding("gradient-null", GRADIENTS, value=OVER_NULL)
-    norms = run.metric("value_over_key_gradient")
-    if np.isfinite(norms):
-        yield Finding("gradient-norms", GRADIENTS, value=norms)
+            yield Finding("gradient-null", GRADIENTS, value=threshold_of("GS-6"))
+    norms = of_claim(evidence, "GS-8")
+    if norms is not None and is_known(norms):
+        yield finding("gradient-norms", GRADIENTS, norms, "GS-8", outcome=Outcome.MEASURED)
     gains = {name: run.metric(name) for name in ("bloat", "bloat_later", "compress", "compress_later", "change")}
     if np.isfinite([gains["bloat"], gains["compress"], gains["change"]]).all():
         yield Finding("reshaping", GRADIENTS, value=gains["change"], numbers=gains)
-    slope, correlation = run.metric("compress_slope"), run.metric("compress_correlation")
-    if np.isfinite([slope, correlation]).all():
-        yield Finding("compress", GRADIENTS, value=correlation, numbers={"slope": slope})
+    slope, correlation = of_claim(evidence, "GS-17"), of_claim(evidence, "GS-17", part=1)
+    if slope is not None and correlation is not None and is_known(slope) and is_known(correlation):
+        numbers = {"r": correlation.value, **interval(correlation, "r_")}
+        yield finding("compress", GRADIENTS, slope, "GS-17", outcome=Outcome.MEASURED, threshold=None, numbers=numbers)
 
 
-def _query_bias(run: RunData) -> Iterator[Finding]:
-    gaps = _by_layer(run, "delta_gap")
-    if gaps.empty:
+def _ratio(pathway: str, evidence: Evidence) -> Estimate:
+    return gradient_ratio(evidence, pathway)
+
+
+def _query_bias(run: RunData, evidence: Evidence) -> Iterator[Finding]:
+    apart = of_claim(evidence, "N-1")
+    if apart is None or not is_known(apart):
         return
-    apart = _where(gaps > OUTLIER)
-    numbers = {"layers": apart, "total": len(gaps)}
-    outcome = Outcome.PRESENT if apart else Outcome.ABSENT
-    yield Finding("query-bias", BIAS, outcome, len(apart), threshold=OUTLIER, numbers=numbers)
-    alignment, ratio = run.metric("key_alignment_first"), run.metric("gamma_ratio")
-    if not np.isfinite(alignment):
+    layers = np.unique(run.tables["query_bias_by_sequence"]["layer"])
+    numbers = {"layers": tuple(layers[delta_gaps(evidence)[0] > OUTLIER]), "total": len(layers), "outlier": OUTLIER}
+    yield finding("query-bias", BIAS, apart, "N-1", outcome=Outcome.MEASURED, numbers=numbers)
+    alignment, later = of_claim(evidence, "N-2"), of_claim(evidence, "N-2", part=1)
+    if alignment is None or later is None or not is_known(alignment):
         return
-    later = {"later": run.metric("key_alignment_later")}
-    yield Finding("key-alignment", BIAS, value=alignment, numbers=later)
+    yield finding("key-alignment", BIAS, alignment, "N-2", outcome=Outcome.MEASURED, numbers={"later": later.value})
+    ratio = run.metric("gamma_ratio")
     if np.isfinite(ratio):
         gamma = run.tables["gamma"]
         coordinates = tuple(sorted(gamma[gamma["is_massive_epe"]]["coordinate"].unique()))

@@ -1,17 +1,32 @@
 """A run with its figures and its verdict."""
 
+from collections.abc import Mapping
 from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import pandas as pd
 
 from sinkscope.measuring.tables import all_tables
-from sinkscope.report import figures, verdict
+from sinkscope.report import figures, finding_table, verdict
 from sinkscope.report.figures.style import Figure
 from sinkscope.results.run import RunData
+from sinkscope.results.tables import Columns
 
 
 class Run(RunData):
     """What a command measured: `run.tables["attention"]`, `run.metric("sink_rate")`, `run.figure("sink-map")`."""
 
-    columns = all_tables()
+    columns: ClassVar[Mapping[str, Columns]] = all_tables() | {finding_table.TABLE: finding_table.COLUMNS}
+
+    @classmethod
+    def of_analysis(
+        cls, manifest: dict[str, Any], tables: Mapping[str, pd.DataFrame], folder: Path | None = None
+    ) -> Self:
+        """What `analyze` measured, with the table of its findings."""
+        found = finding_table.finding_table(RunData(manifest, tables))
+        listed = sorted([*manifest["tables"], finding_table.TABLE])
+        return cls(manifest | {"tables": listed}, {**tables, finding_table.TABLE: found}, folder)
 
     def figure(self, name: str) -> Figure:
         """Draw one figure from the tables.

@@ -58,6 +58,9 @@ class Trained:
         if not manifest["tables"]:
             raise InputError(f"{folder} is not finished: the same `sinkscope {manifest['command']}` goes on with it")
         labels = [label for label in (UNTOUCHED, *manifest["arms"]) if (folder / label / "run" / MANIFEST).exists()]
+        lacking = [name for name in ("training", "gates", "retrofit") if name not in manifest["tables"]]
+        if lacking or not set(labels) & manifest["arms"].keys():
+            raise InputError(f"{folder} is damaged: it has no {lacking[0] if lacking else 'arm with a run'}")
         runs = {label: Run.open(folder / label / "run") for label in labels}
         tables = {
             name: read_table(folder / "tables" / f"{name}.parquet", (*LEADING_COLUMNS, *all_tables().get(name, ())))

@@ -1,6 +1,6 @@
 """Findings in words: one template for each name and outcome of a finding, and nothing else.
 
-A template is a format string over the finding's numbers, its `value`, `spread` and `threshold`:
+A template is a format string over the finding's numbers, its `value`, `low`, `high`, `spread` and `threshold`:
 
     {value:sink_rate}     a number in the format of that metric
     {layers:layers}       in words, by one of the functions of `_WAYS`
@@ -30,6 +30,16 @@ _CHANGE = (
     "The {metric:short} at position {position} …: {before:{metric}} → {value:{metric}}"
     "[, control {control:{metric}}][ ± {spread:{metric}}][, most in {layers:layers}]."
 )
+_INTERVAL = "[ (95 % interval {low:.2f} to {high:.2f})]"
+_RATE = "{value:.1f}% ([95 % interval {low:.1f} to {high:.1f}%, ]ε = {epsilon:g})."
+_DRAIN = (
+    "their norm is {value:.2f}" + _INTERVAL + " of that at positions 5–15, median over the {heads} of {total} heads "
+    "with a sink"
+)
+_IN_LAYERS = (
+    "[ At least {strong:.0%} of the heads have it in {layers:layers}.][ In no layer have {none:.0%} of the heads it.]"
+    "[ Fewer than {few:.0%} have it in {weak_layers:layers}.]"
+)
 # fmt: off
 TEMPLATES: dict[tuple[str, Outcome], str] = {
     # analyze
@@ -42,12 +52,11 @@ TEMPLATES: dict[tuple[str, Outcome], str] = {
         "the mean ± the standard deviation.",
     ("quantized-source", MEASURED): "The weights are those of {file}, which are quantized to {value:g} bits "
         "({kind})[: {scheme} begins from these, and full precision means these weights in {dtype}].",
-    ("sink", PRESENT): "The {label.sink_rate} is {value:sink_rate} (ε = {epsilon:g}). At least {threshold:.0%} of the "
-        "heads have the sink in {layers:layers}[, fewer than {few:.0%} in {weak_layers:layers}].",
-    ("sink", WEAK): "The {label.sink_rate} is {value:sink_rate} (ε = {epsilon:g}): in no layer have {threshold:.0%} "
-        "of the heads the sink.",
-    ("sink", ABSENT): "There is no sink at position 0: the {label.sink_rate} is {value:sink_rate} (ε = {epsilon:g}), "
-        "below {threshold:.0%} in every layer.",
+    ("sink", PRESENT): f"The {{label.sink_rate}} is {_RATE}{_IN_LAYERS}",
+    ("sink", ABSENT): f"There is no sink at position 0: the {{label.sink_rate}} is {_RATE} That is not more than "
+        f"{{threshold:g}}%.{_IN_LAYERS}",
+    ("sink", UNDECIDED): f"Whether there is a sink at position 0 is not decided: the {{label.sink_rate}} is {_RATE} "
+        f"A sink has more than {{threshold:g}}%.{_IN_LAYERS}",
     ("sink-outside", PRESENT): "There is a sink outside the text: more than {epsilon:g} of the attention goes to "
         "{what} in {value:sink_rate_outside} of heads and sequences[ of {having:layers}], in at least {threshold:.0%} "
         "of them in {layers:layers}.",
@@ -60,10 +69,12 @@ TEMPLATES: dict[tuple[str, Outcome], str] = {
         "in {layers:layers}][; most often at the tokens {tokens:shares}].",
     ("later-sinks", ABSENT): "No later position is a sink: {value:sink_rate_later} of heads and sequences, below "
         "{threshold:.0%}.",
-    ("repeated-bound", CONFIRMED): "All tokens are equal, so that a rotary model cannot tell position 0 from the "
-        "rest: sink mass {value:sink_mass}, within proposition 4's bound of {threshold:repeated_bound} (WSE).",
-    ("repeated-bound", REFUTED): "All tokens are equal, and yet the sink mass of {value:sink_mass} exceeds "
-        "proposition 4's bound of {threshold:repeated_bound} (WSE).",
+    ("repeated-bound", PRESENT): "All tokens are equal, so that a rotary model cannot tell position 0 from the rest: "
+        "attention to it is within proposition 4's bound in every layer and sequence (WSE)[; mean sink mass "
+        "{mass:sink_mass}, mean bound {bound:repeated_bound}].",
+    ("repeated-bound", ABSENT): "All tokens are equal, and yet attention to position 0 exceeds proposition 4's bound "
+        "(WSE): in one layer and sequence only {value:.1%} of the weights are within it[; mean sink mass "
+        "{mass:sink_mass}, mean bound {bound:repeated_bound}].",
     ("repeated", PRESENT): "This model's positions are {positions}, for which WSE expects the sink to survive "
         "repeated tokens.",
     ("repeated", UNDECIDED): "WSE's propositions on repeated tokens do not cover this model: its positions are "
@@ -71,8 +82,9 @@ TEMPLATES: dict[tuple[str, Outcome], str] = {
         "tokens a query sees, so that equal tokens do not stay equal].",
     ("repeated", ABSENT): "This model's positions are {positions}, for which WSE expects the sink to vanish on "
         "repeated tokens.",
-    ("massive", PRESENT): "{value:massive_count} entries per sequence are massive activations (Sun et al. 2024), most "
-        "often at {coordinates:coordinates}; the largest of all sequences is {largest:,.0f}.",
+    ("massive", PRESENT): "In the layer with most, {value:.3g} entries per sequence[ (95 % interval {low:.3g} to "
+        "{high:.3g})] are massive activations (Sun et al. 2024), in all layers most often at "
+        "{coordinates:coordinates}; the largest of all sequences is {largest:,.0f}.",
     ("massive-coordinate", PRESENT): "Coordinate {coordinate} is massive[ in the output of {layers:layers}][ in less "
         "than {usual:.0%} of the sequences], at [position {position}][{places} positions]; the largest of all "
         "sequences is {value:,.0f}.",
@@ -83,34 +95,33 @@ TEMPLATES: dict[tuple[str, Outcome], str] = {
         "define them: it grows with the rest. The largest entry, at coordinate {coordinate} of layer {layer}'s output, "
         "is {value:,.0f} ({ratio:,.0f} × the median)[; there the norm of position 0 is {first:,.0f} and the smallest "
         "of any token {smallest:,.0f}: `sinkscope claims`, W-6, holds these against the sink's on natural text].",
-    ("value-drain", PRESENT): "Value states at position 0 are drained where the sink is: their norm is "
-        "{value:value_drain} of the other positions' in {layers:layers} (mean over all layers: "
-        "{all_layers:value_drain}).",
-    ("value-drain", ABSENT): "Value states at position 0 are not drained where the sink is: their norm is "
-        "{value:value_drain} of the other positions' in {layers:layers} (mean over all layers: "
-        "{all_layers:value_drain}).",
-    ("value-drain", MEASURED): "The value norm at position 0 is {value:value_drain} of the other positions' (mean "
-        "over all layers).",
-    ("value-gradient", MEASURED): "The value gradient at position 0 is {value:value_gradient_ratio} ×[ and the key "
-        "gradient {key_ratio:key_gradient_ratio} ×] that of positions 5–15[; uniform causal attention alone makes the "
-        "value gradient {uniform:uniform_gradient_ratio} × (gradients of tokens unrelated and of one size)].",
+    ("value-drain", PRESENT): f"Value states at position 0 are drained where the sink is: {_DRAIN}.",
+    ("value-drain", ABSENT): f"Value states at position 0 are not drained where the sink is: {_DRAIN}, no less than "
+        "{threshold:g}.",
+    ("value-drain", UNDECIDED): "Whether value states at position 0 are drained where the sink is, is not decided: "
+        f"{_DRAIN}, against {{threshold:g}}.",
+    ("value-drain", MEASURED): f"No head has its sink at position 0. The value norm there is {{value:.2f}}{_INTERVAL} "
+        "of that at positions 5–15, median over all heads.",
+    ("value-gradient", MEASURED): "The value gradient at position 0 is {value:.1f} ×[ (95 % interval {low:.1f} to "
+        "{high:.1f})][ and the key gradient {key:.1f} ×][ ({key_low:.1f} to {key_high:.1f})] that of positions 5–15"
+        "[; uniform causal attention alone makes the value gradient {uniform:uniform_gradient_ratio} × (gradients of "
+        "tokens unrelated and of one size)].",
     ("gradient-behind", MEASURED): "That is the gradient of the value states in front of the gate or scale on them; "
         "behind it, at what is attended to, it is {value:value_gradient_ratio} × later ones.",
     ("gradient-null", MEASURED): "Whether that is a gradient sink is decided against the same model with random "
         "weights, of which it has to be at least {value:g} × (`sinkscope claims`, GS-6).",
-    ("gradient-norms", MEASURED): "At position 0 the value gradient is {value:value_over_key_gradient} × the key "
-        "gradient.",
+    ("gradient-norms", MEASURED): "At position 0 the value gradient is {value:.1f} ×[ (95 % interval {low:.1f} to "
+        "{high:.1f})] the key gradient.",
     ("reshaping", MEASURED): "Gradient gains at position 0, medians over layers: attention branch {bloat:gain}, the "
         "norm before it {compress:gain}, the residual stream {value:gain}[ (positions 5–15: attention branch "
         "{bloat_later:gain}, the norm before it {compress_later:gain})].",
-    ("compress", MEASURED): "log₁₀ compress against log₁₀‖h‖: slope {slope:compress_slope}, r = "
-        "{value:compress_correlation} (GS fig. 3).",
-    ("query-bias", PRESENT): "The query bias lifts the logits of position 0 by more than {threshold:g} standard "
-        "deviations above those of later positions in {value:g} of {total} layers ({layers:layers}).",
-    ("query-bias", ABSENT): "The query bias lifts the logits of position 0 by more than {threshold:g} standard "
-        "deviations above those of later positions in none of {total} layers.",
-    ("key-alignment", MEASURED): "The key of position 0 alone, W_k EPE₀, has cosine {value:key_alignment_first} with "
-        "the query bias (later positions: {later:key_alignment_later}).",
+    ("compress", MEASURED): f"log₁₀ compress against log₁₀‖h‖: slope {{value:.2f}}{_INTERVAL}, r = {{r:.2f}}"
+        "[ ({r_low:.2f} to {r_high:.2f})] (GS fig. 3).",
+    ("query-bias", MEASURED): "The query bias lifts the logits of position 0 by more than {outlier:g} standard "
+        "deviations above those of later tokens in {value:.0%}[ (95 % interval {low:.0%} to {high:.0%})] of the second "
+        "half of the layers[; of all {total} in {layers:layers}].",
+    ("key-alignment", MEASURED): "The key of position 0 alone, W_k EPE₀, has cosine {value:.2f} with the query bias, "
+        "mean over the second half of the layers (positions 5–15: {later:.2f} in magnitude).",
     ("massive-epe", MEASURED): "EPE₀ is massive at {coordinates:coordinates}, where |γ| is {value:gamma_ratio} × its "
         "mean.",
     ("8-bit-step", PRESENT): "One step of per-tensor 8-bit activations at the output of layer {layer} is {value:.1f} "
@@ -121,9 +132,9 @@ TEMPLATES: dict[tuple[str, Outcome], str] = {
         "the output of layer {layer} (largest over all sequences {largest:,.0f}, median {median:.2g}): outliers do "
         "not rule out per-tensor scales.",
     ("own-gates", ABSENT): "The model's own gates leave {value:gate_first} of the heads' outputs at position 0 and "
-        "{later:gate_later} at later ones; no layer has a sink at position 0 ({rate:sink_rate}).",
+        "{later:gate_later} at later ones; no layer has a sink at position 0 (sink rate {rate:.1f}%).",
     ("own-gates", PRESENT): "The model's own gates leave {value:gate_first} of the heads' outputs at position 0 and "
-        "{later:gate_later} at later ones; the sink at position 0 is there all the same ({rate:sink_rate}).",
+        "{later:gate_later} at later ones; the sink at position 0 is there all the same (sink rate {rate:.1f}%).",
     ("attention-layers", MEASURED): "Attention is in {layers:layers} alone, and means over layers are over these; the "
         "other layers are {others}.",
     ("sliding-window", ABSENT): "The window of {value:g} tokens that {layers:layers} attend to is never reached: "
@@ -207,7 +218,8 @@ TEMPLATES: dict[tuple[str, Outcome], str] = {
 
 def say(finding: Finding) -> str:
     """The finding as a sentence."""
-    given = {"value": finding.value, "spread": finding.spread, "threshold": finding.threshold, **finding.numbers}
+    own = {name: getattr(finding, name) for name in ("value", "spread", "threshold", "low", "high")}
+    given = own | dict(finding.numbers)
     template = TEMPLATES[finding.name, finding.outcome]
     template = re.sub(r"\[([^\[\]]*)\]", lambda part: part[1] if _is_given(part[1], given) else "", template)
     return _Words().vformat(template, (), given | {"label": LABELS})
@@ -217,7 +229,7 @@ def say_published(published: Sequence[Published]) -> list[str]:
     """Published values as a list for each setting: «Published at T = 64 (WSE table 1): LLaMA2-13B 91.69%, …»."""
     lines = []
     for (setting, source), some in groupby(published, lambda value: (value.setting, value.source)):
-        listed = ", ".join(f"{value.name} {value.value:.2%}{value.mark}" for value in some)
+        listed = ", ".join(f"{value.name} {value.value:.2f}%{value.mark}" for value in some)
         note = " († from a transcription of the paper)" if "†" in listed else ""
         lines.append(f"Published, {setting} ({source}): {listed}{note}.")
     return lines

@@ -1,6 +1,6 @@
 """Findings: what a run's tables say, as data. Words are made of them in `report/words.py`, and nowhere else.
 
-Every threshold that decides an outcome is a constant here.
+Thresholds of claims stand with the claims (`report/claims`); every other that decides an outcome is a constant here.
 """
 
 from collections.abc import Mapping
@@ -18,8 +18,6 @@ RARE = 0.01  # tokens with less than this share of the later sinks are not named
 FEWEST_QUERIES = 16  # with fewer queries from a later position on, a sink cannot be told from a head that reads itself
 USUAL = 0.5  # a layer has a massive activation when at least this share of the sequences has it
 AT_ONE_POSITION = 0.9  # massive activations are at one position when more than this share of them is
-DRAINED = 0.5  # value states are drained when the sink's norm is below this share of the others'
-OVER_NULL = 2.0  # times the gradient ratio of random weights that make a gradient sink (GS-6)
 OUTLIER = 2.0  # standard deviations that set position 0's Δ apart (NU §4.2.1)
 COARSE_STEP = 2.0  # a quantization step of more median entries than this rounds most of the tensor to zero
 
@@ -66,10 +64,12 @@ class Finding:
         outcome: What its numbers amount to.
         value: Its main number; NaN where it has none.
         spread: Standard deviation of `value` where it is a mean; None otherwise.
-        threshold: The constant above that decided the outcome; None where there is none.
+        threshold: What decided the outcome; None where there is none.
         published: Values to compare with.
         numbers: Whatever else its sentence needs: numbers, layers (tuples), names of sites and tokens.
         is_headline: Whether it is among the first things that a reader should see.
+        low, high: Ends of the 95 % interval of `value`; NaN where it has none.
+        claim: Whose number `value` is, as `sinkscope claims` judges it: «GS-20»; "": no claim's.
     """
 
     name: str
@@ -81,3 +81,6 @@ class Finding:
     published: tuple[Published, ...] = ()
     numbers: Mapping[str, Any] = field(default_factory=dict)
     is_headline: bool = False
+    low: float = float("nan")
+    high: float = float("nan")
+    claim: str = ""

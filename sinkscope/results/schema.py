@@ -172,5 +172,6 @@ KINDS: dict[str, type[Manifest]] = {
     "compare": Manifest,
     "claims": ClaimsManifest,
     "run": Manifest,
+    "sweep": Manifest,
     "training": Manifest,
 }

@@ -19,14 +19,14 @@ from sinkscope.measuring import passes
 from sinkscope.measuring.observables.close_ups import OTHER_COORDINATES, TOP_COORDINATES, telling_heads
 from sinkscope.measuring.passes import batches_of
 from sinkscope.measuring.subject import inputs_for
-from sinkscope.measuring.tables import all_tables, column_names
+from sinkscope.measuring.tables import all_tables
 from sinkscope.measuring.tracer import Tracer
 from sinkscope.models import families
 from sinkscope.models.families import FAMILIES
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.measuring import make_config
 from sinkscope.report.run import Run
-from sinkscope.results.tables import LEADING
+from sinkscope.results.tables import LEADING, names_of
 
 LENGTHS = (20, 7, 13, 20, 3)
 POSITIONS, WINDOW = 10, 6
@@ -170,7 +170,7 @@ def test_only_the_chosen_observables_are_measured(
     model: PreTrainedModel, observables: tuple[str, ...] | None, tables: set[str]
 ) -> None:
     run = run_of(model, observables=observables)
-    assert set(run.tables) == tables | {"summary"}
+    assert set(run.tables) == tables | {"summary", "finding"}
     assert run.manifest["tables"] == sorted(run.tables)
 
 
@@ -188,7 +188,7 @@ def test_a_subset_reads_only_its_sites(model: PreTrainedModel, monkeypatch: pyte
 def test_tables_have_their_published_columns(model: PreTrainedModel, lines: Path) -> None:
     run = run_of(model, lines)
     for name, table in run.tables.items():
-        assert table.columns.tolist() == [*LEADING, *column_names(name)]
+        assert table.columns.tolist() == [*LEADING, *names_of(Run.columns[name])]
         assert set(table["model"]) == {"LlamaForCausalLM"}
         assert set(table["condition"]) == {"ragged"}
     assert sorted(run.tables["attention"]["position"].unique()) == list(range(POSITIONS))

@@ -1,11 +1,13 @@
 """`claims`: measured and written, judged again from the folder, and of several models side by side."""
 
+import re
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 from support.figures import skip_figures
+from support.printed_numbers import Printed, all_numbers, numbers_of, stands_in
 from tiny import VOCAB, tiny_model
 
 import sinkscope
@@ -13,7 +15,7 @@ from sinkscope import Scorecard
 from sinkscope.measuring.experiment import Experiment
 from sinkscope.report.claims.claim import Outcome
 from sinkscope.report.claims.register import CLAIMS
-from sinkscope.report.claims.scorecard import value_text
+from sinkscope.report.claims.routes import routes_text
 from sinkscope.report.claims.studies import KINDS as STUDIES
 from sinkscope.report.run import Run
 from sinkscope.retrofits import retrofit_model
@@ -61,12 +63,36 @@ def test_the_folder_holds_runs_that_give_the_same_scorecard_without_the_model(me
     assert list(again.table["outcome"]) == list(measured.table["outcome"])
 
 
-def test_every_number_printed_is_in_the_table(measured: Scorecard) -> None:
+def test_every_number_printed_is_in_a_table(measured: Scorecard) -> None:
+    """Values, intervals, nulls and thresholds in the scorecard's own row, what notes say in the tables of the runs."""
     text = (measured.folder / "scorecard.md").read_text(encoding="utf-8")
-    decided = measured.table[measured.table["value"].notna()]
-    for row in decided.itertuples():
-        assert value_text(row.claim, row.part, row.value, row.low, row.high) in text
+    rows = measured.table[~measured.table["outcome"].isin(["not measured", "does not apply"])]
+    runs = {id(run): run for own in measured.runs.values() for run in own.values()}.values()
+    tables = [*(table for run in runs for table in run.tables.values()), measured.table]
+    known = all_numbers(tables)
+    lines = [line[2:-2].split(" | ") for line in text.splitlines() if re.match(r"\|( [A-Z]+-\d+)? +\|", line)]
+    assert len(lines) == len(rows) > 50
+    for (_, _, value, null, test, _), row in zip(lines, rows.itertuples(), strict=True):
+        own = [row.value, row.low, row.high, row.null, row.least, row.most]
+        printed = numbers_of(f"{value} {null} {test}".replace("‡", " "))
+        assert printed
+        assert all(stands_in(number, own) for number in printed), (row.claim, value, null, test)
+        notes = [number for number in numbers_of(row.note) if not counted(number, row.note)]
+        assert all(stands_in(number, known) for number in notes), row.note
     assert (measured.folder / "figures" / "scorecard.pdf").is_file()
+
+
+def counted(number: Printed, note: str) -> bool:
+    """«300 pairs», «4 layers»: how many rows of a table there are."""
+    return bool(re.search(rf"\b{number.value:.0f} (pairs|layers?|heads|random|key)", note))
+
+
+def test_every_number_of_the_routes_is_in_their_table(measured: Scorecard) -> None:
+    text = routes_text(measured.routes).iloc[1:].to_numpy().ravel()
+    known = all_numbers([measured.routes])
+    found = [number for cell in text if " → " in cell for number in numbers_of(cell)]
+    assert found
+    assert all(stands_in(number, known) for number in found)
 
 
 def test_what_is_there_is_not_measured_again(measured: Scorecard, text: Path) -> None:

@@ -9,9 +9,10 @@ from support.summarized_runs import summarized
 
 from sinkscope.report import analysis
 from sinkscope.report.analysis import quantized_source, settings
+from sinkscope.report.claims.arms import SINK
 from sinkscope.report.run import Run
 from sinkscope.report.words import TEMPLATES, say, say_published, spans
-from sinkscope.results.findings import DRAINED, STRONG, Finding, Outcome, Published
+from sinkscope.results.findings import Finding, Outcome, Published
 
 LAYERS = 4
 DIGITS = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[+-]\d+)?")
@@ -38,13 +39,27 @@ def massive_run(*values: float) -> Run:
 # --- data
 
 
-def test_a_sink_in_half_of_the_heads_is_present() -> None:
+def test_a_sink_is_what_w1_says_and_layers_are_named() -> None:
     found = finding(summarized({"sink_rate": [0.0, 0.5, 0.6, 0.9]}, ENTROPY, ATTENTION), "sink")
-    assert (found.outcome, found.threshold, found.value) == (Outcome.PRESENT, STRONG, 0.5)
+    assert (found.outcome, found.threshold, found.claim) == (Outcome.PRESENT, SINK, "W-1")
+    assert found.value == pytest.approx(50)
     assert found.numbers["layers"] == (1, 2, 3)
     assert found.numbers["weak_layers"] == (0,)
-    assert finding(summarized({"sink_rate": [0.1, 0.4]}, ENTROPY, ATTENTION), "sink").outcome == Outcome.WEAK
-    assert finding(summarized({"sink_rate": [0.0, 0.009]}, ENTROPY, ATTENTION), "sink").outcome == Outcome.ABSENT
+    weak = finding(summarized({"sink_rate": [0.1, 0.4]}, ENTROPY, ATTENTION), "sink")
+    assert weak.outcome == Outcome.PRESENT
+    assert "In no layer have 50% of the heads it." in say(weak)
+    one_of_ten = finding(summarized({"sink_rate": [0.0] * 9 + [0.9]}, ENTROPY, ATTENTION), "sink")
+    assert one_of_ten.outcome == Outcome.ABSENT
+    assert "That is not more than 10%. At least 50% of the heads have it in layer 9." in say(one_of_ten)
+
+
+def test_a_sink_that_the_interval_does_not_decide_is_not_decided() -> None:
+    run = summarized({"sink_rate": [0.1]}, ENTROPY, ATTENTION)
+    rows = run.tables["attention_by_sequence"]
+    rows.loc[(rows["position"] == 0) & (rows["sequence"] == 1), "sink_rate"] = 0.3
+    found = finding(run, "sink")
+    assert (found.outcome, found.low, found.high) == (Outcome.UNDECIDED, pytest.approx(10), pytest.approx(30))
+    assert "is 20.0% (95 % interval 10.0 to 30.0%, ε = 0.3). A sink has more than 10%." in say(found)
 
 
 @pytest.mark.parametrize("epsilon", [0.3, 0.2])
@@ -56,24 +71,34 @@ def test_published_values_are_a_list_and_only_of_the_same_measurement(epsilon: f
         return
     by_name = {value.name: value for value in found.published if "pretrained" in value.setting}
     assert {name: value.value for name, value in by_name.items()} == {
-        "LLaMA2-13B": 0.9169, "LLaMA2-7B": 0.9247, "Mistral-7B": 0.9749, "LLaMA3-8B": 0.9902, "GPT2-XL": 0.77,
+        "LLaMA2-13B": 91.69, "LLaMA2-7B": 92.47, "Mistral-7B": 97.49, "LLaMA3-8B": 99.02, "GPT2-XL": 77.0,
     }  # fmt: skip
     assert by_name["GPT2-XL"].mark == "†"
     said = say_published(found.published)[0]
-    assert "LLaMA2-13B 91.69%, LLaMA2-7B 92.47%, Mistral-7B 97.49%, LLaMA3-8B 99.02%, GPT2-XL 77.00%†" in said
+    assert "Mistral-7B 97.49%, LLaMA2-7B 92.47%, LLaMA2-13B 91.69%, LLaMA3-8B 99.02%, GPT2-XL 77.00%†" in said
     assert "WSE table 1" in said
     assert not any(word in say(found) for word in ("below", "above", "within"))
 
 
-def test_a_value_drain_says_over_which_layers_it_is() -> None:
-    run = summarized({"sink_rate": [0.0, 0.9], "value_drain": [0.9, 0.1]}, ENTROPY, ATTENTION | {"geometry": EMPTY})
+@pytest.mark.parametrize(
+    ("drain", "outcome", "words"),
+    [
+        (0.1, Outcome.PRESENT, "are drained where the sink is: their norm is 0.10 of that at positions 5–15"),
+        (0.8, Outcome.ABSENT, "are not drained where the sink is: their norm is 0.80"),
+    ],
+)
+def test_a_value_drain_is_that_of_the_heads_with_a_sink(drain: float, outcome: Outcome, words: str) -> None:
+    run = summarized({"sink_rate": [0.0, 0.9], "value_drain": [0.9, drain]}, ENTROPY, ATTENTION)
     found = finding(run, "value-drain")
-    assert (found.outcome, found.value, found.threshold) == (Outcome.PRESENT, 0.1, DRAINED)
-    assert found.numbers == {"layers": (1,), "all_layers": 0.5}
-    assert "0.10 of the other positions' in layer 1 (mean over all layers: 0.50)" in say(found)
-    alone = finding(summarized({"value_drain": [0.9, 0.1]}, tables={"geometry": EMPTY}), "value-drain")
-    assert alone.outcome == Outcome.MEASURED  # where the sink is was not measured
-    assert "mean over all layers" in say(alone)
+    assert (found.outcome, found.value, found.claim) == (outcome, drain, "GS-20")
+    assert words in say(found)
+    assert "median over the 90 of 200 heads with a sink" in say(found)
+
+
+def test_without_sink_heads_the_value_norm_is_over_all_heads() -> None:
+    alone = finding(summarized({"value_drain": [0.9, 0.1]}), "value-drain")
+    assert (alone.outcome, alone.value) == (Outcome.MEASURED, 0.5)
+    assert "No head has its sink at position 0" in say(alone)
 
 
 def test_a_largest_entry_says_that_it_is_over_all_sequences() -> None:
@@ -88,10 +113,14 @@ def test_a_largest_entry_says_that_it_is_over_all_sequences() -> None:
     assert table["whole model"].tolist() == ["max infinity norm (mean over sequences, largest site and layer)"]
 
 
-@pytest.mark.parametrize(("mass", "words"), [(0.2, "within proposition 4's bound"), (0.4, "exceeds proposition 4's")])
-def test_words_follow_the_numbers_of_the_bound(mass: float, words: str) -> None:
-    whole = {"sink_mass": mass, "repeated_bound": 0.3, "sink_rate": 0.0} | ENTROPY
-    run = summarized({"sink_rate": [0.0]}, whole, ATTENTION, condition="repeated")
+@pytest.mark.parametrize(
+    ("share", "words"),
+    [(1.0, "is within proposition 4's bound in every layer"), (0.4, "only 40.0% of the weights are within it")],
+)
+def test_words_follow_the_numbers_of_the_bound(share: float, words: str) -> None:
+    whole = {"sink_mass": 0.2, "repeated_bound": 0.3} | ENTROPY
+    equal = pd.DataFrame({"layer": [0, 0], "sequence": [0, 1], "bound_share": [1.0, share], "bound_ratio": 1.0})
+    run = summarized({"sink_rate": [0.0]}, whole, ATTENTION | {"equal_tokens": equal}, condition="repeated")
     assert words in say(finding(run, "repeated-bound"))
 
 
@@ -179,17 +208,18 @@ def test_a_sentence_has_its_findings_numbers_and_no_others() -> None:
 
 
 def test_missing_numbers_leave_no_gaps() -> None:
-    few = Finding("sink", "Sink", Outcome.PRESENT, 0.5, threshold=0.5, numbers={"epsilon": 0.3, "layers": (1,)})
-    assert say(few).endswith("have the sink in layer 1.")
+    numbers = {"epsilon": 0.3, "layers": (1,), "strong": 0.5, "weak_layers": (), "few": 0.05, "none": None}
+    few = Finding("sink", "Sink", Outcome.PRESENT, 50.0, threshold=10.0, numbers=numbers)
+    assert say(few).endswith("is 50.0% (ε = 0.3). At least 50% of the heads have it in layer 1.")
     one = {"metric": "sink_rate", "position": 0, "before": 0.7, "control": float("nan"), "layers": ()}
     assert say(Finding("change", "x", Outcome.UNDECIDED, 0.1, numbers=one)).endswith("70.0% → 10.0%.")
 
 
 def test_published_values_are_grouped_by_their_setting() -> None:
     values = [
-        Published("a", 0.5, "T = 64", "WSE"),
-        Published("b", 0.25, "T = 64", "WSE", "†"),
-        Published("c", 0.1, "T = 8", "NU"),
+        Published("a", 50.0, "T = 64", "WSE"),
+        Published("b", 25.0, "T = 64", "WSE", "†"),
+        Published("c", 10.0, "T = 8", "NU"),
     ]
     assert say_published(values) == [
         "Published, T = 64 (WSE): a 50.00%, b 25.00%† († from a transcription of the paper).",

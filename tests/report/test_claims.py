@@ -19,7 +19,7 @@ BOS = 1
 # that a sink, a drain or a gradient sink is there
 ASSERTING = (
     "GS-1", "GS-2", "GS-5", "GS-6", "GS-7", "GS-14", "GS-20", "GS-28", "W-1", "W-2", "W-4", "W-13", "W-14", "W-15",
-    "W-16", "W-17", "W-18", "S-5", "S-6", "S-9", "S-10", "S-13", "V-1", "V-2", "V-3", "V-24",
+    "W-16", "W-17", "W-18", "S-5", "S-6", "S-9", "S-10", "S-13", "V-1", "V-2", "V-3", "V-24", "W-21", "N-12",
 )  # fmt: skip
 
 
@@ -52,20 +52,20 @@ def test_no_claim_of_a_sink_holds_on_random_weights(family: str, tmp_path) -> No
     assert found["GS-2"] == found["W-1"] == found["GS-20"] == Outcome.FAILS
 
 
-def planted() -> PreTrainedModel:
+def planted(entry: float = 30_000.0, bias: float = 12.0, read_by_values: float = 0.0) -> PreTrainedModel:
     """BOS has one massive coordinate in all layers. Keys read it, all queries have the bias that looks for it, and
     values do not read it.
     """
     model = tiny_model("qwen2", spread=1.0)
     coordinate, width = 7, model.config.hidden_size // model.config.num_attention_heads
     with torch.no_grad():
-        model.get_input_embeddings().weight[BOS, coordinate] = 30_000.0
+        model.get_input_embeddings().weight[BOS, coordinate] = entry
         for layer in model.model.layers:
             attention = layer.self_attn
-            attention.q_proj.bias.view(-1, width)[:, -1] = 12.0  # the slowest rotation: position hardly matters
+            attention.q_proj.bias.view(-1, width)[:, -1] = bias  # the slowest rotation: position hardly matters
             attention.k_proj.weight[:, coordinate] = 0.0
             attention.k_proj.weight.view(-1, width, model.config.hidden_size)[:, -1, coordinate] = 1.0
-            attention.v_proj.weight[:, coordinate] = 0.0
+            attention.v_proj.weight[:, coordinate] = read_by_values
             attention.v_proj.bias.zero_()
             layer.mlp.up_proj.weight[:, coordinate] = 0.0
     return model
@@ -81,6 +81,21 @@ def test_claims_of_a_planted_sink_hold(tmp_path) -> None:
     assert table[table["claim"] == "S-9"]["note"].iloc[0] == "coordinate 7"
     without = table[table["outcome"] == Outcome.NOT_MEASURED]
     assert "sinkscope analyze MODEL --input random" in set(without["note"])
+
+
+@pytest.mark.parametrize(
+    ("without", "fail", "hold"),
+    [
+        ({"bias": 0.0}, ("GS-2", "GS-20", "W-1", "W-16", "V-1"), ("S-5", "S-6", "S-9", "V-2", "W-13")),
+        ({"entry": 50.0}, ("S-5", "S-6", "V-2", "W-13"), ("GS-2", "GS-20", "W-1", "W-15")),
+        ({"read_by_values": 1.0}, ("GS-20", "W-15", "V-1"), ("GS-2", "W-1", "S-5", "V-2")),
+    ],
+    ids=["no sink", "nothing massive", "no drain"],
+)
+def test_each_planted_property_decides_its_own_claims(without, fail, hold, tmp_path) -> None:
+    run = analyzed(planted(**without), tmp_path, observables=("attention", "geometry", "activation", "massive"))
+    found = outcomes([run], (*fail, *hold))
+    assert found == dict.fromkeys(fail, Outcome.FAILS) | dict.fromkeys(hold, Outcome.HOLDS)
 
 
 def test_every_claim_has_an_id_of_its_own_and_a_test() -> None:

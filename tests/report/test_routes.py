@@ -15,7 +15,7 @@ from sinkscope.report.claims.arms import beyond_controls
 from sinkscope.report.claims.evidence import Evidence
 from sinkscope.report.claims.routes import ROLES, ROUTES, Effect, routes_of, routes_text
 from sinkscope.report.figures import OF_ROUTES
-from sinkscope.report.figures.routes import FALLEN
+from sinkscope.report.figures.routes import SHADES
 from sinkscope.report.run import Run
 from sinkscope.report.side_by_side import Routes, compare
 from sinkscope.results.run import RunData
@@ -39,7 +39,8 @@ def named(run: RunData, model: str, **manifest: Any) -> Run:
 @pytest.mark.parametrize(
     ("run", "effect"),
     [
-        (cut(0.3), Effect.FALLS),
+        (cut(0.4), Effect.FALLS),
+        (cut(0.2), Effect.GOES),
         (cut(0.6), Effect.STAYS),
         (cut(0.9), Effect.RISES),
         (cut(0.3, controls={"control 0": [0.6, 0.05]}), Effect.UNDECIDED),
@@ -87,7 +88,7 @@ def test_the_position_vector_itself_goes_before_epe() -> None:
 
 def both() -> tuple[Run, Run]:
     rotary = {"skipped": {NAME: "its queries have no bias: none at all"}}
-    return named(cut(0.3), "org/learned"), named(cut(0.0, name="zero-massive"), "rotary", **rotary)
+    return named(cut(0.4), "org/learned"), named(cut(0.0, name="zero-massive"), "rotary", **rotary)
 
 
 def test_models_stand_side_by_side(tmp_path: Path) -> None:
@@ -129,8 +130,8 @@ def test_the_picture_has_a_cell_for_each_model_and_route_below_what_nu_says() ->
     wanted = [[shown[f"{name}_low"], shown[f"{name}_high"]] for name in ("control", "after", "before")]
     assert np.allclose(spans, wanted)
 
-    assert to_hex(learned[0].get_facecolor()) == to_hex(rotary[4].get_facecolor()) == FALLEN
-    assert to_hex(rotary[0].get_facecolor()) != FALLEN
+    shades = [to_hex(ax.get_facecolor()) for ax in (learned[0], rotary[4], rotary[0])]
+    assert shades == [SHADES[Effect.FALLS], SHADES[Effect.GOES], "#ffffff"]
 
 
 def test_without_interventions_there_is_no_picture() -> None:

@@ -1,10 +1,14 @@
-"""Runs of `analyze` made by hand, of which the metrics are given."""
+"""Runs of `analyze` made by hand, of which the metrics are given, and the tables that claims make them of."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from sinkscope.report.run import Run
+
+SEQUENCES, HEADS, POSITIONS, GROUPS = 2, 100, 16, 20
 
 
 def summarized(
@@ -20,11 +24,78 @@ def summarized(
     record = {
         "model": {"name": "tiny", "source": "org/tiny", "layer_types": None, "sliding_window": None},
         "family": {"positions": "rotary", "wiring": "pre-norm"},
-        "input": {"sequences": 2, "token_zero": "bos", "shortest": 64, "longest": 64},
+        "input": {"sequences": SEQUENCES, "token_zero": "bos", "shortest": 64, "longest": 64},
         "config": {"seq_len": 64, "window": 64, "epsilon": 0.3},
         "condition": "natural",
         "dtype": "float32",
         "absent": {},
     }
-    measured = {"summary": pd.DataFrame(rows, columns=["layer", "metric", "value"])} | (tables or {})
+    measured = {"summary": pd.DataFrame(rows, columns=["layer", "metric", "value"])}
+    measured |= _by_sequence(summary or {}) | _gradients(means) | _query_bias(means, (summary or {}).get("delta_gap"))
+    measured |= tables or {}
+    if "gradient" in measured:  # groups of sequences alike
+        parts = [measured["gradient"].assign(group=group) for group in range(GROUPS)]
+        measured["gradient_by_group"] = pd.concat(parts, ignore_index=True)
     return Run(record | manifest, measured)
+
+
+def _table(axes: Mapping[str, Sequence[Any]], **columns: Any) -> pd.DataFrame:
+    """A row for each place on the axes; columns of values on these, or what broadcasts to them."""
+    shape = tuple(len(labels) for labels in axes.values())
+    labels = np.meshgrid(*axes.values(), indexing="ij")
+    frame = {name: label.ravel() for name, label in zip(axes, labels, strict=True)}
+    return pd.DataFrame(frame | {name: np.broadcast_to(values, shape).ravel() for name, values in columns.items()})
+
+
+def _by_sequence(summary: Mapping[str, list[float]]) -> dict[str, pd.DataFrame]:
+    """All sequences alike; the first heads of a layer have the sink."""
+    tables = {}
+    if "sink_rate" in summary:
+        rates = np.array(summary["sink_rate"])
+        at = {"layer": range(len(rates)), "sequence": range(SEQUENCES)}
+        first = np.arange(POSITIONS) == 0
+        masses = rates[:, None, None] * first
+        tables["attention_by_sequence"] = _table({**at, "position": range(POSITIONS)}, sink_rate=masses)
+        has_sink = np.arange(HEADS) < np.round(HEADS * rates)[:, None, None]
+        heads = {**at, "head": range(HEADS)}
+        tables["attention_heads_by_sequence"] = _table(heads, window_mass=np.where(has_sink, 0.9, 0.1))
+    if "value_drain" in summary:
+        drains = np.array(summary["value_drain"])[:, None, None]
+        at = {"layer": range(len(drains)), "sequence": range(SEQUENCES), "head": range(HEADS)}
+        tables["geometry_by_sequence"] = _table(at, value_norm=drains, value_norm_later=1.0)
+        if "sink_rate" not in summary:
+            tables["attention_heads_by_sequence"] = _table(at, window_mass=0.1)
+    return tables
+
+
+def _gradients(whole: Mapping[str, float]) -> dict[str, pd.DataFrame]:
+    """Norms with these ratios, and the branch's points around a line."""
+    tables = {}
+    if {"value_gradient_ratio", "key_gradient_ratio", "value_over_key_gradient"} <= whole.keys():
+        ratios = np.array([whole["value_gradient_ratio"], whole["key_gradient_ratio"]])
+        later = np.array([1.0, ratios[0] / whole["value_over_key_gradient"] / ratios[1]])
+        norms = np.where(np.arange(POSITIONS) == 0, (ratios * later)[:, None], later[:, None])
+        at = {"layer": [0], "pathway": ["value", "key"], "head": [-1], "position": range(POSITIONS)}
+        tables["gradient"] = _table(at, grad_norm=norms[:, None])
+    slope, r = (whole.get(f"compress_{name}", np.nan) for name in ("slope", "correlation"))
+    if np.isfinite([slope, r]).all():
+        x, apart = np.array([-1, -1, 1, 1]), abs(slope) * np.sqrt(1 / r**2 - 1) * np.array([-1, 1, -1, 1])
+        at = {"layer": [0, 1], "branch": ["attn"], "sequence": range(SEQUENCES), "position": range(4)}
+        points = {"input_norm": 10.0**x, "compress": 10.0 ** (slope * x + apart)}
+        tables["gradient_ratio_by_sequence"] = _table(at, **points)
+    return tables
+
+
+def _query_bias(whole: Mapping[str, float], gaps: list[float] | None) -> dict[str, pd.DataFrame]:
+    tables = {}
+    if gaps:
+        at = {"layer": range(len(gaps)), "sequence": range(SEQUENCES)}
+        columns = {"delta": np.array(gaps)[:, None], "delta_later": 0.0, "delta_later_std": 1.0}
+        tables["query_bias_by_sequence"] = _table(at, **columns)
+    if "key_alignment_first" in whole:
+        cosines = np.where(
+            np.arange(POSITIONS) == 0, whole["key_alignment_first"], whole.get("key_alignment_later", 0.0)
+        )
+        at = {"layer": range(2), "head": [-1], "position": range(POSITIONS)}
+        tables["query_bias"] = _table(at, key_alignment=cosines)
+    return tables

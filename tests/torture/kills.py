@@ -36,12 +36,14 @@ from tiny import tiny_model, tiny_tokens
 
 import sinkscope
 from sinkscope.cli.app import app
+from sinkscope.commands.sweeping import processes
 from sinkscope.results.manifest import strangers
 
 MEASURED = ("--input", "random", "--num-seqs", "4", "--seq-len", "24", "--batch-size", "2")
-NAMES = ("analyze", "intervene", "quantize", "retrofit", "train")
+NAMES = ("analyze", "intervene", "quantize", "retrofit", "train", "sweep")
 TWICE = 0.3  # of the trials end with two processes at once
 MOST_WRONG = 5  # of a command, which is then given up
+processes.METHOD = "fork"  # workers that need not import everything again
 TRAINED = ("--steps", "6", "--save-every", "2", "--block-length", "16", "--batch-size", "1", "--num-seqs", "4")
 
 
@@ -52,6 +54,7 @@ class Command:
     name: str
     arguments: tuple[str, ...]
     goes_on: bool = False
+    other: tuple[str, ...] = ("--seed", "1")  # what it is run with to have other numbers
 
     def run(self, out: Path, overwrite: bool = True) -> None:
         """In a process of its own: it ends that."""
@@ -74,9 +77,18 @@ def commands(model: Path, text: Path) -> dict[str, Command]:
         Command("intervene", (str(model), "--do", "mask-sink", "--draws", "1", *MEASURED)),
         Command("quantize", (str(model), "--calibration", "2", *MEASURED[:2], "--num-seqs", "2", "--seq-len", "12")),
         Command("retrofit", (str(model), "--method", "vga", *training), goes_on=True),
+        Command("sweep", (str(sweep_of(model)), "--workers", "1", "--retry"), goes_on=True, other=("--attn", "eager")),
         Command("train", ("--config", str(model / "config.json"), "--method", "vscale", *training), goes_on=True),
     ]
     return {command.name: command for command in found}
+
+
+def sweep_of(model: Path) -> Path:
+    """A file with two cells of a model."""
+    path = model.with_name("sweep.yaml")
+    options = "{num-seqs: 2, seq-len: 12, observables: [attention]}"
+    path.write_text(f"title: Tiny\nmodels: [{model}]\ninputs: [random, repeated]\noptions: {options}\n")
+    return path
 
 
 class Wrong(Exception):
@@ -204,7 +216,7 @@ def torture(kills: int, folder: Path, names: Collection[str] = NAMES) -> tuple[d
         old, new = folder / name / "old" / "run", folder / name / "new" / "run"
         for path in (old, new):
             path.parent.mkdir(parents=True)
-        run_unbroken(command, old, "--seed", "1")
+        run_unbroken(command, old, *command.other)
         unbroken = run_unbroken(command, new)
         counts = found[name] = Counter()
         wanted = kills // len(names) + (place < kills % len(names))

@@ -63,8 +63,10 @@ def exact(value: float) -> Estimate:
 
 @cache
 def resamplings(units: int, draws: int = DRAWS, seed: int = SEED) -> np.ndarray:
-    """(1 + draws, units): how often each unit counts; once each in the first row, and drawn with replacement below."""
-    drawn = np.random.default_rng(seed).multinomial(units, np.full(units, 1 / units), size=draws)
+    """(1 + draws, units): how often each unit counts; once each in the first row, and drawn with replacement below.
+    A single unit says nothing of how units differ: it counts in no draw, and the interval becomes unbounded.
+    """
+    drawn = np.random.default_rng(seed).multinomial(units * (units > 1), np.full(units, 1 / units), size=draws)
     weights = np.concatenate([np.ones((1, units)), drawn]).astype(np.float64)
     weights.flags.writeable = False  # it is shared
     return weights

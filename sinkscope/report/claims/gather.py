@@ -12,7 +12,7 @@ from sinkscope.errors import InputError
 from sinkscope.report.claims.evidence import MAIN, Evidence
 from sinkscope.report.claims.scorecard import evidence_of, models_of, with_studies
 from sinkscope.report.claims.studies import Given
-from sinkscope.report.claims.trainings import PLAIN, Steps, Training
+from sinkscope.report.claims.trainings import PLAIN, Steps, Training, variants
 from sinkscope.results.run import RunData
 
 CHECKPOINTS = "checkpoints"  # the folder of an arm's steps
@@ -30,15 +30,17 @@ class Collection:
     def evidence(self, skipped: Skipped) -> dict[str, Evidence]:
         """By model."""
         of_runs = models_of(self.runs)
-        found = {}
+        found: dict[str, Evidence] = {}
         for name in dict.fromkeys([*of_runs, *(training.model for training in self.trainings), *self._by_name]):
             own = replace(evidence_of(of_runs.get(name, ()), name, skipped), model=self._typed(name))
-            found[name] = self.complete(own, name)
-            found |= self._variants(own, name)
+            found |= self.completed(own, name)
         return found
 
-    def complete(self, evidence: Evidence, name: str, variant: int = 0) -> Evidence:
-        """The evidence of a model with the studies that it is in."""
+    def completed(self, evidence: Evidence, name: str) -> dict[str, Evidence]:
+        """The evidence of a model with the studies that it is in; and that of further variants of its arms."""
+        return {name: self._complete(evidence, name), **self._variants(evidence, name)}
+
+    def _complete(self, evidence: Evidence, name: str, variant: int = 0) -> Evidence:
         naturals = {model: run for model, runs in models_of(self.runs).items() if (run := _natural(runs))}
         if MAIN in evidence.runs:
             naturals[name] = evidence.runs[MAIN]
@@ -49,18 +51,14 @@ class Collection:
 
     def _variants(self, evidence: Evidence, name: str) -> dict[str, Evidence]:
         """Of further arms of the same methods, without the runs on which these have no bearing."""
-        arms = [
-            training.labels(method)
-            for training in self.trainings
-            if training.model == name
-            for method in training.methods
-            if method != PLAIN
-        ]
+        own = [training for training in self.trainings if training.model == name]
+        labels = {(arm.method, arm.variant): arm.label for training in own for arm in training.arms}
+        known = variants(own)
         found = {}
-        for variant in range(1, max(map(len, arms), default=0)):
-            labels = dict.fromkeys(own[variant] for own in arms if variant < len(own))
+        for variant in range(1, max(map(len, known.values()), default=0)):
+            called = [labels[method, of[variant]] for method, of in known.items() if variant < len(of)]
             others = replace(evidence, runs={})
-            found[f"{name} ({', '.join(labels)})"] = self.complete(others, name, variant)
+            found[f"{name} ({', '.join(called)})"] = self._complete(others, name, variant)
         return found
 
     def _typed(self, name: str) -> str:

@@ -15,6 +15,7 @@ from sinkscope.report.claims.estimates import Estimate, bootstrap, exact, jackkn
 from sinkscope.report.claims.evidence import Evidence
 from sinkscope.report.claims.quantities import sink_rates
 from sinkscope.report.claims.scopes import causal, learned_positions, query_bias
+from sinkscope.report.paper_tables import GPT2_MASSIVE, PRINTED
 from sinkscope.results.findings import OUTLIER, Published
 
 NULLIFIED, COLUMNS, FIRST = "do:nullify-query-bias", "do:zero-key-columns", "do:nullify-first-embedding"
@@ -49,14 +50,20 @@ def _deep(by_layer: np.ndarray) -> np.ndarray:
     return by_layer[..., by_layer.shape[-1] // 2 :]
 
 
-def _stands_out(evidence: Evidence) -> Estimate:
-    """The spread is over all later tokens: within sequences and between them."""
+def delta_gaps(evidence: Evidence) -> np.ndarray:
+    """(R, L): how many standard deviations Δ of position 0 stands above the mean of later tokens. The deviation is over
+    all of these: within sequences and between them.
+    """
     sequences = evidence.sequences("natural")
     first, later = (sequences.means(BY_SEQUENCE, column) for column in ("delta", "delta_later"))
     mean, spread = (sequences.values(BY_SEQUENCE, column) for column in ("delta_later", "delta_later_std"))
     deviation = np.sqrt(weighted_means(spread**2 + mean**2, sequences.weights) - later**2)
     with np.errstate(invalid="ignore"):  # a bias of zeros has no Δ
-        gaps = _deep((first - later) / deviation)
+        return (first - later) / deviation
+
+
+def _stands_out(evidence: Evidence) -> Estimate:
+    gaps = _deep(delta_gaps(evidence))
     note = f"{gaps.shape[1]} layers, Δ₀ {' '.join(f'{gap:+.1f}' for gap in gaps[0])} deviations from the mean"
     return bootstrap((gaps > OUTLIER).mean(1)).over(note)
 
@@ -199,8 +206,8 @@ CLAIMS = (
         (Part("share of layers and massive coordinates with |γ| above its layer's mean + 2 standard deviations",
             _large_gamma, at_least(0.5)),), scope=SCOPE,
         published=_gpt2("NU tables 1 and 2", (20 / 24, "12 layers, coordinates 138 and 447"),
-            (12.453, "|γ| at 138, its layer 7, against 1.12 ± 2.701"),
-            (18.17, "|γ| at 447, its layer 7, against 1.12 ± 2.701"))),
+            *((entry, f"|γ| at {coordinate}, its layer 7, against {PRINTED[7][0]}")
+              for coordinate, entry in zip(GPT2_MASSIVE, PRINTED[7][1:], strict=True)))),
     Claim("N-5", "§4.1", "EPE₀ is massive exactly where γ has its largest entries.",
         (Part("rank of |γ| in its layer, in % of the coordinates, median over layers and massive coordinates",
             _rank, at_most(1.0)),), scope=SCOPE),

@@ -4,6 +4,7 @@ With a single seed the interval is unbounded, and whatever rests on it is inconc
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from math import exp, nan
 from typing import TypeVar
 
@@ -70,6 +71,16 @@ def of_one(role: str, of: OfArm, method: str, null: str | None = None) -> Measur
         found = mean_of_runs(_values(study, of, method))
         beside = nan if null is None else float(np.mean(_values(study, of, null)))
         return found.against(beside).over(f"{_label(study, method)}; {words_for(len(study.by_seed))}")
+
+    return measure
+
+
+def correlation(role: str, of: OfArm, method: str) -> Measure:
+    """The mean over seeds of one arm's correlation, whose interval ends at −1 and 1."""
+
+    def measure(evidence: Evidence) -> Estimate:
+        found = of_one(role, of, method)(evidence)
+        return replace(found, low=max(found.low, -1.0), high=min(found.high, 1.0))
 
     return measure
 

@@ -1,12 +1,14 @@
 """Numbers that claims of several papers are made of, with replicates on the first axis (`estimates.py`)."""
 
 import numpy as np
+import pandas as pd
 
-from sinkscope.measuring.observables.gradient import ALL_HEADS
+from sinkscope.measuring.gradient_summary import pathway_norms
 from sinkscope.measuring.observables.observable import LATER
 from sinkscope.report.claims.claim import Part, above, at_least
 from sinkscope.report.claims.estimates import Estimate, bootstrap, exact, positive_jackknife
-from sinkscope.report.claims.evidence import Evidence
+from sinkscope.report.claims.evidence import Evidence, Lacks
+from sinkscope.results.findings import USUAL
 
 BEHIND = slice(1, LATER.stop)  # all positions that position 0 is compared with where none is left out
 
@@ -81,7 +83,7 @@ def massive_layers(evidence: Evidence) -> np.ndarray:
     at_first = table[table["is_massive"] & (table["position"] == 0)]
     count = evidence.runs["natural"].manifest["input"]["sequences"]
     share = at_first.groupby("layer")["sequence"].nunique() / count
-    return share.index[share >= 0.5].to_numpy()
+    return share.index[share >= USUAL].to_numpy()
 
 
 # of claims on what massive activations do: without any they fail
@@ -95,20 +97,29 @@ MASSIVE_LAYERS = Part(
 
 def gradients(evidence: Evidence, pathway: str, role: str = "natural") -> np.ndarray:
     """(1 + groups, layers, positions): norms of all heads together; the first of the whole run, the others without one
-    group of sequences each.
+    group of sequences each. Of values in front of a gate or scale on them.
     """
     whole = evidence.table(role, "gradient")
-    parts = evidence.table(role, "gradient_by_group")
-    whole, parts = (rows[(rows["pathway"] == pathway) & (rows["head"] == ALL_HEADS)] for rows in (whole, parts))
-    first = whole.pivot(index="layer", columns="position", values="grad_norm").to_numpy()
-    others = [
-        rows.pivot(index="layer", columns="position", values="grad_norm").to_numpy()
-        for _, rows in parts.groupby("group")
-    ]
-    return np.stack([first, *others])
+    parts = [rows for _, rows in evidence.table(role, "gradient_by_group").groupby("group")]
+    return np.stack([pathway_norms(in_front_of_valves(rows), pathway).to_numpy() for rows in (whole, *parts)])
+
+
+def in_front_of_valves(gradient: pd.DataFrame) -> pd.DataFrame:
+    """Rows of `gradient` in which `value` is the raw value state where there is a gate or scale behind it: the papers
+    speak of that one (GS §5.1, VGA eq. 8).
+    """
+    is_raw = gradient["pathway"] == "raw_value"
+    behind = (gradient["pathway"] == "value") & gradient["layer"].isin(gradient["layer"][is_raw].unique())
+    return gradient[~behind].assign(pathway=gradient["pathway"].mask(is_raw, "value"))
 
 
 def gradient_ratio(evidence: Evidence, pathway: str, role: str = "natural") -> Estimate:
-    """At position 0 ÷ later ones, of norms averaged over layers first (GS fig. 2)."""
+    """At position 0 ÷ later ones, of norms averaged over layers first (GS fig. 2).
+
+    Raises:
+        Lacks: fewer positions were measured than it divides by.
+    """
     by_position = gradients(evidence, pathway, role).mean(1)
+    if by_position.shape[1] < min(LATER.stop, evidence.runs[role].manifest["input"]["longest"]):
+        raise Lacks("needs positions 5–15: --positions 16 or more")
     return positive_jackknife(by_position[:, 0] / by_position[:, LATER].mean(1))

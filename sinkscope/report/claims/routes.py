@@ -9,9 +9,10 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.measuring.summary import WHOLE_MODEL
-from sinkscope.report.claims.arms import SINK, before_and_after, beyond_controls, controls
+from sinkscope.report.claims.arms import SINK, before_and_after, beyond_controls, controls, share_left
 from sinkscope.report.claims.estimates import Estimate, bootstrap, one_more_run
 from sinkscope.report.claims.evidence import Evidence, Lacks
+from sinkscope.results.findings import HALF
 from sinkscope.results.tables import Column, names_of
 
 TABLE = "route"
@@ -21,6 +22,7 @@ PAPER = "GPT-2 in NU (figure 3: maps, no rates)"
 class Effect(StrEnum):
     """What becomes of the sink without a route."""
 
+    GOES = "goes"  # falls, and less than half of it is left
     FALLS = "falls"  # beyond what one more random control would do
     RISES = "rises"
     STAYS = "stays"
@@ -52,7 +54,7 @@ class Route:
 ROUTES = (
     Route("query bias", "b_Q = 0", ("do:nullify-query-bias",), "diminishes (fig. 3b)", Effect.FALLS),
     Route("position vector", "another position's at 0", ("do:replace-epe", "do:replace-epe:at=epe"),
-        "disappears (fig. 3c)", Effect.FALLS),
+        "disappears (fig. 3c)", Effect.GOES),
     Route("first embedding", "token's vector = 0", ("do:nullify-first-embedding",), "persists (fig. 3e)",
         Effect.STAYS),
     Route("key columns", "W_k's massive inputs = 0", ("do:zero-key-columns",), "is reduced (fig. 3f)", Effect.FALLS),
@@ -77,7 +79,7 @@ COLUMNS = (
     Column("beyond", "change of the sink rate beyond a control's", "points"),
     Column("beyond_low", "lower end of its 95 % interval, over sequences and controls", "points"),
     Column("beyond_high", "upper end", "points"),
-    Column("effect", "falls, rises, stays (by that interval), undecided, no sink, does not apply or not measured",
+    Column("effect", "goes, falls, rises, stays (by that interval), undecided, no sink, does not apply, not measured",
         kind="text"),
     Column("note", "why it does not apply, or the command to measure it", kind="text"),
 )  # fmt: skip
@@ -110,24 +112,25 @@ def _row(route: Route, evidence: Evidence) -> dict[str, Any]:
     try:
         before, after = (bootstrap(rates) for rates in before_and_after(evidence, role))
         drawn, beyond = controls(evidence, role), beyond_controls(evidence, role)
+        left = share_left(evidence, role)
     except Lacks as reason:
         return row | {"effect": str(Effect.NOT_MEASURED), "note": str(reason)}
     control = one_more_run(drawn) if len(drawn) else Estimate(np.nan)
-    row |= {"draws": len(drawn), "effect": str(_effect(before, beyond))}
+    row |= {"draws": len(drawn), "effect": str(_effect(before, beyond, left))}
     estimates = {"before": before, "after": after, "control": control, "beyond": beyond}
     for name, estimate in estimates.items():
         row |= {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
     return row
 
 
-def _effect(before: Estimate, beyond: Estimate) -> Effect:
+def _effect(before: Estimate, beyond: Estimate, left: Estimate) -> Effect:
     """By the whole interval."""
     if before.value <= SINK:
         return Effect.NO_SINK
     if not np.isfinite([beyond.low, beyond.high]).all():
         return Effect.UNDECIDED
     if beyond.high < 0:
-        return Effect.FALLS
+        return Effect.GOES if left.high < HALF else Effect.FALLS
     return Effect.RISES if beyond.low > 0 else Effect.STAYS
 
 

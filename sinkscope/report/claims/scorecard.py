@@ -21,7 +21,7 @@ from sinkscope.errors import InputError
 from sinkscope.measuring.random_weights import AT_RANDOM
 from sinkscope.report.claims.claim import Claim, Judgment, Outcome, Part, judge
 from sinkscope.report.claims.estimates import Estimate
-from sinkscope.report.claims.evidence import Evidence
+from sinkscope.report.claims.evidence import MAIN, Evidence
 from sinkscope.report.claims.register import CLAIMS
 from sinkscope.report.claims.routes import COLUMNS as ROUTE_COLUMNS
 from sinkscope.report.claims.routes import ROLES as ROUTE_ROLES
@@ -29,6 +29,7 @@ from sinkscope.report.claims.routes import TABLE as ROUTES
 from sinkscope.report.claims.routes import measured_models, routes_text
 from sinkscope.report.claims.studies import Given, studies_of
 from sinkscope.report.markdown import as_markdown
+from sinkscope.report.paper_tables import NEEDS_GPT2, gamma_table, printed_gamma
 from sinkscope.results.manifest import folder_of, read_manifest
 from sinkscope.results.metrics import MISSING
 from sinkscope.results.run import RunData
@@ -192,7 +193,20 @@ def scorecard_markdown(card: Scorecard) -> str:
         parts += [
             text for outcome in (Outcome.DOES_NOT_APPLY, Outcome.NOT_MEASURED) if (text := _others(rows, outcome))
         ]
-    return "\n\n".join([*parts, *_routes_lines(card)])
+    return "\n\n".join([*parts, *_gamma_lines(card), *_routes_lines(card)])
+
+
+def _gamma_lines(card: Scorecard) -> list[str]:
+    """NU tables 1 and 2: of models with such coordinates as computed; as printed, where none of them is GPT-2."""
+    runs = {model: own[MAIN] for model, own in card.runs.items() if MAIN in own}
+    computed = {model: table for model, run in runs.items() if (table := gamma_table(run)) is not None}
+    if not computed:
+        return []
+    parts = ["### |γ| where EPE₀ is massive (NU tables 1 and 2)"]
+    parts += [f"{model}, computed:\n\n{as_markdown(table)}" for model, table in computed.items()]
+    if not any("NU prints" in heading for table in computed.values() for heading in table):
+        parts.append(f"GPT-2, as NU prints it; {NEEDS_GPT2}.\n\n{as_markdown(printed_gamma())}")
+    return parts
 
 
 def _routes_lines(card: Scorecard) -> list[str]:
@@ -214,7 +228,9 @@ def _side_by_side(card: Scorecard) -> str:
     parts += [f"- {model}: {_counts(card.table[card.table['model'] == model])}" for model in card.models]
     table = decided.reset_index()
     table.insert(1, "what it says", [CLAIMS[name].statement for name in decided.index])
-    return "\n\n".join([*parts, as_markdown(table), f"Decided by no model: {others}.", *_routes_lines(card)])
+    return "\n\n".join(
+        [*parts, as_markdown(table), f"Decided by no model: {others}.", *_gamma_lines(card), *_routes_lines(card)]
+    )
 
 
 def _counts(table: pd.DataFrame) -> str:

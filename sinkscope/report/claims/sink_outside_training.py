@@ -34,11 +34,11 @@ def _norm_ratio(arm: Arm) -> float:
 CLAIMS = (
     Claim("W-47", "table 4", "A sink token takes the sink.",
         (Part("S* − S₀ in points", of_one(WITH_TOKEN, _moved, TOKEN, PLAIN), above(10.0)),), (WITH_TOKEN,),
-        published=published("WSE table 4", {"S*": 74.12, "S₀": 0.0})),
+        published=published("WSE table 4", {"difference": 74.12}, "60M model: S* 74.12, S₀ 0.00 %")),
     Claim("W-48", "table 4", "So do key biases, at no cost.",
         (Part("S* − S₀ in points", of_one(WITH_BIAS, _moved, BIAS, PLAIN), above(10.0)),
          Part("held-out loss, key biases − plain", difference(WITH_BIAS, metric("loss"), BIAS), at_most(LOSS))),
-        (WITH_BIAS,), published=published("WSE table 4", {"S*": 73.34, "S₀": 0.0})),
+        (WITH_BIAS,), published=published("WSE table 4", {"difference": 73.34}, "60M model: S* 73.34, S₀ 0.00 %")),
     Claim("W-52", "fig. 7", "Key biases end massive activations.",
         (Part("norm at 0 ÷ others, layer with the largest", of_one(WITH_BIAS, _norm_ratio, BIAS, PLAIN),
             below(MASSIVE)),

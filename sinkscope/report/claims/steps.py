@@ -11,10 +11,10 @@ from sinkscope.report.claims.arms import SINK
 from sinkscope.report.claims.claim import Claim, NotDefined, Part, above, at_least, below
 from sinkscope.report.claims.estimates import Estimate, bootstrap, mean_of_runs, positive_jackknife
 from sinkscope.report.claims.evidence import MAIN, NULL, Evidence, Lacks
+from sinkscope.report.claims.gs import SPIKE
 from sinkscope.report.claims.over_seeds import study_of, words_for
 from sinkscope.report.claims.quantities import LATER, gradients, sink_rates
 from sinkscope.report.claims.studies import StepStudy
-from sinkscope.results.findings import OVER_NULL
 from sinkscope.results.run import RunData
 
 STEPS = "steps"
@@ -87,7 +87,7 @@ def _least_spike(evidence: Evidence) -> Estimate:
 
 CLAIMS = (
     Claim("GS-27", "fig. 2", "The spike is there at every checkpoint.",
-        (Part("value-gradient ratio ÷ null, least over steps behind the onset", _least_spike, at_least(OVER_NULL)),),
+        (Part("value-gradient ratio ÷ null, least over steps behind the onset", _least_spike, at_least(SPIKE)),),
         (STEPS,)),
     Claim("W-30", "fig. 4", "The sink appears in training.",
         (Part("rise of the sink rate over steps, in points", _over(_rise), above(SINK)),

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from sinkscope.report.claims import relatives
 from sinkscope.report.claims.factors import FACTORS, Level
-from sinkscope.report.claims.trainings import PLAIN, Arm, Steps, Training, alike, arms_by_seed
+from sinkscope.report.claims.trainings import PLAIN, Arm, Steps, Training, alike, arms_by_seed, variants
 from sinkscope.report.retrofit_table import UNTOUCHED
 from sinkscope.results.run import RunData
 
@@ -81,6 +81,13 @@ class Given:
     variant: int = 0
 
     @property
+    def meant(self) -> dict[str, str]:
+        """Method → the variant that is meant, of those that have so many."""
+        return {
+            method: known[self.variant] for method, known in variants(self.own).items() if self.variant < len(known)
+        }
+
+    @property
     def own(self) -> list[Training]:
         return [training for training in self.trainings if training.model == self.name]
 
@@ -104,7 +111,7 @@ def _arms(command: str = "", task: str = "") -> Kind:
 
     def find(given: Given, methods: str) -> ArmStudy | None:
         wanted = methods.split(",")
-        groups = [arms_by_seed(group, wanted, given.variant) for group in alike(known(given))]
+        groups = [arms_by_seed(group, wanted, given.meant) for group in alike(known(given))]
         most = max(groups, key=len, default=[])
         if not most:
             return None

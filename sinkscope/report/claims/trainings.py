@@ -1,8 +1,10 @@
 """What `retrofit`, `train` and `analyze` over steps left, as claims read it, and what of it can be compared."""
 
 import json
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from sinkscope.options.option import Options, flag
 from sinkscope.options.training import RetrofitOptions, TrainOptions
 from sinkscope.report.retrofit_table import UNTOUCHED
 from sinkscope.results.run import RunData
+from sinkscope.retrofits import make_retrofit
 
 PLAIN = "none"  # the method of a plain training or fine-tune
 OPTIONS: dict[str, type[Options]] = {"retrofit": RetrofitOptions, "train": TrainOptions}
@@ -51,24 +54,14 @@ class Training:
         shape = {name: value for name, value in self.manifest.get("architecture", {}).items() if "version" not in name}
         return {"command": self.command, "processes": self.manifest.get("processes", 1), **options, **shape}
 
-    def labels(self, method: str) -> list[str]:
-        """What its arms of a method are called, in their order: several where its parameters differ."""
-        arms = self.manifest["arms"]
-        own = (arms[arm] for arm in self.runs if arm in arms)
-        return list(dict.fromkeys(arm["label"] for arm in own if arm["method"] == method))
-
-    @property
-    def methods(self) -> list[str]:
-        arms = self.manifest["arms"]
-        return list(dict.fromkeys(arms[arm]["method"] for arm in self.runs if arm in arms))
-
-    def arms(self, label: str) -> dict[int, "Arm"]:
-        """Seed → the arm that is called so."""
-        return {
-            record["seed"]: Arm(self, label, record["seed"], self.runs[arm], record["method"], record["parameters"])
-            for arm, record in self.manifest["arms"].items()
-            if arm in self.runs and record["label"] == label
-        }
+    @cached_property
+    def arms(self) -> tuple["Arm", ...]:
+        """Those that were trained and measured, in their order."""
+        return tuple(
+            Arm(self, record["label"], record["seed"], self.runs[name], record["method"], record["parameters"])
+            for name, record in self.manifest["arms"].items()
+            if name in self.runs
+        )
 
     def again(self, changed: Mapping[str, Any], into: Path | None = None) -> str:
         """The command that trains so again, with other options."""
@@ -83,7 +76,7 @@ class Training:
 
 
 def _word(name: str, value: Any, kind: type[Options]) -> str:
-    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    text = shlex.quote(",".join(map(str, value)) if isinstance(value, list) else str(value))
     if name in kind.arguments:
         return text
     return flag(name) if value is True else f"{flag(name)} {text}"
@@ -108,6 +101,11 @@ class Arm:
     run: RunData = field(repr=False)
     method: str = UNTOUCHED
     parameters: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def variant(self) -> str:
+        """The method's parameters, those that were not given at their defaults."""
+        return make_retrofit(self.method, self.parameters).model_dump_json()
 
     def metric(self, name: str) -> float:
         """Of the whole model, as the table `retrofit` has it, else as its run has; NaN if neither was measured."""
@@ -162,29 +160,33 @@ def alike(
     return list(found.values())
 
 
-def arms_by_seed(trainings: Iterable[Training], methods: Iterable[str], variant: int = 0) -> list[dict[str, Arm]]:
+def variants(trainings: Iterable[Training]) -> dict[str, list[str]]:
+    """Method → the variants that its arms are of, in their order; but for plain training, which has none."""
+    found: dict[str, dict[str, None]] = {}
+    for arm in (arm for training in trainings for arm in training.arms if arm.method != PLAIN):
+        found.setdefault(arm.method, {})[arm.variant] = None
+    return {method: list(known) for method, known in found.items()}
+
+
+def arms_by_seed(
+    trainings: Iterable[Training], methods: Iterable[str], meant: Mapping[str, str] | None = None
+) -> list[dict[str, Arm]]:
     """For each seed that has all these methods, its arms by method; of each seed those of one folder.
 
     Args:
         trainings: With the same settings.
         methods: As the folders name them, and "untouched": the model that all arms of a `retrofit` began from.
-        variant: Which arm of a method that there are several of, in their order; of plain training always the first.
+        meant: Method → the variant that is meant; without it only plain arms are.
     """
     found: dict[int, dict[str, Arm]] = {}
     for training in trainings:
-        arms = {method: _arms_of(training, method, variant) for method in [*training.methods, UNTOUCHED]}
-        for seed in {record["seed"] for record in training.manifest["arms"].values()}:
-            mine = {method: by_seed[seed] for method, by_seed in arms.items() if seed in by_seed}
-            if set(methods) <= mine.keys():
-                found.setdefault(seed, mine)
+        by_seed: dict[int, dict[str, Arm]] = {}
+        for arm in training.arms:
+            if arm.method == PLAIN or (meant or {}).get(arm.method) == arm.variant:
+                by_seed.setdefault(arm.seed, {}).setdefault(arm.method, arm)
+        for seed, arms in by_seed.items():
+            if UNTOUCHED in training.runs:
+                arms[UNTOUCHED] = Arm(training, UNTOUCHED, seed, training.runs[UNTOUCHED])
+            if set(methods) <= arms.keys():
+                found.setdefault(seed, arms)
     return [found[seed] for seed in sorted(found)]
-
-
-def _arms_of(training: Training, method: str, variant: int) -> dict[int, Arm]:
-    if method == UNTOUCHED:
-        run = training.runs.get(UNTOUCHED)
-        seeds = {record["seed"] for record in training.manifest["arms"].values()}
-        return {} if run is None else {seed: Arm(training, UNTOUCHED, seed, run) for seed in seeds}
-    labels = training.labels(method)
-    chosen = 0 if method == PLAIN else variant
-    return training.arms(labels[chosen]) if chosen < len(labels) else {}

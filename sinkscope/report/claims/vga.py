@@ -12,6 +12,7 @@ from sinkscope.report.claims.quantities import (
     HAS_SINK_HEADS,
     MASSIVE_LAYERS,
     by_head,
+    in_front_of_valves,
     in_sink_heads,
     norm_ratios,
 )
@@ -44,6 +45,7 @@ def _starved(evidence: Evidence) -> Estimate:
 
 
 def _later_over_first(gradient: pd.DataFrame, heads: pd.MultiIndex) -> float:
+    gradient = in_front_of_valves(gradient)
     value = gradient[(gradient["pathway"] == "value") & (gradient["head"] >= 0)]
     by_position = value.pivot(index=["layer", "head"], columns="position", values="grad_norm").loc[list(heads)]
     return float((by_position.iloc[:, LATER].mean(axis=1) / by_position[0]).median())

@@ -26,15 +26,21 @@ from sinkscope.report.claims.scopes import (
     small,
     with_tokenizer,
 )
-from sinkscope.report.published import PRETRAINED, SINK_RATES, in_percent
+from sinkscope.report.wse_table_1 import published_rates
 from sinkscope.results.findings import Published
 
 LENGTHS = (16, 32, 128)  # of the sequences, besides the run's own
 EPSILONS = (0.2, 0.3, 0.4)
 DOMAINS = ("code", "documentation")  # besides natural text
 
-ON_REPEATED = (Published("GPT2-XL", 62.28, PRETRAINED, "WSE table 7", "†"),)
-NONE_ON_REPEATED = (Published("Llama and Mistral", 0.0, PRETRAINED, "WSE table 1"),)
+SCRATCH = "T = 64 and ε = 0.3, trained from scratch"
+SINK_RATES = (
+    *published_rates("natural"),
+    Published("Llama 60M", 18.18, SCRATCH, "WSE §4"),
+    Published("Llama 1B", 45.11, SCRATCH, "WSE §7.4"),
+)
+ON_REPEATED = tuple(rate for rate in published_rates("repeated") if rate.value > 0)
+NONE_ON_REPEATED = tuple(rate for rate in published_rates("repeated") if rate.value == 0)
 
 
 def _sink_rate(evidence: Evidence) -> Estimate:
@@ -104,11 +110,11 @@ def _slopes(evidence: Evidence) -> np.ndarray:
 CLAIMS = (
     Claim("W-1", "table 1", "There is a sink at the first token.",
         (Part("sink rate at position 0 in %", _sink_rate, above(10.0)),), scope=(causal,),
-        published=in_percent(SINK_RATES["natural"])),
+        published=SINK_RATES),
     Claim("W-2", "table 1", "The sink stays on random tokens.",
         (Part("sink rate on random ÷ on natural tokens", _against_natural("random"), at_least(0.5)),
          Part("sink rate on natural tokens in %", _sink_rate, above(10.0))),
-        ("natural", "random"), (causal,), in_percent(SINK_RATES["random"])),
+        ("natural", "random"), (causal,), published_rates("random")),
     Claim("W-3", "table 1", "On repeated tokens the sink vanishes (positions that leave equal tokens equal).",
         (Part("sink rate on repeated tokens in %", _on_repeated, at_most(1.0)),),
         ("repeated",), (causal, equal_tokens_stay_equal), NONE_ON_REPEATED),

@@ -45,6 +45,13 @@ from sinkscope.report.figures import (
     sink_positions,
     sinks_by_layer,
     streaming_perplexity,
+    sweep_chat,
+    sweep_domains,
+    sweep_epsilon,
+    sweep_inputs,
+    sweep_lengths,
+    sweep_sizes,
+    sweep_steps,
     training_by_step,
     training_gradient_norms,
 )
@@ -52,6 +59,7 @@ from sinkscope.report.figures.arms import Arms
 from sinkscope.report.figures.spec import FigureSpec
 from sinkscope.report.figures.steps import Checkpoints
 from sinkscope.report.figures.style import Figure
+from sinkscope.report.sweep_tables import SweepTables
 from sinkscope.results.run import RunData
 
 # fmt: off
@@ -75,6 +83,10 @@ OF_CLAIMS: dict[str, FigureSpec[Scorecard]] = {spec.name: spec for spec in (
     scorecard.draw, scorecard_by_model.draw,
 )}
 OF_ROUTES: dict[str, FigureSpec[pd.DataFrame]] = {spec.name: spec for spec in (routes.draw,)}
+OF_SWEEP: dict[str, FigureSpec[SweepTables]] = {spec.name: spec for spec in (
+    sweep_inputs.draw, sweep_sizes.draw, sweep_steps.draw, sweep_chat.draw, sweep_epsilon.draw, sweep_lengths.draw,
+    sweep_domains.draw,
+)}
 # fmt: on
 # what a figure is drawn from → the register of such figures
 KINDS: dict[str, Mapping[str, FigureSpec[Never]]] = {
@@ -84,6 +96,7 @@ KINDS: dict[str, Mapping[str, FigureSpec[Never]]] = {
     "arms of a training": OF_ARMS,
     "claims": OF_CLAIMS,
     "interventions on several models": OF_ROUTES,
+    "cells of a sweep": OF_SWEEP,
 }
 
 # table → the observable that a user names to have it
@@ -97,6 +110,11 @@ COMMAND = {
     "quantization_sites": "quantize",
 }
 ALL_ARMS = ("effect", "arm_maps")  # of one arm by itself, they have no figure
+
+
+def is_of(name: str, command: str) -> bool:
+    """Whether runs of a command can have a figure of one run."""
+    return command in {COMMAND.get(table, "analyze") for table in FIGURES[name].tables}
 
 
 def draw(name: str, run: RunData) -> Figure:

@@ -29,7 +29,7 @@ ARROW: Look = {
     "shrinkB": 2.5,
     "mutation_scale": 6,
 }
-FALLEN = "#d5e3ef"  # behind a cell whose sink falls
+SHADES = {Effect.FALLS: "#dfe9f2", Effect.GOES: "#a9c4dc"}  # behind a cell, by what becomes of the sink
 ABSENT = (Effect.DOES_NOT_APPLY, Effect.NOT_MEASURED)
 
 
@@ -57,7 +57,7 @@ def draw(table: pd.DataFrame) -> Figure:
             _cell(ax, _row(table, model, route.name))
             _percent_axis(ax, is_lowest=model == models[-1])
     figure.suptitle("Sink rate at position 0 as it is, and without one route at a time")
-    figure.legend(handles=_legend(), loc="outside lower center", ncols=3, fontsize=6.5, columnspacing=1.5)
+    figure.legend(handles=_legend(), loc="outside lower center", ncols=4, fontsize=6.5, columnspacing=1.5)
     return figure
 
 
@@ -77,7 +77,7 @@ def _words(ax: Axes, text: str) -> None:
 
 
 def _shade(ax: Axes, effect: str) -> None:
-    ax.set_facecolor(FALLEN if effect == Effect.FALLS else "white")
+    ax.set_facecolor(SHADES.get(Effect(effect), "white"))
     ax.spines[:].set_visible(True)
     ax.spines[:].set_color("0.75")
 
@@ -113,5 +113,6 @@ def _legend() -> list[Line2D | Patch]:
         Line2D([], [], label="95 % over sequences", **INTERVAL),
         Line2D([], [], label="mean of random controls", **CONTROL),
         Line2D([], [], label="where one more would fall (95 %)", **CONTROLS),
-        Patch(facecolor=FALLEN, edgecolor="0.75", label="falls beyond the controls"),
+        Patch(facecolor=SHADES[Effect.FALLS], edgecolor="0.75", label="falls beyond the controls"),
+        Patch(facecolor=SHADES[Effect.GOES], edgecolor="0.75", label="and less than half is left"),
     ]

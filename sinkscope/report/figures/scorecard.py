@@ -36,8 +36,8 @@ def lacking(card: Scorecard) -> str | None:
 
 @declare("scorecard", "every claim's number against its threshold and what was published", "claim", lacking=lacking)
 def draw(card: Scorecard) -> Figure:
-    """A number's place is its distance from the threshold: in powers of two where both are positive, else in units of
-    a quarter; the sign is such that the claim holds on the right.
+    """A number's place is its distance from the threshold: in powers of two where this and the whole interval are
+    positive, else in units of a quarter; the sign is such that the claim holds on the right.
     """
     rows = _decided(card.table)
     figure = new_figure(PAGE_WIDTH, ROW * (len(rows) + rows["paper"].nunique()) + AROUND)
@@ -94,8 +94,8 @@ def _place(value: float, row: tuple) -> float:
     for threshold, sign in ((row.least, 1), (row.most, -1)):  # type: ignore[attr-defined]
         if np.isinf(threshold):
             continue
-        if threshold > 0 and value > 0:
-            distance = np.log2(value / threshold)
+        if threshold > 0 and not row.low <= 0 and row.value > 0:  # type: ignore[attr-defined]
+            distance = np.log2(value / threshold) if value > 0 else -np.inf
         else:
             distance = REACH * (value - threshold) / max(1.0, abs(threshold))
         distances.append(sign * distance)
@@ -108,5 +108,5 @@ def _legend(rows: pd.DataFrame) -> list[Line2D]:
         for outcome, look in LOOKS.items()
         if (rows["passes"] == outcome).any()
     ]
-    marks = {"random weights": AT_RANDOM, "published": PUBLISHED}
+    marks = {"null": AT_RANDOM, "published": PUBLISHED}
     return [*handles, *(Line2D([], [], label=label, **look) for label, look in marks.items())]

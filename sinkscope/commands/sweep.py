@@ -1,0 +1,218 @@
+"""`sweep`: a grid of models × revisions × inputs × settings × commands (options/sweep_file.py), cell by cell.
+
+The folder is described in results/cells.py, the comparison in report/sweep.py. The same command goes on with what is
+there.
+"""
+
+import os
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from rich.console import Console
+
+from sinkscope.commands.result import Result
+from sinkscope.commands.run import check_figures
+from sinkscope.commands.sweeping.engine import Pool, run_groups, split
+from sinkscope.commands.sweeping.plan import Planned, groups_of, part_of, planned, table_of
+from sinkscope.commands.sweeping.progress import Progress, say, shown
+from sinkscope.commands.sweeping.worker import Group, State, Task
+from sinkscope.errors import InputError, unknown
+from sinkscope.measuring.console import print_line
+from sinkscope.options.option import checked
+from sinkscope.options.output import OutputOptions
+from sinkscope.options.sweep import SweepOptions
+from sinkscope.options.sweep_file import Cell, Sweep, read_sweep
+from sinkscope.report.figures import FIGURES, is_of
+from sinkscope.report.sweep import write_comparison
+from sinkscope.report.sweep_tables import Measured, SweepTables, sweep_tables
+from sinkscope.report.wse_table_1 import WSE_TABLE_1
+from sinkscope.results.cells import COMMAND, CellFolders
+from sinkscope.results.manifest import make_manifest
+
+OF_THE_RUN = {"file", "dry_run", "engine", "address", "workers", "shard", "retry"}  # they decide no number
+MOST_FAILURES = 5  # that the last message names
+
+
+@dataclass(frozen=True)
+class SweepRun:
+    """What came out of a sweep.
+
+    Attributes:
+        sweep: as it was read.
+        plan: its cells, of this shard, as they are in the end.
+        tables: of all cells that are done; None of a dry run.
+        folder: where it is written.
+    """
+
+    sweep: Sweep
+    plan: Sequence[Planned]
+    tables: SweepTables | None
+    folder: Path
+
+    @property
+    def failure(self) -> str:
+        """What failed, in one line; "" where nothing did."""
+        failed = [each for each in self.plan if each.state == State.FAILED or each.message]
+        if not failed or self.tables is None:
+            return ""
+        counts = Counter(each.message for each in failed)
+        first = {each.message: each.cell.name for each in reversed(failed)}
+        named = [f"{first[message]}: {message}" for message in counts][:MOST_FAILURES]
+        others = len(failed) - len(named)
+        named += [f"and {others} more"] if others else []
+        return f"{len(failed)} of {len(self.plan)} cells failed (--retry tries them again): {'; '.join(named)}"
+
+    @property
+    def summary(self) -> pd.DataFrame:
+        """States, models × states."""
+        rows = pd.DataFrame([(each.cell.model, str(each.state)) for each in self.plan], columns=["model", "state"])
+        counts = pd.crosstab(rows["model"], rows["state"]).reindex(rows["model"].unique())
+        return counts.reindex(columns=[str(state) for state in State if str(state) in counts]).reset_index()
+
+
+def command(options: SweepOptions, output: OutputOptions) -> Result:
+    given = {name: getattr(options, name) for name in options.model_fields_set - {"file"}}
+    done = sweep(options.file, **output.where, **given)
+    if done.tables is None:
+        return Result(done, tables={"cells": table_of(done.plan)})
+    tables = {"cells": done.summary, "sink rate": done.tables.overview}
+    return Result(done, tables=tables, folder=done.folder, failure=done.failure)
+
+
+def sweep(
+    file: str | os.PathLike[str],
+    *,
+    out: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    quiet: bool = True,
+    **options: Any,
+) -> SweepRun:
+    """Measure all cells of a sweep that are not done yet, and compare those that are.
+
+    A script calls it behind `if __name__ == "__main__":`, since it starts processes.
+
+    Args:
+        file: a YAML file, or the name of a sweep that comes with sinkscope.
+        out: the folder; runs/FILE if None.
+        overwrite: measure everything anew.
+        quiet: print nothing.
+        **options: those of the command line, with underscores: see `SweepOptions`.
+
+    Raises:
+        InputError: the file or an option is wrong, or the folder is another's; nothing was measured.
+        SinkscopeError: the comparison cannot be written.
+    """
+    start = time.time()
+    asked = checked(SweepOptions, {"file": os.fspath(file), **options})
+    given = {name: getattr(asked, name) for name in asked.model_fields_set - OF_THE_RUN}
+    found = read_sweep(asked.file, given)
+    check(found)
+    folders = CellFolders(Path(out or asked.folder()))
+    if overwrite and asked.part != (1, 1):
+        raise InputError("--overwrite removes the cells of all shards: delete the folder before they are started")
+    console = Console(stderr=True, quiet=quiet)
+    mine = part_of(found.cells, asked.part)
+    if asked.dry_run:
+        return SweepRun(found, planned(mine, folders), None, folders.folder)
+    manifest = make_manifest(COMMAND, _record(found), start, cells=[cell.name for cell in found.cells])
+    # the pool before anything is written: Ray may be missing
+    with closing(_pool(asked)) as pool, folders.begun(manifest, overwrite, asked.part):
+        folders.put_right({cell.name for cell in mine})
+        todo = [each for each in planned(mine, folders) if each.is_wanted(asked.retry)]
+        tasks = {each.cell.name: _task(found, each.cell, folders) for each in todo}
+        failed = _measure(split(groups_of(todo, tasks), pool.workers), folders, pool, console)
+        plan = [_ended(each, failed) for each in planned(mine, folders)]
+        tables = compared(found, folders, start)
+    return SweepRun(found, plan, tables, folders.folder)
+
+
+def check(found: Sweep) -> None:
+    """Find what is wrong with the options of a cell before any model is loaded. Raises: InputError."""
+    commands = found.content.commands
+    for name in found.content.figures:
+        if name not in FIGURES:
+            raise InputError(f"{found.path}: figure {unknown(name, FIGURES)}")
+        if not any(is_of(name, command) for command in commands):
+            raise InputError(f"{found.path}: figure '{name}' is of none of these commands: {', '.join(commands)}")
+    for entry in found.content.models:
+        if entry.paper is not None and entry.paper not in WSE_TABLE_1:
+            raise InputError(f"{found.path}: the `paper` of {entry.label} {unknown(entry.paper, WSE_TABLE_1)}")
+    for cell in found.cells:
+        look = getattr(import_module(f"sinkscope.commands.{cell.command}"), "check", None)
+        try:
+            if look is not None:
+                look(cell.options)
+            check_figures(_figures(found, cell.command), cell.command, getattr(cell.options, "observables", None))
+        except InputError as error:
+            raise InputError(f"{found.path}: {cell.told}: {error}") from None
+
+
+def _figures(found: Sweep, command: str) -> tuple[str, ...]:
+    """Those that cells of a command draw."""
+    return tuple(name for name in found.content.figures if is_of(name, command))
+
+
+def _record(found: Sweep) -> dict[str, Any]:
+    """For run.json: the file as it was, and what the command line said of it."""
+    return {"content": found.content.model_dump(mode="json", exclude_unset=True), "given": dict(found.given)}
+
+
+def _pool(asked: SweepOptions) -> Pool:
+    if asked.engine == "ray":
+        from sinkscope.commands.sweeping.ray_tasks import RayTasks
+
+        return RayTasks(asked.address, None if asked.workers == "auto" else asked.workers)
+    from sinkscope.commands.sweeping.processes import Processes, default_workers
+
+    return Processes(default_workers() if asked.workers == "auto" else asked.workers)
+
+
+def _task(found: Sweep, cell: Cell, folders: CellFolders) -> Task:
+    folder = folders.run(cell.name).absolute()
+    return Task(cell.name, cell.command, cell.options, folder, _figures(found, cell.command))
+
+
+def _measure(groups: Sequence[Group], folders: CellFolders, pool: Pool, console: Console) -> dict[str, str]:
+    """Measure all cells of the groups. → Cell → why it failed."""
+    total = sum(len(group.tasks) for group in groups)
+    progress, failed = Progress(total), {}
+    if total:
+        print_line(console, f"{total} cells to measure, in {len(groups)} groups that share a load")
+    with shown(progress, console):
+        for event in run_groups(groups, pool):
+            progress.hear(event)
+            if event.state == State.FAILED:
+                failed[event.name] = event.message
+                with suppress(OSError):  # a full disk, of which the summary tells
+                    folders.fail(event.name, event.message)
+            elif event.state == State.DONE:
+                folders.forget(event.name)
+            say(progress, event, console)
+    return failed
+
+
+def _ended(each: Planned, failed: Mapping[str, str]) -> Planned:
+    """A cell that is not done has failed, also where that could not be written."""
+    if each.state != State.WAITING:
+        return each
+    return replace(each, state=State.FAILED, message=failed.get(each.cell.name, "it was not measured"))
+
+
+def compared(found: Sweep, folders: CellFolders, start: float) -> SweepTables:
+    """Compare all cells of the sweep that are done, of all shards, and write the comparison."""
+    done = [
+        Measured(cell, folders.run(cell.name), manifest)
+        for cell in found.cells
+        if (manifest := folders.manifest(cell.name, cell.command, cell.config)) is not None
+    ]
+    tables = sweep_tables(done)
+    with folders.new_comparison() as fresh:
+        write_comparison(tables, fresh, _record(found), start)
+    return tables

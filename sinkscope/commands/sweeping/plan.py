@@ -1,0 +1,146 @@
+"""What a sweep has to do: the size of its models, found without their weights, and which cells are done."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from sinkscope.commands.sweeping.worker import Group, State, Task, load_key
+from sinkscope.errors import SinkscopeError, described, one_line
+from sinkscope.measuring.passes import TOKENS_PER_BATCH
+from sinkscope.models.devices import stays_on_cpu
+from sinkscope.models.files import find_settings, quiet
+from sinkscope.models.gguf import read_once
+from sinkscope.models.loading import count_parameters, read_config
+from sinkscope.options.sweep_file import Cell
+from sinkscope.results.cells import CellFolders
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+AT_LEAST = 700 << 20  # bytes of a process with its libraries
+MARGIN = 1.2
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of one model.
+
+    Attributes:
+        parameters: how many it has; None where its configuration cannot be read.
+        weights: their bytes.
+        vocabulary: tokens.
+        reason: why it cannot be read.
+    """
+
+    parameters: int | None = None
+    weights: int = 0
+    vocabulary: int = 0
+    reason: str = ""
+
+    def memory(self, options: Any) -> int:
+        """Bytes that measuring it takes, about: of the loaded weights and what they are read from, and of one batch's
+        logits, which are the largest of what a pass makes. 0 where its size is not known.
+        """
+        if self.parameters is None:
+            return 0
+        on_cpu = stays_on_cpu(options.device_map)
+        batch = options.batch_size
+        tokens = TOKENS_PER_BATCH["cpu" if on_cpu else "cuda"] if batch == "auto" else batch * options.seq_len
+        logits = max(tokens, options.seq_len) * self.vocabulary * BYTES["float32"]
+        return int(MARGIN * (AT_LEAST + 2 * self.weights + logits))
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A cell, and what is known of it before it is measured."""
+
+    cell: Cell
+    size: Size
+    state: State
+    message: str = ""  # of a cell that failed, or of parts of one that is done
+
+    def is_wanted(self, retry: bool) -> bool:
+        """Whether it is to be measured: what failed, also in parts, only with --retry."""
+        return self.state == State.WAITING or (retry and bool(self.message))
+
+    @property
+    def memory(self) -> int:
+        return self.size.memory(self.cell.options)
+
+
+def planned(cells: Iterable[Cell], folders: CellFolders | None) -> list[Planned]:
+    """All cells with their sizes and states; without a folder, nothing is done yet."""
+    sizes: dict[tuple, Size] = {}
+    found = []
+    for cell in cells:
+        key = load_key(cell.options)
+        if key not in sizes:
+            sizes[key] = size_of(cell.options)
+        state, message = state_of(cell, folders) if folders is not None else (State.WAITING, "")
+        found.append(Planned(cell, sizes[key], state, message))
+    return found
+
+
+def state_of(cell: Cell, folders: CellFolders) -> tuple[State, str]:
+    """Whether a cell is done or has failed, and what was said of it then."""
+    manifest = folders.manifest(cell.name, cell.command, cell.config)
+    if manifest is not None:
+        return State.DONE, partly_failed(manifest)
+    failure = folders.failure(cell.name)
+    return (State.WAITING, "") if failure is None else (State.FAILED, failure.error)
+
+
+def partly_failed(manifest: Mapping[str, Any]) -> str:
+    """What failed of a cell that is done: arms of `intervene`, runs of `claims`."""
+    failed = manifest.get("failed") or {}
+    return one_line("; ".join(f"{name}: {reason}" for name, reason in failed.items())) if failed else ""
+
+
+def size_of(options: Any) -> Size:
+    """The size of a model, from its configuration alone."""
+    try:
+        with quiet(), read_once():
+            files = find_settings(options.model, options.revision, options.gguf_file)
+            config = read_config(files, options.trust_remote_code)
+            parameters = count_parameters(config)
+    except SinkscopeError as error:
+        return Size(reason=one_line(error))
+    except Exception as error:  # whatever building a model raises
+        return Size(reason=described(error))
+    text = config.get_text_config()
+    stored = str(getattr(text, "dtype", None) or "float32").removeprefix("torch.")
+    dtype = options.dtype or ("float32" if files.gguf or stays_on_cpu(options.device_map) else stored)
+    return Size(parameters, parameters * BYTES.get(dtype, 4), int(getattr(text, "vocab_size", 0) or 0))
+
+
+def part_of(cells: Sequence[Cell], part: tuple[int, int]) -> Sequence[Cell]:
+    """One of so many parts of equal size, in which the cells of a model stay together."""
+    at, of = part
+    return cells[len(cells) * (at - 1) // of : len(cells) * at // of]
+
+
+def groups_of(todo: Iterable[Planned], tasks: Mapping[str, Task]) -> list[Group]:
+    """The cells that are to be measured, by the load that they share."""
+    groups: dict[tuple, list[Planned]] = {}
+    for each in todo:
+        groups.setdefault(load_key(each.cell.options), []).append(each)
+    return [
+        Group(tuple(tasks[each.cell.name] for each in group), max(each.memory for each in group))
+        for group in groups.values()
+    ]
+
+
+def table_of(plan: Iterable[Planned]) -> pd.DataFrame:
+    """What --dry-run shows."""
+    rows = [
+        (
+            each.cell.name,
+            each.cell.model,
+            "?" if each.size.parameters is None else f"{each.size.parameters:,}",
+            "?" if each.size.parameters is None else f"{each.memory / 2**30:.1f} GB",
+            str(each.state),
+            each.message or each.size.reason,
+        )
+        for each in plan
+    ]
+    return pd.DataFrame(rows, columns=["cell", "model", "parameters", "memory", "state", "note"])

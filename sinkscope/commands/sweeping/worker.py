@@ -1,0 +1,132 @@
+"""The worker of a sweep: measures the cells of one model in turn, with one load, and tells what becomes of each."""
+
+import gc
+import logging
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from sinkscope.errors import LONGEST, SinkscopeError, described, is_out_of_memory, one_line
+
+
+class State(StrEnum):
+    """Of a cell."""
+
+    WAITING = "to do"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Task:
+    """One cell, as a worker needs it."""
+
+    name: str
+    command: str
+    options: Any
+    folder: Path
+    figures: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cells of one model in one dtype, on the same devices: they share one load.
+
+    Attributes:
+        tasks: the cells, in their order.
+        memory: bytes that a worker of them needs, about; 0 where that is not known.
+    """
+
+    tasks: tuple[Task, ...]
+    memory: int = 0
+
+
+@dataclass(frozen=True)
+class Event:
+    """What becomes of a cell.
+
+    Attributes:
+        name: of the cell.
+        state: which begins.
+        message: of a cell that failed, on one line.
+        seconds: that it took, the load of its model included.
+    """
+
+    name: str
+    state: State
+    message: str = ""
+    seconds: float = 0.0
+
+
+LOADED_BY = ("model", "revision", "gguf_file", "dtype", "device_map", "trust_remote_code", "allow_pickle")
+
+
+def load_key(options: Any) -> tuple:
+    """Cells with the same key share one load."""
+    return (*(getattr(options, name) for name in LOADED_BY), options.adapter)
+
+
+def settle() -> None:
+    """Make a new process a worker: silent, and quick to look for garbage, which passes do before they begin."""
+    gc.freeze()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+
+
+def measured(group: Group) -> Iterator[Event]:
+    """Measure the cells of a group, one by one. What fails in a cell is that cell's event."""
+    models = _Models()
+    for task in group.tasks:
+        yield Event(task.name, State.RUNNING)
+        start = time.monotonic()
+        try:
+            _measure(task, models)
+        except Exception as error:  # also what nobody has foreseen: the other cells go on
+            yield Event(task.name, State.FAILED, told(error), time.monotonic() - start)
+        else:
+            yield Event(task.name, State.DONE, seconds=time.monotonic() - start)
+
+
+class _Models:
+    """The model of a group, loaded when the first cell needs it; an error of loading it is the error of all cells."""
+
+    def __init__(self) -> None:
+        self._loaded: Any = None
+        self._error: Exception | None = None
+
+    def get(self, options: Any) -> Any:
+        if self._error is not None:
+            raise self._error
+        if options.adapter is not None:  # merged into the weights by the command that loads them
+            return options.model
+        if self._loaded is None:
+            from sinkscope.commands.load import load
+
+            try:
+                self._loaded = load(**{name: getattr(options, name) for name in LOADED_BY})
+            except Exception as error:
+                self._error = error
+                raise
+        return self._loaded
+
+
+def _measure(task: Task, models: _Models) -> None:
+    """Run the command of a cell, which writes its folder; one of an older version there is replaced."""
+    function = getattr(import_module(f"sinkscope.commands.{task.command}"), task.command)
+    drawn = {} if task.command == "claims" else {"figures": task.figures}
+    function(models.get(task.options), config=task.options, out=task.folder, overwrite=True, **drawn)
+
+
+def told(error: Exception) -> str:
+    """The message of an error, on one line."""
+    if isinstance(error, SinkscopeError):
+        return one_line(error, LONGEST)
+    if is_out_of_memory(error):
+        return "memory ran out: take a shorter seq-len, dtype bfloat16 or device-map auto"
+    return f"unexpected {described(error)}"

@@ -1,0 +1,311 @@
+"""Sweeps: models × revisions × inputs × settings × commands as one YAML file.
+
+    title: Sink rate of the Pythia family while it was trained
+    models:
+      - model: EleutherAI/pythia-70m
+        revisions: [step0, step1000, step143000]
+        family: Pythia             # its models are compared by size
+      - model: org/pythia-70m-chat
+        base: pythia-70m           # the name of the model that this was tuned from
+        instead: {natural: chats}  # an input in the place of another, for this model; null leaves it out
+        options: {dtype: bfloat16}
+    inputs:                        # names of --input, or a name with options each
+      natural:
+      chats: {input: chats.jsonl, bos: never}
+    settings:                      # option → its values; all combinations
+      seq-len: [16, 64]            # the window is as long
+      seed: [0, 1]
+    commands:                      # analyze, where none is named
+      analyze: {options: {observables: [attention, gradient]}}
+      claims: {inputs: [natural], settings: {}}
+    options: {num-seqs: 100}       # of all of them
+    figures: [sink-map]            # of every cell; none, where none is named
+
+Each combination is a cell: an ordinary command with its options. What is nearer to the cell takes the place of what is
+further away: the file's options, the command's, the model's, the input's, the setting's, and those of the command line.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, field_validator, model_validator
+
+from sinkscope.errors import InputError, one_line, unknown
+from sinkscope.options import COMMANDS
+from sinkscope.options.files import kind_of, user_path
+from sinkscope.options.measuring import DEMO_NAME
+from sinkscope.options.option import Options, as_folder_name, checked
+from sinkscope.options.recipe import find_recipe, named
+from sinkscope.options.yaml_file import read_yaml
+
+MEASURING = ("analyze", "intervene", "quantize", "claims")  # that a cell may be of
+LONGEST_NAME = 120  # characters of a cell's name in front of its checksum
+CHECKSUM = 10  # its characters
+MOST_CELLS = 100_000
+PERMISSIONS = {"trust_remote_code", "allow_pickle"}  # they decide no number
+
+Named = dict[str, Any]  # options, as their fields are named
+
+
+class Part(BaseModel):
+    """A part of the file. An empty value is as if the key were not there."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_empty(cls, content: Any) -> Any:
+        if not isinstance(content, dict):
+            return {} if content is None else content
+        return {key: value for key, value in content.items() if value is not None}
+
+
+class ModelEntry(Part):
+    """One model. Without `model` it is the demo model."""
+
+    model: str | None = None
+    name: str = ""  # in tables and figures
+    revisions: tuple[str, ...] = ()  # of the hub, or subfolders of a folder
+    instead: dict[str, str | None] = {}
+    options: dict[str, Any] = {}
+    family: str | None = None
+    base: str | None = None
+    paper: str | None = None  # what WSE table 1 calls it
+
+    @field_validator("revisions", mode="before")
+    @classmethod
+    def _as_texts(cls, revisions: Any) -> Any:
+        return [str(one) for one in revisions] if isinstance(revisions, list) else revisions
+
+    @property
+    def label(self) -> str:
+        path = Path(self.model or DEMO_NAME)
+        return self.name or (path.stem if path.suffix == ".gguf" else path.name)
+
+
+class CommandEntry(Part):
+    """How a command is run; `inputs` and `settings` take the place of the file's."""
+
+    inputs: tuple[str, ...] | None = None
+    settings: dict[str, list[Any]] | None = None
+    options: dict[str, Any] = {}
+
+
+class SweepContent(Part):
+    """What is in the file."""
+
+    title: str
+    reproduces: str | None = None
+    models: tuple[ModelEntry, ...]
+    inputs: dict[str, dict[str, Any]] = {"natural": {}}
+    settings: dict[str, list[Any]] = {}
+    commands: dict[str, CommandEntry] = {"analyze": CommandEntry()}
+    options: dict[str, Any] = {}
+    figures: tuple[str, ...] = ()
+
+    @field_validator("models", mode="before")
+    @classmethod
+    def _names_alone(cls, models: Any) -> Any:
+        """A model of which only the name is said."""
+        listed = [{"model": one} if isinstance(one, str) else one for one in models] if models else models
+        if listed == []:
+            raise ValueError("name at least one model")
+        return listed
+
+    @field_validator("inputs", "commands", mode="before")
+    @classmethod
+    def _listed(cls, found: Any) -> Any:
+        """As `[natural, random]`, or with nothing behind a name."""
+        if isinstance(found, str):
+            found = [found]
+        if isinstance(found, list):
+            found = dict.fromkeys(map(str, found))
+        if found == {}:
+            raise ValueError("name at least one")
+        if not isinstance(found, dict):
+            return found
+        return {name: {} if value is None else value for name, value in found.items()}
+
+    @field_validator("commands")
+    @classmethod
+    def _known_commands(cls, commands: dict[str, CommandEntry]) -> dict[str, CommandEntry]:
+        for name in commands:
+            if name not in MEASURING:
+                raise ValueError(unknown(name, MEASURING))
+        return commands
+
+    @model_validator(mode="after")
+    def _names_lead_somewhere(self) -> "SweepContent":
+        labels = [entry.label for entry in self.models]
+        for label in labels:
+            if labels.count(label) > 1:
+                raise ValueError(f"two models are called {label}: give one of them another `name`")
+        for entry in self.models:
+            if entry.base is not None and entry.base not in labels:
+                raise ValueError(f"the `base` of {entry.label} {unknown(entry.base, labels)}")
+            for name in entry.instead:
+                if name not in self.inputs:
+                    raise ValueError(f"`instead` of {entry.label}: {unknown(name, self.inputs)}")
+        for command, asked in self.commands.items():
+            for name in asked.inputs or ():
+                if name not in self.inputs:
+                    raise ValueError(f"`inputs` of {command}: {unknown(name, self.inputs)}")
+        return self
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination: a command with its options.
+
+    Attributes:
+        name: its folder's; the same options always have the same name, and others another.
+        entry: its model in the file.
+        revision, input, setting, command: its coordinates in the grid, for people.
+        options: of the command.
+    """
+
+    name: str
+    entry: ModelEntry
+    revision: str | None
+    input: str
+    setting: str
+    command: str
+    options: Any
+
+    @property
+    def model(self) -> str:
+        return self.entry.label
+
+    @property
+    def told(self) -> str:
+        """«pythia-70m step0 × random × seq-len=16 (claims)»."""
+        model = f"{self.model} {self.revision}" if self.revision else self.model
+        rest = " × ".join(part for part in (model, self.input, self.setting) if part)
+        return one_line(f"{rest} ({self.command})")
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The options that decide its numbers, as run.json holds them."""
+        return self.options.model_dump(mode="json", exclude=PERMISSIONS)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep that was read from a file.
+
+    Attributes:
+        path: of the file.
+        content: what it says.
+        given: options of the command line, in the place of the file's.
+        cells: all combinations.
+    """
+
+    path: Path
+    content: SweepContent
+    given: Mapping[str, Any]
+    cells: tuple[Cell, ...]
+
+
+def read_sweep(file: str, given: Mapping[str, Any]) -> Sweep:
+    """Read a sweep, and make the options of all its cells.
+
+    Args:
+        file: a YAML file, or a name.
+        given: options in the place of the file's.
+
+    Raises:
+        InputError: the file does not exist or is faulty, or the options of a cell are.
+    """
+    path = find_recipe(file, "sweep")
+    options = {name for command in MEASURING for name in COMMANDS[command].model_fields}
+    content = read_yaml(path, SweepContent, "sweep", options)
+    found: dict[str, Cell] = {}
+    for cell in _cells(path, content, given):
+        checksum = cell.name[-CHECKSUM:]
+        if checksum in found:
+            raise InputError(f"{path}: {cell.told} is there twice, also as {found[checksum].told}")
+        found[checksum] = cell
+        if len(found) > MOST_CELLS:
+            raise InputError(f"{path}: more than {MOST_CELLS} combinations")
+    if not found:
+        raise InputError(f"{path}: it has no combinations: every input is left out")
+    return Sweep(path, content, given, tuple(found.values()))
+
+
+def _cells(path: Path, content: SweepContent, given: Mapping[str, Any]) -> Iterator[Cell]:
+    """Model by model, so that those of one model stand together."""
+    for entry in content.models:
+        for revision in entry.revisions or (None,):
+            for command, asked in content.commands.items():
+                settings = content.settings if asked.settings is None else asked.settings
+                for name, setting in product(_inputs(content, entry, asked), _settings(path, settings)):
+                    yield _cell(path, content, (entry, revision, command, name, setting), given)
+
+
+def _inputs(content: SweepContent, entry: ModelEntry, asked: CommandEntry) -> list[str]:
+    """Names of what one model reads for one command."""
+    names = [entry.instead.get(name, name) for name in asked.inputs or content.inputs]
+    return list(dict.fromkeys(name for name in names if name is not None))
+
+
+def _settings(path: Path, settings: Mapping[str, list[Any]]) -> list[Named]:
+    """All combinations of the values."""
+    for name, values in settings.items():
+        if not values:
+            raise InputError(f"{path}: `settings.{name}`: it has no values")
+    return [dict(zip(settings, values, strict=True)) for values in product(*settings.values())]
+
+
+def _cell(
+    path: Path,
+    content: SweepContent,
+    at: tuple[ModelEntry, str | None, str, str, Named],
+    given: Mapping[str, Any],
+) -> Cell:
+    entry, revision, command, name, setting = at
+    label = ",".join(f"{option}={value}" for option, value in setting.items())
+    draft = Cell("", entry, revision, name, label, command, None)
+    reads = content.inputs.get(name) or {}
+    if not {"input", "dataset", "prompt"} & named_in(path, reads).keys():
+        reads = {"input": name, **reads}
+    parts = (content.options, content.commands[command].options, entry.options, reads, setting)
+    options = _model(entry, revision)
+    for part in parts:
+        options |= named_in(path, part)
+    if "seq_len" in named_in(path, setting):
+        options.setdefault("window", options["seq_len"])  # WSE figure 3
+    try:
+        resolved = checked(COMMANDS[command], options | dict(given))
+    except InputError as error:
+        raise InputError(f"{path}: {draft.told}: {error}") from None
+    return Cell(_name(draft, resolved), entry, revision, name, label, command, resolved)
+
+
+def named_in(path: Path, options: Mapping[str, Any]) -> Named:
+    """Options as the fields are named. Raises InputError for those that a file cannot decide."""
+    try:
+        return named(options)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def _model(entry: ModelEntry, revision: str | None) -> Named:
+    """The model at one revision: of a folder that is a folder in it."""
+    if revision is None or entry.model is None or kind_of(user_path(entry.model)) != "folder":
+        return {"model": entry.model, "revision": revision}
+    return {"model": str(Path(entry.model) / revision)}
+
+
+def _name(cell: Cell, options: Options) -> str:
+    """Readable, and with a checksum of what decides the numbers."""
+    said = json.dumps(
+        [cell.command, options.model_dump(mode="json", exclude_defaults=True, exclude=PERMISSIONS)], sort_keys=True
+    )
+    command = cell.command if cell.command != "analyze" else None
+    readable = as_folder_name(cell.model, cell.revision, cell.input, cell.setting, command)[:LONGEST_NAME]
+    return f"{readable}-{sha256(said.encode()).hexdigest()[:CHECKSUM]}"

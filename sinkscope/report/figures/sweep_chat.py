@@ -1,0 +1,39 @@
+"""Base models beside those that were tuned from them (WSE table 1, right)."""
+
+import pandas as pd
+
+from sinkscope.report.figures.spec import declare
+from sinkscope.report.figures.style import NAVY, NEUTRAL, VERMILION, Figure
+from sinkscope.report.figures.sweep_parts import dots_by_model
+from sinkscope.report.sweep_tables import SweepTables
+
+BASE, TUNED = "base", "tuned"
+LOOKS = {BASE: {"color": NAVY, "marker": "o"}, TUNED: {"color": VERMILION, "marker": "s"}}
+
+
+def _rows(tables: SweepTables) -> pd.DataFrame:
+    """A base and a tuned row for each pair and input; `model` says which pair."""
+    main = tables.main
+    tuned = main[(main["base"] != "") & (main["base"] != main["model"])]
+    pairs = tuned.merge(main, left_on=["base", "input"], right_on=["model", "input"], suffixes=("", "_of_base"))
+    names = pairs["model"] + " · " + pairs["input"]
+    return pd.concat(
+        [
+            pd.DataFrame({"model": names, "kind": BASE, "sink_rate": pairs["sink_rate_of_base"]}),
+            pd.DataFrame({"model": names, "kind": TUNED, "sink_rate": pairs["sink_rate"]}),
+        ],
+        ignore_index=True,
+    )
+
+
+def lacking(tables: SweepTables) -> str | None:
+    return "no model names the one that it was tuned from" if _rows(tables).empty else None
+
+
+@declare("sweep-chat", "sink rate of base models and of those tuned from them", "sweep", lacking=lacking)
+def draw(tables: SweepTables) -> Figure:
+    rows = _rows(tables)
+    figure, ax = dots_by_model(rows, "kind", LOOKS)
+    for at, (_, pair) in enumerate(rows.groupby("model", sort=False)):
+        ax.plot(100 * pair["sink_rate"], [at] * len(pair), **NEUTRAL)
+    return figure

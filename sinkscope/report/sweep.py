@@ -1,0 +1,78 @@
+"""The comparison of all cells of a sweep, as a folder.
+
+OUT/run.json                        which cells are done
+OUT/tables/sweep.parquet            one row a metric of a cell, with the cell's coordinates
+OUT/tables/sweep_epsilon.parquet    the sink rate of each cell at many ε
+OUT/tables/*.parquet                tables of cells of other commands
+OUT/figures/*.png|pdf
+OUT/sweep.md                        sink rates by model and input, beside published ones
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sinkscope.report.claims.routes import TABLE as ROUTES
+from sinkscope.report.claims.scorecard import TABLE as CLAIMS
+from sinkscope.report.claims.scorecard import Scorecard
+from sinkscope.report.figures import OF_CLAIMS, OF_ROUTES, OF_SWEEP, save_figures
+from sinkscope.report.figures.spec import draw_all
+from sinkscope.report.markdown import as_markdown
+from sinkscope.report.sweep_tables import EPSILON, SWEEP, SweepTables
+from sinkscope.report.wse_table_1 import LENGTH, SETTING, WSE_TABLE_1
+from sinkscope.results.cells import COMMAND
+from sinkscope.results.manifest import make_manifest, write_manifest
+from sinkscope.results.tables import write_tables
+
+RANDOM, REPEATED = "random", "repeated"  # inputs
+
+
+def write_comparison(tables: SweepTables, folder: Path, record: Mapping[str, Any], start: float) -> None:
+    """Tables, figures, words and manifest into an empty folder; the manifest last."""
+    write_tables(tables.tables, folder)
+    figures = draw_all(OF_SWEEP, tables)
+    if CLAIMS in tables.tables:
+        card = Scorecard({}, tables.tables[CLAIMS], tables.tables[ROUTES])
+        if len(card.models) > 1:
+            figures |= draw_all(OF_CLAIMS, card) | draw_all(OF_ROUTES, card.routes)
+    save_figures(figures, folder / "figures")
+    (folder / "sweep.md").write_text(words(tables, record) + "\n", encoding="utf-8")
+    cells = tables.tables[SWEEP]["cell"].unique().tolist() if SWEEP in tables.tables else []
+    write_manifest(folder, make_manifest(COMMAND, record, start, tables.tables, cells=cells))
+
+
+def words(tables: SweepTables, record: Mapping[str, Any]) -> str:
+    """The title, and WSE table 1 of these models."""
+    parts = [f"## {record['content']['title']}"]
+    if tables.main.empty:
+        return "\n\n".join([*parts, "No cell of `analyze` is done."])
+    said = dict.fromkeys(f"T = {row.seq_len}, ε = {row.epsilon:g}" for row in tables.main.itertuples())
+    parts.append(f"Sink rate at position 0 ({'; '.join(said)}), mean over layers and heads.")
+    parts.append(as_markdown(_with_published(tables), numbers=True))
+    without = _without_bos(tables)
+    if without:
+        parts.append(f"Their texts begin with a BOS, but not what is drawn at random: {', '.join(without)}.")
+    if EPSILON in tables.tables:
+        parts.append("At other ε: `tables/sweep_epsilon.parquet`, from the window masses that the runs keep.")
+    return "\n\n".join(parts)
+
+
+def _without_bos(tables: SweepTables) -> list[str]:
+    """Models of which random or repeated tokens lack the BOS that texts have: their sink may be at it."""
+    drawn = tables.main["condition"].isin([RANDOM, REPEATED])
+    has_bos = tables.main["token_zero"].str.startswith("bos")
+    with_it, lacking_it = (set(tables.main["model"][rows]) for rows in (has_bos & ~drawn, drawn & ~has_bos))
+    return [model for model in tables.main["model"].unique() if model in with_it & lacking_it]
+
+
+def _with_published(tables: SweepTables) -> Any:
+    """The overview; behind it what the paper has of the models that name one, in the same setting."""
+    table = tables.overview
+    same = all((tables.main[name] == value).all() for name, value in {**SETTING, "seq_len": LENGTH}.items())
+    if not same or not tables.papers:
+        return table
+    papers = table["model"].map(tables.papers)
+    for reads in [name for name in table.columns[1:] if any(name in WSE_TABLE_1.get(p, {}) for p in papers.dropna())]:
+        found = [WSE_TABLE_1.get(paper, {}).get(reads) if isinstance(paper, str) else None for paper in papers]
+        table[f"{reads} (WSE)"] = ["–" if one is None else f"{one.value:.1f}%{one.mark}" for one in found]
+    return table

@@ -1,0 +1,185 @@
+"""The folder of a sweep: a run folder for each cell that is done, a small file for each that failed.
+
+OUT/run.json             the sweep, and the names of its cells
+OUT/cells/NAME/          what the cell's command writes
+OUT/failed/NAME.json     the error with which it ended
+OUT/comparison/          of all cells that are done; replaced as a whole
+
+A cell that is done is so by its run folder alone, which appears when it is complete. Several processes may work on
+different cells at once: what all of them write is written under the lock of OUT.
+"""
+
+import json
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from sinkscope.errors import InputError, SinkscopeError, one_line
+from sinkscope.options.files import read_json
+from sinkscope.results.folders import alone_in, check_output, new_folder
+from sinkscope.results.manifest import MANIFEST, read_manifest, write_manifest
+from sinkscope.results.swap import LOCK, NEW, OLD, PREFIX, beside, locked, new_file, put_right, remove
+
+COMMAND = "sweep"  # in the manifests
+CELLS, FAILED, COMPARISON = "cells", "failed", "comparison"
+PATIENCE = 60.0  # seconds that one process waits for another to finish a short piece of writing
+MOMENT = 2.0  # that the workers of a sweep that was killed take to end
+PAUSE = 0.1  # between two attempts
+
+
+class Failure(BaseModel):
+    """Why a cell has no run folder."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    error: str
+    attempts: int = 1
+
+
+@dataclass(frozen=True)
+class CellFolders:
+    """Where a sweep keeps what."""
+
+    folder: Path
+
+    def run(self, name: str) -> Path:
+        return self.folder / CELLS / name
+
+    def failure_file(self, name: str) -> Path:
+        return self.folder / FAILED / f"{name}.json"
+
+    @property
+    def comparison(self) -> Path:
+        return self.folder / COMPARISON
+
+    # --- beginning
+
+    @contextmanager
+    def begun(self, manifest: Mapping[str, Any], overwrite: bool, part: tuple[int, int] = (1, 1)) -> Iterator[None]:
+        """Make the folder this sweep's, or go on in it; other processes are kept out of the same part of its cells.
+
+        Args:
+            manifest: of the sweep.
+            overwrite: remove what an earlier sweep has measured there.
+            part: which of how many parts of the cells.
+
+        Raises:
+            InputError: it holds something else, cannot be written, or another process works on the same part.
+        """
+        with ExitStack() as stack:
+            with self.shared():
+                is_new = overwrite or not (self.folder / MANIFEST).exists()
+                if is_new:
+                    check_output(self.folder, overwrite, (COMMAND,))
+                else:
+                    read_manifest(self.folder, (COMMAND,))
+                stack.enter_context(self._part("-".join(map(str, part))))
+                self._claim({**manifest, "files": [f"{name}/" for name in (CELLS, COMPARISON, FAILED)]}, is_new)
+            yield
+
+    def _claim(self, manifest: Mapping[str, Any], is_new: bool) -> None:
+        """Write run.json, into a folder that has nothing else if it is new."""
+        try:
+            if is_new:
+                with new_folder(self.folder) as fresh:
+                    write_manifest(fresh, manifest)
+            else:
+                remove(beside(self.folder / MANIFEST, NEW))
+                write_manifest(self.folder, manifest)
+            for name in (CELLS, FAILED):
+                (self.folder / name).mkdir(exist_ok=True)
+        except OSError as error:
+            raise SinkscopeError(f"writing {self.folder} failed: {one_line(error)}") from error
+
+    @contextmanager
+    def _part(self, name: str) -> Iterator[None]:
+        real = self.folder.resolve()
+        try:
+            with _patiently(partial(locked, real.with_name(f"{real.name}-part-{name}")), MOMENT):
+                yield
+        except BlockingIOError:
+            raise InputError(
+                f"--out {self.folder} is being written by another process: wait for it, or name another folder"
+            ) from None
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Have the folder to oneself for a moment. Raises InputError where another process keeps it."""
+        with _patiently(partial(alone_in, self.folder)):
+            yield
+
+    def put_right(self, names: Collection[str]) -> None:
+        """Finish or undo what a kill has left of these cells half written, once its last worker has ended."""
+        for path in list((self.folder / CELLS).glob(f"{PREFIX}*")):
+            name, _, what = path.name.removeprefix(PREFIX).rpartition("-")
+            if name in names and what in (NEW, OLD, LOCK):
+                with _patiently(partial(locked, self.run(name))):
+                    put_right(self.run(name))
+        for path in list((self.folder / FAILED).glob(f"{PREFIX}*")):
+            if path.name.removeprefix(PREFIX).removesuffix(f".json-{NEW}") in names:
+                remove(path)
+
+    # --- what is there
+
+    def manifest(self, name: str, command: str, config: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The manifest of a cell that is done; None where it is not, or was measured with other options, which can be
+        by an older version's defaults.
+        """
+        try:
+            found = read_manifest(self.run(name), (command,))
+        except InputError:
+            return None
+        recorded = found["config"]
+        same = all(recorded[option] == value for option, value in config.items() if option in recorded)
+        return found if same else None
+
+    def failure(self, name: str) -> Failure | None:
+        """Of a cell that failed; None where it did not, or its file is damaged."""
+        try:
+            return Failure.model_validate(read_json(self.failure_file(name)))
+        except (InputError, ValidationError):
+            return None
+
+    # --- writing
+
+    def fail(self, name: str, error: str) -> None:
+        """Record that a cell failed."""
+        before = self.failure(name)
+        failure = Failure(error=error, attempts=1 + (before.attempts if before else 0))
+        path = self.failure_file(name)
+        path.parent.mkdir(exist_ok=True)
+        with new_file(path) as fresh:
+            fresh.write_text(json.dumps(failure.model_dump(), indent=2) + "\n", encoding="utf-8")
+
+    def forget(self, name: str) -> None:
+        """That it failed: it is done, or tried again."""
+        remove(self.failure_file(name))
+
+    @contextmanager
+    def new_comparison(self) -> Iterator[Path]:
+        """A temporary folder that takes the place of the comparison."""
+        with self.shared(), new_folder(self.comparison) as fresh:
+            yield fresh
+
+
+@contextmanager
+def _patiently(lock: Callable[[], AbstractContextManager], seconds: float = PATIENCE) -> Iterator[None]:
+    """Enter a lock that another process holds for a short time."""
+    until = time.monotonic() + seconds
+    with ExitStack() as stack:
+        while True:
+            try:
+                stack.enter_context(lock())
+                break
+            except (BlockingIOError, InputError) as error:
+                is_taken = isinstance(error, BlockingIOError) or isinstance(error.__context__, BlockingIOError)
+                if not is_taken or time.monotonic() > until:
+                    raise
+            time.sleep(PAUSE)
+        yield

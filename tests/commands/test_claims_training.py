@@ -1,0 +1,125 @@
+"""`claims --from` folders of `retrofit`, `train` and `analyze` over steps, as the commands write them."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+from support.figures import skip_figures
+from support.retrofit_command import command_line
+from tiny import VOCAB, tiny_model
+
+import sinkscope
+from sinkscope import Scorecard
+from sinkscope.report.claims.claim import Outcome
+from sinkscope.report.trained import Trained
+
+SHORT: dict[str, Any] = {
+    "steps": 4,
+    "block_length": 24,
+    "batch_size": 2,
+    "log_every": 2,
+    "save_every": 2,
+    "num_seqs": 4,
+}
+
+
+pytestmark = pytest.mark.usefixtures("no_figures")
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Bigram-Backcopy lab, hardly trained. Not to be changed."""
+    out = tmp_path_factory.mktemp("trained") / "lab"
+    shape = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 1, "n_positions": 32}
+    (out.parent / "lab.json").write_text(json.dumps(shape))
+    methods = {"plain": "none", "VGA": "vga:placement=output,scale=1"}
+    with pytest.MonkeyPatch.context() as patched:
+        skip_figures(patched)
+        sinkscope.train(out.parent / "lab.json", methods, text="bigram-backcopy", seeds=2, out=out, **SHORT)
+    return out
+
+
+def row(card: Scorecard, claim: str, part: int = 0) -> pd.Series:
+    return card.table.query(f"claim == '{claim}' and part == {part}").iloc[0]
+
+
+def test_a_training_is_judged_by_its_tables(lab: Path, tmp_path: Path) -> None:
+    result = command_line("claims", "--from", lab, "--out", tmp_path / "card")
+    assert result.exit_code == 0, result.output
+    card = Scorecard.open(tmp_path / "card")
+    assert card.models == ["lab"]
+    training = pd.read_parquet(lab / "tables" / "training.parquet")
+    last = training.query("metric == 'early_attention_to_start' and layer == 0 and step == 4 and condition == 'plain'")
+    found, values = row(card, "V-4"), last["value"].to_numpy()
+    low, high = stats.t.interval(0.95, 1, values.mean(), stats.sem(values))
+    assert (found["low"], found["value"], found["high"]) == pytest.approx((low, values.mean(), high))
+    assert found["note"] == "plain; 2 seeds, Student's t"
+    table = pd.read_parquet(lab / "tables" / "retrofit.parquet").query("metric == 'perplexity'")
+    wide = table.pivot(index="seed", columns="condition", values="value")
+    assert row(card, "V-14")["value"] == pytest.approx((wide["VGA"] - wide["plain"]).mean())
+    assert card.manifest["judged"]["lab"]["arms:none,vga"] == str(lab)
+    assert row(card, "GS-21")["note"].endswith(f"--method none,vscale --out {lab}")
+    assert row(card, "W-1")["note"] == f"sinkscope analyze {lab}/plain-seed0/model"
+
+
+def test_its_steps_are_judged_beside_it(lab: Path, tmp_path: Path) -> None:
+    series = []
+    for seed in (0, 1):
+        series.append(tmp_path / f"steps{seed}")
+        given = {"input": str(lab / "held-out.npy"), "seq_len": 24, "num_seqs": 4, "observables": "attention"}
+        sinkscope.analyze_steps(lab / f"plain-seed{seed}" / "checkpoints", out=series[-1], **given)
+    card = sinkscope.claims(from_=[lab, *series])
+    assert card.models == ["lab"]
+    rises = []
+    for folder in series:
+        table = pd.read_parquet(folder / "tables" / "series.parquet").query("metric == 'sink_rate' and layer == -1")
+        by_step = table.set_index("step")["value"]
+        rises.append(100 * (by_step[4] - by_step[0]))
+    assert row(card, "W-30")["value"] == pytest.approx(np.mean(rises))
+    assert row(card, "W-30")["note"].endswith("2 seeds, Student's t")
+    alone = sinkscope.claims(from_=series[:1])
+    assert alone.models == [str(lab / "plain-seed0")]
+    assert row(alone, "W-30")["note"].endswith("one training, interval over its sequences")
+
+
+def test_a_fine_tune_with_several_seeds(tmp_path: Path) -> None:
+    ids = np.random.default_rng(0).integers(3, VOCAB, (12, 24))
+    np.save(tmp_path / "ids.npy", ids)
+    options = SHORT | {"text": str(tmp_path / "ids.npy")}
+    done = sinkscope.retrofit(tiny_model("llama"), "none", out=tmp_path / "out", seeds=2, **options)
+    assert list(done.runs) == ["untouched", "none-seed0", "none-seed1"]
+    assert Trained.open(tmp_path / "out").tables["retrofit"].equals(done.tables["retrofit"])
+    norms = [done.runs[name].manifest["w8a8"]["max_inf_norm"] for name in done.runs]
+    card = sinkscope.claims(from_=[tmp_path / "out"])
+    logs = np.log(np.array(norms[1:]) / norms[0])
+    assert row(card, "V-20")["value"] == pytest.approx(np.exp(logs.mean()))
+    assert card.outcome("V-21") == Outcome.NOT_MEASURED
+    assert "--method none,vga" in row(card, "V-21")["note"]
+
+
+def test_an_unfinished_folder_is_refused(lab: Path, tmp_path: Path) -> None:
+    manifest = json.loads((lab / "run.json").read_text())
+    (tmp_path / "run.json").write_text(json.dumps(manifest | {"tables": []}))
+    with pytest.raises(sinkscope.InputError, match="is not finished: the same `sinkscope train` goes on with it"):
+        sinkscope.claims(from_=[tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"arms": {}}, "it has no arm with a run"),
+        ({"tables": ["gates", "training"]}, "it has no retrofit"),
+        ({"config": {"stride": 3}}, "is of another sinkscope, or damaged: option 'stride'"),
+    ],
+)
+def test_a_damaged_folder_is_refused(lab: Path, tmp_path: Path, changed: dict[str, Any], says: str) -> None:
+    shutil.copytree(lab, tmp_path / "lab", ignore=shutil.ignore_patterns("model", "checkpoints"))
+    manifest = json.loads((lab / "run.json").read_text())
+    (tmp_path / "lab" / "run.json").write_text(json.dumps(manifest | changed))
+    with pytest.raises(sinkscope.InputError, match=says):
+        sinkscope.claims(from_=[tmp_path / "lab"])

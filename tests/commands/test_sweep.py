@@ -1,0 +1,405 @@
+"""`sweep`: the grid is checked whole, cells are what their commands write, and nothing that breaks loses the others."""
+
+import json
+import os
+import shutil
+import signal
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from rich.console import Console
+from support.faults import CHANGES, WRITES, before_change, refuse
+from support.forked import forked
+from tiny import tiny_model
+from typer.testing import CliRunner
+
+import sinkscope
+from sinkscope.cli.app import app
+from sinkscope.commands.sweep import SweepRun, compared
+from sinkscope.commands.sweeping import processes, worker
+from sinkscope.commands.sweeping.plan import planned
+from sinkscope.commands.sweeping.worker import State, Task
+from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.options.sweep_file import read_sweep
+from sinkscope.report.outputs import finished
+from sinkscope.report.sweep_tables import EPSILON, SWEEP, SWEEP_TABLES
+from sinkscope.results import cells
+from sinkscope.results.cells import CellFolders
+from sinkscope.results.folders import own_folder
+from sinkscope.results.manifest import strangers
+from sinkscope.results.tables import LEADING, names_of
+
+SMALL = "options: {num-seqs: 2, seq-len: 12, observables: [attention]}"
+
+
+def make_quick(patch: pytest.MonkeyPatch) -> None:
+    """Workers that need not import everything again, and no figures, which tests/report draws."""
+    patch.setattr(processes, "METHOD", "fork")
+    patch.setattr("sinkscope.report.sweep.draw_all", lambda specs, data: {})
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_quick(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of two. Not to be changed."""
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("llama", "gpt2"):
+        tiny_model(name).save_pretrained(folder / name)
+    return folder
+
+
+def written(folder: Path, content: str) -> Path:
+    path = folder / "sweep.yaml"
+    path.write_text(f"title: Tiny models\n{content}\n", encoding="utf-8")
+    return path
+
+
+def grid(models: Path, folder: Path, more: str = "") -> Path:
+    """Two models × two inputs."""
+    return written(
+        folder, f"models: [{models / 'llama'}, {models / 'gpt2'}{more}]\ninputs: [random, repeated]\n{SMALL}"
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(models: Path, tmp_path_factory: pytest.TempPathFactory) -> SweepRun:
+    """An unbroken run with one worker. Not to be changed."""
+    folder = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        make_quick(patch)
+        return sinkscope.sweep(grid(models, folder), out=folder / "out", workers=1)
+
+
+def assert_same(out: Path, whole: SweepRun) -> None:
+    """The tables of all cells and of the comparison; nothing is left over."""
+    expected = {path.relative_to(whole.folder) for path in whole.folder.rglob("*.parquet")}
+    assert {path.relative_to(out) for path in out.rglob("*.parquet")} == expected
+    for path in expected:
+        pd.testing.assert_frame_equal(pd.read_parquet(out / path), pd.read_parquet(whole.folder / path))
+    assert not list(out.parent.rglob(".sinkscope-*"))
+    assert not list(strangers(out))
+
+
+# --- what is measured
+
+
+def test_a_cell_is_what_its_command_writes(whole: SweepRun) -> None:
+    """Also the second one of a load that is shared."""
+    for each in whole.plan:
+        assert each.state == State.DONE
+        alone = sinkscope.analyze(each.cell.options.model, config=each.cell.options)
+        run = sinkscope.Run.open(whole.folder / "cells" / each.cell.name)
+        for name, table in alone.tables.items():
+            pd.testing.assert_frame_equal(run.tables[name], table, check_exact=True)
+        assert {key: run.manifest[key] for key in ("model", "input", "config")} == {
+            key: alone.manifest[key] for key in ("model", "input", "config")
+        }
+
+
+def test_the_table_of_all_cells(whole: SweepRun) -> None:
+    assert whole.tables is not None
+    table = pd.read_parquet(whole.folder / "comparison" / "tables" / "sweep.parquet")
+    by_epsilon = pd.read_parquet(whole.folder / "comparison" / "tables" / "sweep_epsilon.parquet")
+    for name, found in ((SWEEP, table), (EPSILON, by_epsilon)):
+        assert list(found.columns) == [*LEADING, *names_of(SWEEP_TABLES[name])]
+    assert set(zip(table["model"], table["input"], strict=True)) == {
+        (model, reads) for model in ("llama", "gpt2") for reads in ("random", "repeated")
+    }
+    rates = table.query("metric == 'sink_rate' and layer == -1").set_index("cell")["value"]
+    for each in whole.plan:
+        run = sinkscope.Run.open(whole.folder / "cells" / each.cell.name)
+        assert rates[each.cell.name] == run.metric("sink_rate")
+    at_own = by_epsilon.query("epsilon == 0.3").set_index("cell")["sink_rate"]
+    pd.testing.assert_series_equal(at_own, rates, check_names=False, rtol=1e-12)
+
+
+def test_the_sink_rate_at_another_epsilon_is_that_of_a_run_with_it(whole: SweepRun) -> None:
+    assert whole.tables is not None
+    options = whole.plan[2].cell.options.model_copy(update={"epsilon": 0.2})
+    rate = sinkscope.analyze(options.model, config=options).metric("sink_rate")
+    table = whole.tables.tables["sweep_epsilon"]
+    found = table[(table["cell"] == whole.plan[2].cell.name) & (table["epsilon"] == 0.2)]["sink_rate"].item()
+    assert found == pytest.approx(rate, rel=1e-12)
+    assert 0 < found < 1
+
+
+def test_two_workers_and_shards_end_with_the_same_tables(models: Path, whole: SweepRun, tmp_path: Path) -> None:
+    file, out = grid(models, tmp_path), tmp_path / "out"
+    first = sinkscope.sweep(file, out=out, shard="1/2", workers=2)
+    assert [each.cell.name for each in first.plan] == [each.cell.name for each in whole.plan[:2]]
+    assert len(list((out / "cells").iterdir())) == 2
+    sinkscope.sweep(file, out=out, shard="2/2", workers=2)
+    assert_same(out, whole)
+
+
+# --- what breaks
+
+
+def replay(whole: SweepRun, task: Task) -> None:
+    """Write a cell as ever, without measuring it again."""
+    run = sinkscope.Run.open(whole.folder / "cells" / task.name)
+    with own_folder(task.folder, True) as folder:
+        finished(sinkscope.Run(run.manifest, dict(run.tables), folder), Console(quiet=True), ())
+
+
+@pytest.fixture
+def replayed(whole: SweepRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_measure", lambda task, models: replay(whole, task))
+
+
+def test_a_broken_model_stops_nothing_and_is_tried_again(
+    models: Path, whole: SweepRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "gpt2"
+    broken.mkdir()
+    file = written(tmp_path, f"models: [{models / 'llama'}, {broken}]\ninputs: [random]\n{SMALL}")
+    done = sinkscope.sweep(file, out=tmp_path / "out", workers=1)
+    assert [each.state for each in done.plan] == [State.DONE, State.FAILED]
+    assert done.failure.startswith("1 of 2 cells failed (--retry tries them again): gpt2-random-")
+    assert "it is empty" in done.failure
+    shutil.copytree(models / "gpt2", broken, dirs_exist_ok=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "_measure", None)  # nothing is measured
+        assert sinkscope.sweep(file, out=tmp_path / "out").failure == done.failure
+    done = sinkscope.sweep(file, out=tmp_path / "out", retry=True)
+    assert (done.failure, list((tmp_path / "out" / "failed").iterdir())) == ("", [])
+    assert done.tables is not None
+    assert whole.tables is not None
+    pd.testing.assert_frame_equal(done.tables.overview, whole.tables.overview[["model", "random"]])
+
+
+def no_memory() -> None:
+    raise MemoryError
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "its process was ended by signal 9: memory may have run out"),
+        (partial(os._exit, 3), "its process ended with status 3"),
+        (no_memory, "memory ran out: take a shorter seq-len, dtype bfloat16 or device-map auto"),
+        (partial(int, "x"), "unexpected ValueError: invalid literal for int() with base 10: 'x'"),
+    ],
+)
+def test_a_worker_that_is_lost_fails_one_cell(
+    fault: Any, message: str, models: Path, whole: SweepRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(task: Task, loaded: Any) -> None:
+        if task.name.startswith("llama-random"):
+            fault()
+        replay(whole, task)
+
+    monkeypatch.setattr(worker, "_measure", measure)
+    done = sinkscope.sweep(grid(models, tmp_path), out=tmp_path / "out", workers=1)
+    first, *others = done.plan
+    assert (first.state, first.message) == (State.FAILED, message)
+    assert [each.state for each in others] == [State.DONE] * 3  # the other one of its load, too
+    assert message in done.failure
+
+
+def kill_if(pid: int) -> None:
+    if os.getpid() == pid:
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.usefixtures("replayed")
+@pytest.mark.parametrize("number", [1, 6, 12])
+def test_a_disk_that_is_full_and_is_not_any_more(number: int, models: Path, whole: SweepRun, tmp_path: Path) -> None:
+    file, out = grid(models, tmp_path), tmp_path / "there" / "out"
+
+    def work() -> None:
+        before_change(number, out.parent, refuse, WRITES)
+        with pytest.raises(SinkscopeError, match=r"\A.*(No space left on device|cells failed).*\Z"):  # one line
+            raise SinkscopeError(sinkscope.sweep(file, out=out, workers=1).failure)
+
+    with forked(work) as process:
+        assert process.wait() == 0
+    assert sinkscope.sweep(file, out=out, workers=1, retry=True).failure == ""
+    assert_same(out, whole)
+
+
+@pytest.mark.usefixtures("replayed")
+@pytest.mark.parametrize("number", [1, 6, 12, 18, 30])
+def test_killed_and_started_again(number: int, models: Path, whole: SweepRun, tmp_path: Path) -> None:
+    """The sweep's own process, before one of its changes; its worker ends with it."""
+    file, out = grid(models, tmp_path), tmp_path / "there" / "out"
+
+    def work() -> None:
+        before_change(number, out.parent, partial(kill_if, os.getpid()), CHANGES)
+        sinkscope.sweep(file, out=out, workers=1)
+
+    with forked(work) as process:
+        status = process.wait()
+    assert status == -signal.SIGKILL
+    assert sinkscope.sweep(file, out=out, workers=1).failure == ""
+    assert_same(out, whole)
+
+
+@pytest.mark.usefixtures("replayed")
+def test_two_at_once(models: Path, whole: SweepRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cells, "MOMENT", 0.0)
+    file, out = grid(models, tmp_path), tmp_path / "there" / "out"
+    with forked(lambda: sinkscope.sweep(file, out=out, workers=1)) as process:
+        while not (out / "run.json").exists():
+            time.sleep(0.01)
+        with pytest.raises(InputError, match="is being written by another process"):
+            sinkscope.sweep(file, out=out, workers=1)
+        assert process.wait() == 0
+    assert_same(out, whole)
+
+
+# --- before anything runs
+
+
+def test_on_the_command_line(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = written(tmp_path, f"models: [{models / 'llama'}, {tmp_path / 'gone'}]\ninputs: [random]\n{SMALL}")
+    dry = CliRunner().invoke(app, ["sweep", str(path), "--dry-run"])
+    assert (dry.exit_code, list(tmp_path.iterdir())) == (0, [path])
+    assert all(word in dry.stdout for word in ("llama-random-", "29,408", "0.8 GB", "to do", "gone-random-"))
+    done = CliRunner().invoke(app, ["sweep", str(path)])
+    assert done.exit_code == 1
+    assert done.stderr.splitlines()[-1].startswith("sinkscope: 1 of 2 cells failed (--retry tries them again): gone-")
+    assert all(word in done.stdout for word in ("done", "failed", "sink rate"))
+    assert len(list(Path("runs/sweep/cells").iterdir())) == 1
+
+
+def test_a_dry_run_writes_nothing(models: Path, whole: SweepRun, tmp_path: Path) -> None:
+    done = sinkscope.sweep(grid(models, tmp_path, f", {tmp_path / 'gone'}"), out=tmp_path / "out", dry_run=True)
+    assert {each.state for each in done.plan} == {State.WAITING}
+    parameters = [each.size.parameters for each in done.plan]
+    expected = [sum(p.numel() for p in tiny_model(name).parameters()) for name in ("llama", "gpt2")]
+    assert parameters == [expected[0]] * 2 + [expected[1]] * 2 + [None] * 2
+    assert "no such file or folder" in done.plan[-1].size.reason
+    assert not (tmp_path / "out").exists()
+    again = sinkscope.sweep(whole.sweep.path, out=whole.folder, dry_run=True)
+    assert {each.state for each in again.plan} == {State.DONE}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("models: [a/b]\ninput: [random]", "key 'input' is unknown; did you mean 'inputs'?"),
+        ("models: [a/b]\nseq-len: 12", "`seq-len` belongs under `options`"),
+        ("inputs: [random]", "it has no `models`"),
+        ("models: []", "`models`: name at least one model"),
+        ("models: [a/b, c/b]", "two models are called b: give one of them another `name`"),
+        ("models: [a/b]\ncommands: [analyse]", "`commands`: 'analyse' is unknown; did you mean 'analyze'?"),
+        ("models: [a/b]\ncommands: [train]", "'train' is unknown"),
+        ("models: [a/b]\ninputs: [natrual]", "b × natrual (analyze): .*did you mean natural?"),
+        ("models: [a/b]\noptions: {seq-ln: 4}", "b × natural (analyze): option 'seq_ln' is unknown; did you mean"),
+        ("models: [a/b]\nsettings: {seq-len: [12, x]}", "b × natural × seq-len=x (analyze): --seq-len x: it must be"),
+        ("models: [a/b]\nsettings: {seed: []}", "`settings.seed`: it has no values"),
+        ("models: [a/b]\noptions: {observables: [atention]}", "'atention' is unknown; did you mean 'attention'"),
+        ("models: [{model: a/b, base: c}]", "the `base` of b 'c' is unknown"),
+        ("models: [{model: a/b, paper: GPT2XL}]", "the `paper` of b 'GPT2XL' is unknown; did you mean 'GPT2-XL'?"),
+        ("models: [{model: a/b, instead: {code: random}}]", "`instead` of b: 'code' is unknown"),
+        ("models: [{model: a/b, instead: {natural: }}]", "every input is left out"),
+        ("models: [{model: a/b, revison: x}]", "`models.0.revison`: there is no such key"),
+        ("models: [a/b]\nfigures: [sinkmap]", "figure 'sinkmap' is unknown; did you mean 'sink-map'?"),
+        ("models: [a/b]\nfigures: [effects]", "figure 'effects' is of none of these commands: analyze"),
+        (
+            "models: [a/b]\nfigures: [gradient-norms]\noptions: {observables: [attention]}",
+            "b × natural (analyze): figure 'gradient-norms' needs the observable 'gradient'",
+        ),
+        ("models: [a/b]\noptions: {allow-pickle: true}", "option 'allow_pickle' is for you to give"),
+        ("models: [a/b]\ninputs: {a: {input: random}, b: {input: random}}", "is there twice, also as b × a (analyze)"),
+        ("models: [a/b]\ncommands: {intervene: {options: {do: mask-snk}}}", "did you mean 'mask-sink'?"),
+        ("models: [a/b]\ninputs: [random]\ncommands: [claims]", "claims measures random and repeated tokens besides"),
+    ],
+)
+def test_a_faulty_file_is_refused_in_one_line(content: str, message: str, tmp_path: Path) -> None:
+    path = written(tmp_path, content)
+    with pytest.raises(InputError) as caught:
+        sinkscope.sweep(path, out=tmp_path / "out")
+    told = str(caught.value)
+    assert told.startswith(f"{path}: ")
+    assert "\n" not in told
+    assert all(part in told for part in message.split(".*"))
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"shard": "3/2"}, "--shard 3/2: the parts are 1/2 to 2/2"),
+        ({"shard": "2"}, "--shard 2: write it as 1/4"),
+        ({"workers": 0}, "--workers 0: at least 1 process is needed"),
+        ({"address": "auto"}, "--address is of a Ray cluster"),
+        ({"model": "a/b"}, "--model does not apply: the file names the models"),
+        ({"shard": "1/2", "overwrite": True}, "--overwrite removes the cells of all shards"),
+    ],
+)
+def test_options_that_do_not_fit(given: dict[str, Any], message: str, models: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=message):
+        sinkscope.sweep(grid(models, tmp_path), out=tmp_path / "out", **given)
+
+
+def test_a_folder_of_another_command_is_left_alone(models: Path, whole: SweepRun, tmp_path: Path) -> None:
+    cell = next((whole.folder / "cells").iterdir())
+    shutil.copytree(cell, tmp_path / "run")
+    for overwrite in (False, True):
+        with pytest.raises(InputError, match="analyze"):
+            sinkscope.sweep(grid(models, tmp_path), out=tmp_path / "run", overwrite=overwrite)
+
+
+def test_the_nearest_option_counts(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        """
+models:
+  - {model: a/b, options: {num-seqs: 3}}
+  - {model: c/d, revisions: [step0, 512], instead: {natural: random}}
+inputs: {natural: , long: {input: code, seed: 7}}
+settings: {seq-len: [8, 128]}
+commands: {analyze: , claims: {inputs: [natural], settings: {}, options: {draws: 2}}}
+options: {num-seqs: 9, seed: 1}
+""",
+    )
+    with pytest.raises(InputError, match="a text"):  # of d, claims would read random tokens
+        read_sweep(str(path), {})
+    path.write_text(path.read_text().replace("natural: random", "natural: code"))
+    found = {cell.told: cell.options for cell in read_sweep(str(path), {"dtype": "bfloat16"}).cells}
+    assert len(found) == 2 * 2 + 1 + 2 * (2 * 2 + 1)
+    assert found["b × long × seq-len=128 (analyze)"].model_dump(include={"num_seqs", "seed", "window", "input"}) == {
+        "num_seqs": 3, "seed": 7, "window": 128, "input": "code",
+    }  # fmt: skip
+    assert found["d 512 × code (claims)"].model_dump(include={"draws", "seed", "num_seqs", "dtype", "revision"}) == {
+        "draws": 2, "seed": 1, "num_seqs": 9, "dtype": "bfloat16", "revision": "512",
+    }  # fmt: skip
+
+
+def test_names_of_cells_are_stable(tmp_path: Path) -> None:
+    """A change of them measures everything again."""
+    path = written(tmp_path, "models: [org/Some-Model-1B]\ninputs: [random]\nsettings: {seq-len: [16]}")
+    assert [cell.name for cell in read_sweep(str(path), {"allow_pickle": True}).cells] == [
+        "Some-Model-1B-random-seq-len=16-2bc4a619a3"
+    ]
+
+
+def test_five_hundred_cells_are_planned_in_seconds(models: Path, tmp_path: Path) -> None:
+    seeds = ", ".join(map(str, range(500)))
+    path = written(tmp_path, f"models: [{models / 'llama'}]\ninputs: [random]\nsettings: {{seed: [{seeds}]}}\n{SMALL}")
+    start = time.monotonic()
+    found = read_sweep(str(path), {})
+    folders = CellFolders(tmp_path / "out")
+    first, *others = found.cells
+    sinkscope.analyze(first.options.model, config=first.options, out=folders.run(first.name), figures=())
+    manifest = json.loads((folders.run(first.name) / "run.json").read_text())
+    for cell in others:
+        shutil.copytree(folders.run(first.name), folders.run(cell.name), copy_function=os.link)
+        (folders.run(cell.name) / "run.json").unlink()
+        (folders.run(cell.name) / "run.json").write_text(json.dumps(manifest | {"config": cell.config}))
+    assert {each.state for each in planned(found.cells, folders)} == {State.DONE}
+    assert time.monotonic() - start < 10  # 2 s on an idle core
+    few = replace(found, cells=found.cells[:20])
+    assert compared(few, folders, 0.0).rates["seed"].tolist() == list(range(20))

@@ -1,0 +1,314 @@
+"""Claims on arms of trainings, of which the truth is known: both ways, and with too few seeds to say."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+from support.hand_made_trainings import norms, rates, training
+
+from sinkscope.report.claims.claim import Judgment, Outcome, judge
+from sinkscope.report.claims.gather import Collection
+from sinkscope.report.claims.register import CLAIMS
+from sinkscope.report.claims.trainings import Training
+from sinkscope.report.figures.scorecard import _place
+
+HOLDS, FAILS, INCONCLUSIVE = Outcome.HOLDS, Outcome.FAILS, Outcome.INCONCLUSIVE
+LOW, HIGH, WIDE = (1.0, 1.1, 0.9), (5.0, 5.2, 4.8), (0.1, 9.0, 1.0)
+
+
+def judged(claim: str, *trainings: Training, name: str = "made") -> Judgment:
+    return judge(CLAIMS[claim], Collection(trainings=trainings).evidence({})[name])
+
+
+# claim → the arm, its metric and the command; whether it holds where the arm's is low beside the plain arm's
+COMPARED = {
+    "GS-25": ("vscale", "loss", "train", True),
+    "GS-26": ("vscale", "value_gradient_norm", "train", True),
+    "V-14": ("vga", "perplexity", "retrofit", True),
+    "V-15": ("vga", "max_inf_norm", "train", True),
+    "V-16": ("vga", "kurtosis", "retrofit", True),
+    "V-17": ("register-tokens", "kurtosis", "train", False),
+    "V-18": ("vga", "perplexity_increase", "train", True),
+    "V-19": ("register-tokens", "perplexity_increase", "retrofit", False),
+    "V-22": ("vga", "perplexity", "retrofit", True),
+}
+
+
+@pytest.mark.parametrize("claim", COMPARED)
+def test_an_arm_beside_the_plain_one(claim: str) -> None:
+    arm, metric, command, low_holds = COMPARED[claim]
+
+    def outcome(own: Sequence[float], plain: Sequence[float]) -> Outcome:
+        untouched = {"untouched": {metric: HIGH[: len(own)]}} if command == "retrofit" else {}
+        return judged(claim, training({**untouched, "none": {metric: plain}, arm: {metric: own}}, command)).outcome
+
+    assert outcome(LOW, HIGH) == (HOLDS if low_holds else FAILS)
+    assert outcome(HIGH, LOW) == (FAILS if low_holds else HOLDS)
+    assert outcome(WIDE, LOW) == INCONCLUSIVE
+    assert outcome(LOW[:1], HIGH[:1]) == INCONCLUSIVE  # of one seed
+
+
+def test_the_interval_is_students_over_the_seeds() -> None:
+    own, plain = np.array([1.0, 1.5, 1.2]), np.array([2.0, 2.1, 2.6])
+    found = judged("V-14", training({"none": {"perplexity": plain}, "vga": {"perplexity": own}})).estimates[0]
+    expected = stats.t.interval(0.95, 2, (own - plain).mean(), stats.sem(own - plain))
+    assert (found.low, found.value, found.high) == pytest.approx((expected[0], (own - plain).mean(), expected[1]))
+    assert found.note == "vga 1.23, none 2.23; 3 seeds, Student's t"
+    found = judged("V-16", training({"none": {"kurtosis": plain}, "vga": {"kurtosis": own}})).estimates[0]
+    logs = np.log(plain / own)
+    expected = np.exp(stats.t.interval(0.95, 2, logs.mean(), stats.sem(logs)))
+    assert (found.low, found.value, found.high) == pytest.approx((expected[0], np.exp(logs.mean()), expected[1]))
+    assert found.note.endswith("3 seeds, Student's t of logarithms")
+
+
+def test_one_seed_has_a_number_and_the_reason_why_it_decides_nothing() -> None:
+    found = judged("V-14", training({"none": {"perplexity": (2.0,)}, "vga": {"perplexity": (1.0,)}}))
+    assert found.outcome == INCONCLUSIVE
+    assert (found.estimates[0].value, found.estimates[0].low) == (-1.0, -np.inf)
+    assert "one seed" in found.estimates[0].note
+
+
+def test_seeds_are_pooled_over_folders_that_differ_in_nothing_else() -> None:
+    def one(seed: int, own: float, **options: Any) -> Training:
+        made = training({"none": {"perplexity": (2.0,)}, "vga": {"perplexity": (own,)}}, seed=seed, **options)
+        arms = {name: record | {"seed": seed} for name, record in made.manifest["arms"].items()}
+        tables = {name: table.assign(seed=seed) for name, table in made.tables.items()}
+        return Training({**made.manifest, "arms": arms}, made.runs, tables)
+
+    alike = [one(seed, own) for seed, own in enumerate((1.0, 1.1, 1.2))]
+    assert judged("V-14", *alike).estimates[0].note.endswith("3 seeds, Student's t")
+    assert judged("V-14", *alike, alike[0]).estimates == judged("V-14", *alike).estimates  # a seed counts once
+    other = one(3, 9.0, steps=7)
+    assert judged("V-14", *alike, other).estimates == judged("V-14", *alike).estimates
+
+
+def test_a_kept_sink_has_to_have_been_there() -> None:
+    def outcome(own: Sequence[float], plain: Sequence[float]) -> Outcome:
+        return judged("GS-21", training({"none": {"sink_rate": plain}, "vscale": {"sink_rate": own}})).outcome
+
+    assert outcome((0.51, 0.49, 0.5), (0.5, 0.5, 0.51)) == HOLDS
+    assert outcome((0.31, 0.29, 0.3), (0.5, 0.5, 0.51)) == FAILS
+    assert outcome((0.0, 0.0, 0.0), (0.0, 0.0, 0.0)) == FAILS
+
+
+@pytest.mark.parametrize(
+    ("claim", "own", "outcome"),
+    [
+        ("GS-22", {"layer_out": (1, 5), "mlp_out": (9, 9), "attn_out": (1, 1)}, HOLDS),
+        ("GS-22", {"layer_out": (20, 1), "mlp_out": (1, 1), "attn_out": (1, 1)}, FAILS),
+        ("GS-23", {"layer_out": (9, 9), "mlp_out": (1, 2), "attn_out": (1, 1)}, HOLDS),
+        ("GS-24", {"layer_out": (9, 9), "mlp_out": (1, 2), "attn_out": (3, 3)}, HOLDS),
+        ("GS-24", {"layer_out": (9, 9), "mlp_out": (4, 4), "attn_out": (1, 1)}, FAILS),
+    ],
+)
+def test_norms_of_v_scale(claim: str, own: Mapping[str, Sequence[float]], outcome: Outcome) -> None:
+    """The plain arm's: 10 in the first layer's output, 4 of the branches in the second."""
+    plain = {"layer_out": (10, 2), "mlp_out": (1, 4), "attn_out": (2, 4)}
+
+    def of(sites: Mapping[str, Sequence[float]]) -> list[dict[str, pd.DataFrame]]:
+        return [
+            {"activation": norms(**{site: np.array(x) * factor for site, x in sites.items()})}
+            for factor in (1.0, 1.01, 0.99)
+        ]
+
+    made = training({"none": {"loss": LOW}, "vscale": {"loss": LOW}}, tables={"none": of(plain), "vscale": of(own)})
+    assert judged(claim, made).outcome == outcome
+
+
+def test_a_fine_tune_beside_the_model_it_began_from() -> None:
+    def outcomes(norm: float, kurtosis: float) -> tuple[Outcome, Outcome]:
+        around = np.array((1.0, 1.01, 0.99))
+        arms = {
+            "untouched": {"max_inf_norm": around * 100, "kurtosis": around * 100},
+            "none": {"max_inf_norm": around * 150, "kurtosis": around},
+            "vga": {"max_inf_norm": around * norm, "kurtosis": around * kurtosis},
+        }
+        made = training(arms, "retrofit")
+        assert judged("V-20", made).outcome == HOLDS
+        return judged("V-21", made).outcome, judged("V-21", training(arms | {"none": {}}, "retrofit")).outcome
+
+    assert outcomes(9, 1) == (HOLDS, HOLDS)
+    assert outcomes(9, 50)[0] == FAILS
+    assert outcomes(50, 1)[0] == FAILS
+
+
+# --- gates
+
+
+def gated(left: Sequence[float], gates: Sequence[float]) -> dict[str, pd.DataFrame]:
+    """One head: by position the gate, and the value gradient in front of it ÷ behind it."""
+    at = range(len(gates))
+    gate = pd.DataFrame({"layer": 0, "head": 0, "kv_head": 0, "position": at, "gate": gates})
+    parts = [
+        pd.DataFrame({"layer": 0, "pathway": pathway, "head": 0, "position": at, "grad_norm": values})
+        for pathway, values in (("value", np.full(len(gates), 2.0)), ("raw_value", 2 * np.array(left)))
+    ]
+    return {"gate": gate, "gradient": pd.concat(parts, ignore_index=True)}
+
+
+def test_a_gradient_is_severed_where_it_follows_the_gate() -> None:
+    gates = (0.1, 0.8, 0.9, 0.7)
+
+    def found(*left: Sequence[float]) -> Judgment:
+        tables = {"vga": [gated(each, gates) for each in left], "none": [{}] * len(left)}
+        return judged("V-13", training({"none": {"loss": LOW}, "vga": {"loss": LOW}}, tables=tables))
+
+    follows = (0.1, 0.8, 0.9, 0.7)
+    assert found(follows, follows, follows).outcome == HOLDS
+    assert [part.value for part in found(follows, follows, follows).estimates] == pytest.approx([1.0, 0.1])
+    against = (1.2, 0.8, 0.7, 0.9)
+    assert found(against, against, against).outcome == FAILS
+    assert found(follows, follows, against).outcome == INCONCLUSIVE
+
+
+def test_gates_on_outputs_sever_nothing() -> None:
+    run = gated((1.0,), (1.0,))
+    run["gradient"] = run["gradient"].query("pathway != 'raw_value'")
+    tables = {"none": [{}] * 3, "vga": [run] * 3}
+    made = training({"none": {"loss": LOW}, "vga": {"loss": LOW}}, tables=tables)
+    found = judged("V-13", made)
+    assert (found.outcome, found.reason) == (
+        Outcome.DOES_NOT_APPLY,
+        "the gates of vga are on heads' outputs, not on values",
+    )
+
+
+# --- sinks outside the text
+
+
+def test_the_sink_moves_to_a_register_in_front_of_the_text() -> None:
+    """Position 0 is the register, and the first token of the text stands at 2."""
+
+    def outcome(outside: float, of_text: float) -> Outcome:
+        register = [
+            {"attention_by_sequence": rates(0.9, behind=(0.9, of_text)), "attention_outside": pd.DataFrame()}
+            for _ in range(3)
+        ]
+        arms = {"none": {"loss": LOW}, "register-tokens:count=2": {"sink_rate_outside": [outside] * 3}}
+        plain = [{"attention_by_sequence": rates(0.5)}] * 3
+        return judged("W-47", training(arms, tables={"none": plain, "register-tokens:count=2": register})).outcome
+
+    assert outcome(0.8, 0.1) == HOLDS
+    assert outcome(0.1, 0.8) == FAILS
+
+
+def test_key_biases_move_it_at_no_cost() -> None:
+    def outcome(outside: float, loss: Sequence[float]) -> Outcome:
+        biased = [{"attention_by_sequence": rates(0.05), "attention_outside": pd.DataFrame()}] * 3
+        arms = {"none": {"loss": LOW}, "key-bias": {"loss": loss, "sink_rate_outside": [outside] * 3}}
+        plain = [{"attention_by_sequence": rates(0.5)}] * 3
+        return judged("W-48", training(arms, tables={"none": plain, "key-bias": biased})).outcome
+
+    assert outcome(0.7, LOW) == HOLDS
+    assert outcome(0.7, HIGH) == FAILS
+    assert outcome(0.0, LOW) == FAILS
+
+
+# --- the Bigram-Backcopy lab
+
+
+def lab(plain: Mapping[str, Any], vga: Mapping[str, Any], iga: Mapping[str, Any]) -> Training:
+    """Metric → its values by step, of all seeds alike but for a little."""
+    around = (1.0, 1.01, 0.99)
+    courses = {
+        method: {
+            name: [np.array(values, float) * factor for factor in around]
+            for name, values in {"attention_to_start": (0, 1), **course}.items()
+        }
+        for method, course in (("none", plain), ("vga", vga), ("iga", iga))
+    }
+    arms = {method: {"loss": LOW} for method in courses}
+    return training(arms, courses=courses, text="bigram-backcopy")
+
+
+def course(attention: Sequence[float], value: Sequence[float], risk: float = 0.01) -> dict[str, Sequence[float]]:
+    return {
+        "early_attention_to_start": attention,
+        "start_value_norm": value,
+        "other_value_norm": (1.0,) * len(value),
+        "delta_logit": attention,
+        "backcopy_risk": (1.0, risk),
+        "bigram_risk": (1.0, risk),
+    }
+
+
+@pytest.mark.parametrize("claim", ["V-4", "V-5", "V-6", "V-7", "V-8", "V-9", "V-10", "V-11"])
+def test_claims_of_the_lab_both_ways(claim: str) -> None:
+    sinks = course((0.3, 0.6, 0.9), (1.0, 0.6, 0.1))
+    between = course((0.3, 0.4, 0.5), (1.0, 0.9, 0.8))
+    none = course((0.3, 0.25, 0.2), (1.0, 1.0, 0.98))
+    worse = course((0.3, 0.6, 0.95), (1.0, 0.6, 0.1), risk=0.5)
+    assert judged(claim, lab(sinks, none, between)).outcome == HOLDS
+    assert judged(claim, lab(none, worse, between)).outcome == FAILS
+
+
+def test_the_lab_is_the_task_and_no_other_text() -> None:
+    made = training({"none": {"loss": LOW}})
+    found = judged("V-4", made)
+    assert (found.outcome, found.reason) == (Outcome.NOT_MEASURED, "sinkscope run bigram-backcopy")
+
+
+# --- what is missing
+
+
+@pytest.mark.parametrize(
+    ("claim", "command"),
+    [
+        ("GS-21", "sinkscope retrofit org/model --method none,vscale --seeds 3"),
+        ("V-21", "sinkscope retrofit org/model --method none,vga --seeds 3"),
+        ("W-48", "sinkscope train --method none,key-bias --seeds 3"),
+        ("V-6", "sinkscope run bigram-backcopy"),
+        ("W-30", "sinkscope analyze org/model --revision STEP,STEP,…"),
+        ("W-42", "no command makes them yet: models that differ in the positional scheme alone"),
+    ],
+)
+def test_a_model_alone_is_told_which_command_decides(claim: str, command: str) -> None:
+    run = training({"none": {"loss": LOW}}, model="org/model").runs["none-seed0"]
+    found = judge(CLAIMS[claim], Collection(runs=[run]).evidence({})["org/model"])
+    assert (found.outcome, found.reason) == (Outcome.NOT_MEASURED, command)
+
+
+def test_a_folder_without_the_arm_is_told_how_to_add_it(tmp_path: Path) -> None:
+    made = training({"none": {"loss": LOW}}, folder=tmp_path / "out", steps=7, weight_decay=0.0, bf16=True)
+    reason = judged("GS-21", made).reason
+    assert reason.startswith("sinkscope train ")
+    assert set(reason.split(" --")[1:]) == {
+        "steps 7", "weight-decay 0.0", "bf16", "seeds 3", "method none,vscale", f"out {tmp_path / 'out'}",
+    }  # fmt: skip
+    alone = training({"none": {"loss": LOW[:1]}}, folder=tmp_path / "out")
+    assert judged("GS-21", alone).reason == "sinkscope train --method none,vscale --seeds 3"
+
+
+def test_what_was_not_measured_is_named() -> None:
+    found = judged("V-14", training({"none": {"loss": LOW}, "vga": {"loss": LOW}}))
+    assert (found.outcome, found.reason) == (Outcome.NOT_MEASURED, "the runs of vga lack the metric 'perplexity'")
+
+
+# --- variants of a method
+
+
+def test_other_parameters_are_judged_under_names_of_their_own() -> None:
+    arms = {
+        "none": {"perplexity": LOW},
+        "vga:placement=output": {"perplexity": HIGH},
+        "vga": {"perplexity": (0.5, 0.51, 0.49)},
+        "vscale": {"perplexity": HIGH},
+    }
+    made = training(arms)
+    assert list(Collection(trainings=(made,)).evidence({})) == ["made", "made (vga)"]
+    assert judged("V-14", made).outcome == FAILS
+    assert judged("V-14", made, name="made (vga)").outcome == HOLDS
+    assert judged("GS-25", made, name="made (vga)").outcome == Outcome.NOT_MEASURED
+
+
+def test_a_line_of_the_figure_has_one_scale() -> None:
+    """Also where the interval begins below 0, which has no logarithm."""
+    row: Any = SimpleNamespace(low=-0.03, value=0.009, high=0.05, least=-np.inf, most=0.02)
+    assert _place(row.high, row) < 0 < _place(row.value, row) < _place(row.low, row)
+    positive: Any = SimpleNamespace(low=0.005, value=0.01, high=0.04, least=-np.inf, most=0.02)
+    assert [_place(x, positive) for x in (0.005, 0.01, 0.04)] == pytest.approx([2, 1, -1])

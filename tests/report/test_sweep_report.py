@@ -1,0 +1,116 @@
+"""The comparison of a sweep: figures are drawn where there is something to compare, and show what the table has."""
+
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from sinkscope.errors import InputError
+from sinkscope.report.figures import OF_SWEEP
+from sinkscope.report.sweep import words
+from sinkscope.report.sweep_tables import EPSILON, SWEEP, SweepTables
+
+CELL: dict[str, Any] = {
+    "model": "a", "condition": "natural", "layer": -1, "cell": "", "revision": "", "step": -1, "family": "", "base": "",
+    "parameters": 10**6, "input": "natural", "settings": "", "seq_len": 64, "window": 64, "epsilon": 0.3, "seed": 0,
+    "dtype": "float32", "token_zero": "bos", "metric": "sink_rate", "value": 0.5,
+}  # fmt: skip
+
+
+def tables_of(*cells: dict[str, Any], papers: dict[str, str] | None = None) -> SweepTables:
+    rows = [
+        CELL | {"cell": str(place), "condition": cell.get("input", "natural")} | cell
+        for place, cell in enumerate(cells)
+    ]
+    table = pd.DataFrame(rows)
+    by_epsilon = pd.concat(
+        [table.drop(columns=["metric", "value"]).assign(epsilon=e, sink_rate=1 - e) for e in (0.2, 0.3, 0.9)]
+    )
+    return SweepTables({SWEEP: table, EPSILON: by_epsilon}, papers or {})
+
+
+def lines(figure: Any) -> dict[str, list[tuple[float, float]]]:
+    """Label → its points."""
+    return {
+        str(line.get_label()): [(round(float(x), 6), round(float(y), 6)) for x, y in line.get_xydata()]
+        for line in figure.axes[0].lines
+        if not str(line.get_label()).startswith("_")
+    }
+
+
+RANDOM = {"input": "random", "value": 0.25}
+DRAWN: dict[str, tuple[list[dict[str, Any]], dict[str, list[tuple[float, float]]]]] = {
+    "sweep-inputs": (
+        [{}, RANDOM, {"model": "b", "value": 1.0}],
+        {"natural": [(50, 0), (100, 1)], "random": [(25, 0)]},
+    ),
+    "sweep-sizes": (
+        [{"family": "F"}, {"model": "b", "family": "F", "parameters": 10**7, "value": 0.75}, {"model": "c"}],
+        {"F": [(1e6, 50), (1e7, 75)]},
+    ),
+    "sweep-steps": (
+        [{"revision": "step0", "step": 0, "value": 0.0}, {"revision": "step8", "step": 8}, {"model": "b"}],
+        {"a": [(0, 0), (8, 50)]},
+    ),
+    "sweep-chat": (
+        [{}, {"model": "b", "base": "a", "value": 0.75}],
+        {"base": [(50, 0)], "tuned": [(75, 0)]},
+    ),
+    "sweep-epsilon": ([{}], {"a": [(0.2, 80), (0.3, 70), (0.9, 10)]}),
+    "sweep-lengths": (
+        [{"settings": "seq-len=64"}, {"settings": "seq-len=16", "seq_len": 16, "window": 16, "value": 0.75}],
+        {"a": [(16, 75), (64, 50)]},
+    ),
+    "sweep-domains": (
+        [{}, {"input": "code", "value": 0.75}, RANDOM, {"model": "b"}],
+        {"natural": [(50, 0)], "code": [(75, 0)]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_SWEEP)
+def test_a_figure_shows_the_rates_of_the_table(name: str) -> None:
+    cells, expected = DRAWN[name]
+    assert lines(OF_SWEEP[name](tables_of(*cells))) == expected
+
+
+@pytest.mark.parametrize("name", [name for name in OF_SWEEP if name not in ("sweep-inputs", "sweep-epsilon")])
+def test_a_figure_is_left_out_where_there_is_nothing_to_compare(name: str) -> None:
+    with pytest.raises(InputError, match="has nothing to draw"):
+        OF_SWEEP[name](tables_of({}, RANDOM, {"model": "b", "parameters": 5}))
+
+
+def test_without_any_cell_there_is_no_figure() -> None:
+    assert [name for name, spec in OF_SWEEP.items() if spec.lacking(SweepTables({}, {})) is None] == []
+    assert words(SweepTables({}, {}), {"content": {"title": "Empty"}}) == "## Empty\n\nNo cell of `analyze` is done."
+
+
+def test_the_first_setting_and_the_last_revision_are_compared_by_input() -> None:
+    tables = tables_of(
+        {"revision": "step0", "settings": "seed=0", "value": 0.1},
+        {"revision": "step8", "settings": "seed=0", "value": 0.2},
+        {"revision": "step8", "settings": "seed=1", "value": 0.3},
+    )
+    assert tables.main["sink_rate"].tolist() == [0.2]
+    assert tables.overview.to_dict("records") == [{"model": "a", "natural": "20.0%"}]
+
+
+def test_inputs_without_the_bos_of_texts_are_pointed_out() -> None:
+    told = words(tables_of({}, RANDOM | {"token_zero": "random token"}, {"model": "b"}), {"content": {"title": "x"}})
+    assert "Their texts begin with a BOS, but not what is drawn at random: a." in told
+    assert "BOS" not in words(tables_of({}, RANDOM), {"content": {"title": "x"}})
+
+
+def test_every_input_has_its_panel() -> None:
+    figure = OF_SWEEP["sweep-epsilon"](tables_of({}, RANDOM, {"model": "b"}))
+    assert [ax.get_title() for ax in figure.axes] == ["natural", "random"]
+    assert figure.axes[1].lines[0].get_label() == "a"
+
+
+def test_published_rates_stand_beside_those_of_the_same_setting() -> None:
+    papers = {"a": "GPT2-XL"}
+    told = words(tables_of({}, RANDOM, {"model": "b"}, papers=papers), {"content": {"title": "Both"}})
+    assert "| a | 50.0% | 25.0% | 77.0%† | 70.3% |" in told
+    assert "| b | 50.0% | – | – | – |" in told
+    other = words(tables_of({"epsilon": 0.2}, papers=papers), {"content": {"title": "Another"}})
+    assert "77.0%" not in other

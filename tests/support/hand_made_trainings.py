@@ -1,0 +1,115 @@
+"""Folders of `retrofit`, `train` and `analyze` over steps made by hand, in which a claim's quantity is known."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from sinkscope.options.training import RetrofitOptions, TrainOptions
+from sinkscope.report.claims.trainings import Steps, Training
+from sinkscope.report.retrofit_table import UNTOUCHED
+from sinkscope.results.run import RunData
+from support.hand_made_runs import by_sequence, manifest
+
+SHAPE = {"model_type": "llama", "hidden_act": "silu", "num_attention_heads": 4}
+
+Numbers = Mapping[str, Sequence[float]]  # metric → a value for each seed
+Tables = Mapping[str, pd.DataFrame]
+
+
+def training(
+    arms: Mapping[str, Numbers],
+    command: str = "train",
+    tables: Mapping[str, Sequence[Tables]] | None = None,
+    courses: Mapping[str, Mapping[str, Sequence[Sequence[float]]]] | None = None,
+    model: str = "made",
+    folder: Path | None = None,
+    blocks: int = 100,
+    shape: Mapping[str, Any] = SHAPE,
+    **options: Any,
+) -> Training:
+    """One folder.
+
+    Args:
+        arms: Method as it is typed (`vga:placement=output`), or "untouched" → its metrics by seed.
+        command: "retrofit" or "train".
+        tables: Method → for each seed the tables of its run.
+        courses: Method → metric → for each seed its values by step, in layer 0 and as the whole model's.
+        model, folder, blocks: Its model's name, where it stands, and how many blocks there were to train on.
+        shape: The configuration of a fresh model.
+        options: Of the command.
+    """
+    seeds = range(max(len(next(iter(numbers.values()), ())) for numbers in arms.values()))
+    records, runs, rows, by_step = {}, {}, [], []
+    for typed, numbers in arms.items():
+        method, _, given = typed.partition(":")
+        parameters = dict(part.split("=") for part in given.split(",") if part)
+        for seed in seeds:
+            name = UNTOUCHED if method == UNTOUCHED else f"{typed}-seed{seed}"
+            own = (tables or {}).get(typed, [{}] * len(seeds))[seed]
+            if method != UNTOUCHED:
+                records[name] = {"method": method, "parameters": parameters, "label": typed, "seed": seed}
+            rows += [(typed, -1, seed, metric, values[seed]) for metric, values in numbers.items()]
+            stands = None if folder is None else folder / name / "run"
+            runs[name] = arm_run(model, name, {metric: values[seed] for metric, values in numbers.items()}, own, stands)
+            for metric, values in (courses or {}).get(typed, {}).items():
+                by_step += [(typed, at, seed, step, metric, x) for at in (-1, 0) for step, x in enumerate(values[seed])]
+    kind = {"train": TrainOptions, "retrofit": RetrofitOptions}[command]
+    config = kind(**{"method": ("none",), "seeds": len(seeds)} | options).model_dump(mode="json", exclude={"method"})
+    facts = {"architecture": dict(shape)} if command == "train" else {}
+    return Training(
+        {"command": command, "config": config, "arms": records, "processes": 1, "text_blocks": blocks, **facts},
+        runs,
+        {
+            "retrofit": pd.DataFrame(rows, columns=["condition", "layer", "seed", "metric", "value"]),
+            "training": pd.DataFrame(by_step, columns=["condition", "layer", "seed", "step", "metric", "value"]),
+        },
+        folder,
+    )
+
+
+def arm_run(
+    model: str, condition: str, numbers: Mapping[str, float], tables: Tables, folder: Path | None = None
+) -> RunData:
+    summary = pd.DataFrame({"layer": -1, "metric": list(numbers), "value": list(numbers.values())})
+    described = manifest(condition) | {"model": {"name": model, "weights": "trained", "parameters": 1000}}
+    described["family"] = described["family"] | {"wiring": "sequential"}
+    described["config"] = described["config"] | {"seq_len": 64, "window": 64}
+    described["input"] = described["input"] | {"longest": 64}
+    return RunData(described, {"summary": summary, **tables}, folder)
+
+
+def norms(**by_site: Sequence[float]) -> pd.DataFrame:
+    """The table `activation`: site → norms at position 0, by layer; 1 at the others."""
+    rows = [
+        (layer, site, position, norm if position == 0 else 1.0)
+        for site, by_layer in by_site.items()
+        for layer, norm in enumerate(by_layer)
+        for position in range(3)
+    ]
+    return pd.DataFrame(rows, columns=["layer", "site", "position", "norm_mean"])
+
+
+def rates(at_first: float, noise: float = 0.01, behind: Sequence[float] = (0.0, 0.0)) -> pd.DataFrame:
+    """The table `attention_by_sequence`: sink rates at position 0 and behind it, all layers alike."""
+    return by_sequence({"sink_rate": [at_first, *behind]}, noise=noise, position=range(1 + len(behind)))
+
+
+def gradients(ratio: float, groups: int = 5) -> Tables:
+    """The tables of value gradients: at position 0 `ratio` times those behind it, a little else in each group."""
+    places = [(layer, position) for layer in range(2) for position in range(16)]
+    rows = [(layer, "value", -1, at, ratio if at == 0 else 1.0) for layer, at in places]
+    whole = pd.DataFrame(rows, columns=["layer", "pathway", "head", "position", "grad_norm"])
+    parts = [
+        whole.assign(group=group, grad_norm=whole["grad_norm"] * np.where(whole["position"] == 0, 1 + 0.01 * group, 1))
+        for group in range(groups)
+    ]
+    return {"gradient": whole, "gradient_by_group": pd.concat(parts, ignore_index=True)}
+
+
+def steps(of: str, by_step: Mapping[int, Tables], folder: str, model: str = "made") -> Steps:
+    """One folder of `analyze` over steps; `of`: as the model was named."""
+    runs = {step: arm_run(model, "natural", {}, tables) for step, tables in by_step.items()}
+    return Steps({"command": "analyze_steps", "model": Path(of).name, "config": {"model": of}}, runs, Path(folder))

@@ -1,0 +1,41 @@
+"""Numbers in texts, found again among numbers to the digits that are printed."""
+
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+
+NUMBER = re.compile(r"(?<![\w.])[-−]?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
+
+
+class Printed(NamedTuple):
+    value: float
+    half: float  # a unit of its last digit
+    percent: bool
+
+
+def numbers_of(text: str) -> list[Printed]:
+    found = []
+    for match in NUMBER.finditer(text):
+        digits = match[0].rstrip(",").replace(",", "").replace("−", "-")
+        mantissa, _, exponent = digits.partition("e")
+        unit = 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
+        end = match.start() + len(match[0].rstrip(","))
+        found.append(Printed(float(digits), 0.5 * unit, text[end : end + 2].lstrip().startswith("%")))
+    return found
+
+
+def stands_in(number: Printed, values: Iterable[float]) -> bool:
+    """Whether one of the values, or of percent also a hundredth of it, is printed like that; signs may be words."""
+    known = np.abs(np.asarray(list(values), float))
+    known = np.concatenate([known, 100 * known]) if number.percent else known
+    return bool((np.abs(known - abs(number.value)) <= number.half * (1 + 1e-6)).any())
+
+
+def all_numbers(tables: Iterable[pd.DataFrame]) -> np.ndarray:
+    """Every number of tables, without its sign, sorted."""
+    columns = [table[name].to_numpy(float) for table in tables for name in table.select_dtypes("number")]
+    known = np.unique(np.abs(np.concatenate(columns)))
+    return known[np.isfinite(known)]
