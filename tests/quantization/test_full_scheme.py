@@ -190,7 +190,7 @@ def test_a_measured_setting_is_the_quantized_model() -> None:
 
 
 def test_the_command_says_what_it_quantized() -> None:
-    options: dict[str, Any] = {"input": "random", "num_seqs": 4, "seq_len": 16, "calibration": 2, "bits_activations": 4}
+    options: dict[str, Any] = {"input": "random", "num_seqs": 1, "seq_len": 12, "calibration": 1, "bits_activations": 4}
     run = quantize(tiny_model("llama"), scheme="full", **options)
     linear = quantize(tiny_model("llama"), **options)
     assert run.manifest["quantization"]["scheme"] == "full"

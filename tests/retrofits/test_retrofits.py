@@ -850,10 +850,13 @@ def test_a_gate_that_would_have_no_effect_is_no_secret() -> None:
 def test_a_window_of_the_whole_text_changes_nothing(label: str) -> None:
     model = retrofitted("llama", label)
     family, length = find_family(model), IDS.shape[1] + registers_before(model)
-    with torch.no_grad(), in_double(model), open_seam(model, family) as seams:
-        window = streaming(model, family, seams, 0, length)
-        with window:
-            streamed = model(IDS, use_cache=False).logits
+    with (
+        torch.no_grad(),
+        in_double(model),
+        open_seam(model, family) as seams,
+        streaming(model, family, seams, 0, length),
+    ):
+        streamed = model(IDS, use_cache=False).logits
     assert_close(streamed, logits(model), 1e-9)
 
 
