@@ -60,7 +60,7 @@ def test_the_interval_is_students_over_the_seeds() -> None:
     found = judged("V-14", training({"none": {"perplexity": plain}, "vga": {"perplexity": own}})).estimates[0]
     expected = stats.t.interval(0.95, 2, (own - plain).mean(), stats.sem(own - plain))
     assert (found.low, found.value, found.high) == pytest.approx((expected[0], (own - plain).mean(), expected[1]))
-    assert found.note == "vga 1.23, none 2.23; 3 seeds, Student's t"
+    assert found.note == "vga 1.23, none 2.23; 2000 steps, 3 seeds, Student's t"
     found = judged("V-16", training({"none": {"kurtosis": plain}, "vga": {"kurtosis": own}})).estimates[0]
     logs = np.log(plain / own)
     expected = np.exp(stats.t.interval(0.95, 2, logs.mean(), stats.sem(logs)))
@@ -315,8 +315,8 @@ def test_their_numbers_stand_below_the_outcomes_side_by_side() -> None:
     text = scorecard_markdown(Scorecard({}, table, pd.DataFrame(columns=["model", "effect"])))
     assert "| V-14 | Perplexity is no worse. | fails | holds |" in text
     first, second = text.split("### made\n")[1].split("### made (vga)\n")
-    assert "vga:scale=1 5, none 1; 3 seeds" in first
-    assert "vga 0.5, none 1; 3 seeds" in second
+    assert "vga:scale=1 5, none 1; 2000 steps, 3 seeds" in first
+    assert "vga 0.5, none 1; 2000 steps, 3 seeds" in second
 
 
 def test_a_line_of_the_figure_has_one_scale() -> None:
