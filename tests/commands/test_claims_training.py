@@ -58,7 +58,7 @@ def test_a_training_is_judged_by_its_tables(lab: Path, tmp_path: Path) -> None:
     found, values = row(card, "V-4"), last["value"].to_numpy()
     low, high = stats.t.interval(0.95, 1, values.mean(), stats.sem(values))
     assert (found["low"], found["value"], found["high"]) == pytest.approx((low, values.mean(), high))
-    assert found["note"] == "plain; 2 seeds, Student's t"
+    assert found["note"] == "plain; 4 steps, 2 seeds, Student's t"
     table = pd.read_parquet(lab / "tables" / "retrofit.parquet").query("metric == 'perplexity'")
     wide = table.pivot(index="seed", columns="condition", values="value")
     assert row(card, "V-14")["value"] == pytest.approx((wide["VGA"] - wide["plain"]).mean())

@@ -14,6 +14,8 @@ from support.hand_made_trainings import norms, rates, training
 from sinkscope.report.claims.claim import Judgment, Outcome, judge
 from sinkscope.report.claims.gather import Collection
 from sinkscope.report.claims.register import CLAIMS
+from sinkscope.report.claims.scorecard import Scorecard, scorecard_markdown
+from sinkscope.report.claims.scorecard import judged as judged_table
 from sinkscope.report.claims.trainings import Training
 from sinkscope.report.figures.scorecard import _place
 
@@ -58,7 +60,7 @@ def test_the_interval_is_students_over_the_seeds() -> None:
     found = judged("V-14", training({"none": {"perplexity": plain}, "vga": {"perplexity": own}})).estimates[0]
     expected = stats.t.interval(0.95, 2, (own - plain).mean(), stats.sem(own - plain))
     assert (found.low, found.value, found.high) == pytest.approx((expected[0], (own - plain).mean(), expected[1]))
-    assert found.note == "vga 1.23, none 2.23; 3 seeds, Student's t"
+    assert found.note == "vga 1.23, none 2.23; 2000 steps, 3 seeds, Student's t"
     found = judged("V-16", training({"none": {"kurtosis": plain}, "vga": {"kurtosis": own}})).estimates[0]
     logs = np.log(plain / own)
     expected = np.exp(stats.t.interval(0.95, 2, logs.mean(), stats.sem(logs)))
@@ -304,6 +306,17 @@ def test_other_parameters_are_judged_under_names_of_their_own() -> None:
     assert judged("V-14", made).outcome == FAILS
     assert judged("V-14", made, name="made (vga)").outcome == HOLDS
     assert judged("GS-25", made, name="made (vga)").outcome == Outcome.NOT_MEASURED
+
+
+def test_their_numbers_stand_below_the_outcomes_side_by_side() -> None:
+    arms = {"none": {"perplexity": LOW}, "vga:scale=1": {"perplexity": HIGH}, "vga": {"perplexity": (0.5, 0.51, 0.49)}}
+    evidence = Collection(trainings=(training(arms),)).evidence({})
+    table = pd.concat([judged_table(one, name) for name, one in evidence.items()], ignore_index=True)
+    text = scorecard_markdown(Scorecard({}, table, pd.DataFrame(columns=["model", "effect"])))
+    assert "| V-14 | Perplexity is no worse. | fails | holds |" in text
+    first, second = text.split("### made\n")[1].split("### made (vga)\n")
+    assert "vga:scale=1 5, none 1; 2000 steps, 3 seeds" in first
+    assert "vga 0.5, none 1; 2000 steps, 3 seeds" in second
 
 
 def test_a_line_of_the_figure_has_one_scale() -> None:

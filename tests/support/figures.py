@@ -18,6 +18,7 @@ def skip_figures(patch: pytest.MonkeyPatch, *, of_runs_only: bool = False) -> No
     """
     patch.setattr(sinkscope.report.figures, "applicable", lambda run: [])
     if not of_runs_only:
+        patch.setattr(Figure, "lay_out", lambda figure: None)
         patch.setattr(Figure, "savefig", _save_nothing)
 
 

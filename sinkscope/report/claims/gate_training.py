@@ -16,7 +16,7 @@ from sinkscope.report.claims.over_seeds import (
     of_one,
     ratio,
     study_of,
-    words_for,
+    words_for_arms,
 )
 from sinkscope.report.claims.published import published
 from sinkscope.report.claims.studies import ArmStudy
@@ -69,7 +69,7 @@ def _against_best(evidence: Evidence) -> Estimate:
     cost = metric("perplexity_increase")
     values = [cost(arms[GATE]) - min(cost(arms[name]) for name in others) for arms in study.by_seed]
     labels = ", ".join(study.by_seed[0][name].label for name in others)
-    return mean_of_runs(np.array(values)).over(f"others: {labels}; {words_for(len(values))}")
+    return mean_of_runs(np.array(values)).over(f"others: {labels}; {words_for_arms(study)}")
 
 
 def _new_parameters(evidence: Evidence) -> Estimate:

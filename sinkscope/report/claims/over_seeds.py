@@ -38,6 +38,12 @@ def words_for(seeds: int, scale: str = "") -> str:
     return f"{seeds} seeds, Student's t{scale}"
 
 
+def words_for_arms(study: ArmStudy, scale: str = "") -> str:
+    """The same and how long was trained: «6000 steps, 3 seeds, Student's t»."""
+    training = next(iter(study.by_seed[0].values())).training
+    return f"{training.settings['steps']} steps, {words_for(len(study.by_seed), scale)}"
+
+
 LOGARITHMS = " of logarithms"
 
 
@@ -70,7 +76,7 @@ def of_one(role: str, of: OfArm, method: str, null: str | None = None) -> Measur
         study = study_of(evidence, role, ArmStudy)
         found = mean_of_runs(_values(study, of, method))
         beside = nan if null is None else float(np.mean(_values(study, of, null)))
-        return found.against(beside).over(f"{_label(study, method)}; {words_for(len(study.by_seed))}")
+        return found.against(beside).over(f"{_label(study, method)}; {words_for_arms(study)}")
 
     return measure
 
@@ -116,7 +122,7 @@ def together(role: str, of: Callable[[Mapping[str, Arm]], float], *methods: str)
         study = study_of(evidence, role, ArmStudy)
         values = np.array([of(arms) for arms in study.by_seed])
         labels = ", ".join(_label(study, method) for method in methods)
-        return mean_of_runs(values).over(f"{labels}; {words_for(len(values))}")
+        return mean_of_runs(values).over(f"{labels}; {words_for_arms(study)}")
 
     return measure
 
@@ -132,7 +138,7 @@ def _label(study: ArmStudy, method: str) -> str:
 def _both(study: ArmStudy, method: str, first: np.ndarray, against: str, second: np.ndarray, scale: str = "") -> str:
     pairs = ((method, first), (against, second))
     means = ", ".join(f"{_label(study, name)} {values.mean():.3g}" for name, values in pairs)
-    return f"{means}; {words_for(len(first), scale)}"
+    return f"{means}; {words_for_arms(study, scale)}"
 
 
 # --- plain trainings that differ in one setting

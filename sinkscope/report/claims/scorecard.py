@@ -27,6 +27,7 @@ from sinkscope.report.claims.routes import COLUMNS as ROUTE_COLUMNS
 from sinkscope.report.claims.routes import ROLES as ROUTE_ROLES
 from sinkscope.report.claims.routes import TABLE as ROUTES
 from sinkscope.report.claims.routes import measured_models, routes_text
+from sinkscope.report.claims.studies import KINDS as STUDIES
 from sinkscope.report.claims.studies import Given, studies_of
 from sinkscope.report.markdown import as_markdown
 from sinkscope.report.paper_tables import NEEDS_GPT2, gamma_table, printed_gamma
@@ -228,9 +229,15 @@ def _side_by_side(card: Scorecard) -> str:
     parts += [f"- {model}: {_counts(card.table[card.table['model'] == model])}" for model in card.models]
     table = decided.reset_index()
     table.insert(1, "what it says", [CLAIMS[name].statement for name in decided.index])
-    return "\n\n".join(
-        [*parts, as_markdown(table), f"Decided by no model: {others}.", *_gamma_lines(card), *_routes_lines(card)]
-    )
+    parts += [as_markdown(table), f"Decided by no model: {others}."]
+    return "\n\n".join([*parts, *_numbers_of_studies(card), *_gamma_lines(card), *_routes_lines(card)])
+
+
+def _numbers_of_studies(card: Scorecard) -> list[str]:
+    """Of each model what trainings, steps or related models decide: a single model's scorecard may not have that."""
+    of_studies = [name for name, claim in CLAIMS.items() if claim.needs[0].partition(":")[0] in STUDIES]
+    rows = card.table[card.table["claim"].isin(of_studies) & card.table["value"].notna()]
+    return [f"### {model}\n\n{as_markdown(_printed(own))}" for model, own in rows.groupby("model", sort=False)]
 
 
 def _counts(table: pd.DataFrame) -> str:

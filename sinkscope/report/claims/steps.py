@@ -79,7 +79,7 @@ def _least_spike(evidence: Evidence) -> Estimate:
             raise Lacks(f"step 0, or a run on random weights: sinkscope claims {evidence.model}")
         ratios = np.stack([_gradient_ratios(runs[step]) for step in steps[onset:]]).min(0)
         found.append((ratios / _gradient_ratios(first)[0], len(steps) - onset))
-    words = f"{found[0][1]} steps from the onset on"
+    words = f"steps from the onset on: {', '.join(str(count) for count in dict.fromkeys(count for _, count in found))}"
     if len(found) == 1:
         return positive_jackknife(found[0][0]).over(f"{words}; one training, interval over its sequences")
     return mean_of_runs(np.array([values[0] for values, _ in found])).over(f"{words}; {words_for(len(found))}")

@@ -214,6 +214,12 @@ def _find_base(given: Given, _: str) -> ModelStudy | None:
     return ModelStudy(tuple(run.folder for run in runs.values()), runs) if runs else None
 
 
+def _analyze_base(given: Given, _: str) -> str:
+    """By its name on the hub; a file's name does not say where its base is."""
+    base = relatives.base_of(given.name)
+    return f"sinkscope analyze {base}" if base and "/" in base else f"sinkscope analyze BASE, its base, called {base}"
+
+
 ARMS = {
     "arms": _arms(),  # arms:none,vga
     "retrofit": _arms("retrofit"),
@@ -225,7 +231,7 @@ KINDS = {
     "factor": Kind(_find_factor, _vary),  # factor:weight-decay
     "steps": Kind(_find_steps, _analyze_steps),
     "sizes": Kind(_find_sizes, lambda given, _: relatives.MORE_SIZES),
-    "base": Kind(_find_base, lambda given, _: f"sinkscope analyze {relatives.base_of(given.name)}"),
+    "base": Kind(_find_base, _analyze_base),
     # what no command varies yet
     "unvaried": Kind(lambda given, what: None, lambda given, what: f"no command makes them yet: {what}"),
 }
