@@ -111,13 +111,14 @@ def sweeps() -> pd.DataFrame:
 
 def tables() -> pd.DataFrame:
     """Every column of every table; those that all tables begin with come first."""
+    from sinkscope.measuring.tables import all_tables
+    from sinkscope.report import finding_table
     from sinkscope.report.claims import routes, scorecard
-    from sinkscope.report.run import Run
     from sinkscope.report.sweep_tables import SWEEP_TABLES
     from sinkscope.results.tables import LEADING_COLUMNS
 
-    of_claims = {scorecard.TABLE: scorecard.COLUMNS, routes.TABLE: routes.COLUMNS}
-    described = {"(every table)": LEADING_COLUMNS} | dict(Run.columns) | of_claims | SWEEP_TABLES
+    of_reports = {made.TABLE: made.COLUMNS for made in (finding_table, scorecard, routes)}
+    described = {"(every table)": LEADING_COLUMNS} | all_tables() | of_reports | SWEEP_TABLES
     rows = [(name, column.name, column.about, column.unit) for name, columns in described.items() for column in columns]
     return pd.DataFrame(rows, columns=["table", "column", "what it holds", "unit"])
 

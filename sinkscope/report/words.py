@@ -83,8 +83,8 @@ TEMPLATES: dict[tuple[str, Outcome], str] = {
     ("repeated", ABSENT): "This model's positions are {positions}, for which WSE expects the sink to vanish on "
         "repeated tokens.",
     ("massive", PRESENT): "In the layer with most, {value:.3g} entries per sequence[ (95 % interval {low:.3g} to "
-        "{high:.3g})] are massive activations (Sun et al. 2024), in all layers most often at "
-        "{coordinates:coordinates}; the largest of all sequences is {largest:,.0f}.",
+        "{high:.3g})] are massive activations (Sun et al. 2024), most often at {coordinates:coordinates}; the largest "
+        "of all sequences is {largest:,.0f}.",
     ("massive-coordinate", PRESENT): "Coordinate {coordinate} is massive[ in the output of {layers:layers}][ in less "
         "than {usual:.0%} of the sequences], at [position {position}][{places} positions]; the largest of all "
         "sequences is {value:,.0f}.",

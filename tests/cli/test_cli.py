@@ -27,12 +27,11 @@ from typer.testing import CliRunner, Result
 import sinkscope.report.figures
 import sinkscope.results.tables
 from sinkscope.cli.app import app, main
-from sinkscope.measuring.tables import column_names
 from sinkscope.measuring.tracer import Tracer
 from sinkscope.report.figures import FIGURES, applicable
 from sinkscope.report.run import Run
 from sinkscope.results.folders import alone_in
-from sinkscope.results.tables import LEADING, write_table
+from sinkscope.results.tables import LEADING, names_of, write_table
 
 SMALL = ("--num-seqs", "4", "--seq-len", "24")
 WORDS = ("<pad>", "<s>", "</s>", "<unk>", "the", "of", "and", "drain")
@@ -122,7 +121,7 @@ def test_the_run_folder_is_complete(finished: tuple[Result, Path]) -> None:
     assert {"attention", "sink_positions", "geometry", "activation", "massive", "outlier", "summary"} <= set(run.tables)
     assert figures
     for name, table in run.tables.items():
-        assert tuple(table.columns) == (*LEADING, *column_names(name))
+        assert tuple(table.columns) == (*LEADING, *names_of(Run.columns[name]))
     assert list(finished[1].parent.iterdir()) == [finished[1]]
 
 

@@ -21,7 +21,9 @@ from sinkscope.results import findings
 from sinkscope.retrofits import retrofit_model
 
 CONSTANTS = {value for value in vars(findings).values() if isinstance(value, float)}
-COUNTED = {"heads", "total", "layers", "weak_layers", "having", "coordinates", "places", "usual"}  # of tables' rows
+COUNTED = {  # of tables' rows
+    "tokens", "heads", "total", "layers", "weak_layers", "having", "coordinates", "places", "usual",
+}  # fmt: skip
 SETTINGS = {"sequences", "lengths", "epsilon", "longest", "masked"}  # of run.json
 
 

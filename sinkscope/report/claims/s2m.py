@@ -10,7 +10,7 @@ from sinkscope.report.claims.claim import Claim, NotDefined, Part, above, at_lea
 from sinkscope.report.claims.estimates import Estimate, bootstrap, exact, resamplings, weighted_means
 from sinkscope.report.claims.evidence import Evidence, Lacks
 from sinkscope.report.claims.scopes import causal
-from sinkscope.results.findings import FEWEST_QUERIES
+from sinkscope.results.findings import COLLAPSE, FEWEST_QUERIES, HARM
 
 DELIMITERS = set(".,;:!?\n\r")  # what a delimiter token is made of, but for spaces
 
@@ -185,11 +185,11 @@ CLAIMS = (
     Claim("S-10", "Sun et al.", "They stand at the first token and at delimiters.",
         (Part("share of massive activations there", _at_first_or_delimiter, at_least(0.5)),)),
     Claim("S-11", "Sun et al.", "Setting them to zero breaks the model.",
-        (Part("perplexity ÷ before", lambda e: perplexity_ratio(e, TO_ZERO), at_least(10.0)),
+        (Part("perplexity ÷ before", lambda e: perplexity_ratio(e, TO_ZERO), at_least(COLLAPSE)),
          Part("of random coordinates ÷ before", lambda e: perplexity_of_controls(e, TO_ZERO),
             between(0.9, 1.1))), ("natural", TO_ZERO)),
     Claim("S-12", "Sun et al.", "Setting them to their mean does not.",
-        (Part("perplexity ÷ before", lambda e: perplexity_ratio(e, TO_MEAN), between(0.95, 1.05)),),
+        (Part("perplexity ÷ before", lambda e: perplexity_ratio(e, TO_MEAN), between(1 - HARM, 1 + HARM)),),
         ("natural", TO_MEAN)),
     Claim("S-13", "Sun et al.", "They attract attention.",
         (Part("P(sink | massive input) ÷ P(sink)", _attracts, above(1.0)),), scope=(causal,), is_ours=False),

@@ -87,7 +87,12 @@ class Scorecard:
         """Open what `claims` wrote. Raises InputError: it is no such folder, or it is damaged."""
         folder = folder_of(folder)
         manifest = read_manifest(folder, (COMMAND,))
-        table, routes = (read_table(folder / "tables" / f"{name}.parquet", schema) for name, schema in TABLES.items())
+        table, routes = (
+            read_table(folder / "tables" / f"{name}.parquet", schema)
+            if name in manifest["tables"]
+            else pd.DataFrame(columns=names_of(schema))  # of a version without it
+            for name, schema in TABLES.items()
+        )
         return cls(manifest, table, routes, {}, folder)
 
     @property

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from sinkscope.report.claims.arms import SINK
 from sinkscope.report.claims.claim import Claim, Part, above, at_least, at_most, below
 from sinkscope.report.claims.estimates import Estimate, bootstrap, weighted_means
 from sinkscope.report.claims.evidence import Evidence
@@ -109,18 +110,17 @@ def _slopes(evidence: Evidence) -> np.ndarray:
 
 CLAIMS = (
     Claim("W-1", "table 1", "There is a sink at the first token.",
-        (Part("sink rate at position 0 in %", _sink_rate, above(10.0)),), scope=(causal,),
-        published=SINK_RATES),
+        (Part("sink rate at position 0 in %", _sink_rate, above(SINK)),), scope=(causal,), published=SINK_RATES),
     Claim("W-2", "table 1", "The sink stays on random tokens.",
         (Part("sink rate on random ÷ on natural tokens", _against_natural("random"), at_least(0.5)),
-         Part("sink rate on natural tokens in %", _sink_rate, above(10.0))),
+         Part("sink rate on natural tokens in %", _sink_rate, above(SINK))),
         ("natural", "random"), (causal,), published_rates("random")),
     Claim("W-3", "table 1", "On repeated tokens the sink vanishes (positions that leave equal tokens equal).",
         (Part("sink rate on repeated tokens in %", _on_repeated, at_most(1.0)),),
         ("repeated",), (causal, equal_tokens_stay_equal), NONE_ON_REPEATED),
     Claim("W-4", "tables 1 and 7", "On repeated tokens the sink stays (positions added to the embeddings).",
         (Part("sink rate on repeated ÷ on natural tokens", _against_natural("repeated"), at_least(0.5)),
-         Part("sink rate on natural tokens in %", _sink_rate, above(10.0))),
+         Part("sink rate on natural tokens in %", _sink_rate, above(SINK))),
         ("natural", "repeated"), (causal, absolute_positions), ON_REPEATED),
     Claim("W-13", "fig. 2", "The sink's hidden norm is larger.",
         (Part("norm at 0 ÷ later, median over these layers", _norm_in_massive_layers, above(1.0)),
@@ -151,5 +151,5 @@ CLAIMS = (
          Part("slope at ε = 0.4 − at ε = 0.2", lambda e: bootstrap(_slopes(e)[:, 2] - _slopes(e)[:, 0]), below(0.0))),
         ("natural", *(f"length:{length}" for length in LENGTHS)), (causal,), is_ours=False),
     Claim("W-21", "fig. 4", "Small models have a sink, too.",
-        (Part("sink rate at position 0 in %", _sink_rate, above(10.0)),), scope=(causal, small)),
+        (Part("sink rate at position 0 in %", _sink_rate, above(SINK)),), scope=(causal, small)),
 )  # fmt: skip
