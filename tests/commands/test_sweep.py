@@ -22,7 +22,7 @@ import sinkscope
 from sinkscope.cli.app import app
 from sinkscope.commands.sweep import SweepRun, compared
 from sinkscope.commands.sweeping import processes, worker
-from sinkscope.commands.sweeping.plan import planned
+from sinkscope.commands.sweeping.plan import planned, sized
 from sinkscope.commands.sweeping.worker import State, Task
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.options.sweep_file import read_sweep
@@ -399,7 +399,9 @@ def test_five_hundred_cells_are_planned_in_seconds(models: Path, tmp_path: Path)
         shutil.copytree(folders.run(first.name), folders.run(cell.name), copy_function=os.link)
         (folders.run(cell.name) / "run.json").unlink()
         (folders.run(cell.name) / "run.json").write_text(json.dumps(manifest | {"config": cell.config}))
-    assert {each.state for each in planned(found.cells, folders)} == {State.DONE}
+    assert {(each.state, each.size.parameters) for each in sized(planned(found.cells, folders))} == {
+        (State.DONE, 29408)
+    }
     assert time.monotonic() - start < 10  # 2 s on an idle core
     few = replace(found, cells=found.cells[:20])
     assert compared(few, folders, 0.0).rates["seed"].tolist() == list(range(20))
