@@ -125,7 +125,11 @@ def sweep(
     # the pool before anything is written: Ray may be missing
     with closing(_pool(asked)) as pool, folders.begun(manifest, overwrite, asked.part):
         folders.put_right({cell.name for cell in mine})
-        todo = sized(each for each in planned(mine, folders) if each.is_wanted(asked.retry))
+        plan = planned(mine, folders)
+        for each in plan:
+            if each.state == State.DONE:  # a kill may have come between that and this
+                folders.forget(each.cell.name)
+        todo = sized(each for each in plan if each.is_wanted(asked.retry))
         tasks = {each.cell.name: _task(found, each.cell, folders) for each in todo}
         failed = _measure(split(groups_of(todo, tasks), pool.workers), folders, pool, console)
         plan = [_ended(each, failed) for each in planned(mine, folders)]

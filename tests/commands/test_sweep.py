@@ -206,6 +206,15 @@ def test_a_worker_that_is_lost_fails_one_cell(
     assert message in done.failure
 
 
+def test_a_cell_that_is_done_has_not_failed(models: Path, whole: SweepRun, tmp_path: Path) -> None:
+    """A kill may come between its folder and the end of its failure."""
+    shutil.copytree(whole.folder, tmp_path / "out")
+    name = whole.plan[0].cell.name
+    CellFolders(tmp_path / "out").fail(name, "once")
+    assert sinkscope.sweep(grid(models, tmp_path), out=tmp_path / "out").failure == ""
+    assert not list((tmp_path / "out" / "failed").iterdir())
+
+
 def kill_if(pid: int) -> None:
     if os.getpid() == pid:
         os.kill(pid, signal.SIGKILL)
