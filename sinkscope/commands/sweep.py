@@ -20,7 +20,7 @@ from rich.console import Console
 from sinkscope.commands.result import Result
 from sinkscope.commands.run import check_figures
 from sinkscope.commands.sweeping.engine import Pool, run_groups, split
-from sinkscope.commands.sweeping.plan import Planned, groups_of, part_of, planned, table_of
+from sinkscope.commands.sweeping.plan import Planned, groups_of, part_of, planned, sized, table_of
 from sinkscope.commands.sweeping.progress import Progress, say, shown
 from sinkscope.commands.sweeping.worker import Group, State, Task
 from sinkscope.errors import InputError, unknown
@@ -120,12 +120,16 @@ def sweep(
     console = Console(stderr=True, quiet=quiet)
     mine = part_of(found.cells, asked.part)
     if asked.dry_run:
-        return SweepRun(found, planned(mine, folders), None, folders.folder)
+        return SweepRun(found, sized(planned(mine, folders)), None, folders.folder)
     manifest = make_manifest(COMMAND, _record(found), start, cells=[cell.name for cell in found.cells])
     # the pool before anything is written: Ray may be missing
     with closing(_pool(asked)) as pool, folders.begun(manifest, overwrite, asked.part):
         folders.put_right({cell.name for cell in mine})
-        todo = [each for each in planned(mine, folders) if each.is_wanted(asked.retry)]
+        plan = planned(mine, folders)
+        for each in plan:
+            if each.state == State.DONE:  # a kill may have come between that and this
+                folders.forget(each.cell.name)
+        todo = sized(each for each in plan if each.is_wanted(asked.retry))
         tasks = {each.cell.name: _task(found, each.cell, folders) for each in todo}
         failed = _measure(split(groups_of(todo, tasks), pool.workers), folders, pool, console)
         plan = [_ended(each, failed) for each in planned(mine, folders)]

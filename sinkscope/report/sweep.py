@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from sinkscope.report.claims.routes import TABLE as ROUTES
 from sinkscope.report.claims.scorecard import TABLE as CLAIMS
 from sinkscope.report.claims.scorecard import Scorecard
@@ -32,13 +34,21 @@ def write_comparison(tables: SweepTables, folder: Path, record: Mapping[str, Any
     write_tables(tables.tables, folder)
     figures = draw_all(OF_SWEEP, tables)
     if CLAIMS in tables.tables:
-        card = Scorecard({}, tables.tables[CLAIMS], tables.tables[ROUTES])
+        card = Scorecard({}, one_cell_each(tables.tables[CLAIMS]), one_cell_each(tables.tables[ROUTES]))
         if len(card.models) > 1:
             figures |= draw_all(OF_CLAIMS, card) | draw_all(OF_ROUTES, card.routes)
     save_figures(figures, folder / "figures")
     (folder / "sweep.md").write_text(words(tables, record) + "\n", encoding="utf-8")
     cells = tables.tables[SWEEP]["cell"].unique().tolist() if SWEEP in tables.tables else []
     write_manifest(folder, make_manifest(COMMAND, record, start, tables.tables, cells=cells))
+
+
+def one_cell_each(claims: pd.DataFrame) -> pd.DataFrame:
+    """The rows of one cell of each model: of its last revision the first."""
+    cells = claims.drop_duplicates("cell")
+    last = cells.groupby("model")["revision"].transform("last")
+    chosen = cells[cells["revision"] == last].drop_duplicates("model")["cell"]
+    return claims[claims["cell"].isin(chosen)]
 
 
 def words(tables: SweepTables, record: Mapping[str, Any]) -> str:
@@ -65,7 +75,7 @@ def _without_bos(tables: SweepTables) -> list[str]:
     return [model for model in tables.main["model"].unique() if model in with_it & lacking_it]
 
 
-def _with_published(tables: SweepTables) -> Any:
+def _with_published(tables: SweepTables) -> pd.DataFrame:
     """The overview; behind it what the paper has of the models that name one, in the same setting."""
     table = tables.overview
     same = all((tables.main[name] == value).all() for name, value in {**SETTING, "seq_len": LENGTH}.items())

@@ -22,7 +22,7 @@ import sinkscope
 from sinkscope.cli.app import app
 from sinkscope.commands.sweep import SweepRun, compared
 from sinkscope.commands.sweeping import processes, worker
-from sinkscope.commands.sweeping.plan import planned
+from sinkscope.commands.sweeping.plan import planned, sized
 from sinkscope.commands.sweeping.worker import State, Task
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.options.sweep_file import read_sweep
@@ -204,6 +204,15 @@ def test_a_worker_that_is_lost_fails_one_cell(
     assert (first.state, first.message) == (State.FAILED, message)
     assert [each.state for each in others] == [State.DONE] * 3  # the other one of its load, too
     assert message in done.failure
+
+
+def test_a_cell_that_is_done_has_not_failed(models: Path, whole: SweepRun, tmp_path: Path) -> None:
+    """A kill may come between its folder and the end of its failure."""
+    shutil.copytree(whole.folder, tmp_path / "out")
+    name = whole.plan[0].cell.name
+    CellFolders(tmp_path / "out").fail(name, "once")
+    assert sinkscope.sweep(grid(models, tmp_path), out=tmp_path / "out").failure == ""
+    assert not list((tmp_path / "out" / "failed").iterdir())
 
 
 def kill_if(pid: int) -> None:
@@ -399,7 +408,9 @@ def test_five_hundred_cells_are_planned_in_seconds(models: Path, tmp_path: Path)
         shutil.copytree(folders.run(first.name), folders.run(cell.name), copy_function=os.link)
         (folders.run(cell.name) / "run.json").unlink()
         (folders.run(cell.name) / "run.json").write_text(json.dumps(manifest | {"config": cell.config}))
-    assert {each.state for each in planned(found.cells, folders)} == {State.DONE}
+    assert {(each.state, each.size.parameters) for each in sized(planned(found.cells, folders))} == {
+        (State.DONE, 29408)
+    }
     assert time.monotonic() - start < 10  # 2 s on an idle core
     few = replace(found, cells=found.cells[:20])
     assert compared(few, folders, 0.0).rates["seed"].tolist() == list(range(20))

@@ -7,7 +7,7 @@ import pytest
 
 from sinkscope.errors import InputError
 from sinkscope.report.figures import OF_SWEEP
-from sinkscope.report.sweep import words
+from sinkscope.report.sweep import one_cell_each, words
 from sinkscope.report.sweep_tables import EPSILON, SWEEP, SweepTables
 
 CELL: dict[str, Any] = {
@@ -99,6 +99,12 @@ def test_inputs_without_the_bos_of_texts_are_pointed_out() -> None:
     told = words(tables_of({}, RANDOM | {"token_zero": "random token"}, {"model": "b"}), {"content": {"title": "x"}})
     assert "Their texts begin with a BOS, but not what is drawn at random: a." in told
     assert "BOS" not in words(tables_of({}, RANDOM), {"content": {"title": "x"}})
+
+
+def test_claims_are_compared_by_one_cell_of_each_model() -> None:
+    rows = [("a", "step0", "1"), ("a", "step8", "2"), ("a", "step8", "3"), ("b", "", "4"), ("b", "", "4")]
+    chosen = one_cell_each(pd.DataFrame(rows, columns=["model", "revision", "cell"]))
+    assert chosen["cell"].tolist() == ["2", "4", "4"]
 
 
 def test_every_input_has_its_panel() -> None:

@@ -1,7 +1,7 @@
 """What a sweep has to do: the size of its models, found without their weights, and which cells are done."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -55,9 +55,9 @@ class Planned:
     """A cell, and what is known of it before it is measured."""
 
     cell: Cell
-    size: Size
     state: State
     message: str = ""  # of a cell that failed, or of parts of one that is done
+    size: Size = Size()
 
     def is_wanted(self, retry: bool) -> bool:
         """Whether it is to be measured: what failed, also in parts, only with --retry."""
@@ -68,16 +68,20 @@ class Planned:
         return self.size.memory(self.cell.options)
 
 
-def planned(cells: Iterable[Cell], folders: CellFolders | None) -> list[Planned]:
-    """All cells with their sizes and states; without a folder, nothing is done yet."""
+def planned(cells: Iterable[Cell], folders: CellFolders) -> list[Planned]:
+    """All cells with their states."""
+    return [Planned(cell, *state_of(cell, folders)) for cell in cells]
+
+
+def sized(plan: Iterable[Planned]) -> list[Planned]:
+    """The same with the sizes of their models, each found once: the header of a GGUF file takes seconds."""
     sizes: dict[tuple, Size] = {}
     found = []
-    for cell in cells:
-        key = load_key(cell.options)
+    for each in plan:
+        key = load_key(each.cell.options)
         if key not in sizes:
-            sizes[key] = size_of(cell.options)
-        state, message = state_of(cell, folders) if folders is not None else (State.WAITING, "")
-        found.append(Planned(cell, sizes[key], state, message))
+            sizes[key] = size_of(each.cell.options)
+        found.append(replace(each, size=sizes[key]))
     return found
 
 

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -137,7 +138,7 @@ def _main(group: Group, sender: Connection, threads: int, device: int | None) ->
         for event in measured(group):
             sender.send(event)
     except (KeyboardInterrupt, BrokenPipeError):
-        os._exit(1)
+        sys.exit(1)
 
 
 def _end_with_parent() -> None:

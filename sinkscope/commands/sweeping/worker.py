@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from sinkscope.errors import LONGEST, SinkscopeError, described, is_out_of_memory, one_line
+from sinkscope.errors import LONGEST, SinkscopeError, described, is_out_of_memory, one_line, was_interrupted
 
 
 class State(StrEnum):
@@ -88,6 +88,8 @@ def measured(group: Group) -> Iterator[Event]:
         try:
             _measure(task, models)
         except Exception as error:  # also what nobody has foreseen: the other cells go on
+            if was_interrupted(error):
+                raise KeyboardInterrupt from None
             yield Event(task.name, State.FAILED, told(error), time.monotonic() - start)
         else:
             yield Event(task.name, State.DONE, seconds=time.monotonic() - start)
