@@ -199,10 +199,10 @@ def test_a_worker_that_is_lost_fails_one_cell(
         replay(whole, task)
 
     monkeypatch.setattr(worker, "_measure", measure)
-    done = sinkscope.sweep(grid(models, tmp_path), out=tmp_path / "out", workers=1)
-    first, *others = done.plan
+    done = sinkscope.sweep(grid(models, tmp_path), out=tmp_path / "out", workers=1, shard="1/2")
+    first, other = done.plan  # of one load
     assert (first.state, first.message) == (State.FAILED, message)
-    assert [each.state for each in others] == [State.DONE] * 3  # the other one of its load, too
+    assert other.state == State.DONE
     assert message in done.failure
 
 
@@ -221,7 +221,7 @@ def kill_if(pid: int) -> None:
 
 
 @pytest.mark.usefixtures("replayed")
-@pytest.mark.parametrize("number", [1, 6, 12])
+@pytest.mark.parametrize("number", [1, 12])
 def test_a_disk_that_is_full_and_is_not_any_more(number: int, models: Path, whole: SweepRun, tmp_path: Path) -> None:
     file, out = grid(models, tmp_path), tmp_path / "there" / "out"
 
@@ -237,7 +237,7 @@ def test_a_disk_that_is_full_and_is_not_any_more(number: int, models: Path, whol
 
 
 @pytest.mark.usefixtures("replayed")
-@pytest.mark.parametrize("number", [1, 6, 12, 18, 30])
+@pytest.mark.parametrize("number", [6, 12, 18, 30])
 def test_killed_and_started_again(number: int, models: Path, whole: SweepRun, tmp_path: Path) -> None:
     """The sweep's own process, before one of its changes; its worker ends with it."""
     file, out = grid(models, tmp_path), tmp_path / "there" / "out"
