@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -20,11 +21,12 @@ from typer.testing import CliRunner
 
 import sinkscope
 from sinkscope.cli.app import app
-from sinkscope.commands.sweep import SweepRun, compared
+from sinkscope.commands.sweep import SweepRun, check, compared
 from sinkscope.commands.sweeping import processes, worker
 from sinkscope.commands.sweeping.plan import planned, sized
 from sinkscope.commands.sweeping.worker import State, Task
 from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.options.recipe import SWEEPS, shipped_recipes
 from sinkscope.options.sweep_file import read_sweep
 from sinkscope.report.outputs import finished
 from sinkscope.report.sweep_tables import EPSILON, SWEEP, SWEEP_TABLES
@@ -139,6 +141,28 @@ def test_two_workers_and_shards_end_with_the_same_tables(models: Path, whole: Sw
     assert len(list((out / "cells").iterdir())) == 2
     sinkscope.sweep(file, out=out, shard="2/2", workers=2)
     assert_same(out, whole)
+
+
+def test_ray_ends_with_the_same_tables(models: Path, whole: SweepRun, tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="an optional package")
+    sinkscope.sweep(grid(models, tmp_path), out=tmp_path / "there" / "out", engine="ray", workers=2)
+    assert_same(tmp_path / "there" / "out", whole)
+
+
+def test_without_ray_nothing_is_written(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(InputError, match=r"--engine ray needs Ray: pip install 'sinkscope\[ray\]'"):
+        sinkscope.sweep(grid(models, tmp_path), out=tmp_path / "out", engine="ray")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("path", sorted((shipped_recipes() / SWEEPS).glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_sweep_that_comes_with_sinkscope(path: Path) -> None:
+    found = read_sweep(path.stem, {})
+    assert found.path.resolve() == path
+    assert found.content.reproduces
+    check(found)
+    assert max(map(len, path.read_text(encoding="utf-8").splitlines())) <= 120
 
 
 # --- what breaks
