@@ -51,14 +51,14 @@ format: install
 	$(BIN)/ruff format .
 
 # Run `sinkscope ARGUMENTS` into runs/report/NAME, and keep of it in reports/NAME: the manifests, the texts, the figures
-# as PNG below 500 kB, and the tables below 100 kB but for those by sequence.
+# as PNG below 300 kB, and the tables below 100 kB but for those by sequence.
 # $(call report,NAME,ARGUMENTS)
 define report
 	$(BIN)/sinkscope $(2) --out runs/report/$(1) --overwrite
 	rm -rf reports/$(1)
 	mkdir -p reports/$(1)/figures reports/$(1)/tables
 	cp runs/report/$(1)/*.json runs/report/$(1)/*.md reports/$(1)/
-	find runs/report/$(1)/figures -name '*.png' -size -500k -exec cp {} reports/$(1)/figures/ \;
+	find runs/report/$(1)/figures -name '*.png' -size -300k -exec cp {} reports/$(1)/figures/ \;
 	find runs/report/$(1)/tables -type f -size -100k ! -name '*_by_*' -exec cp {} reports/$(1)/tables/ \;
 endef
 

@@ -35,6 +35,7 @@ from sinkscope.report.sweep_tables import Measured, SweepTables, sweep_tables
 from sinkscope.report.wse_table_1 import WSE_TABLE_1
 from sinkscope.results.cells import COMMAND, CellFolders
 from sinkscope.results.manifest import make_manifest
+from sinkscope.results.metrics import METRICS
 
 OF_THE_RUN = {"file", "dry_run", "engine", "address", "workers", "shard", "retry"}  # they decide no number
 MOST_FAILURES = 5  # that the last message names
@@ -82,7 +83,7 @@ def command(options: SweepOptions, output: OutputOptions) -> Result:
     done = sweep(options.file, **output.where, **given)
     if done.tables is None:
         return Result(done, tables={"cells": table_of(done.plan)})
-    tables = {"cells": done.summary, "sink rate": done.tables.overview}
+    tables = {"cells": done.summary, METRICS["sink_rate"].short: done.tables.overview}
     return Result(done, tables=tables, folder=done.folder, failure=done.failure)
 
 

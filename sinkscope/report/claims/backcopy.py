@@ -90,7 +90,7 @@ CLAIMS = (
         ("of Δlogit", ratio(BOTH, _range(LOGIT), GATE), below(0.5))),
     _claim("V-10", "fig. 5", "VGA learns as well.", BOTH,
         ("backcopy risk, VGA − plain, in nats", difference(BOTH, _risk("backcopy_risk"), GATE), NOT_MORE),
-        ("bigram risk", difference(BOTH, _risk("bigram_risk"), GATE), NOT_MORE)),
+        ("of bigrams", difference(BOTH, _risk("bigram_risk"), GATE), NOT_MORE)),
     _claim("V-11", "fig. 6", "IGA stands between.", ALL,
         (f"{BEFORE_TRIGGERS}, plain − IGA", difference(ALL, _at_end(ATTENTION), PLAIN, INPUT_GATE), above(0.0)),
         ("IGA − VGA", difference(ALL, _at_end(ATTENTION), INPUT_GATE, GATE), above(0.0))),

@@ -112,7 +112,7 @@ def _legend() -> list[Line2D | Patch]:
         Line2D([], [], label="without the route", **AFTER),
         Line2D([], [], label="95 % over sequences", **INTERVAL),
         Line2D([], [], label="mean of random controls", **CONTROL),
-        Line2D([], [], label="where one more would fall (95 %)", **CONTROLS),
+        Line2D([], [], label="one more control would fall here (95 %)", **CONTROLS),
         Patch(facecolor=SHADES[Effect.FALLS], edgecolor="0.75", label="falls beyond the controls"),
         Patch(facecolor=SHADES[Effect.GOES], edgecolor="0.75", label="and less than half is left"),
     ]
