@@ -111,14 +111,10 @@ def sweeps() -> pd.DataFrame:
 
 def tables() -> pd.DataFrame:
     """Every column of every table; those that all tables begin with come first."""
-    from sinkscope.measuring.tables import all_tables
-    from sinkscope.report import finding_table
-    from sinkscope.report.claims import routes, scorecard
-    from sinkscope.report.sweep_tables import SWEEP_TABLES
+    from sinkscope.report.tables import written_tables
     from sinkscope.results.tables import LEADING_COLUMNS
 
-    of_reports = {made.TABLE: made.COLUMNS for made in (finding_table, scorecard, routes)}
-    described = {"(every table)": LEADING_COLUMNS} | all_tables() | of_reports | SWEEP_TABLES
+    described = {"(every table)": LEADING_COLUMNS} | written_tables()
     rows = [(name, column.name, column.about, column.unit) for name, columns in described.items() for column in columns]
     return pd.DataFrame(rows, columns=["table", "column", "what it holds", "unit"])
 

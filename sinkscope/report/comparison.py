@@ -9,7 +9,7 @@ OUT/figures/*.png|pdf
 import html
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -84,14 +84,19 @@ def compare(
     SinkscopeError where writing fails.
     """
     start = time.time()
-    if len(runs) < 2:
-        raise InputError(f"a comparison needs at least two runs; {len(runs) or 'none'} was given")
+    check_count(runs)
     with own_folder(out, overwrite, ("compare",), reads=_folders(runs)) as folder:
         comparison = replace(_compared(runs), folder=folder)
         if folder is not None:
             with new_folder(folder) as fresh:
                 write_comparison(comparison, fresh, start)
         return comparison
+
+
+def check_count(given: Sequence[object]) -> None:
+    """InputError for fewer than two."""
+    if len(given) < 2:
+        raise InputError(f"a comparison needs at least two runs; {len(given) or 'none'} was given")
 
 
 def _folders(runs: tuple[Run | str | os.PathLike[str], ...]) -> list[str | os.PathLike[str] | None]:

@@ -26,7 +26,7 @@ from sinkscope.report.claims.folder import write_scorecard
 from sinkscope.report.claims.routes import ROLES, TABLE, routes_of_models, routes_text
 from sinkscope.report.claims.scorecard import COMMAND as CLAIMS
 from sinkscope.report.claims.scorecard import TABLES, Scorecard, models_of
-from sinkscope.report.comparison import Comparison, differing_settings
+from sinkscope.report.comparison import Comparison, check_count, differing_settings
 from sinkscope.report.figures import OF_ROUTES, save_figures
 from sinkscope.report.figures.spec import draw_all
 from sinkscope.report.figures.style import Figure
@@ -83,10 +83,11 @@ def compare(
         InputError: fewer than two, of different kinds, a folder that holds none, or an `out` that is taken.
         SinkscopeError: writing failed.
     """
+    check_count(given)
     commands = list(dict.fromkeys(map(_command, given)))
     if len(commands) > 1:
         raise InputError(f"runs of `{'` and `'.join(commands)}` have nothing in common: compare those of one command")
-    if len(given) < 2 or commands[0] not in _WAYS:
+    if commands[0] not in _WAYS:
         return comparison.compare(*given, out=out, overwrite=overwrite)  # type: ignore[arg-type]
     start, folders = time.time(), [one.folder if isinstance(one, Run | Scorecard) else one for one in given]
     with own_folder(out, overwrite, ("compare",), reads=folders) as folder:

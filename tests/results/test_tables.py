@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from sinkscope.errors import InputError
-from sinkscope.report.run import Run
+from sinkscope.report.tables import written_tables
 from sinkscope.results.tables import LEADING, LEADING_COLUMNS, METRIC, VALUE, Column, read_table
 
 REPORTS = sorted((Path(__file__).parents[2] / "reports").glob("*/tables/*.parquet"))
@@ -16,7 +16,7 @@ ROWS = pd.DataFrame([("m", "natural", -1, "loss", 1.5)], columns=[*LEADING, "met
 
 @pytest.mark.parametrize("path", REPORTS, ids=lambda path: f"{path.parts[-3]}-{path.stem}")
 def test_declared_columns_are_those_that_were_written(path: Path) -> None:
-    table = read_table(path, (*LEADING_COLUMNS, *Run.columns[path.stem]))
+    table = read_table(path, (*LEADING_COLUMNS, *written_tables()[path.stem]))
     assert list(table)[:3] == list(LEADING)
 
 
