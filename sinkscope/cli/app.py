@@ -4,6 +4,7 @@ A command's module is imported when it runs, so that `--help` and a mistyped opt
 """
 
 import inspect
+import os
 import signal
 from collections.abc import Callable
 from importlib import import_module
@@ -66,7 +67,7 @@ def _command(name: str, kind: type[Options]) -> Callable[..., None]:
                 folder = folder.with_name(f"{folder.name}-repeated")
             module = import_module(f"sinkscope.commands.{name}")
             result = module.command(asked, output.model_copy(update={"out": folder}))
-        if not output.quiet:
+        if not output.quiet and _prints():
             print_result(result)
         if result.failure:
             raise SinkscopeError(result.failure)
@@ -74,6 +75,11 @@ def _command(name: str, kind: type[Options]) -> Callable[..., None]:
     command.__doc__ = inspect.cleandoc(kind.about)
     command.__signature__ = inspect.Signature(parameters_of(kind))  # type: ignore[attr-defined]
     return command
+
+
+def _prints() -> bool:
+    """Of the processes that `accelerate launch` starts, the first."""
+    return int(os.environ.get("WORLD_SIZE", "1")) == 1 or os.environ.get("RANK", "0") == "0"
 
 
 def _was_typed(ctx: typer.Context, name: str) -> bool:

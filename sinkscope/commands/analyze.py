@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from sinkscope.commands.repeat import differences
@@ -16,6 +15,7 @@ from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.console import print_notices
 from sinkscope.measuring.manifest import make_manifest
 from sinkscope.measuring.measure import measure
+from sinkscope.measuring.processes import together
 from sinkscope.measuring.subject import ModelLike, check_config, open_subject, options_of
 from sinkscope.models.in_memory import text_of
 from sinkscope.models.steps import find_checkpoints
@@ -57,6 +57,8 @@ def analyze(
 ) -> Run:
     """Measure one model and return its Run; with `out`, also write the run folder.
 
+    Under `accelerate launch` the sequences are shared out among the processes; the first one writes.
+
     Args:
         model: a hub id, a folder, a .gguf file, or a model already loaded; None for SmolLM2-135M-Instruct.
         tokenizer: of a model already loaded.
@@ -73,11 +75,11 @@ def analyze(
     """
     start = time.time()
     config = config or options_of(AnalyzeOptions, model, options)
-    console = Console(stderr=True, quiet=quiet)
     check_config(config)
     with (
-        own_folder(out, overwrite, reads=(config.model, config.adapter, config.input)) as folder,
-        open_subject(model, tokenizer, config, console) as subject,
+        together(config.device_map) as members,
+        own_folder(members.only_first(out), overwrite, reads=(config.model, config.adapter, config.input)) as folder,
+        open_subject(model, tokenizer, config, console := members.console(quiet)) as subject,
     ):
         tables, facts = measure(subject, config, console)
         print_notices(console, facts.notices)
@@ -119,12 +121,13 @@ def analyze_steps(
         for checkpoint in checkpoints
     ]
     check_config(configs[0])
-    console = Console(stderr=True, quiet=quiet)
     runs: dict[int, Run] = {}
     with (
-        own_folder(out, overwrite, (COMMAND,), reads=(model, configs[0].input)) as folder,
+        together(configs[0].device_map) as members,
+        own_folder(members.only_first(out), overwrite, (COMMAND,), reads=(model, configs[0].input)) as folder,
         nullcontext() if folder is None else new_folder(folder) as fresh,
     ):
+        console = members.console(quiet)
         for place, (checkpoint, config) in enumerate(zip(checkpoints, configs, strict=True), 1):
             console.print(f"step {checkpoint.step} ({place} of {len(checkpoints)})", highlight=False)
             try:

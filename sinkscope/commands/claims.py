@@ -21,6 +21,7 @@ from sinkscope.measuring.experiment import Experiment
 from sinkscope.measuring.manifest import Facts, make_manifest
 from sinkscope.measuring.measure import measure
 from sinkscope.measuring.observables import OBSERVABLES
+from sinkscope.measuring.processes import together
 from sinkscope.measuring.random_weights import random_weights
 from sinkscope.measuring.subject import (
     ModelLike,
@@ -102,11 +103,14 @@ def claims(
     config = config or options_of(ClaimsOptions, model, options)
     known = _known(runs, config.from_)
     skipped = _skipped(config.from_)
-    console = Console(stderr=True, quiet=quiet)
     check_config(config)
     judges_only = model is None and (config.only_judges or bool(known.runs and config.model is None))
     reads = (config.model, config.adapter, config.input, *config.from_)
-    with scorecard_folder(out, config.model_dump(mode="json"), start, overwrite, reads) as kept:
+    with (
+        together(config.device_map) as members,
+        scorecard_folder(members.only_first(out), config.model_dump(mode="json"), start, overwrite, reads) as kept,
+    ):
+        console = members.console(quiet)
         if judges_only:
             if kept is not None:
                 kept.begin()
@@ -115,13 +119,19 @@ def claims(
             with open_subject(model, tokenizer, config, console) as subject:
                 name = subject.loaded.name
                 _notice_of_others(known, name, console)
-                if kept is not None:
-                    weights = fingerprint(subject.loaded.model)
-                    kept.begin(input_sha256=subject.inputs.sha256, weights_sha256=weights)
-                    known, skipped = replace(known, runs=[*known.runs, *kept.runs]), _merged(skipped, kept.skipped)
+                before = members.of_the_first(partial(_begun, kept, subject))
+                known, skipped = replace(known, runs=[*known.runs, *before[0]]), _merged(skipped, before[1])
                 measured = Bench(subject, config, console, known.runs, kept).evidence(skipped)
                 card = _scorecard(known.completed(measured, name), config, start)
         return card if kept is None else kept.finish(card)
+
+
+def _begun(kept: ScorecardFolder | None, subject: Subject) -> tuple[list[Run], dict[str, dict[str, str]]]:
+    """The runs that an earlier session has measured of this model on this text, and the roles that do not apply."""
+    if kept is None:
+        return [], {}
+    kept.begin(input_sha256=subject.inputs.sha256, weights_sha256=fingerprint(subject.loaded.model))
+    return kept.runs, kept.skipped
 
 
 def _notice_of_others(known: Collection, name: str, console: Console) -> None:

@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from sinkscope.commands.repeat import differences
@@ -15,6 +14,7 @@ from sinkscope.interventions import INTERVENTIONS, Intervention, parse_all
 from sinkscope.measuring.console import print_notices
 from sinkscope.measuring.experiment import BEFORE, Experiment
 from sinkscope.measuring.manifest import Facts, make_manifest
+from sinkscope.measuring.processes import together
 from sinkscope.measuring.subject import ModelLike, check_config, open_subject, options_of
 from sinkscope.options.measuring import InterveneOptions
 from sinkscope.options.output import OutputOptions
@@ -87,11 +87,11 @@ def intervene(
     start = time.time()
     config = config or options_of(InterveneOptions, model, _named(do, arms) | options)
     wanted = wanted_arms(config.stacks)
-    console = Console(stderr=True, quiet=quiet)
     check_config(config)
     with (
-        own_folder(out, overwrite, reads=(config.model, config.adapter, config.input)) as folder,
-        open_subject(model, tokenizer, config, console) as subject,
+        together(config.device_map) as members,
+        own_folder(members.only_first(out), overwrite, reads=(config.model, config.adapter, config.input)) as folder,
+        open_subject(model, tokenizer, config, console := members.console(quiet)) as subject,
     ):
         experiment = Experiment(subject, config, wanted, config.draws, config.stacks == "all", console)
         tables = experiment.run()

@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from sinkscope.commands.repeat import differences
@@ -14,6 +13,7 @@ from sinkscope.errors import InputError
 from sinkscope.measuring.console import print_line
 from sinkscope.measuring.manifest import Facts, make_manifest
 from sinkscope.measuring.parity import parity_check
+from sinkscope.measuring.processes import together
 from sinkscope.measuring.quantization_study import Ranges, Study
 from sinkscope.measuring.quantized import Bench
 from sinkscope.measuring.subject import ModelLike, Subject, check_config, open_subject, options_of
@@ -73,12 +73,12 @@ def quantize(
     start = time.time()
     config = config or options_of(QuantizeOptions, model, options)
     bits = Bits(config.bits_weights, config.bits_activations)
-    console = Console(stderr=True, quiet=quiet)
     enough = config.model_copy(update={"num_seqs": config.num_seqs + config.calibration})
     check_config(config)
     with (
-        own_folder(out, overwrite, reads=(config.model, config.adapter, config.input)) as folder,
-        open_subject(model, tokenizer, enough, console) as whole,
+        together(config.device_map) as members,
+        own_folder(members.only_first(out), overwrite, reads=(config.model, config.adapter, config.input)) as folder,
+        open_subject(model, tokenizer, enough, console := members.console(quiet)) as whole,
     ):
         subject, held_out = _split(whole, config)
         subject.need_loss()

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from sinkscope.measuring.processes import team
 from sinkscope.measuring.subject import Subject
 from sinkscope.models.towers import text_tower
 from sinkscope.options.measuring import RunConfig
@@ -71,6 +72,7 @@ def _described(subject: Subject, config: RunConfig, facts: Facts) -> dict[str, A
         "not_measured": facts.not_measured,
         "dtype": str(parameters.dtype).removeprefix("torch."),
         "device": str(parameters.device),
+        "processes": team().count,
         "kernel": config.attn,
         "scaling": [None if math.isnan(scaling) else scaling for scaling in facts.scaling],
         "batch_size": facts.batch_size,

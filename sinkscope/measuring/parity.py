@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from sinkscope.errors import SinkscopeError, is_out_of_memory
 from sinkscope.measuring.observables.observable import Observable, Reading, Settings
 from sinkscope.measuring.passes import batches_of, first_size
+from sinkscope.measuring.processes import team
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.tracer import model_inputs
 from sinkscope.models.quantized import is_quantized
@@ -103,7 +104,7 @@ def parity_check(subject: Subject, config: RunConfig, costs: int = 1) -> ParityC
     """
     model, family = subject.loaded.model, subject.family
     layer, size = family.last_layer(model), first_size(subject.inputs, model, config.batch_size, costs)
-    if config.skip_parity:
+    if config.skip_parity or not team().is_first:  # the first of several processes reads the first batch
         return ParityCheck(model, layer, None)
 
     def bare(size: int) -> torch.Tensor:

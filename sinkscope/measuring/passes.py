@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from itertools import islice
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -14,7 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedModel
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.measuring.accumulators import Lists, accumulated, merge, packed, unpacked
 from sinkscope.measuring.observables.observable import Observable, long_form
+from sinkscope.measuring.processes import team
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.measuring.tracer import Tracer
 from sinkscope.results.tables import SEQUENCE, Column, Columns
@@ -69,7 +72,8 @@ def pass_over(
     costs: int = 1,
     console: Console | None = None,
 ) -> Pass[Kind]:
-    """Put every batch through `step`; out of memory, start again with new observables and half the batch.
+    """Put every batch through `step`; out of memory, start again with new observables and half the batch. Several
+    processes read some of the batches each, and have the sums of all at the end.
 
     Args:
         fresh: makes the observables.
@@ -85,13 +89,16 @@ def pass_over(
     def all_batches(size: int) -> Pass[Kind]:
         nonlocal tried
         tried = size
-        observables, losses = fresh(), [torch.zeros(0, dtype=torch.float64)]
-        with _progress(console) as advance:
-            for batch in batches_of(inputs, size):
+        with team().agreeing(), _progress(console) as advance:
+            observables, losses = fresh(), Lists[int, torch.Tensor](list)  # by a batch's first sequence
+            for batch in batches_of_mine(inputs, size):
                 loss = step(batch, observables)
-                losses += [] if loss is None else [loss]
+                losses[batch.first] += [] if loss is None else [loss]
                 advance(batch.first + len(batch.token_ids), len(inputs))
-        return Pass(observables, torch.cat(losses), size)
+            seen = _packed(observables, losses, inputs)
+        _add_up(observables, losses, seen)
+        in_order = [loss for _, part in sorted(losses.items()) for loss in part]
+        return Pass(observables, torch.cat([torch.zeros(0, dtype=torch.float64), *in_order]), size)
 
     size = first_size(inputs, tracer.model, batch_size, costs)
     attempt = find_executable_batch_size(all_batches, starting_batch_size=size, reduce_batch_size_fn=lambda: tried // 2)
@@ -107,9 +114,10 @@ def pass_over(
 
 
 def first_size(inputs: TokenInputs, model: PreTrainedModel, batch_size: int | Literal["auto"], costs: int) -> int:
-    """The batch size that `pass_over` tries first."""
+    """The batch size that `pass_over` tries first, so that each of several processes has a batch."""
     tokens = TOKENS_PER_BATCH.get(model.device.type, TOKENS_PER_BATCH["cpu"]) // costs
-    return min(max(1, tokens // inputs.longest) if batch_size == "auto" else batch_size, len(inputs))
+    size = max(1, tokens // inputs.longest) if batch_size == "auto" else batch_size
+    return min(size, max(1, len(inputs) // team().count))
 
 
 def batches_of(inputs: TokenInputs, batch_size: int, padding_side: str = "right") -> Iterator[Batch]:
@@ -121,6 +129,46 @@ def batches_of(inputs: TokenInputs, batch_size: int, padding_side: str = "right"
             masked = Batch(hidden, mask, first, labels)
         yield Batch(ids, mask, first, masked=masked)
         first += len(ids)
+
+
+def batches_of_mine(inputs: TokenInputs, batch_size: int) -> Iterator[Batch]:
+    """Every n-th batch, of n processes; the first one, which another reads, too, where there are fewer."""
+    members = team()
+    mine = islice(batches_of(inputs, batch_size), members.place, None, members.count)
+    yield next(mine, None) or next(batches_of(inputs, batch_size))
+    yield from mine
+
+
+def _packed(observables: Sequence[Observable], losses: Lists[int, torch.Tensor], inputs: TokenInputs) -> bytes:
+    """What this process has seen, for the others."""
+    members = team()
+    if members.count == 1:
+        return b""
+    is_idle = members.place >= len(inputs)
+    return packed(None if is_idle else ([accumulated(each) for each in observables], losses))
+
+
+def _add_up(observables: Sequence[Observable], losses: Lists[int, torch.Tensor], seen: bytes) -> None:
+    """Give these, in all processes, what all have seen, the first process's first."""
+    members = team()
+    if members.count == 1:
+        return
+    whole: list[Any] = []
+    for part in members.one_by_one(seen):
+        found = unpacked(part)
+        if found is None:
+            continue
+        if not whole:
+            whole = list(found)
+            continue
+        for mine, other in zip(whole[0], found[0], strict=False):  # only the first one compares with the bare model
+            for name in mine:
+                merge(mine[name], other[name])
+        whole[1].merge(found[1])
+    for observable, state in zip(observables, whole[0], strict=False):
+        vars(observable).update(state)
+    losses.clear()
+    losses.merge(whole[1])
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from sinkscope.attention.position_kinds import with_positions
 from sinkscope.errors import InputError
 from sinkscope.measuring.console import print_notices, spinner
 from sinkscope.measuring.observables import check_names
+from sinkscope.measuring.processes import team
 from sinkscope.models import loading
 from sinkscope.models.calibrate import calibrate
 from sinkscope.models.families import find_family
@@ -181,7 +182,8 @@ def inputs_for(loaded: LoadedModel, config: RunConfig, family: Family | None = N
     text = loaded.model.config.get_text_config()
     end = getattr(text, "eos_token_id", None)
     ends = end if isinstance(end, list) else [end]
-    inputs = build_inputs(
+    build = partial(
+        build_inputs,
         config.input,
         vocab_size=known,
         tokenizer=tokenizer,
@@ -197,6 +199,7 @@ def inputs_for(loaded: LoadedModel, config: RunConfig, family: Family | None = N
         seed=config.seed,
         sampler=partial(_sample, loaded.model),
     )
+    inputs = team().of_the_first(build)
     if causal or tokenizer is None or tokenizer.mask_token is None:
         return inputs
     return replace(inputs, masked=masked(inputs.sequences, tokenizer, known, config.seed))

@@ -8,19 +8,16 @@ accelerate configures the processes that it starts by environment variables. It 
 gathered with the layer.
 """
 
-import atexit
 import os
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
-import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
 from sinkscope.errors import InputError
+from sinkscope.measuring.processes import joined
 
-TIMEOUT = timedelta(days=1)  # while the first process measures, the others wait
 CONFIGURATION = Path(__file__).parent / "fsdp.yaml"
 # what trainer.py depends on: parameters that keep their names, every process with the whole model before it is sharded,
 # and checkpoints that are whole models
@@ -35,17 +32,14 @@ NEEDED = {
 def launched(cpu: bool = False) -> PartialState:
     """The processes that `accelerate launch` has started, or this one alone.
 
-    To be called before anything else of accelerate: by itself it does not find the others on a machine without a GPU.
-
     Args:
         cpu: train on the CPU even if there is a GPU.
 
     Raises:
         InputError: FSDP is configured in a way that is not supported.
     """
-    state = PartialState(cpu=cpu or not torch.cuda.is_available(), timeout=TIMEOUT)
+    state = joined(cpu)
     check_sharding()
-    atexit.register(state.destroy_process_group)  # gloo can abort if this is left to the interpreter's end
     return state
 
 

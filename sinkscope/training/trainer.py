@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArgu
 from transformers.utils import logging as transformers_logging
 
 from sinkscope.errors import InputError
+from sinkscope.measuring.processes import TIMEOUT
 from sinkscope.models.adapters import check_no_adapter
 from sinkscope.models.model_types import is_retrofitted
 from sinkscope.models.quantized import check_not_quantized
@@ -44,7 +45,7 @@ from sinkscope.training.checkpoints import (
     step_of,
 )
 from sinkscope.training.history import Bar, Probe, Recorder, history
-from sinkscope.training.sharding import TIMEOUT, is_sharded, launched
+from sinkscope.training.sharding import is_sharded, launched
 
 COMMAND = "training"  # in the manifest
 KEPT = 2  # checkpoints

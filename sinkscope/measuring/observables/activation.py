@@ -7,6 +7,7 @@ import torch
 
 from sinkscope.attention.kernels import upcast
 from sinkscope.attention.weights import AttentionRead
+from sinkscope.measuring.accumulators import Maxima
 from sinkscope.measuring.observables.observable import (
     LATER,
     BySequence,
@@ -55,7 +56,7 @@ class Activation(Observable):
         super().__init__(settings)
         self.mean = Mean()
         self.by_sequence = BySequence()
-        self.maximum: dict[tuple[int, str], torch.Tensor] = {}
+        self.maximum: Maxima[tuple[int, str]] = Maxima()
 
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
         self._add(layer, site, reading.once(token_norms), batch)
@@ -71,9 +72,7 @@ class Activation(Observable):
         self.mean.add((layer, site), norms, present)
         if present is not None:
             norms = norms.masked_fill(~present.to(norms.device), -torch.inf)
-        highest = norms.amax(0)
-        known = self.maximum.get((layer, site))
-        self.maximum[layer, site] = highest if known is None else torch.maximum(known, highest)
+        self.maximum.add((layer, site), norms.amax(0))
 
     def _add_sequences(self, layer: int, site: str, norms: torch.Tensor, batch: Batch) -> None:
         at_positions = batch.at_positions(norms, LATER.stop)

@@ -1,6 +1,5 @@
 """Attention sinks: how much attention each key position receives (GS eq. 1 and 2; WSE §3)."""
 
-from collections import defaultdict
 from typing import ClassVar
 
 import numpy as np
@@ -8,6 +7,7 @@ import pandas as pd
 import torch
 
 from sinkscope.attention.weights import AttentionRead, column_sums, row_chunks
+from sinkscope.measuring.accumulators import Lists
 from sinkscope.measuring.observables.observable import BySequence, HeadMeans, Observable, Settings
 from sinkscope.results.metrics import is_sink
 from sinkscope.results.tables import HEAD, KV_HEAD, POSITION, SEQUENCE, TOKEN, TOKEN_ID, Column
@@ -69,7 +69,7 @@ class Attention(Observable):
         super().__init__(settings)
         self.by_position, self.by_head, self.outside = HeadMeans(), HeadMeans(), HeadMeans()
         self.by_sequence, self.heads_by_sequence = BySequence("position"), BySequence("head")
-        self.sinks: dict[str, list[np.ndarray]] = defaultdict(list)
+        self.sinks: Lists[str, np.ndarray] = Lists(list)
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
         positions, window = self.settings.positions, self.settings.window

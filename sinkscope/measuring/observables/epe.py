@@ -5,7 +5,6 @@ EPE_i = MLP⁽¹⁾(p_i) + p_i (positions.py). NU calls it the first-order effec
 do in the paper.
 """
 
-from collections import defaultdict
 from typing import ClassVar
 
 import pandas as pd
@@ -13,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import upcast
+from sinkscope.measuring.accumulators import Sums
 from sinkscope.measuring.observables.observable import BySequence, Observable, Reading, Settings, long_form
 from sinkscope.measuring.observables.query_bias import QueryBias, key_alignment, key_weight_and_query_bias
 from sinkscope.models.family import Family
@@ -46,8 +46,8 @@ class Epe(Observable):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.sums: dict[int, torch.Tensor] = defaultdict(lambda: torch.zeros(()))  # group → (P,D) in float64
-        self.counts: dict[int, torch.Tensor] = defaultdict(lambda: torch.zeros(()))  # group → (P,)
+        self.sums: Sums[int] = Sums()  # group → (P,D) in float64
+        self.counts: Sums[int] = Sums()  # group → (P,)
         self.by_sequence = BySequence()
 
     @classmethod
@@ -74,8 +74,8 @@ class Epe(Observable):
         counted = torch.ones(states.shape[:2]) if present is None else present
         for index, state in enumerate(states.double()):
             group = (batch.first + index) % GROUPS
-            self.sums[group] = self.sums[group].to(state) + state
-            self.counts[group] = self.counts[group] + counted[index].cpu()
+            self.sums.add(group, state)
+            self.counts.add(group, counted[index].float().cpu())
 
     def _add_rest(self, layer: int, first: torch.Tensor, batch: Batch) -> None:
         """(B,D)"""

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from sinkscope.attention.kernels import upcast
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.errors import SinkscopeError
+from sinkscope.measuring.accumulators import Sums
 from sinkscope.measuring.observables.gradient_samples import ALL_HEADS, GroupSums
 from sinkscope.measuring.observables.gradient_theorems import NormGain, TheoremOne, norm_gain
 from sinkscope.measuring.observables.observable import BySequence, Mean, Observable, Settings, long_form
@@ -146,15 +147,15 @@ class Gradient(Observable):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.pathways: dict[tuple[int, str], torch.Tensor] = {}  # Σ over all sequences of the gradient, (heads,P,d)
+        self.pathways: Sums[tuple[int, str]] = Sums()  # Σ over all sequences of the gradient, (heads,P,d)
         self.groups = GroupSums()
         self.ratios = {name: Mean() for name in RATIOS}
         self.by_sequence = BySequence("position")
         self.bounds = {name: Mean() for name in ("measured", "bound", "holds", "tightness")}
         self.gains: dict[tuple[int, str], NormGain] = {}
         self.branches: dict[int, dict[str, Branch]] = {}  # of each layer
-        self.vanished = self.counted = 0  # tokens whose gradient at a layer's input is 0, of all that predict
-        self.finite = True
+        # gradients at a layer's input: those that are 0 and all, of the tokens that predict; of any that overflowed
+        self.counts: Sums[str] = Sums({"vanished": 0, "all": 0, "overflowed": 0})
         self.theorem = TheoremOne(settings.positions)
         self._seen: dict[tuple[int, str], torch.Tensor] = {}  # gradients of this batch, until the ratios are made
         self._norms: dict[tuple[int, str], torch.Tensor] = {}  # ‖x‖ of the branches' inputs, (B,T)
@@ -217,9 +218,7 @@ class Gradient(Observable):
 
     def _add_pathway(self, layer: int, pathway: str, gradient: torch.Tensor) -> None:
         """Add one batch's (B,P,heads,d)."""
-        total = gradient.sum(0, dtype=torch.float64).transpose(0, 1)  # (heads,P,d)
-        known = self.pathways.get((layer, pathway))
-        self.pathways[layer, pathway] = total if known is None else known + total
+        self.pathways.add((layer, pathway), gradient.sum(0, dtype=torch.float64).transpose(0, 1))  # (heads,P,d)
 
     def _on_mix(self, layer: int, read: AttentionRead, gradient: torch.Tensor) -> None:
         """g = ∇y (B,T,H,d), the gradient of each head's mix."""
@@ -283,15 +282,15 @@ class Gradient(Observable):
     def _look_for_underflow(self, gradient: torch.Tensor, batch: Batch) -> None:
         norms = torch.linalg.vector_norm(gradient, dim=-1)
         in_loss = batch.in_loss.to(norms.device)
-        self.counted += int(in_loss.sum())
-        self.vanished += int(((norms == 0) & in_loss).sum())
-        self.finite &= bool(norms.isfinite().all())
+        self.counts.add("all", int(in_loss.sum()))
+        self.counts.add("vanished", int(((norms == 0) & in_loss).sum()))
+        self.counts.add("overflowed", int((~norms.isfinite()).sum()))
 
     def notices(self) -> list[str]:
-        if not self.finite:
+        if self.counts["overflowed"]:
             raise SinkscopeError("a gradient overflowed: take --dtype bfloat16 or float32")
-        if self.vanished:
-            share = self.vanished / self.counted
+        if self.counts["vanished"]:
+            share = self.counts["vanished"] / self.counts["all"]
             return [f"{share:.1%} of the tokens' gradients underflowed to zero: take --dtype bfloat16 or float32"]
         return []
 

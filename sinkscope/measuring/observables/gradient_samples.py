@@ -6,10 +6,12 @@ of their own noise four times; the delete-a-group jackknife takes each once.
 
 import math
 from collections.abc import Mapping
+from typing import Self
 
 import pandas as pd
 import torch
 
+from sinkscope.measuring.accumulators import Accumulator, Sums
 from sinkscope.measuring.observables.observable import long_form
 from sinkscope.text.batch import IGNORED, Batch
 
@@ -18,7 +20,7 @@ GROUPS = 20  # at most, of sequences
 BY_HEAD = ("value",)  # pathways whose single heads have rows, too
 
 
-class GroupSums:
+class GroupSums(Accumulator):
     """Sums of gradients over groups of sequences; sequence i of a run is in group i modulo GROUPS, so that the batch
     size changes nothing.
 
@@ -27,7 +29,7 @@ class GroupSums:
     """
 
     def __init__(self) -> None:
-        self.sums: dict[tuple[int, str], torch.Tensor] = {}  # by layer and pathway, (GROUPS,P,heads,d)
+        self.sums: Sums[tuple[int, str]] = Sums()  # by layer and pathway, (GROUPS,P,heads,d)
         self.predicted: dict[int, int] = {}  # sequence → how many of its tokens the loss is of
 
     def add(self, key: tuple[int, str], gradient: torch.Tensor, batch: Batch) -> None:
@@ -42,6 +44,10 @@ class GroupSums:
             first = batch.first + place * GROUPS
             groups = torch.arange(first, first + len(part), device=sums.device) % GROUPS
             sums[groups] += part
+
+    def merge(self, other: Self) -> None:
+        self.sums.merge(other.sums)
+        self.predicted |= other.predicted
 
     def table(self, totals: Mapping[tuple[int, str], torch.Tensor]) -> pd.DataFrame:
         """Norms of the gradient that the run would have without each group.

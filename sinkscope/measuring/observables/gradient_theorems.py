@@ -1,6 +1,7 @@
 """The two theorems of GS, held against the measured gradients: what bounds ∇v (1), and a norm's Jacobian (2)."""
 
 from dataclasses import dataclass
+from typing import Self
 
 import pandas as pd
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 from sinkscope.attention.kernels import upcast
 from sinkscope.attention.weights import AttentionRead, row_chunks
+from sinkscope.measuring.accumulators import Accumulator
 from sinkscope.measuring.observables.observable import long_form
 from sinkscope.text.batch import Batch
 
@@ -49,7 +51,7 @@ def norm_gain(module: nn.Module, width: int) -> NormGain:
     return NormGain(gain * (1 + epsilon) ** 0.5, centered, epsilon)
 
 
-class TheoremOne:
+class TheoremOne(Accumulator):
     """∇v_s = Σ_t a[t,s] g_t, and the bounds that follow from g_t = μ + ε_t (GS theorem 1), per layer and query head.
 
     With grouped queries ∇v_s is the sum over a group's heads; the bounds are those of one query head's part of it.
@@ -120,6 +122,16 @@ class TheoremOne:
             absent = ~present[:, None].to(error.device)
             error, size = error.masked_fill(absent, 0.0), size.masked_fill(absent, 0.0)
         _accumulate(self.sums.setdefault(layer, {}), identity_error=error.sum(0), identity_size=size.sum(0))
+
+    def merge(self, other: Self) -> None:
+        self.groups |= other.groups
+        for layer, sums in other.sums.items():
+            _accumulate(self.sums.setdefault(layer, {}), **sums)
+        for layer, longest in other.longest.items():
+            if longest > self.longest.get(layer, 0):
+                self.longest[layer], self.moments[layer] = longest, {}
+            if longest == self.longest[layer]:
+                _accumulate(self.moments[layer], **other.moments[layer])
 
     def table(self) -> pd.DataFrame:
         frames = []

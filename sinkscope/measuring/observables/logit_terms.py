@@ -49,7 +49,7 @@ class LogitTerms(Observable):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.by_sequence, self.has_rows = BySequence(), False
+        self.by_sequence = BySequence()
         self.input = torch.empty(0)  # (T,D), what attention projects of the batch's first sequence
 
     @classmethod
@@ -88,10 +88,9 @@ class LogitTerms(Observable):
                 for name, x in (("at_first", first), ("at_others", others))
             }
             self.by_sequence.add(batch, statistics, layer=layer, term=term)
-            self.has_rows = True
 
     def tables(self) -> dict[str, pd.DataFrame]:
-        return {"logit_terms_by_sequence": self.by_sequence.table()} if self.has_rows else {}
+        return {"logit_terms_by_sequence": self.by_sequence.table()} if self.by_sequence else {}
 
 
 def sees_all_earlier(read: AttentionRead, batch: Batch) -> bool:

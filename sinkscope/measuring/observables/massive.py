@@ -1,6 +1,5 @@
 """Massive activations (Sun et al. 2024): few entries of the residual stream, thousands of times the median."""
 
-from collections import defaultdict
 from typing import ClassVar
 
 import numpy as np
@@ -8,6 +7,7 @@ import pandas as pd
 import torch
 
 from sinkscope.attention.kernels import upcast
+from sinkscope.measuring.accumulators import Lists
 from sinkscope.measuring.observables.observable import Observable, Reading, Settings
 from sinkscope.results.tables import COORDINATE, POSITION, SEQUENCE, TOKEN, TOKEN_ID, Column
 from sinkscope.text.batch import Batch
@@ -35,7 +35,7 @@ class Massive(Observable):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.rows: dict[str, list[np.ndarray]] = defaultdict(list)
+        self.rows: Lists[str, np.ndarray] = Lists(list)
 
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
         hidden = upcast(reading.tensor)

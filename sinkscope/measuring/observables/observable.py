@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from sinkscope.attention.weights import AttentionRead
+from sinkscope.measuring.accumulators import Accumulator
 from sinkscope.models.family import Family
 from sinkscope.options.measuring import ObservableOptions
 from sinkscope.results.tables import Columns
@@ -110,7 +111,7 @@ class Observable:
         return {}
 
 
-class Mean:
+class Mean(Accumulator):
     """Running mean over sequences of statistics (…,P), one accumulator per key, summed in float64 where they arise."""
 
     def __init__(self) -> None:
@@ -127,6 +128,11 @@ class Mean:
         total = x.sum(0, dtype=torch.float64)
         self._sum[key] = self._sum[key] + total if key in self._sum else total
         self._count[key] = self._count.get(key, 0) + count
+
+    def merge(self, other: Self) -> None:
+        for key, total in other._sum.items():
+            self._sum[key] = self._sum[key] + total if key in self._sum else total
+            self._count[key] = self._count.get(key, 0) + other._count[key]
 
     def __getitem__(self, key: Any) -> np.ndarray:
         """NaN where no sequence had the position."""
@@ -151,7 +157,7 @@ def long_form(axes: dict[str, Any], columns: dict[str, np.ndarray]) -> pd.DataFr
     return pd.DataFrame(frame | {name: array.ravel() for name, array in columns.items()})
 
 
-class HeadMeans:
+class HeadMeans(Accumulator):
     """Means over sequences of statistics by head, (B,H,P) or (B,H): a table with head, kv_head and maybe position."""
 
     def __init__(self) -> None:
@@ -165,6 +171,11 @@ class HeadMeans:
         self._groups[layer] = group
         for name, statistic in statistics.items():
             self._means[name].add(layer, statistic, present)
+
+    def merge(self, other: Self) -> None:
+        self._groups |= other._groups
+        for name, mean in other._means.items():
+            self._means[name].merge(mean)
 
     def __bool__(self) -> bool:
         return bool(self._groups)
@@ -182,7 +193,7 @@ class HeadMeans:
         return table.assign(kv_head=table["head"] // table["layer"].map(self._groups))
 
 
-class BySequence:
+class BySequence(Accumulator):
     """Statistics of every sequence, (B,…) a batch, in float32: a table with a row for each sequence, and for each place
     on the further axes.
 
@@ -214,6 +225,17 @@ class BySequence:
         self._values.frombytes(values.cpu().numpy().astype(np.float32).tobytes())
         self._parts[tuple(labels.items())][batch.first] = slice(start, len(self._values)), values.shape
         self._names = tuple(statistics)
+
+    def merge(self, other: Self) -> None:
+        start = len(self._values)
+        self._values.extend(other._values)
+        self._names = self._names or other._names
+        for labels, parts in other._parts.items():
+            for first, (part, shape) in parts.items():
+                self._parts[labels][first] = slice(start + part.start, start + part.stop), shape
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
 
     def table(self) -> pd.DataFrame:
         """By labels, then by sequence: the order of the batches changes nothing."""

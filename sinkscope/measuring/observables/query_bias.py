@@ -9,7 +9,7 @@ rotary positions Δ is therefore the un-rotated product, which is part of the lo
 """
 
 import re
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import pandas as pd
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import upcast
 from sinkscope.errors import InputError
+from sinkscope.measuring.accumulators import Accumulator, Lists
 from sinkscope.measuring.observables.observable import (
     NO_ATTENTION,
     BySequence,
@@ -82,7 +83,7 @@ class QueryBias(Observable):
         self.directions: dict[int, torch.Tensor] = {}  # u (H,D), Δ_j^h = u_h · x_j
         self.moments: dict[int, Moments] = {}
         self.by_sequence = BySequence()
-        self.deltas: dict[int, list[torch.Tensor]] = {}  # of all heads together, (B,P); NaN past a sequence's end
+        self.deltas: Lists[int, torch.Tensor] = Lists(list)  # of all heads together, (B,P); NaN past a sequence's end
 
     @classmethod
     def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
@@ -128,7 +129,7 @@ class QueryBias(Observable):
         present = present.to(delta.device)
         self.moments.setdefault(layer, Moments()).add(delta, present)
         together = delta[..., 0].masked_fill(~present, torch.nan)
-        self.deltas.setdefault(layer, []).append(together)
+        self.deltas[layer].append(together)
         later = together[:, 1:]
         mean = later.nanmean(1)
         deviation = (later - mean[:, None]).square().nanmean(1).sqrt()
@@ -189,7 +190,7 @@ def read_by_attention(family: Family) -> str:
     return "attn_norm" if "attn_norm" in family.sites else "layer_in"
 
 
-class Moments:
+class Moments(Accumulator):
     """Running mean and population variance over sequences, (P,…) for the positions P seen so far, in float64.
 
     Batches are merged by their deviations (Chan et al. 1979), so that a small variance beside a large mean is not lost.
@@ -208,6 +209,12 @@ class Moments:
         count = present.sum(0)  # (P,1)
         mean = x.masked_fill(~present, 0.0).sum(0) / count
         squares = (x - mean).square().masked_fill(~present, 0.0).sum(0)
+        self._add(count, mean, squares)
+
+    def merge(self, other: Self) -> None:
+        self._add(other.count, other.mean, other._squares)
+
+    def _add(self, count: torch.Tensor, mean: torch.Tensor, squares: torch.Tensor) -> None:
         if not self.mean.numel():
             self.count, self.mean, self._squares = count, mean, squares
             return
