@@ -20,11 +20,13 @@ from rich.console import Console
 from sinkscope.commands.result import Result
 from sinkscope.commands.run import check_figures
 from sinkscope.commands.sweeping.engine import Pool, run_groups, split
+from sinkscope.commands.sweeping.launched import Launched, check_launched, follow
 from sinkscope.commands.sweeping.plan import Planned, groups_of, part_of, planned, sized, table_of
 from sinkscope.commands.sweeping.progress import Progress, say, shown
 from sinkscope.commands.sweeping.worker import Group, State, Task
 from sinkscope.errors import InputError, unknown
 from sinkscope.measuring.console import print_line
+from sinkscope.measuring.processes import team, together
 from sinkscope.options.option import checked
 from sinkscope.options.output import OutputOptions
 from sinkscope.options.sweep import SweepOptions
@@ -97,7 +99,8 @@ def sweep(
 ) -> SweepRun:
     """Measure all cells of a sweep that are not done yet, and compare those that are.
 
-    A script calls it behind `if __name__ == "__main__":`, since it starts processes.
+    A script calls it behind `if __name__ == "__main__":`, since it starts processes. Under `accelerate launch` all
+    launched processes measure each cell together.
 
     Args:
         file: a YAML file, or the name of a sweep that comes with sinkscope.
@@ -118,10 +121,21 @@ def sweep(
     folders = CellFolders(Path(out or asked.folder()))
     if overwrite and asked.part != (1, 1):
         raise InputError("--overwrite removes the cells of all shards: delete the folder before they are started")
-    console = Console(stderr=True, quiet=quiet)
     mine = part_of(found.cells, asked.part)
     if asked.dry_run:
         return SweepRun(found, sized(planned(mine, folders)), None, folders.folder)
+    with together(asked.device_map) as members:
+        if not members.is_first:
+            return follow(members)
+        done = _swept(asked, found, folders, overwrite, members.console(quiet), start)
+        return members.of_the_first(lambda: done)
+
+
+def _swept(
+    asked: SweepOptions, found: Sweep, folders: CellFolders, overwrite: bool, console: Console, start: float
+) -> SweepRun:
+    """Measure what is to be measured, and compare."""
+    mine = part_of(found.cells, asked.part)
     manifest = make_manifest(COMMAND, _record(found), start, cells=[cell.name for cell in found.cells])
     # the pool before anything is written: Ray may be missing
     with closing(_pool(asked)) as pool, folders.begun(manifest, overwrite, asked.part):
@@ -170,6 +184,9 @@ def _record(found: Sweep) -> dict[str, Any]:
 
 
 def _pool(asked: SweepOptions) -> Pool:
+    if team().count > 1:
+        check_launched(asked)
+        return Launched(team())
     if asked.engine == "ray":
         from sinkscope.commands.sweeping.ray_tasks import RayTasks
 

@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 from support.faults import CHANGES, WRITES, before_change, refuse
 from support.forked import forked
+from support.ranks import on_two_ranks
 from tiny import tiny_model
 from typer.testing import CliRunner
 
@@ -26,6 +27,7 @@ from sinkscope.commands.sweeping import processes, worker
 from sinkscope.commands.sweeping.plan import planned, sized
 from sinkscope.commands.sweeping.worker import State, Task
 from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.measuring.processes import Team
 from sinkscope.options.recipe import SWEEPS, shipped_recipes
 from sinkscope.options.sweep_file import read_sweep
 from sinkscope.report.outputs import finished
@@ -81,12 +83,12 @@ def whole(models: Path, tmp_path_factory: pytest.TempPathFactory) -> SweepRun:
         return sinkscope.sweep(grid(models, folder), out=folder / "out", workers=1)
 
 
-def assert_same(out: Path, whole: SweepRun) -> None:
+def assert_same(out: Path, whole: SweepRun, **close: Any) -> None:
     """The tables of all cells and of the comparison; nothing is left over."""
     expected = {path.relative_to(whole.folder) for path in whole.folder.rglob("*.parquet")}
     assert {path.relative_to(out) for path in out.rglob("*.parquet")} == expected
     for path in expected:
-        pd.testing.assert_frame_equal(pd.read_parquet(out / path), pd.read_parquet(whole.folder / path))
+        pd.testing.assert_frame_equal(pd.read_parquet(out / path), pd.read_parquet(whole.folder / path), **close)
     assert not list(out.parent.rglob(".sinkscope-*"))
     assert not list(strangers(out))
 
@@ -147,6 +149,32 @@ def test_ray_ends_with_the_same_tables(models: Path, whole: SweepRun, tmp_path: 
     pytest.importorskip("ray", reason="an optional package")
     sinkscope.sweep(grid(models, tmp_path), out=tmp_path / "there" / "out", engine="ray", workers=2)
     assert_same(tmp_path / "there" / "out", whole)
+
+
+def test_processes_that_measure_each_cell_together(models: Path, whole: SweepRun, tmp_path: Path) -> None:
+    """With a model that is broken, and what the second process returns."""
+    file, out = grid(models, tmp_path, f", {tmp_path / 'gone'}"), tmp_path / "there" / "out"
+
+    def work() -> None:
+        done = sinkscope.sweep(file, out=out)
+        (tmp_path / f"told-{os.environ['RANK']}").write_text(done.failure)
+
+    log = tmp_path / "log"
+    assert on_two_ranks(work, log) == [0, 0], log.read_text()[-4000:]
+    first, second = ((tmp_path / f"told-{rank}").read_text() for rank in (0, 1))
+    assert first == second
+    assert first.startswith("2 of 6 cells failed (--retry tries them again): gone-random-")
+    cell = whole.plan[0].cell.name
+    assert json.loads((out / "cells" / cell / "run.json").read_text())["processes"] == 2
+    assert_same(out, whole, check_exact=False, rtol=1e-9, atol=1e-9)
+
+
+def test_launched_processes_are_the_engine(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sinkscope.commands.sweep.team", lambda: Team(0, 2))
+    for given, told in (({"engine": "ray"}, "--engine ray"), ({"workers": 2}, "--workers 2")):
+        with pytest.raises(InputError, match=f"{told}: under `accelerate launch`"):
+            sinkscope.sweep(grid(models, tmp_path), out=tmp_path / "out", **given)
+    assert not (tmp_path / "out").exists()
 
 
 def test_without_ray_nothing_is_written(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sinkscope.errors import LONGEST, SinkscopeError, described, is_out_of_memory, one_line, was_interrupted
+from sinkscope.measuring.processes import team
 
 
 class State(StrEnum):
@@ -86,7 +87,8 @@ def measured(group: Group) -> Iterator[Event]:
         yield Event(task.name, State.RUNNING)
         start = time.monotonic()
         try:
-            _measure(task, models)
+            with team().agreeing():
+                _measure(task, models)
         except Exception as error:  # also what nobody has foreseen: the other cells go on
             if was_interrupted(error):
                 raise KeyboardInterrupt from None

@@ -1,0 +1,285 @@
+"""Several processes that share a run's sequences out: what they have seen adds up to what one process sees."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from support.encoders import encoder
+from support.ranks import on_two_ranks
+from tiny import ragged_tokens, tiny_model
+from transformers import PreTrainedModel
+
+import sinkscope
+from sinkscope import Run
+from sinkscope.cli.app import app
+from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.measuring import accumulators, processes
+from sinkscope.measuring.observables import OBSERVABLES, observable
+from sinkscope.measuring.observables.gradient_theorems import TheoremOne
+from sinkscope.measuring.observables.query_bias import Moments
+from sinkscope.measuring.processes import Team
+from sinkscope.measuring.tracer import Tracer
+from sinkscope.results.tables import read_table
+
+LENGTHS = (24, 17, 4, 11, 24, 9, 24)  # in batches of two: the longest stand in both halves, and not in every batch
+OPTIONS: dict[str, Any] = {"batch_size": 2, "positions": 6, "window": 8}
+ROUND_OFF: dict[str, Any] = {"rtol": 1e-8, "atol": 1e-9}  # of sums in another order, in float64
+
+
+class Packed(Exception):
+    """The second of two processes has done its part."""
+
+
+class Half(Team):
+    """One of two processes, without the other: the first is given what the second has packed."""
+
+    def __init__(self, place: int, packed: dict[int, bytes]) -> None:
+        super().__init__(place, 2)
+        self.packed = packed
+
+    def each(self, mine: Any) -> list[Any]:
+        return [mine]
+
+    def of_the_first(self, find: Callable[[], Any]) -> Any:
+        return find()
+
+    def one_by_one(self, mine: bytes) -> Iterator[bytes]:
+        self.packed[self.place] = mine
+        if not self.is_first:
+            raise Packed
+        return iter([part for _, part in sorted(self.packed.items())])
+
+
+@contextmanager
+def being(members: Team) -> Iterator[None]:
+    token = processes._TEAM.set(members)
+    try:
+        yield
+    finally:
+        processes._TEAM.reset(token)
+
+
+def by_halves(model: PreTrainedModel, **options: Any) -> Run:
+    """As the first process has it."""
+    packed: dict[int, bytes] = {}
+    with being(Half(1, packed)), pytest.raises(Packed):
+        sinkscope.analyze(model, **options)
+    with being(Half(0, packed)):
+        return sinkscope.analyze(model, **options)
+
+
+def written(folder: Path, lengths: tuple[int, ...] = LENGTHS) -> Path:
+    path = folder / "ids.jsonl"
+    path.write_text("".join(json.dumps({"input_ids": ids.tolist()}) + "\n" for ids in ragged_tokens(lengths)))
+    return path
+
+
+def assert_same(ours: Any, expected: Any) -> None:
+    """Tables of two runs: what is of one sequence bit for bit, and sums to round-off."""
+    assert set(ours) == set(expected)
+    for name, table in expected.items():
+        exact = "sequence" in table and name != "sink_positions"
+        pd.testing.assert_frame_equal(ours[name], table, check_exact=exact, **({} if exact else ROUND_OFF))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_oss", "falcon", "opt-post-norm", "bert"])
+def test_two_halves_are_the_whole(name: str, tmp_path: Path) -> None:
+    """All observables of models of several kinds, on sequences of several lengths."""
+    model = encoder(name) if name == "bert" else tiny_model(name)
+    options = {"input": written(tmp_path), **OPTIONS}
+    whole, halves = sinkscope.analyze(model, **options), by_halves(model, **options)
+    assert_same(halves.tables, whole.tables)
+    assert {"gradient_by_group", "attention_maps"} <= set(whole.tables) or name == "bert"
+    for key in ("batch_size", "parity", "input", "scaling", "outside", "notices"):
+        assert halves.manifest[key] == whole.manifest[key], key
+    assert (halves.manifest["processes"], whole.manifest["processes"]) == (2, 1)
+
+
+def test_two_halves_of_repeated_tokens_are_the_whole() -> None:
+    options = {"input": "repeated", "bos": "never", "num_seqs": 5, "seq_len": 12, "observables": ("equal-tokens",)}
+    model = tiny_model("bloom")
+    assert_same(by_halves(model, **options).tables, sinkscope.analyze(model, batch_size=2, **options).tables)
+
+
+def test_every_observable_is_among_them(tmp_path: Path) -> None:
+    """One that is new is to be tried here, too: its sums are accumulators, or it does not add up."""
+    seen = set()
+    for name in ("gpt2", "gpt_oss"):
+        run = sinkscope.analyze(tiny_model(name), input=written(tmp_path), **OPTIONS)
+        seen |= {each for each, kind in OBSERVABLES.items() if set(kind.columns) & set(run.tables)}
+    assert set(OBSERVABLES) - seen == {"equal-tokens", "gate", "mean-maps"}  # above, and of means alone
+
+
+BROKEN: dict[str, tuple[type, str]] = {
+    "means": (observable.Mean, "merge"),
+    "heads": (observable.HeadMeans, "merge"),
+    "sequences": (observable.BySequence, "merge"),
+    "maxima": (accumulators.Maxima, "merge"),
+    "sums": (accumulators.Sums, "merge"),
+    "lists": (accumulators.Lists, "merge"),
+    "theorem 1": (TheoremOne, "merge"),
+    "moments": (Moments, "merge"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_what_is_not_added_is_noticed(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, options = tiny_model("gpt2"), {"input": written(tmp_path), **OPTIONS}
+    whole = sinkscope.analyze(model, **options)
+    monkeypatch.setattr(*BROKEN[what], lambda self, other: None)
+    with pytest.raises((AssertionError, SinkscopeError, KeyError, IndexError, ValueError)):
+        assert_same(by_halves(model, **options).tables, whole.tables)
+
+
+def test_more_processes_than_sequences(tmp_path: Path) -> None:
+    """The second one reads what the first one reads, and counts for nothing."""
+    model, options = tiny_model("llama"), {"input": written(tmp_path, (9,)), **OPTIONS}
+    assert_same(by_halves(model, **options).tables, sinkscope.analyze(model, **options).tables)
+
+
+# --- two processes
+
+
+def outcome(work: Callable[[], Any]) -> str:
+    try:
+        return str(work())
+    except SinkscopeError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def failing(place: int, error: Exception, owner: Any = Tracer, name: str = "forward_backward") -> Iterator[None]:
+    """What one process does when it comes to this."""
+    plain = getattr(owner, name)
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        if int(os.environ["RANK"]) == place:
+            raise error
+        return plain(*args, **kwargs)
+
+    setattr(owner, name, broken)
+    try:
+        yield
+    finally:
+        setattr(owner, name, plain)
+
+
+def out_of_memory_above_one(owner: Any = Tracer) -> Any:
+    """From now on, in the second process."""
+    plain = owner.forward_backward
+
+    def limited(self: Any, batch: Any, observables: Any) -> Any:
+        if os.environ["RANK"] == "1" and len(batch.token_ids) > 1:
+            raise RuntimeError("CUDA out of memory.")
+        return plain(self, batch, observables)
+
+    owner.forward_backward = limited
+
+
+def everything(folder: Path) -> None:
+    """On one of two processes: how each thing ended."""
+    rank, model = os.environ["RANK"], tiny_model("gpt2")
+    options = {"input": folder / "ids.jsonl", **OPTIONS}
+    found: dict[str, str] = {}
+
+    def run(**more: Any) -> str:
+        sinkscope.analyze(model, figures=(), **options | more)
+        return "done"
+
+    found["written"] = outcome(lambda: run(out=folder / "two"))
+    found["there already"] = outcome(lambda: run(out=folder / "two"))
+    for place in (0, 1):
+        with failing(place, SinkscopeError("layer 1: NaN")):
+            found[f"in a batch of {place}"] = outcome(lambda: run(out=folder / "never"))
+        with failing(place, KeyError("what nobody has foreseen"), sinkscope.measuring.measure, "choose"):
+            try:
+                found[f"elsewhere in {place}"] = outcome(lambda: run(out=folder / "never"))
+            except KeyError:
+                found[f"elsewhere in {place}"] = "KeyError"
+    found["again"] = outcome(lambda: run(out=folder / "again"))
+    out_of_memory_above_one()
+    found["half the batch"] = outcome(lambda: run(out=folder / "halved"))
+    (folder / f"found-{rank}.json").write_text(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two")
+    written(folder)
+    sinkscope.analyze(tiny_model("gpt2"), input=folder / "ids.jsonl", out=folder / "one", figures=(), **OPTIONS)
+    ended = on_two_ranks(lambda: everything(folder), folder / "log")
+    assert ended == [0, 0], (folder / "log").read_text()[-4000:]
+    return folder
+
+
+def tables(folder: Path) -> dict[str, pd.DataFrame]:
+    return {path.stem: read_table(path) for path in (folder / "tables").glob("*.parquet")}
+
+
+def test_two_processes_write_what_one_writes(two: Path) -> None:
+    for name in ("two", "again"):  # also behind failures
+        assert_same(tables(two / name), tables(two / "one"))
+    assert json.loads((two / "two" / "run.json").read_text())["processes"] == 2
+
+
+def test_all_take_half_the_batch_where_one_has_no_memory(two: Path) -> None:
+    assert json.loads((two / "halved" / "run.json").read_text())["batch_size"] == 1
+    for name, table in tables(two / "one").items():
+        ours = tables(two / "halved")[name].select_dtypes("number")
+        np.testing.assert_allclose(ours, table.select_dtypes("number"), rtol=2e-3, atol=1e-4, err_msg=name)
+
+
+def test_what_fails_in_one_process_fails_in_both(two: Path) -> None:
+    first, second = (json.loads((two / f"found-{rank}.json").read_text()) for rank in (0, 1))
+    there = f"InputError: --out {two / 'two'} already holds a run: --overwrite replaces it, or name another folder"
+    nan, unforeseen = "SinkscopeError: layer 1: NaN", "SinkscopeError: unexpected KeyError: 'what nobody has foreseen'"
+    expected = {
+        "written": "done", "there already": there,
+        "in a batch of 0": nan, "elsewhere in 0": "KeyError",
+        "in a batch of 1": nan, "elsewhere in 1": unforeseen,
+        "again": "done", "half the batch": "done",
+    }  # fmt: skip
+    assert first == expected
+    assert second == expected | {"elsewhere in 0": unforeseen, "elsewhere in 1": "KeyError"}
+    assert not (two / "never").exists()
+    assert not list(two.rglob(".sinkscope-*"))
+
+
+def test_on_the_command_line_the_first_prints_and_writes(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "llama")
+    typed = [
+        "analyze",
+        tmp_path / "llama",
+        "--input",
+        written(tmp_path),
+        "--observables",
+        "attention",
+        "--batch-size",
+        2,
+    ]
+
+    def work() -> None:
+        sinkscope.report.figures.applicable = lambda run: []  # type: ignore[attr-defined]
+        app([*map(str, typed), "--out", str(tmp_path / "out")], prog_name="sinkscope")
+
+    log = tmp_path / "log"
+    assert on_two_ranks(work, log) == [0, 0], log.read_text()[-4000:]
+    assert log.read_text().count("written to") == log.read_text().count("**Sink") == 1
+    options = {"input": tmp_path / "ids.jsonl", "observables": ("attention",), "batch_size": 2}
+    whole = sinkscope.analyze(tmp_path / "llama", **options)
+    assert_same({name: tables(tmp_path / "out")[name] for name in whole.tables}, whole.tables)
+
+
+def test_a_model_cannot_be_spread_over_devices_by_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(processes, "stays_on_cpu", lambda device_map: False)
+    with pytest.raises(InputError, match="--device-map auto would give every process all devices"):
+        sinkscope.analyze(tiny_model("llama"), input="random", device_map="auto")
+    torch.testing.assert_close(processes.team().count, 1)
