@@ -43,6 +43,7 @@ def hub(hub_server: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub
     """
     hub_server.repos.clear()
     hub_server.requests.clear()
+    hub_server.faults.clear()
     template = hub_server.url + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "ENDPOINT", hub_server.url)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)

@@ -23,6 +23,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 Files = Path | Mapping[str, bytes]
 
 API = re.compile(r"/api/(?P<kind>model|dataset)s/(?P<repo>[^/]+(?:/[^/]+)?)")
+CUT = 0  # a fault
 RESOLVE = re.compile(r"/(?P<kind>datasets/)?(?P<repo>[^/]+(?:/[^/]+)?)/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
 
 
@@ -58,11 +59,15 @@ def _read(files: Files) -> dict[str, bytes]:
 
 
 class Hub:
-    """The server, running in a thread between `__enter__` and `__exit__`. `repos` may change meanwhile."""
+    """The server, running in a thread between `__enter__` and `__exit__`. `repos` may change meanwhile.
+
+    `faults`: file name → what becomes of its next downloads: a status, or CUT in mid-download.
+    """
 
     def __init__(self, repos: Mapping[str, Repo] | None = None) -> None:
         self.repos: dict[str, Repo] = dict(repos or {})
         self.requests: deque[str] = deque(maxlen=1000)  # "GET /path", oldest first
+        self.faults: dict[str, list[int]] = {}
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self._server.daemon_threads = True
 
@@ -158,14 +163,19 @@ class _Handler(BaseHTTPRequestHandler):
         if content is None:
             self._error(404, "EntryNotFound", "Entry not found", headers)
             return
+        faults = self.hub.faults.get(name) if self.command == "GET" else None
+        fault = faults.pop(0) if faults else None
+        if fault:
+            self._error(fault, "InternalServerError", "Something went wrong")
+            return
         headers |= {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "Accept-Ranges": "bytes"}
         span = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
         if span is None:
-            self._send(200, content, headers)
+            self._send(200, content, headers, cut=fault == CUT)
         else:
             start, end = int(span[1]), min(int(span[2] or len(content) - 1), len(content) - 1)
             headers["Content-Range"] = f"bytes {start}-{end}/{len(content)}"
-            self._send(206, content[start : end + 1], headers)
+            self._send(206, content[start : end + 1], headers, cut=fault == CUT)
 
     def _repo(self, kind: str, repo_id: str) -> Repo | None:
         """The repository, or None after an answer that there is none."""
@@ -187,7 +197,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _error(self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> None:
         self._send(status, {"error": message}, {"X-Error-Code": code, "X-Error-Message": message, **(headers or {})})
 
-    def _send(self, status: int, content: Any, headers: Mapping[str, str] | None = None) -> None:
+    def _send(self, status: int, content: Any, headers: Mapping[str, str] | None = None, cut: bool = False) -> None:
         body = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
         for name, value in (headers or {}).items():
@@ -195,7 +205,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body)
+            self.wfile.write(body[: len(body) // 2] if cut else body)
+        self.close_connection = self.close_connection or cut
 
     def log_message(self, *_: object) -> None:
         """Keep the tests' output clean; `Hub.requests` has it."""

@@ -20,8 +20,9 @@ from rich.console import Console
 from sinkscope.commands.result import Result
 from sinkscope.commands.run import check_figures
 from sinkscope.commands.sweeping.engine import Pool, run_groups, split
+from sinkscope.commands.sweeping.evicting import Leaving
 from sinkscope.commands.sweeping.launched import Launched, check_launched, follow
-from sinkscope.commands.sweeping.plan import Planned, groups_of, part_of, planned, sized, table_of
+from sinkscope.commands.sweeping.plan import Planned, check_disk, groups_of, part_of, planned, sized, table_of
 from sinkscope.commands.sweeping.progress import Progress, say, shown
 from sinkscope.commands.sweeping.worker import Group, State, Task
 from sinkscope.errors import InputError, unknown
@@ -39,7 +40,7 @@ from sinkscope.results.cells import COMMAND, CellFolders
 from sinkscope.results.manifest import make_manifest
 from sinkscope.results.metrics import METRICS
 
-OF_THE_RUN = {"file", "dry_run", "engine", "address", "workers", "shard", "retry"}  # they decide no number
+OF_THE_RUN = {"file", "dry_run", "engine", "address", "workers", "shard", "retry", "evict"}  # they decide no number
 MOST_FAILURES = 5  # that the last message names
 
 
@@ -145,8 +146,11 @@ def _swept(
             if each.state == State.DONE:  # a kill may have come between that and this
                 folders.forget(each.cell.name)
         todo = sized(each for each in plan if each.is_wanted(asked.retry))
+        if asked.address is None:  # other machines have other disks
+            check_disk(todo, pool.workers if asked.evict else None)
         tasks = {each.cell.name: _task(found, each.cell, folders) for each in todo}
-        failed = _measure(split(groups_of(todo, tasks), pool.workers), folders, pool, console)
+        leaving = Leaving(found.cells, folders, tasks) if asked.evict else None
+        failed = _measure(split(groups_of(todo, tasks), pool.workers), folders, pool, console, leaving)
         plan = [_ended(each, failed) for each in planned(mine, folders)]
         tables = compared(found, folders, start)
     return SweepRun(found, plan, tables, folders.folder)
@@ -201,7 +205,9 @@ def _task(found: Sweep, cell: Cell, folders: CellFolders) -> Task:
     return Task(cell.name, cell.command, cell.options, folder, _figures(found, cell.command))
 
 
-def _measure(groups: Sequence[Group], folders: CellFolders, pool: Pool, console: Console) -> dict[str, str]:
+def _measure(
+    groups: Sequence[Group], folders: CellFolders, pool: Pool, console: Console, leaving: Leaving | None
+) -> dict[str, str]:
     """Measure all cells of the groups. → Cell → why it failed."""
     total = sum(len(group.tasks) for group in groups)
     progress, failed = Progress(total), {}
@@ -217,6 +223,8 @@ def _measure(groups: Sequence[Group], folders: CellFolders, pool: Pool, console:
             elif event.state == State.DONE:
                 folders.forget(event.name)
             say(progress, event, console)
+            if leaving is not None and event.state in (State.DONE, State.FAILED):
+                leaving.look(event.name, console)
     return failed
 
 

@@ -5,7 +5,8 @@ import io
 import logging
 import re
 import struct
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import logging as transformers_logging
 
 from sinkscope.errors import InputError, SinkscopeError, described, one_line
+from sinkscope.models.cache import TWIN, check_room
 from sinkscope.models.quantized import check_packages, stored_as
 from sinkscope.models.settings import read_settings
 from sinkscope.options.files import check_readable, kind_of, names_in, read_json, user_path
@@ -37,6 +39,7 @@ DEMO_NAMES = (Path(DEMO_REPO).name, Path(DEMO_FILE).stem)  # as help and the tab
 
 ADAPTER_CONFIG = "adapter_config.json"
 FIRST_FILES = ["config.json", ADAPTER_CONFIG, "*.index.json"]  # enough to tell which weights a repository needs
+PAUSES = (1.0, 4.0)  # seconds before a download begins again that the hub could not answer
 SMALL_FILES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")  # settings, tokenizer, model code
 
 
@@ -177,7 +180,7 @@ def _from_hub(repo: str, revision: str | None, gguf_file: str | None, allow_pick
     folder, present = fetch(repo, revision, FIRST_FILES)
     notices: tuple[str, ...] = ()
     if gguf_file is None and _is_original_llama(present):
-        repo, asked = f"{repo}-hf", repo
+        repo, asked = f"{repo}{TWIN}", repo
         try:
             folder, present = fetch(repo, revision, FIRST_FILES)
         except InputError as error:
@@ -185,6 +188,7 @@ def _from_hub(repo: str, revision: str | None, gguf_file: str | None, allow_pick
         notices = (f"{asked} is in the original Llama layout; using {repo}",)
     weights = _choose_weights(repo, folder, present, gguf_file, allow_pickle)
     small = [name for name in present if "/" not in name and name.endswith(SMALL_FILES)]
+    check_room(repo, folder, [*small, *weights])
     folder, _ = fetch(repo, revision, [*small, *weights])
     if gguf_file is not None:
         name, source = Path(gguf_file).stem, f"{repo}/{gguf_file}"
@@ -204,11 +208,34 @@ def fetch(repo: str, revision: str | None, patterns: list[str]) -> tuple[Path, s
         SinkscopeError: the hub cannot be reached, and the cache does not have the files.
     """
     with _hub_errors(repo, revision):
-        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
+        folder = Path(_with_patience(lambda: snapshot_download(repo, revision=revision, allow_patterns=patterns)))
     try:
         return folder, {file.path for file in get_cached_repo_tree(repo, revision=folder.name)}
     except CachedRepoTreeNotFoundError:  # offline, and other software filled the cache: it is all there is
         return folder, {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
+
+
+def _with_patience(download: Callable[[], str]) -> str:
+    """Begin again where the hub answers that something is wrong with itself; what has come stays. huggingface_hub does
+    so only where a connection breaks.
+    """
+    for wait in PAUSES:
+        try:
+            return download()
+        except Exception as error:
+            if not _is_of_the_hub(error):
+                raise
+            time.sleep(wait)
+    return download()
+
+
+def _is_of_the_hub(error: BaseException | None) -> bool:
+    """Whether an answer 500 to 599 is behind an error."""
+    while error is not None:
+        if isinstance(error, HfHubHTTPError) and error.response.status_code >= 500:
+            return True
+        error = error.__cause__
+    return False
 
 
 @contextmanager

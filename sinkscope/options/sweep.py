@@ -39,6 +39,9 @@ class SweepOptions(DeviceOptions, ModelOptions):
         None, "Running", "I/N: only the I-th of N parts, for arrays of jobs with the same --out.", metavar="I/N"
     )
     retry: bool = option(False, "Running", "Try again what failed before.")
+    evict: bool = option(
+        False, "Running", "Remove each model from the hub's cache once all its cells are done or have failed."
+    )
 
     @field_validator("workers")
     @classmethod

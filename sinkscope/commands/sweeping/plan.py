@@ -7,8 +7,9 @@ from typing import Any
 import pandas as pd
 
 from sinkscope.commands.sweeping.worker import Group, State, Task, load_key
-from sinkscope.errors import SinkscopeError, described, one_line
+from sinkscope.errors import InputError, SinkscopeError, described, one_line
 from sinkscope.measuring.passes import TOKENS_PER_BATCH
+from sinkscope.models.cache import SPARE, free_room, gigabytes, missing_weights
 from sinkscope.models.devices import stays_on_cpu
 from sinkscope.models.files import find_settings, quiet
 from sinkscope.models.gguf import read_once
@@ -29,12 +30,14 @@ class Size:
         parameters: how many it has; None where its configuration cannot be read.
         weights: their bytes.
         vocabulary: tokens.
+        download: bytes that are still on the hub.
         reason: why it cannot be read.
     """
 
     parameters: int | None = None
     weights: int = 0
     vocabulary: int = 0
+    download: int = 0
     reason: str = ""
 
     def memory(self, options: Any) -> int:
@@ -114,7 +117,29 @@ def size_of(options: Any) -> Size:
     text = config.get_text_config()
     stored = str(getattr(text, "dtype", None) or "float32").removeprefix("torch.")
     dtype = options.dtype or ("float32" if files.gguf or stays_on_cpu(options.device_map) else stored)
-    return Size(parameters, parameters * BYTES.get(dtype, 4), int(getattr(text, "vocab_size", 0) or 0))
+    vocabulary = int(getattr(text, "vocab_size", 0) or 0)
+    download = missing_weights(files.source, files.folder) if files.commit is not None else 0
+    return Size(parameters, parameters * BYTES.get(dtype, 4), vocabulary, download)
+
+
+def check_disk(todo: Iterable[Planned], at_once: int | None) -> None:
+    """Find before anything is downloaded that the disk cannot hold the models.
+
+    Args:
+        todo: the cells that are to be measured.
+        at_once: how many models are there at the same time; None: all of them stay.
+
+    Raises:
+        InputError: it cannot.
+    """
+    downloads = {(each.cell.options.model, each.cell.options.revision): each.size.download for each in todo}
+    needed, free = sum(sorted(downloads.values(), reverse=True)[:at_once]), free_room()
+    if needed and needed + SPARE > free:
+        advice = "" if at_once else "--evict removes each when its cells are done; or "
+        raise InputError(
+            f"the models that are still on the hub take {gigabytes(needed)}, and the disk of their cache has "
+            f"{gigabytes(free)} left: {advice}make room, or set HF_HOME to a folder on another disk"
+        )
 
 
 def part_of(cells: Sequence[Cell], part: tuple[int, int]) -> Sequence[Cell]:
@@ -141,10 +166,11 @@ def table_of(plan: Iterable[Planned]) -> pd.DataFrame:
             each.cell.name,
             each.cell.model,
             "?" if each.size.parameters is None else f"{each.size.parameters:,}",
-            "?" if each.size.parameters is None else f"{each.memory / 2**30:.1f} GB",
+            "?" if each.size.parameters is None else gigabytes(each.memory),
+            gigabytes(each.size.download) if each.size.download else "",
             str(each.state),
             each.message or each.size.reason,
         )
         for each in plan
     ]
-    return pd.DataFrame(rows, columns=["cell", "model", "parameters", "memory", "state", "note"])
+    return pd.DataFrame(rows, columns=["cell", "model", "parameters", "memory", "download", "state", "note"])

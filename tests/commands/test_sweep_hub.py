@@ -1,0 +1,181 @@
+"""`sweep` and the hub: downloads that meet, a hub that fails, a disk without room, and models that leave again."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from hub import CUT, Hub, Repo
+from huggingface_hub import constants
+from support.forked import forked
+from tiny import tiny_model
+
+import sinkscope
+from sinkscope.commands.sweep import SweepRun
+from sinkscope.commands.sweeping import plan, processes
+from sinkscope.commands.sweeping.worker import State
+from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.models import cache, files
+
+SMALL = "options: {num-seqs: 2, seq-len: 12, observables: [attention]}"
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers of this process's making, which see the hub that it sees."""
+    monkeypatch.setattr(processes, "METHOD", "fork")
+    monkeypatch.setattr("sinkscope.report.sweep.draw_all", lambda specs, data: {})
+    monkeypatch.setattr(files, "PAUSES", (0.0, 0.0))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of one model. Not to be changed."""
+    path = tmp_path_factory.mktemp("models") / "llama"
+    tiny_model("llama").save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def models(hub: Hub, folder: Path) -> Iterator[Hub]:
+    """A hub with two models, one of them at two steps."""
+    hub.repos |= {"org/one": Repo({"main": folder}), "org/two": Repo({"main": folder, "step1": folder})}
+    yield hub
+    hub.faults.clear()
+
+
+def swept(tmp_path: Path, content: str, **options: Any) -> SweepRun:
+    path = tmp_path / "sweep.yaml"
+    path.write_text(f"title: Of the hub\n{content}\ninputs: [random]\n{SMALL}\n", encoding="utf-8")
+    return sinkscope.sweep(path, out=tmp_path / "out", **options)
+
+
+def fetched(hub: Hub, name: str = WEIGHTS) -> int:
+    return sum(request.startswith("GET ") and request.endswith(name) for request in hub.requests)
+
+
+def assert_right(done: SweepRun, folder: Path) -> None:
+    """All cells hold what the model itself gives, and nothing half written is in the cache."""
+    assert (done.failure, {each.state for each in done.plan}) == ("", {State.DONE})
+    alone = sinkscope.analyze(folder, input="random", num_seqs=2, seq_len=12, observables=("attention",), figures=())
+    for each in done.plan:
+        table = pd.read_parquet(done.folder / "cells" / each.cell.name / "tables" / "attention.parquet")
+        columns = [column for column in table if column != "model"]
+        if each.cell.options.dtype is None:
+            pd.testing.assert_frame_equal(table[columns], alone.tables["attention"][columns])
+    assert not list(Path(constants.HF_HUB_CACHE).rglob("*.incomplete"))
+
+
+def test_two_workers_that_need_the_same_files_fetch_them_once(models: Hub, folder: Path, tmp_path: Path) -> None:
+    """Two groups of one model: the second dtype is another load."""
+    asked = "models: [org/one, {model: org/one, name: half, options: {dtype: bfloat16}}]"
+    assert_right(swept(tmp_path, asked, workers=2), folder)
+    assert fetched(models) == 1
+
+
+@pytest.mark.parametrize("faults", [[503, 500], [CUT], [CUT, CUT, CUT], [503, CUT]])
+def test_a_hub_that_fails_for_a_while(faults: list[int], models: Hub, folder: Path, tmp_path: Path) -> None:
+    models.faults[WEIGHTS] = list(faults)
+    assert_right(swept(tmp_path, "models: [org/one]", workers=1), folder)
+    assert models.faults[WEIGHTS] == []
+
+
+@pytest.mark.parametrize("fault", [503, CUT])
+def test_a_hub_that_goes_on_failing(
+    fault: int, models: Hub, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other model is measured; what was not is told, and is measured when the hub is well again."""
+    monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)
+    asked = f"models: [{{model: org/one, name: here}}, {folder}]"
+    models.faults[WEIGHTS] = [fault] * 100
+    done = swept(tmp_path, asked, workers=1)
+    assert [each.state for each in done.plan] == [State.FAILED, State.DONE]
+    assert done.failure.startswith("1 of 2 cells failed (--retry tries them again): here-random-")
+    assert "downloading org/one failed" in done.failure
+    (recorded,) = (done.folder / "failed").iterdir()
+    assert json.loads(recorded.read_text())["error"] in done.failure
+    models.faults.clear()
+    assert_right(swept(tmp_path, asked, workers=1, retry=True), folder)
+
+
+def test_a_refusal_is_not_asked_for_again(models: Hub, tmp_path: Path) -> None:
+    models.repos["org/one"] = Repo(models.repos["org/one"].revisions, gate="token")
+    done = swept(tmp_path, "models: [org/one]", workers=1)
+    assert "org/one is gated" in done.failure
+    assert fetched(models) == 0
+    assert fetched(models, "config.json") <= 2  # by the plan, and by the worker
+
+
+# --- the disk
+
+
+def test_a_disk_without_room_for_all_models(models: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found before anything is downloaded; with --evict there need be room for those of the workers alone."""
+    size = (size_of_weights(models)) + cache.SPARE
+    monkeypatch.setattr(plan, "free_room", lambda: size + 10)
+    monkeypatch.setattr(cache, "free_room", lambda: size + 100_000)
+    asked = "models: [org/one, {model: org/two, revisions: [main, step1]}]"
+    with pytest.raises(InputError, match=r"are still on the hub take 0.0 GB, and the disk .* --evict removes each"):
+        swept(tmp_path, asked, workers=1)
+    assert fetched(models) == 0
+    with pytest.raises(InputError, match=r"GB left: make room"):
+        swept(tmp_path, asked, workers=2, evict=True)
+    assert swept(tmp_path, asked, workers=1, evict=True).failure == ""
+
+
+def size_of_weights(hub: Hub) -> int:
+    (content,) = hub.repos["org/one"].commits.values()
+    return len(content[WEIGHTS])
+
+
+def test_a_disk_without_room_for_one_model(models: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any command finds that before the download."""
+    monkeypatch.setattr(cache, "free_room", lambda: cache.SPARE)
+    with pytest.raises(SinkscopeError, match=r"downloading org/one takes 0.0 GB, and the disk of .* has 0.2 GB left"):
+        sinkscope.load("org/one")
+    assert fetched(models) == 0
+    monkeypatch.setattr(cache, "free_room", lambda: cache.SPARE + 1_000_000)
+    assert sinkscope.load("org/one").name == "org/one"
+    monkeypatch.setattr(cache, "free_room", lambda: 0)  # it is here
+    assert sinkscope.load("org/one").name == "org/one"
+
+
+def snapshots() -> set[str]:
+    root = Path(constants.HF_HUB_CACHE)
+    return {path.relative_to(root).parts[0] for path in root.glob("*/snapshots/*/*.safetensors")}
+
+
+def test_models_leave_when_their_cells_are_done(models: Hub, folder: Path, tmp_path: Path) -> None:
+    """Two cells of a model; of two shards, the second one's last; and what this sweep does not name stays."""
+    models.repos["org/kept"] = Repo({"main": folder})
+    sinkscope.load("org/kept")
+    asked = "models: [org/one, {model: org/two, revisions: [main, step1]}]\nsettings: {seed: [0, 1]}"
+    first = swept(tmp_path, asked, workers=1, evict=True, shard="1/2")  # org/one, and half of org/two
+    assert [each.cell.told for each in first.plan][-1] == "two main × random × seed=0 (analyze)"
+    assert snapshots() == {"models--org--kept", "models--org--two"}
+    done = swept(tmp_path, asked, workers=1, evict=True, shard="2/2")
+    assert done.failure == ""
+    assert snapshots() == {"models--org--kept"}
+    assert fetched(models) == 4
+    assert swept(tmp_path, asked, workers=1, evict=True).failure == ""  # nothing to do, and nothing is fetched
+    assert fetched(models) == 4
+
+
+def test_a_model_stays_while_its_cells_are_tried_again(models: Hub, tmp_path: Path) -> None:
+    models.faults["config.json"] = [404] * 100
+    asked = "models: [org/one]\nsettings: {seed: [0, 1]}"
+    assert "2 of 2 cells failed" in swept(tmp_path, asked, workers=1, evict=True).failure
+    models.faults.clear()
+    assert swept(tmp_path, asked, workers=1, evict=True, retry=True).failure == ""
+    assert fetched(models) == 1
+    assert snapshots() == set()
+
+
+def test_two_processes_fetch_one_model(models: Hub, folder: Path) -> None:
+    """Of two sweeps, say: the second waits for the first one's files."""
+    with forked(lambda: sinkscope.load("org/one")) as one, forked(lambda: sinkscope.load("org/one")) as other:
+        assert (one.wait(), other.wait()) == (0, 0)
+    assert fetched(models) == 1
