@@ -151,6 +151,7 @@ def _swept(
         tasks = {each.cell.name: _task(found, each.cell, folders) for each in todo}
         leaving = Leaving(found.cells, folders, tasks) if asked.evict else None
         failed = _measure(split(groups_of(todo, tasks), pool.workers), folders, pool, console, leaving)
+        folders.put_right({cell.name for cell in mine})  # what a worker that was killed has left
         plan = [_ended(each, failed) for each in planned(mine, folders)]
         tables = compared(found, folders, start)
     return SweepRun(found, plan, tables, folders.folder)

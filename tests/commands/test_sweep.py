@@ -13,6 +13,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import torch
 from rich.console import Console
 from support.faults import CHANGES, WRITES, before_change, refuse
 from support.forked import forked
@@ -233,12 +234,50 @@ def no_memory() -> None:
     raise MemoryError
 
 
+def no_memory_of_torch() -> None:
+    torch.empty(1 << 60)
+
+
+DEADLY = """
+import os, signal
+from transformers import LlamaForCausalLM
+
+class Deadly(LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"), [("local", "its process was ended by signal 9"), ("ray", "its Ray worker was lost: ")]
+)
+def test_a_worker_that_is_killed_while_it_measures(
+    engine: str, message: str, models: Path, whole: SweepRun, tmp_path: Path
+) -> None:
+    """The kernel takes what has most memory; here a model's own code does it."""
+    if engine == "ray":
+        pytest.importorskip("ray", reason="an optional package")
+    deadly = tmp_path / "deadly"
+    shutil.copytree(models / "llama", deadly)
+    (deadly / "modeling_deadly.py").write_text(DEADLY)
+    config = json.loads((deadly / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_deadly.Deadly"}
+    (deadly / "config.json").write_text(json.dumps(config))
+    file, out = grid(models, tmp_path, f", {deadly}"), tmp_path / "there" / "out"
+    done = sinkscope.sweep(file, out=out, engine=engine, workers=1, trust_remote_code=True)
+    assert [each.state for each in done.plan] == [State.DONE] * 4 + [State.FAILED] * 2  # the second one in a new worker
+    assert all(each.message.startswith(message) for each in done.plan[4:])
+    assert done.failure.startswith("2 of 6 cells failed (--retry tries them again): deadly-random-")
+    assert_same(out, whole)
+
+
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "its process was ended by signal 9: memory may have run out"),
         (partial(os._exit, 3), "its process ended with status 3"),
         (no_memory, "memory ran out: take a shorter seq-len, dtype bfloat16 or device-map auto"),
+        (no_memory_of_torch, "memory ran out: take a shorter seq-len, dtype bfloat16 or device-map auto"),
         (partial(int, "x"), "unexpected ValueError: invalid literal for int() with base 10: 'x'"),
     ],
 )

@@ -909,9 +909,9 @@ def test_gradients_that_underflow_are_said_to() -> None:
     batches = batched(ragged_tokens(RAGGED), 2)
     found = backward(with_small_gradients(torch.float32).half(), batches)
     predicting = sum(length - 1 for length in RAGGED)
-    assert found.gradient.counted == 3 * predicting
-    assert found.gradient.vanished > 0
-    share = found.gradient.vanished / found.gradient.counted
+    assert found.gradient.counts["all"] == 3 * predicting
+    assert found.gradient.counts["vanished"] > 0
+    share = found.gradient.counts["vanished"] / found.gradient.counts["all"]
     (notice,) = found.gradient.notices()
     assert f"{share:.1%} of the tokens' gradients underflowed" in notice
     assert "--dtype bfloat16 or float32" in notice
@@ -929,7 +929,7 @@ def test_underflow_is_counted_of_the_tokens_that_predict() -> None:
     gradients[1, 2] = 0  # underflow
     gradients[0, 3, 1:] = 0  # not all of it
     measuring._look_for_underflow(gradients, batch)
-    assert (measuring.vanished, measuring.counted) == (1, 6)
+    assert measuring.counts == {"all": 6, "vanished": 1, "overflowed": 0}
     assert measuring.notices()[0].startswith("16.7% of")
 
 
