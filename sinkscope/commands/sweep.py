@@ -31,7 +31,7 @@ from sinkscope.measuring.processes import team, together
 from sinkscope.options.option import checked
 from sinkscope.options.output import OutputOptions
 from sinkscope.options.sweep import SweepOptions
-from sinkscope.options.sweep_file import Cell, Sweep, read_sweep
+from sinkscope.options.sweep_file import TRAINING, Cell, Sweep, read_sweep
 from sinkscope.report.figures import FIGURES, is_of
 from sinkscope.report.sweep import write_comparison
 from sinkscope.report.sweep_tables import Measured, SweepTables, sweep_tables
@@ -137,6 +137,8 @@ def _swept(
 ) -> SweepRun:
     """Measure what is to be measured, and compare."""
     mine = part_of(found.cells, asked.part)
+    if team().count > 1 and (trained := [cell for cell in mine if cell.command in TRAINING]):
+        raise InputError(f"{trained[0].told}: under `accelerate launch`, train by the command itself")
     manifest = make_manifest(COMMAND, _record(found), start, cells=[cell.name for cell in found.cells])
     # the pool before anything is written: Ray may be missing
     with closing(_pool(asked)) as pool, folders.begun(manifest, overwrite, asked.part):

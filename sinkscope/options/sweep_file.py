@@ -18,16 +18,21 @@
     commands:                      # analyze, where none is named
       analyze: {options: {observables: [attention, gradient]}}
       claims: {inputs: [natural], settings: {}}
+      retrofit: {options: {method: [vga, none], steps: 500}, settings: {seed: [0, 1]}}
+      train: {settings: {config: [tiny-llama, tiny-gpt2]}}
     options: {num-seqs: 100}       # of all of them
     figures: [sink-map]            # of every cell; none, where none is named
 
 Each combination is a cell: an ordinary command with its options. What is nearer to the cell takes the place of what is
 further away: the file's options, the command's, the model's, the input's, the setting's, and those of the command line.
+
+`retrofit` and `train` read a `text` and not the inputs, take settings of their own alone, and of the options that all
+share those that they have. `train` begins without a model: its cells are there once.
 """
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import product
 from pathlib import Path
@@ -43,7 +48,10 @@ from sinkscope.options.option import Options, as_folder_name, checked
 from sinkscope.options.recipe import find_recipe, named
 from sinkscope.options.yaml_file import read_yaml
 
-MEASURING = ("analyze", "intervene", "quantize", "claims")  # that a cell may be of
+MEASURING = ("analyze", "intervene", "quantize", "claims")
+TRAINING = ("retrofit", "train")
+TRAIN = "train"
+CELLS = (*MEASURING, *TRAINING)  # commands that a cell may be of
 LONGEST_NAME = 120  # characters of a cell's name in front of its checksum
 CHECKSUM = 10  # its characters
 MOST_CELLS = 100_000
@@ -101,7 +109,7 @@ class SweepContent(Part):
 
     title: str
     reproduces: str | None = None
-    models: tuple[ModelEntry, ...]
+    models: tuple[ModelEntry, ...] = ()
     inputs: dict[str, dict[str, Any]] = {"natural": {}}
     settings: dict[str, list[Any]] = {}
     commands: dict[str, CommandEntry] = {"analyze": CommandEntry()}
@@ -135,13 +143,17 @@ class SweepContent(Part):
     @classmethod
     def _known_commands(cls, commands: dict[str, CommandEntry]) -> dict[str, CommandEntry]:
         for name in commands:
-            if name not in MEASURING:
-                raise ValueError(unknown(name, MEASURING))
+            if name not in CELLS:
+                raise ValueError(unknown(name, CELLS))
+            if name in TRAINING and commands[name].inputs is not None:
+                raise ValueError(f"{name} reads no inputs: name its `text` under `options`")
         return commands
 
     @model_validator(mode="after")
     def _names_lead_somewhere(self) -> "SweepContent":
         labels = [entry.label for entry in self.models]
+        if not self.models and self.commands.keys() != {"train"}:
+            raise ValueError("it has no `models`")
         for label in labels:
             if labels.count(label) > 1:
                 raise ValueError(f"two models are called {label}: give one of them another `name`")
@@ -189,6 +201,11 @@ class Cell:
         return one_line(f"{rest} ({self.command})")
 
     @property
+    def source(self) -> tuple[str | None, str | None]:
+        """The model and its revision; two cells with the same ones read the same files."""
+        return getattr(self.options, "model", None), getattr(self.options, "revision", None)
+
+    @property
     def config(self) -> dict[str, Any]:
         """The options that decide its numbers, as run.json holds them."""
         return self.options.model_dump(mode="json", exclude=PERMISSIONS)
@@ -222,7 +239,7 @@ def read_sweep(file: str, given: Mapping[str, Any]) -> Sweep:
         InputError: the file does not exist or is faulty, or the options of a cell are.
     """
     path = find_recipe(file, "sweep")
-    options = {name for command in MEASURING for name in COMMANDS[command].model_fields}
+    options = {name for command in CELLS for name in COMMANDS[command].model_fields}
     content = read_yaml(path, SweepContent, "sweep", options)
     found: dict[str, Cell] = {}
     for cell in _cells(path, content, given):
@@ -238,13 +255,46 @@ def read_sweep(file: str, given: Mapping[str, Any]) -> Sweep:
 
 
 def _cells(path: Path, content: SweepContent, given: Mapping[str, Any]) -> Iterator[Cell]:
-    """Model by model, so that those of one model stand together."""
+    """Model by model, so that those of one model stand together, and then what begins without one."""
     for entry in content.models:
         for revision in entry.revisions or (None,):
             for command, asked in content.commands.items():
+                if command in TRAINING:
+                    yield from _trainings(path, content, entry, revision, command, given)
+                    continue
                 settings = content.settings if asked.settings is None else asked.settings
                 for name, setting in product(_inputs(content, entry, asked), _settings(path, settings)):
                     yield _cell(path, content, (entry, revision, command, name, setting), given)
+
+    if TRAIN in content.commands:
+        yield from _trainings(path, content, None, None, TRAIN, given)
+
+
+def _trainings(
+    path: Path,
+    content: SweepContent,
+    entry: ModelEntry | None,
+    revision: str | None,
+    command: str,
+    given: Mapping[str, Any],
+) -> Iterator[Cell]:
+    """The cells of a command that trains, of one model if it begins with one."""
+    if (command == TRAIN) != (entry is None):
+        return
+    kind, asked = COMMANDS[command], content.commands[command]
+    own = entry or ModelEntry()
+    shared, of_model = (named_in(path, part) for part in (content.options, own.options))
+    for setting in _settings(path, asked.settings or {}):
+        parts = (shared, named_in(path, asked.options), of_model, named_in(path, setting), dict(given))
+        options = {} if entry is None else _model(entry, revision)
+        for place, part in enumerate(parts):
+            is_shared = place in (0, 2, 4)  # with commands that have other options
+            options |= {name: value for name, value in part.items() if name in kind.model_fields or not is_shared}
+        draft = Cell("", own, revision, "", _label(setting), command, None)
+        resolved = _resolved(path, draft, options)
+        if entry is None:
+            draft = replace(draft, entry=ModelEntry(name=resolved.shape_name))
+        yield replace(draft, name=_name(draft, resolved), options=resolved)
 
 
 def _inputs(content: SweepContent, entry: ModelEntry, asked: CommandEntry) -> list[str]:
@@ -268,8 +318,7 @@ def _cell(
     given: Mapping[str, Any],
 ) -> Cell:
     entry, revision, command, name, setting = at
-    label = ",".join(f"{option}={value}" for option, value in setting.items())
-    draft = Cell("", entry, revision, name, label, command, None)
+    draft = Cell("", entry, revision, name, _label(setting), command, None)
     reads = content.inputs.get(name) or {}
     if not {"input", "dataset", "prompt"} & named_in(path, reads).keys():
         reads = {"input": name, **reads}
@@ -279,11 +328,20 @@ def _cell(
         options |= named_in(path, part)
     if "seq_len" in named_in(path, setting):
         options.setdefault("window", options["seq_len"])  # WSE figure 3
+    resolved = _resolved(path, draft, options | dict(given))
+    return replace(draft, name=_name(draft, resolved), options=resolved)
+
+
+def _label(setting: Named) -> str:
+    return ",".join(f"{option}={value}" for option, value in setting.items())
+
+
+def _resolved(path: Path, draft: Cell, options: Named) -> Any:
+    """Options of a cell's command."""
     try:
-        resolved = checked(COMMANDS[command], options | dict(given))
+        return checked(COMMANDS[draft.command], options)
     except InputError as error:
         raise InputError(f"{path}: {draft.told}: {error}") from None
-    return Cell(_name(draft, resolved), entry, revision, name, label, command, resolved)
 
 
 def named_in(path: Path, options: Mapping[str, Any]) -> Named:

@@ -24,6 +24,8 @@ OF_COMMANDS = {
     "intervene": {"effect": "sweep_effect"},
     "quantize": {"quantization": "sweep_quantization"},
     "claims": {name: name for name in CLAIM_TABLES},
+    "retrofit": {"retrofit": "sweep_retrofit"},
+    "train": {"retrofit": "sweep_retrofit"},
 }
 ALPHA = "attention_heads_by_sequence"  # the table that has position 0's window mass of every head and sequence
 EPSILONS = tuple(round(0.05 * step, 2) for step in range(1, 20))
@@ -143,7 +145,8 @@ def coordinates(each: Measured) -> dict[str, Any]:
         "parameters": int((of_model or {}).get("parameters") or 0),
         "input": cell.input,
         "settings": cell.setting,
-        **{name: config[name] for name in ("seq_len", "window", "epsilon", "seed")},
+        "seq_len": config["seq_len"] if "seq_len" in config else config["block_length"],
+        **{name: config[name] for name in ("window", "epsilon", "seed")},
         "dtype": manifest.get("dtype", ""),
         "token_zero": manifest.get("input", {}).get("token_zero", ""),
     }

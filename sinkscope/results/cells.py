@@ -129,13 +129,15 @@ class CellFolders:
 
     def manifest(self, name: str, command: str, config: Mapping[str, Any]) -> dict[str, Any] | None:
         """The manifest of a cell that is done; None where it is not, or was measured with other options, which can be
-        by an older version's defaults.
+        by an older version's defaults. Commands that can go on write their tables last.
         """
         try:
             found = read_manifest(self.run(name), (command,))
         except InputError:
             return None
         recorded = found["config"]
+        if not found["tables"]:
+            return None
         same = all(recorded[option] == value for option, value in config.items() if option in recorded)
         return found if same else None
 

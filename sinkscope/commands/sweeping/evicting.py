@@ -30,7 +30,7 @@ class Leaving:
         self._waiting: dict[Source, list[Cell]] = defaultdict(list)  # cells that were not settled when last seen
         self._sources: dict[str, Source] = {}
         for cell in cells:
-            model, revision = cell.options.model, cell.options.revision
+            model, revision = cell.source
             if model is not None and kind_of(user_path(model)) is None:
                 self._sources[cell.name] = (model, revision)
                 self._waiting[model, revision].append(cell)

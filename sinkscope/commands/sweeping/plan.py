@@ -15,7 +15,9 @@ from sinkscope.models.files import find_settings, quiet
 from sinkscope.models.gguf import read_once
 from sinkscope.models.loading import count_parameters, read_config
 from sinkscope.options.sweep_file import Cell
+from sinkscope.options.training import ArmOptions, TrainOptions
 from sinkscope.results.cells import CellFolders
+from sinkscope.training.architectures import architecture
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 AT_LEAST = 700 << 20  # bytes of a process with its libraries
@@ -46,6 +48,9 @@ class Size:
         """
         if self.parameters is None:
             return 0
+        if isinstance(options, ArmOptions):  # weights, their copy, gradients and AdamW's two moments
+            logits = 3 * options.batch_size * options.block_length * self.vocabulary * BYTES["float32"]
+            return int(MARGIN * (AT_LEAST + 5 * self.parameters * BYTES["float32"] + logits))
         on_cpu = stays_on_cpu(options.device_map)
         batch = options.batch_size
         tokens = TOKENS_PER_BATCH["cpu" if on_cpu else "cuda"] if batch == "auto" else batch * options.seq_len
@@ -105,6 +110,8 @@ def partly_failed(manifest: Mapping[str, Any]) -> str:
 
 def size_of(options: Any) -> Size:
     """The size of a model, from its configuration alone."""
+    if isinstance(options, TrainOptions):
+        return _size_of_new(options)
     try:
         with quiet(), read_once():
             files = find_settings(options.model, options.revision, options.gguf_file)
@@ -122,6 +129,16 @@ def size_of(options: Any) -> Size:
     return Size(parameters, parameters * BYTES.get(dtype, 4), vocabulary, download)
 
 
+def _size_of_new(options: TrainOptions) -> Size:
+    """Of a model that begins with random weights."""
+    try:
+        config = architecture(options.config)
+        parameters = count_parameters(config)
+    except Exception as error:
+        return Size(reason=described(error))
+    return Size(parameters, parameters * BYTES["float32"], config.get_text_config().vocab_size)
+
+
 def check_disk(todo: Iterable[Planned], at_once: int | None) -> None:
     """Find before anything is downloaded that the disk cannot hold the models.
 
@@ -132,7 +149,7 @@ def check_disk(todo: Iterable[Planned], at_once: int | None) -> None:
     Raises:
         InputError: it cannot.
     """
-    downloads = {(each.cell.options.model, each.cell.options.revision): each.size.download for each in todo}
+    downloads = {each.cell.source: each.size.download for each in todo}
     needed, free = sum(sorted(downloads.values(), reverse=True)[:at_once]), free_room()
     if needed and needed + SPARE > free:
         advice = "" if at_once else "--evict removes each when its cells are done; or "

@@ -11,8 +11,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from sinkscope.errors import LONGEST, SinkscopeError, described, is_out_of_memory, one_line, was_interrupted
+from sinkscope.errors import LONGEST, InputError, SinkscopeError, described, is_out_of_memory, one_line, was_interrupted
 from sinkscope.measuring.processes import team
+from sinkscope.options.training import ArmOptions
+from sinkscope.results.resume import resumable
 
 
 class State(StrEnum):
@@ -70,6 +72,8 @@ LOADED_BY = ("model", "revision", "gguf_file", "dtype", "device_map", "trust_rem
 
 def load_key(options: Any) -> tuple:
     """Cells with the same key share one load."""
+    if isinstance(options, ArmOptions):  # what is trained is loaded by itself
+        return (type(options).__name__, options.model_dump_json())
     return (*(getattr(options, name) for name in LOADED_BY), options.adapter)
 
 
@@ -121,10 +125,34 @@ class _Models:
 
 
 def _measure(task: Task, models: _Models) -> None:
-    """Run the command of a cell, which writes its folder; one of an older version there is replaced."""
+    """Run the command of a cell, which writes its folder: it goes on with what it has left there; what was made with
+    other options, by an older version's defaults, is replaced.
+    """
     function = getattr(import_module(f"sinkscope.commands.{task.command}"), task.command)
-    drawn = {} if task.command == "claims" else {"figures": task.figures}
-    function(models.get(task.options), config=task.options, out=task.folder, overwrite=True, **drawn)
+    where = {"out": task.folder, "overwrite": not _goes_on(task)}
+    if task.command == "train":
+        function(options=task.options, **where)
+    elif task.command == "retrofit":
+        function(task.options.model, config=task.options, **where)
+    elif task.command == "claims":
+        function(models.get(task.options), config=task.options, **where)
+    else:
+        function(models.get(task.options), config=task.options, figures=task.figures, **where)
+
+
+def _goes_on(task: Task) -> bool:
+    """Whether a command that was interrupted goes on in its folder."""
+    if not type(task.options).resumable:
+        return False
+    try:
+        return resumable(task.folder, task.command, {"config": _recorded(task.options)}) is not None
+    except InputError:
+        return False
+
+
+def _recorded(options: Any) -> dict[str, Any]:
+    """As the command has them in run.json: a training without its methods."""
+    return options.model_dump(mode="json", exclude={"method"})
 
 
 def told(error: Exception) -> str:

@@ -1,0 +1,216 @@
+"""Several commands in one sweep, training among them: each cell is what its command writes, and goes on by itself."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from support.faults import RENAMES, before_change, kill
+from support.figures import skip_figures
+from support.forked import forked
+from support.retrofit_command import words_tokenizer
+from support.training import random_blocks
+from tiny import tiny_model
+
+import sinkscope
+from sinkscope.commands.sweep import SweepRun
+from sinkscope.commands.sweeping import processes
+from sinkscope.commands.sweeping.plan import planned, sized
+from sinkscope.commands.sweeping.worker import State, load_key
+from sinkscope.errors import InputError
+from sinkscope.measuring.processes import Team
+from sinkscope.options.sweep_file import read_sweep
+from sinkscope.results.cells import CellFolders
+
+TRAINING: dict[str, Any] = {"block-length": 16, "batch-size": 2, "steps": 3, "log-every": 1, "save-every": 2}
+SHAPE = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 64, "vocab_size": 300,
+}  # fmt: skip
+
+
+def make_quick(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(processes, "METHOD", "fork")
+    patch.setattr("sinkscope.report.sweep.draw_all", lambda specs, data: {})
+    patch.setattr("sinkscope.report.claims.folder._figures", lambda card: {})
+    skip_figures(patch)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_quick(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, ids to read, a shape and a text to train by. Not to be changed."""
+    path = tmp_path_factory.mktemp("all")
+    tiny_model("llama").save_pretrained(path / "llama")
+    words_tokenizer().save_pretrained(path / "llama")
+    np.save(path / "text.npy", random_blocks(11).train)
+    np.save(path / "ids.npy", random_blocks(11).train[:6])
+    (path / "small.json").write_text(json.dumps(SHAPE))
+    return path
+
+
+def content(folder: Path) -> dict[str, Any]:
+    trained = {"text": str(folder / "text.npy"), **TRAINING}
+    return {
+        "title": "All commands",
+        "models": [str(folder / "llama")],
+        "inputs": {"ids": {"input": str(folder / "ids.npy")}, "random": None},
+        "settings": {"epsilon": [0.2, 0.3]},
+        "options": {"num-seqs": 4, "seq-len": 12},
+        "commands": {
+            "analyze": {"options": {"observables": ["attention"]}},
+            "intervene": {"inputs": ["ids"], "options": {"do": "mask-sink", "draws": 2, "observables": ["attention"]}},
+            "quantize": {"inputs": ["ids"], "settings": {}, "options": {"calibration": 2, "num-seqs": 3}},
+            "claims": {"inputs": ["ids"], "settings": {}, "options": {"draws": 2}},
+            "retrofit": {"options": {"method": ["vga", "none"], **trained}, "settings": {"seed": [0, 1]}},
+            "train": {"options": {"method": ["none"], **trained}, "settings": {"config": [str(folder / "small.json")]}},
+        },
+    }
+
+
+def written(path: Path, made: dict[str, Any]) -> Path:
+    path.write_text(json.dumps(made), encoding="utf-8")  # which is YAML
+    return path
+
+
+def swept(folder: Path, tmp_path: Path, *commands: str, **options: Any) -> SweepRun:
+    made = content(folder)
+    if commands:
+        made["commands"] = {name: made["commands"][name] for name in commands}
+    return sinkscope.sweep(written(tmp_path / "sweep.yaml", made), out=tmp_path / "out", workers=1, **options)
+
+
+@pytest.fixture(scope="module")
+def done(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> SweepRun:
+    with pytest.MonkeyPatch.context() as patch:
+        make_quick(patch)
+        return swept(folder, tmp_path_factory.mktemp("done"))
+
+
+def tables_of(folder: Path) -> dict[str, pd.DataFrame]:
+    return {path.relative_to(folder).as_posix(): pd.read_parquet(path) for path in folder.rglob("*.parquet")}
+
+
+def assert_same(ours: Path, expected: Path) -> None:
+    tables, others = tables_of(ours), tables_of(expected)
+    assert tables.keys() == others.keys()
+    for name, table in others.items():
+        if not name.endswith("training.parquet"):  # has the seconds that a step took
+            pd.testing.assert_frame_equal(tables[name], table)
+    assert not list(ours.rglob(".sinkscope-*"))
+
+
+def test_every_command_has_its_cells(done: SweepRun) -> None:
+    assert done.failure == ""
+    assert [each.cell.told for each in done.plan] == [
+        "llama × ids × epsilon=0.2 (analyze)",
+        "llama × ids × epsilon=0.3 (analyze)",
+        "llama × random × epsilon=0.2 (analyze)",
+        "llama × random × epsilon=0.3 (analyze)",
+        "llama × ids × epsilon=0.2 (intervene)",
+        "llama × ids × epsilon=0.3 (intervene)",
+        "llama × ids (quantize)",
+        "llama × ids (claims)",
+        "llama × seed=0 (retrofit)",
+        "llama × seed=1 (retrofit)",
+        next(each.cell.told for each in done.plan if each.cell.command == "train"),
+    ]
+    assert done.plan[-1].cell.told.startswith("small × config=")
+    assert {each.state for each in done.plan} == {State.DONE}
+    keys = [load_key(each.cell.options) for each in done.plan]
+    assert len(set(keys[:8])) == 1  # one load
+    assert len(set(keys)) == 4
+
+
+def test_the_tables_of_all_commands_stand_together(done: SweepRun) -> None:
+    tables = tables_of(done.folder / "comparison")
+    names = {"sweep", "sweep_epsilon", "sweep_effect", "sweep_quantization", "claim", "route", "sweep_retrofit"}
+    assert names == {Path(name).stem for name in tables}
+    trained = tables["tables/sweep_retrofit.parquet"]
+    assert set(trained["seed"]) == {0, 1}
+    assert set(trained["model"]) == {"llama", "small"}
+    assert set(trained["condition"]) >= {"vga", "none", "untouched"}
+    assert set(trained["seq_len"]) == {16}  # of the blocks
+    effects = tables["tables/sweep_effect.parquet"]
+    assert set(effects["epsilon"]) == {0.2, 0.3}
+
+
+def test_a_cell_that_trains_is_what_its_command_writes(done: SweepRun, tmp_path: Path) -> None:
+    """Also behind cells whose load others share."""
+    each = done.plan[8]
+    sinkscope.retrofit(each.cell.options.model, config=each.cell.options, out=tmp_path / "alone")
+    assert_same(done.folder / "cells" / each.cell.name, tmp_path / "alone")
+
+
+@pytest.mark.parametrize(("command", "changes"), [("claims", 60), ("retrofit", 75)])
+def test_a_cell_that_is_killed_goes_on(
+    command: str, changes: int, folder: Path, done: SweepRun, tmp_path: Path
+) -> None:
+    """Commands that write bit by bit: an unfinished folder is no done cell, and is not begun anew."""
+
+    def work() -> None:
+        before_change(changes, tmp_path / "out" / "cells", kill, RENAMES)
+        swept(folder, tmp_path, command)
+
+    with forked(work) as process:
+        process.wait()
+    dry = swept(folder, tmp_path, command, dry_run=True)
+    first = tmp_path / "out" / "cells" / dry.plan[0].cell.name
+    assert dry.plan[0].state != State.DONE
+    assert (first / "run.json").exists()
+    runs = {path: path.stat().st_mtime_ns for path in first.rglob("run.json") if ".sinkscope-" not in str(path)}
+    again = swept(folder, tmp_path, command, retry=True)
+    assert again.failure == ""
+    kept = [path for path in runs if path.exists() and path.parent != first]
+    assert kept
+    assert all(path.stat().st_mtime_ns == runs[path] for path in kept)
+    for each in again.plan:
+        assert_same(again.folder / "cells" / each.cell.name, done.folder / "cells" / each.cell.name)
+
+
+def test_sizes_of_what_is_trained(folder: Path, tmp_path: Path) -> None:
+    found = read_sweep(str(written(tmp_path / "sweep.yaml", content(folder))), {})
+    by_command = {each.cell.command: each for each in sized_of(found)}
+    assert by_command["retrofit"].size.parameters == by_command["analyze"].size.parameters
+    assert by_command["train"].size.parameters == 300 * 32 * 2 + 2 * (4 * 32 * 32 + 3 * 32 * 48 + 2 * 32) + 32
+    assert by_command["retrofit"].memory > 0
+
+
+def sized_of(found: Any) -> Any:
+    return sized(planned(found.cells, CellFolders(Path(os.devnull))))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"commands": {"train": {}}, "models": None}, None),
+        ({"commands": {"retrofit": {}}, "models": None}, "it has no `models`"),
+        ({"commands": {"train": {"inputs": ["ids"]}}}, "train reads no inputs: name its `text` under `options`"),
+        ({"commands": {"retrofit": {"options": {"metod": "vga"}}}}, "option 'metod' is unknown; did you mean 'method'"),
+        ({"commands": {"retrofit": {"options": {"method": "vgaa"}}}}, "'vgaa' is unknown; did you mean 'vga'"),
+        ({"commands": {"train": {"settings": {"config": ["tiny-lama"]}}}}, "did you mean 'tiny-llama'"),
+        ({"commands": {"train": {}, "analyze": {}}, "figures": ["effects"]}, "is of none of these commands"),
+    ],
+)
+def test_training_in_a_file(changed: dict[str, Any], message: str | None, folder: Path, tmp_path: Path) -> None:
+    path = written(tmp_path / "sweep.yaml", content(folder) | changed)
+    if message is None:
+        (only,) = sinkscope.sweep(path, out=tmp_path / "out", dry_run=True).plan
+        assert (only.cell.model, only.cell.options.num_seqs) == ("tiny-llama", 4)  # shared options that it has
+        return
+    with pytest.raises(InputError, match=message):
+        sinkscope.sweep(path, out=tmp_path / "out")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_launched_processes_do_not_train(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sinkscope.commands.sweep.team", lambda: Team(0, 2))
+    with pytest.raises(InputError, match="under `accelerate launch`, train by the command itself"):
+        swept(folder, tmp_path, "train")
