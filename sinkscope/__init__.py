@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sinkscope.commands.analyze import analyze as analyze
     from sinkscope.commands.analyze import analyze_steps as analyze_steps
+    from sinkscope.commands.benchmark import benchmark as benchmark
     from sinkscope.commands.claims import claims as claims
     from sinkscope.commands.doctor import doctor as doctor
     from sinkscope.commands.intervene import intervene as intervene
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "analyze": "commands.analyze",
     "analyze_steps": "commands.analyze",
+    "benchmark": "commands.benchmark",
     "calibrate_ranges": "measuring.calibration",
     "claims": "commands.claims",
     "compare": "report.side_by_side",

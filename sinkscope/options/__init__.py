@@ -3,6 +3,7 @@
 Nothing here imports torch, so that `--help` answers at once.
 """
 
+from sinkscope.options.benchmark import BenchmarkOptions
 from sinkscope.options.claims import ClaimsOptions
 from sinkscope.options.measuring import AnalyzeOptions, DoctorOptions, InterveneOptions, QuantizeOptions
 from sinkscope.options.option import Options
@@ -16,6 +17,7 @@ COMMANDS: dict[str, type[Options]] = {
     "claims": ClaimsOptions,
     "intervene": InterveneOptions,
     "quantize": QuantizeOptions,
+    "benchmark": BenchmarkOptions,
     "retrofit": RetrofitOptions,
     "train": TrainOptions,
     "run": RunOptions,

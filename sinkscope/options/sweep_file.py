@@ -20,14 +20,15 @@
       claims: {inputs: [natural], settings: {}}
       retrofit: {options: {method: [vga, none], steps: 500}, settings: {seed: [0, 1]}}
       train: {settings: {config: [tiny-llama, tiny-gpt2]}}
+      benchmark: {options: {tasks: [hellaswag], limit: 1000}}
     options: {num-seqs: 100}       # of all of them
     figures: [sink-map]            # of every cell; none, where none is named
 
 Each combination is a cell: an ordinary command with its options. What is nearer to the cell takes the place of what is
 further away: the file's options, the command's, the model's, the input's, the setting's, and those of the command line.
 
-`retrofit` and `train` read a `text` and not the inputs, take settings of their own alone, and of the options that all
-share those that they have. `train` begins without a model: its cells are there once.
+`retrofit`, `train` and `benchmark` do not read the inputs, take settings of their own alone, and of the options that
+all share those that they have. `train` begins without a model: its cells are there once.
 """
 
 import json
@@ -51,7 +52,8 @@ from sinkscope.options.yaml_file import read_yaml
 MEASURING = ("analyze", "intervene", "quantize", "claims")
 TRAINING = ("retrofit", "train")
 TRAIN = "train"
-CELLS = (*MEASURING, *TRAINING)  # commands that a cell may be of
+BY_THEMSELVES = (*TRAINING, "benchmark")  # commands that do not read the inputs
+CELLS = (*MEASURING, *BY_THEMSELVES)  # commands that a cell may be of
 LONGEST_NAME = 120  # characters of a cell's name in front of its checksum
 CHECKSUM = 10  # its characters
 MOST_CELLS = 100_000
@@ -145,8 +147,9 @@ class SweepContent(Part):
         for name in commands:
             if name not in CELLS:
                 raise ValueError(unknown(name, CELLS))
-            if name in TRAINING and commands[name].inputs is not None:
-                raise ValueError(f"{name} reads no inputs: name its `text` under `options`")
+            if name in BY_THEMSELVES and commands[name].inputs is not None:
+                instead = "`tasks`" if name == "benchmark" else "`text`"
+                raise ValueError(f"{name} reads no inputs: name its {instead} under `options`")
         return commands
 
     @model_validator(mode="after")
@@ -259,18 +262,18 @@ def _cells(path: Path, content: SweepContent, given: Mapping[str, Any]) -> Itera
     for entry in content.models:
         for revision in entry.revisions or (None,):
             for command, asked in content.commands.items():
-                if command in TRAINING:
-                    yield from _trainings(path, content, entry, revision, command, given)
+                if command in BY_THEMSELVES:
+                    yield from _by_themselves(path, content, entry, revision, command, given)
                     continue
                 settings = content.settings if asked.settings is None else asked.settings
                 for name, setting in product(_inputs(content, entry, asked), _settings(path, settings)):
                     yield _cell(path, content, (entry, revision, command, name, setting), given)
 
     if TRAIN in content.commands:
-        yield from _trainings(path, content, None, None, TRAIN, given)
+        yield from _by_themselves(path, content, None, None, TRAIN, given)
 
 
-def _trainings(
+def _by_themselves(
     path: Path,
     content: SweepContent,
     entry: ModelEntry | None,
@@ -278,7 +281,7 @@ def _trainings(
     command: str,
     given: Mapping[str, Any],
 ) -> Iterator[Cell]:
-    """The cells of a command that trains, of one model if it begins with one."""
+    """The cells of a command that does not read the inputs, of one model if it begins with one."""
     if (command == TRAIN) != (entry is None):
         return
     kind, asked = COMMANDS[command], content.commands[command]

@@ -14,16 +14,18 @@ from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.models.steps import step_of
 from sinkscope.options.sweep_file import Cell
 from sinkscope.report.claims.scorecard import TABLES as CLAIM_TABLES
+from sinkscope.report.scores import main_scores
 from sinkscope.results.metrics import is_sink
 from sinkscope.results.tables import LEADING, METRIC, VALUE, Column, names_of, read_table
 
-SWEEP, EPSILON = "sweep", "sweep_epsilon"
+SWEEP, EPSILON, SCORES = "sweep", "sweep_epsilon", "sweep_benchmark"
 # command → the table of its cells → the name of the same table of all cells
 OF_COMMANDS = {
     "analyze": {"summary": SWEEP},
     "intervene": {"effect": "sweep_effect"},
     "quantize": {"quantization": "sweep_quantization"},
     "claims": {name: name for name in CLAIM_TABLES},
+    "benchmark": {"benchmark": SCORES},
     "retrofit": {"retrofit": "sweep_retrofit"},
     "train": {"retrofit": "sweep_retrofit"},
 }
@@ -88,11 +90,23 @@ class SweepTables:
         rows = self.rates[self.rates["settings"].isin(settings)]
         return rows.drop_duplicates(["model", "input"], keep="last")
 
+    @cached_property
+    def scores(self) -> pd.DataFrame:
+        """Of each cell of `benchmark` one metric of each task that it names."""
+        if SCORES not in self.tables:
+            return pd.DataFrame(columns=["model", "revision", "task", "score"])
+        rows = main_scores(self.tables[SCORES]).reset_index(drop=True)
+        return rows.assign(task=rows["condition"] + " (" + rows["metric"] + ")")
+
     @property
     def overview(self) -> pd.DataFrame:
-        """The same, rows models and columns inputs, in percent as text."""
+        """The same, rows models and columns inputs, in percent as text; behind them each benchmark's scores."""
         wide = in_order(self.main, "model", "input").map(lambda rate: "–" if rate != rate else f"{rate:.1%}")
-        return wide.rename_axis(columns=None).reset_index()
+        if not self.scores.empty:
+            last = self.scores.drop_duplicates(["model", "task"], keep="last")
+            scores = in_order(last, "model", "task", "score").map(lambda x: "–" if x != x else f"{x:.3f}")
+            wide = wide.join(scores, how="outer").reindex(list(dict.fromkeys([*wide.index, *scores.index])))
+        return wide.fillna("–").rename_axis(index="model", columns=None).reset_index()
 
 
 def in_order(rows: pd.DataFrame, index: str, columns: str, values: str = "sink_rate") -> pd.DataFrame:
@@ -145,8 +159,8 @@ def coordinates(each: Measured) -> dict[str, Any]:
         "parameters": int((of_model or {}).get("parameters") or 0),
         "input": cell.input,
         "settings": cell.setting,
-        "seq_len": config["seq_len"] if "seq_len" in config else config["block_length"],
-        **{name: config[name] for name in ("window", "epsilon", "seed")},
+        "seq_len": config.get("seq_len") or config.get("block_length", 0),
+        **{name: config.get(name, 0) for name in ("window", "epsilon", "seed")},  # 0: the command has none
         "dtype": manifest.get("dtype", ""),
         "token_zero": manifest.get("input", {}).get("token_zero", ""),
     }

@@ -162,6 +162,15 @@ class ClaimsManifest(Manifest):
     skipped_roles: dict[str, Reasons] = {}  # of each model
 
 
+class BenchmarkModel(Part):
+    name: str
+    parameters: Count
+
+
+class BenchmarkManifest(Manifest):
+    model: BenchmarkModel
+
+
 KINDS: dict[str, type[Manifest]] = {
     "analyze": RunManifest,
     "intervene": InterveneManifest,
@@ -171,6 +180,7 @@ KINDS: dict[str, type[Manifest]] = {
     "train": ArmsManifest,
     "compare": Manifest,
     "claims": ClaimsManifest,
+    "benchmark": BenchmarkManifest,
     "run": Manifest,
     "sweep": Manifest,
     "training": Manifest,

@@ -8,7 +8,7 @@ import pytest
 from sinkscope.errors import InputError
 from sinkscope.report.figures import OF_SWEEP
 from sinkscope.report.sweep import one_cell_each, words
-from sinkscope.report.sweep_tables import EPSILON, SWEEP, SweepTables
+from sinkscope.report.sweep_tables import EPSILON, SCORES, SWEEP, SweepTables
 
 CELL: dict[str, Any] = {
     "model": "a", "condition": "natural", "layer": -1, "cell": "", "revision": "", "step": -1, "family": "", "base": "",
@@ -27,6 +27,16 @@ def tables_of(*cells: dict[str, Any], papers: dict[str, str] | None = None) -> S
         [table.drop(columns=["metric", "value"]).assign(epsilon=e, sink_rate=1 - e) for e in (0.2, 0.3, 0.9)]
     )
     return SweepTables({SWEEP: table, EPSILON: by_epsilon}, papers or {})
+
+
+def with_scores(tables: SweepTables, *rows: tuple[str, str, float]) -> SweepTables:
+    """Beside the cells of each model one of `benchmark`: model, task and score."""
+    own = [
+        CELL | {"model": model, "condition": task, "cell": f"{model}-scores", "input": "", "metric": "acc"}
+        | {"filter": "none", "score": score, "error": 0.01, "questions": 9, "is_asked": True}
+        for model, task, score in rows
+    ]  # fmt: skip
+    return SweepTables(tables.tables | {SCORES: pd.DataFrame(own)}, tables.papers)
 
 
 def lines(figure: Any) -> dict[str, list[tuple[float, float]]]:
@@ -68,7 +78,7 @@ DRAWN: dict[str, tuple[list[dict[str, Any]], dict[str, list[tuple[float, float]]
 }
 
 
-@pytest.mark.parametrize("name", OF_SWEEP)
+@pytest.mark.parametrize("name", [name for name in OF_SWEEP if name != "sweep-benchmarks"])
 def test_a_figure_shows_the_rates_of_the_table(name: str) -> None:
     cells, expected = DRAWN[name]
     assert lines(OF_SWEEP[name](tables_of(*cells))) == expected
@@ -120,3 +130,36 @@ def test_published_rates_stand_beside_those_of_the_same_setting() -> None:
     assert "| b | 50.0% | – | – | – |" in told
     other = words(tables_of({"epsilon": 0.2}, papers=papers), {"content": {"title": "Another"}})
     assert "77.0%" not in other
+
+
+def test_scores_stand_against_sink_rates() -> None:
+    """A panel for each task; a family's models by size, and the others by name; on the first input."""
+    cells = [
+        {"family": "F", "parameters": 2 * 10**6},
+        RANDOM,
+        {"model": "b", "family": "F", "value": 0.75},
+        {"model": "c", "value": 0.1},
+        {"model": "without"},
+    ]
+    tables = with_scores(
+        tables_of(*cells), ("a", "t", 0.4), ("b", "t", 0.3), ("c", "t", 0.2), ("a", "u", 0.9), ("gone", "t", 0.1)
+    )
+    family = {"a": "F", "b": "F"}
+    scores = tables.tables[SCORES]
+    scores["family"] = scores["model"].map(family).fillna("")
+    scores["parameters"] = scores["model"].map({"a": 2 * 10**6}).fillna(10**6)
+    figure = OF_SWEEP["sweep-benchmarks"](tables)
+    assert [ax.get_title() for ax in figure.axes] == ["t (acc)", "u (acc)"]
+    points = {
+        bars.get_label(): [tuple(map(float, point)) for point in bars.lines[0].get_xydata()]
+        for bars in figure.axes[0].containers
+    }
+    assert points == {"F": [(75, 0.3), (50, 0.4)], "c": [(10, 0.2)]}
+    assert tables.overview.to_dict("list") == {
+        "model": ["a", "b", "c", "without", "gone"],
+        "natural": ["50.0%", "75.0%", "10.0%", "50.0%", "–"],
+        "random": ["25.0%", "–", "–", "–", "–"],
+        "t (acc)": ["0.400", "0.300", "0.200", "–", "0.100"],
+        "u (acc)": ["0.900", "–", "–", "–", "–"],
+    }
+    assert "| gone | – | – | 0.100 | – |" in words(tables, {"content": {"title": "Scores"}})

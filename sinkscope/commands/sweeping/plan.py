@@ -22,6 +22,7 @@ from sinkscope.training.architectures import architecture
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 AT_LEAST = 700 << 20  # bytes of a process with its libraries
 MARGIN = 1.2
+OF_A_QUESTION = 128  # tokens of a benchmark's, about
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,9 @@ class Size:
             return int(MARGIN * (AT_LEAST + 5 * self.parameters * BYTES["float32"] + logits))
         on_cpu = stays_on_cpu(options.device_map)
         batch = options.batch_size
-        tokens = TOKENS_PER_BATCH["cpu" if on_cpu else "cuda"] if batch == "auto" else batch * options.seq_len
-        logits = max(tokens, options.seq_len) * self.vocabulary * BYTES["float32"]
+        length = getattr(options, "seq_len", OF_A_QUESTION)
+        tokens = TOKENS_PER_BATCH["cpu" if on_cpu else "cuda"] if batch == "auto" else batch * length
+        logits = max(tokens, length) * self.vocabulary * BYTES["float32"]
         return int(MARGIN * (AT_LEAST + 2 * self.weights + logits))
 
 

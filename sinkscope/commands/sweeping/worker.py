@@ -134,7 +134,7 @@ def _measure(task: Task, models: _Models) -> None:
         function(options=task.options, **where)
     elif task.command == "retrofit":
         function(task.options.model, config=task.options, **where)
-    elif task.command == "claims":
+    elif task.command in ("claims", "benchmark"):
         function(models.get(task.options), config=task.options, **where)
     else:
         function(models.get(task.options), config=task.options, figures=task.figures, **where)

@@ -45,6 +45,7 @@ from sinkscope.report.figures import (
     sink_positions,
     sinks_by_layer,
     streaming_perplexity,
+    sweep_benchmarks,
     sweep_chat,
     sweep_domains,
     sweep_epsilon,
@@ -85,7 +86,7 @@ OF_CLAIMS: dict[str, FigureSpec[Scorecard]] = {spec.name: spec for spec in (
 OF_ROUTES: dict[str, FigureSpec[pd.DataFrame]] = {spec.name: spec for spec in (routes.draw,)}
 OF_SWEEP: dict[str, FigureSpec[SweepTables]] = {spec.name: spec for spec in (
     sweep_inputs.draw, sweep_sizes.draw, sweep_steps.draw, sweep_chat.draw, sweep_epsilon.draw, sweep_lengths.draw,
-    sweep_domains.draw,
+    sweep_domains.draw, sweep_benchmarks.draw,
 )}
 # fmt: on
 # what a figure is drawn from → the register of such figures

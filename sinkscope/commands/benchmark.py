@@ -1,0 +1,202 @@
+"""`benchmark`: a model's scores on tasks of lm-evaluation-harness (WSE figure 10), through its Python API."""
+
+import importlib.metadata
+import importlib.util
+import os
+import random
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from sinkscope.commands.result import Result
+from sinkscope.errors import InputError, SinkscopeError, described, is_out_of_memory
+from sinkscope.measuring.console import print_notices, spinner
+from sinkscope.measuring.processes import together
+from sinkscope.measuring.subject import ModelLike, load_model
+from sinkscope.models.files import quiet as silent
+from sinkscope.models.in_memory import undisturbed
+from sinkscope.models.loading import LoadedModel
+from sinkscope.options.benchmark import BenchmarkOptions
+from sinkscope.options.files import kind_of, user_path
+from sinkscope.options.option import checked
+from sinkscope.options.output import OutputOptions
+from sinkscope.report.scores import COLUMNS, COMMAND, TABLE, Scores
+from sinkscope.results.folders import new_folder, own_folder
+from sinkscope.results.manifest import make_manifest, write_manifest
+from sinkscope.results.tables import LEADING, names_of, write_tables
+
+PACKAGE = "lm_eval"
+DIFFERING = -1  # shots of a group
+
+
+def command(options: BenchmarkOptions, output: OutputOptions) -> Result:
+    scores = benchmark(options.model, config=options, **output.where)
+    shown = scores.main[["condition", "metric", "score", "error", "questions"]]
+    shown = shown.rename(columns={"condition": "task"}).set_index("task")
+    as_text = shown.assign(**{name: shown[name].map("{:.3f}".format) for name in ("score", "error")})
+    return Result(scores, tables={TABLE: as_text.reset_index()}, folder=output.out)
+
+
+def check(options: BenchmarkOptions) -> None:
+    """Find what is missing before a model is loaded. Raises: InputError."""
+    if importlib.util.find_spec(PACKAGE) is None:
+        raise InputError("benchmarks need lm-evaluation-harness: pip install 'sinkscope[lm-eval]'")
+    if options.task_path is not None and kind_of(user_path(options.task_path)) != "folder":
+        raise InputError(f"--task-path {options.task_path}: there is no such folder")
+
+
+def benchmark(
+    model: ModelLike = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    out: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    quiet: bool = True,
+    config: BenchmarkOptions | None = None,
+    **options: Any,
+) -> Scores:
+    """Score a model on tasks of lm-evaluation-harness.
+
+    Args:
+        model, tokenizer, out, overwrite, quiet: as for `analyze`.
+        config: all options at once, in place of `options`.
+        **options: `tasks`, `task_path`, `shots`, `limit`, and those that say how the model is loaded.
+
+    Raises:
+        InputError: an option is wrong, the harness is not installed, or it does not know a task; nothing was written.
+        SinkscopeError: the harness fails.
+    """
+    start = time.time()
+    named = os.fspath(model) if isinstance(model, str | os.PathLike) else None
+    config = config or checked(BenchmarkOptions, {"model": named} | options)
+    check(config)
+    with (
+        together(config.device_map) as members,
+        own_folder(members.only_first(out), overwrite, (COMMAND,), (config.model, config.adapter)) as folder,
+    ):
+        console = members.console(quiet)
+        with spinner(console, "looking for the tasks"), silent():
+            tasks = _known_tasks(config)
+        with spinner(console, "loading the model"):
+            loaded = load_model(model, tokenizer, config)  # type: ignore[arg-type]  # all that loading reads
+        print_notices(console, loaded.notices)
+        with spinner(console, "asking"), undisturbed(loaded.model):
+            results = members.of_the_first(lambda: _asked(loaded, config, tasks))
+        table = table_of(results, loaded.name, config.tasks)
+        manifest = _manifest(config, start, loaded, results)
+        if folder is not None:
+            with new_folder(folder) as fresh:
+                write_tables({TABLE: table}, fresh)
+                write_manifest(fresh, manifest)
+        return Scores(manifest, table, folder)
+
+
+def _known_tasks(config: BenchmarkOptions) -> Any:
+    """The harness's tasks, with those of the user; those alone where they are all that was named. Raises InputError."""
+    from lm_eval.tasks import TaskManager
+
+    own = None if config.task_path is None else str(user_path(config.task_path))
+    for defaults in (False, True) if own else (True,):
+        manager = TaskManager(include_path=own, include_defaults=defaults)
+        unknown = [name for name in config.tasks if name not in manager.all_tasks]
+        if not unknown:
+            return manager
+    raise InputError(f"lm-evaluation-harness knows no task '{unknown[0]}': `lm-eval ls tasks` shows the names")
+
+
+def _asked(loaded: LoadedModel, config: BenchmarkOptions, tasks: Any) -> dict[str, Any]:
+    """What the harness finds, of which the scores are kept and not the answers."""
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+
+    if loaded.tokenizer is None:
+        raise InputError(f"{loaded.name} has no tokenizer, and tasks are texts")
+    seed = config.seed % 2**32  # numpy's largest
+    try:
+        with silent(), _own_random_numbers():
+            network = HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=config.batch_size)
+            found = lm_eval.simple_evaluate(
+                model=network,
+                tasks=list(config.tasks),
+                task_manager=tasks,
+                num_fewshot=config.shots,
+                limit=config.limit,
+                log_samples=False,
+                random_seed=seed,
+                numpy_random_seed=seed,
+                torch_random_seed=seed,
+                fewshot_random_seed=seed,
+            )
+    except SinkscopeError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise SinkscopeError(f"lm-evaluation-harness fails [{described(error)}]") from error
+    kept = ("results", "groups", "n-shot", "versions", "n-samples")
+    return {name: dict(found.get(name) or {}) for name in kept}
+
+
+@contextmanager
+def _own_random_numbers() -> Iterator[None]:
+    """The harness seeds those of the whole process."""
+    plain, of_numpy = random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(plain)
+        np.random.set_state(of_numpy)  # noqa: NPY002
+
+
+def table_of(results: Mapping[str, Any], model: str, asked: tuple[str, ...]) -> pd.DataFrame:
+    """The table `benchmark`.
+
+    Args:
+        results: the harness's, of which `results` has "METRIC,FILTER" → score of each task.
+        asked: the tasks that were named.
+    """
+    rows = pd.DataFrame(list(_rows(results, asked)), columns=["condition", *names_of(COLUMNS)])
+    return rows.assign(model=model, layer=-1)[[*LEADING, *names_of(COLUMNS)]]
+
+
+def _rows(results: Mapping[str, Any], asked: tuple[str, ...]) -> Iterator[tuple[Any, ...]]:
+    for task, scores in {**results["results"], **results["groups"]}.items():
+        questions = int(results["n-samples"].get(task, {}).get("effective", 0))
+        shots = results["n-shot"].get(task)
+        version = str(results["versions"].get(task, ""))
+        for name, score in scores.items():
+            metric, comma, kind = name.partition(",")
+            if not comma or metric.endswith("_stderr") or isinstance(score, str):
+                continue
+            error = scores.get(f"{metric}_stderr,{kind}")
+            known = np.nan if isinstance(error, str) or error is None else float(error)
+            place = DIFFERING if shots is None else int(shots)
+            yield task, metric, kind, float(score), known, questions, place, version, task in asked
+
+
+def _manifest(
+    config: BenchmarkOptions, start: float, loaded: LoadedModel, results: Mapping[str, Any]
+) -> dict[str, Any]:
+    return make_manifest(
+        COMMAND,
+        config.model_dump(mode="json"),
+        start,
+        [TABLE],
+        model={
+            "name": loaded.name,
+            "source": loaded.source,
+            "revision": loaded.revision,
+            "commit": loaded.commit,
+            "weights": loaded.weights,
+            "parameters": sum(each.numel() for each in loaded.model.parameters()),
+        },
+        dtype=str(loaded.model.dtype).removeprefix("torch."),
+        harness=importlib.metadata.version(PACKAGE),
+    )

@@ -1,0 +1,184 @@
+"""`benchmark`: scores are those that plain transformers give by hand, and stand beside sinks in a sweep."""
+
+import importlib.util
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from support.retrofit_command import WORDS, command_line, words_tokenizer
+from tiny import tiny_model
+
+import sinkscope
+from sinkscope.commands.benchmark import table_of
+from sinkscope.errors import InputError
+from sinkscope.report.scores import COLUMNS, main_scores
+from sinkscope.results.tables import LEADING, names_of, read_table
+
+needs_harness = pytest.mark.skipif(
+    importlib.util.find_spec("lm_eval") is None, reason="lm-evaluation-harness is an optional package"
+)
+QUESTIONS = [
+    {
+        "asked": " ".join(WORDS[4 + (at + step) % 4] for step in range(3)),
+        "choices": ["the", "drain of"],
+        "right": at % 2,
+    }
+    for at in range(6)
+]
+TASK = """
+task: drains
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{asked}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{right}}}}"
+metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
+metadata: {{version: 2.0}}
+"""
+# as the harness gives it: a group, its two tasks, and one that is named by itself
+RESULTS: dict[str, Any] = {
+    "results": {
+        "both": {"alias": "both", "acc,none": 0.5, "acc_stderr,none": 0.1},
+        "one": {"alias": " - one", "acc,none": 0.25, "acc_stderr,none": 0.2, "acc_norm,none": 0.75},
+        "two": {"alias": " - two", "acc,none": 0.75, "acc_stderr,none": "N/A"},
+        "other": {"alias": "other", "bleu,none": 3.0, "exact_match,strict": 0.1, "exact_match,flexible": 0.2},
+    },
+    "groups": {"both": {"alias": "both", "acc,none": 0.5, "acc_stderr,none": 0.1}},
+    "n-shot": {"one": 0, "two": 5, "other": 2},
+    "versions": {"one": 1.0, "two": 2, "other": "Yaml"},
+    "n-samples": {"one": {"original": 9, "effective": 4}, "two": {"effective": 4}, "other": {"effective": 2}},
+}  # fmt: skip
+
+
+def test_the_table_has_every_score_of_the_harness() -> None:
+    table = table_of(RESULTS, "m", ("both", "other"))
+    assert list(table.columns) == [*LEADING, *names_of(COLUMNS)]
+    rows = table.set_index(["condition", "metric", "filter"])
+    assert rows["score"].to_dict() == {
+        ("both", "acc", "none"): 0.5, ("one", "acc", "none"): 0.25, ("one", "acc_norm", "none"): 0.75,
+        ("two", "acc", "none"): 0.75, ("other", "bleu", "none"): 3.0, ("other", "exact_match", "strict"): 0.1,
+        ("other", "exact_match", "flexible"): 0.2,
+    }  # fmt: skip
+    assert rows["error"].tolist()[:2] == [0.1, 0.2]
+    assert rows["error"].isna().sum() == 5
+    assert rows["questions"].tolist() == [0, 4, 4, 4, 2, 2, 2]
+    assert rows["shots"].tolist() == [-1, 0, 0, 5, 2, 2, 2]
+    assert table["is_asked"].tolist() == [True, False, False, False, True, True, True]
+    main = main_scores(table)
+    assert main[["condition", "metric", "filter"]].to_numpy().tolist() == [
+        ["both", "acc", "none"], ["other", "exact_match", "strict"],
+    ]  # fmt: skip
+
+
+def test_without_the_harness_nothing_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plain = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "lm_eval" else plain(name))
+    needed = r"benchmarks need lm-evaluation-harness: pip install 'sinkscope\[lm-eval\]'"
+    with pytest.raises(InputError, match=needed):
+        sinkscope.benchmark("no/model", out=tmp_path / "out")
+    done = command_line("benchmark", "no/model", "--out", tmp_path / "out")
+    assert (done.exit_code, list(tmp_path.iterdir())) == (2, [])
+    file = tmp_path / "sweep.yaml"
+    file.write_text("title: x\nmodels: [no/model]\ncommands: {benchmark: {options: {tasks: [a, b]}}}\n")
+    with pytest.raises(InputError, match=rf"model \(benchmark\): {needed}"):
+        sinkscope.sweep(file, out=tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tasks": ()}, "--tasks: name a task, as hellaswag"),
+        ({"limit": 0}, "--limit 0: it must be at least 1"),
+        ({"attn": "eager"}, "--attn does not apply: the harness runs the model as it is"),
+        ({"task": "hellaswag"}, "option 'task' is unknown; did you mean 'tasks'"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        sinkscope.benchmark("no/model", **options)
+
+
+# --- with the harness
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tasks")
+    (folder / "drains.jsonl").write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
+    (folder / "drains.yaml").write_text(TASK.format(data=folder / "drains.jsonl"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("llama", "gpt2"):
+        tiny_model(name).save_pretrained(folder / name)
+        words_tokenizer().save_pretrained(folder / name)
+    return folder
+
+
+@torch.no_grad()
+def accuracy(model: Path) -> float:
+    """Of plain transformers: the share of questions whose right answer is the likeliest of the choices."""
+    network, tokenizer = sinkscope.load(str(model)).model, words_tokenizer()
+    right = []
+    for question in QUESTIONS:
+        sums = []
+        for choice in question["choices"]:  # type: ignore[attr-defined]
+            before = tokenizer(question["asked"]).input_ids
+            ids = tokenizer(f"{question['asked']} {choice}").input_ids
+            logits = network(torch.tensor([ids])).logits[0].log_softmax(-1)
+            sums.append(sum(float(logits[at - 1, ids[at]]) for at in range(len(before), len(ids))))
+        right.append(int(np.argmax(sums)) == question["right"])
+    return float(np.mean(right))
+
+
+@needs_harness
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_score_is_what_plain_transformers_give(name: str, models: Path, tasks: Path, tmp_path: Path) -> None:
+    random.seed(5)
+    before = random.getstate()
+    scores = sinkscope.benchmark(models / name, tasks="drains", task_path=str(tasks), out=tmp_path / "out")
+    assert random.getstate() == before
+    by_metric = scores.table.set_index("metric")
+    assert by_metric["score"]["acc"] == pytest.approx(accuracy(models / name))
+    assert by_metric["questions"]["acc"] == len(QUESTIONS)
+    assert by_metric["version"]["acc"] == "2.0"
+    assert scores.main[["condition", "metric"]].to_numpy().tolist() == [["drains", "acc_norm"]]
+    pd.testing.assert_frame_equal(read_table(tmp_path / "out" / "tables" / "benchmark.parquet"), scores.table)
+    some = sinkscope.benchmark(models / name, tasks="drains", task_path=str(tasks), limit=2)
+    assert set(some.table["questions"]) == {2}
+
+
+@needs_harness
+def test_a_task_that_is_unknown(models: Path, tasks: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="lm-evaluation-harness knows no task 'drain'"):
+        sinkscope.benchmark(models / "llama", tasks="drains,drain", task_path=str(tasks), out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@needs_harness
+def test_scores_stand_beside_sinks_in_a_sweep(models: Path, tasks: Path, tmp_path: Path) -> None:
+    file = tmp_path / "sweep.yaml"
+    content = {
+        "title": "Scores",
+        "models": [str(models / name) for name in ("llama", "gpt2")],
+        "inputs": ["random"],
+        "options": {"num-seqs": 2, "seq-len": 12},
+        "commands": {"analyze": None, "benchmark": {"options": {"tasks": ["drains"], "task-path": str(tasks)}}},
+    }
+    file.write_text(json.dumps(content))
+    done = sinkscope.sweep(file, out=tmp_path / "out", workers=1)
+    assert done.failure == ""
+    assert done.tables is not None
+    assert list(done.tables.overview.columns) == ["model", "random", "drains (acc_norm)"]
+    assert (tmp_path / "out" / "comparison" / "figures" / "sweep-benchmarks.png").is_file()
+    assert "| drains (acc_norm) |" in (tmp_path / "out" / "comparison" / "sweep.md").read_text()
