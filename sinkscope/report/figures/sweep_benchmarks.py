@@ -9,8 +9,6 @@ from sinkscope.report.figures.style import TEXT, Figure, line_looks, new_figure
 from sinkscope.report.figures.sweep_parts import ACROSS, PANEL, model_names, rate_axis
 from sinkscope.report.sweep_tables import SCORES, SweepTables
 
-MOST_NAMES = 12  # models that are named each by itself, where they have no family
-
 
 def _rows(tables: SweepTables) -> pd.DataFrame:
     """Scores of models whose sink rate on the first input is known, at the same revision."""
