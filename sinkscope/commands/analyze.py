@@ -16,7 +16,7 @@ from sinkscope.measuring.console import print_notices
 from sinkscope.measuring.manifest import make_manifest
 from sinkscope.measuring.measure import measure
 from sinkscope.measuring.processes import together
-from sinkscope.measuring.subject import ModelLike, check_config, open_subject, options_of
+from sinkscope.measuring.subject import ModelLike, check_config, is_in_memory, open_subject, options_of
 from sinkscope.models.in_memory import text_of
 from sinkscope.models.steps import find_checkpoints
 from sinkscope.options.measuring import AnalyzeOptions
@@ -57,7 +57,8 @@ def analyze(
 ) -> Run:
     """Measure one model and return its Run; with `out`, also write the run folder.
 
-    Under `accelerate launch` the sequences are shared out among the processes; the first one writes.
+    Under `accelerate launch`, and of a model that is named, the sequences are shared out among the processes, all of
+    which call this; the first one writes.
 
     Args:
         model: a hub id, a folder, a .gguf file, or a model already loaded; None for SmolLM2-135M-Instruct.
@@ -77,7 +78,7 @@ def analyze(
     config = config or options_of(AnalyzeOptions, model, options)
     check_config(config)
     with (
-        together(config.device_map) as members,
+        together(config.device_map, is_in_memory(model)) as members,
         own_folder(members.only_first(out), overwrite, reads=(config.model, config.adapter, config.input)) as folder,
         open_subject(model, tokenizer, config, console := members.console(quiet)) as subject,
     ):

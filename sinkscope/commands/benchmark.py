@@ -18,7 +18,7 @@ from sinkscope.commands.result import Result
 from sinkscope.errors import InputError, SinkscopeError, described, is_out_of_memory
 from sinkscope.measuring.console import print_notices, spinner
 from sinkscope.measuring.processes import together
-from sinkscope.measuring.subject import ModelLike, load_model
+from sinkscope.measuring.subject import ModelLike, is_in_memory, load_model
 from sinkscope.models.files import quiet as silent
 from sinkscope.models.in_memory import undisturbed
 from sinkscope.models.loading import LoadedModel
@@ -77,7 +77,7 @@ def benchmark(
     config = config or checked(BenchmarkOptions, {"model": named} | options)
     check(config)
     with (
-        together(config.device_map) as members,
+        together(config.device_map, is_in_memory(model)) as members,
         own_folder(members.only_first(out), overwrite, (COMMAND,), (config.model, config.adapter)) as folder,
     ):
         console = members.console(quiet)

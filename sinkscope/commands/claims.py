@@ -28,6 +28,7 @@ from sinkscope.measuring.subject import (
     Subject,
     check_config,
     inputs_for,
+    is_in_memory,
     open_subject,
     options_of,
     position_limit,
@@ -107,7 +108,7 @@ def claims(
     judges_only = model is None and (config.only_judges or bool(known.runs and config.model is None))
     reads = (config.model, config.adapter, config.input, *config.from_)
     with (
-        together(config.device_map) as members,
+        together(config.device_map, is_in_memory(model)) as members,
         scorecard_folder(members.only_first(out), config.model_dump(mode="json"), start, overwrite, reads) as kept,
     ):
         console = members.console(quiet)

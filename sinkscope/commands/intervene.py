@@ -15,7 +15,7 @@ from sinkscope.measuring.console import print_notices
 from sinkscope.measuring.experiment import BEFORE, Experiment
 from sinkscope.measuring.manifest import Facts, make_manifest
 from sinkscope.measuring.processes import together
-from sinkscope.measuring.subject import ModelLike, check_config, open_subject, options_of
+from sinkscope.measuring.subject import ModelLike, check_config, is_in_memory, open_subject, options_of
 from sinkscope.options.measuring import InterveneOptions
 from sinkscope.options.output import OutputOptions
 from sinkscope.report.outputs import finished
@@ -89,7 +89,7 @@ def intervene(
     wanted = wanted_arms(config.stacks)
     check_config(config)
     with (
-        together(config.device_map) as members,
+        together(config.device_map, is_in_memory(model)) as members,
         own_folder(members.only_first(out), overwrite, reads=(config.model, config.adapter, config.input)) as folder,
         open_subject(model, tokenizer, config, console := members.console(quiet)) as subject,
     ):

@@ -16,7 +16,7 @@ from sinkscope.measuring.parity import parity_check
 from sinkscope.measuring.processes import together
 from sinkscope.measuring.quantization_study import Ranges, Study
 from sinkscope.measuring.quantized import Bench
-from sinkscope.measuring.subject import ModelLike, Subject, check_config, open_subject, options_of
+from sinkscope.measuring.subject import ModelLike, Subject, check_config, is_in_memory, open_subject, options_of
 from sinkscope.measuring.tables import publish
 from sinkscope.options.measuring import QuantizeOptions
 from sinkscope.options.output import OutputOptions
@@ -76,7 +76,7 @@ def quantize(
     enough = config.model_copy(update={"num_seqs": config.num_seqs + config.calibration})
     check_config(config)
     with (
-        together(config.device_map) as members,
+        together(config.device_map, is_in_memory(model)) as members,
         own_folder(members.only_first(out), overwrite, reads=(config.model, config.adapter, config.input)) as folder,
         open_subject(model, tokenizer, enough, console := members.console(quiet)) as whole,
     ):

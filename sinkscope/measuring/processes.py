@@ -164,21 +164,24 @@ def team() -> Team:
 
 
 @contextmanager
-def together(device_map: str | None = None) -> Iterator[Team]:
+def together(device_map: str | None = None, in_memory: bool = False) -> Iterator[Team]:
     """Share the passes of this block out among the processes that were launched, if there are any.
 
     Args:
         device_map: where their models compute.
+        in_memory: the model is one that the user has loaded, maybe in one process alone of a training of his own: this
+            process measures by itself.
 
     Raises:
         InputError: on all devices at once.
     """
     members, token = _TEAM.get(), None
-    if was_launched() and device_map in POLICIES and not stays_on_cpu(device_map):
+    shares = was_launched() and (members.count > 1 or not in_memory)
+    if shares and device_map in POLICIES and not stays_on_cpu(device_map):
         raise InputError(
             f"--device-map {device_map} would give every process all devices: leave it out, and each has one"
         )
-    if members.count == 1 and was_launched():
+    if members.count == 1 and shares:
         state = joined(stays_on_cpu(device_map))
         members = Team(state.process_index, state.num_processes)
         token = _TEAM.set(members)

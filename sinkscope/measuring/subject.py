@@ -105,9 +105,14 @@ def open_subject(
         yield Subject(loaded, family, inputs)
 
 
+def is_in_memory(model: ModelLike) -> bool:
+    """Whether the user has loaded it."""
+    return model is not None and not isinstance(model, str | os.PathLike)
+
+
 def load_model(model: ModelLike, tokenizer: PreTrainedTokenizerBase | None, config: RunConfig) -> LoadedModel:
     """A model that is loaded already, or the one that the configuration names. Raises as `loading.load` does."""
-    in_memory = model is not None and not isinstance(model, str | os.PathLike)
+    in_memory = is_in_memory(model)
     if in_memory and config.adapter is not None:
         raise InputError(
             "an adapter was named for a model that is loaded already: load it with PEFT, or name the model"
