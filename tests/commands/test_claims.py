@@ -1,6 +1,7 @@
 """`claims`: measured and written, judged again from the folder, and of several models side by side."""
 
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import pandas as pd
 import pytest
 from support.figures import skip_figures
 from support.printed_numbers import Printed, all_numbers, numbers_of, stands_in
+from support.ranks import on_two_ranks
 from tiny import VOCAB, tiny_model
 
 import sinkscope
@@ -254,3 +256,29 @@ def test_an_interrupt_keeps_the_arms_that_are_finished(tmp_path: Path, monkeypat
     card = sinkscope.claims(tiny_model("gpt2"), out=tmp_path / "card", **given)
     assert measured[4:] == ["before", "scale-sink-value", "scale-sink-value control 0"]
     assert Outcome.NOT_MEASURED not in (card.outcome("N-6"), card.outcome("V-24"))
+
+
+def test_two_processes_judge_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the first one finds that some runs are there, which the second does not look for."""
+    monkeypatch.setattr("sinkscope.report.claims.folder._figures", lambda card: {})
+    tiny_model("llama", spread=1.0).save_pretrained(tmp_path / "llama")
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, 90, (6, 24)))
+    options = {"input": str(tmp_path / "ids.npy"), "seq_len": 24, "batch_size": 2, "draws": 2}
+    alone = sinkscope.claims(tmp_path / "llama", out=tmp_path / "one", **options)
+    shutil.copytree(tmp_path / "one", tmp_path / "some")
+    runs = sorted((tmp_path / "some" / "runs").iterdir())
+    for folder in [folder for folder in runs if folder.name != "natural"][1::2]:
+        shutil.rmtree(folder)
+    assert 2 < len(list((tmp_path / "some" / "runs").iterdir())) < len(runs)
+
+    def work() -> None:
+        for name in ("two", "some"):
+            sinkscope.claims(tmp_path / "llama", out=tmp_path / name, **options)
+
+    log = tmp_path / "log"
+    assert on_two_ranks(work, log) == [0, 0], log.read_text()[-4000:]
+    for name in ("two", "some"):
+        for path in (tmp_path / "one").rglob("*.parquet"):
+            ours = pd.read_parquet(tmp_path / name / path.relative_to(tmp_path / "one"))
+            pd.testing.assert_frame_equal(ours, pd.read_parquet(path), rtol=1e-6, atol=1e-9)
+    assert len(alone.table) > 50
