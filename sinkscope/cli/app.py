@@ -79,7 +79,7 @@ def _command(name: str, kind: type[Options]) -> Callable[..., None]:
 
 def _prints() -> bool:
     """Of the processes that `accelerate launch` starts, the first."""
-    return int(os.environ.get("WORLD_SIZE", "1")) == 1 or os.environ.get("RANK", "0") == "0"
+    return "LOCAL_RANK" not in os.environ or os.environ.get("RANK", "0") == "0"
 
 
 def _was_typed(ctx: typer.Context, name: str) -> bool:

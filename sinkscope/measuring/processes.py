@@ -33,7 +33,7 @@ Found = TypeVar("Found")
 
 def was_launched() -> bool:
     """Whether `accelerate launch` or torchrun has started this process beside others."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return "LOCAL_RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
 
 
 def joined(cpu: bool = False) -> PartialState:

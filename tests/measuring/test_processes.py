@@ -282,6 +282,7 @@ def test_on_the_command_line_the_first_prints_and_writes(tmp_path: Path) -> None
 
 def test_a_model_cannot_be_spread_over_devices_by_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(processes, "stays_on_cpu", lambda device_map: False)
     with pytest.raises(InputError, match="--device-map auto would give every process all devices"):
         sinkscope.analyze("no/model", input="random", device_map="auto")
