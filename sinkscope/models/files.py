@@ -124,6 +124,8 @@ def find_settings(model: str | None, revision: str | None, gguf_file: str | None
     Raises:
         InputError, SinkscopeError: as `find_files` does; or it is a GGUF file on the hub, whose settings are in it.
     """
+    if model in DEMO_NAMES and kind_of(user_path(model)) is None:
+        model = None
     is_here = kind_of(user_path(model)) is not None if model else importlib.util.find_spec(DEMO_PACKAGE) is not None
     if is_here or (model is not None and is_path(model)):
         return find_files(model, revision, gguf_file, allow_pickle=True)

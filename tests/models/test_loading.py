@@ -886,6 +886,12 @@ def test_smollm2(smollm_on_cpu: LoadedModel) -> None:
 
 
 @pytest.mark.real_model
+def test_the_demo_models_settings_are_found_by_its_name() -> None:
+    """Without a look at the hub, of which it is no repository by that name."""
+    assert files.find_settings(files.DEMO_NAMES[0], None, None) == files.find_settings(None, None, None)
+
+
+@pytest.mark.real_model
 def test_smollm2_cut_short(tmp_path: Path) -> None:
     with smollm2().open("rb") as file:
         (tmp_path / "cut.gguf").write_bytes(file.read(1 << 20))
