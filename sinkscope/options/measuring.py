@@ -220,7 +220,9 @@ class AnalyzeOptions(RunConfig):
 
     Writes a run folder (run.json, tables/*.parquet, figures/, verdict.md) and prints the verdict.
 
-    Steps of training (--revision step0,step512,… or a folder of checkpoint-…): a run folder each, figures by step."""
+    Steps of training (--revision step0,step512,… or a folder of checkpoint-…): a run folder each, figures by step.
+
+    `accelerate launch -m sinkscope.cli analyze …` shares the sequences out among several GPUs."""
     writes: ClassVar = "runs/MODEL-INPUT"
     repeatable: ClassVar = True
     in_memory: ClassVar = True

@@ -15,7 +15,7 @@ class SweepOptions(DeviceOptions, ModelOptions):
 
     Writes a run folder for each combination and a comparison of them all. The same command goes on where it was
     interrupted; what failed is tried again with --retry. --dtype, --device-map, --attn, --trust-remote-code and
-    --allow-pickle are of all models."""
+    --allow-pickle are of all models. `accelerate launch -m sinkscope.cli sweep …` measures each on several GPUs."""
     arguments: ClassVar = ("file",)
     writes: ClassVar = "runs/FILE"
     resumable: ClassVar = True

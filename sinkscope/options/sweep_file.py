@@ -285,14 +285,16 @@ def _by_themselves(
     if (command == TRAIN) != (entry is None):
         return
     kind, asked = COMMANDS[command], content.commands[command]
-    own = entry or ModelEntry()
-    shared, of_model = (named_in(path, part) for part in (content.options, own.options))
+    own, known = entry or ModelEntry(), kind.model_fields.keys() - kind.refused.keys()
+
+    def that_it_has(options: Mapping[str, Any]) -> Named:
+        """Of options that are shared with other commands."""
+        return {name: value for name, value in options.items() if name in known}
+
+    shared, of_model = (that_it_has(named_in(path, part)) for part in (content.options, own.options))
     for setting in _settings(path, asked.settings or {}):
-        parts = (shared, named_in(path, asked.options), of_model, named_in(path, setting), dict(given))
         options = {} if entry is None else _model(entry, revision)
-        for place, part in enumerate(parts):
-            is_shared = place in (0, 2, 4)  # with commands that have other options
-            options |= {name: value for name, value in part.items() if name in kind.model_fields or not is_shared}
+        options |= shared | named_in(path, asked.options) | of_model | named_in(path, setting) | that_it_has(given)
         draft = Cell("", own, revision, "", _label(setting), command, None)
         resolved = _resolved(path, draft, options)
         if entry is None:

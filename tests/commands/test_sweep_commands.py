@@ -214,3 +214,18 @@ def test_launched_processes_do_not_train(folder: Path, tmp_path: Path, monkeypat
     monkeypatch.setattr("sinkscope.commands.sweep.team", lambda: Team(0, 2))
     with pytest.raises(InputError, match="under `accelerate launch`, train by the command itself"):
         swept(folder, tmp_path, "train")
+
+
+def test_shared_options_are_of_the_commands_that_have_them(folder: Path, tmp_path: Path) -> None:
+    """Also those of the command line; what a command refuses is not for it."""
+    made = content(folder) | {"commands": {"analyze": None, "benchmark": None, "train": None}, "inputs": ["random"]}
+    made["settings"] = {}
+    path = written(tmp_path / "sweep.yaml", made)
+    given = {"attn": "eager", "dtype": "bfloat16", "trust_remote_code": True}
+    found = {cell.command: cell.options for cell in read_sweep(str(path), given).cells}
+    assert {name: (options.attn, options.dtype) for name, options in found.items()} == {
+        "analyze": ("eager", "bfloat16"),
+        "benchmark": ("sdpa", "bfloat16"),
+        "train": ("eager", "bfloat16"),
+    }
+    assert found["benchmark"].trust_remote_code
