@@ -147,7 +147,8 @@ def _swept(
         for each in plan:
             if each.state == State.DONE:  # a kill may have come between that and this
                 folders.forget(each.cell.name)
-        todo = sized(each for each in plan if each.is_wanted(asked.retry))
+        wanted = (each for each in plan if each.is_wanted(asked.retry))
+        todo = sized(wanted, only_of_hub=asked.engine == "local" and pool.workers == 1)
         if asked.address is None:  # other machines have other disks
             check_disk(todo, pool.workers if asked.evict else None)
         tasks = {each.cell.name: _task(found, each.cell, folders) for each in todo}

@@ -155,8 +155,8 @@ class SweepContent(Part):
     @model_validator(mode="after")
     def _names_lead_somewhere(self) -> "SweepContent":
         labels = [entry.label for entry in self.models]
-        if not self.models and self.commands.keys() != {"train"}:
-            raise ValueError("it has no `models`")
+        if bool(self.models) == (self.commands.keys() == {TRAIN}):
+            raise ValueError("`train` begins without `models`" if self.models else "it has no `models`")
         for label in labels:
             if labels.count(label) > 1:
                 raise ValueError(f"two models are called {label}: give one of them another `name`")

@@ -31,7 +31,7 @@ def main(cells: int = 3, sequences: int = 24) -> None:
     found = read_sweep(str(file), {})
     check(found)
     folders = CellFolders(folder / "out")
-    todo = sized(planned(found.cells, folders))
+    todo = sized(planned(found.cells, folders), only_of_hub=True)  # with one worker
     groups = groups_of(todo, {cell.name: _task(found, cell, folders) for cell in found.cells})
     planning = time.process_time() - start
 
@@ -52,9 +52,14 @@ def main(cells: int = 3, sequences: int = 24) -> None:
     sinkscope.load("SmolLM2-135M-Instruct")
     loading = time.process_time() - start
 
+    start = time.process_time()
+    sized(planned(found.cells, folders))
+    sizing = time.process_time() - start
+
     overhead = (planning + comparing) / sum(times)
     print("cells:", ", ".join(f"{seconds:.1f} s" for seconds in times))
     print(f"planning {planning:.2f} s, comparing {comparing:.2f} s: {overhead:.1%} of the cells' time")
+    print(f"with several workers, the sizes of models besides: {sizing:.2f} s")
     print(f"one load takes {loading:.1f} s: sharing it saves {(cells - 1) * loading:.1f} s of {cells} cells")
 
 

@@ -84,6 +84,7 @@ def swept(folder: Path, tmp_path: Path, *commands: str, **options: Any) -> Sweep
     made = content(folder)
     if commands:
         made["commands"] = {name: made["commands"][name] for name in commands}
+        made["models"] = None if commands == ("train",) else made["models"]
     return sinkscope.sweep(written(tmp_path / "sweep.yaml", made), out=tmp_path / "out", workers=1, **options)
 
 
@@ -195,7 +196,7 @@ def sized_of(found: Any) -> Any:
         ({"commands": {"train": {"inputs": ["ids"]}}}, "train reads no inputs: name its `text` under `options`"),
         ({"commands": {"retrofit": {"options": {"metod": "vga"}}}}, "option 'metod' is unknown; did you mean 'method'"),
         ({"commands": {"retrofit": {"options": {"method": "vgaa"}}}}, "'vgaa' is unknown; did you mean 'vga'"),
-        ({"commands": {"train": {"settings": {"config": ["tiny-lama"]}}}}, "did you mean 'tiny-llama'"),
+        ({"commands": {"train": {"settings": {"config": ["tiny-lama"]}}}, "models": None}, "did you mean 'tiny-llama'"),
         ({"commands": {"train": {}, "analyze": {}}, "figures": ["effects"]}, "is of none of these commands"),
     ],
 )

@@ -9,7 +9,7 @@ from sinkscope.commands.sweeping.plan import state_of
 from sinkscope.commands.sweeping.worker import State
 from sinkscope.measuring.console import print_line
 from sinkscope.models.cache import evict, gigabytes
-from sinkscope.options.files import kind_of, user_path
+from sinkscope.models.files import is_on_hub
 from sinkscope.options.sweep_file import Cell
 from sinkscope.results.cells import CellFolders
 
@@ -31,7 +31,7 @@ class Leaving:
         self._sources: dict[str, Source] = {}
         for cell in cells:
             model, revision = cell.source
-            if model is not None and kind_of(user_path(model)) is None:
+            if model is not None and is_on_hub(model):
                 self._sources[cell.name] = (model, revision)
                 self._waiting[model, revision].append(cell)
 

@@ -11,7 +11,7 @@ from sinkscope.errors import InputError, SinkscopeError, described, one_line
 from sinkscope.measuring.passes import TOKENS_PER_BATCH
 from sinkscope.models.cache import SPARE, free_room, gigabytes, missing_weights
 from sinkscope.models.devices import stays_on_cpu
-from sinkscope.models.files import find_settings, quiet
+from sinkscope.models.files import find_settings, is_on_hub, quiet
 from sinkscope.models.gguf import read_once
 from sinkscope.models.loading import count_parameters, read_config
 from sinkscope.options.sweep_file import Cell
@@ -83,11 +83,18 @@ def planned(cells: Iterable[Cell], folders: CellFolders) -> list[Planned]:
     return [Planned(cell, *state_of(cell, folders)) for cell in cells]
 
 
-def sized(plan: Iterable[Planned]) -> list[Planned]:
-    """The same with the sizes of their models, each found once: the header of a GGUF file takes seconds."""
+def sized(plan: Iterable[Planned], only_of_hub: bool = False) -> list[Planned]:
+    """The same with the sizes of their models, each found once: the header of a GGUF file takes seconds.
+
+    Args:
+        only_of_hub: one worker needs no sizes to share memory by, and only what it downloads is asked for.
+    """
     sizes: dict[tuple, Size] = {}
     found = []
     for each in plan:
+        if only_of_hub and not is_on_hub(each.cell.source[0]):
+            found.append(each)
+            continue
         key = load_key(each.cell.options)
         if key not in sizes:
             sizes[key] = size_of(each.cell.options)
