@@ -31,7 +31,7 @@ fast: install  ## the tests that need no real model
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not real_model'
 
 # how many kills, generated inputs and damaged run folders `make torture` tries, and where chance begins
-KILLS ?= 200
+KILLS ?= 240
 INPUTS ?= 1000
 FOLDERS ?= 100
 SEED ?= 0

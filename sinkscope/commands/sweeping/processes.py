@@ -113,7 +113,7 @@ def available_memory() -> int:
 
     free = int(psutil.virtual_memory().available)
     try:
-        most, used = (int(path.read_text()) for path in CGROUP)
+        most, used = (int(path.read_text(encoding="utf-8")) for path in CGROUP)
     except (OSError, ValueError):  # no container, or one without a limit («max»)
         return free
     return min(free, max(0, most - used))
