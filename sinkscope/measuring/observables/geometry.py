@@ -111,17 +111,15 @@ def causal_pair_means(
     others = (seen - 1).clamp(min=1)
     has_others = (seen > 1).to(query.dtype)
 
-    cosine = torch.linalg.vecdot(
-        key / key_norm[:, :, :columns, None].clamp(min=tiny),
-        sum_from(query / query_norm[..., None].clamp(min=tiny), columns),
-    )
-    # in float64: the last positions' sums are small differences of large ones
+    # what each query counts for in the cosine and in the gap
+    weights = torch.stack([1 / query_norm.clamp(min=tiny), (has_others * seen / others).expand_as(query_norm)], dim=2)
+    for_cosine, for_gap = weighted_sums_from(weights, query, columns).unbind(2)
+    cosine = torch.linalg.vecdot(key / key_norm[:, :, :columns, None].clamp(min=tiny), for_cosine)
     product = key_norm[:, :, :columns] * sum_from(query_norm.double()[..., None], columns).squeeze(-1)
     # logit - (row sum - logit) / others = logit · seen / others - row sum / others
-    key_sum = repeat_heads(upcast(read.key).cumsum(2), heads)
-    row_sum = torch.linalg.vecdot(query, key_sum) * read.call.scaling
-    weighted = sum_from(query * (has_others * seen / others)[:, None], columns)
-    gap = torch.linalg.vecdot(key, weighted) * read.call.scaling
+    key_sum = upcast(read.key).cumsum(2)[:, :, None]  # (B,K,1,T,d)
+    row_sum = (query.unflatten(1, (read.key.shape[1], -1)) * key_sum).sum(-1).flatten(1, 2) * read.call.scaling
+    gap = torch.linalg.vecdot(key, for_gap) * read.call.scaling
     gap = gap - sum_from((row_sum * has_others / others)[..., None], columns).squeeze(-1)
     pairs = seen.flip(0)[:columns]
     return {
@@ -133,8 +131,18 @@ def causal_pair_means(
 
 def sum_from(x: torch.Tensor, columns: int) -> torch.Tensor:
     """(B,H,T,d) → (B,H,C,d): Σ over t ≥ s, for the first `columns` s."""
-    first = x[:, :, :columns]
-    return x.sum(2, keepdim=True) - first.cumsum(2) + first
+    return _from_the_end(x[:, :, :columns]) + x[:, :, columns:].sum(2, keepdim=True)
+
+
+def weighted_sums_from(weights: torch.Tensor, x: torch.Tensor, columns: int) -> torch.Tensor:
+    """Weights (B,H,n,T) and x (B,H,T,d) → (B,H,n,C,d): Σ over t ≥ s of w_t x_t, with one read of x for all n."""
+    first = weights[..., :columns, None] * x[:, :, None, :columns]
+    return _from_the_end(first) + (weights[..., columns:] @ x[:, :, columns:]).unsqueeze(-2)
+
+
+def _from_the_end(x: torch.Tensor) -> torch.Tensor:
+    """(…,C,d): Σ over t ≥ s. Summed backward: the last sums would be small differences of large ones."""
+    return x.flip(-2).cumsum(-2).flip(-2)
 
 
 def masked_pair_means(
