@@ -155,8 +155,9 @@ def column_sums(read: AttentionRead, columns: int, window: int, chunk: int | Non
         windows = plain_window_sums(read, window, max(chunk or ROW_CHUNK, window))
         _forget_forbidden(read, windows)
     if chunk is None:
-        fitting = max(1, AT_ONCE // (mass[..., 0].numel() * max(columns, read.query.shape[-1])))
-        chunk = fitting if whole or plain else min(fitting, ROW_CHUNK)  # else each chunk has a band beside its columns
+        chunk = rows_at_once(read, columns)
+        if not (whole or plain):  # each chunk has a band beside its columns
+            chunk = min(chunk, ROW_CHUNK)
     for rows in row_chunks(length, chunk):
         cols = read.keys(rows, columns)
         weights, log_weights = read.weights(rows, cols)
@@ -229,6 +230,11 @@ def keys_seen(read: AttentionRead) -> torch.Tensor:
         counts.append(allowed.sum(-1))
     shape = torch.broadcast_shapes(*(count.shape[:2] for count in counts))
     return torch.cat([count.expand(*shape, -1) for count in counts], dim=-1).to(read.lse.dtype)
+
+
+def rows_at_once(read: AttentionRead, columns: int) -> int:
+    """How many rows of so many columns, and their queries, are AT_ONCE in memory."""
+    return max(1, AT_ONCE // (read.lse[..., 0].numel() * max(columns, read.query.shape[-1])))
 
 
 def row_chunks(length: int, chunk: int = ROW_CHUNK) -> Iterator[slice]:

@@ -335,9 +335,22 @@ def test_a_zero_query_has_no_direction_and_no_nan() -> None:
 
 
 def test_sums_from_a_position_on() -> None:
-    x = torch.arange(12.0).view(1, 1, 6, 2)
-    expected = torch.stack([x[0, 0, s:].sum(0) for s in range(4)])
-    assert sum_from(x, 4)[0, 0].tolist() == expected.tolist()
+    x = torch.arange(12.0).view(2, 6)
+    assert sum_from(x, 4).tolist() == [[float(row[s:].sum()) for s in range(4)] for row in x]
+
+
+def test_means_over_pairs_lose_nothing_at_the_last_positions() -> None:
+    """In float32 a sum over all queries less one over those before would leave round-off of the whole sum there."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(1, heads, 2000, 8, generator=generator) for heads in (2, 1, 1)]
+    batch = Batch(torch.zeros(1, 2000, dtype=torch.long), torch.ones(1, 2000, dtype=torch.long))
+    found = {}
+    for dtype in (torch.float32, torch.float64):
+        query, key, value = (x.to(dtype) for x in tensors)
+        read = AttentionRead(query, key, value, torch.zeros(1, 2, 2000, dtype=dtype), AttentionCall(None, 0.35), batch)
+        found[dtype] = causal_pair_means(read, query.norm(dim=-1), key.norm(dim=-1).expand(1, 2, -1), 2000)
+    for name, exact in found[torch.float64].items():
+        torch.testing.assert_close(found[torch.float32][name].double(), exact, rtol=1e-5, atol=2e-6, equal_nan=True)
 
 
 # ------------------------------------------------------------------------------------------ activation
