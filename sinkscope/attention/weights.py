@@ -191,8 +191,9 @@ def plain_window_sums(read: AttentionRead, window: int, block: int) -> torch.Ten
     for first in range(0, blocks, at_once):
         places = slice(first * block, min(first + at_once, blocks) * block)
         padding = max(0, places.stop - read.length)
-        query = F.pad(upcast(read.query[:, :, places]), (0, 0, 0, padding))
-        lse = F.pad(read.lse[:, :, places], (0, padding), value=torch.inf)
+        query, lse = upcast(read.query[:, :, places]), read.lse[:, :, places]
+        if padding:  # otherwise F.pad would copy, too
+            query, lse = F.pad(query, (0, 0, 0, padding)), F.pad(lse, (0, padding), value=torch.inf)
         query, lse = (x.unflatten(2, (-1, block)).unflatten(1, groups).transpose(2, 3) for x in (query, lse))
         products = query.flatten(3, 4) @ keys[:, :, first : first + at_once]  # (B,K,blocks at once,H/K · block,C)
         weights = products.unflatten(3, (groups[1], block)).sub_(lse.unsqueeze(-1)).clamp_(SMALLEST, 0.0).exp_()
