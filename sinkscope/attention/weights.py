@@ -17,6 +17,7 @@ from sinkscope.text.batch import Batch
 
 SHORT = 256  # up to this length all columns are read, whatever was asked for: it costs little
 SMALLEST = -80.0  # the logarithm of a weight is clamped here, at 2e-35
+AT_ONCE = 400_000  # weights in memory at a time: with what is computed of them they stay in a CPU's cache
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class AttentionRead:
         weights = log_weights.exp()
         allowed = self.allowed(rows, cols)
         if allowed is not None:
-            weights.mul_(allowed)
+            weights.mul_(allowed.to(weights.dtype))  # mixed types are several times slower
         if self.batch.valid is not None:  # a padding query may see nothing, and have no lse
             weights.nan_to_num_(0.0)
             log_weights.nan_to_num_(0.0)
@@ -135,11 +136,11 @@ class ColumnSums:
     entropy: torch.Tensor | None  # (B,H,T): -Σ_s a[t,s] log a[t,s] of each row; None unless all columns were read
 
 
-def column_sums(read: AttentionRead, columns: int, window: int, chunk: int = ROW_CHUNK) -> ColumnSums:
+def column_sums(read: AttentionRead, columns: int, window: int, chunk: int | None = None) -> ColumnSums:
     """Column statistics of one layer's attention weights, in chunks of rows.
 
     `mass` and `second` are of the first `columns` columns, or of all if the sequence is SHORT; the window sums are of
-    every column, from the diagonal band.
+    every column, from the diagonal band. `chunk`: rows at a time; None: as many as are AT_ONCE in memory.
     """
     length = read.length
     whole = columns >= length or length <= SHORT
@@ -151,51 +152,52 @@ def column_sums(read: AttentionRead, columns: int, window: int, chunk: int = ROW
 
     plain = not whole and read.is_plain_but_for_keys
     if plain:
-        windows = plain_window_sums(read, window, max(chunk, window))
+        windows = plain_window_sums(read, window, max(chunk or ROW_CHUNK, window))
         _forget_forbidden(read, windows)
-    # with few columns, more rows fit into the same memory
-    for rows in row_chunks(length, chunk * max(1, length // columns) if plain else chunk):
+    if chunk is None:
+        chunk = rows_at_once(read, columns)
+        if not (whole or plain):  # each chunk has a band beside its columns
+            chunk = min(chunk, ROW_CHUNK)
+    for rows in row_chunks(length, chunk):
         cols = read.keys(rows, columns)
         weights, log_weights = read.weights(rows, cols)
         mass[..., cols] += weights.sum(2)
-        second[..., cols] += (weights * weights).sum(2)  # square() is several times slower
+        if entropy is not None:
+            entropy[..., rows] = -log_weights.mul_(weights).sum(-1)
+        second[..., cols] += torch.mul(weights, weights, out=log_weights).sum(2)  # square() is several times slower
         if plain:
             continue
         band = slice(max(0, rows.start - window + 1), min(read.keys(rows).stop, rows.stop + window - 1))
-        if entropy is not None:
-            entropy[..., rows] = -torch.linalg.vecdot(weights, log_weights)
-            band_weights = weights[..., band]
-        else:
-            band_weights, _ = read.weights(rows, band)
+        band_weights = weights[..., band] if whole else read.weights(rows, band)[0]
         windows[..., band] += _within(band_weights, rows, band, window).sum(2)
     return ColumnSums(mass, second, windows, entropy)
-
-
-BLOCKS = 8  # of the diagonal band in one product
 
 
 def plain_window_sums(read: AttentionRead, window: int, block: int) -> torch.Tensor:
     """Σ a[t,s] over t = s … s+W-1 for every key (B,H,T), under the plain causal mask.
 
-    Computed for `BLOCKS` blocks of `block` ≥ W queries at a time, each against its own keys and the W-1 before them.
+    In blocks of `block` ≥ W queries, each against its own keys and the W-1 before them, several blocks in one product.
     """
     reach = window - 1
     blocks = -(-read.length // block)
-    padding = blocks * block - read.length
-    query = F.pad(upcast(read.query) * read.call.scaling, (0, 0, 0, padding)).unflatten(2, (blocks, block))
-    lse = F.pad(read.lse, (0, padding), value=torch.inf).unflatten(2, (blocks, block))
-    keys = F.pad(upcast(read.key), (0, 0, reach, padding)).unfold(2, block + reach, block)  # (B,K,blocks,d,C)
-    heads_per_key = read.query.shape[1] // read.key.shape[1]
+    groups = (read.key.shape[1], read.query.shape[1] // read.key.shape[1])  # query heads by the key head that they read
+    keys = F.pad(upcast(read.key) * read.call.scaling, (0, 0, reach, blocks * block - read.length))
+    keys = keys.unfold(2, block + reach, block)  # (B,K,blocks,d,C)
     # query r of a block sees column c = r … r + W-1 of its keys
-    behind = torch.arange(block + reach, device=lse.device) - torch.arange(block, device=lse.device)[:, None]
-    near = ((behind >= 0) & (behind <= reach)).to(lse.dtype)
-    sums = lse.new_zeros(*lse.shape[:2], blocks * block + reach)  # with `reach` places before the first key
-    for first in range(0, blocks, BLOCKS):
-        group = slice(first, min(first + BLOCKS, blocks))
-        seen = keys[:, :, group].repeat_interleave(heads_per_key, dim=1)
-        log_weights = (query[:, :, group] @ seen - lse[:, :, group, :, None]).clamp_(SMALLEST, 0.0)
-        columns = (log_weights.exp_().mul_(near)).sum(3)  # (B,H,group,C)
-        places = slice(group.start * block, group.stop * block)
+    behind = torch.arange(block + reach, device=keys.device) - torch.arange(block, device=keys.device)[:, None]
+    near = ((behind >= 0) & (behind <= reach)).to(keys.dtype)
+    sums = read.lse.new_zeros(*read.lse.shape[:2], blocks * block + reach)  # with `reach` places before the first key
+    at_once = max(1, AT_ONCE // (read.lse[..., 0].numel() * near.numel()))
+    for first in range(0, blocks, at_once):
+        places = slice(first * block, min(first + at_once, blocks) * block)
+        padding = max(0, places.stop - read.length)
+        query, lse = upcast(read.query[:, :, places]), read.lse[:, :, places]
+        if padding:  # otherwise F.pad would copy, too
+            query, lse = F.pad(query, (0, 0, 0, padding)), F.pad(lse, (0, padding), value=torch.inf)
+        query, lse = (x.unflatten(2, (-1, block)).unflatten(1, groups).transpose(2, 3) for x in (query, lse))
+        products = query.flatten(3, 4) @ keys[:, :, first : first + at_once]  # (B,K,blocks at once,H/K · block,C)
+        weights = products.unflatten(3, (groups[1], block)).sub_(lse.unsqueeze(-1)).clamp_(SMALLEST, 0.0).exp_()
+        columns = weights.mul_(near).sum(4).transpose(2, 3).flatten(1, 2)  # (B,H,blocks at once,C)
         sums[..., places].unflatten(2, (-1, block))[..., :reach] += columns[..., :reach]
         sums[..., reach:][..., places] += columns[..., reach:].flatten(2)
     return sums[..., reach : reach + read.length]
@@ -229,6 +231,11 @@ def keys_seen(read: AttentionRead) -> torch.Tensor:
         counts.append(allowed.sum(-1))
     shape = torch.broadcast_shapes(*(count.shape[:2] for count in counts))
     return torch.cat([count.expand(*shape, -1) for count in counts], dim=-1).to(read.lse.dtype)
+
+
+def rows_at_once(read: AttentionRead, columns: int) -> int:
+    """How many rows of so many columns, and their queries, are AT_ONCE in memory."""
+    return max(1, AT_ONCE // (read.lse[..., 0].numel() * max(columns, read.query.shape[-1])))
 
 
 def row_chunks(length: int, chunk: int = ROW_CHUNK) -> Iterator[slice]:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import upcast
 from sinkscope.errors import InputError, SinkscopeError
-from sinkscope.measuring.observables.massive import is_massive, middle
+from sinkscope.measuring.observables.massive import is_massive, median_magnitude
 from sinkscope.measuring.subject import family_of
 from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.models.edits import first_argument
@@ -90,11 +90,11 @@ class _Seen:
         low, high = (float(end) for end in x.aminmax())
         if not (math.isfinite(low) and math.isfinite(high)):
             raise SinkscopeError(f"{site}: the model itself gives NaN or infinite numbers; try --dtype float32")
-        magnitude = x.abs().flatten()
-        median = middle(magnitude)
+        median = median_magnitude(x)
+        largest = median.new_tensor(max(-low, high))
         self.low, self.high = min(self.low, low), max(self.high, high)
         self.medians.append(float(median))
-        self.has_massive |= site.part not in OF_NO_STATE and bool(is_massive(magnitude.max(), median))
+        self.has_massive |= site.part not in OF_NO_STATE and bool(is_massive(largest, median))
 
     def range(self, site: Site) -> Range:
         return Range(self.low, self.high, float(np.mean(self.medians)), self.has_massive)

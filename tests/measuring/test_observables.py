@@ -13,10 +13,10 @@ from sinkscope.attention import weights as attention_weights
 from sinkscope.attention.kernels import AttentionCall, chunked_attention
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.measuring.observables import OBSERVABLES, geometry
-from sinkscope.measuring.observables.activation import SITES, token_norms, value_norms
+from sinkscope.measuring.observables.activation import SITES, token_norms, token_peaks, value_norms
 from sinkscope.measuring.observables.attention import Attention, mean_over_queries, window_means
 from sinkscope.measuring.observables.geometry import causal_pair_means, masked_pair_means, pair_means, sum_from
-from sinkscope.measuring.observables.massive import Massive, is_massive, largest_entries, middle
+from sinkscope.measuring.observables.massive import Massive, is_massive, largest_entries, median_magnitude
 from sinkscope.measuring.observables.observable import ATTENTION_SITES, Mean, Reading, Settings, long_form
 from sinkscope.measuring.observables.outlier import infinity_norm, kurtosis
 from sinkscope.measuring.tables import column_names
@@ -335,9 +335,22 @@ def test_a_zero_query_has_no_direction_and_no_nan() -> None:
 
 
 def test_sums_from_a_position_on() -> None:
-    x = torch.arange(12.0).view(1, 1, 6, 2)
-    expected = torch.stack([x[0, 0, s:].sum(0) for s in range(4)])
-    assert sum_from(x, 4)[0, 0].tolist() == expected.tolist()
+    x = torch.arange(12.0).view(2, 6)
+    assert sum_from(x, 4).tolist() == [[float(row[s:].sum()) for s in range(4)] for row in x]
+
+
+def test_means_over_pairs_lose_nothing_at_the_last_positions() -> None:
+    """In float32 a sum over all queries less one over those before would leave round-off of the whole sum there."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(1, heads, 2000, 8, generator=generator) for heads in (2, 1, 1)]
+    batch = Batch(torch.zeros(1, 2000, dtype=torch.long), torch.ones(1, 2000, dtype=torch.long))
+    found = {}
+    for dtype in (torch.float32, torch.float64):
+        query, key, value = (x.to(dtype) for x in tensors)
+        read = AttentionRead(query, key, value, torch.zeros(1, 2, 2000, dtype=dtype), AttentionCall(None, 0.35), batch)
+        found[dtype] = causal_pair_means(read, query.norm(dim=-1), key.norm(dim=-1).expand(1, 2, -1), 2000)
+    for name, exact in found[torch.float64].items():
+        torch.testing.assert_close(found[torch.float32][name].double(), exact, rtol=1e-5, atol=2e-6, equal_nan=True)
 
 
 # ------------------------------------------------------------------------------------------ activation
@@ -405,9 +418,9 @@ def hidden_state(median: float, *others: float) -> torch.Tensor:
 )
 def test_the_criterion_is_above_100_and_at_least_1000_medians(median: float, entry: float, massive: bool) -> None:
     hidden = hidden_state(median, entry)
-    found, places = largest_entries(hidden)
+    found = median_magnitude(hidden)
     assert found == median
-    assert places[0] == 0
+    assert largest_places(hidden)[0] == 0
     assert bool(is_massive(hidden[0, 0].abs(), found)) is massive
     batch = Batch(torch.zeros(1, 4, dtype=torch.long), torch.ones(1, 4, dtype=torch.long))
     observable = Massive(Settings())
@@ -418,10 +431,18 @@ def test_the_criterion_is_above_100_and_at_least_1000_medians(median: float, ent
     assert len(rows) == 3
 
 
+def largest_places(hidden: torch.Tensor) -> torch.Tensor:
+    """Of one sequence's hidden state (T,D), in the flattened state."""
+    batch = Batch(torch.zeros(1, len(hidden), dtype=torch.long), torch.ones(1, len(hidden), dtype=torch.long))
+    peaks, median = token_peaks(hidden[None], batch), median_magnitude(hidden)
+    _, column, coordinate = largest_entries(hidden[None], peaks, median[None], batch)
+    return column * hidden.shape[1] + coordinate
+
+
 def test_every_massive_activation_is_listed_and_at_least_three_entries() -> None:
     for count in (0, 1, 3, 5):
         hidden = hidden_state(0.01, *[200.0 + n for n in range(count)])
-        _, places = largest_entries(hidden)
+        places = largest_places(hidden)
         assert len(places) == max(3, count)
         assert sorted(places[:count].tolist()) == list(range(count))
         values = hidden.abs().flatten()[places]
@@ -430,9 +451,11 @@ def test_every_massive_activation_is_listed_and_at_least_three_entries() -> None
 
 def test_the_median_is_the_lower_of_two_and_of_magnitudes() -> None:
     for x in (torch.tensor([3.0, 1.0, 2.0, 4.0]), torch.rand(101), torch.rand(100), torch.tensor([7.0])):
-        assert middle(x) == x.median() == sorted(x.tolist())[(len(x) - 1) // 2]
-    median, _ = largest_entries(torch.tensor([[-5.0, 1.0, -3.0], [2.0, -4.0, 0.0]]))
-    assert median == 2.0
+        for dtype in (torch.float32, torch.float64):
+            assert median_magnitude(x.to(dtype)) == x.median() == sorted(x.tolist())[(len(x) - 1) // 2]
+    x = torch.tensor([[-5.0, 1.0, -3.0], [2.0, -4.0, 0.0]])
+    assert median_magnitude(x) == median_magnitude(x.bfloat16()) == 2.0
+    assert x.tolist() == [[-5.0, 1.0, -3.0], [2.0, -4.0, 0.0]]  # what is read stays in its order
 
 
 def test_a_planted_massive_activation_is_found_with_its_token_and_coordinate() -> None:
@@ -504,7 +527,7 @@ def test_one_outlier_among_n_has_kurtosis_n() -> None:
     x = torch.zeros(100, dtype=torch.float64)
     x[17] = -4e4
     assert kurtosis(*one_sequence(x)).item() == pytest.approx(98 + 1 / 99, rel=1e-12)
-    assert infinity_norm(*one_sequence(x)).item() == 4e4
+    assert infinity_norm(token_peaks(*one_sequence(x)), one_sequence(x)[1]).item() == 4e4
 
 
 def test_outliers_are_those_of_real_tokens() -> None:
@@ -516,7 +539,7 @@ def test_outliers_are_those_of_real_tokens() -> None:
         for row, (start, length) in enumerate(zip(batch.start.tolist(), batch.lengths.tolist(), strict=True)):
             alone = one_sequence(x[row, start : start + length])
             assert kurtosis(x, batch)[row].item() == pytest.approx(kurtosis(*alone).item(), rel=1e-12)
-            assert infinity_norm(x, batch)[row].item() == x[row, start : start + length].abs().max()
+            assert infinity_norm(token_peaks(x, batch), batch)[row].item() == x[row, start : start + length].abs().max()
 
 
 @pytest.mark.parametrize("name", ["llama", "phi", "olmo2"])

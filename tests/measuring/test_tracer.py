@@ -252,7 +252,7 @@ BROKEN: dict[str, tuple[str, Any, str, Any]] = {
         "attention", Batch, "queries", lambda batch, n, *_, **__: batch.lengths[:, None] * torch.ones(n),
     ),
     "gap of another key": ("geometry", geometry, "pair_means", not_the_first_key),
-    "median": ("massive", None, "middle", lambda x: x.mean()),
+    "median": ("massive", None, "median_magnitude", lambda x: x.abs().mean()),
     "kurtosis in excess": ("outlier", None, "kurtosis", lambda x, batch: torch.full((len(x),), 3.0)),
     "value norms of one head": ("activation", activation, "value_norms", lambda value: value[:, 0].norm(dim=-1)),
 }  # fmt: skip

@@ -103,6 +103,11 @@ def token_norms(x: torch.Tensor, batch: Batch) -> torch.Tensor:
     return torch.linalg.vector_norm(upcast(x), dim=-1)
 
 
+def token_peaks(x: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """(B,T,D) → (B,T): each token's largest absolute entry, in float32 or better."""
+    return upcast(torch.maximum(x.amax(-1), -x.amin(-1)))  # faster than a copy of all absolute entries
+
+
 def value_norms(value: torch.Tensor) -> torch.Tensor:
     """(B,K,T,d) → (B,T): the norm of all heads' value states together."""
     return torch.linalg.vector_norm(upcast(value), dim=(1, 3))

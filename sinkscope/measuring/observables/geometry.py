@@ -104,37 +104,49 @@ def causal_pair_means(
     read: AttentionRead, query_norm: torch.Tensor, key_norm: torch.Tensor, columns: int
 ) -> dict[str, torch.Tensor]:
     """`pair_means` under the plain causal mask, in O(T·d): Σ_{t≥s} q_t·k_s = k_s · Σ_{t≥s} q_t."""
-    query, heads, length = upcast(read.query), read.query.shape[1], read.length
-    tiny = torch.finfo(query.dtype).tiny
-    key = repeat_heads(upcast(read.key[:, :, :columns]), heads)
+    query, length, tiny = upcast(read.query), read.length, torch.finfo(query_norm.dtype).tiny
     seen = torch.arange(1, length + 1, device=query.device, dtype=query.dtype)  # keys that query t sees
     others = (seen - 1).clamp(min=1)
     has_others = (seen > 1).to(query.dtype)
 
-    cosine = torch.linalg.vecdot(
-        key / key_norm[:, :, :columns, None].clamp(min=tiny),
-        sum_from(query / query_norm[..., None].clamp(min=tiny), columns),
-    )
-    # in float64: the last positions' sums are small differences of large ones
-    product = key_norm[:, :, :columns] * sum_from(query_norm.double()[..., None], columns).squeeze(-1)
+    # what q_t·k_s counts for in the cosine and in the gap:
     # logit - (row sum - logit) / others = logit · seen / others - row sum / others
-    key_sum = repeat_heads(upcast(read.key).cumsum(2), heads)
-    row_sum = torch.linalg.vecdot(query, key_sum) * read.call.scaling
-    weighted = sum_from(query * (has_others * seen / others)[:, None], columns)
-    gap = torch.linalg.vecdot(key, weighted) * read.call.scaling
-    gap = gap - sum_from((row_sum * has_others / others)[..., None], columns).squeeze(-1)
+    weights = torch.stack([1 / query_norm.clamp(min=tiny), (has_others * seen / others).expand_as(query_norm)], dim=2)
+    cosine, gap = weighted_dots_from(weights, read, columns).unbind(2)
+    cosine = cosine / key_norm[:, :, :columns].clamp(min=tiny)
+    product = key_norm[:, :, :columns] * sum_from(query_norm, columns)
+    key_sum = upcast(read.key).cumsum(2)[:, :, None]  # (B,K,1,T,d)
+    row_sum = (query.unflatten(1, (read.key.shape[1], -1)) * key_sum).sum(-1).flatten(1, 2)
+    gap = (gap - sum_from(row_sum * has_others / others, columns)) * read.call.scaling
     pairs = seen.flip(0)[:columns]
     return {
         "qk_cosine": cosine / pairs,
         "qk_norm_product": product / pairs,
-        "sink_logit_gap": gap / has_others.flip(0).cumsum(0).flip(0)[:columns],
+        "sink_logit_gap": gap / sum_from(has_others, columns),
     }
 
 
+def weighted_dots_from(weights: torch.Tensor, read: AttentionRead, columns: int) -> torch.Tensor:
+    """Weights (B,H,n,T) → (B,H,n,C): Σ over t ≥ s of w_t q_t·k_s, for the first `columns` s.
+
+    From the last chunk of keys to the first, so that no sum is a small difference of large ones.
+    """
+    sums = []
+    later = weights[..., columns:] @ upcast(read.query[:, :, columns:])  # (B,H,n,d): Σ w_t q_t behind the chunk
+    for rows in reversed(list(row_chunks(columns))):
+        own = query_dot_key(read, rows, rows).tril_()
+        sums.append(weights[..., rows] @ own + grouped_matmul(later, upcast(read.key[:, :, rows]).transpose(-1, -2)))
+        later = later + weights[..., rows] @ upcast(read.query[:, :, rows])
+    return torch.cat(sums[::-1], dim=-1)
+
+
 def sum_from(x: torch.Tensor, columns: int) -> torch.Tensor:
-    """(B,H,T,d) → (B,H,C,d): Σ over t ≥ s, for the first `columns` s."""
-    first = x[:, :, :columns]
-    return x.sum(2, keepdim=True) - first.cumsum(2) + first
+    """(…,T) → (…,C): Σ over t ≥ s, for the first `columns` s.
+
+    Summed backward, as the last sums would be small differences of large ones, and in float64.
+    """
+    first, rest = x[..., :columns].double(), x[..., columns:].sum(-1, keepdim=True, dtype=torch.float64)
+    return (first.flip(-1).cumsum(-1).flip(-1) + rest).to(x.dtype)
 
 
 def masked_pair_means(

@@ -8,6 +8,7 @@ import torch
 
 from sinkscope.attention.kernels import upcast
 from sinkscope.measuring.accumulators import Lists
+from sinkscope.measuring.observables.activation import token_peaks
 from sinkscope.measuring.observables.observable import Observable, Reading, Settings
 from sinkscope.results.tables import COORDINATE, POSITION, SEQUENCE, TOKEN, TOKEN_ID, Column
 from sinkscope.text.batch import Batch
@@ -38,23 +39,22 @@ class Massive(Observable):
         self.rows: Lists[str, np.ndarray] = Lists(list)
 
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
-        hidden = upcast(reading.tensor)
-        width = hidden.shape[-1]
-        for index, entries in enumerate(real_tokens(hidden, batch)):
-            median, places = largest_entries(entries)
-            values = entries.flatten()[places]
-            position, coordinate = places // width, places % width
-            found = {
-                "layer": np.full(len(places), layer),
-                "sequence": np.full(len(places), batch.first + index),
-                "position": position.cpu().numpy(),
-                "token_id": batch.token_ids[index, position.cpu() + batch.start[index]].numpy(),
-                "coordinate": coordinate.cpu().numpy(),
-                "value": values.cpu().numpy().astype(np.float64),
-                "median": np.full(len(places), float(median)),
-            }
-            for name, column in found.items():
-                self.rows[name].append(column)
+        hidden = reading.tensor
+        medians = torch.stack([median_magnitude(entries) for entries in real_tokens(hidden, batch)])
+        places = largest_entries(hidden, reading.once(token_peaks), medians, batch)
+        values = upcast(hidden[places]).double().cpu()
+        sequence, column, coordinate = (index.cpu() for index in places)
+        found = {
+            "layer": torch.full_like(sequence, layer),
+            "sequence": sequence + batch.first,
+            "position": column - batch.start[sequence],
+            "token_id": batch.token_ids[sequence, column],
+            "coordinate": coordinate,
+            "value": values,
+            "median": medians.double().cpu()[sequence],
+        }
+        for name, entry in found.items():
+            self.rows[name].append(entry.numpy())
 
     def tables(self) -> dict[str, pd.DataFrame]:
         table = pd.DataFrame({name: np.concatenate(parts) for name, parts in self.rows.items()})
@@ -71,29 +71,55 @@ def real_tokens(hidden: torch.Tensor, batch: Batch) -> list[torch.Tensor]:
     return [row[start : start + length] for row, start, length in zip(hidden, starts, lengths, strict=True)]
 
 
-def largest_entries(entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest entries of one sequence's hidden state (T,D).
+def largest_entries(
+    hidden: torch.Tensor, peaks: torch.Tensor, medians: torch.Tensor, batch: Batch
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of each sequence's hidden state the TOP largest entries and every massive one, largest first, of equal ones the
+    first.
+
+    They are searched for in the tokens with the largest peaks only: no entry is above its token's peak.
+
+    Args:
+        hidden: (B,T,D).
+        peaks: (B,T), the largest absolute entry of each token.
+        medians: (B,), of the absolute entries of each sequence.
 
     Returns:
-        The median of its absolute entries, and the places, in the flattened state, of the TOP largest entries and of
-        every massive one, largest first.
+        Sequence, column and coordinate of each entry found, (N,) each.
     """
-    magnitude = entries.abs().flatten()
-    median = middle(magnitude)
-    values, places = magnitude.topk(min(TOP, magnitude.numel()))
-    if not is_massive(values[-1], median):
-        return median, places
-    massive = int(is_massive(magnitude, median).sum())
-    return median, magnitude.topk(max(TOP, massive)).indices
+    if batch.valid is not None:
+        peaks = peaks.masked_fill(~batch.valid.to(peaks.device), -1.0)
+    highest = peaks.topk(min(TOP, peaks.shape[1]))
+    entries = hidden.gather(1, highest.indices[..., None].expand(-1, -1, hidden.shape[-1])).abs()
+    entries = entries.masked_fill(highest.values[..., None] < 0, 0.0).flatten(1)  # of padding
+    least = upcast(entries.topk(min(TOP, entries.shape[1])).values[:, -1])
+    sequence, column = ((peaks >= least[:, None]) | is_massive(peaks, medians[:, None])).nonzero(as_tuple=True)
+    magnitude = upcast(hidden[sequence, column].abs())
+    massive = is_massive(magnitude, medians[sequence, None])
+    token, coordinate = ((magnitude >= least[sequence, None]) | massive).nonzero(as_tuple=True)
+    # largest first within each sequence: what is sorted last counts most
+    order = magnitude[token, coordinate].argsort(descending=True, stable=True)
+    order = order[sequence[token[order]].argsort(stable=True)]
+    token, coordinate = token[order], coordinate[order]
+    sequence, column = sequence[token], column[token]
+    rank = torch.arange(len(sequence), device=sequence.device) - torch.searchsorted(sequence, sequence)
+    listed = (rank < TOP) | massive[token, coordinate]
+    return sequence[listed], column[listed], coordinate[listed]
 
 
 def is_massive(magnitude: torch.Tensor, median: torch.Tensor) -> torch.Tensor:
     return (magnitude > THRESHOLD) & (magnitude >= RATIO * median)
 
 
-def middle(x: torch.Tensor) -> torch.Tensor:
-    """The (lower) median, as torch.median gives it; on the CPU by numpy's partition, which is 15 times faster."""
-    if x.device.type != "cpu":
-        return x.median()
-    place = (x.numel() - 1) // 2
-    return torch.tensor(np.partition(x.numpy(), place)[place])
+def median_magnitude(x: torch.Tensor) -> torch.Tensor:
+    """(…) → (): the (lower) median of the absolute entries, as torch.median gives it, in float32 or better.
+
+    On the CPU by numpy's selection among whole numbers, 30 times faster: numbers ≥ 0 have the order of their bits.
+    """
+    magnitude = upcast(x.abs()).flatten()
+    if magnitude.device.type != "cpu":
+        return magnitude.median()
+    place = (len(magnitude) - 1) // 2
+    bits = magnitude.view(torch.int64 if magnitude.dtype == torch.float64 else torch.int32)
+    bits.numpy().partition(place)  # in place
+    return magnitude[place]

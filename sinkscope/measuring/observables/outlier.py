@@ -6,7 +6,7 @@ import pandas as pd
 import torch
 
 from sinkscope.attention.kernels import upcast
-from sinkscope.measuring.observables.activation import SITES
+from sinkscope.measuring.observables.activation import SITES, token_peaks
 from sinkscope.measuring.observables.observable import Mean, Observable, Reading, Settings
 from sinkscope.results.tables import SITE, Column
 from sinkscope.text.batch import Batch
@@ -39,7 +39,7 @@ class Outlier(Observable):
         self.means = {"max_inf_norm": Mean(), "kurtosis": Mean()}
 
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
-        self.means["max_inf_norm"].add((layer, site), reading.once(infinity_norm))
+        self.means["max_inf_norm"].add((layer, site), infinity_norm(reading.once(token_peaks), batch))
         self.means["kurtosis"].add((layer, site), reading.once(kurtosis))
 
     def tables(self) -> dict[str, pd.DataFrame]:
@@ -54,24 +54,31 @@ class Outlier(Observable):
         }
 
 
-def infinity_norm(x: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """(B,T,D) → (B,): the largest absolute entry of each sequence."""
-    if batch.valid is not None:
-        x = x.masked_fill(~batch.valid[..., None].to(x.device), 0.0)
-    return upcast(x.abs().flatten(1).amax(1))
+def infinity_norm(peaks: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Largest absolute entry of each token (B,T) → of each sequence (B,)."""
+    return _of_real_tokens(peaks, batch).amax(1)
 
 
 def kurtosis(x: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """(B,T,D) → (B,): mean((x-μ)⁴) ÷ σ⁴ over the T·D entries of each sequence, not excess."""
+    """(B,T,D) → (B,): mean((x-μ)⁴) ÷ σ⁴ over the T·D entries of each sequence, not excess.
+
+    Sums are taken token by token and added in float64: no long sum is made in single precision.
+    """
     x = upcast(x)
-    if batch.valid is None:
-        entries: float | torch.Tensor = x.shape[1] * x.shape[2]
-    else:
-        x = x.masked_fill(~batch.valid[..., None].to(x.device), 0.0)
-        entries = (batch.lengths * x.shape[2]).to(x.device)
-    mean = x.sum((1, 2)) / entries
-    centered = x - mean[:, None, None]
-    if batch.valid is not None:
-        centered = centered.masked_fill(~batch.valid[..., None].to(x.device), 0.0)
-    squares = centered.square_().flatten(1)
-    return entries * torch.linalg.vecdot(squares, squares) / squares.sum(1).square()
+    entries = (batch.lengths * x.shape[2]).to(x.device)
+    mean = _of_real_tokens(x.sum(-1), batch).sum(1, dtype=torch.float64) / entries
+    centered = x - mean.to(x.dtype)[:, None, None]
+    second = _sum_of_squares(centered, batch)
+    fourth = _sum_of_squares(centered.mul_(centered), batch)
+    return entries * fourth / second.square()
+
+
+def _sum_of_squares(x: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """(B,T,D) → (B,): over the real tokens, in float64."""
+    norms = torch.linalg.vector_norm(x, dim=-1)
+    return _of_real_tokens(norms, batch).double().square().sum(1)
+
+
+def _of_real_tokens(x: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """(B,T), 0 at padding."""
+    return x if batch.valid is None else x.masked_fill(~batch.valid.to(x.device), 0.0)
