@@ -32,10 +32,10 @@ def bias_logits(query: torch.Tensor, key: torch.Tensor, scaling: float, softcap:
 
 
 def fixed_value(kind: Value, norm: float, width: int) -> torch.Tensor:
-    """m·e₁ (axis) or m·1/√d (uniform) of table 5, (d,)."""
+    """m·e₁ (axis) or m·1/√d (uniform) of table 5, (d,), float64."""
     if kind == "axis":
-        return F.one_hot(torch.tensor(0), width) * norm
-    return torch.full((width,), norm / width**0.5)
+        return F.one_hot(torch.tensor(0), width).double() * norm
+    return torch.full((width,), norm / width**0.5, dtype=torch.float64)
 
 
 class KeyBias(DenominatorPart):
