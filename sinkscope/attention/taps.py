@@ -93,6 +93,7 @@ class OtherOperation(nn.Module):
     """Another operation than softmax. An attention module with such a submodule, under whatever name, attends by it."""
 
     operation: Operation
+    called: str  # where words are made of it
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
         """φ of queries (B,H,T,d) or keys (B,K,T,d), of the same shape: what the taps show."""
@@ -102,6 +103,11 @@ class OtherOperation(nn.Module):
 def operation_of(attention: nn.Module) -> OtherOperation | None:
     """What this attention module attends by; None for softmax."""
     return next((child for child in attention.children() if isinstance(child, OtherOperation)), None)
+
+
+def operations_of(model: nn.Module) -> list[str]:
+    """What the operations of a model's layers are called, each once; none where all are softmax."""
+    return list(dict.fromkeys(module.called for module in model.modules() if isinstance(module, OtherOperation)))
 
 
 def attends_by_us(module: nn.Module) -> bool:

@@ -46,8 +46,9 @@ class AttendBy(AttentionPart, OtherOperation):
 
     head_axis: ClassVar[int] = 1
 
-    def __init__(self, layer: Layer, operation: Operation, features: str) -> None:
+    def __init__(self, layer: Layer, called: str, operation: Operation, features: str) -> None:
         super().__init__()
+        self.called = called
         self.operation = operation
         self.map = features
         if features == "mlp":
@@ -107,4 +108,5 @@ class AttentionOperation(Retrofit):
 
     def part(self, layer: Layer) -> AttendBy:
         features, operation = KINDS[self.kind]
-        return AttendBy(layer, replace(operation, factor=self.factor, power=self.power), features)
+        operation = replace(operation, factor=self.factor, power=self.power)
+        return AttendBy(layer, self.kind, operation, features)
