@@ -5,6 +5,9 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from sinkscope.attention.operations import Operation
 
 MASKED = torch.finfo(torch.float16).min / 2  # a logit below this was put there by a mask
 ROW_CHUNK = 64  # rows of attention weights in memory at once; more fall out of a CPU's cache
@@ -31,6 +34,18 @@ class AttentionCall:
     forbidden: tuple[ForbiddenKeys, ...] = ()  # on top of the mask
     causal: bool = True  # queries see no later keys; False: an encoder's attention, to all that the mask allows
     dropout: float = 0.0  # of the weights, in training
+    operation: Operation | None = None  # in place of softmax
+
+    @property
+    def is_softmax(self) -> bool:
+        """Softmax over the keys alone."""
+        return self.sink_logits is None and self.operation is None
+
+    @property
+    def one_key_has_weight_one(self) -> bool:
+        """Whether a query that sees a single key gives it the same weight whatever its logit is."""
+        divides = self.operation is None or self.operation.divisor == "sum"
+        return divides and self.sink_logits is None
 
 
 def fused_attention(
@@ -39,13 +54,11 @@ def fused_attention(
     """Attention by the kernel behind F.scaled_dot_product_attention, with the log-sum-exp that it computes.
 
     query (B,H,T,d), key and value (B,K,T,d) → mix (B,H,T,d), log-sum-exp of each row of logits (B,H,T) in float32 or
-    better. What no fused kernel serves is computed in chunks: softcap, sink logits, dropout, gradients of the mask,
-    other devices, and value heads of another width.
+    better. What no fused kernel serves is computed in chunks: softcap, sink logits, another operation than softmax,
+    dropout, gradients of the mask, other devices, and value heads of another width.
     """
     causal = call.causal and call.mask is None and query.shape[2] > 1
-    plain = (
-        call.softcap is None and call.sink_logits is None and not call.dropout and value.shape[-1] == query.shape[-1]
-    )
+    plain = call.is_softmax and call.softcap is None and not call.dropout and value.shape[-1] == query.shape[-1]
     whole = key.shape[2] == query.shape[2]
     has_gradient = call.mask is not None and call.mask.requires_grad  # a bias that comes from the tokens
     if not plain or has_gradient or ((causal or call.forbidden) and not whole):
@@ -100,16 +113,35 @@ def _penalised(
 def chunked_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall, chunk: int = ROW_CHUNK
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `fused_attention`, for any call: `chunk` rows of weights in memory at a time."""
-    mixes, lses = [], []
-    for start in range(0, query.shape[2], chunk):
-        rows = slice(start, min(start + chunk, query.shape[2]))
-        logits = masked_logits(query, key, call, rows)
-        lse = row_lse(logits, sink_rows(call, rows))
-        weights = F.dropout((logits - lse.unsqueeze(-1)).exp().to(value.dtype), call.dropout)
-        mixes.append(grouped_matmul(weights, value))
-        lses.append(lse)
+    """As `fused_attention`, for any call: `chunk` rows of weights in memory at a time. For a backward pass they are
+    computed again, so that no T × T weights are kept.
+    """
+    length = query.shape[2]
+    chunks = [slice(start, min(start + chunk, length)) for start in range(0, length, chunk)]
+    if len(chunks) == 1:
+        return _attend_rows(query, key, value, call, chunks[0])
+    keeps = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    done = [
+        checkpoint(_attend_rows, query, key, value, call, rows, use_reentrant=False)
+        if keeps
+        else _attend_rows(query, key, value, call, rows)
+        for rows in chunks
+    ]
+    mixes, lses = zip(*done, strict=True)
     return torch.cat(mixes, dim=2), torch.cat(lses, dim=2)
+
+
+def _attend_rows(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall, rows: slice
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mix (B,H,R,d) and log-sum-exp (B,H,R) of these queries."""
+    logits = masked_logits(query, key, call, rows)
+    if call.operation is None:
+        lse = row_lse(logits, sink_rows(call, rows))
+        weights = (logits - lse.unsqueeze(-1)).exp()
+    else:
+        weights, lse = call.operation.weights(logits, logits > MASKED)
+    return grouped_matmul(F.dropout(weights.to(value.dtype), call.dropout), value), lse
 
 
 def eager_attention(

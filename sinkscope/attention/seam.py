@@ -23,7 +23,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from sinkscope.attention.interceptor import Interceptor
 from sinkscope.attention.kernels import AttentionCall, fused_attention
-from sinkscope.attention.taps import NAME, Seam, denominator_of
+from sinkscope.attention.taps import NAME, Seam, attends_by_us, denominator_of, operation_of
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.attention_functions import KEPT, Attend, attending_by
 from sinkscope.models.family import Family
@@ -45,12 +45,12 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """The attention function registered with transformers: the kernel between the taps.
 
-    query (B,H,T,d), key and value (B,K,T,d) → mix (B,T,H,d). A module with neither a seam nor a further denominator
-    term (a vision tower, say) gets plain SDPA.
+    query (B,H,T,d), key and value (B,K,T,d) → mix (B,T,H,d). A module with none of a seam, a further denominator term
+    and another operation (a vision tower, say) gets plain SDPA.
     """
     seam: Seam | None = getattr(module, NAME, None)
-    denominator = denominator_of(module)
-    if seam is None and denominator is None:
+    denominator, other = denominator_of(module), operation_of(module)
+    if (seam, denominator, other) == (None, None, None):
         kwargs |= {"scaling": scaling, "position_bias": position_bias, "dropout": dropout}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     if position_bias is not None:
@@ -58,15 +58,21 @@ def attend(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     sink_logits = s_aux if sinks is None else sinks.squeeze(-1)  # (H,), or of every query (B,H,T,1)
     call = AttentionCall(_for_each_query(attention_mask, query), scaling, softcap, sink_logits, dropout=dropout)
+    if other is not None:
+        query, key, call = other.features(query), other.features(key), replace(call, operation=other.operation)
+    if seam is not None:
+        call = replace(call, forbidden=seam.forbidden, causal=seam.causal)
+        query, key, value = seam.query(query), seam.key(key), seam.value(value)
+    widened = call if denominator is None else denominator.added_to(call, query)
+    mix, lse = (fused_attention if seam is None else seam.kernel)(query, key, value, widened)
+    if denominator is not None:
+        mix = denominator.mixed(mix, lse, query, call)
+    mix = mix.transpose(1, 2).contiguous()
     if seam is None:
-        mix, _ = fused_attention(query, key, value, call if denominator is None else denominator.added_to(call, query))
-        return mix.transpose(1, 2).contiguous(), None
-    call = replace(call, forbidden=seam.forbidden, causal=seam.causal)
-    query, key, value = seam.query(query), seam.key(key), seam.value(value)
-    seam.call = call if denominator is None else denominator.added_to(call, query)
-    mix, lse = seam.kernel(query, key, value, seam.call)
+        return mix, None
+    seam.call = widened
     seam.lse(lse)
-    return seam.mix(mix.transpose(1, 2).contiguous()), None
+    return seam.mix(mix), None
 
 
 def _for_each_query(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
@@ -128,9 +134,9 @@ def _interface(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _attend_or_else(own: Attend, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """`attend` where the module has a seam; anywhere else, such as in another model, what was there before."""
-    has_seam = hasattr(module, NAME) or denominator_of(module) is not None
-    return (attend if has_seam else own)(module, *args, **kwargs)
+    """`attend` where the module is measured or changed; elsewhere, as in another model, what was there before."""
+    is_ours = hasattr(module, NAME) or attends_by_us(module)
+    return (attend if is_ours else own)(module, *args, **kwargs)
 
 
 @contextmanager

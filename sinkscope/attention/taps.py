@@ -1,4 +1,6 @@
-"""What an attention layer holds while it is measured: the taps, and a further term in the softmax's denominator."""
+"""What an attention layer may hold beside its own parts: the taps while it is measured, a further term in the softmax's
+denominator, and another operation than softmax.
+"""
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
@@ -8,6 +10,7 @@ import torch
 from torch import nn
 
 from sinkscope.attention.kernels import KERNELS, AttentionCall, ForbiddenKeys, upcast
+from sinkscope.attention.operations import Operation
 
 NAME = "sinkscope"  # of the attention implementation, and of the seam inside each attention module
 
@@ -41,7 +44,7 @@ class Seam(nn.Module):
 
 
 class Denominator(nn.Module, ABC):
-    """A further term in the denominator of every row's softmax: a logit that has no value.
+    """A further term in the denominator of every row's softmax: a logit of no token, with no value or its own.
 
     An attention module with such a submodule, under whatever name, attends with this term.
     """
@@ -54,6 +57,18 @@ class Denominator(nn.Module, ABC):
     @abstractmethod
     def forward(self, query: torch.Tensor, call: AttentionCall) -> torch.Tensor:
         """query (B,H,T,d) → logits (B,H,T)."""
+
+    def values(self) -> torch.Tensor | None:
+        """(H,d), what the term's weight multiplies; None for nothing."""
+        return None
+
+    def mixed(self, mix: torch.Tensor, lse: torch.Tensor, query: torch.Tensor, call: AttentionCall) -> torch.Tensor:
+        """The heads' mix (B,H,T,d) with the term's value in it; lse (B,H,T) is that with the term."""
+        values = self.values()
+        if values is None:
+            return mix
+        weight = (upcast(self(query, call)) - lse).exp().to(mix.dtype)
+        return mix + weight[..., None] * values[:, None].to(mix.dtype)
 
     def added_to(self, call: AttentionCall, query: torch.Tensor, own_bias: torch.Tensor | None = None) -> AttentionCall:
         """The call with this term added to the model's own sink logits, if it has any (gpt-oss).
@@ -74,6 +89,27 @@ def denominator_of(attention: nn.Module) -> Denominator | None:
     return next((child for child in attention.children() if isinstance(child, Denominator)), None)
 
 
-def has_denominators(model: nn.Module) -> bool:
-    """Whether any attention layer has a further term in its denominator."""
-    return any(isinstance(module, Denominator) for module in model.modules())
+class OtherOperation(nn.Module):
+    """Another operation than softmax. An attention module with such a submodule, under whatever name, attends by it."""
+
+    operation: Operation
+    called: str  # where words are made of it
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        """φ of queries (B,H,T,d) or keys (B,K,T,d), of the same shape: what the taps show."""
+        return x
+
+
+def operation_of(attention: nn.Module) -> OtherOperation | None:
+    """What this attention module attends by; None for softmax."""
+    return next((child for child in attention.children() if isinstance(child, OtherOperation)), None)
+
+
+def operations_of(model: nn.Module) -> list[str]:
+    """What the operations of a model's layers are called, each once; none where all are softmax."""
+    return list(dict.fromkeys(module.called for module in model.modules() if isinstance(module, OtherOperation)))
+
+
+def attends_by_us(module: nn.Module) -> bool:
+    """Whether this is an attention module that transformers' own functions would not compute as it is meant."""
+    return any(isinstance(child, Denominator | OtherOperation) for child in module.children())

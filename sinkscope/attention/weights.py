@@ -42,9 +42,9 @@ class AttentionRead:
 
     @property
     def is_linear(self) -> bool:
-        """Logits are scaling · q·k and nothing else: no softcap, no additive bias (ALiBi)."""
+        """The weights are of scaling · q·k and nothing else: softmax, no softcap, no additive bias (ALiBi)."""
         additive = self.call.mask is not None and self.call.mask.dtype != torch.bool
-        return self.call.scores is None and self.call.softcap is None and not additive
+        return (self.call.scores, self.call.softcap, self.call.operation) == (None, None, None) and not additive
 
     @property
     def is_plain(self) -> bool:
@@ -103,11 +103,13 @@ class AttentionRead:
         return (logits + mask[:, :, rows, cols]).clamp_(min=MASKED)
 
     def weights(self, rows: slice, cols: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """a[t,s] and its logarithm, (B,H,R,C) each. Where the query may not attend, or is padding, the weight is 0 and
-        the logarithm undefined but finite.
+        """a[t,s] and its logarithm, (B,H,R,C) each; of another operation than softmax |sim| ÷ Σ|sim|. Where the query
+        may not attend, or is padding, the weight is 0 and the logarithm undefined but finite.
         """
+        logits, operation = self.logits(rows, cols), self.call.operation
+        log_sim = logits if operation is None else operation.log_similarity(logits)
         # Without the clamp exp would take its slow path (denormals), 30 times slower.
-        log_weights = (self.logits(rows, cols) - self.lse[:, :, rows, None]).clamp_(SMALLEST, 0.0)
+        log_weights = (log_sim - self.lse[:, :, rows, None]).clamp_(SMALLEST, 0.0)
         weights = log_weights.exp()
         allowed = self.allowed(rows, cols)
         if allowed is not None:
@@ -116,6 +118,16 @@ class AttentionRead:
             weights.nan_to_num_(0.0)
             log_weights.nan_to_num_(0.0)
         return weights, log_weights
+
+    def mix_weights(self, rows: slice, cols: slice) -> torch.Tensor:
+        """What the values are multiplied by, (B,H,R,C): the weights of softmax, sim ÷ Z of another operation."""
+        if self.call.operation is None:
+            return self.weights(rows, cols)[0]
+        keys = self.keys(rows)  # Z is over all of them
+        logits = self.logits(rows, keys)
+        allowed = self.allowed(rows, keys)
+        seen = torch.ones_like(logits, dtype=torch.bool) if allowed is None else allowed.expand_as(logits)
+        return self.call.operation.weights(logits, seen)[0][..., cols]
 
     @cached_property
     def missing_mass(self) -> torch.Tensor:

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sinkscope.attention.seam import attention_implementation
-from sinkscope.attention.taps import has_denominators
+from sinkscope.attention.taps import attends_by_us
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.commands.result import Result
 from sinkscope.interventions import INTERVENTIONS, Target
@@ -94,8 +94,8 @@ def _examined(loaded: LoadedModel) -> Report:
         _logits(loaded.model, family, batch, "sdpa"),
         _logits(loaded.model, family, batch, "eager"),
     ]
-    if has_denominators(loaded.model):
-        report.notes.append("attention weights: transformers' eager attention lacks this model's denominator term")
+    if any(map(attends_by_us, loaded.model.modules())):
+        report.notes.append("attention weights: transformers' eager attention knows nothing of what is built in")
     elif not family.has_attention:
         report.notes.append(f"attention weights: {NO_ATTENTION}")
     elif family.door == "interface":

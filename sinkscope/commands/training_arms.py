@@ -57,7 +57,7 @@ from sinkscope.results.manifest import MANIFEST, files_in, make_manifest, write_
 from sinkscope.results.resume import FileList, check_resumable, claim, resumable
 from sinkscope.results.swap import new_file
 from sinkscope.results.tables import LEADING_COLUMNS, read_table, write_tables
-from sinkscope.retrofits import gate_displacement, retrofit_model
+from sinkscope.retrofits import gate_displacement
 from sinkscope.retrofits.registers import registers_before
 from sinkscope.text.inputs import TokenInputs
 from sinkscope.training.arms import Arm, Method
@@ -154,7 +154,7 @@ class Plan:
             raise InputError(f"'{family.name}' attends both ways, and training here predicts each token's successor")
         limit, length = known_positions(model, family), self.training.block_length
         for method in methods:
-            trial = retrofit_model(copy.deepcopy(model), family, method.name, **method.parameters)
+            trial = method.built_into(copy.deepcopy(model), family, self.training.seed)
             try:
                 check_trainable(trial, self.training.only_new)
             except InputError as error:
@@ -268,7 +268,7 @@ class TrainingArms:
         PartialState().wait_for_everyone()
 
     def _train(self, arm: Arm, folder: Path) -> None:
-        model = retrofit_model(self.begin(arm), self.family, arm.method.name, **arm.method.parameters)
+        model = arm.method.built_into(self.begin(arm), self.family, arm.seed)
         if self.is_main:
             self.files.add(f"{arm.label}/training/")
         if self.keep_checkpoints and self.is_main:

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from sinkscope.attention.taps import operations_of
 from sinkscope.measuring.processes import team
 from sinkscope.measuring.subject import Subject
 from sinkscope.models.towers import text_tower
@@ -52,6 +53,7 @@ def _described(subject: Subject, config: RunConfig, facts: Facts) -> dict[str, A
             "text_tower": {"path": path, "architecture": type(tower).__name__} if path else None,
             "parameters": sum(p.numel() for p in loaded.model.parameters()),
             "registers": registers_before(loaded.model),  # tokens before the text
+            "operations": operations_of(loaded.model),  # of attention, beside softmax
             "layer_types": getattr(text, "layer_types", None),
             "sliding_window": getattr(text, "sliding_window", None),
         },

@@ -126,6 +126,8 @@ def _sink(run: RunData, evidence: Evidence) -> Iterator[Finding]:
     yield finding("sink", SINK, rate, "W-1", published=published, numbers=numbers, is_headline=True)
     yield from _outside(run)
     yield from _attention_layers(run)
+    if operations := run.manifest["model"].get("operations"):
+        yield Finding("proxy", SINK, value=len(operations), numbers={"what": " and ".join(operations)})
     if run.manifest["family"].get("gated") and "gate" in run.tables:
         there = Outcome.ABSENT if rates.max() < NO_SINK else Outcome.PRESENT
         numbers = {"later": run.metric("gate_later"), "rate": rate.value}

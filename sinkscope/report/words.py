@@ -137,6 +137,7 @@ TEMPLATES: dict[tuple[str, Outcome], str] = {
         "{later:gate_later} at later ones; the sink at position 0 is there all the same (sink rate {rate:.1f}%).",
     ("attention-layers", MEASURED): "Attention is in {layers:layers} alone, and means over layers are over these; the "
         "other layers are {others}.",
+    ("proxy", MEASURED): "Its attention is no softmax ({what}): weights are |sim| ÷ Σ|sim|, a proxy.",
     ("sliding-window", ABSENT): "The window of {value:g} tokens that {layers:layers} attend to is never reached: "
         "sequences have at most {longest} tokens.",
     ("sliding-window", PRESENT): "Only the last {value:g} tokens are attended to in {layers:layers}.",

@@ -25,14 +25,17 @@ from sinkscope.retrofits.iga import IGA
 from sinkscope.retrofits.key_bias import KeyBiases
 from sinkscope.retrofits.learnable_sink import LearnableSink
 from sinkscope.retrofits.none import Plain
+from sinkscope.retrofits.operation import AttentionOperation
 from sinkscope.retrofits.register_tokens import RegisterTokens
 from sinkscope.retrofits.retrofit import GatePart, Part, Retrofit
 from sinkscope.retrofits.saving import become_retrofitted, register_model_types
+from sinkscope.retrofits.value_bias import ValueBiases
 from sinkscope.retrofits.vga import VGA
 from sinkscope.retrofits.vscale import VScale
 
 RETROFITS: dict[str, type[Retrofit]] = {
-    retrofit.name: retrofit for retrofit in (IGA, KeyBiases, LearnableSink, Plain, RegisterTokens, VGA, VScale)
+    retrofit.name: retrofit
+    for retrofit in (IGA, KeyBiases, LearnableSink, AttentionOperation, Plain, RegisterTokens, ValueBiases, VGA, VScale)
 }
 
 

@@ -1,16 +1,27 @@
-"""A learned key k* per head with a fixed zero value (WSE §7): one more key to attend to, which contributes nothing.
+"""A learned key k* with a value v* of its own: one more key to attend to (WSE §7.2 and §7.3, tables 4, 5 and 13).
 
-Its logit is scaling · q_t·k*, with the model's softcap if it has one. k* is not rotated, as it has no position. It
-starts at 0, a logit of 0 in every row: no other start lowers every query's logit without looking at data.
+    mix[t] = Σ_s a[t,s] v_s + a*[t] v*        a*[t] = exp(scaling · q_t·k* - lse[t])
+
+v* = 0 contributes nothing (the paper's K biases); a learned one makes KV biases; a fixed one of norm m costs something.
+The logit has the model's softcap if there is one. k* is not rotated, as it has no position. By itself it starts at 0,
+a logit of 0 in every row: no other start lowers every query's logit without looking at data. The paper trains from
+scratch and starts at N(0, .02²): `deviation=0.02`.
 """
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
+from pydantic import Field, model_validator
+from torch import nn
+from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import AttentionCall, upcast
+from sinkscope.models.family import Family
 from sinkscope.retrofits.retrofit import DenominatorPart, Layer, Retrofit
+
+Value = Literal["zero", "learned", "axis", "uniform"]
 
 
 def bias_logits(query: torch.Tensor, key: torch.Tensor, scaling: float, softcap: float | None = None) -> torch.Tensor:
@@ -20,29 +31,76 @@ def bias_logits(query: torch.Tensor, key: torch.Tensor, scaling: float, softcap:
     return logits if softcap is None else softcap * (logits / softcap).tanh()
 
 
+def fixed_value(kind: Value, norm: float, width: int) -> torch.Tensor:
+    """m·e₁ (axis) or m·1/√d (uniform) of table 5, (d,), float64."""
+    if kind == "axis":
+        return F.one_hot(torch.tensor(0), width).double() * norm
+    return torch.full((width,), norm / width**0.5, dtype=torch.float64)
+
+
 class KeyBias(DenominatorPart):
-    """`key` (H,d): one for each query head."""
+    """`key` (H,n), or (1,n) shared by the heads: the first n ≤ d dimensions of k*. `value` (H,d) or (1,d) where it is
+    learned.
+    """
 
     called: ClassVar[str] = "key biases"
     reads_query: ClassVar[bool] = True
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: Layer, chosen: "KeyBiases") -> None:
         super().__init__(layer)
-        self.key = layer.empty(layer.heads, layer.head_dim)
+        self.heads, self.width = layer.heads, layer.head_dim
+        rows = 1 if chosen.shared else layer.heads
+        self.key = layer.empty(rows, min(chosen.dimensions or self.width, self.width))
+        self.deviation = chosen.deviation
+        learned = chosen.value == "learned"
+        self.value: nn.Parameter | None = layer.empty(rows, self.width) if learned else None
+        self.fixed = (chosen.value, chosen.norm) if chosen.value in ("axis", "uniform") else None
+        if self.deviation:
+            for name, parameter in list(self.named_parameters()):
+                first = layer.random(*parameter.shape, deviation=self.deviation)
+                self.register_buffer(f"first_{name}", first)
 
     def start(self) -> Mapping[str, torch.Tensor]:
-        return {"key": torch.zeros_like(self.key)}
+        if not self.deviation:
+            return {name: torch.zeros_like(parameter) for name, parameter in self.named_parameters()}
+        return {name: self.get_buffer(f"first_{name}") for name, _ in self.named_parameters()}
 
     def forward(self, query: torch.Tensor, call: AttentionCall) -> torch.Tensor:
         # a call whose logits the model's own code has made does not say exactly how they were scaled
         scaling = call.scaling if call.scores is None else self.scaling
-        return bias_logits(query, self.key, scaling, call.softcap)
+        key = F.pad(self.key, (0, self.width - self.key.shape[1])).expand(self.heads, -1)
+        return bias_logits(query, key, scaling, call.softcap)
+
+    def values(self) -> torch.Tensor | None:
+        if self.fixed is not None:
+            return fixed_value(*self.fixed, self.width).to(self.key).expand(self.heads, -1)
+        return None if self.value is None else self.value.expand(self.heads, -1)
 
 
 class KeyBiases(Retrofit):
     name: ClassVar[str] = "key-bias"
-    about: ClassVar[str] = "a learned key per head whose value is zero"
+    about: ClassVar[str] = (
+        "a learned key per head, of value zero (value: zero, learned, or fixed on an axis or uniform, of norm; shared "
+        "by heads; dimensions that are learned; deviation of the start)"
+    )
     paper: ClassVar[str] = "WSE §7"
 
+    value: Value = "zero"
+    norm: float = Field(default=1.0, ge=0, allow_inf_nan=False)  # m, of a fixed value
+    shared: bool = False
+    dimensions: int | None = Field(default=None, ge=1)  # d_a; None: all
+    deviation: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _of_fixed(self) -> "KeyBiases":
+        if self.norm != 1.0 and self.value not in ("axis", "uniform"):
+            raise ValueError("norm is of value=axis and value=uniform")
+        return self
+
+    def inapplicable(self, model: PreTrainedModel, family: Family) -> str | None:
+        if self.value != "zero" and family.door != "interface":
+            return f"value={self.value}: its own code mixes the values, and a further one cannot be added there"
+        return super().inapplicable(model, family)
+
     def part(self, layer: Layer) -> KeyBias:
-        return KeyBias(layer)
+        return KeyBias(layer, self)

@@ -41,8 +41,7 @@ class LearnableSink(Retrofit):
 
     first: float = Field(default=-5.0, allow_inf_nan=False)
 
-    @classmethod
-    def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
+    def inapplicable(self, model: PreTrainedModel, family: Family) -> str | None:
         if any(hasattr(attention, "sinks") for attention in family.attentions(model).values()):
             return "it has learnable sinks of its own"
         return super().inapplicable(model, family)

@@ -13,8 +13,7 @@ class Plain(Retrofit):
     about: ClassVar[str] = "nothing: the plain fine-tune that the others are compared with; the model stays what it is"
     paper: ClassVar[str] = "VGA tab. 3"
 
-    @classmethod
-    def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
+    def inapplicable(self, model: PreTrainedModel, family: Family) -> str | None:
         return None
 
     def install(self, model: PreTrainedModel, family: Family) -> None:

@@ -111,8 +111,7 @@ class RegisterTokens(Retrofit):
 
     count: int = Field(default=4, ge=1, le=10_000)
 
-    @classmethod
-    def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
+    def inapplicable(self, model: PreTrainedModel, family: Family) -> str | None:
         told = told_of_text(model)
         return f"{', '.join(told)} would have to be said of them, too" if told else None
 

@@ -1,11 +1,12 @@
-"""What every retrofit is, and the three places at which it can act on attention.
+"""What every retrofit is, and the places at which it can act on attention.
 
     values       behind the value projection, before anything is cached: `ValuePart`
     output       in front of the output projection, on every head's mix: `OutputPart`
-    denominator  inside the softmax, a logit without a value: `taps.Denominator`
+    denominator  inside the softmax, a further logit: `taps.Denominator`
+    operation    in place of the softmax: `taps.OtherOperation`
 
 The first two are hooks on modules that every family has, so the model keeps its own attention kernel and its own cache
-of whatever kind: what is cached is the changed value. Only a denominator needs the attention function of seam.py.
+of whatever kind: what is cached is the changed value. The others need the attention function of seam.py.
 
 What the taps of seam.py show: `value` is what is attended to, after V-scale or a gate, so that ∇v_s = Σ_t a[t,s] g_t
 holds there; `mix` is the heads' output before an output gate; the raw value is what the projection gives out.
@@ -58,6 +59,10 @@ class Layer:
 
     def empty(self, *shape: int) -> nn.Parameter:
         return nn.Parameter(torch.empty(*shape, dtype=self.dtype, device=self.device))
+
+    def random(self, *shape: int, deviation: float) -> torch.Tensor:
+        """N(0, deviation²), of torch's random state."""
+        return torch.randn(*shape, dtype=self.dtype, device=self.device) * deviation
 
 
 def layers_of(model: PreTrainedModel, family: Family) -> list[Layer]:
@@ -118,7 +123,15 @@ def _by_head(x: torch.Tensor, axis: int) -> torch.Tensor:
     return torch.linalg.vector_norm(x.movedim(axis, 0).reshape(x.shape[axis], -1), dim=1)
 
 
-class GatePart(Part):
+class AttentionPart(Part):
+    """One that a module of attention gets."""
+
+    def attach(self, layer: Layer, model: PreTrainedModel, family: Family) -> None:
+        """Put this part into the attention, and have it run."""
+        raise NotImplementedError
+
+
+class GatePart(AttentionPart):
     """A factor for every head and position, computed where the values are. The tracer reads this module's inputs and
     outputs: the raw values and the factors.
     """
@@ -187,7 +200,7 @@ class OutputPart(GatePart):
             raise SinkscopeError("the attention's output projection was not called: its gates would be without effect")
 
 
-class DenominatorPart(Part, Denominator):
+class DenominatorPart(AttentionPart, Denominator):
     """A logit without a value in each row's softmax. `scaling` is used if the model's own code makes the logits."""
 
     def __init__(self, layer: Layer) -> None:
@@ -212,14 +225,13 @@ class Retrofit(BaseModel):
     about: ClassVar[str]  # one line for `sinkscope list`
     paper: ClassVar[str]  # that describes it
 
-    @classmethod
-    def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
+    def inapplicable(self, model: PreTrainedModel, family: Family) -> str | None:
         """The reason why the method does not apply to this model; None if it does."""
         if not family.output:
             return f"'{family.name}' has no projection of its heads' outputs in its attention module"
         return None if family.qkv else f"how '{family.name}' keeps q, k and v is not known: its row needs `qkv`"
 
-    def part(self, layer: Layer) -> "ValuePart | OutputPart | DenominatorPart":
+    def part(self, layer: Layer) -> "AttentionPart":
         """The new module of one attention layer; not of methods with an `install` of their own."""
         raise NotImplementedError
 

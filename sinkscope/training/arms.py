@@ -4,9 +4,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+from transformers import PreTrainedModel
+
 from sinkscope.errors import InputError
+from sinkscope.models.family import Family
 from sinkscope.options.option import as_folder_name
-from sinkscope.retrofits import make_retrofit
+from sinkscope.retrofits import make_retrofit, retrofit_model
 
 Methods = str | Iterable[str] | Mapping[str, str]
 RESERVED = ("untouched", "comparison", "figures", "tables")  # other folders beside those of the arms
@@ -19,6 +23,12 @@ class Method:
     name: str
     parameters: Mapping[str, Any]
     called: str | None = None  # its label, if one was given
+
+    def built_into(self, model: PreTrainedModel, family: Family, seed: int) -> PreTrainedModel:
+        """The model, changed in place; what starts at random is of this seed."""
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return retrofit_model(model, family, self.name, **self.parameters)
 
     @property
     def label(self) -> str:

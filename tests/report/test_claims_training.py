@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from scipy import stats
-from support.hand_made_trainings import norms, rates, training
+from support.hand_made_trainings import Numbers, norms, rates, training
 
 from sinkscope.report.claims.claim import Judgment, Outcome, judge
 from sinkscope.report.claims.gather import Collection
@@ -211,6 +211,58 @@ def test_key_biases_move_it_at_no_cost() -> None:
     assert outcome(0.0, LOW) == FAILS
 
 
+def test_biases_of_one_method_are_told_apart() -> None:
+    """Key biases of value zero and learned ones are arms of one method; each claim reads its own."""
+    moved = {"attention_by_sequence": rates(0.05), "attention_outside": pd.DataFrame()}
+    arms: dict[str, Numbers] = {
+        "none": {"loss": LOW, "massive_count": LOW},
+        "key-bias:value=learned": {"loss": LOW, "sink_rate_outside": [0.7] * 3, "massive_count": [0.0] * 3},
+        "key-bias": {"loss": HIGH, "sink_rate_outside": [0.0] * 3},
+    }
+    plain = {"attention_by_sequence": rates(0.5)}
+    given = training(arms, tables={label: [plain if label == "none" else moved] * 3 for label in arms})
+    assert list(Collection(trainings=(given,)).evidence({})) == ["made"]
+    assert [judged(claim, given).outcome for claim in ("W-48", "W-49", "S-14")] == [FAILS, HOLDS, HOLDS]
+
+
+@pytest.mark.parametrize(("rates_at", "expected"), [((0.0, 0.01, 0.04, 0.26), HOLDS), ((0.3, 0.2, 0.1, 0.0), FAILS)])
+def test_a_fixed_value_drives_the_sink_back(rates_at: Sequence[float], expected: Outcome) -> None:
+    labels = ["key-bias:deviation=0.02", *(f"key-bias:value=axis,norm={norm}" for norm in (1, 5, 20))]
+    arms = {
+        label: {"sink_rate": [rate] * 3, "sink_rate_outside": [0.7 - rate] * 3}
+        for label, rate in zip(labels, rates_at, strict=True)
+    }
+    assert judged("W-51", training({"none": {"loss": LOW}, **arms})).outcome == expected
+
+
+# --- other attention operations
+
+
+def operations(rates_of: Mapping[str, float]) -> Training:
+    return training({typed: {"sink_rate": [rate] * 3, "loss": LOW} for typed, rate in rates_of.items()})
+
+
+def test_operations_without_normalization_have_no_sink() -> None:
+    kinds = [f"operation:kind={kind}" for kind in ("sigmoid", "elu", "identity", "mlp-kernel")]
+    assert judged("W-54", operations({"none": 0.2} | dict.fromkeys(kinds, 0.004))).outcome == HOLDS
+    assert judged("W-54", operations({"none": 0.2} | dict.fromkeys(kinds, 0.004) | {kinds[2]: 0.3})).outcome == FAILS
+    missing = judged("W-54", operations({"none": 0.2} | dict.fromkeys(kinds[:2], 0.004)))
+    assert f"--method none,{','.join(kinds)}" in missing.reason
+
+
+@pytest.mark.parametrize(("rate", "expected"), [(0.3, HOLDS), (0.02, FAILS)])
+def test_operations_with_sums_have_one(rate: float, expected: Outcome) -> None:
+    kinds = [f"operation:kind={kind}" for kind in ("sigmoid-normalized", "elu-kernel")]
+    assert judged("W-55", operations({"none": 0.2} | dict.fromkeys(kinds, rate))).outcome == expected
+
+
+@pytest.mark.parametrize(("step", "expected"), [(0.1, HOLDS), (-0.1, FAILS)])
+def test_a_smaller_normalizer_weakens_the_sink(step: float, expected: Outcome) -> None:
+    scales = (0.05, 0.1, 0.2, 2.0)
+    arms = {f"operation:kind=softmax,factor={scale}": 0.5 + step * (scale - 1) for scale in scales}
+    assert judged("W-57", operations({"none": 0.5} | arms)).outcome == expected
+
+
 # --- the Bigram-Backcopy lab
 
 
@@ -263,7 +315,7 @@ def test_the_lab_is_the_task_and_no_other_text() -> None:
     [
         ("GS-21", "sinkscope retrofit org/model --method none,vscale --seeds 3"),
         ("V-21", "sinkscope retrofit org/model --method none,vga --seeds 3"),
-        ("W-48", "sinkscope train --method none,key-bias --seeds 3"),
+        ("W-48", "sinkscope train --method none,key-bias:value=zero --seeds 3"),
         ("V-6", "sinkscope run bigram-backcopy"),
         ("W-30", "sinkscope analyze org/model --revision STEP,STEP,…"),
         ("W-42", "no command makes them yet: models that differ in the positional scheme alone"),

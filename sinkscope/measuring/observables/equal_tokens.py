@@ -68,7 +68,7 @@ class EqualTokens(Observable):
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
         kind = self.family.positions_at(layer)
-        if read.call.sink_logits is not None:
+        if not read.call.is_softmax:
             return
         if kind in CLOSED_FORMS:
             slope = linear_slope(read, batch) if kind == "alibi" else read.lse.new_zeros(read.lse.shape[:2])

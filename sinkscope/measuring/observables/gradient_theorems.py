@@ -74,8 +74,7 @@ class TheoremOne(Accumulator):
         mass, second = upstream.new_zeros(shape), upstream.new_zeros(shape)
         for rows in row_chunks(read.length):
             cols = read.keys(rows, columns)
-            weights, _ = read.weights(rows, cols)
-            weights = weights.to(upstream.dtype)
+            weights = read.mix_weights(rows, cols).to(upstream.dtype)
             routed[:, :, cols] += weights.transpose(-1, -2) @ upstream[:, :, rows]
             mass[..., cols] += weights.sum(2)
             second[..., cols] += (weights * weights).sum(2)

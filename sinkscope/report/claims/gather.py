@@ -2,7 +2,7 @@
 
 A training is judged under the name of its model: of `retrofit` the pretrained one, of `train` that of the
 configuration. Its seeds are together in one judgment. Where a method has several arms with other parameters, the first
-is judged under that name, and the others under names of their own.
+is judged under that name, and the others under names of their own, unless claims say which parameters they mean.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,13 +10,20 @@ from dataclasses import dataclass, replace
 
 from sinkscope.errors import InputError
 from sinkscope.report.claims.evidence import MAIN, Evidence
+from sinkscope.report.claims.register import CLAIMS
 from sinkscope.report.claims.scorecard import evidence_of, models_of, with_studies
 from sinkscope.report.claims.studies import Given
-from sinkscope.report.claims.trainings import PLAIN, Steps, Training, variants
+from sinkscope.report.claims.trainings import PLAIN, Steps, Training, variants, wanted_arms
 from sinkscope.results.run import RunData
 
 CHECKPOINTS = "checkpoints"  # the folder of an arm's steps
 Skipped = Mapping[str, Mapping[str, str]]  # model → role → why it does not apply
+
+
+def told_apart() -> set[str]:
+    """Methods of which claims name the parameters: their arms are judged under one name."""
+    arms = (arm for claim in CLAIMS.values() for need in claim.needs for arm in wanted_arms(need.partition(":")[2]))
+    return {method for method, colon, _ in (arm.partition(":") for arm in arms) if colon}
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,7 @@ class Collection:
         """Of further arms of the same methods, without the runs on which these have no bearing."""
         own = [training for training in self.trainings if training.model == name]
         labels = {(arm.method, arm.variant): arm.label for training in own for arm in training.arms}
-        known = variants(own)
+        known = {method: kinds for method, kinds in variants(own).items() if method not in told_apart()}
         found = {}
         for variant in range(1, max(map(len, known.values()), default=0)):
             called = [labels[method, of[variant]] for method, of in known.items() if variant < len(of)]

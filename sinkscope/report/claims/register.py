@@ -8,6 +8,7 @@ from sinkscope.report.claims import (
     gate_training,
     gs,
     nu,
+    operations_training,
     post_norm,
     s2m,
     sink_outside_training,
@@ -21,7 +22,7 @@ from sinkscope.report.claims import (
 from sinkscope.report.claims.claim import PAPERS, Claim
 
 OF_RUNS = (gs, wse, wse_repeated, post_norm, s2m, nu, vga)
-OF_ARMS = (valve_training, gate_training, fine_tuning, backcopy, sink_outside_training)
+OF_ARMS = (valve_training, gate_training, fine_tuning, backcopy, sink_outside_training, operations_training)
 OF_MODELS = (factor_studies, steps, families)
 FILES = (*OF_RUNS, *OF_ARMS, *OF_MODELS, unvaried)
 _PAPERS = list(PAPERS)

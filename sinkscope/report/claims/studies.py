@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from sinkscope.report.claims import relatives
 from sinkscope.report.claims.factors import FACTORS, Level
-from sinkscope.report.claims.trainings import PLAIN, Arm, Steps, Training, alike, arms_by_seed, variants
+from sinkscope.report.claims.trainings import PLAIN, Arm, Steps, Training, alike, arms_by_seed, variants, wanted_arms
 from sinkscope.report.retrofit_table import UNTOUCHED
 from sinkscope.results.run import RunData
 
@@ -110,7 +110,7 @@ def _arms(command: str = "", task: str = "") -> Kind:
         return [each for each in given.own if fits[0] in ("", each.command) and fits[1] in ("", each.settings["text"])]
 
     def find(given: Given, methods: str) -> ArmStudy | None:
-        wanted = methods.split(",")
+        wanted = wanted_arms(methods)
         groups = [arms_by_seed(group, wanted, given.meant) for group in alike(known(given))]
         most = max(groups, key=len, default=[])
         if not most:
@@ -119,7 +119,7 @@ def _arms(command: str = "", task: str = "") -> Kind:
         return ArmStudy(_folders(arm.training for arm in arms), tuple(most))
 
     def named(given: Given, methods: str) -> str:
-        wanted = ",".join(method for method in methods.split(",") if method != UNTOUCHED)
+        wanted = ",".join(method for method in wanted_arms(methods) if method != UNTOUCHED)
         if there := known(given):
             return _with_methods(there[0], wanted)
         if task:
@@ -254,5 +254,5 @@ def studies_of(given: Given, needs: Iterable[str]) -> tuple[dict[str, Study], di
 
 
 def _of_methods(kind: str, of: str) -> bool:
-    """Whether a study has arms other than plain ones, so that there may be variants of it."""
-    return kind in ARMS and not set(of.split(",")) <= {PLAIN, UNTOUCHED}
+    """Whether a study has methods of which any parameters are wanted, so that there may be variants of it."""
+    return kind in ARMS and any(":" not in typed and typed not in (PLAIN, UNTOUCHED) for typed in wanted_arms(of))

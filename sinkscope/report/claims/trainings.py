@@ -168,25 +168,51 @@ def variants(trainings: Iterable[Training]) -> dict[str, list[str]]:
     return {method: list(known) for method, known in found.items()}
 
 
+def wanted_arms(text: str) -> list[str]:
+    """Arms as they are typed, `none,key-bias:value=axis,norm=5`, one by one."""
+    found: list[str] = []
+    for part in text.split(","):
+        if "=" in part and ":" not in part:  # a further parameter of the last one
+            found[-1] += f",{part}"
+        else:
+            found.append(part)
+    return found
+
+
 def arms_by_seed(
-    trainings: Iterable[Training], methods: Iterable[str], meant: Mapping[str, str] | None = None
+    trainings: Iterable[Training], wanted: Iterable[str], meant: Mapping[str, str] | None = None
 ) -> list[dict[str, Arm]]:
-    """For each seed that has all these methods, its arms by method; of each seed those of one folder.
+    """For each seed that has all these arms, the arms as they are wanted; of each seed those of one folder.
 
     Args:
         trainings: With the same settings.
-        methods: As the folders name them, and "untouched": the model that all arms of a `retrofit` began from.
-        meant: Method → the variant that is meant; without it only plain arms are.
+        wanted: Methods as the folders name them, with parameters where only arms with these are wanted, and
+            "untouched": the model that all arms of a `retrofit` began from.
+        meant: Method → the variant that is meant where no parameters are wanted; without it only plain arms are.
     """
+    wanted = list(wanted)
     found: dict[int, dict[str, Arm]] = {}
     for training in trainings:
         by_seed: dict[int, dict[str, Arm]] = {}
         for arm in training.arms:
-            if arm.method == PLAIN or (meant or {}).get(arm.method) == arm.variant:
-                by_seed.setdefault(arm.seed, {}).setdefault(arm.method, arm)
+            for typed in wanted:
+                if _is_wanted(arm, typed, meant or {}):
+                    by_seed.setdefault(arm.seed, {}).setdefault(typed, arm)
         for seed, arms in by_seed.items():
             if UNTOUCHED in training.runs:
                 arms[UNTOUCHED] = Arm(training, UNTOUCHED, seed, training.runs[UNTOUCHED])
-            if set(methods) <= arms.keys():
+            if set(wanted) <= arms.keys():
                 found.setdefault(seed, arms)
     return [found[seed] for seed in sorted(found)]
+
+
+def _is_wanted(arm: Arm, typed: str, meant: Mapping[str, str]) -> bool:
+    method, _, given = typed.partition(":")
+    if arm.method != method:
+        return False
+    if not given:
+        return method == PLAIN or meant.get(method) == arm.variant
+    own = make_retrofit(arm.method, arm.parameters)
+    named = dict(part.split("=") for part in given.split(","))
+    asked = make_retrofit(method, named)
+    return all(getattr(own, name) == getattr(asked, name) for name in named)

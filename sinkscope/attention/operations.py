@@ -1,0 +1,86 @@
+"""Attention operations beside softmax (WSE §7): how a row of logits s becomes the weights of the values.
+
+    mix[t] = Σ_s sim(l[t,s]) v[s] / Z[t]        l[t,s] = scaling · φ(q_t)·φ(k_s)
+
+What is measured reads |sim| ÷ Σ|sim| = exp(ℓ - lse) in place of softmax weights, the paper's proxy, with ℓ = log|sim|
+and lse = log Σ|sim|; the mix alone needs sim ÷ Z. φ acts in front of the taps (retrofits/operation.py).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+Elementwise = Callable[[torch.Tensor], torch.Tensor]
+Divisor = Literal["none", "sum", "at-least-1"]  # Z: 1, Σ sim, or max(|Σ sim|, 1)
+
+
+@dataclass(frozen=True)
+class Similarity:
+    """sim and log|sim| of logits, elementwise."""
+
+    sim: Elementwise
+    log: Elementwise
+
+
+SIMILARITIES = {
+    "exp": Similarity(torch.exp, lambda s: s),
+    "sigmoid": Similarity(torch.sigmoid, F.logsigmoid),
+    "elu": Similarity(lambda s: F.elu(s) + 1, lambda s: torch.where(s > 0, s.clamp(min=0).log1p(), s)),
+    "identity": Similarity(lambda s: s, lambda s: s.abs().clamp(min=torch.finfo(s.dtype).tiny).log()),
+}
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One row of WSE's table of attention operations.
+
+    Attributes:
+        similarity: a name of SIMILARITIES.
+        divisor: Z.
+        factor: α of Z = Σ/α, which the sum divides (WSE table 14); 1 is the usual sum.
+        power: p of Z = (Σ simᵖ)^(1/p); 1 is the usual sum.
+    """
+
+    similarity: str
+    divisor: Divisor
+    factor: float = 1.0
+    power: float = 1.0
+
+    def log_similarity(self, logits: torch.Tensor) -> torch.Tensor:
+        """ℓ = log|sim|, finite."""
+        return SIMILARITIES[self.similarity].log(logits)
+
+    def weights(self, logits: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of logits (B,H,R,T) over all keys, and which of them the query may see → sim ÷ Z of the same shape, 0
+        where it may not, and lse = log Σ|sim| (B,H,R), the dtype's minimum for a row that sees nothing.
+        """
+        logits = logits.masked_fill(~seen, 0.0)  # of which every sim and its gradient are finite
+        if self.similarity == "exp":
+            return self._exponential(logits, seen)
+        sim = SIMILARITIES[self.similarity].sim(logits).masked_fill(~seen, 0.0)
+        with torch.no_grad():
+            lse = _log_sum(self.log_similarity(logits), seen)
+        return sim / self._divisor_of(sim), lse
+
+    def _exponential(self, logits: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `weights`, in logarithms: e^s may overflow."""
+        lse = _log_sum(logits, seen)
+        log_divisor = lse if self.power == 1 else _log_sum(logits * self.power, seen) / self.power
+        weights = (logits - log_divisor[..., None]).masked_fill(~seen, -torch.inf).exp()
+        return weights * self.factor, lse
+
+    def _divisor_of(self, sim: torch.Tensor) -> torch.Tensor | float:
+        """Z (…,1)."""
+        if self.divisor == "none":
+            return 1.0
+        total = sim.sum(-1, keepdim=True)
+        if self.divisor == "at-least-1":
+            return total.abs().clamp(min=1.0)
+        return total.clamp(min=torch.finfo(sim.dtype).tiny)  # 0 in a row that sees nothing
+
+
+def _log_sum(log: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    return log.masked_fill(~seen, torch.finfo(log.dtype).min).logsumexp(-1)

@@ -1,0 +1,60 @@
+"""Claims of When Attention Sink Emerges (WSE §7.4) on other attention operations than softmax.
+
+Their sink rates are of the proxy |sim| ÷ Σ|sim|.
+"""
+
+from collections.abc import Mapping
+
+from scipy import stats
+
+from sinkscope.report.claims.arms import SINK
+from sinkscope.report.claims.claim import Claim, Part, above, at_most, below
+from sinkscope.report.claims.over_seeds import difference, metric, of_one, together
+from sinkscope.report.claims.published import published
+from sinkscope.report.claims.sink_outside_training import LOSS, MASSIVE, norm_ratio
+from sinkscope.report.claims.trainings import PLAIN, Arm
+
+NONE = 1.0  # percent: less is no sink
+RATE = metric("sink_rate", 100)
+
+
+def _arm(kind: str) -> str:
+    return f"operation:kind={kind}"
+
+
+def _role(*arms: str) -> str:
+    return f"train:{','.join((PLAIN, *arms))}"
+
+
+SIGMOID, ELU, IDENTITY, MLP = (_arm(kind) for kind in ("sigmoid", "elu", "identity", "mlp-kernel"))
+WITHOUT_SUM = {"sigmoid": SIGMOID, "ELU + 1": ELU, "identity": IDENTITY, "MLP kernel": MLP}
+WITH_SUM = {"sigmoid": _arm("sigmoid-normalized"), "ELU kernel": _arm("elu-kernel")}
+OPEN, SUMMED, ONE = _role(*WITHOUT_SUM.values()), _role(*WITH_SUM.values()), _role(SIGMOID)
+# Z = Σ/α of table 14, by α
+SCALED = {1.0: PLAIN} | {alpha: f"operation:kind=softmax,factor={alpha:g}" for alpha in (2.0, 0.2, 0.1, 0.05)}
+SCALES = _role(*(arm for arm in SCALED.values() if arm != PLAIN))
+
+
+def _with_scale(arms: Mapping[str, Arm]) -> float:
+    return float(stats.spearmanr(list(SCALED), [RATE(arms[arm]) for arm in SCALED.values()])[0])
+
+
+CLAIMS = (
+    Claim("W-54", "table 6", "Without normalization there is no sink, at no cost.",
+        (*(Part(f"sink rate of the proxy in %, {name}", of_one(OPEN, RATE, arm, PLAIN), below(NONE))
+            for name, arm in WITHOUT_SUM.items()),
+         Part("held-out loss, sigmoid − softmax", difference(OPEN, metric("loss"), SIGMOID), at_most(LOSS))), (OPEN,),
+        published=published("WSE table 6", {"sigmoid": 0.44, "ELU+1": 0.80, "identity": 0.0, "MLP kernel": 0.74,
+            "loss, sigmoid − softmax": -0.03}, "60M model: softmax 18.18 %")),
+    Claim("W-55", "table 6", "With sum normalization there is one.",
+        tuple(Part(f"sink rate of the proxy in %, {name}", of_one(SUMMED, RATE, arm, PLAIN), above(SINK))
+            for name, arm in WITH_SUM.items()), (SUMMED,),
+        published=published("WSE table 6", {"sigmoid": 30.24, "ELU kernel": 53.65}, "60M model: softmax 18.18 %")),
+    Claim("W-56", "fig. 8", "Without normalization no massive activations either.",
+        (Part("norm at 0 ÷ others, layer with the largest, sigmoid", of_one(ONE, norm_ratio, SIGMOID, PLAIN),
+            below(MASSIVE)),), (ONE,)),
+    Claim("W-57", "table 14", "Scaling the normalizer down weakens the sink.",
+        (Part("rank correlation of the sink rate and α", together(SCALES, _with_scale, *SCALED.values()), above(0.0)),),
+        (SCALES,), published=published("WSE table 14", {"correlation": 0.9},
+            "60M model: 29.10, 18.18, 9.41, 3.59, 4.53 % at α = 2, 1, 0.2, 0.1, 0.05", "†"), is_ours=False),
+)  # fmt: skip

@@ -1,0 +1,112 @@
+"""Another attention operation than softmax (WSE §7.4, tables 6 and 14), to train models with from scratch.
+
+`elu-kernel` and `mlp-kernel` are similarities of features, φ(q)·φ(k)/√d with φ = elu + 1 or a small learned network of
+each head. The feature maps act in front of the taps, so that what is measured as query and key are features. The
+paper's p-norm and scaled sums are `softmax` with `power` and `factor`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, field_validator, model_validator
+from transformers import PreTrainedModel
+
+from sinkscope.attention.operations import Operation
+from sinkscope.attention.taps import NAME, OtherOperation
+from sinkscope.errors import unknown
+from sinkscope.models.family import Family
+from sinkscope.models.towers import text_tower
+from sinkscope.retrofits.registers import RETROFIT
+from sinkscope.retrofits.retrofit import AttentionPart, Layer, Retrofit
+
+# name → the feature map, and the operation on the features' products
+KINDS: dict[str, tuple[str, Operation]] = {
+    "softmax": ("", Operation("exp", "sum")),
+    "sigmoid": ("", Operation("sigmoid", "none")),
+    "sigmoid-normalized": ("", Operation("sigmoid", "sum")),
+    "elu": ("", Operation("elu", "none")),
+    "elu-kernel": ("elu", Operation("identity", "sum")),
+    "elu-kernel-unnormalized": ("elu", Operation("identity", "none")),
+    "identity": ("", Operation("identity", "none")),
+    "identity-normalized": ("", Operation("identity", "at-least-1")),
+    "mlp-kernel": ("mlp", Operation("identity", "none")),
+    "mlp-kernel-normalized": ("mlp", Operation("identity", "at-least-1")),
+}
+
+
+class AttendBy(AttentionPart, OtherOperation):
+    """The operation of one attention layer; of an MLP kernel with `weights` (2,K,d,d), two matrices for each key head.
+
+    The paper does not say what its networks are. These are d → d → d with GELU between, and keep the size of what they
+    read: their weights start at N(0, 1/d).
+    """
+
+    head_axis: ClassVar[int] = 1
+
+    def __init__(self, layer: Layer, called: str, operation: Operation, features: str) -> None:
+        super().__init__()
+        self.called = called
+        self.operation = operation
+        self.map = features
+        if features == "mlp":
+            size = (2, layer.value_heads, layer.head_dim, layer.head_dim)
+            self.weights = layer.empty(*size)
+            self.register_buffer("first", layer.random(*size, deviation=layer.head_dim**-0.5))
+
+    def start(self) -> Mapping[str, torch.Tensor]:
+        return {"weights": self.get_buffer("first")} if self.map == "mlp" else {}
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        if self.map == "elu":
+            return F.elu(x) + 1
+        if self.map == "mlp":
+            # a group's query heads share the network of their key head
+            grouped = x.unflatten(1, (self.weights.shape[1], -1))
+            inner, outer = self.weights[:, :, None].to(x.dtype)
+            return (F.gelu(grouped @ inner) @ outer).flatten(1, 2)
+        return x
+
+    def attach(self, layer: Layer, model: PreTrainedModel, family: Family) -> None:
+        layer.attention.add_module(RETROFIT, self)
+        text_tower(model)[1].set_attn_implementation(NAME)
+
+
+class AttentionOperation(Retrofit):
+    name: ClassVar[str] = "operation"
+    about: ClassVar[str] = (
+        f"another attention operation, to train from scratch with (kind: {', '.join(KINDS)}; of softmax factor: α of "
+        "Z = Σ/α, power: p of Z = (Σ simᵖ)^(1/p))"
+    )
+    paper: ClassVar[str] = "WSE §7.4"
+
+    kind: str = "sigmoid"
+    factor: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    power: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+
+    @field_validator("kind")
+    @classmethod
+    def _known(cls, kind: str) -> str:
+        if kind not in KINDS:
+            raise ValueError(unknown(kind, KINDS))
+        return kind
+
+    @model_validator(mode="after")
+    def _of_softmax(self) -> "AttentionOperation":
+        if self.kind != "softmax" and (self.factor, self.power) != (1.0, 1.0):
+            raise ValueError(f"factor and power are of kind=softmax, not of {self.kind}")
+        return self
+
+    def inapplicable(self, model: PreTrainedModel, family: Family) -> str | None:
+        if family.door != "interface":
+            return "its own code computes softmax: it does not call transformers' attention interface"
+        if any(hasattr(attention, "sinks") for attention in family.attentions(model).values()):
+            return "it has learnable sinks of its own, which are of softmax"
+        return super().inapplicable(model, family)
+
+    def part(self, layer: Layer) -> AttendBy:
+        features, operation = KINDS[self.kind]
+        operation = replace(operation, factor=self.factor, power=self.power)
+        return AttendBy(layer, self.kind, operation, features)

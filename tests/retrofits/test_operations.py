@@ -1,0 +1,329 @@
+"""Attention operations and biases against their formulas, in plain transformers with an attention of the test's own."""
+
+import copy
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.retrofitted import IDS, SETTINGS, in_double, plain_model, train
+from tiny import batched, padded, ragged_tokens, tiny_tokens
+from torch import nn
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
+
+import sinkscope
+from sinkscope.attention import kernels
+from sinkscope.attention.weights import AttentionRead
+from sinkscope.errors import InputError
+from sinkscope.measuring.observables import OBSERVABLES
+from sinkscope.measuring.observables.observable import Observable
+from sinkscope.measuring.tracer import open_tracer
+from sinkscope.models.families import find_family
+from sinkscope.retrofits import retrofit_model
+from sinkscope.retrofits.operation import KINDS
+from sinkscope.text.batch import Batch
+
+NAME = "formula"
+FORMULA = "formula_of_the_test"  # the attribute of an attention module: (logits, seen) → weights of the mix
+
+ELEMENTWISE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "softmax": torch.exp,
+    "sigmoid": lambda s: 1 / (1 + torch.exp(-s)),
+    "elu": lambda s: torch.where(s > 0, s + 1, torch.exp(s)),
+    "identity": lambda s: s,
+}
+SUMS = ("softmax", "sigmoid-normalized", "elu-kernel")
+AT_LEAST_ONE = ("identity-normalized", "mlp-kernel-normalized")
+
+# label → method and parameters
+LABELS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{kind: ("operation", {"kind": kind}) for kind in KINDS},
+    "scaled": ("operation", {"kind": "softmax", "factor": 0.1}),
+    "p-norm": ("operation", {"kind": "softmax", "power": 2.0}),
+    "kv-bias": ("key-bias", {"value": "learned", "deviation": 0.02}),
+    "kv-bias-shared": ("key-bias", {"value": "learned", "shared": True}),
+    "key-bias-axis": ("key-bias", {"value": "axis", "norm": 5.0}),
+    "key-bias-uniform": ("key-bias", {"value": "uniform", "norm": 2.0}),
+    "key-bias-some-dimensions": ("key-bias", {"dimensions": 3}),
+    "value-bias": ("value-bias", {"deviation": 0.02}),
+    "value-bias-shared": ("value-bias", {"shared": True}),
+}
+EACH = pytest.mark.parametrize("label", LABELS)
+OPERATIONS = [label for label, (method, _) in LABELS.items() if method == "operation"]
+FAMILIES = ("llama", "gemma2", "gpt2")  # grouped queries; softcap and window; learned positions
+
+
+def formula(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """v_i = Z_i⁻¹ Σ_j sim(φ(q_i), φ(k_j)) v_j, and the biases, as WSE writes them."""
+    method, given, parameters = getattr(module, FORMULA)
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    kind = given.get("kind", "softmax")
+    if kind.startswith("elu-kernel"):
+        query, key = ELEMENTWISE["elu"](query), ELEMENTWISE["elu"](key)
+    if kind.startswith("mlp-kernel"):
+        query, key = (mlp(x, parameters["weights"]) for x in (query, key))
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    logits = query @ key.transpose(2, 3) * scaling
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    seen = torch.ones(logits.shape[-2:], dtype=torch.bool).tril() if attention_mask is None else attention_mask > -1
+    further = 0.0
+    if method == "key-bias":
+        k, v = key_bias(parameters, given, query.shape[1], query.shape[-1])
+        extra = (query * k[:, None]).sum(-1, keepdim=True) * scaling
+        logits = torch.cat([logits, extra if softcap is None else softcap * torch.tanh(extra / softcap)], dim=-1)
+        seen = F.pad(seen, (0, 1), value=True)
+        value = torch.cat([value, v[:, None].expand(len(value), -1, -1, -1)], dim=2)
+    if method == "value-bias":
+        further = parameters["bias"].expand(query.shape[1], -1)[:, None]
+    weights = weights_of(kind, given, logits, seen)
+    module.proxy = weights[1]
+    return (weights[0] @ value + further).transpose(1, 2).contiguous(), None
+
+
+def weights_of(
+    kind: str, given: dict[str, Any], logits: torch.Tensor, seen: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """sim ÷ Z, and |sim| ÷ Σ |sim|."""
+    name = next(
+        (name for name in ("softmax", "sigmoid") if kind.startswith(name)), "elu" if kind == "elu" else "identity"
+    )
+    sim = torch.where(seen, ELEMENTWISE[name](logits), 0.0)
+    proxy = sim.abs() / sim.abs().sum(-1, keepdim=True)
+    if kind in SUMS:
+        p = given.get("power", 1.0)
+        return sim / (sim**p).sum(-1, keepdim=True) ** (1 / p) * given.get("factor", 1.0), proxy
+    if kind in AT_LEAST_ONE:
+        return sim / sim.sum(-1, keepdim=True).abs().clamp(min=1), proxy
+    return sim, proxy
+
+
+def mlp(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    per_head = weights.repeat_interleave(x.shape[1] // weights.shape[1], dim=1)
+    return F.gelu(x @ per_head[0]) @ per_head[1]
+
+
+def key_bias(parameters: dict, given: dict[str, Any], heads: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    key = torch.zeros(heads, width, dtype=torch.float64)
+    key[:, : parameters["key"].shape[1]] = parameters["key"]
+    value = torch.zeros(heads, width, dtype=torch.float64)
+    if given.get("value") == "learned":
+        value = value + parameters["value"]
+    if given.get("value") == "axis":
+        value[:, 0] = given["norm"]
+    if given.get("value") == "uniform":
+        value[:] = given["norm"] / width**0.5
+    return key, value
+
+
+AttentionInterface.register(NAME, formula)
+AttentionMaskInterface.register(NAME, eager_mask)
+
+
+def changed(name: str, label: str) -> PreTrainedModel:
+    method, parameters = LABELS[label]
+    torch.manual_seed(3)
+    model = retrofit_model(plain_model(name), None, method, **parameters)
+    train(model)
+    return model
+
+
+@cache
+def shared(name: str, label: str) -> PreTrainedModel:
+    """Not to be changed."""
+    return changed(name, label)
+
+
+def by_formula(name: str, label: str) -> PreTrainedModel:
+    """The plain model, whose attention is this file's."""
+    model, ours = plain_model(name), shared(name, label)
+    model.set_attn_implementation(NAME)
+    pairs = zip(find_family(model).attentions(model).values(), find_family(ours).attentions(ours).values(), strict=True)
+    for attention, retrofitted in pairs:
+        parameters = {key: p.detach() for key, p in retrofitted.retrofit.named_parameters()}
+        setattr(attention, FORMULA, (*LABELS[label], parameters))
+    return model
+
+
+def loss(model: PreTrainedModel, ids: torch.Tensor = IDS) -> torch.Tensor:
+    with in_double(model):
+        logits = model(ids, use_cache=False).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def assert_close(ours: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-10) -> None:
+    torch.testing.assert_close(ours, expected, rtol=0, atol=tolerance * max(1e-30, float(expected.abs().max())))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@EACH
+def test_logits_and_gradients_are_the_formulas(name: str, label: str) -> None:
+    ours, expected = changed(name, label).requires_grad_(True), by_formula(name, label).requires_grad_(True)
+    for model in (ours, expected):
+        loss(model).backward()
+    with torch.no_grad(), in_double(ours), in_double(expected):
+        assert_close(ours(IDS).logits, expected(IDS).logits)
+    gradients = dict(ours.named_parameters())
+    for path, parameter in expected.named_parameters():
+        assert_close(gradients[path].grad, parameter.grad, 1e-9)
+
+
+@pytest.mark.parametrize("label", OPERATIONS)
+def test_learned_parameters_have_the_gradient_of_a_small_step(label: str) -> None:
+    model = changed("llama", label).requires_grad_(True)
+    with torch.no_grad():
+        weight = model.get_submodule(find_family(model).layers)[1].self_attn.q_proj.weight
+        step = torch.randn(weight.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 1e-6
+    loss(model).backward()
+    with torch.no_grad():
+        weight += step
+        above = loss(model)
+        weight -= 2 * step
+        below = loss(model)
+    assert float((weight.grad * step).sum()) == pytest.approx(float(above - below) / 2, rel=1e-5)
+
+
+class Rows(Observable):
+    name = "rows"
+    about = "a test's own"
+    sites = ("attention",)
+
+    def __init__(self) -> None:
+        super().__init__(SETTINGS)
+        self.weights: list[torch.Tensor] = []
+
+    def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
+        whole = slice(0, read.length)
+        self.weights.append(read.weights(whole, whole)[0])
+
+
+@pytest.mark.parametrize(("name", "kernel"), [("llama", "sdpa"), ("gemma2", "eager")])
+@pytest.mark.parametrize("label", [label for label in LABELS if not label.startswith("value")])
+def test_what_is_measured_is_the_proxy(name: str, kernel: str, label: str) -> None:
+    rows, expected = Rows(), by_formula(name, label)
+    model = shared(name, label)
+    with torch.no_grad(), in_double(expected):
+        expected(IDS)
+    with in_double(model), open_tracer(model, find_family(model), kernel) as tracer:
+        tracer.forward(Batch(IDS, torch.ones_like(IDS)), [rows])
+    for weights, attention in zip(rows.weights, find_family(expected).attentions(expected).values(), strict=True):
+        assert_close(weights, attention.proxy[..., : IDS.shape[1]])
+
+
+@EACH
+def test_values_get_the_gradient_that_attention_routes_to_them(label: str) -> None:
+    """∇v_s = Σ_t sim/Z g_t, of sequences of several lengths."""
+    model, sequences = shared("llama", label), ragged_tokens((10, 10, 7))
+    observable, family = OBSERVABLES["gradient"](SETTINGS), find_family(model)
+    with in_double(model), open_tracer(model, family) as tracer:
+        observable.prepare(model, family, sum(len(ids) - 1 for ids in sequences))
+        for batch in batched(sequences, 2):
+            tracer.forward_backward(batch, [observable])
+    assert observable.tables()["gradient_check"]["identity_residual"].max() < 1e-9
+
+
+@EACH
+def test_generates_the_same_with_the_cache_and_without(label: str) -> None:
+    model = shared("llama", label)
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    wanted = {"output_logits": True, "return_dict_in_generate": True}
+    cached, whole = (model.generate(IDS, use_cache=use, **options, **wanted) for use in (True, False))
+    for ours, expected in zip(cached.logits, whole.logits, strict=True):
+        assert_close(ours, expected, 1e-5)
+
+
+@EACH
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_nothing(label: str, side: str) -> None:
+    model = shared("llama", label)
+    batch = padded(ragged_tokens([9, 5, 7]), side)
+    with torch.no_grad(), in_double(model):
+        inputs = {"attention_mask": batch.attention_mask, "position_ids": batch.position_ids}
+        together = model(batch.token_ids, use_cache=False, **inputs).logits
+        for row, ids in enumerate(ragged_tokens([9, 5, 7])):
+            alone = model(torch.as_tensor(ids)[None], use_cache=False).logits
+            assert_close(together[row][batch.attention_mask[row].bool()], alone[0], 1e-9)
+
+
+@EACH
+def test_saved_and_loaded_it_is_the_same(label: str, tmp_path: Path) -> None:
+    model = changed("llama", label).float()
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(again(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.usefixtures("no_figures")
+@pytest.mark.parametrize("label", ["sigmoid", "identity-normalized", "kv-bias"])
+def test_every_observable_measures_it(label: str) -> None:
+    run = sinkscope.analyze(changed("llama", label).float(), input="random", seq_len=12, num_seqs=2)
+    assert run.manifest["parity"] < 1e-5
+    assert {"attention", "geometry", "gradient", "gradient_check", "norm_bound"} <= run.tables.keys()
+    assert (f"no softmax ({label}): weights are |sim| ÷ Σ|sim|, a proxy" in run.verdict) == (label in KINDS)
+    assert ("attention_outside" in run.tables) == (label == "kv-bias")
+    weights = run.tables["attention_maps"].groupby(["layer", "head", "sequence", "query"])["weight"].sum()
+    assert (weights < 1 + 1e-5).all()
+    if label != "kv-bias":
+        assert (weights > 1 - 1e-5).all()
+
+
+def test_softmax_itself_is_the_plain_model() -> None:
+    plain, ours = plain_model("llama"), shared("llama", "softmax")
+    with torch.no_grad(), in_double(plain), in_double(ours):
+        assert_close(ours(IDS).logits, plain(IDS).logits, 1e-14)
+
+
+@pytest.mark.parametrize("label", ["sigmoid", "identity-normalized", "p-norm"])
+def test_gradients_keep_no_weights_of_the_whole_sequence(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept for the backward pass grows with T, and chunks give what the whole gives."""
+    model = changed("llama", label).requires_grad_(True)
+
+    def kept(length: int) -> int:
+        sizes: dict[int, int] = {}
+
+        def pack(x: torch.Tensor) -> torch.Tensor:
+            sizes[x.untyped_storage().data_ptr()] = x.numel()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            loss(model, tiny_tokens(1, length))
+        return sum(sizes.values())
+
+    half, whole = kept(128), kept(256)
+    assert whole - kept(0 + 2) < 2.3 * half
+    loss(model, tiny_tokens(1, 150)).backward()
+    chunked = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    monkeypatch.setattr(kernels.chunked_attention, "__defaults__", (1000,))
+    loss(model, tiny_tokens(1, 150)).backward()
+    for ours, parameter in zip(chunked, model.parameters(), strict=True):
+        assert_close(ours, parameter.grad)
+    assert kept(256) > 1.5 * whole  # the check fails where all weights are kept
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(InputError, match="operation: kind: 'sigmiod' is unknown; did you mean 'sigmoid'"):
+        retrofit_model(plain_model("llama"), None, "operation", kind="sigmiod")
+    with pytest.raises(InputError, match="factor and power are of kind=softmax"):
+        retrofit_model(plain_model("llama"), None, "operation", kind="sigmoid", factor=2)
+    with pytest.raises(InputError, match="does not call transformers' attention interface"):
+        retrofit_model(plain_model("bloom"), None, "operation")
+    with pytest.raises(InputError, match="its own code mixes the values"):
+        retrofit_model(plain_model("bloom"), None, "key-bias", value="learned")
+    with pytest.raises(InputError, match="norm is of value=axis"):
+        retrofit_model(plain_model("llama"), None, "key-bias", norm=2.0)
+    with pytest.raises(InputError, match="it would be left out"):
+        copy.deepcopy(shared("llama", "sigmoid")).set_attn_implementation("sdpa")
