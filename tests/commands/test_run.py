@@ -28,6 +28,7 @@ SMALL: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 16, "posit
 TRAINED: dict[str, Any] = {
     "input": "ids.npy", "steps": 1, "block_length": 16, "batch_size": 2, "num_seqs": 2, "observables": "attention",
 }  # fmt: skip
+MANY = 7  # methods of a recipe, of which every seventh is trained
 ONE = """
 title: A small one
 reproduces: nothing
@@ -131,10 +132,14 @@ def test_it_trains(path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> N
     content = read_recipe(path).content
     fresh = content.command == "train"
     model, given = (None, TRAINED | {"seeds": 1}) if fresh else (tiny, TRAINED)
+    methods = content.options["method"]
+    if len(methods) > MANY:
+        methods = {label: methods[label] for label in list(methods)[::MANY]}
+        given |= {"method": methods}
     done = run_recipe(path.stem, model, out="out", **given)
     assert done.result is not None
     trained = done.result.value
-    assert set(trained.tables["retrofit"]["condition"]) - {"untouched"} == set(content.options["method"])
+    assert set(trained.tables["retrofit"]["condition"]) - {"untouched"} == set(methods)
     record = json.loads(Path("out/run.json").read_text())["recipe"]
     assert record == done.recipe.record
     assert run_recipe(path.stem, model, out="out", **given).result  # goes on
