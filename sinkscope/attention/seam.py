@@ -64,13 +64,14 @@ def attend(
         call = replace(call, forbidden=seam.forbidden, causal=seam.causal)
         query, key, value = seam.query(query), seam.key(key), seam.value(value)
     widened = call if denominator is None else denominator.added_to(call, query)
+    if seam is not None:
+        seam.call = widened  # first: a kernel in its place may forget it (streaming.py)
     mix, lse = (fused_attention if seam is None else seam.kernel)(query, key, value, widened)
     if denominator is not None:
         mix = denominator.mixed(mix, lse, query, call)
     mix = mix.transpose(1, 2).contiguous()
     if seam is None:
         return mix, None
-    seam.call = widened
     seam.lse(lse)
     return seam.mix(mix), None
 

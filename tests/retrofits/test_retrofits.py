@@ -793,7 +793,7 @@ def test_unknown_methods_and_parameters_are_refused() -> None:
         ("vscale", {"strength": 0}, "λ = exp.θ. is never 0"),
         ("vscale", {"sigma": "much"}, "vscale: sigma: "),
         ("register-tokens", {"count": 0}, "register-tokens: count: "),
-        ("key-bias", {"heads": 1}, "key-bias: it has no parameters"),
+        ("key-bias", {"heads": 1}, "key-bias: parameter .heads. is unknown"),
         ("learnable-sink", {"first": "nan"}, "learnable-sink: first: "),
     ):
         with pytest.raises(InputError, match=words):

@@ -71,6 +71,6 @@ CLAIMS = (
         published=published("WSE table 5", {"S₀ and m": 1.0, "S* and m": -1.0}, "60M model: S* 73.34, 70.03, 44.43, "
             "1.51 % and S₀ 0, 0.06, 3.71, 25.88 % with m = 0, 1, 5, 20"), is_ours=False),
     Claim("S-14", "Sun et al.", "Key-value biases remove massive activations.",
-        (Part("massive activations per sequence", of_one(WITH_BIASES, metric("massive_count"), BIASES, PLAIN),
+        (Part("number of massive activations", of_one(WITH_BIASES, metric("massive_count"), BIASES, PLAIN),
             at_most(0.0)),), (WITH_BIASES,)),
 )  # fmt: skip
