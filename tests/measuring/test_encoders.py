@@ -19,6 +19,7 @@ from tiny import VOCAB, batched, ragged_tokens
 from transformers import AutoConfig, AutoModelForCausalLM, BartConfig, BartForConditionalGeneration, PreTrainedModel
 
 import sinkscope
+from sinkscope.attention import weights
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.interventions import parse
@@ -85,6 +86,7 @@ def test_keys_that_are_not_read_are_noticed(monkeypatch: pytest.MonkeyPatch) -> 
     """A second chunk of queries is needed for the first to have keys behind it."""
     model, family, _ = known("bert")
     ids = ragged_tokens((90,))
+    monkeypatch.setattr(weights, "AT_ONCE", 1)
     expected = reference.attention_heads([recorded(model, ids[0])])
     before = tables_of(model, family, batched(ids, 1), "attention")["attention_heads"]
     monkeypatch.setattr(AttentionRead, "keys", lambda read, rows, columns=None: slice(0, rows.stop))
