@@ -170,6 +170,15 @@ def test_ratios_and_differences_add_errors_in_quadrature() -> None:
     assert (a - b).low == pytest.approx(3.0 - np.hypot(2.0, 1.0))
 
 
+def test_a_ratio_to_nothing_is_bounded_and_one_by_nothing_is_not() -> None:
+    sink, none, some = Estimate(0.8, 0.75, 0.85), Estimate(0.0, 0.0, 0.0), Estimate(0.01, 0.0, 0.03)
+    assert none / sink == none
+    assert (some / sink).low == 0.0
+    assert (some / sink).high == pytest.approx(0.04)
+    assert at_least(0.5).outcome(none / sink) == at_least(0.5).outcome(some / sink) == Outcome.FAILS
+    assert (sink / some).high == np.inf
+
+
 @pytest.mark.parametrize(
     ("test", "low", "high", "outcome"),
     [

@@ -34,10 +34,14 @@ class Estimate:
     note: str = ""
 
     def __truediv__(self, other: "Estimate") -> "Estimate":
-        """A ratio of two independent positive estimates: their errors add in quadrature, on the scale of logarithms."""
-        if min(self.low, other.low) <= 0:
+        """A ratio of two independent estimates of what is never negative: their errors add in quadrature, on the scale
+        of logarithms. Where the upper one reaches 0, the ends are the outermost ratios.
+        """
+        if other.low <= 0:
             return Estimate(self.value / other.value, 0.0, np.inf) if other.value else Estimate(nan, nan, nan)
         value = self.value / other.value
+        if self.low <= 0:
+            return Estimate(value, 0.0, self.high / other.low)
         down = np.hypot(log(self.value / self.low), log(other.high / other.value))
         up = np.hypot(log(self.high / self.value), log(other.value / other.low))
         return Estimate(value, value * exp(-down), value * exp(up))
