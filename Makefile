@@ -84,9 +84,9 @@ define claims
 	cp runs/report/claims-$(1)/tables/claim.parquet runs/report/claims-$(1)/figures/scorecard.pdf reports/claims/$(1)/
 endef
 
-report-claims: install models  ## what the papers say, tested on three models: half an hour on two cores
+report-claims: install models  ## what the papers say, tested on three models: an hour on two cores
 	$(call claims,smollm2-135m,)
-	$(call claims,gemma3-270m,.models/gemma3-270m.gguf --num-seqs 32)
+	$(call claims,gemma3-270m,.models/gemma3-270m.gguf)
 	$(call claims,mgm,$(MGM))
 	$(BIN)/sinkscope claims --from runs/report/claims-smollm2-135m --from runs/report/claims-gemma3-270m \
 		--from runs/report/claims-mgm --out runs/report/claims --overwrite

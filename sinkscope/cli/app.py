@@ -12,6 +12,7 @@ from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from sinkscope.cli.ending import WRONG_INPUT, Commands, interruption
 from sinkscope.cli.parameters import parameters_of
@@ -72,7 +73,7 @@ def _command(name: str, kind: type[Options]) -> Callable[..., None]:
         if result.failure:
             raise SinkscopeError(result.failure)
 
-    command.__doc__ = inspect.cleandoc(kind.about)
+    command.__doc__ = escape(inspect.cleandoc(kind.about))  # brackets are no markup
     command.__signature__ = inspect.Signature(parameters_of(kind))  # type: ignore[attr-defined]
     return command
 

@@ -916,6 +916,10 @@ def test_help(command: tuple[str, ...]) -> None:
     assert result.stdout == command_line(*command, "-h").stdout
 
 
+def test_help_keeps_brackets() -> None:
+    assert "'sinkscope[lm-eval]'" in " ".join(command_line("benchmark", "--help").output.split())
+
+
 def test_help_of_analyze_has_every_option_and_default() -> None:
     text = command_line("analyze", "--help").stdout
     names = "out revision gguf-file dtype device-map attn input dataset num-seqs seq-len batch-size positions "
