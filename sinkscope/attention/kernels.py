@@ -120,10 +120,10 @@ def chunked_attention(
     chunks = [slice(start, min(start + chunk, length)) for start in range(0, length, chunk)]
     if len(chunks) == 1:
         return _attend_rows(query, key, value, call, chunks[0])
-    keeps = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    differentiates = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     done = [
         checkpoint(_attend_rows, query, key, value, call, rows, use_reentrant=False)
-        if keeps
+        if differentiates
         else _attend_rows(query, key, value, call, rows)
         for rows in chunks
     ]

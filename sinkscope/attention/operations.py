@@ -17,19 +17,18 @@ Elementwise = Callable[[torch.Tensor], torch.Tensor]
 Divisor = Literal["none", "sum", "at-least-1"]  # Z: 1, Σ sim, or max(|Σ sim|, 1)
 
 
-@dataclass(frozen=True)
-class Similarity:
-    """sim and log|sim| of logits, elementwise."""
-
-    sim: Elementwise
-    log: Elementwise
-
-
-SIMILARITIES = {
-    "exp": Similarity(torch.exp, lambda s: s),
-    "sigmoid": Similarity(torch.sigmoid, F.logsigmoid),
-    "elu": Similarity(lambda s: F.elu(s) + 1, lambda s: torch.where(s > 0, s.clamp(min=0).log1p(), s)),
-    "identity": Similarity(lambda s: s, lambda s: s.abs().clamp(min=torch.finfo(s.dtype).tiny).log()),
+# similarity → log|sim| of logits
+LOG_SIMILARITIES: dict[str, Elementwise] = {
+    "exp": lambda s: s,
+    "sigmoid": F.logsigmoid,
+    "elu": lambda s: torch.where(s > 0, s.clamp(min=0).log1p(), s),
+    "identity": lambda s: s.abs().clamp(min=torch.finfo(s.dtype).tiny).log(),
+}
+# and sim itself, but of "exp", which may overflow
+SIMILARITIES: dict[str, Elementwise] = {
+    "sigmoid": torch.sigmoid,
+    "elu": lambda s: F.elu(s) + 1,
+    "identity": lambda s: s,
 }
 
 
@@ -38,7 +37,7 @@ class Operation:
     """One row of WSE's table of attention operations.
 
     Attributes:
-        similarity: a name of SIMILARITIES.
+        similarity: a name of LOG_SIMILARITIES.
         divisor: Z.
         factor: α of Z = Σ/α, which the sum divides (WSE table 14); 1 is the usual sum.
         power: p of Z = (Σ simᵖ)^(1/p); 1 is the usual sum.
@@ -51,7 +50,7 @@ class Operation:
 
     def log_similarity(self, logits: torch.Tensor) -> torch.Tensor:
         """ℓ = log|sim|, finite."""
-        return SIMILARITIES[self.similarity].log(logits)
+        return LOG_SIMILARITIES[self.similarity](logits)
 
     def weights(self, logits: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows of logits (B,H,R,T) over all keys, and which of them the query may see → sim ÷ Z of the same shape, 0
@@ -60,7 +59,7 @@ class Operation:
         logits = logits.masked_fill(~seen, 0.0)  # of which every sim and its gradient are finite
         if self.similarity == "exp":
             return self._exponential(logits, seen)
-        sim = SIMILARITIES[self.similarity].sim(logits).masked_fill(~seen, 0.0)
+        sim = SIMILARITIES[self.similarity](logits).masked_fill(~seen, 0.0)
         with torch.no_grad():
             lse = _log_sum(self.log_similarity(logits), seen)
         return sim / self._divisor_of(sim), lse

@@ -189,14 +189,7 @@ def _manifest(
         config.model_dump(mode="json"),
         start,
         [TABLE],
-        model={
-            "name": loaded.name,
-            "source": loaded.source,
-            "revision": loaded.revision,
-            "commit": loaded.commit,
-            "weights": loaded.weights,
-            "parameters": sum(each.numel() for each in loaded.model.parameters()),
-        },
+        model=loaded.origin | {"parameters": sum(each.numel() for each in loaded.model.parameters())},
         dtype=str(loaded.model.dtype).removeprefix("torch."),
         harness=importlib.metadata.version(PACKAGE),
     )

@@ -43,11 +43,7 @@ def _described(subject: Subject, config: RunConfig, facts: Facts) -> dict[str, A
     return {
         "condition": inputs.condition,
         "model": {
-            "name": loaded.name,
-            "source": loaded.source,
-            "revision": loaded.revision,
-            "commit": loaded.commit,
-            "weights": loaded.weights,
+            **loaded.origin,
             "adapter": loaded.adapter,
             "architecture": type(loaded.model).__name__,
             "text_tower": {"path": path, "architecture": type(tower).__name__} if path else None,

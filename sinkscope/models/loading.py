@@ -68,6 +68,11 @@ class LoadedModel:
     weights: str = "in memory"  # how they were stored: "safetensors", "pickle", "Q4_1 (GGUF, dequantized)"
     adapter: Mapping[str, Any] | None = None  # for run.json; None where there is none
 
+    @property
+    def origin(self) -> dict[str, str | None]:
+        """Where it is from, for run.json."""
+        return {name: getattr(self, name) for name in ("name", "source", "revision", "commit", "weights")}
+
 
 def load(
     model: str | None = None,

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from pydantic import field_validator
 
 from sinkscope.options.measuring import DeviceOptions, ModelOptions, SeedOptions
-from sinkscope.options.option import as_folder_name, option
+from sinkscope.options.option import as_folder_name, option, split_all_names
 
 HELLASWAG = "hellaswag"  # WSE figure 10
 
@@ -31,11 +31,7 @@ class BenchmarkOptions(SeedOptions, DeviceOptions, ModelOptions):
     @field_validator("tasks", mode="before")
     @classmethod
     def _split(cls, names: Any) -> Any:
-        """As the command line has them: `a,b,c`."""
-        listed = [names] if isinstance(names, str) else names
-        if not isinstance(listed, list | tuple):
-            return names
-        return [name.strip() for part in listed for name in str(part).split(",") if name.strip()]
+        return split_all_names(names)
 
     @field_validator("tasks")
     @classmethod

@@ -8,7 +8,15 @@ from pydantic import AfterValidator, field_validator, model_validator
 
 from sinkscope.options.devices import check_device_map
 from sinkscope.options.files import kind_of, names_in, user_path
-from sinkscope.options.option import MOST, Options, as_folder_name, checked, distinct_folder_name, option
+from sinkscope.options.option import (
+    MOST,
+    Options,
+    as_folder_name,
+    checked,
+    distinct_folder_name,
+    option,
+    split_all_names,
+)
 
 POSITIONS, WINDOW = 16, 64  # where the sequences are long enough; GS fig. 1 and WSE
 PROMPT = "prompt"  # the condition of a run on --prompt
@@ -151,11 +159,7 @@ class ObservableOptions(Options):
     @field_validator("observables", mode="before")
     @classmethod
     def _split(cls, names: Any) -> Any:
-        """As the command line has them: `a,b,c`."""
-        listed = [names] if isinstance(names, str) else names
-        if not isinstance(listed, list | tuple):
-            return names
-        return [name.strip() for part in listed for name in str(part).split(",") if name.strip()]
+        return split_all_names(names)
 
     @field_validator("observables")
     @classmethod

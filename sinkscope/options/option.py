@@ -95,6 +95,17 @@ def flag(name: str) -> str:
     return f"--{name.strip('_').replace('_', '-')}"
 
 
+def split_names(text: str) -> list[str]:
+    """As the command line has them: `a,b,c`."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def split_all_names(given: Any) -> Any:
+    """The names of one text or of several; anything else is left to pydantic's complaint."""
+    listed = [given] if isinstance(given, str) else given
+    return [name for part in listed for name in split_names(str(part))] if isinstance(listed, list | tuple) else given
+
+
 def as_folder_name(*parts: str | None) -> str:
     """The parts that there are, joined by hyphens, without characters that do not belong in a folder's name."""
     return re.sub(r"[^\w.+=@-]+", "-", "-".join(part for part in parts if part)).lstrip(".-")

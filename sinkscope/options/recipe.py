@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, field_validator
 from sinkscope.errors import InputError, closest, one_line, unknown
 from sinkscope.options import COMMANDS
 from sinkscope.options.files import kind_of, names_in, user_path
-from sinkscope.options.option import Options, checked
+from sinkscope.options.option import Options, checked, split_names
 from sinkscope.options.yaml_file import ENDINGS, read_yaml
 
 COMPARISON = "comparison"  # the folder beside those of several runs
@@ -77,7 +77,7 @@ class Content(BaseModel):
     def _split(cls, names: Any) -> Any:
         """As on the command line: `a,b`."""
         if isinstance(names, str):
-            return [name.strip() for name in names.split(",") if name.strip()]
+            return split_names(names)
         return [] if names is None else names
 
     @field_validator("command")

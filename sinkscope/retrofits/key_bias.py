@@ -8,7 +8,6 @@ a logit of 0 in every row: no other start lowers every query's logit without loo
 scratch and starts at N(0, .02²): `deviation=0.02`.
 """
 
-from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 import torch
@@ -51,19 +50,11 @@ class KeyBias(DenominatorPart):
         self.heads, self.width = layer.heads, layer.head_dim
         rows = 1 if chosen.shared else layer.heads
         self.key = layer.empty(rows, min(chosen.dimensions or self.width, self.width))
-        self.deviation = chosen.deviation
         learned = chosen.value == "learned"
         self.value: nn.Parameter | None = layer.empty(rows, self.width) if learned else None
         self.fixed = (chosen.value, chosen.norm) if chosen.value in ("axis", "uniform") else None
-        if self.deviation:
-            for name, parameter in list(self.named_parameters()):
-                first = layer.random(*parameter.shape, deviation=self.deviation)
-                self.register_buffer(f"first_{name}", first)
-
-    def start(self) -> Mapping[str, torch.Tensor]:
-        if not self.deviation:
-            return {name: torch.zeros_like(parameter) for name, parameter in self.named_parameters()}
-        return {name: self.get_buffer(f"first_{name}") for name, _ in self.named_parameters()}
+        if chosen.deviation:
+            self.draw_start(layer, chosen.deviation)
 
     def forward(self, query: torch.Tensor, call: AttentionCall) -> torch.Tensor:
         # a call whose logits the model's own code has made does not say exactly how they were scaled

@@ -5,7 +5,6 @@ each head. The feature maps act in front of the taps, so that what is measured a
 paper's p-norm and scaled sums are `softmax` with `power` and `factor`.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
@@ -19,7 +18,6 @@ from sinkscope.attention.taps import NAME, OtherOperation
 from sinkscope.errors import unknown
 from sinkscope.models.family import Family
 from sinkscope.models.towers import text_tower
-from sinkscope.retrofits.registers import RETROFIT
 from sinkscope.retrofits.retrofit import AttentionPart, Layer, Retrofit
 
 # name → the feature map, and the operation on the features' products
@@ -52,12 +50,8 @@ class AttendBy(AttentionPart, OtherOperation):
         self.operation = operation
         self.map = features
         if features == "mlp":
-            size = (2, layer.value_heads, layer.head_dim, layer.head_dim)
-            self.weights = layer.empty(*size)
-            self.register_buffer("first", layer.random(*size, deviation=layer.head_dim**-0.5))
-
-    def start(self) -> Mapping[str, torch.Tensor]:
-        return {"weights": self.get_buffer("first")} if self.map == "mlp" else {}
+            self.weights = layer.empty(2, layer.value_heads, layer.head_dim, layer.head_dim)
+            self.draw_start(layer, layer.head_dim**-0.5)
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
         if self.map == "elu":
@@ -70,7 +64,6 @@ class AttendBy(AttentionPart, OtherOperation):
         return x
 
     def attach(self, layer: Layer, model: PreTrainedModel, family: Family) -> None:
-        layer.attention.add_module(RETROFIT, self)
         text_tower(model)[1].set_attn_implementation(NAME)
 
 

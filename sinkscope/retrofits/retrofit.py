@@ -60,10 +60,6 @@ class Layer:
     def empty(self, *shape: int) -> nn.Parameter:
         return nn.Parameter(torch.empty(*shape, dtype=self.dtype, device=self.device))
 
-    def random(self, *shape: int, deviation: float) -> torch.Tensor:
-        """N(0, deviation²), of torch's random state."""
-        return torch.randn(*shape, dtype=self.dtype, device=self.device) * deviation
-
 
 def layers_of(model: PreTrainedModel, family: Family) -> list[Layer]:
     """Every attention layer; InputError if the family's row does not say how its values are projected."""
@@ -124,10 +120,20 @@ def _by_head(x: torch.Tensor, axis: int) -> torch.Tensor:
 
 
 class AttentionPart(Part):
-    """One that a module of attention gets."""
+    """One that a module of attention gets. Its parameters start at 0 unless it says otherwise."""
+
+    def draw_start(self, layer: Layer, deviation: float) -> None:
+        """Let all parameters start at N(0, deviation²), of torch's random state. What is drawn is saved with them."""
+        for name, parameter in list(self.named_parameters()):
+            drawn = torch.randn(parameter.shape, dtype=layer.dtype, device=layer.device) * deviation
+            self.register_buffer(f"first_{name}", drawn)
+
+    def start(self) -> Mapping[str, torch.Tensor]:
+        drawn = dict(self.named_buffers())
+        return {name: drawn.get(f"first_{name}", torch.zeros_like(p)) for name, p in self.named_parameters()}
 
     def attach(self, layer: Layer, model: PreTrainedModel, family: Family) -> None:
-        """Put this part into the attention, and have it run."""
+        """Have this part, which is in the attention module, run."""
         raise NotImplementedError
 
 
@@ -158,7 +164,6 @@ class ValuePart(GatePart):
         self.is_whole = layer.value.is_whole
 
     def attach(self, layer: Layer, model: PreTrainedModel, family: Family) -> None:
-        layer.attention.add_module(RETROFIT, self)
         layer.value.module.register_forward_hook(self._changed)
 
     def _changed(self, module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
@@ -179,7 +184,6 @@ class OutputPart(GatePart):
         self.awaited: torch.Tensor | None = None  # the factors (B,T,H) between the value and the output projection
 
     def attach(self, layer: Layer, model: PreTrainedModel, family: Family) -> None:
-        layer.attention.add_module(RETROFIT, self)
         layer.value.module.register_forward_hook(self._made)
         layer.output.register_forward_pre_hook(self._gated)
         layer.attention.register_forward_hook(self._was_used)
@@ -201,7 +205,7 @@ class OutputPart(GatePart):
 
 
 class DenominatorPart(AttentionPart, Denominator):
-    """A logit without a value in each row's softmax. `scaling` is used if the model's own code makes the logits."""
+    """A further logit in each row's softmax. `scaling` is used if the model's own code makes the logits."""
 
     def __init__(self, layer: Layer) -> None:
         super().__init__()
@@ -209,7 +213,6 @@ class DenominatorPart(AttentionPart, Denominator):
         self.is_biased = layer.is_biased
 
     def attach(self, layer: Layer, model: PreTrainedModel, family: Family) -> None:
-        layer.attention.add_module(RETROFIT, self)
         if family.door == "interceptor":
             Interceptor().watch(layer.attention)
         else:
@@ -240,4 +243,5 @@ class Retrofit(BaseModel):
         for layer in layers_of(model, family):
             part = self.part(layer)
             part.reset()
+            layer.attention.add_module(RETROFIT, part)
             part.attach(layer, model, family)

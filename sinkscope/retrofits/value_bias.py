@@ -1,15 +1,12 @@
 """A learned vector added to every head's output (WSE §7.2, table 4: V biases)."""
 
-from collections.abc import Mapping
 from typing import ClassVar
 
-import torch
 from pydantic import Field
 from torch import nn
 from transformers import PreTrainedModel
 
 from sinkscope.models.family import Family
-from sinkscope.retrofits.registers import RETROFIT
 from sinkscope.retrofits.retrofit import AttentionPart, Layer, Retrofit
 
 
@@ -20,13 +17,10 @@ class ValueBias(AttentionPart):
         super().__init__()
         self.heads = layer.heads
         self.bias = layer.empty(1 if shared else layer.heads, layer.head_dim)
-        self.register_buffer("first", layer.random(*self.bias.shape, deviation=deviation))
-
-    def start(self) -> Mapping[str, torch.Tensor]:
-        return {"bias": self.get_buffer("first")}
+        if deviation:
+            self.draw_start(layer, deviation)
 
     def attach(self, layer: Layer, model: PreTrainedModel, family: Family) -> None:
-        layer.attention.add_module(RETROFIT, self)
         layer.output.register_forward_pre_hook(self._added)
 
     def _added(self, module: nn.Module, args: tuple) -> tuple:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.retrofitted import IDS, SETTINGS, in_double, plain_model, train
-from tiny import batched, padded, ragged_tokens, tiny_tokens
+from support.retrofitted import IDS, SETTINGS, assert_close, gradient_tables, in_double, plain_model, train
+from tiny import padded, ragged_tokens, tiny_tokens
 from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
@@ -19,7 +19,6 @@ import sinkscope
 from sinkscope.attention import kernels
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.errors import InputError
-from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Observable
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
@@ -163,10 +162,6 @@ def loss(model: PreTrainedModel, ids: torch.Tensor = IDS) -> torch.Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def assert_close(ours: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-10) -> None:
-    torch.testing.assert_close(ours, expected, rtol=0, atol=tolerance * max(1e-30, float(expected.abs().max())))
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 @EACH
 def test_logits_and_gradients_are_the_formulas(name: str, label: str) -> None:
@@ -225,13 +220,8 @@ def test_what_is_measured_is_the_proxy(name: str, kernel: str, label: str) -> No
 @EACH
 def test_values_get_the_gradient_that_attention_routes_to_them(label: str) -> None:
     """∇v_s = Σ_t sim/Z g_t, of sequences of several lengths."""
-    model, sequences = shared("llama", label), ragged_tokens((10, 10, 7))
-    observable, family = OBSERVABLES["gradient"](SETTINGS), find_family(model)
-    with in_double(model), open_tracer(model, family) as tracer:
-        observable.prepare(model, family, sum(len(ids) - 1 for ids in sequences))
-        for batch in batched(sequences, 2):
-            tracer.forward_backward(batch, [observable])
-    assert observable.tables()["gradient_check"]["identity_residual"].max() < 1e-9
+    check = gradient_tables(shared("llama", label), ragged_tokens((10, 10, 7)))["gradient_check"]
+    assert check["identity_residual"].max() < 1e-9
 
 
 @EACH

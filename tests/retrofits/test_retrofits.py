@@ -19,6 +19,8 @@ from support.retrofitted import (
     METHODS,
     OWN_SINKS,
     SETTINGS,
+    assert_close,
+    gradient_tables,
     in_double,
     plain_model,
     retrofitted,
@@ -41,7 +43,6 @@ from sinkscope.attention.weights import AttentionRead
 from sinkscope.commands.list import listing
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.interventions import intervening
-from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Observable
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
@@ -59,10 +60,6 @@ from sinkscope.text.batch import REGISTER, Batch
 def logits(model: PreTrainedModel, ids: torch.Tensor = IDS, **inputs: Any) -> torch.Tensor:
     with in_double(model):
         return model(ids, use_cache=False, **inputs).logits
-
-
-def assert_close(ours: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-10) -> None:
-    torch.testing.assert_close(ours, expected, rtol=0, atol=tolerance * float(expected.abs().max()))
 
 
 # ------------------------------------------------------------------------------------------ the mathematics
@@ -637,14 +634,7 @@ LENGTHS = (10, 10, 7)
 @cache
 def backward_tables(name: str, label: str) -> dict[str, pd.DataFrame]:
     """Not to be changed."""
-    model, sequences = shared(name, label), ragged_tokens(LENGTHS)
-    observable = OBSERVABLES["gradient"](SETTINGS)
-    family = find_family(model)
-    with in_double(model), open_tracer(model, family) as tracer:
-        observable.prepare(model, family, sum(len(ids) - 1 for ids in sequences))
-        for batch in batched(sequences, 2):
-            tracer.forward_backward(batch, [observable])
-    return observable.tables()
+    return gradient_tables(shared(name, label), ragged_tokens(LENGTHS))
 
 
 @EACH_FAMILY

@@ -1,15 +1,21 @@
 """Every retrofit in every tiny model, its parameters moved away from their start."""
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import gradient_reference
+import numpy as np
+import pandas as pd
 import pytest
 import torch
-from tiny import TINY, tiny_model, tiny_tokens
+from tiny import TINY, batched, tiny_model, tiny_tokens
 from transformers import PreTrainedModel
 
+from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Settings
+from sinkscope.measuring.tracer import open_tracer
+from sinkscope.models.families import find_family
 from sinkscope.retrofits import new_parameters, retrofit_model
 
 EACH_FAMILY = pytest.mark.parametrize("name", TINY)
@@ -82,3 +88,16 @@ def train(model: PreTrainedModel) -> None:
 def in_double(model: PreTrainedModel) -> Any:
     """The modelling code is that of the class beneath the retrofitted one."""
     return gradient_reference.in_double(model.base_model)
+
+
+def assert_close(ours: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-10) -> None:
+    torch.testing.assert_close(ours, expected, rtol=0, atol=tolerance * float(expected.abs().max()))
+
+
+def gradient_tables(model: PreTrainedModel, sequences: Sequence[np.ndarray]) -> dict[str, pd.DataFrame]:
+    observable, family = OBSERVABLES["gradient"](SETTINGS), find_family(model)
+    with in_double(model), open_tracer(model, family) as tracer:
+        observable.prepare(model, family, sum(len(ids) - 1 for ids in sequences))
+        for batch in batched(sequences, 2):
+            tracer.forward_backward(batch, [observable])
+    return observable.tables()

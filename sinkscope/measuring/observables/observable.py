@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from sinkscope.attention.weights import AttentionRead
-from sinkscope.measuring.accumulators import Accumulator
+from sinkscope.measuring.accumulators import Accumulator, Sums
 from sinkscope.models.family import Family
 from sinkscope.options.measuring import ObservableOptions
 from sinkscope.results.tables import Columns
@@ -115,8 +115,8 @@ class Mean(Accumulator):
     """Running mean over sequences of statistics (…,P), one accumulator per key, summed in float64 where they arise."""
 
     def __init__(self) -> None:
-        self._sum: dict[Any, torch.Tensor] = {}
-        self._count: dict[Any, torch.Tensor | int] = {}
+        self._sum: Sums[Any] = Sums()
+        self._count: Sums[Any] = Sums()
 
     def add(self, key: Any, x: torch.Tensor, present: torch.Tensor | None = None) -> None:
         """x (B,…,P); `present` (B,P) says which sequences have which position (None: all)."""
@@ -125,14 +125,12 @@ class Mean(Accumulator):
             present = present.to(x.device)
             x = x.masked_fill(~present.view(present.shape[0], *[1] * (x.dim() - 2), present.shape[-1]), 0.0)
             count = present.sum(0)
-        total = x.sum(0, dtype=torch.float64)
-        self._sum[key] = self._sum[key] + total if key in self._sum else total
-        self._count[key] = self._count.get(key, 0) + count
+        self._sum.add(key, x.sum(0, dtype=torch.float64))
+        self._count.add(key, count)
 
     def merge(self, other: Self) -> None:
-        for key, total in other._sum.items():
-            self._sum[key] = self._sum[key] + total if key in self._sum else total
-            self._count[key] = self._count.get(key, 0) + other._count[key]
+        self._sum.merge(other._sum)
+        self._count.merge(other._count)
 
     def __getitem__(self, key: Any) -> np.ndarray:
         """NaN where no sequence had the position."""
