@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 
 class Process:
     """A process that has been started, and ends with what it was given to do."""
@@ -57,6 +59,7 @@ def work_and_exit(work: Callable[[], Any]) -> None:
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+        torch.set_num_threads(torch.get_num_threads())  # mends the pool, which two threads must not do at once
         work()
         status = 0
     except SystemExit as ending:

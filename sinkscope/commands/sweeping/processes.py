@@ -132,8 +132,8 @@ def _main(group: Group, sender: Connection, threads: int, device: int | None) ->
     settle()
     import torch
 
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(threads)
+    # Set in any case: torch mends a forked process's pool of threads here, and two threads that need it at once fail.
+    torch.set_num_threads(torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else threads)
     try:
         for event in measured(group):
             sender.send(event)
