@@ -148,7 +148,7 @@ def _swept(
             if each.state == State.DONE:  # a kill may have come between that and this
                 folders.forget(each.cell.name)
         wanted = (each for each in plan if each.is_wanted(asked.retry))
-        todo = sized(wanted, only_of_hub=asked.engine == "local" and pool.workers == 1)
+        todo = sized(wanted, pool.share)
         if asked.address is None:  # other machines have other disks
             check_disk(todo, pool.workers if asked.evict else None)
         tasks = {each.cell.name: _task(found, each.cell, folders) for each in todo}

@@ -13,6 +13,7 @@ import torch
 import sinkscope
 from sinkscope.commands.sweep import _task, check, compared
 from sinkscope.commands.sweeping.plan import groups_of, planned, sized
+from sinkscope.commands.sweeping.processes import Processes
 from sinkscope.commands.sweeping.worker import State, measured
 from sinkscope.options.sweep_file import read_sweep
 from sinkscope.results.cells import CellFolders
@@ -31,7 +32,7 @@ def main(cells: int = 3, sequences: int = 24) -> None:
     found = read_sweep(str(file), {})
     check(found)
     folders = CellFolders(folder / "out")
-    todo = sized(planned(found.cells, folders), only_of_hub=True)  # with one worker
+    todo = sized(planned(found.cells, folders), Processes(2).share)
     groups = groups_of(todo, {cell.name: _task(found, cell, folders) for cell in found.cells})
     planning = time.process_time() - start
 
@@ -59,7 +60,7 @@ def main(cells: int = 3, sequences: int = 24) -> None:
     overhead = (planning + comparing) / sum(times)
     print("cells:", ", ".join(f"{seconds:.1f} s" for seconds in times))
     print(f"planning {planning:.2f} s, comparing {comparing:.2f} s: {overhead:.1%} of the cells' time")
-    print(f"with several workers, the sizes of models besides: {sizing:.2f} s")
+    print(f"where two such models might not fit into memory, their sizes besides: {sizing:.2f} s")
     print(f"one load takes {loading:.1f} s: sharing it saves {(cells - 1) * loading:.1f} s of {cells} cells")
 
 

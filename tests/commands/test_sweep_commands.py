@@ -1,6 +1,7 @@
 """Several commands in one sweep, training among them: each cell is what its command writes, and goes on by itself."""
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ from tiny import tiny_model
 
 import sinkscope
 from sinkscope.commands.sweep import SweepRun
-from sinkscope.commands.sweeping import processes
-from sinkscope.commands.sweeping.plan import planned, sized
+from sinkscope.commands.sweeping import plan, processes
+from sinkscope.commands.sweeping.plan import Size, planned, sized
 from sinkscope.commands.sweeping.worker import State, load_key
 from sinkscope.errors import InputError
 from sinkscope.measuring.processes import Team
@@ -230,3 +231,14 @@ def test_shared_options_are_of_the_commands_that_have_them(folder: Path, tmp_pat
         "train": ("eager", "bfloat16"),
     }
     assert found["benchmark"].trust_remote_code
+
+
+@pytest.mark.parametrize(("share", "is_read"), [(0.0, True), (2e9, True), (20e9, False), (math.inf, False)])
+def test_a_small_gguf_file_is_not_read_for_its_size(
+    share: float, is_read: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(100 << 20))
+    file = written(tmp_path / "sweep.yaml", {"title": "One", "models": [str(tmp_path / "model.gguf")]})
+    monkeypatch.setattr(plan, "size_of", lambda options: Size(1))
+    (each,) = sized(planned(read_sweep(str(file), {}).cells, CellFolders(tmp_path / "out")), share)
+    assert each.size == (Size(1) if is_read else Size())

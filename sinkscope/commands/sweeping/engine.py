@@ -27,9 +27,11 @@ class Pool(Protocol):
 
     Attributes:
         workers: how many there can be at once.
+        share: bytes that each can have when all run; 0 where every group must say what it needs.
     """
 
     workers: int
+    share: float
 
     def has_room(self, group: Group) -> bool: ...
 

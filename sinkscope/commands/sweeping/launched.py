@@ -3,6 +3,7 @@
 The first one plans, and hands each group to the others; it alone writes.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ class Launched:
     """A pool of one worker: all processes together."""
 
     workers = 1
+    share = math.inf
 
     def __init__(self, members: Team) -> None:
         self._members = members

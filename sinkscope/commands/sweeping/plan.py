@@ -1,7 +1,9 @@
 """What a sweep has to do: the size of its models, found without their weights, and which cells are done."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -23,6 +25,8 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 AT_LEAST = 700 << 20  # bytes of a process with its libraries
 MARGIN = 1.2
 OF_A_QUESTION = 128  # tokens of a benchmark's, about
+GGUF_BITS = 1.5  # that a parameter takes in a GGUF file, at least
+LARGEST_VOCABULARY = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -83,23 +87,39 @@ def planned(cells: Iterable[Cell], folders: CellFolders) -> list[Planned]:
     return [Planned(cell, *state_of(cell, folders)) for cell in cells]
 
 
-def sized(plan: Iterable[Planned], only_of_hub: bool = False) -> list[Planned]:
-    """The same with the sizes of their models, each found once: the header of a GGUF file takes seconds.
+def sized(plan: Iterable[Planned], share: float = 0.0) -> list[Planned]:
+    """The same with the sizes of their models, each found once.
 
     Args:
-        only_of_hub: one worker needs no sizes to share memory by, and only what it downloads is asked for.
+        share: bytes that each worker can have. What surely takes no more gets no size, unless it is on the hub: the
+            header of a GGUF file takes seconds to read. Infinite for one worker, which shares with no other.
     """
     sizes: dict[tuple, Size] = {}
     found = []
     for each in plan:
-        if only_of_hub and not is_on_hub(each.cell.source[0]):
-            found.append(each)
-            continue
-        key = load_key(each.cell.options)
+        options = each.cell.options
+        key = load_key(options)
         if key not in sizes:
-            sizes[key] = size_of(each.cell.options)
+            sizes[key] = Size() if surely_fits(options, share) else size_of(options)
         found.append(replace(each, size=sizes[key]))
     return found
+
+
+def surely_fits(options: Any, share: float) -> bool:
+    """Whether measuring a model that is here takes no more than so many bytes, as far as its file's size can tell."""
+    model = getattr(options, "model", None)
+    if is_on_hub(model):
+        return False
+    if isinstance(options, TrainOptions) or share in (0.0, math.inf):
+        return share == math.inf
+    try:
+        gguf = find_settings(model, options.revision, options.gguf_file).gguf
+    except SinkscopeError:  # what is wrong is said of the cell when it is measured
+        return False
+    if gguf is None:
+        return False
+    most = int(Path(gguf).stat().st_size * 8 / GGUF_BITS)
+    return Size(most, most * BYTES["float32"], LARGEST_VOCABULARY).memory(options) <= share
 
 
 def state_of(cell: Cell, folders: CellFolders) -> tuple[State, str]:

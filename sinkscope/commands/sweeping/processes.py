@@ -1,5 +1,6 @@
 """Workers as processes of this machine: each has its own memory, which is free again when it ends or is killed."""
 
+import math
 import multiprocessing
 import os
 import signal
@@ -43,6 +44,7 @@ class Processes:
         self.workers, self._devices = workers, accelerators() if workers > 1 else 0
         self._threads = max(1, (os.cpu_count() or 1) // workers)
         self._budget = available_memory()
+        self.share = self._budget / workers if workers > 1 else math.inf
         self._workers: dict[int, _Worker] = {}
         self._started = 0
 

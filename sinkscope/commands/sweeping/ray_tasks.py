@@ -24,6 +24,8 @@ class RayTasks:
         SinkscopeError: the cluster cannot be reached.
     """
 
+    share = 0.0  # Ray finds the machine that has room for a group
+
     def __init__(self, address: str | None, cpus: int | None = None) -> None:
         try:
             import ray
