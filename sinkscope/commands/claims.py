@@ -122,7 +122,7 @@ def claims(
                 _notice_of_others(known, name, console)
                 before = members.of_the_first(partial(_begun, kept, subject))
                 known, skipped = replace(known, runs=[*known.runs, *before[0]]), _merged(skipped, before[1])
-                measured = Bench(subject, config, console, known.runs, kept).evidence(skipped)
+                measured = Bench(subject, config, console, known.runs, before[0], kept).evidence(skipped)
                 card = _scorecard(known.completed(measured, name), config, start)
         return card if kept is None else kept.finish(card)
 
@@ -224,7 +224,9 @@ class Bench:
     config: ClaimsOptions
     console: Console
     known: Sequence[RunData]
+    earlier: Sequence[RunData] = ()  # those of them that the same call has measured before it was broken off
     kept: ScorecardFolder | None = None  # where runs are written as soon as they are measured
+    analyzed: RunData | None = None  # the model as it is, where the same call has measured it
     interrupt: BaseException | None = None  # that ended an experiment of which some arms were finished
     skipped: dict[str, str] = field(default_factory=dict)  # role → why it does not apply
     failed: dict[str, str] = field(default_factory=dict)  # role → how its run broke off
@@ -232,9 +234,13 @@ class Bench:
     def evidence(self, skipped: Mapping[str, Mapping[str, str]]) -> Evidence:
         """Measure what is missing. The run of the model as it is comes first: by it a claim speaks of the model."""
         runs: list[RunData] = list(models_of(self.known).get(self.subject.loaded.name, ()))
-        if not evidence_of(runs, self.name).has(MAIN):
+        main = evidence_of(runs, self.name).runs.get(MAIN)
+        if main is None:
             print_line(self.console, "the model as it is")
-            runs.append(self._keep(self._analyzed(self.subject, {}), MAIN))
+            self.analyzed = self._keep(self._analyzed(self.subject, {}), MAIN)
+            runs.append(self.analyzed)
+        elif any(main is run for run in self.earlier):
+            self.analyzed = main
         if self.subject.family.has_attention:
             self._skip(self._inapplicable())
         wanted = self._wanted(evidence_of(runs, self.name))
@@ -341,7 +347,7 @@ class Bench:
         stacks = {label: parse_all(stack) for label, stack in dict(config.stacks).items()}
         experiment = Experiment(
             subject, config, stacks, config.draws, lenient=True, console=self.console, without_controls=alone,
-            without_loss=without_loss,
+            without_loss=without_loss, analyzed=self.analyzed if subject is self.subject else None,
         )  # fmt: skip
         tables, self.interrupt = experiment.run(), experiment.interrupt
         facts = Facts(experiment.batch_size, parity=experiment.parity_error)

@@ -4,7 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import pandas as pd
@@ -21,12 +21,13 @@ from sinkscope.measuring.measure import Chosen, choose, prepared, settings_of, t
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import NO_ATTENTION, Mean, Observable, Reading, Settings
 from sinkscope.measuring.parity import parity_check
-from sinkscope.measuring.passes import Kind, Pass, pass_over
+from sinkscope.measuring.passes import LOSS_TABLES, Kind, Pass, pass_over
 from sinkscope.measuring.streaming import measure_streaming
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.tables import publish
 from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.options.measuring import ALWAYS, RunConfig
+from sinkscope.results.run import RunData
 from sinkscope.text.batch import Batch
 
 Stack = tuple[Intervention, ...]
@@ -50,6 +51,8 @@ class Experiment:
     """One model on one input: its arms are measured one after the other, and their tables are collected.
 
     `lenient`: an arm that does not apply is skipped, and the reason kept; otherwise it is an InputError.
+    `analyzed`: a run of the same subject with the same settings: where it has all that is compared, the model as it is
+    is not measured again. It has no mean maps, and then the arms have none.
     """
 
     subject: Subject
@@ -60,6 +63,7 @@ class Experiment:
     console: Console
     without_controls: Container[str] = ()  # labels
     without_loss: Container[str] = ()  # labels of arms of which no logits are made
+    analyzed: RunData | None = None
     records: dict[str, dict[str, Any]] = field(default_factory=dict)  # label → what was done, for the manifest
     skipped: dict[str, str] = field(default_factory=dict)  # label → why it was not
     errors: dict[str, Exception] = field(default_factory=dict)  # label → with which it broke off
@@ -85,11 +89,11 @@ class Experiment:
         known = Known(Target(self.subject.loaded.model, self.subject.family, seams={}), length)
         self._check_arms(known)
         self.subject.need_loss()
+        if self.analyzed and not self._has_all(self.analyzed):
+            self.analyzed = None
         self.chosen = self._choose()
         if any(_way(stack) == "pass" for stack in self.wanted.values()):
-            check = parity_check(self.subject, self.config, self.chosen.costs)
-            self.before = self._measured(BEFORE, (), extra=check.fresh)
-            self.parity_error = check.error
+            self.before = self._measured_before() if self.analyzed is None else self._taken_from(self.analyzed)
             known.tables, known.hidden_means = self.before.tables, self._hidden_mean
         resolved = self._resolved(known)
         for place, (label, stack) in enumerate(resolved.items(), 1):
@@ -135,12 +139,42 @@ class Experiment:
             for part in stack:
                 part.check(known.target, known.length)
 
+    def _has_all(self, run: RunData) -> bool:
+        """Whether a run has the loss, and what is watched."""
+        return LOSS_TABLES.keys() <= set(run.tables) and max(self._watched()) < self.config.positions
+
+    def _watched(self) -> set[int]:
+        """Positions at which effects are read."""
+        return {0, *(at for wanted in self.wanted.values() for part in wanted for at in part.watched)}
+
+    def _measured_before(self) -> Arm:
+        check = parity_check(self.subject, self.config, self.chosen.costs)
+        before = self._measured(BEFORE, (), extra=check.fresh)
+        self.parity_error = check.error
+        return before
+
+    def _taken_from(self, run: RunData) -> Arm:
+        """The model as it is, from a run's tables."""
+        self.parity_error = run.manifest["parity"]
+        wanted = {name for chosen in self.chosen.first for name in OBSERVABLES[chosen].columns} | LOSS_TABLES.keys()
+        tables = {name: run.tables[name] for name in run.tables if name in wanted - {*ANALYZED_ONLY}}
+        for name, table in tables.items():
+            self._parts[name].append(table.assign(condition=BEFORE))
+        by_sequence = tables["loss_by_sequence"]
+        loss = by_sequence["loss"] @ by_sequence["predicted"] / self.subject.inputs.num_predicted
+        return Arm(tables, float(loss))
+
     def _choose(self) -> Chosen:
         """The observables of every arm."""
         closer = next((name for name in self.config.observables or () if OBSERVABLES[name].after), None)
         if closer is not None:
             raise InputError(f"--observables {closer} does not apply: it looks closer at one model, not at arms")
-        return choose(self.subject, self.config)
+        chosen = choose(self.subject, self.config)
+        return (
+            chosen
+            if self.analyzed is None
+            else replace(chosen, first=tuple(name for name in chosen.first if name != MAPS))
+        )
 
     def _resolved(self, known: Known) -> dict[str, Stack]:
         """Label → what it is, once all that was left open is decided; before any arm is measured."""
@@ -216,7 +250,7 @@ class Experiment:
         positions alone, and of the first draw the maps.
         """
         names = [name for name in self.chosen.first if draw < 1 or name != MAPS]
-        watched = {0, *(at for wanted in self.wanted.values() for part in wanted for at in part.watched)}
+        watched = self._watched()
         settings = settings_of(self.subject, self.config, max(watched) + 1)
 
         def fresh() -> list[Observable]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from itertools import product
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -12,9 +13,10 @@ from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import upcast
 from sinkscope.attention.seam import open_seam
-from sinkscope.attention.streaming import BLOCK, check_applies, streaming
+from sinkscope.attention.streaming import check_applies, streaming
 from sinkscope.attention.taps import Seam
 from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.measuring.tracer import CHUNK
 from sinkscope.models.family import Family, input_device
 from sinkscope.results.tables import Column
 from sinkscope.text.inputs import TokenInputs
@@ -110,21 +112,17 @@ def _methods(windows: tuple[int, ...], keep: tuple[int, ...], length: int) -> li
     return [Method("dense", -1, 0), *streams]
 
 
-def token_losses(logits: torch.Tensor, token_ids: torch.Tensor, chunk: int = BLOCK) -> torch.Tensor:
+def token_losses(logits: torch.Tensor, token_ids: torch.Tensor, chunk: int = CHUNK) -> torch.Tensor:
     """Cross-entropy (B,T-1), in nats, of each token given those before it: logits (B,T,V), token_ids (B,T).
 
     Computed for `chunk` tokens at a time: the log-softmax of all would be as large as the logits.
     """
     labels = token_ids[:, 1:].to(logits.device)
-    pieces = [
-        F.cross_entropy(
-            upcast(logits[:, start : min(start + chunk, labels.shape[1])]).transpose(1, 2),
-            labels[:, start : start + chunk],
-            reduction="none",
-        )
-        for start in range(0, labels.shape[1], chunk)
-    ]
-    return torch.cat(pieces, dim=1)
+    losses = torch.zeros(labels.shape, device=logits.device)
+    for row, start in product(range(len(labels)), range(0, labels.shape[1], chunk)):
+        part = slice(start, min(start + chunk, labels.shape[1]))
+        losses[row, part] = F.cross_entropy(upcast(logits[row, part]), labels[row, part], reduction="none")
+    return losses
 
 
 def _rows(method: Method, losses: torch.Tensor, sequences: int) -> Iterator[dict[str, Any]]:

@@ -11,7 +11,7 @@ from sinkscope.measuring.quantization_study import QUANTIZATION_TABLES
 from sinkscope.measuring.streaming import STREAMING_COLUMNS
 from sinkscope.models.loading import LoadedModel
 from sinkscope.results.tables import LEADING, METRIC, TRAINING_TABLES, VALUE, Columns, names_of
-from sinkscope.text.tokens import token_text
+from sinkscope.text.tokens import token_texts
 
 
 def all_tables() -> dict[str, Columns]:
@@ -36,7 +36,7 @@ def column_names(table: str) -> tuple[str, ...]:
 def publish(raw: Mapping[str, pd.DataFrame], loaded: LoadedModel, condition: str) -> dict[str, pd.DataFrame]:
     """The tables of one model under one condition as a run holds them, with token texts beside token ids."""
     ids = {int(token) for table in raw.values() if "token_id" in table for token in table["token_id"].unique()}
-    tokens = {token: token_text(loaded.tokenizer, token) for token in ids}
+    tokens = token_texts(loaded.tokenizer, ids)
     return {name: shape_table(name, table, loaded.name, condition, tokens) for name, table in raw.items()}
 
 

@@ -1,6 +1,6 @@
 """What a tokenizer does to text, and how single token ids are checked and shown."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sinkscope.errors import InputError, described
@@ -70,10 +70,20 @@ def special_token_ids(tokenizer: "PreTrainedTokenizerBase | None") -> frozenset[
 
 def token_text(tokenizer: "PreTrainedTokenizerBase | None", token_id: int) -> str:
     """How a token looks in a table: its text, its raw form where it is part of a character, or "<id 123>"."""
+    return token_texts(tokenizer, [token_id])[token_id]
+
+
+def token_texts(tokenizer: "PreTrainedTokenizerBase | None", token_ids: Iterable[int]) -> dict[int, str]:
+    """Each id → how it looks. A tokenizer takes a millisecond to say how many tokens it has."""
+    size = 0 if tokenizer is None else len(tokenizer)
+    return {token_id: _text(tokenizer, token_id, size) for token_id in token_ids}
+
+
+def _text(tokenizer: Any, token_id: int, size: int) -> str:
     if token_id == REGISTER:
         return "<register>"
     by_number = f"<id {token_id}>"
-    if tokenizer is None or not 0 <= token_id < len(tokenizer):
+    if not 0 <= token_id < size:
         return by_number
     text = str(tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
     if text and "\ufffd" not in text:  # the replacement character: bytes that are no whole character

@@ -252,10 +252,24 @@ def test_an_interrupt_keeps_the_arms_that_are_finished(tmp_path: Path, monkeypat
     monkeypatch.setattr(Experiment, "_measured", counted)
     with pytest.raises(KeyboardInterrupt):
         sinkscope.claims(tiny_model("gpt2"), out=tmp_path / "card", **given)
-    assert measured == ["before", "nullify-query-bias", "nullify-query-bias control 0", "interrupted"]
+    assert measured == ["nullify-query-bias", "nullify-query-bias control 0", "interrupted"]
     card = sinkscope.claims(tiny_model("gpt2"), out=tmp_path / "card", **given)
-    assert measured[4:] == ["before", "scale-sink-value", "scale-sink-value control 0"]
+    assert measured[3:] == ["scale-sink-value", "scale-sink-value control 0"]
     assert Outcome.NOT_MEASURED not in (card.outcome("N-6"), card.outcome("V-24"))
+
+
+def test_arms_are_compared_with_the_model_as_it_was_analyzed(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if it had been measured among them: the same tables but for the mean maps, which no claim reads."""
+    given = {"input": str(text), "bos": "never", "num_seqs": 4, "draws": 1}
+    only(monkeypatch, "V-24")
+    arms = sinkscope.claims(tiny_model("gpt2"), **given).runs["GPT2LMHeadModel"]["loss-do:scale-sink-value"]
+    alone = sinkscope.intervene(tiny_model("gpt2"), do="scale-sink-value", **given)
+    assert set(alone.tables) - set(arms.tables) == {"arm_maps"}
+    label = next(name for name in arms.manifest["arms"] if name.startswith("scale-sink-value"))
+    for name, table in arms.tables.items():
+        other = alone.tables[name].replace(next(iter(alone.manifest["arms"])), label)
+        own = table[table["name"] == label] if name == "effect" else table[table["condition"].isin(other["condition"])]
+        pd.testing.assert_frame_equal(own.reset_index(drop=True), other, rtol=1e-6)
 
 
 def test_two_processes_judge_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
