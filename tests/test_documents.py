@@ -67,3 +67,17 @@ def test_the_output_of_contributing_is_in_the_run_folder(monkeypatch: pytest.Mon
     run = sinkscope.analyze(tiny_model("llama"), observables="attention", out=tmp_path / "run", **OPTIONS)
     text = (tmp_path / "run" / "summary.tex").read_text(encoding="utf-8")
     assert rf"sink rate at position 0 & {100 * run.metric('sink_rate'):.1f}\% \\" in text
+    sinkscope.intervene(tiny_model("llama"), do="mask-sink", draws=0, out=tmp_path / "arms", **OPTIONS)
+    assert not (tmp_path / "arms" / "summary.tex").exists()
+
+
+def test_the_sink_rate_is_defined_once() -> None:
+    """Nothing else compares a mass with ε."""
+    sources = (ROOT / "sinkscope").rglob("*.py")
+    found = [
+        path.name
+        for path in sources
+        for line in path.read_text("utf-8").splitlines()
+        if re.search(r"[<>]=? *\S*epsilon", line)
+    ]
+    assert found == ["metrics.py"]

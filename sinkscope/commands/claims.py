@@ -36,27 +36,20 @@ from sinkscope.measuring.subject import (
 from sinkscope.models.fingerprint import fingerprint
 from sinkscope.options.claims import ClaimsOptions
 from sinkscope.options.measuring import AnalyzeOptions, InterveneOptions, RunConfig
-from sinkscope.options.option import checked
 from sinkscope.options.output import OutputOptions
 from sinkscope.report.claims.evidence import LONG, MAIN, NULL, Evidence
 from sinkscope.report.claims.folder import ScorecardFolder, scorecard_folder
 from sinkscope.report.claims.gather import Collection
+from sinkscope.report.claims.given import collected, merged, skipped_in
 from sinkscope.report.claims.register import CLAIMS
 from sinkscope.report.claims.routes import ROLES as ROUTE_ROLES
 from sinkscope.report.claims.routes import routes_of_models
 from sinkscope.report.claims.scorecard import COMMAND, TABLES, Scorecard, evidence_of, judged, models_of
-from sinkscope.report.claims.trainings import OPTIONS, Steps, Training
 from sinkscope.report.run import Run
-from sinkscope.report.series import COMMAND as STEPS
-from sinkscope.report.series import Series
-from sinkscope.report.trained import COMMANDS as TRAININGS
-from sinkscope.report.trained import Trained
-from sinkscope.results.manifest import RUNS, read_manifest
 from sinkscope.results.manifest import make_manifest as make_folder_manifest
 from sinkscope.results.run import RunData
 from sinkscope.retrofits.registers import registers_before
 
-JUDGED = (*RUNS, *TRAININGS, STEPS, COMMAND)
 STREAMED, KEPT = "streaming-window:window=64", (0, 1, 2, 4)  # first tokens
 STREAM = 512  # tokens of a text that is streamed, where the model takes so many
 REPEATED = ("attention", "geometry", "activation", "equal-tokens")
@@ -102,8 +95,7 @@ def claims(
     """
     start = time.time()
     config = config or options_of(ClaimsOptions, model, options)
-    known = _known(runs, config.from_)
-    skipped = _skipped(config.from_)
+    known, skipped = collected(runs, config.from_), skipped_in(config.from_)
     check_config(config)
     judges_only = model is None and (config.only_judges or bool(known.runs and config.model is None))
     reads = (config.model, config.adapter, config.input, *config.from_)
@@ -121,7 +113,7 @@ def claims(
                 name = subject.loaded.name
                 _notice_of_others(known, name, console)
                 before = members.of_the_first(partial(_begun, kept, subject))
-                known, skipped = replace(known, runs=[*known.runs, *before[0]]), _merged(skipped, before[1])
+                known, skipped = replace(known, runs=[*known.runs, *before[0]]), merged(skipped, before[1])
                 measured = Bench(subject, config, console, known.runs, before[0], kept).evidence(skipped)
                 card = _scorecard(known.completed(measured, name), config, start)
         return card if kept is None else kept.finish(card)
@@ -140,53 +132,6 @@ def _notice_of_others(known: Collection, name: str, console: Console) -> None:
     models = models_of(known.runs)
     if models and name not in models:
         print_notices(console, [f"the runs given are of {', '.join(models)}: none is of {name}, and all is measured"])
-
-
-def _known(runs: Iterable[Run], folders: Iterable[Path]) -> Collection:
-    """What stands in folders of any command that measures, and what is handed over."""
-    found: dict[type, list[Any]] = {Run: list(runs), Training: [], Steps: []}
-    for folder in dict.fromkeys(folders):
-        for kind, one in _runs_in(folder):
-            found[kind].append(one)
-    return Collection(found[Run], tuple(found[Training]), tuple(found[Steps]))
-
-
-def _runs_in(folder: Path) -> Iterator[tuple[type, Any]]:
-    """A run, or all that stand in a folder of `claims`; the arms of a training, or its steps."""
-    command = read_manifest(folder, JUDGED)["command"]
-    if command in TRAININGS:
-        yield Training, _training(folder)
-    elif command == STEPS:
-        series = Series.open(folder)
-        yield Steps, Steps(series.manifest, series.runs, series.folder)
-    elif command != COMMAND:
-        yield Run, Run.open(folder)
-    elif (folder / "runs").is_dir():
-        yield from ((Run, Run.open(each)) for each in sorted((folder / "runs").iterdir()))
-    else:
-        raise InputError(f"--from {folder} judged runs that stand elsewhere: name those")
-
-
-def _training(folder: Path) -> Training:
-    """What `retrofit` or `train` left, with all its options: an older folder may lack some."""
-    trained = Trained.open(folder)
-    try:
-        options = checked(OPTIONS[trained.manifest["command"]], trained.manifest["config"])
-    except InputError as error:
-        raise InputError(f"{folder} is of another sinkscope, or damaged: {error}") from None
-    config = options.model_dump(mode="json", exclude={"method"})
-    return Training(trained.manifest | {"config": config}, trained.runs, trained.tables, trained.folder)
-
-
-def _skipped(folders: Iterable[Path]) -> dict[str, dict[str, str]]:
-    """Model → role → why it does not apply, as folders of `claims` have it."""
-    return _merged(*(read_manifest(folder, JUDGED).get("skipped_roles", {}) for folder in folders))
-
-
-def _merged(*found: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
-    """Model → role → why it does not apply, of several such."""
-    models = dict.fromkeys(model for one in found for model in one)
-    return {model: {role: why for one in found for role, why in one.get(model, {}).items()} for model in models}
 
 
 def _scorecard(evidence: Mapping[str, Evidence], config: ClaimsOptions, start: float) -> Scorecard:
@@ -293,10 +238,14 @@ class Bench:
     # --- the runs
 
     def input(self, given: Mapping[str, Any], observables: tuple[str, ...] = ("attention",)) -> Run:
-        """The same model on something else; of the observables those that apply to it."""
+        """The same model on something else; of the observables those that apply to it. Where the model was compared
+        with itself on the text, that is not done again for other tokens in batches of the same shape.
+        """
         loaded, family = self.subject.loaded, self.subject.family
         applying = [name for name in observables if OBSERVABLES[name].inapplicable(loaded.model, family) is None]
-        return self._analyzed(None, {"dataset": None, "prompt": None, "observables": applying, **given})
+        checked = self.config.skip_parity or self.analyzed is not None
+        other: dict[str, Any] = {"dataset": None, "prompt": None, "observables": applying, "skip_parity": checked}
+        return self._analyzed(None, {**other, **given})
 
     def length(self, tokens: int) -> Run:
         positions = min(self.config.positions, tokens)

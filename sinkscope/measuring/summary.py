@@ -1,6 +1,7 @@
 """The table `summary`: every metric by layer, and of the whole model (layer -1), from the other tables."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
@@ -14,7 +15,26 @@ from sinkscope.results.findings import FEWEST_QUERIES, OUTLIER
 from sinkscope.text.inputs import TokenInputs
 
 WHOLE_MODEL = -1
-LARGEST = ("max_inf_norm", "layer_inf_norm")  # of the layers: the whole model's
+# what the whole model has where that is not the mean of its layers
+OF_MODEL: Mapping[str, Callable[[pd.Series], float]] = {
+    "massive_count": pd.Series.sum,
+    "max_inf_norm": pd.Series.max,
+    "layer_inf_norm": pd.Series.max,
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What metrics are made of; as for `summarize`."""
+
+    tables: Mapping[str, pd.DataFrame]
+    inputs: TokenInputs
+    family: Family
+    scaling: tuple[float, ...]
+    outside: Collection[str]
+
+
+Metrics = tuple[dict[str, pd.Series], dict[str, float]]  # by layer; and of the whole model alone
 
 
 def summarize(
@@ -39,41 +59,18 @@ def summarize(
     Returns:
         layer (-1: the whole model), metric, value.
     """
-    per_layer: dict[str, pd.Series] = {}
-    totals: dict[str, float] = {}
-    if "attention" in tables:
-        per_layer |= _attention(tables, inputs)
-    if "geometry" in tables:
-        per_layer |= _geometry(tables["geometry"])
-        if inputs.repeats_one_token and not outside and _keeps_tokens_equal(family):
-            per_layer["repeated_bound"] = _repeated_bound(tables["geometry"], scaling, inputs.longest, family.causal)
-    if "gate" in tables:
-        per_layer |= _gate(tables["gate"])
-    if "activation" in tables:
-        per_layer["norm_ratio"] = _ratio_to_others(
-            tables["activation"].query("site == 'layer_out'"), "norm_mean", ["layer"]
-        )
-    if "massive" in tables:
-        counts = tables["massive"].groupby("layer")["is_massive"].sum() / len(inputs)
-        per_layer["massive_count"] = counts
-        totals["massive_count"] = float(counts.sum())
-    if "outlier" in tables:
-        of_outliers = _outliers(tables)
-        per_layer |= of_outliers
-        totals |= {name: float(series.max()) for name, series in of_outliers.items() if name in LARGEST}
-    if loss is not None:
-        totals |= {"loss": loss, "perplexity": float(np.exp(loss))}
-    if "gradient" in tables:
-        by_layer_gradient, fits = gradient_summary(tables, inputs.longest)
-        per_layer |= by_layer_gradient
-        totals |= fits | _gradient_null(inputs, family)
-    if "query_bias" in tables:
-        per_layer |= _query_bias(tables)
-        totals["delta_outlier_share"] = float((per_layer["delta_gap"] > OUTLIER).mean())
+    given = Measured(tables, inputs, family, scaling, outside)
+    by_layer: dict[str, pd.Series] = {}
+    whole: dict[str, float] = {} if loss is None else {"loss": loss, "perplexity": float(np.exp(loss))}
+    for name, metrics_of in METRICS_OF.items():
+        if name in tables:
+            metrics, of_model = metrics_of(given)
+            by_layer |= metrics
+            whole |= of_model
+    whole = {metric: float(OF_MODEL.get(metric, pd.Series.mean)(series)) for metric, series in by_layer.items()} | whole
     rows = [
-        (int(layer), metric, float(value)) for metric, series in per_layer.items() for layer, value in series.items()
+        (int(layer), metric, float(value)) for metric, series in by_layer.items() for layer, value in series.items()
     ]
-    whole = {metric: float(series.mean()) for metric, series in per_layer.items()} | totals
     rows += [(WHOLE_MODEL, metric, value) for metric, value in whole.items()]
     return pd.DataFrame(rows, columns=["layer", "metric", "value"])
 
@@ -82,12 +79,6 @@ def _keeps_tokens_equal(family: Family) -> bool:
     """Whether equal tokens stay equal in all layers of a model with rotary positions (WSE propositions 1 and 4)."""
     kinds = family.kinds_of_positions
     return "rotary" in kinds and kinds <= {"rotary", NO_POSITIONS} and family.mixes_by_attention_alone
-
-
-def _gradient_null(inputs: TokenInputs, family: Family) -> dict[str, float]:
-    if not (family.causal and family.has_attention):
-        return {}
-    return {"uniform_gradient_ratio": uniform_gradient_ratio(inputs.predicted)}
 
 
 def attention_by_layer(attention: pd.DataFrame, position: int = 0) -> pd.DataFrame:
@@ -111,7 +102,8 @@ def later_sinks(sinks: pd.DataFrame) -> pd.DataFrame:
     return clear[clear["position"] > 0]
 
 
-def _attention(tables: Mapping[str, pd.DataFrame], inputs: TokenInputs) -> dict[str, pd.Series]:
+def _attention(given: Measured) -> Metrics:
+    tables, inputs = given.tables, given.inputs
     attention, sinks = tables["attention"], tables["sink_positions"]
     first = attention_by_layer(attention)
     heads = attention.groupby("layer")["head"].nunique()
@@ -119,7 +111,7 @@ def _attention(tables: Mapping[str, pd.DataFrame], inputs: TokenInputs) -> dict[
     by_head = tables["attention_heads"].groupby("layer")
     outside = tables.get("attention_outside")
     rates = {} if outside is None else {"sink_rate_outside": outside.groupby("layer")["sink_rate_outside"].mean()}
-    return rates | {
+    metrics = rates | {
         "sink_rate": first["sink_rate"],
         "sink_rate_later": (pairs.reindex(heads.index, fill_value=0) / heads / len(inputs)),
         "window_mass": first["window_mass"],
@@ -127,45 +119,69 @@ def _attention(tables: Mapping[str, pd.DataFrame], inputs: TokenInputs) -> dict[
         "attention_entropy": by_head["attention_entropy"].mean(),
         "missing_mass": by_head["missing_mass"].mean(),
     }
+    return metrics, {}
 
 
-def _geometry(geometry: pd.DataFrame) -> dict[str, pd.Series]:
+def _geometry(given: Measured) -> Metrics:
+    geometry, inputs = given.tables["geometry"], given.inputs
     first = geometry[geometry["position"] == 0].groupby("layer")
     drain = _ratio_to_others(geometry, "value_norm", ["layer", "head"])
-    return {
+    metrics = {
         "value_drain": drain.groupby("layer").mean(),
         "sink_logit_gap": first["sink_logit_gap"].mean(),
         "qk_cosine": first["qk_cosine"].mean(),
     }
+    if inputs.repeats_one_token and not given.outside and _keeps_tokens_equal(given.family):
+        metrics["repeated_bound"] = _repeated_bound(geometry, given.scaling, inputs.longest, given.family.causal)
+    return metrics, {}
 
 
-def _outliers(tables: Mapping[str, pd.DataFrame]) -> dict[str, pd.Series]:
-    table = tables["outlier"]
+def _activation(given: Measured) -> Metrics:
+    outputs = given.tables["activation"].query("site == 'layer_out'")
+    return {"norm_ratio": _ratio_to_others(outputs, "norm_mean", ["layer"])}, {}
+
+
+def _massive(given: Measured) -> Metrics:
+    return {"massive_count": given.tables["massive"].groupby("layer")["is_massive"].sum() / len(given.inputs)}, {}
+
+
+def _outliers(given: Measured) -> Metrics:
+    table = given.tables["outlier"]
     by_layer, layer_out = table.groupby("layer"), table[table["site"] == "layer_out"]
     metrics = {
         "max_inf_norm": by_layer["max_inf_norm"].max(),
         "layer_inf_norm": layer_out.set_index("layer")["max_inf_norm"],
         "kurtosis": by_layer["kurtosis"].mean(),
     }
-    norms = tables.get("outlier_norms")  # a model may have none in front of its branches
-    if norms is None or norms.empty:
-        return metrics
-    theirs = pd.concat([table[table["site"].isin(OF_BONDARENKO)], norms])
-    return metrics | {"kurtosis_with_norms": theirs.groupby("layer")["kurtosis"].mean()}
+    norms = given.tables.get("outlier_norms")  # a model may have none in front of its branches
+    if norms is not None and not norms.empty:
+        theirs = pd.concat([table[table["site"].isin(OF_BONDARENKO)], norms])
+        metrics["kurtosis_with_norms"] = theirs.groupby("layer")["kurtosis"].mean()
+    return metrics, {}
 
 
-def _gate(gate: pd.DataFrame) -> dict[str, pd.Series]:
+def _gate(given: Measured) -> Metrics:
+    gate = given.tables["gate"]
     first, later = (gate[at].groupby("layer")["gate"] for at in _first_and_later(gate))
     drain = _ratio_to_others(gate, "raw_value_norm", ["layer", "head"])
-    return {
+    metrics = {
         "gate_first": first.mean(),
         "gate_later": later.mean(),
         "raw_value_drain": drain.groupby("layer").mean(),
     }
+    return metrics, {}
 
 
-def _query_bias(tables: Mapping[str, pd.DataFrame]) -> dict[str, pd.Series]:
+def _gradient(given: Measured) -> Metrics:
+    metrics, of_model = gradient_summary(given.tables, given.inputs.longest)
+    if given.family.causal and given.family.has_attention:
+        of_model["uniform_gradient_ratio"] = uniform_gradient_ratio(given.inputs.predicted)
+    return metrics, of_model
+
+
+def _query_bias(given: Measured) -> Metrics:
     """Metrics of all heads together; without those of learned positions where the model has none."""
+    tables = given.tables
     table = tables["query_bias"]
     together = table[table["head"] == ALL_HEADS]
     first, later = (rows.groupby("layer") for rows in (together[at] for at in _first_and_later(together)))
@@ -184,7 +200,7 @@ def _query_bias(tables: Mapping[str, pd.DataFrame]) -> dict[str, pd.Series]:
     if len(massive):
         by_layer = gamma.groupby("layer")["magnitude"]
         metrics["gamma_ratio"] = massive.groupby("layer")["magnitude"].mean() / by_layer.mean()
-    return metrics
+    return metrics, {"delta_outlier_share": float((metrics["delta_gap"] > OUTLIER).mean())}
 
 
 def delta_gap(query_bias: pd.DataFrame) -> pd.Series:
@@ -220,3 +236,16 @@ def _repeated_bound(geometry: pd.DataFrame, scaling: tuple[float, ...], length: 
     xi = first["query_norm"] * first["key_norm"] * np.asarray(scaling)[first["layer"]]
     bound = 1.0 / (1.0 + np.exp(-2 * xi.to_numpy())[:, None] * others)
     return pd.Series(bound.mean(1), index=first["layer"]).groupby("layer").mean()
+
+
+# table → the metrics that are made of it and of those beside it
+METRICS_OF: dict[str, Callable[[Measured], Metrics]] = {
+    "attention": _attention,
+    "geometry": _geometry,
+    "gate": _gate,
+    "activation": _activation,
+    "massive": _massive,
+    "outlier": _outliers,
+    "gradient": _gradient,
+    "query_bias": _query_bias,
+}

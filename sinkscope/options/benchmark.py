@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from pydantic import field_validator
 
 from sinkscope.options.measuring import DeviceOptions, ModelOptions, SeedOptions
-from sinkscope.options.option import as_folder_name, option, split_all_names
+from sinkscope.options.option import MOST, as_folder_name, option, split_all_names
 
 HELLASWAG = "hellaswag"  # WSE figure 10
 
@@ -21,10 +21,10 @@ class BenchmarkOptions(SeedOptions, DeviceOptions, ModelOptions):
     tasks: tuple[str, ...] = option((HELLASWAG,), "Benchmarks", "Tasks or groups of them by name.", metavar="A,B")
     task_path: str | None = option(None, "Benchmarks", "A folder with YAML files of your own tasks.", metavar="DIR")
     shots: int | None = option(
-        None, "Benchmarks", "Examples in front of each question.", metavar="N", shown="each task's own", ge=0
+        None, "Benchmarks", "Examples in front of each question.", metavar="N", shown="each task's own", ge=0, le=MOST
     )
     limit: int | None = option(
-        None, "Benchmarks", "Only the first N questions of each task.", metavar="N", shown="all", ge=1
+        None, "Benchmarks", "Only the first N questions of each task.", metavar="N", shown="all", ge=1, le=MOST
     )
     batch_size: int = option(8, "Benchmarks", "Requests at once.", metavar="N", ge=1)
 

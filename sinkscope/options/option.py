@@ -79,8 +79,8 @@ def option(
         about: one line for `--help`.
         metavar: what stands for its value in `--help`.
         shown: what `--help` shows as the default, where that is not the value itself.
-        **constraints: of pydantic's Field (ge, le, …). Whole numbers have an upper bound and others are finite,
-            also without.
+        **constraints: of pydantic's Field (ge, le, …). Where the default is a number, whole ones have an upper bound
+            (MOST) and others are finite, also without.
     """
     extra: dict[str, Any] = {"panel": panel, "metavar": metavar, "shown": shown}
     if type(default) is int:

@@ -24,7 +24,7 @@ from sinkscope.measuring.tracer import Tracer
 from sinkscope.models import families
 from sinkscope.models.families import FAMILIES
 from sinkscope.models.loading import LoadedModel
-from sinkscope.options.measuring import make_config
+from sinkscope.options.measuring import AnalyzeOptions, make_config
 from sinkscope.report.run import Run
 from sinkscope.results.tables import LEADING, names_of
 
@@ -383,7 +383,7 @@ def test_the_manifest_says_how_to_read_the_numbers(model: PreTrainedModel) -> No
     assert manifest["input"]["tokens"] == 100
     assert manifest["model"]["parameters"] == sum(p.numel() for p in model.parameters())
     assert json.loads(json.dumps(manifest, allow_nan=False)) == manifest  # JSON knows no NaN
-    assert make_config(**manifest["config"]).positions == POSITIONS
+    assert AnalyzeOptions(**manifest["config"]).positions == POSITIONS
 
 
 def test_what_does_not_exist_is_recorded_with_its_reason() -> None:

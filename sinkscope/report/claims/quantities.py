@@ -9,6 +9,7 @@ from sinkscope.report.claims.claim import Part, above, at_least
 from sinkscope.report.claims.estimates import Estimate, bootstrap, exact, positive_jackknife
 from sinkscope.report.claims.evidence import Evidence, Lacks
 from sinkscope.results.findings import USUAL
+from sinkscope.results.metrics import is_sink
 
 BEHIND = slice(1, LATER.stop)  # all positions that position 0 is compared with where none is left out
 
@@ -39,7 +40,7 @@ def by_head(evidence: Evidence, table: str, column: str) -> np.ndarray:
 def sink_heads(evidence: Evidence) -> tuple[np.ndarray, str]:
     """Which heads have their sink at position 0: (all heads,), and how to say it. All, where none has one."""
     mass = by_head(evidence, "attention_heads_by_sequence", "window_mass")[0]
-    found = mass > evidence.runs["natural"].manifest["config"]["epsilon"]
+    found = is_sink(mass, evidence.runs["natural"].manifest["config"]["epsilon"])
     known = np.isfinite(mass)
     if not found.any():
         return known, "all heads, since none has a sink"
@@ -50,7 +51,7 @@ def _has_sink_heads(evidence: Evidence) -> Estimate:
     """The share of heads with a sink at position 0, of the mean window mass."""
     mass = by_head(evidence, "attention_heads_by_sequence", "window_mass")
     mass = mass[:, np.isfinite(mass[0])]
-    return bootstrap((mass > evidence.runs["natural"].manifest["config"]["epsilon"]).mean(1))
+    return bootstrap(is_sink(mass, evidence.runs["natural"].manifest["config"]["epsilon"]).mean(1))
 
 
 # of claims on heads with a sink: without any they fail

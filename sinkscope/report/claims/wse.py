@@ -29,6 +29,7 @@ from sinkscope.report.claims.scopes import (
 )
 from sinkscope.report.wse_table_1 import published_rates
 from sinkscope.results.findings import Published
+from sinkscope.results.metrics import is_sink
 
 LENGTHS = (16, 32, 128)  # of the sequences, besides the run's own
 EPSILONS = (0.2, 0.3, 0.4)
@@ -101,7 +102,7 @@ def _slopes(evidence: Evidence) -> np.ndarray:
     for role in roles.values():
         sequences = evidence.sequences(role)
         mass = sequences.values("attention_heads_by_sequence", "window_mass", ("layer", "head"))
-        sinks = np.stack([np.where(np.isfinite(mass), mass > epsilon, np.nan) for epsilon in EPSILONS], axis=-1)
+        sinks = np.stack([np.where(np.isfinite(mass), is_sink(mass, epsilon), np.nan) for epsilon in EPSILONS], axis=-1)
         rates.append(100 * weighted_means(np.nanmean(sinks, axis=(1, 2)), sequences.weights))
     x = np.log2(list(roles))
     x = x - x.mean()

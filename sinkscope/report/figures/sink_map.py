@@ -52,7 +52,7 @@ def _dots(ax: Axes, share: np.ndarray, run: RunData, width: float, height: float
     cell = 72 * min(width / share.shape[1], height / share.shape[0])  # points
     look: Look = {"linestyle": "none", "marker": "o", "mfc": "white"}
     ax.plot(head, layer, markersize=float(np.clip(0.35 * cell, 0.8, 3)), mec="none", **look)
-    label = f"{METRICS['window_mass'].short} > {run.manifest['config']['epsilon']:g} in most sequences"
+    label = f"sink (ε = {run.manifest['config']['epsilon']:g}) in most sequences"
     return [Line2D([], [], markersize=3, mec="0.3", mew=0.5, label=label, **look)]
 
 

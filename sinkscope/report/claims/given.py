@@ -1,0 +1,66 @@
+"""What stands in the folders that are given to be judged: of any command that measures or trains, or of `claims`."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from sinkscope.errors import InputError
+from sinkscope.options.option import checked
+from sinkscope.report.claims.gather import Collection
+from sinkscope.report.claims.scorecard import COMMAND
+from sinkscope.report.claims.trainings import OPTIONS, Steps, Training
+from sinkscope.report.run import Run
+from sinkscope.report.series import COMMAND as STEPS
+from sinkscope.report.series import Series
+from sinkscope.report.trained import COMMANDS as TRAININGS
+from sinkscope.report.trained import Trained
+from sinkscope.results.manifest import RUNS, read_manifest
+
+JUDGED = (*RUNS, *TRAININGS, STEPS, COMMAND)
+
+
+def collected(runs: Iterable[Run], folders: Iterable[Path]) -> Collection:
+    """What stands in folders of any command that measures, and what is handed over."""
+    found: dict[type, list[Any]] = {Run: list(runs), Training: [], Steps: []}
+    for folder in dict.fromkeys(folders):
+        for kind, one in _runs_in(folder):
+            found[kind].append(one)
+    return Collection(found[Run], tuple(found[Training]), tuple(found[Steps]))
+
+
+def _runs_in(folder: Path) -> Iterator[tuple[type, Any]]:
+    """A run, or all that stand in a folder of `claims`; the arms of a training, or its steps."""
+    command = read_manifest(folder, JUDGED)["command"]
+    if command in TRAININGS:
+        yield Training, _training(folder)
+    elif command == STEPS:
+        series = Series.open(folder)
+        yield Steps, Steps(series.manifest, series.runs, series.folder)
+    elif command != COMMAND:
+        yield Run, Run.open(folder)
+    elif (folder / "runs").is_dir():
+        yield from ((Run, Run.open(each)) for each in sorted((folder / "runs").iterdir()))
+    else:
+        raise InputError(f"--from {folder} judged runs that stand elsewhere: name those")
+
+
+def _training(folder: Path) -> Training:
+    """What `retrofit` or `train` left, with all its options: an older folder may lack some."""
+    trained = Trained.open(folder)
+    try:
+        options = checked(OPTIONS[trained.manifest["command"]], trained.manifest["config"])
+    except InputError as error:
+        raise InputError(f"{folder} is of another sinkscope, or damaged: {error}") from None
+    config = options.model_dump(mode="json", exclude={"method"})
+    return Training(trained.manifest | {"config": config}, trained.runs, trained.tables, trained.folder)
+
+
+def skipped_in(folders: Iterable[Path]) -> dict[str, dict[str, str]]:
+    """Model → role → why it does not apply, as folders of `claims` have it."""
+    return merged(*(read_manifest(folder, JUDGED).get("skipped_roles", {}) for folder in folders))
+
+
+def merged(*found: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
+    """Model → role → why it does not apply, of several such."""
+    models = dict.fromkeys(model for one in found for model in one)
+    return {model: {role: why for one in found for role, why in one.get(model, {}).items()} for model in models}
