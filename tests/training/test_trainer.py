@@ -16,7 +16,7 @@ import torch
 from support.forked import forked
 from support.training import config, model, repetitive
 from tiny import tiny_model
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer
 
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.tracer import open_tracer
@@ -67,8 +67,7 @@ def test_the_history_says_how_far_the_gates_have_moved(tmp_path: Path) -> None:
 
 def test_new_parameters_have_a_learning_rate_of_their_own_and_no_decay(tmp_path: Path) -> None:
     changed = model("gpt2").requires_grad_(True)
-    args = TrainingArguments(output_dir=str(tmp_path), weight_decay=0.1, learning_rate=1e-4, report_to="none")
-    decayed, plain, new = parameter_groups(changed, args, new_learning_rate=1e-2)
+    decayed, plain, new = parameter_groups(changed, config(weight_decay=0.1, new_learning_rate=1e-2))
     assert {id(p) for p in new["params"]} == {id(p) for p in new_parameters(changed).values()}
     assert (new["lr"], new["weight_decay"]) == (1e-2, 0.0)
     assert "lr" not in decayed | plain
@@ -76,6 +75,10 @@ def test_new_parameters_have_a_learning_rate_of_their_own_and_no_decay(tmp_path:
     assert all(p.dim() == 1 for p in plain["params"])
     everything = [id(p) for group in (decayed, plain, new) for p in group["params"]]
     assert sorted(everything) == sorted(id(p) for p in changed.parameters())
+    every, of_method = parameter_groups(changed, config(weight_decay=0.1, decay="all"))
+    assert [id(p) for p in of_method["params"]] == [id(p) for p in new["params"]]
+    assert sorted(id(p) for p in every["params"]) == sorted(id(p) for p in decayed["params"] + plain["params"])
+    assert every["weight_decay"] == 0.1
 
 
 def test_one_step_of_adam_is_as_long_as_its_learning_rate(tmp_path: Path) -> None:
