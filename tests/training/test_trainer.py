@@ -25,7 +25,7 @@ from sinkscope.options.option import checked
 from sinkscope.options.training import TrainingConfig
 from sinkscope.retrofits import gate_displacement, new_parameters
 from sinkscope.text.batch import Batch
-from sinkscope.training.trainer import parameter_groups, train
+from sinkscope.training.trainer import _arguments, _TrainingBlocks, parameter_groups, train
 
 ROOT = Path(__file__).parents[2]
 
@@ -90,6 +90,37 @@ def test_one_step_of_adam_is_as_long_as_its_learning_rate(tmp_path: Path) -> Non
     assert old.abs().max().item() == pytest.approx(1e-4, rel=0.01)
     for parameter in new_parameters(after).values():
         assert parameter.abs().max().item() == pytest.approx(1e-2, rel=0.01)
+
+
+# the rates of four steps, the first of them warmup, as shares of the highest
+SCHEDULED = {
+    "linear": [0, 1, 2 / 3, 1 / 3],
+    "cosine": [0, 1, 0.75, 0.25],
+    "constant": [0, 1, 1, 1],
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULED)
+def test_the_rates_follow_their_schedule(schedule: str, tmp_path: Path) -> None:
+    options = {"steps": 4, "log_every": 1, "warmup": 0.25, "schedule": schedule}
+    history = train(model(), repetitive(), config(**options), tmp_path)
+    rates = history[history["metric"] == "learning_rate"]["value"] / 1e-3
+    assert rates.tolist() == pytest.approx(SCHEDULED[schedule])
+
+
+def test_the_betas_are_adamws(tmp_path: Path) -> None:
+    args = _arguments(config(beta1=0.8, beta2=0.95), tmp_path, kept=1, cpu=True)
+    _, options = Trainer.get_optimizer_cls_and_kwargs(args)
+    assert options["betas"] == (0.8, 0.95)
+
+
+def test_a_prefix_is_not_predicted() -> None:
+    rows = repetitive().train
+    whole, behind = (_TrainingBlocks(rows, 3, 0, ignored)[0] for ignored in (1, 4))
+    assert torch.equal(whole["input_ids"], behind["input_ids"])
+    assert (whole["labels"][:1] == -100).all()
+    assert (behind["labels"][:4] == -100).all()
+    assert torch.equal(behind["labels"][4:], behind["input_ids"][4:])
 
 
 def test_only_new_leaves_every_old_parameter_as_it_was(tmp_path: Path) -> None:
