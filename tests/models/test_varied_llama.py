@@ -390,3 +390,21 @@ def test_slopes_and_buckets() -> None:
 def test_wrong_fields_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         VariedLlamaConfig(**fields)
+
+
+def test_the_weight_on_a_windows_first_token() -> None:
+    """Of queries t ≥ 3, since those before them see position 0; sequences of 9, 5 and 2 tokens, padded."""
+    model, lengths = shared("window"), [9, 5, 2]
+    observable = OBSERVABLES["window-edge"](Settings())
+    with open_tracer(model, find_family(model)) as tracer:
+        tracer.forward(padded(ragged_tokens(lengths), "left"), [observable])
+    found = observable.tables()["window_edge_by_sequence"].set_index(["layer", "sequence"])
+    assert sorted(found.index) == [(layer, sequence) for layer in (0, 1) for sequence in (0, 1)]
+    for sequence, ids in enumerate(ragged_tokens(lengths)[:2]):
+        expected = formula_of(model)
+        expected(torch.as_tensor(ids)[None])
+        for layer, weights in enumerate(expected.weights):
+            edge = torch.stack([weights[0, :, t, t - 2] for t in range(3, lengths[sequence])])
+            assert found.loc[(layer, sequence), "edge_mass"] == pytest.approx(float(edge.detach().mean()), rel=1e-5)
+            assert found.loc[(layer, sequence), "edge_queries"] == lengths[sequence] - 3
+    assert OBSERVABLES["window-edge"].inapplicable(shared("rotary"), find_family(shared("rotary")))
