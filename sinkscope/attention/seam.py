@@ -61,7 +61,7 @@ def attend(
     if other is not None:
         query, key, call = other.features(query), other.features(key), replace(call, operation=other.operation)
     if seam is not None:
-        call = replace(call, forbidden=seam.forbidden, causal=seam.causal)
+        call = replace(call, forbidden=seam.forbidden, causal=seam.causal, prefix=seam.prefix)
         query, key, value = seam.query(query), seam.key(key), seam.value(value)
     widened = call if denominator is None else denominator.added_to(call, query)
     if seam is not None:
@@ -108,7 +108,7 @@ def open_seam(model: PreTrainedModel, family: Family, kernel: str = "sdpa") -> I
     attentions = family.attentions(model)
     if any(hasattr(attention, NAME) for attention in attentions.values()):
         raise SinkscopeError("this model has its seams in already: close the tracer that is open on it first")
-    seams = {layer: Seam(kernel, family.door, family.causal) for layer in attentions}
+    seams = {layer: Seam(kernel, family.door, family.causal, family.prefix) for layer in attentions}
     door = _interface(model) if family.door == "interface" else nullcontext()
     with ExitStack() as stack:
         for layer, attention in attentions.items():

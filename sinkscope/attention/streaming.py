@@ -255,6 +255,8 @@ def inapplicable(model: PreTrainedModel, family: Family) -> str | None:
     """Why this model cannot stream; None where it can."""
     if not family.causal:
         return "it attends both ways, and a stream has no later tokens"
+    if family.prefix:
+        return "its first tokens see later ones, which a stream has not"
     reasons = {
         "alibi": "its positions are a bias on the logits (ALiBi)",
         "relative": "its positions are a bias on the logits",

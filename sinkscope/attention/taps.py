@@ -31,10 +31,11 @@ class Seam(nn.Module):
         "interceptor": ("query", "key", "lse", "value", "mix"),
     }
 
-    def __init__(self, kernel: str, door: str, causal: bool = True) -> None:
+    def __init__(self, kernel: str, door: str, causal: bool = True, prefix: int = 0) -> None:
         super().__init__()
         self.kernel = KERNELS[kernel]
         self.causal = causal
+        self.prefix = prefix
         self.order = self.ORDER[door]
         self.call: AttentionCall | None = None
         self.forbidden: tuple[ForbiddenKeys, ...] = ()

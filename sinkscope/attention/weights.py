@@ -58,13 +58,13 @@ class AttentionRead:
 
     def keys(self, rows: slice, columns: int | None = None) -> slice:
         """The keys, of all or of the first `columns`, that any of these queries may see."""
-        seen = rows.stop if self.call.causal else self.length
+        seen = self.length if self.call.looks_ahead else rows.stop
         return slice(0, seen if columns is None else min(columns, seen))
 
     def allowed(self, rows: slice, cols: slice) -> torch.Tensor | None:
         """Which keys each real query may attend to, (B|1,H|1,R,C) bool; None: all of them."""
         call, device = self.call, self.query.device
-        sees_all = not call.causal or rows.start >= cols.stop - 1
+        sees_all = call.looks_ahead or rows.start >= cols.stop - 1  # but for the mask
         nothing_else = (call.mask, call.scores, self.batch.valid) == (None, None, None) and not call.forbidden
         if sees_all and nothing_else:
             return None
@@ -139,7 +139,7 @@ class AttentionRead:
 @dataclass(frozen=True)
 class ColumnSums:
     """Sums down the columns of one layer's attention weights, over the real queries: those from the key on (t ≥ s), or
-    of an encoder all.
+    of an encoder, and for the keys of a prefix, all.
     """
 
     mass: torch.Tensor  # (B,H,C): Σ_t a[t,s] for the first C columns

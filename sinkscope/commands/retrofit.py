@@ -21,6 +21,7 @@ from sinkscope.options.output import OutputOptions
 from sinkscope.options.training import RetrofitOptions
 from sinkscope.report.trained import Trained
 from sinkscope.training.arms import Methods, arms_of, parse_methods
+from sinkscope.training.block_starts import as_asked, check_starts
 from sinkscope.training.blocks import check_text, read_blocks
 from sinkscope.training.sharding import launched
 
@@ -35,6 +36,7 @@ def check(options: RetrofitOptions) -> None:
     parse_methods(options.method)
     check_names(options.observables)
     check_text(options.text)
+    check_starts(options, None)
 
 
 def retrofit(
@@ -94,9 +96,7 @@ def _retrofit(
         plan.check_methods(wanted, loaded.model, family)
         count = training.blocks_wanted(PartialState().num_processes)
         with spinner(plan.console, "reading the text"):
-            share = training.eval_share
-            blocks = read_blocks(
-                loaded, config.text, config.dataset, training.block_length, count, share, seed=training.seed
-            )
+            source = (config.text, config.dataset, training.block_length, count, training.eval_share)
+            blocks = as_asked(read_blocks(loaded, *source, seed=training.seed, bos=config.bos), loaded, config)
         arms = TrainingArms(plan, loaded, family, blocks, begin=lambda arm: copy.deepcopy(loaded.model))
         return arms.finish(arms_of(wanted, training.seed, config.seeds), untouched=True)

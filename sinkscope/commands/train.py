@@ -27,6 +27,7 @@ from sinkscope.report.trained import Trained
 from sinkscope.text.sources import documents
 from sinkscope.training.architectures import architecture, fresh_model
 from sinkscope.training.arms import Methods, arms_of, parse_methods
+from sinkscope.training.block_starts import as_asked, check_starts
 from sinkscope.training.blocks import check_text, is_written, read_blocks
 from sinkscope.training.sharding import launched
 from sinkscope.training.tasks import TASKS, Task
@@ -43,6 +44,7 @@ def check(options: TrainOptions) -> None:
     parse_methods(options.method)
     check_names(options.observables)
     check_source(options.text)
+    check_starts(options, options.text if options.text in TASKS else None)
     architecture(options.config)
 
 
@@ -106,7 +108,9 @@ def _train(
         if task:
             blocks = task.blocks(length, count, options.num_seqs, training.seed)
         else:
-            blocks = read_blocks(loaded, options.text, options.dataset, length, count, training.eval_share)
+            source = (options.text, options.dataset, length, count, training.eval_share)
+            blocks = read_blocks(loaded, *source, bos=options.bos)
+        blocks = as_asked(blocks, loaded, options)
     arms = TrainingArms(plan, loaded, family, blocks, lambda arm: fresh_model(shape, arm.seed), True, task)
     return arms.finish(arms_of(wanted, training.seed, options.seeds), untouched=False)
 

@@ -64,6 +64,7 @@ from sinkscope.training.arms import Arm, Method
 from sinkscope.training.blocks import Blocks
 from sinkscope.training.checkpoints import checkpoints, failures, keep_models
 from sinkscope.training.sharding import by_the_first
+from sinkscope.training.sink_probe import probe_of
 from sinkscope.training.tasks import Task
 from sinkscope.training.trainer import check_trainable, no_bars, train
 
@@ -274,6 +275,7 @@ class TrainingArms:
         if self.keep_checkpoints and self.is_main:
             with failures(folder), no_bars():
                 self._save(model, folder / "checkpoints" / "checkpoint-0")
+        epsilon = self.plan.measuring.epsilon
         history = train(
             model,
             self.blocks,
@@ -282,7 +284,7 @@ class TrainingArms:
             keep_all=self.keep_checkpoints,
             cpu=self.plan.measuring.device_map == "cpu",
             console=self.console,
-            probe=None if self.task is None else self._probe(self.task),
+            probe=probe_of(self.task, self.family, self.blocks.held_out, epsilon) if self.keep_checkpoints else None,
         )
         if not self.is_main:
             return
@@ -295,9 +297,6 @@ class TrainingArms:
             self._write_tables(publish(raw, self.loaded, arm.method.label), folder)
             write_manifest(self.folder, self._manifest())
             self._save(model, folder / "model")  # last: an arm with a model is trained
-
-    def _probe(self, task: Task) -> Callable[[PreTrainedModel], pd.DataFrame]:
-        return lambda model: task.probe(model, self.family, self.blocks.held_out)
 
     def _save(self, model: PreTrainedModel, folder: Path) -> None:
         with self.files.new_folder(folder) as fresh:

@@ -61,6 +61,7 @@ def _described(subject: Subject, config: RunConfig, facts: Facts) -> dict[str, A
             "door": family.door,
             "gated": family.gated,
             "causal": family.causal,
+            "prefix": family.prefix,  # tokens at the beginning that all others see
             "copies": family.copies and family.copies.count,  # of the residual stream, whose mean is measured
             "unknown": [at for at, block in enumerate(family.blocks) if block.wiring == "unknown"] or None,  # layers
             "kinds": [block.kind for block in family.blocks] or None,  # of every layer, where they are not all alike

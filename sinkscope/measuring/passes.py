@@ -127,7 +127,7 @@ def batches_of(inputs: TokenInputs, batch_size: int, padding_side: str = "right"
         if inputs.masked is not None:
             hidden, labels = inputs.masked_batch(first, len(ids), padding_side)
             masked = Batch(hidden, mask, first, labels)
-        yield Batch(ids, mask, first, masked=masked)
+        yield Batch(ids, mask, first, masked=masked, first_predicted=inputs.first_predicted)
         first += len(ids)
 
 

@@ -204,7 +204,7 @@ def inputs_for(loaded: LoadedModel, config: RunConfig, family: Family | None = N
         seed=config.seed,
         sampler=partial(_sample, loaded.model),
     )
-    inputs = team().of_the_first(build)
+    inputs = replace(team().of_the_first(build), first_predicted=max(1, family.prefix if family else 0))
     if causal or tokenizer is None or tokenizer.mask_token is None:
         return inputs
     return replace(inputs, masked=masked(inputs.sequences, tokenizer, known, config.seed))

@@ -14,6 +14,7 @@ from sinkscope.errors import InputError
 from sinkscope.models.family import RESIDUAL_SITES, Family
 from sinkscope.models.model_types import base_type
 from sinkscope.models.towers import is_own, text_tower, within
+from sinkscope.models.varied_llama import MODEL_TYPE as VARIED_LLAMA
 
 
 def _sites(**addresses: str) -> dict[str, str]:
@@ -209,6 +210,21 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
     "mpt": (_MPT,),
     "gptj": (_GPTJ,),
     "gpt_neo": (_GPT_NEO,),
+    VARIED_LLAMA: (
+        replace(
+            _LLAMA,
+            name=VARIED_LLAMA,
+            when={"norm_placement": "pre"},
+            sites=_sequential("attention_norm", "self_attn", "mlp_norm", "mlp"),
+        ),
+        replace(
+            _LLAMA,
+            name=VARIED_LLAMA,
+            wiring="post-norm",
+            when={"norm_placement": "post"},
+            sites=_sites(attn_out="self_attn.output", mid="attention_norm.input", mlp_out="mlp.output"),
+        ),
+    ),
 }
 
 
@@ -234,7 +250,8 @@ def find_family(model: nn.Module) -> Family:
     config = config if model_type in FAMILIES else config.get_text_config()
     for row in rows:
         if all(getattr(config, name, None) == value for name, value in row.when.items()):
-            return replace(row, positions="alibi") if getattr(config, "alibi", False) else row
+            kind = "alibi" if getattr(config, "alibi", False) else getattr(config, "kind_of_positions", row.positions)
+            return replace(row, positions=kind, prefix=getattr(config, "prefix_length", 0))
     if rows:
         wanted = " or ".join(str(dict(row.when)) for row in rows)
         raise InputError(f"no row for a {model_type} wired like this one (there is one for {wanted})")

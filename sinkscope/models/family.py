@@ -100,6 +100,7 @@ class Family:
     scaling: float | None = None  # of q·k; None: 1/√d
     when: Mapping[str, Any] = field(default_factory=dict)  # config attributes that this row's wiring requires
     causal: bool = True  # whether a token sees only those before it; False: an encoder, which attends both ways
+    prefix: int = 0  # how many tokens at the beginning all others see, also earlier ones (prefix LM)
     gated: bool = False  # whether a gate of the model's own multiplies what `output` reads
     blocks: tuple[Block, ...] = ()  # of every layer, where they are not all as this row says
     projections: Mapping[int, Mapping[Role, Outputs]] = field(default_factory=dict)  # layer → role → found numerically

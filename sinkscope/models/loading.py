@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+import sinkscope.models.varied_llama  # noqa: F401  # its type is registered
 from sinkscope.errors import InputError, SinkscopeError, described, is_out_of_memory, unknown
 from sinkscope.models import gguf
 from sinkscope.models.adapters import AdapterFiles, find_adapter, with_adapter

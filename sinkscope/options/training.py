@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import field_validator, model_validator
 
@@ -15,7 +15,7 @@ from sinkscope.options.measuring import (
     SeedOptions,
     SequenceOptions,
 )
-from sinkscope.options.option import Options, as_folder_name, distinct_folder_name, option
+from sinkscope.options.option import MOST, Options, as_folder_name, distinct_folder_name, option
 
 
 class TrainingConfig(SeedOptions):
@@ -30,9 +30,17 @@ class TrainingConfig(SeedOptions):
     accumulation: int = option(1, "Training", "Batches in a step.", metavar="N", ge=1)
     learning_rate: float = option(5e-5, "Training", "Of the model's own weights, by AdamW.", metavar="R", gt=0)
     new_learning_rate: float = option(1e-3, "Training", "Of the parameters that a method adds.", metavar="R", gt=0)
-    weight_decay: float = option(0.01, "Training", "Of the model's own matrices.", metavar="W", ge=0)
+    weight_decay: float = option(0.01, "Training", "Of the model's own weights.", metavar="W", ge=0)
+    decay: Literal["matrices", "all"] = option(
+        "matrices", "Training", "What is decayed: matrices alone, or also norms and biases.", metavar="WHAT"
+    )
+    beta1: float = option(0.9, "Training", "Of AdamW.", metavar="B", ge=0, lt=1)
+    beta2: float = option(0.999, "Training", "Of AdamW; WSE has .95.", metavar="B", ge=0, lt=1)
     warmup: float = option(
-        0.05, "Training", "Share of the steps; then the rates fall to 0 linearly.", metavar="SHARE", ge=0, lt=1
+        0.05, "Training", "Share of the steps, in which the rates rise.", metavar="SHARE", ge=0, lt=1
+    )
+    schedule: Literal["linear", "cosine", "constant"] = option(
+        "linear", "Training", "Of the rates behind that: linear or cosine, down to 0, or constant.", metavar="S"
     )
     only_new: bool = option(False, "Training", "Train only what the method adds.")
     bf16: bool = option(False, "Training", "Compute in bfloat16; the weights stay in float32.")
@@ -65,6 +73,26 @@ class ArmOptions(TrainingConfig, SequenceOptions, ObservableOptions, DeviceOptio
         "natural, a file (.txt, .jsonl with `text`, .npy of token ids), or sampled by the model itself.",
         metavar="FILE",
     )
+
+    tokens: int | None = option(
+        None,
+        "Training",
+        "Train on so many tokens of the text at most, again and again.",
+        metavar="N",
+        shown="all",
+        ge=1,
+        le=MOST,
+    )
+    bos: Literal["auto", "never"] = option(
+        "auto", "Training", "BOS in front of each block: never, or where the tokenizer puts one.", metavar="B"
+    )
+    random_tokens: int = option(
+        0, "Training", "Draw the first N tokens of each block at random (WSE §5).", metavar="N", ge=0
+    )
+    fixed_position: int | None = option(
+        None, "Training", "Put one and the same token at position K of each block (WSE §5).", metavar="K", shown="none",
+        ge=0, le=MOST,
+    )  # fmt: skip
 
     @field_validator("text", mode="before")
     @classmethod
@@ -142,7 +170,12 @@ class TrainOptions(ArmOptions):
     writes: ClassVar = "runs/CONFIG-train"
     refused: ClassVar = {"only_new": "`train` begins with random weights"}
 
-    config: str = option("tiny-llama", "Model", "See `sinkscope list architectures`; or a config.json.", metavar="NAME")
+    config: str = option(
+        "tiny-llama",
+        "Model",
+        "See `sinkscope list architectures`, with fields of its configuration behind it; or a config.json.",
+        metavar="NAME[:K=V,…]",
+    )
     tokenizer: str | None = option(
         None,
         "Model",
@@ -166,4 +199,4 @@ class TrainOptions(ArmOptions):
         return self.config if kind_of(path) is None else path.resolve().stem
 
     def folder(self) -> Path:
-        return Path("runs", as_folder_name(distinct_folder_name(Path(self.config).stem), "train"))
+        return Path("runs", as_folder_name(distinct_folder_name(self.shape_name), "train"))

@@ -67,6 +67,7 @@ class Family(Part):
     wiring: str
     positions: str
     gated: bool = False
+    prefix: int = 0
     kinds: list[str] | None = None
 
 

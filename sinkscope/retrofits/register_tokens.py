@@ -112,6 +112,8 @@ class RegisterTokens(Retrofit):
     count: int = Field(default=4, ge=1, le=10_000)
 
     def inapplicable(self, model: PreTrainedModel, family: Family) -> str | None:
+        if family.prefix:
+            return "it is a prefix LM, and its prefix would be the registers"
         told = told_of_text(model)
         return f"{', '.join(told)} would have to be said of them, too" if told else None
 

@@ -30,6 +30,7 @@ class Batch:
     first: int = 0  # index of the first sequence within the run
     labels: torch.Tensor | None = None  # (B,T): what is predicted at each token, or IGNORED; None: its successor
     masked: "Batch | None" = None  # of an encoder: the same sequences with tokens hidden, which it predicts
+    first_predicted: int = 1  # the first position that is predicted; of a prefix LM that behind its prefix
 
     @cached_property
     def valid(self) -> torch.Tensor | None:
@@ -59,9 +60,10 @@ class Batch:
 
     @cached_property
     def predicting(self) -> torch.Tensor:
-        """(B,T) bool: tokens whose successor is predicted, all but each sequence's last."""
+        """(B,T) bool: tokens whose successor is predicted, all but each sequence's last, and but for a prefix."""
         real = self.attention_mask.bool()
-        return real & torch.cat([real[:, 1:], torch.zeros_like(real[:, :1])], dim=1)
+        followed = real & torch.cat([real[:, 1:], torch.zeros_like(real[:, :1])], dim=1)
+        return followed & (self.position_ids >= self.first_predicted - 1)
 
     @cached_property
     def targets(self) -> torch.Tensor:
@@ -120,14 +122,16 @@ class Batch:
             return None
         return torch.arange(positions, device=self.lengths.device) < self.lengths[:, None]
 
-    def queries(self, positions: int, window: int | None = None, causal: bool = True) -> torch.Tensor:
+    def queries(self, positions: int, window: int | None = None, causal: bool = True, prefix: int = 0) -> torch.Tensor:
         """(B,P): how many queries t a key at position s has, at least 1, so that it divides.
 
         Args:
             window: of those at a distance |t - s| below this; None: of all.
             causal: of t ≥ s alone.
+            prefix: so many keys at the beginning have all queries all the same.
         """
         place = torch.arange(positions, device=self.lengths.device)
         within = int(self.lengths.max()) if window is None else window
         later = (self.lengths[:, None] - place).clamp(min=1, max=within)
-        return later if causal else later + place.clamp(max=within - 1)
+        earlier = place.clamp(max=within - 1)
+        return later + earlier.where(place < (prefix if causal else positions), 0)

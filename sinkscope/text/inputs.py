@@ -61,6 +61,7 @@ class TokenInputs:
     sha256: str
     notices: tuple[str, ...] = ()
     masked: tuple[Masked, ...] | None = None
+    first_predicted: int = 1  # as Batch has it
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -71,9 +72,11 @@ class TokenInputs:
 
     @property
     def predicted(self) -> list[int]:
-        """How many of each sequence's tokens: all that have one before them. Of an encoder, those that are hidden."""
+        """How many of each sequence's tokens: all that have one before them, of a prefix LM those behind the prefix, of
+        an encoder those that are hidden.
+        """
         if self.masked is None:
-            return [len(ids) - 1 for ids in self.sequences]
+            return [max(0, len(ids) - self.first_predicted) for ids in self.sequences]
         return [one.predicted for one in self.masked]
 
     @property

@@ -1,10 +1,12 @@
-"""Models to train from scratch, by name: configurations of transformers', small enough for a laptop.
+"""Models to train from scratch, by name: configurations of transformers', most of them small enough for a laptop.
 
-A row is a model type and what differs from its defaults. Any other architecture is given as a config.json. The
-vocabulary and special tokens are the tokenizer's.
+A row is a model type and what differs from its defaults. Behind a name further fields can be given, as in
+`llama-60m:position_scheme=alibi,num_hidden_layers=4`. Any other architecture is given as a config.json. The vocabulary
+and special tokens are the tokenizer's.
 """
 
 import copy
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelF
 from sinkscope.errors import InputError, described, one_line, unknown
 from sinkscope.models.loading import count_parameters
 from sinkscope.models.settings import read_settings
+from sinkscope.models.varied_llama import MODEL_TYPE as VARIED_LLAMA
 from sinkscope.options.files import kind_of, user_path
 
 _SMALL_VOCABULARY = {"vocab_size": 4096, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -118,6 +121,41 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    # the models of WSE §4 to §7: 60M parameters besides the embeddings, and its released code's smallest
+    "llama-60m": (
+        VARIED_LLAMA,
+        {
+            "hidden_size": 768,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 10,
+            "num_attention_heads": 8,
+            "rms_norm_eps": 1e-5,
+            **_SMALL_VOCABULARY,
+            "vocab_size": 50432,
+        },
+    ),
+    "llama-1m": (
+        VARIED_LLAMA,
+        {
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 8,
+            "rms_norm_eps": 1e-5,
+            **_SMALL_VOCABULARY,
+        },
+    ),
+    # the same block at the size of `bigram-backcopy`
+    "bigram-backcopy-llama": (
+        VARIED_LLAMA,
+        {
+            "hidden_size": 64,
+            "intermediate_size": 256,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 1,
+            "max_position_embeddings": 64,
+        },
+    ),
 }
 
 
@@ -125,20 +163,46 @@ def architecture(source: str | os.PathLike[str]) -> PreTrainedConfig:
     """The configuration of a model to train.
 
     Args:
-        source: a name of ARCHITECTURES, or a config.json (or its folder) in HuggingFace's format.
+        source: a name of ARCHITECTURES, with further fields behind it (`NAME:key=value,…`) or without, or a config.json
+            (or its folder) in HuggingFace's format.
 
     Raises:
-        InputError: the name does not exist, the file is damaged, or it is no causal language model.
+        InputError: the name or a field does not exist, the file is damaged, or it is no causal language model.
     """
-    name = os.fspath(source)
+    name, _, given = os.fspath(source).partition(":")
     if name in ARCHITECTURES:
-        model_type, fields = ARCHITECTURES[name]
-        return CONFIG_MAPPING[model_type](**fields)
+        return _named(name, given)
+    name = os.fspath(source)
     path = user_path(name)
     path = path / "config.json" if kind_of(path) == "folder" else path
     if kind_of(path) != "file":
         raise InputError(f"--config {unknown(name, ARCHITECTURES)}, or a config.json")
     return _read(path)
+
+
+def _named(name: str, given: str) -> PreTrainedConfig:
+    model_type, fields = ARCHITECTURES[name]
+    kind = CONFIG_MAPPING[model_type]
+    if not given:
+        return kind(**fields)
+    known = sorted(kind().to_dict().keys() - {"model_type", "transformers_version", "_name_or_path"})
+    own: dict[str, Any] = {}
+    for part in filter(None, given.split(",")):
+        field, equals, value = part.partition("=")
+        if not equals or field not in known:
+            raise InputError(f"--config {name}: field {unknown(field, known)}; write fields as key=value,…")
+        try:
+            own[field] = json.loads(value)
+        except ValueError:  # a word
+            own[field] = value
+    if "num_attention_heads" in own and "num_key_value_heads" in fields:
+        own.setdefault("num_key_value_heads", own["num_attention_heads"])
+    try:
+        config = kind(**fields | own)
+        count_parameters(config)
+    except Exception as error:  # of whatever the family's class makes of it
+        raise InputError(f"--config {name}:{given}: {one_line(error)}") from None
+    return config
 
 
 def _read(path: Path) -> PreTrainedConfig:

@@ -70,7 +70,14 @@ def is_written(text: str, dataset: str | None) -> bool:
 
 
 def read_blocks(
-    loaded: LoadedModel, text: str, dataset: str | None, length: int, wanted: int, share: float, seed: int = 0
+    loaded: LoadedModel,
+    text: str,
+    dataset: str | None,
+    length: int,
+    wanted: int,
+    share: float,
+    seed: int = 0,
+    bos: str = "auto",
 ) -> Blocks:
     """Read a text in blocks; no more of it is read than is needed.
 
@@ -82,13 +89,14 @@ def read_blocks(
         wanted: blocks to train on, at most.
         share: of all blocks that is held out, from the text's end.
         seed: of sampled text.
+        bos: "never": blocks of text begin without what the tokenizer puts in front of it.
 
     Raises:
         InputError: the text cannot be read, or holds fewer than two blocks.
     """
     needed = wanted + max(1, math.ceil(wanted * share / (1 - share)))
     if is_written(text, dataset):
-        name, rows = _packed(loaded, text, dataset, length, needed)
+        name, rows = _packed(loaded, text, dataset, length, needed, bos)
     else:
         config = make_config(input=text, seq_len=length, num_seqs=needed, seed=seed)
         inputs = inputs_for(loaded, config)
@@ -105,7 +113,7 @@ def read_blocks(
 
 
 def _packed(
-    loaded: LoadedModel, text: str, dataset: str | None, length: int, needed: int
+    loaded: LoadedModel, text: str, dataset: str | None, length: int, needed: int, bos: str
 ) -> tuple[str, list[np.ndarray]]:
     """The text's name, and its first blocks."""
     tokenizer = loaded.tokenizer
@@ -114,7 +122,7 @@ def _packed(
     limit = position_limit(loaded.model)
     if limit and length > limit:
         raise InputError(f"--block-length {length} is beyond the model's {limit} positions: take at most {limit}")
-    prefix = own_prefix(tokenizer)
+    prefix = () if bos == "never" else own_prefix(tokenizer)
     step = length - len(prefix)
     if step < 1:
         raise InputError(f"--block-length {length}: {len(prefix)} tokens stand in front of every block")

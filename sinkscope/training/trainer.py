@@ -51,6 +51,8 @@ COMMAND = "training"  # in the manifest
 KEPT = 2  # checkpoints
 # what may differ when a training is resumed: neither decides its weights
 FREE = ("save_every", "log_every")
+# as transformers calls the schedules
+SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
 
 
 def train(
@@ -217,20 +219,22 @@ def no_bars() -> Iterator[None]:
 
 def _trainer(model: PreTrainedModel, blocks: Blocks, config: TrainingConfig, args: TrainingArguments) -> "_Trainer":
     wanted = config.blocks_wanted(PartialState().num_processes)
-    trainer = _Trainer(model=model, args=args, train_dataset=_TrainingBlocks(blocks.train, wanted, config.seed))
-    trainer.new_learning_rate = config.new_learning_rate
+    ignored = max(1, getattr(model.config, "prefix_length", 0))  # what a prefix LM sees ahead is not predicted
+    dataset = _TrainingBlocks(blocks.train, wanted, config.seed, ignored)
+    trainer = _Trainer(model=model, args=args, train_dataset=dataset)
+    trainer.config = config
     trainer.remove_callback(PrinterCallback)  # it would print on stdout
     return trainer
 
 
 class _Trainer(Trainer):
     model: Any
-    new_learning_rate: float
+    config: TrainingConfig
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
             kind, options = self.get_optimizer_cls_and_kwargs(self.args)
-            self.optimizer = kind(parameter_groups(self.model, self.args, self.new_learning_rate), **options)
+            self.optimizer = kind(parameter_groups(self.model, self.config), **options)
         return self.optimizer
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -244,9 +248,10 @@ def _arguments(config: TrainingConfig, folder: Path, kept: int, cpu: bool) -> Tr
         per_device_train_batch_size=config.batch_size,
         gradient_accumulation_steps=config.accumulation,
         learning_rate=config.learning_rate,
-        weight_decay=config.weight_decay,
+        adam_beta1=config.beta1,
+        adam_beta2=config.beta2,
         warmup_steps=math.ceil(config.warmup * config.steps),
-        lr_scheduler_type="linear",
+        lr_scheduler_type=SCHEDULES[config.schedule],
         bf16=config.bf16,
         use_cpu=cpu or not torch.cuda.is_available(),
         seed=config.seed,
@@ -265,18 +270,20 @@ def _arguments(config: TrainingConfig, folder: Path, kept: int, cpu: bool) -> Tr
     return arguments
 
 
-def parameter_groups(model: PreTrainedModel, args: TrainingArguments, new_learning_rate: float) -> list[dict[str, Any]]:
-    """The parameters that require a gradient, for the optimizer: pretrained ones with and without weight decay, and
-    the new ones. Norms and biases are not decayed, nor is what a retrofit has added: decay would pull it back to 0,
-    where most of it started.
+def parameter_groups(model: PreTrainedModel, config: TrainingConfig) -> list[dict[str, Any]]:
+    """The parameters that require a gradient, for the optimizer: the model's own with and without weight decay, and
+    the new ones. Norms and biases are decayed only where all are asked for. What a retrofit has added never is: decay
+    would pull it back to 0, where most of it started.
     """
     new = new_parameters(model)
-    decayed = set(Trainer.get_decay_parameter_names(None, model)) - set(new)  # type: ignore[arg-type]
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    matrices = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
+    decayed = (set(trained) if config.decay == "all" else matrices) - set(new)
+    rest = {"weight_decay": 0.0}
     groups = [
-        {"params": [p for name, p in trained.items() if name in decayed], "weight_decay": args.weight_decay},
-        {"params": [p for name, p in trained.items() if name not in decayed | set(new)], "weight_decay": 0.0},
-        {"params": [p for name, p in trained.items() if name in new], "weight_decay": 0.0, "lr": new_learning_rate},
+        {"params": [p for name, p in trained.items() if name in decayed], "weight_decay": config.weight_decay},
+        {"params": [p for name, p in trained.items() if name not in decayed | set(new)], **rest},
+        {"params": [p for name, p in trained.items() if name in new], "lr": config.new_learning_rate, **rest},
     ]
     return [group for group in groups if group["params"]]
 
@@ -286,8 +293,9 @@ class _TrainingBlocks(Dataset):
     many processes share them, and no batch is smaller because an epoch ends.
     """
 
-    def __init__(self, blocks: np.ndarray, wanted: int, seed: int) -> None:
+    def __init__(self, blocks: np.ndarray, wanted: int, seed: int, ignored: int) -> None:
         self.blocks = blocks
+        self.ignored = ignored  # tokens at the beginning that are not predicted, at least the first
         self.order = shuffled(len(blocks), wanted, seed)
 
     def __len__(self) -> int:
@@ -296,7 +304,7 @@ class _TrainingBlocks(Dataset):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         ids = torch.from_numpy(self.blocks[self.order[index]].copy())
         labels = ids.clone()
-        labels[0] = IGNORED  # nothing predicts it, and the Trainer divides by the number of labels
+        labels[: self.ignored] = IGNORED  # the Trainer divides by the number of labels
         return {"input_ids": ids, "labels": labels}
 
 

@@ -32,7 +32,7 @@ def training_step(model: PreTrainedModel, ids: torch.Tensor) -> Callable[[], flo
     with tempfile.TemporaryDirectory() as folder:
         arguments = _arguments(CONFIG, folder, kept=1, cpu=True)
     kind, options = Trainer.get_optimizer_cls_and_kwargs(arguments)
-    optimizer = kind(parameter_groups(model, arguments, CONFIG.new_learning_rate), **options)
+    optimizer = kind(parameter_groups(model, CONFIG), **options)
 
     def step() -> float:
         start = time.perf_counter()

@@ -318,7 +318,7 @@ def test_the_lab_is_the_task_and_no_other_text() -> None:
         ("W-48", "sinkscope train --method none,key-bias:value=zero --seeds 3"),
         ("V-6", "sinkscope run bigram-backcopy"),
         ("W-30", "sinkscope analyze org/model --revision STEP,STEP,…"),
-        ("W-42", "no command makes them yet: models that differ in the positional scheme alone"),
+        ("W-23", "no command makes them yet: HellaSwag of several sizes of a family"),
     ],
 )
 def test_a_model_alone_is_told_which_command_decides(claim: str, command: str) -> None:

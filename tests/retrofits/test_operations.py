@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.attention_rows import Rows
 from support.retrofitted import IDS, SETTINGS, assert_close, gradient_tables, in_double, plain_model, train
 from tiny import padded, ragged_tokens, tiny_tokens
 from torch import nn
@@ -17,9 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 import sinkscope
 from sinkscope.attention import kernels
-from sinkscope.attention.weights import AttentionRead
 from sinkscope.errors import InputError
-from sinkscope.measuring.observables.observable import Observable
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
 from sinkscope.retrofits import retrofit_model
@@ -190,24 +189,10 @@ def test_learned_parameters_have_the_gradient_of_a_small_step(label: str) -> Non
     assert float((weight.grad * step).sum()) == pytest.approx(float(above - below) / 2, rel=1e-5)
 
 
-class Rows(Observable):
-    name = "rows"
-    about = "a test's own"
-    sites = ("attention",)
-
-    def __init__(self) -> None:
-        super().__init__(SETTINGS)
-        self.weights: list[torch.Tensor] = []
-
-    def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
-        whole = slice(0, read.length)
-        self.weights.append(read.weights(whole, whole)[0])
-
-
 @pytest.mark.parametrize(("name", "kernel"), [("llama", "sdpa"), ("gemma2", "eager")])
 @pytest.mark.parametrize("label", [label for label in LABELS if not label.startswith("value")])
 def test_what_is_measured_is_the_proxy(name: str, kernel: str, label: str) -> None:
-    rows, expected = Rows(), by_formula(name, label)
+    rows, expected = Rows(SETTINGS), by_formula(name, label)
     model = shared(name, label)
     with torch.no_grad(), in_double(expected):
         expected(IDS)

@@ -16,7 +16,7 @@ import torch
 from support.forked import forked
 from support.training import config, model, repetitive
 from tiny import tiny_model
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer
 
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.tracer import open_tracer
@@ -25,7 +25,7 @@ from sinkscope.options.option import checked
 from sinkscope.options.training import TrainingConfig
 from sinkscope.retrofits import gate_displacement, new_parameters
 from sinkscope.text.batch import Batch
-from sinkscope.training.trainer import parameter_groups, train
+from sinkscope.training.trainer import _arguments, _TrainingBlocks, parameter_groups, train
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,8 +67,7 @@ def test_the_history_says_how_far_the_gates_have_moved(tmp_path: Path) -> None:
 
 def test_new_parameters_have_a_learning_rate_of_their_own_and_no_decay(tmp_path: Path) -> None:
     changed = model("gpt2").requires_grad_(True)
-    args = TrainingArguments(output_dir=str(tmp_path), weight_decay=0.1, learning_rate=1e-4, report_to="none")
-    decayed, plain, new = parameter_groups(changed, args, new_learning_rate=1e-2)
+    decayed, plain, new = parameter_groups(changed, config(weight_decay=0.1, new_learning_rate=1e-2))
     assert {id(p) for p in new["params"]} == {id(p) for p in new_parameters(changed).values()}
     assert (new["lr"], new["weight_decay"]) == (1e-2, 0.0)
     assert "lr" not in decayed | plain
@@ -76,6 +75,10 @@ def test_new_parameters_have_a_learning_rate_of_their_own_and_no_decay(tmp_path:
     assert all(p.dim() == 1 for p in plain["params"])
     everything = [id(p) for group in (decayed, plain, new) for p in group["params"]]
     assert sorted(everything) == sorted(id(p) for p in changed.parameters())
+    every, of_method = parameter_groups(changed, config(weight_decay=0.1, decay="all"))
+    assert [id(p) for p in of_method["params"]] == [id(p) for p in new["params"]]
+    assert sorted(id(p) for p in every["params"]) == sorted(id(p) for p in decayed["params"] + plain["params"])
+    assert every["weight_decay"] == 0.1
 
 
 def test_one_step_of_adam_is_as_long_as_its_learning_rate(tmp_path: Path) -> None:
@@ -87,6 +90,37 @@ def test_one_step_of_adam_is_as_long_as_its_learning_rate(tmp_path: Path) -> Non
     assert old.abs().max().item() == pytest.approx(1e-4, rel=0.01)
     for parameter in new_parameters(after).values():
         assert parameter.abs().max().item() == pytest.approx(1e-2, rel=0.01)
+
+
+# the rates of four steps, the first of them warmup, as shares of the highest
+SCHEDULED = {
+    "linear": [0, 1, 2 / 3, 1 / 3],
+    "cosine": [0, 1, 0.75, 0.25],
+    "constant": [0, 1, 1, 1],
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULED)
+def test_the_rates_follow_their_schedule(schedule: str, tmp_path: Path) -> None:
+    options = {"steps": 4, "log_every": 1, "warmup": 0.25, "schedule": schedule}
+    history = train(model(), repetitive(), config(**options), tmp_path)
+    rates = history[history["metric"] == "learning_rate"]["value"] / 1e-3
+    assert rates.tolist() == pytest.approx(SCHEDULED[schedule])
+
+
+def test_the_betas_are_adamws(tmp_path: Path) -> None:
+    args = _arguments(config(beta1=0.8, beta2=0.95), tmp_path, kept=1, cpu=True)
+    _, options = Trainer.get_optimizer_cls_and_kwargs(args)
+    assert options["betas"] == (0.8, 0.95)
+
+
+def test_a_prefix_is_not_predicted() -> None:
+    rows = repetitive().train
+    whole, behind = (_TrainingBlocks(rows, 3, 0, ignored)[0] for ignored in (1, 4))
+    assert torch.equal(whole["input_ids"], behind["input_ids"])
+    assert (whole["labels"][:1] == -100).all()
+    assert (behind["labels"][:4] == -100).all()
+    assert torch.equal(behind["labels"][4:], behind["input_ids"][4:])
 
 
 def test_only_new_leaves_every_old_parameter_as_it_was(tmp_path: Path) -> None:

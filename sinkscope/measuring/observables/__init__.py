@@ -16,6 +16,7 @@ from sinkscope.measuring.observables.massive import Massive
 from sinkscope.measuring.observables.observable import Observable
 from sinkscope.measuring.observables.outlier import Outlier
 from sinkscope.measuring.observables.query_bias import QueryBias
+from sinkscope.measuring.observables.window_edge import WindowEdge
 
 # in the order of `sinkscope list` and of the tables
 OBSERVABLES: dict[str, type[Observable]] = {
@@ -32,6 +33,7 @@ OBSERVABLES: dict[str, type[Observable]] = {
         QueryBias,
         LogitTerms,
         Epe,
+        WindowEdge,
         AttentionMaps,
         MassiveMap,
         MeanMaps,

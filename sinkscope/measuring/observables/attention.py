@@ -22,8 +22,9 @@ class Attention(Observable):
 
     window_mass is the mean over the queries that are at most W - 1 tokens away from the key, of those that there are:
     with T = W = 64 this is WSE's α, the mean over all queries t ≥ s. In an encoder, which attends both ways, queries in
-    front of the key count like those behind it, so that with T ≤ W the mean is over all queries of the sequence. The
-    sink indicator is taken per sequence, layer and head before any averaging.
+    front of the key count like those behind it, so that with T ≤ W the mean is over all queries of the sequence, and so
+    they do for the keys of a prefix LM's prefix. The sink indicator is taken per sequence, layer and head before any
+    averaging.
     """
 
     name = "attention"
@@ -73,11 +74,11 @@ class Attention(Observable):
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
         positions, window = self.settings.positions, self.settings.window
-        group, causal = read.query.shape[1] // read.key.shape[1], read.call.causal
+        group, seen = read.query.shape[1] // read.key.shape[1], (read.call.causal, read.call.prefix)
         sums = column_sums(read, batch.columns(positions), window)
 
-        window_mass = window_means(sums.window, batch, window, positions, causal)
-        queries = batch.queries(positions, causal=causal)[:, None].to(read.lse.device)
+        window_mass = window_means(sums.window, batch, window, positions, *seen)
+        queries = batch.queries(positions, None, *seen)[:, None].to(read.lse.device)
         statistics = {
             "window_mass": window_mass,
             "sink_rate": is_sink(window_mass, self.settings.epsilon),
@@ -99,9 +100,9 @@ class Attention(Observable):
             mass = mean_over_queries(outside, batch.of_text)
             rates = is_sink(mass, self.settings.epsilon)
             self.outside.add(layer, group, {"outside_mass": mass, "sink_rate_outside": rates})
-        self._list_sinks(layer, window_means(sums.window, batch, window, read.length, causal), batch, causal)
+        self._list_sinks(layer, window_means(sums.window, batch, window, read.length, *seen), batch, seen)
 
-    def _list_sinks(self, layer: int, window_mass: torch.Tensor, batch: Batch, causal: bool) -> None:
+    def _list_sinks(self, layer: int, window_mass: torch.Tensor, batch: Batch, seen: tuple[bool, int]) -> None:
         sinks = is_sink(window_mass, self.settings.epsilon)
         present = batch.present(window_mass.shape[-1])
         if present is not None:
@@ -113,7 +114,7 @@ class Attention(Observable):
             "sequence": sequence + batch.first,
             "position": position,
             "token_id": batch.token_ids[sequence.cpu(), position.cpu() + batch.start[sequence.cpu()]],
-            "queries": batch.queries(window_mass.shape[-1], causal=causal)[sequence.cpu(), position.cpu()],
+            "queries": batch.queries(window_mass.shape[-1], None, *seen)[sequence.cpu(), position.cpu()],
             "window_mass": window_mass[sequence, head, position],
         }
         for name, column in found.items():
@@ -134,10 +135,10 @@ class Attention(Observable):
 
 
 def window_means(
-    window_sums: torch.Tensor, batch: Batch, window: int, positions: int, causal: bool = True
+    window_sums: torch.Tensor, batch: Batch, window: int, positions: int, causal: bool = True, prefix: int = 0
 ) -> torch.Tensor:
     """α_s (GS eq. 1): sums over the queries within the window by column (B,H,T) → means by position (B,H,P)."""
-    queries = batch.queries(positions, window, causal)
+    queries = batch.queries(positions, window, causal, prefix)
     return batch.at_positions(window_sums, positions) / queries[:, None].to(window_sums.device)
 
 

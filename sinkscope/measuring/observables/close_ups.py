@@ -54,7 +54,7 @@ class AttentionMaps(Observable):
             {"layer": layer, "head": chosen, "sequence": batch.first, "query": places, "key": places},
             {"weight": weights.cpu().numpy()},
         )
-        if read.call.causal:
+        if not read.call.looks_ahead:
             frame = frame[frame["key"] <= frame["query"]]
         self.frames.append(frame.assign(token_id=batch.token_ids[0].numpy()[shown.start + frame["key"]]))
 
@@ -83,7 +83,7 @@ class MeanMaps(Observable):
         by_key = batch.tokens_at(read.weights(columns, columns)[0].mean(1).transpose(1, 2), MAP_TOKENS)
         by_both = batch.tokens_at(by_key.transpose(1, 2), MAP_TOKENS)  # (B, query, key)
         self.maps.add(layer, by_both.transpose(1, 2), batch.present(MAP_TOKENS))
-        self.causal = read.call.causal
+        self.causal = not read.call.looks_ahead
 
     def tables(self) -> dict[str, pd.DataFrame]:
         frames = []

@@ -192,7 +192,7 @@ class Gradient(Observable):
         for pathway in ("query", "key", "value"):
             # A softmax over one key is constant: under the causal mask query 0's gradient is 0, and the fused kernel
             # leaves round-off there.
-            constant = pathway == "query" and read.call.one_key_has_weight_one and read.call.causal
+            constant = pathway == "query" and read.call.one_key_has_weight_one and not read.call.looks_ahead
             getattr(read, pathway).register_hook(partial(self._on_pathway, layer, pathway, batch, constant))
         mix.register_hook(partial(self._on_mix, layer, read.detached()))
 

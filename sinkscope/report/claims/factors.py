@@ -64,7 +64,16 @@ FACTORS = {
         _rate_times_steps,
     ),
     "batch-size": Factor(("batch_size", "accumulation", "processes"), _tokens_a_step, "--batch-size N, with several N"),
-    "data": Factor(("text", "dataset"), _tokens, "--text FILE, with a short and a long one"),
+    "data": Factor(("text", "dataset", "tokens"), _tokens, "--tokens N, with a small N and a large one"),
+    "random-tokens": Factor(("random_tokens",), _setting("random_tokens"), "--random-tokens N, with N = 0, 1 and 2"),
+    "fixed-position": Factor(
+        ("fixed_position",), _setting("fixed_position"), "--fixed-position K, with K = 0, 1 and 2"
+    ),
+    "positions": Factor(
+        ("position_scheme",),
+        _setting("position_scheme"),
+        "--config llama-60m:position_scheme=S, with S = none, absolute, learned, relative, alibi and rotary",
+    ),
     "weight-decay": Factor(
         ("weight_decay",), _setting("weight_decay"), "--weight-decay W, with W = 0, others from 0.1 to 2, and 5"
     ),
@@ -74,8 +83,8 @@ FACTORS = {
         f"{IN_A_CONFIG} sliding_window",
     ),
     "feed-forward": Factor(
-        ("hidden_act", "activation_function"),
-        _setting("hidden_act", "activation_function"),
+        ("feed_forward", "hidden_act", "activation_function"),
+        _setting("feed_forward", "hidden_act", "activation_function"),
         f"{IN_A_CONFIG} hidden_act",
     ),
     "heads": Factor(

@@ -5,11 +5,13 @@ Their sink rates are of the proxy |sim| ÷ Σ|sim|.
 
 from collections.abc import Mapping
 
+import numpy as np
 from scipy import stats
 
 from sinkscope.report.claims.arms import SINK
 from sinkscope.report.claims.claim import Claim, Part, above, at_most, below
-from sinkscope.report.claims.over_seeds import difference, metric, of_one, together
+from sinkscope.report.claims.evidence import Evidence
+from sinkscope.report.claims.over_seeds import difference, metric, of_one, over_levels, together
 from sinkscope.report.claims.published import published
 from sinkscope.report.claims.sink_outside_training import LOSS, MASSIVE, norm_ratio
 from sinkscope.report.claims.trainings import PLAIN, Arm
@@ -35,6 +37,20 @@ SCALED = {1.0: PLAIN} | {alpha: f"operation:kind=softmax,factor={alpha:g}" for a
 SCALES = _role(*(arm for arm in SCALED.values() if arm != PLAIN))
 
 
+RATES, DECAYS = (f"factor:{name},{SIGMOID}" for name in ("learning-rate", "weight-decay"))
+BILLION = 0.9e9  # parameters
+
+
+def _largest(levels: np.ndarray, rates: np.ndarray) -> np.ndarray:
+    """(seeds,): the highest sink rate at any level."""
+    return rates.max(1)
+
+
+def _of_a_billion(evidence: Evidence) -> str | None:
+    count = evidence.any_run.manifest["model"].get("parameters") or 0
+    return None if count >= BILLION else f"it has {count / 1e6:,.0f} M parameters, fewer than a billion"
+
+
 def _with_scale(arms: Mapping[str, Arm]) -> float:
     return float(stats.spearmanr(list(SCALED), [RATE(arms[arm]) for arm in SCALED.values()])[0])
 
@@ -57,4 +73,12 @@ CLAIMS = (
         (Part("rank correlation of the sink rate and α", together(SCALES, _with_scale, *SCALED.values()), above(0.0)),),
         (SCALES,), published=published("WSE table 14", {"correlation": 0.9},
             "60M model: 29.10, 18.18, 9.41, 3.59, 4.53 % at α = 2, 1, 0.2, 0.1, 0.05", "†"), is_ours=False),
+    Claim("W-58", "table 14", "Sigmoid attention has none at any learning rate and weight decay.",
+        (Part("sink rate of the proxy in %, rate with the most", over_levels(RATES, _largest), below(NONE)),
+         Part("weight decay with the most", over_levels(DECAYS, _largest), below(NONE))), (RATES, DECAYS),
+        published=published("WSE table 14", {"lowest": 0.18, "highest": 0.81})),
+    Claim("W-59", "§7.4", "Nor has it at 1 B.",
+        (Part("sink rate of the proxy, sigmoid − softmax, in points", difference(ONE, RATE, SIGMOID), below(-SINK)),),
+        (ONE,), (_of_a_billion,),
+        published=published("WSE §7.4", {"sigmoid": 2.46, "softmax": 45.11}, "1 B model, sink rate in %")),
 )  # fmt: skip

@@ -144,15 +144,21 @@ def _both(study: ArmStudy, method: str, first: np.ndarray, against: str, second:
 # --- plain trainings that differ in one setting
 
 
+def common_seeds(study: FactorStudy) -> list[int]:
+    """Those that all levels have. Raises Lacks where there are none."""
+    seeds = sorted(set.intersection(*(set(runs) for runs in study.by_level.values())))
+    if not seeds:
+        raise Lacks("no --seed is that of all these trainings")
+    return seeds
+
+
 def sink_rates(study: FactorStudy) -> tuple[list[Level], np.ndarray]:
     """The levels, and (seeds, levels): the sink rate at position 0 in percent, of the seeds that all levels have.
 
     Raises:
         Lacks: they have no seed in common.
     """
-    seeds = sorted(set.intersection(*(set(runs) for runs in study.by_level.values())))
-    if not seeds:
-        raise Lacks("no --seed is that of all these trainings")
+    seeds = common_seeds(study)
     rates = [[100 * runs[seed].metric("sink_rate") for runs in study.by_level.values()] for seed in seeds]
     return list(study.by_level), np.array(rates)
 

@@ -1,6 +1,7 @@
 """All claims by id, paper after paper."""
 
 from sinkscope.report.claims import (
+    architectures_training,
     backcopy,
     factor_studies,
     families,
@@ -12,6 +13,7 @@ from sinkscope.report.claims import (
     post_norm,
     s2m,
     sink_outside_training,
+    starts_training,
     steps,
     unvaried,
     valve_training,
@@ -21,9 +23,9 @@ from sinkscope.report.claims import (
 )
 from sinkscope.report.claims.claim import PAPERS, Claim
 
-OF_RUNS = (gs, wse, wse_repeated, post_norm, s2m, nu, vga)
+OF_RUNS = (gs, wse, wse_repeated, post_norm, architectures_training, s2m, nu, vga)
 OF_ARMS = (valve_training, gate_training, fine_tuning, backcopy, sink_outside_training, operations_training)
-OF_MODELS = (factor_studies, steps, families)
+OF_MODELS = (factor_studies, starts_training, steps, families)
 FILES = (*OF_RUNS, *OF_ARMS, *OF_MODELS, unvaried)
 _PAPERS = list(PAPERS)
 

@@ -1,7 +1,7 @@
 """Studies: runs that claims read together, since none of them decides alone.
 
 - arms of a training against each other, over its seeds;
-- plain trainings that differ in one setting, over their seeds;
+- trainings, plain ones or those of one arm, that differ in one setting, over their seeds;
 - the steps of a training;
 - models of one family in several sizes, and a chat model beside its base (`relatives.py`).
 
@@ -43,7 +43,11 @@ class ArmStudy(Study):
 
 @dataclass(frozen=True)
 class FactorStudy(Study):
-    """Plain trainings that differ in one setting. `by_level`: its level, in their order → seed → run."""
+    """Arms, mostly plain ones, of trainings that differ in one setting.
+
+    Attributes:
+        by_level: The setting's level, in their order → seed → run.
+    """
 
     by_level: Mapping[Level, Mapping[int, RunData]]
 
@@ -144,35 +148,45 @@ def _folders(trainings: Iterable[Training]) -> tuple[Path | None, ...]:
 # --- plain trainings that differ in one setting
 
 
-def _find_factor(given: Given, name: str) -> FactorStudy | None:
+def _named(of: str) -> tuple[str, str]:
+    """A factor, and the arm whose runs are read: `learning-rate` of plain trainings, or behind it another arm's,
+    `learning-rate,operation:kind=sigmoid`.
+    """
+    name, *arm = wanted_arms(of)
+    return name, (arm or [PLAIN])[0]
+
+
+def _find_factor(given: Given, of: str) -> FactorStudy | None:
     """Of those among which this model is, the one with most levels."""
+    name, arm = _named(of)
     factor = FACTORS[name]
     fresh = [training for training in given.trainings if training.command == "train"]
     found = []
     for group in alike(fresh, factor.settings, factor.fixed):
-        by_level = _by_level(group, factor.level)
+        by_level = _by_level(group, factor.level, arm)
         if len(by_level) > 1 and given.name in {training.model for training in group}:
             found.append(FactorStudy(_folders(group), by_level))
     return max(found, key=lambda study: len(study.by_level), default=None)
 
 
 def _by_level(
-    trainings: Iterable[Training], level: Callable[[Training], Level | None]
+    trainings: Iterable[Training], level: Callable[[Training], Level | None], arm: str
 ) -> dict[Level, dict[int, RunData]]:
     found: dict[Level, dict[int, RunData]] = {}
     for training in trainings:
-        runs = {arms[PLAIN].seed: arms[PLAIN].run for arms in arms_by_seed([training], [PLAIN])}
+        runs = {arms[arm].seed: arms[arm].run for arms in arms_by_seed([training], [arm])}
         at = level(training)
         if runs and at is not None:
             found[at] = runs | found.get(at, {})
     return {at: found[at] for at in sorted(found)}
 
 
-def _vary(given: Given, name: str) -> str:
+def _vary(given: Given, of: str) -> str:
+    name, arm = _named(of)
     factor = FACTORS[name]
     fresh = [training for training in given.own if training.command == "train"]
-    changed = {"method": PLAIN, "seeds": SEEDS}
-    words = f"sinkscope train --method {PLAIN} --seeds {SEEDS}"
+    changed = {"method": arm, "seeds": SEEDS}
+    words = f"sinkscope train --method {arm} --seeds {SEEDS}"
     if fresh:
         config = {"config": None} if "--config" in factor.options else {}
         words = fresh[0].again(changed | config | dict.fromkeys(factor.settings))

@@ -40,7 +40,7 @@ def measure(task: BigramBackcopy, model: PreTrainedModel, family: Family, held_o
     seen: dict[tuple[int, str], list[torch.Tensor]] = defaultdict(list)
     with open_tracer(model, family) as tracer:
         for first in range(0, len(held_out), AT_ONCE):
-            batch = _batch(held_out[first : first + AT_ONCE])
+            batch = _batch(held_out[first : first + AT_ONCE], family)
             kinds = _kinds(task, batch)
             for metric, values in risks(task, tracer.logits(batch), batch).items():
                 seen[WHOLE_MODEL, metric].append(values)
@@ -67,7 +67,7 @@ def example(
     → `attention_maps`, every head's weights as that table has them elsewhere, and `value_norms`: layer, sequence,
     position, token_id, is_trigger, norm as the projection makes it, attended_norm behind a gate on the values.
     """
-    batch = _batch(sequence[None])
+    batch = _batch(sequence[None], family)
     heads = range(model.config.get_text_config().num_attention_heads)
     maps = AttentionMaps(Settings(), [(layer, head) for layer in family.attentions(model) for head in heads])
     with open_tracer(model, family) as tracer, _watched(tracer) as ends:
@@ -89,20 +89,19 @@ def example(
     return maps.tables() | {"value_norms": pd.concat(frames, ignore_index=True)}
 
 
-def _batch(sequences: np.ndarray) -> Batch:
+def _batch(sequences: np.ndarray, family: Family) -> Batch:
     ids = torch.from_numpy(sequences)
-    return Batch(ids, torch.ones_like(ids))
+    return Batch(ids, torch.ones_like(ids), first_predicted=max(1, family.prefix))
 
 
 # -------------------------------------------------------------------------------------------------- which queries
 
 
 def _kinds(task: BigramBackcopy, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which queries are no triggers, and which are triggers, (B,T) bool each; position 0 is neither."""
+    """Which queries are no triggers, and which are triggers, (B,T) bool each; position 0 and a prefix are neither."""
     trigger = torch.from_numpy(task.is_trigger(batch.token_ids.numpy()))
-    plain = ~trigger
-    plain[:, 0] = False
-    return plain, trigger
+    counted = torch.arange(trigger.shape[1]) >= batch.first_predicted
+    return ~trigger & counted, trigger & counted
 
 
 # ----------------------------------------------------------------------------------------------------- the losses

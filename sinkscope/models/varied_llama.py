@@ -1,0 +1,320 @@
+"""Llama's block with its parts exchanged one by one, to train from scratch (WSE §6 and §7): `varied_llama`.
+
+    positions      none, absolute, learned, relative (T5), ALiBi, rotary (position_schemes.py)
+    norms          in front of each branch, or behind its sum with the residual stream (post-norm)
+    feed-forward   gated by SiLU, GELU or ReLU, or a plain network of these
+    heads          concatenated in front of the output projection, or summed
+    attention      to all earlier tokens, to a window of them, or also among the tokens of a prefix
+
+All fields at their defaults it is Llama but for the start of its weights, which is that of WSE's released code.
+"""
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import (
+    LlamaPreTrainedModel,
+    LlamaRMSNorm,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from sinkscope.errors import InputError, unknown
+from sinkscope.models.position_schemes import POSITION_SCHEMES
+
+MODEL_TYPE = "varied_llama"
+
+# name → (whether a second projection multiplies the activation, activation)
+FEED_FORWARDS: dict[str, tuple[bool, str]] = {
+    "swiglu": (True, "silu"),
+    "geglu": (True, "gelu"),
+    "reglu": (True, "relu"),
+    "swish": (False, "silu"),
+    "gelu": (False, "gelu"),
+    "relu": (False, "relu"),
+}
+Branch = Callable[[torch.Tensor], torch.Tensor]
+
+
+def pre_norm(x: torch.Tensor, branch: Branch, norm: nn.Module) -> torch.Tensor:
+    return x + branch(norm(x))
+
+
+def post_norm(x: torch.Tensor, branch: Branch, norm: nn.Module) -> torch.Tensor:
+    return norm(x + branch(x))
+
+
+# name → what becomes of the residual stream by a branch and its norm
+NORM_PLACEMENTS: dict[str, Callable[[torch.Tensor, Branch, nn.Module], torch.Tensor]] = {
+    "pre": pre_norm,
+    "post": post_norm,
+}
+
+
+class SummedHeads(nn.Module):
+    """One projection (d → D) of the sum of all heads, which come side by side, (…,H·d)."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.projection = nn.Linear(config.head_dim, config.hidden_size, bias=False)
+
+    def forward(self, heads: torch.Tensor) -> torch.Tensor:
+        return self.projection(heads.unflatten(-1, (-1, self.head_dim)).sum(-2))
+
+
+def concatenated_heads(config: Any) -> nn.Module:
+    return nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=False)
+
+
+HEAD_MIXES: dict[str, Callable[[Any], nn.Module]] = {"concatenated": concatenated_heads, "summed": SummedHeads}
+CHOICES: dict[str, Collection[str]] = {
+    "position_scheme": POSITION_SCHEMES,
+    "norm_placement": NORM_PLACEMENTS,
+    "feed_forward": FEED_FORWARDS,
+    "head_mix": HEAD_MIXES,
+}
+
+
+@strict
+class VariedLlamaConfig(LlamaConfig):
+    """Llama's configuration with a name for each part that can be exchanged.
+
+    Attributes:
+        position_scheme: A name of POSITION_SCHEMES.
+        norm_placement: Of NORM_PLACEMENTS; post-norm has no norm behind the last layer.
+        feed_forward: Of FEED_FORWARDS, of `intermediate_size` whatever it is; `hidden_act` follows.
+        head_mix: Of HEAD_MIXES.
+        sliding_window: The number of tokens that a query sees, its own included; None: all earlier ones.
+        prefix_length: The number of tokens at the beginning that all others see, also earlier ones (prefix LM).
+    """
+
+    model_type = MODEL_TYPE
+
+    position_scheme: str = "rotary"
+    norm_placement: str = "pre"
+    feed_forward: str = "swiglu"
+    head_mix: str = "concatenated"
+    sliding_window: int | None = None
+    prefix_length: int = 0
+    layer_types: list[str] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        for field, known in CHOICES.items():
+            if getattr(self, field) not in known:
+                raise ValueError(f"{field} {unknown(getattr(self, field), known)}")
+        if self.prefix_length < 0 or (self.prefix_length and self.sliding_window is not None):
+            raise ValueError("prefix_length is a number of tokens, and goes without sliding_window")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ValueError("sliding_window is at least 1: a query sees itself")
+        self.hidden_act = FEED_FORWARDS[self.feed_forward][1]
+        self.attention_bias = self.mlp_bias = False
+        kind = "full_attention" if self.sliding_window is None else "sliding_attention"
+        self.layer_types = [kind] * self.num_hidden_layers
+        super().__post_init__(**kwargs)
+
+    @property
+    def kind_of_positions(self) -> str:
+        """What the table of families calls the scheme."""
+        return POSITION_SCHEMES[self.position_scheme].kind
+
+
+class VariedLlamaAttention(nn.Module):
+    """Llama's with another mix of its heads, and rotated where there is a rotation."""
+
+    def __init__(self, config: VariedLlamaConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim: int = config.head_dim  # type: ignore[assignment]  # `__post_init__` has set it
+        key_heads: int = config.num_key_value_heads  # type: ignore[assignment]
+        self.num_key_value_groups = config.num_attention_heads // key_heads
+        self.scaling = self.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = True
+        self.q_proj = nn.Linear(config.hidden_size, config.num_attention_heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, key_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, key_heads * self.head_dim, bias=False)
+        self.o_proj = HEAD_MIXES[config.head_mix](config)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        shape = hidden_states.shape[:-1]
+        query, key, value = (
+            projection(hidden_states).view(*shape, -1, self.head_dim).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if position_embeddings is not None:
+            query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        dropout = self.attention_dropout if self.training else 0.0
+        mix, weights = attend(self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
+        return self.o_proj(mix.reshape(*shape, -1).contiguous()), weights
+
+
+class FeedForward(nn.Module):
+    """down(act(gate x) ∘ up x), or down(act(up x)) without a gate."""
+
+    def __init__(self, config: VariedLlamaConfig) -> None:
+        super().__init__()
+        gated, activation = FEED_FORWARDS[config.feed_forward]
+        inner, outer = config.intermediate_size, config.hidden_size
+        self.gate_proj = nn.Linear(outer, inner, bias=False) if gated else None
+        self.up_proj = nn.Linear(outer, inner, bias=False)
+        self.down_proj = nn.Linear(inner, outer, bias=False)
+        self.down_proj.deviation = inner**-0.5 / config.num_hidden_layers  # of its weights' start
+        self.act_fn = ACT2FN[activation]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up = self.up_proj(x)
+        return self.down_proj(self.act_fn(up) if self.gate_proj is None else self.act_fn(self.gate_proj(x)) * up)
+
+
+class VariedLlamaLayer(GradientCheckpointingLayer):
+    """Two branches, attention and feed-forward, each with a norm where the configuration places it."""
+
+    def __init__(self, config: VariedLlamaConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.step = NORM_PLACEMENTS[config.norm_placement]
+        self.self_attn = VariedLlamaAttention(config, layer_idx)
+        self.mlp = FeedForward(config)
+        self.attention_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        mid = self.step(hidden_states, lambda x: self.self_attn(x, **kwargs)[0], self.attention_norm)
+        return self.step(mid, self.mlp, self.mlp_norm)
+
+
+class VariedLlamaPreTrainedModel(LlamaPreTrainedModel):
+    config: VariedLlamaConfig
+    config_class = VariedLlamaConfig
+    _no_split_modules = ["VariedLlamaLayer"]  # noqa: RUF012
+    _supports_flash_attn = False  # biases are in the mask
+    _supports_flex_attn = False
+    _can_compile_fullgraph = False
+    _can_record_outputs = {"hidden_states": VariedLlamaLayer, "attentions": VariedLlamaAttention}  # noqa: RUF012
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """As WSE's released code: N(0, 2/(5n)) for n inputs, unless a module has a deviation of its own."""
+        super()._init_weights(module)
+        if isinstance(module, nn.Linear | nn.Embedding):
+            usual = (2 / (5 * module.weight.shape[1])) ** 0.5
+            init.normal_(module.weight, std=getattr(module, "deviation", usual))
+
+
+class VariedLlamaModel(VariedLlamaPreTrainedModel):
+    def __init__(self, config: VariedLlamaConfig) -> None:
+        super().__init__(config)
+        self.padding_idx = config.pad_token_id
+        self.vocab_size = config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.positions = POSITION_SCHEMES[config.position_scheme](config)
+        self.layers = nn.ModuleList([VariedLlamaLayer(config, index) for index in range(config.num_hidden_layers)])
+        self.norm: nn.Module = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        if config.norm_placement == "post":  # the last layer has one at its end
+            self.norm = nn.Identity()
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give one of input_ids and inputs_embeds")
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        places = past + torch.arange(x.shape[1], device=x.device)
+        position_ids = places[None] if position_ids is None else position_ids
+        mask = self._mask(x, attention_mask, past_key_values, position_ids, places)
+        rotation, added = self.positions.rotation(x, position_ids), self.positions.added(x, position_ids)
+        x = x if added is None else x + added
+        for layer in self.layers:
+            x = layer(x, attention_mask=mask, position_embeddings=rotation, past_key_values=past_key_values, **kwargs)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
+
+    def _mask(
+        self,
+        x: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        cache: Any,
+        position_ids: torch.Tensor,
+        places: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """Which keys each query sees, with what the scheme adds to the logits; `places` (T,) of the queries."""
+        inputs: dict[str, Any] = {"config": self.config, "inputs_embeds": x, "attention_mask": attention_mask}
+        inputs |= {"past_key_values": cache, "position_ids": position_ids}
+        keys, first = cache.get_mask_sizes(len(places), 0) if cache is not None else (len(places), 0)
+        bias = self.positions.bias(places[:, None] - first - torch.arange(keys, device=x.device))
+        if self.config.prefix_length:
+            inputs["or_mask_function"] = self._prefix(attention_mask, places)
+        make: Any = create_causal_mask if self.config.sliding_window is None else create_sliding_window_causal_mask
+        mask = make(**inputs, allow_is_causal_skip=bias is None)
+        if bias is None:
+            return mask
+        bias = bias.to(x.dtype)
+        return bias.masked_fill(~mask, torch.finfo(x.dtype).min) if mask.dtype == torch.bool else bias + mask
+
+    def _prefix(self, attention_mask: torch.Tensor | None, places: torch.Tensor) -> Callable[..., torch.Tensor]:
+        """Which keys are of the prefix, as `create_causal_mask` asks for it.
+
+        Raises:
+            InputError: some of the prefix is in a cache, and has not seen the rest.
+        """
+        start = None if attention_mask is None or attention_mask.dim() != 2 else attention_mask.int().argmax(1)
+        past = int(places[0]) - (0 if start is None else int(start.max()))
+        if 0 < past < self.config.prefix_length:
+            raise InputError(
+                f"a prefix LM reads its {self.config.prefix_length} first tokens at once, and the cache holds {past}: "
+                "give a longer text, or generate without a cache"
+            )
+
+        def is_of_prefix(batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
+            return key < self.config.prefix_length + (0 if start is None else start[batch])
+
+        return is_of_prefix
+
+
+class VariedLlamaForCausalLM(VariedLlamaPreTrainedModel, LlamaForCausalLM):
+    def __init__(self, config: VariedLlamaConfig) -> None:
+        LlamaPreTrainedModel.__init__(self, config)
+        self.model = VariedLlamaModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+
+AutoConfig.register(MODEL_TYPE, VariedLlamaConfig)
+AutoModel.register(VariedLlamaConfig, VariedLlamaModel)
+AutoModelForCausalLM.register(VariedLlamaConfig, VariedLlamaForCausalLM)

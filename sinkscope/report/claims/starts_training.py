@@ -1,0 +1,63 @@
+"""Claims of When Attention Sink Emerges (WSE §5) on trainings whose blocks begin in other ways."""
+
+import numpy as np
+
+from sinkscope.report.claims.arms import SINK
+from sinkscope.report.claims.claim import Claim, Part, above
+from sinkscope.report.claims.estimates import Estimate, mean_of_runs
+from sinkscope.report.claims.evidence import Evidence, Lacks, table_of
+from sinkscope.report.claims.over_seeds import by_level, common_seeds, study_of
+from sinkscope.report.claims.published import published
+from sinkscope.report.claims.studies import FactorStudy
+from sinkscope.results.run import RunData
+
+RANDOM, FIXED = "factor:random-tokens", "factor:fixed-position"
+
+
+def rate_at(run: RunData, position: int) -> float:
+    """S_k in percent. Raises Lacks where the run does not report the position."""
+    table = table_of(run, "attention_by_sequence")
+    rows = table[table["position"] == position]
+    if rows.empty:
+        raise Lacks(f"a run reports {position} positions or fewer: --positions {position + 1}")
+    return 100 * float(rows["sink_rate"].mean())
+
+
+def _rates(study: FactorStudy, level: int, position: int) -> np.ndarray:
+    """(seeds,): S_k of the trainings at one level. Raises Lacks where there is none."""
+    if level not in study.by_level:
+        raise Lacks(f"no training has {level} random tokens at the beginning of its blocks")
+    return np.array([rate_at(study.by_level[level][seed], position) for seed in common_seeds(study)])
+
+
+def _one_random(evidence: Evidence) -> Estimate:
+    study = study_of(evidence, RANDOM, FactorStudy)
+    plain, random = (_rates(study, level, 0) for level in (0, 1))
+    return mean_of_runs(random - plain).over(by_level((0, 1), np.stack([plain, random], axis=1)))
+
+
+def _two_random(evidence: Evidence) -> Estimate:
+    study = study_of(evidence, RANDOM, FactorStudy)
+    first, second = (_rates(study, 2, position) for position in (0, 1))
+    return mean_of_runs(second - first).over(by_level(("S₀", "S₁"), np.stack([first, second], axis=1)))
+
+
+def _fixed(evidence: Evidence) -> Estimate:
+    """The smallest of the S_k, k the position of the fixed token."""
+    study = study_of(evidence, FIXED, FactorStudy)
+    seeds = common_seeds(study)
+    rates = [[rate_at(runs[seed], int(level)) for level, runs in study.by_level.items()] for seed in seeds]
+    return mean_of_runs(np.array(rates).min(1)).over(by_level(study.by_level, np.array(rates)))
+
+
+CLAIMS = (
+    Claim("W-35", "§5", "A random first token gives more sink.",
+        (Part("sink rate, first token random − plain, in points", _one_random, above(0.0)),), (RANDOM,),
+        published=published("WSE §5", {"difference": 8.85}, "60M model: 27.03 against 18.18 %"), is_ours=False),
+    Claim("W-36", "§5", "Two random first tokens move the sink to the second.",
+        (Part("S₁ − S₀ in points, two tokens random", _two_random, above(0.0)),), (RANDOM,),
+        published=published("WSE §5", {"difference": 12.10}, "60M model: S₀ 1.98, S₁ 14.08 %"), is_ours=False),
+    Claim("W-37", "table 10", "A fixed token at position k makes k the sink.",
+        (Part("S_k in %, k with the least", _fixed, above(SINK)),), (FIXED,),
+        published=published("WSE table 10", {"k = 0": 74.11, "k = 1": 69.03, "k = 2": 69.64})),
+)  # fmt: skip

@@ -1,0 +1,410 @@
+"""Llama's block with its parts exchanged, against its formulas written out once more, in float64."""
+
+import math
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from support.attention_rows import Rows
+from support.retrofitted import assert_close
+from tiny import VOCAB, padded, ragged_tokens, spread_weights, tiny_tokens
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.models.llama import modeling_llama
+
+import sinkscope
+from sinkscope.attention.position_kinds import with_positions
+from sinkscope.errors import InputError
+from sinkscope.measuring.observables import OBSERVABLES
+from sinkscope.measuring.observables.observable import Settings
+from sinkscope.measuring.tracer import open_tracer
+from sinkscope.models.calibrate import calibrate
+from sinkscope.models.families import find_family
+from sinkscope.models.position_schemes import POSITION_SCHEMES, alibi_slopes, bucket
+from sinkscope.models.varied_llama import VariedLlamaConfig
+from sinkscope.models.wiring import check_wiring, read_sites
+from sinkscope.retrofits import retrofit_model
+from sinkscope.text.batch import Batch
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+# label → what differs from Llama
+VARIANTS: dict[str, dict[str, Any]] = {
+    **{scheme: {"position_scheme": scheme} for scheme in POSITION_SCHEMES},
+    "post-norm": {"norm_placement": "post"},
+    **{name: {"feed_forward": name} for name in ("geglu", "reglu", "swish", "gelu", "relu")},
+    "summed heads": {"head_mix": "summed"},
+    "window": {"sliding_window": 3},
+    "prefix": {"prefix_length": 4},
+    "several": {"position_scheme": "relative", "norm_placement": "post", "head_mix": "summed", "sliding_window": 5},
+    "biased prefix": {"position_scheme": "alibi", "prefix_length": 4, "num_key_value_heads": 2},
+}
+EACH = pytest.mark.parametrize("label", VARIANTS)
+LENGTH = 9
+IDS = tiny_tokens(2, LENGTH)
+
+
+def made(label: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(VariedLlamaConfig(**SHAPE, **VARIANTS[label]), dtype=dtype)
+    spread_weights(model, 2.0)
+    return model.eval().requires_grad_(False)
+
+
+@cache
+def shared(label: str) -> PreTrainedModel:
+    """Not to be changed."""
+    return made(label)
+
+
+# ----------------------------------------------------------------------------------------------- the formulas
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": lambda x: x / (1 + torch.exp(-x)),
+    "gelu": lambda x: x * (1 + torch.erf(x / 2**0.5)) / 2,
+    "relu": lambda x: x * (x > 0),
+}
+GATED = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
+UNGATED = {"swish": "silu", "gelu": "gelu", "relu": "relu"}
+
+
+class Formula:
+    """The whole model as a function of its parameters; keeps the attention weights of each layer."""
+
+    def __init__(self, config: Any, parameters: dict[str, torch.Tensor]) -> None:
+        self.config = config
+        self.parameters = parameters
+        self.weights: list[torch.Tensor] = []  # (B,H,T,T) each
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        p, scheme = self.parameters, self.config.position_scheme
+        x = p["model.embed_tokens.weight"][ids]
+        if scheme == "learned":
+            x = x + p["model.positions.embedding.weight"][: ids.shape[1]]
+        if scheme == "absolute":
+            x = x + torch.stack([wave(t, x.shape[-1]) for t in range(ids.shape[1])])
+        for layer in range(self.config.num_hidden_layers):
+            x = self.layer(x, f"model.layers.{layer}")
+        if self.config.norm_placement == "pre":
+            x = self.rms(x, "model.norm")
+        return x @ p["lm_head.weight"].T
+
+    def layer(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        attention, mlp = f"{name}.attention_norm", f"{name}.mlp_norm"
+        if self.config.norm_placement == "pre":
+            x = x + self.attend(self.rms(x, attention), f"{name}.self_attn")
+            return x + self.feed_forward(self.rms(x, mlp), f"{name}.mlp")
+        x = self.rms(x + self.attend(x, f"{name}.self_attn"), attention)
+        return self.rms(x + self.feed_forward(x, f"{name}.mlp"), mlp)
+
+    def rms(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return self.parameters[f"{name}.weight"] * x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+    def feed_forward(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        up, kind = x @ self.parameters[f"{name}.up_proj.weight"].T, self.config.feed_forward
+        if kind in GATED:
+            inner = ACTIVATIONS[GATED[kind]](x @ self.parameters[f"{name}.gate_proj.weight"].T) * up
+        else:
+            inner = ACTIVATIONS[UNGATED[kind]](up)
+        return inner @ self.parameters[f"{name}.down_proj.weight"].T
+
+    def attend(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
+        width, length = 32 // heads, x.shape[1]
+        q, k, v = (x @ self.parameters[f"{name}.{part}_proj.weight"].T for part in "qkv")
+        mixes, weights = [], []
+        for head in range(heads):
+            own = slice(head * width, (head + 1) * width)
+            kv = slice(head // (heads // kv_heads) * width, (head // (heads // kv_heads) + 1) * width)
+            query, key = q[..., own], k[..., kv]
+            if self.config.position_scheme == "rotary":
+                query, key = rotated(query), rotated(key)
+            logits = query @ key.transpose(1, 2) / width**0.5 + self.bias(head, length)
+            a = logits.masked_fill(~self.seen(length), -torch.inf).softmax(-1)
+            weights.append(a)
+            mixes.append(a @ v[..., kv])
+        self.weights.append(torch.stack(weights, dim=1))
+        if self.config.head_mix == "summed":
+            return sum(mixes) @ self.parameters[f"{name}.o_proj.projection.weight"].T
+        return torch.cat(mixes, dim=-1) @ self.parameters[f"{name}.o_proj.weight"].T
+
+    def seen(self, length: int) -> torch.Tensor:
+        t, s = torch.arange(length)[:, None], torch.arange(length)
+        window = self.config.sliding_window or length
+        return ((s <= t) & (t - s < window)) | (s < self.config.prefix_length)
+
+    def bias(self, head: int, length: int) -> torch.Tensor:
+        distance = (torch.arange(length)[:, None] - torch.arange(length)).tolist()
+        if self.config.position_scheme == "alibi":
+            slope = 2.0 ** (-8 * (head + 1) / self.config.num_attention_heads)
+            return -slope * torch.tensor(distance, dtype=torch.float64)
+        if self.config.position_scheme in ("relative", "bucket-number"):
+            numbers = torch.tensor([[bucket_by_hand(max(0, one)) for one in row] for row in distance])
+            if self.config.position_scheme == "bucket-number":
+                return numbers.double()
+            return self.parameters["model.positions.by_bucket.weight"][numbers, head]
+        return torch.zeros(length, length, dtype=torch.float64)
+
+
+def wave(t: int, width: int) -> torch.Tensor:
+    angles = [t / 10_000 ** (2 * i / width) for i in range(width // 2)]
+    return torch.tensor([*map(math.sin, angles), *map(math.cos, angles)], dtype=torch.float64)
+
+
+def rotated(x: torch.Tensor) -> torch.Tensor:
+    """Coordinates i and i + d/2 are a plane, turned by t · 10000^(-2i/d)."""
+    half = x.shape[-1] // 2
+    angles = torch.arange(x.shape[1])[:, None] * (1 / 10_000 ** (torch.arange(half) / half))  # float32, as Llama's
+    cos, sin, first, second = angles.cos().double(), angles.sin().double(), x[..., :half], x[..., half:]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def bucket_by_hand(distance: int) -> int:
+    """T5: 16 buckets for distances 0 … 15, and 16 logarithmic ones up to 128."""
+    if distance < 16:
+        return distance
+    return min(31, 16 + int(math.log(distance / 16) / math.log(8) * 16))
+
+
+def loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def formula_of(model: PreTrainedModel) -> Formula:
+    parameters = {name: p.detach().clone().requires_grad_(True) for name, p in model.named_parameters()}
+    return Formula(model.config, parameters)
+
+
+class DoubleTorch:
+    """torch, but that float32 is float64."""
+
+    float32 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@pytest.fixture(autouse=True)
+def exact_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama's norms compute in float64, as the rest does."""
+    monkeypatch.setattr(modeling_llama, "torch", DoubleTorch())
+
+
+# -------------------------------------------------------------------------------------------------- the model
+
+
+@EACH
+def test_logits_and_gradients_are_the_formulas(label: str) -> None:
+    model = made(label).requires_grad_(True)
+    expected = formula_of(model)
+    logits = model(IDS).logits
+    assert_close(logits, expected(IDS))
+    loss(logits, IDS).backward()
+    loss(expected(IDS), IDS).backward()
+    for name, parameter in model.named_parameters():
+        twin = expected.parameters[name].grad
+        assert_close(parameter.grad, torch.zeros_like(parameter) if twin is None else twin, 1e-8)
+
+
+def test_the_formulas_differ() -> None:
+    """Of the same weights: else the test above would not notice an option that does nothing."""
+    logits = {label: shared(label)(IDS).logits for label in VARIANTS}
+    plain = logits.pop("rotary")
+    assert all(float((other - plain).abs().max()) > 1e-3 for other in logits.values())
+
+
+@pytest.mark.parametrize(
+    ("label", "kernel"), [*((label, "sdpa") for label in VARIANTS), ("several", "eager"), ("prefix", "eager")]
+)
+def test_what_is_measured_is_the_formulas_weights(label: str, kernel: str) -> None:
+    model, rows = shared(label), Rows(Settings())
+    with open_tracer(model, find_family(model), kernel) as tracer:
+        tracer.forward(Batch(IDS, torch.ones_like(IDS)), [rows])
+    expected = formula_of(model)
+    expected(IDS)
+    for weights, formula in zip(rows.weights, expected.weights, strict=True):
+        assert_close(weights, formula.detach())
+
+
+@EACH
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_nothing(label: str, side: str) -> None:
+    model, lengths = shared(label), [9, 5, 7]
+    batch = padded(ragged_tokens(lengths), side)
+    inputs = {"attention_mask": batch.attention_mask, "position_ids": batch.position_ids}
+    together = model(batch.token_ids, **inputs).logits
+    for row, ids in enumerate(ragged_tokens(lengths)):
+        alone = model(torch.as_tensor(ids)[None]).logits
+        assert_close(together[row][batch.attention_mask[row].bool()], alone[0])
+
+
+@EACH
+def test_generates_the_same_with_the_cache_and_without(label: str) -> None:
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    wanted = {"output_logits": True, "return_dict_in_generate": True}
+    cached, whole = (shared(label).generate(IDS, use_cache=use, **options, **wanted) for use in (True, False))
+    for ours, expected in zip(cached.logits, whole.logits, strict=True):
+        assert_close(ours, expected)
+
+
+def test_a_prefix_in_two_parts_is_refused() -> None:
+    with pytest.raises(InputError, match="reads its 4 first tokens at once, and the cache holds 3"):
+        shared("prefix").generate(IDS[:, :3], max_new_tokens=3, eos_token_id=None)
+
+
+def test_a_prefix_takes_no_register_tokens() -> None:
+    with pytest.raises(InputError, match="its prefix would be the registers"):
+        retrofit_model(made("prefix"), None, "register-tokens")
+
+
+@EACH
+def test_saved_and_loaded_it_is_the_same(label: str, tmp_path: Path) -> None:
+    model = made(label, torch.float32)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).requires_grad_(False)  # a gradient takes another kernel
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+
+
+def test_at_its_defaults_it_is_llama() -> None:
+    model, llama = made("rotary"), LlamaForCausalLM(LlamaConfig(**SHAPE)).double()
+    names = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    state = model.state_dict()
+    for ours, theirs in names.items():
+        state = {name.replace(ours, theirs): x for name, x in state.items()}
+    llama.load_state_dict(state)
+    assert_close(model(IDS).logits, llama(IDS).logits)
+
+
+def test_weights_start_as_those_of_the_released_code() -> None:
+    torch.manual_seed(0)
+    shape = SHAPE | {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 1000}
+    model = AutoModelForCausalLM.from_config(VariedLlamaConfig(**shape))
+    layer = model.model.layers[0]
+    usual, down = (2 / (5 * 256)) ** 0.5, 512**-0.5 / 2
+    for weight in (model.lm_head.weight, model.model.embed_tokens.weight, layer.self_attn.o_proj.weight):
+        assert float(weight.std()) == pytest.approx(usual, rel=0.03)
+    assert float(layer.mlp.down_proj.weight.std()) == pytest.approx(down, rel=0.03)
+    assert bool((layer.mlp_norm.weight == 1).all())
+
+
+# ---------------------------------------------------------------------------------------------- as a family
+
+
+@EACH
+def test_its_positions_are_found_to_be_what_its_row_says(label: str) -> None:
+    model = shared(label)
+    family = find_family(model)
+    assert with_positions(model, family).positions == family.positions
+
+
+@EACH
+def test_the_wiring_equation_holds(label: str) -> None:
+    model = shared(label)
+    block = find_family(model).block(0)
+    for sites in read_sites(model, find_family(model), IDS):
+        assert check_wiring(block, sites) < 1e-12
+
+
+@pytest.mark.parametrize("label", ["none", "post-norm", "relative"])
+def test_calibration_finds_its_row_again(label: str) -> None:
+    model = shared(label)
+    known, found = find_family(model), calibrate(model, IDS)
+    assert (found.layers, found.attention, found.wiring, found.door, found.sites) == (
+        known.layers, known.attention, known.wiring, known.door, known.sites,
+    )  # fmt: skip
+
+
+def test_a_key_of_the_prefix_has_all_queries() -> None:
+    """Means over the queries that see a key: all T of a prefix's, T - s of the others."""
+    model = shared("prefix")
+    observable = OBSERVABLES["attention"](Settings(positions=LENGTH, window=LENGTH, epsilon=0.3))
+    with open_tracer(model, find_family(model)) as tracer:
+        tracer.forward(Batch(IDS, torch.ones_like(IDS)), [observable])
+    expected = formula_of(model)
+    expected(IDS)
+    queries = torch.tensor([LENGTH] * 4 + list(range(LENGTH - 4, 0, -1)))
+    found = observable.tables()["attention"]
+    for layer, weights in enumerate(expected.weights):
+        mass = (weights.detach().sum(2) / queries).mean(0)
+        for column in ("window_mass", "sink_mass"):
+            own = found[found["layer"] == layer].pivot(index="head", columns="position", values=column)
+            assert_close(torch.tensor(own.to_numpy()), mass, 1e-6)
+
+
+@pytest.mark.usefixtures("no_figures")
+@pytest.mark.parametrize("label", ["prefix", "several", "bucket-number"])
+def test_every_observable_measures_it(label: str) -> None:
+    model = made(label, torch.float32)
+    run = sinkscope.analyze(model, input="random", seq_len=LENGTH, num_seqs=2)
+    assert run.manifest["parity"] < 1e-5
+    assert {"attention", "geometry", "gradient", "gradient_check"} <= run.tables.keys()
+    assert run.tables["gradient_check"]["identity_residual"].max() < 1e-5
+
+
+def test_a_prefix_is_not_in_the_loss(no_figures: None, tmp_path: Path) -> None:
+    model = made("prefix", torch.float32)
+    np.save(tmp_path / "ids.npy", IDS.numpy())
+    settings = {"seq_len": LENGTH, "num_seqs": 2, "observables": "gradient"}
+    run = sinkscope.analyze(model, input=tmp_path / "ids.npy", **settings)
+    expected = F.cross_entropy(model(IDS).logits[:, 3:-1].flatten(0, 1), IDS[:, 4:].flatten())
+    assert math.log(run.metric("perplexity")) == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("method", ["operation:kind=sigmoid", "key-bias:value=learned", "value-bias"])
+@pytest.mark.parametrize("label", ["alibi", "learned", "several"])
+def test_it_takes_operations_and_biases(label: str, method: str, tmp_path: Path) -> None:
+    name, _, given = method.partition(":")
+    parameters = dict(part.split("=") for part in filter(None, given.split(",")))
+    model = retrofit_model(made(label, torch.float32), None, name, **parameters)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).requires_grad_(False)  # a gradient takes another kernel
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+    assert sum(1 for _ in model.parameters()) >= sum(1 for _ in shared(label).parameters())
+
+
+# ------------------------------------------------------------------------------------------- single formulas
+
+
+def test_slopes_and_buckets() -> None:
+    assert alibi_slopes(8) == [2.0**-h for h in range(1, 9)]
+    assert alibi_slopes(3) == [2.0**-4, 2.0**-8, 2.0**-2]  # those of 2 heads, and the first of 4
+    distances = torch.arange(200)
+    assert bucket(distances).tolist() == [bucket_by_hand(int(d)) for d in distances]
+    assert bucket(torch.tensor([-5])).tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"position_scheme": "rotray"}, "position_scheme 'rotray' is unknown; did you mean 'rotary'"),
+        ({"sliding_window": 4, "prefix_length": 2}, "goes without sliding_window"),
+        ({"sliding_window": 0}, "sliding_window is at least 1"),
+    ],
+)
+def test_wrong_fields_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        VariedLlamaConfig(**fields)
+
+
+def test_the_weight_on_a_windows_first_token() -> None:
+    """Of queries t ≥ 3, since those before them see position 0; sequences of 9, 5 and 2 tokens, padded."""
+    model, lengths = shared("window"), [9, 5, 2]
+    observable = OBSERVABLES["window-edge"](Settings())
+    with open_tracer(model, find_family(model)) as tracer:
+        tracer.forward(padded(ragged_tokens(lengths), "left"), [observable])
+    found = observable.tables()["window_edge_by_sequence"].set_index(["layer", "sequence"])
+    assert sorted(found.index) == [(layer, sequence) for layer in (0, 1) for sequence in (0, 1)]
+    for sequence, ids in enumerate(ragged_tokens(lengths)[:2]):
+        expected = formula_of(model)
+        expected(torch.as_tensor(ids)[None])
+        for layer, weights in enumerate(expected.weights):
+            edge = torch.stack([weights[0, :, t, t - 2] for t in range(3, lengths[sequence])])
+            assert found.loc[(layer, sequence), "edge_mass"] == pytest.approx(float(edge.detach().mean()), rel=1e-5)
+            assert found.loc[(layer, sequence), "edge_queries"] == lengths[sequence] - 3
+    assert OBSERVABLES["window-edge"].inapplicable(shared("rotary"), find_family(shared("rotary")))

@@ -1,0 +1,107 @@
+"""Claims on trainings that differ in how blocks begin, where tokens stand, or what attention sees: both ways."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from support.hand_made_runs import analysis, by_sequence, family
+from support.hand_made_trainings import SHAPE, rates, training
+
+from sinkscope.report.claims.claim import Judgment, Outcome, judge
+from sinkscope.report.claims.evidence import Evidence
+from sinkscope.report.claims.gather import Collection
+from sinkscope.report.claims.register import CLAIMS
+from sinkscope.report.claims.trainings import Training
+
+HOLDS, FAILS, INCONCLUSIVE, INAPPLICABLE = (
+    Outcome.HOLDS, Outcome.FAILS, Outcome.INCONCLUSIVE, Outcome.DOES_NOT_APPLY
+)  # fmt: skip
+SEEDS = (0.0, 0.01, -0.01)
+SIGMOID = "operation:kind=sigmoid"
+
+
+def trained(by_position: Sequence[float], arm: str = "none", seeds: Sequence[float] = SEEDS, **given: Any) -> Training:
+    """A training whose arm has these sink rates at positions 0, 1, …, a little else in each seed."""
+    runs = [
+        {"attention_by_sequence": rates(by_position[0] + more, 0.0, np.add(by_position[1:], more))} for more in seeds
+    ]
+    numbers = {"sink_rate": [by_position[0] + more for more in seeds]}
+    return training({arm: numbers}, tables={arm: runs}, **given)
+
+
+def outcome(claim: str, *trainings: Training) -> Outcome:
+    return judge(CLAIMS[claim], Collection(trainings=trainings).evidence({})["made"]).outcome
+
+
+def test_a_random_first_token() -> None:
+    plain, more, less = trained([0.2, 0.0]), trained([0.4, 0.0], random_tokens=1), trained([0.1, 0], random_tokens=1)
+    assert outcome("W-35", plain, more) == HOLDS
+    assert outcome("W-35", plain, less) == FAILS
+    two = {share: trained([0.3, share], random_tokens=2) for share in (0.6, 0.1)}
+    assert outcome("W-36", plain, two[0.6]) == HOLDS
+    assert outcome("W-36", plain, two[0.1]) == FAILS
+    assert outcome("W-36", plain, more) == Outcome.NOT_MEASURED  # none has two
+
+
+@pytest.mark.parametrize(("second", "expected"), [(0.7, HOLDS), (0.02, FAILS)])
+def test_a_fixed_token(second: float, expected: Outcome) -> None:
+    first = trained([0.7, 0.0], fixed_position=0)
+    assert outcome("W-37", first, trained([0.0, second], fixed_position=1)) == expected
+
+
+@pytest.mark.parametrize(("least", "expected"), [(0.2, HOLDS), (0.05, FAILS)])
+def test_every_positional_scheme(least: float, expected: Outcome) -> None:
+    schemes = {"none": least, "absolute": 0.3, "learned": 0.3, "relative": 0.3, "alibi": 0.3, "rotary": 0.3}
+
+    def each(names: Mapping[str, float]) -> list[Training]:
+        return [trained([rate, 0], shape=SHAPE | {"position_scheme": name}) for name, rate in names.items()]
+
+    assert outcome("W-42", *each(schemes)) == expected
+    assert outcome("W-42", *each(schemes | {"bucket-number": 0.0})) == expected  # none of the paper's
+    del schemes["alibi"]
+    assert outcome("W-42", *each(schemes)) == Outcome.NOT_MEASURED
+
+
+@pytest.mark.parametrize(("worst", "expected"), [(0.005, HOLDS), (0.2, FAILS)])
+def test_sigmoid_attention_at_every_rate_and_decay(worst: float, expected: Outcome) -> None:
+    seeds = (0.0, 0.001, 0.002)
+
+    def sigmoid(rate: float, **given: Any) -> Training:
+        return trained([rate, 0], SIGMOID, seeds, **given)
+
+    by_rate = [sigmoid(0.001, learning_rate=1e-3), sigmoid(0.001, learning_rate=1e-4)]
+    by_decay = [sigmoid(worst, weight_decay=1.0), sigmoid(0.001, weight_decay=0.5)]
+    assert outcome("W-58", *by_rate, *by_decay) == expected
+    assert outcome("W-58", *by_rate) == Outcome.NOT_MEASURED
+
+
+@pytest.mark.parametrize(("parameters", "expected"), [(1.1e9, HOLDS), (6e7, INAPPLICABLE)])
+def test_at_a_billion_parameters(parameters: float, expected: Outcome) -> None:
+    made = training({"none": {"sink_rate": [0.45, 0.46, 0.44]}, SIGMOID: {"sink_rate": [0.02, 0.03, 0.02]}})
+    for run in made.runs.values():
+        run.manifest["model"]["parameters"] = int(parameters)
+    assert outcome("W-59", made) == expected
+
+
+def of_run(claim: str, tables: Mapping[str, pd.DataFrame], **given: Any) -> Judgment:
+    run = analysis(tables, **given)
+    return judge(CLAIMS[claim], Evidence.of([run], CLAIMS[claim].needs))
+
+
+@pytest.mark.parametrize(("position", "expected"), [(2, HOLDS), (3, FAILS)])
+def test_the_sinks_of_a_prefix_lm(position: int, expected: Outcome) -> None:
+    sinks = pd.DataFrame({"layer": 0, "head": 0, "sequence": range(40), "position": position})
+    prefix = family("rotary", prefix=3)
+    assert of_run("W-39", {"sink_positions": sinks}, family=prefix).outcome == expected
+    assert of_run("W-39", {"sink_positions": sinks}).outcome == INAPPLICABLE
+    assert of_run("W-39", {"sink_positions": sinks[:0]}, family=prefix).outcome not in (HOLDS, FAILS)
+
+
+@pytest.mark.parametrize(("mass", "expected"), [(0.01, HOLDS), (0.2, FAILS)])
+def test_the_first_token_of_a_window(mass: float, expected: Outcome) -> None:
+    table = by_sequence({"edge_mass": mass}, noise=0.001)
+    model = {"name": "made", "weights": "trained", "sliding_window": 8}
+    assert of_run("W-41", {"window_edge_by_sequence": table}, model=model).outcome == expected
+    assert of_run("W-41", {"window_edge_by_sequence": table}).outcome == INAPPLICABLE
