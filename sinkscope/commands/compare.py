@@ -8,6 +8,9 @@ from sinkscope.report.side_by_side import compare
 
 def command(options: CompareOptions, output: OutputOptions) -> Result:
     found = compare(*options.runs, out=output.out, overwrite=output.overwrite)
+    text = "" if options.format == "text" else found.formatted(options.format)
     if isinstance(found, Comparison):
-        return Result(found, numbers=found.table, notes=found.warnings, folder=output.out)
-    return Result(found, found.markdown, notes=differing_lines(found.manifest["differing"]), folder=output.out)
+        numbers = None if text else found.table
+        return Result(found, text=text, numbers=numbers, notes=found.warnings, folder=output.out)
+    notes = differing_lines(found.manifest["differing"])
+    return Result(found, "" if text else found.markdown, text, notes=notes, folder=output.out)

@@ -20,12 +20,14 @@ from sinkscope.measuring.subject import ModelLike, Subject, check_config, is_in_
 from sinkscope.measuring.tables import publish
 from sinkscope.options.measuring import QuantizeOptions
 from sinkscope.options.output import OutputOptions
-from sinkscope.quantization.ranges import Bits
-from sinkscope.quantization.sites import INPUT, not_quantized
+from sinkscope.quantization.ranges import Precision
+from sinkscope.quantization.sites import INPUT, full_precision_modules, not_quantized
 from sinkscope.report.outputs import finished
 from sinkscope.report.run import Run
 from sinkscope.results.folders import own_folder
 from sinkscope.text.inputs import TokenInputs
+
+PRECISION = ("bits_weights", "bits_activations", "bits_kv_cache", "weights_per", "activations_per", "kv_cache_per")
 
 
 def command(options: QuantizeOptions, output: OutputOptions) -> Result:
@@ -51,14 +53,15 @@ def quantize(
 ) -> Run:
     """Simulate post-training quantization: what it costs, and which sites' outliers make it cost so much.
 
-    Weights are symmetric and activations asymmetric, with one static range a tensor. The model is afterwards bit for
-    bit as it was, also after an error.
+    Weights are symmetric and activations asymmetric, with one static range a tensor if nothing else is said. The model
+    is afterwards bit for bit as it was, also after an error.
 
     Args:
         model, tokenizer, out, overwrite, quiet: as for `analyze`.
         config: all options at once, in place of `options`.
         figures: names of the figures to draw; None: all that apply.
-        **options: `scheme` (quantization/sites.py), `bits_weights`, `bits_activations`, `calibration` (the number of
+        **options: `scheme` (quantization/sites.py), `bits_weights`, `bits_activations`, `bits_kv_cache`,
+            `weights_per`, `activations_per`, `kv_cache_per` (quantization/ranges.py), `calibration` (the number of
             sequences, behind those that are evaluated in the same input, that the ranges come from), and those of
             `analyze`.
 
@@ -72,7 +75,7 @@ def quantize(
     """
     start = time.time()
     config = config or options_of(QuantizeOptions, model, options)
-    bits = Bits(config.bits_weights, config.bits_activations)
+    precision = _precision(config)
     enough = config.model_copy(update={"num_seqs": config.num_seqs + config.calibration})
     check_config(config)
     with (
@@ -84,7 +87,7 @@ def quantize(
         subject.need_loss()
         parity = parity_check(subject, config)
         bench = Bench(
-            subject, bits, config.attn, config.batch_size, console=console, parity=parity, scheme=config.scheme
+            subject, precision, config.attn, config.batch_size, console=console, parity=parity, scheme=config.scheme
         )
         print_line(console, f"calibrating on {config.calibration} sequences")
         ranges = bench.ranges(held_out)
@@ -94,6 +97,17 @@ def quantize(
         manifest = make_manifest(subject, config, facts, list(tables), start)
         manifest |= {"command": "quantize", "quantization": _record(subject, config, held_out, ranges)}
         return finished(Run(manifest, tables, folder), console, figures)
+
+
+def _precision(config: QuantizeOptions) -> Precision:
+    return Precision(
+        config.bits_weights,
+        config.bits_activations,
+        config.bits_kv_cache,
+        config.weights_per,
+        config.activations_per,
+        config.kv_cache_per,
+    )
 
 
 def _split(subject: Subject, config: QuantizeOptions) -> tuple[Subject, TokenInputs]:
@@ -113,11 +127,11 @@ def _record(subject: Subject, config: QuantizeOptions, held_out: TokenInputs, ra
     """For the manifest."""
     return {
         "scheme": config.scheme,
-        "bits_weights": config.bits_weights,
-        "bits_activations": config.bits_activations,
+        **{name: getattr(config, name) for name in PRECISION},
         "calibration": len(held_out),
         "calibration_sha256": held_out.sha256,
         "split": f"sequences 0–{len(subject.inputs) - 1} are evaluated, those behind them calibrated by",
         "linear_layers": sum(site.part == INPUT for site in ranges),
         "not_quantized": not_quantized(subject.loaded.model, subject.family),
+        "full_precision_modules": full_precision_modules(subject.loaded.model, ranges),
     }

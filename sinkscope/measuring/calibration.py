@@ -24,36 +24,39 @@ from sinkscope.models.edits import first_argument
 from sinkscope.models.family import first_tensor
 from sinkscope.models.in_memory import undisturbed
 from sinkscope.quantization.arithmetic import Grid
-from sinkscope.quantization.attention import SCORES, SOFTMAX, attending_with
-from sinkscope.quantization.ranges import Bits, Range, Rounding
-from sinkscope.quantization.sites import INPUT, LINEAR_SCHEME, OUTPUT, SUM, WEIGHT, Site, sites_of
+from sinkscope.quantization.attention import CACHED, IN_ATTENTION, attending_with
+from sinkscope.quantization.ranges import Precision, Range, Rounding
+from sinkscope.quantization.sites import INPUT, LINEAR_SCHEME, OUTPUT, SUM, WEIGHT, Site, by_output, sites_of
 from sinkscope.text.batch import Batch
 
 See = Callable[[Site, torch.Tensor], None]
 
-OF_NO_STATE = (WEIGHT, SCORES, SOFTMAX)  # parts that hold no hidden state, of which massive activations are
+OF_NO_STATE = (WEIGHT, *IN_ATTENTION)  # parts that hold no hidden state, of which massive activations are
 
 
 def calibrate_ranges(
-    model: PreTrainedModel, sequences: Iterable[Any], scheme: str = LINEAR_SCHEME
+    model: PreTrainedModel, sequences: Iterable[Any], scheme: str = LINEAR_SCHEME, has_cache: bool = False
 ) -> dict[Site, Range]:
     """Static ranges of a loaded model, for `quantized`; `scheme`: quantization/sites.py.
 
-    `sequences` are the token ids on which the ranges of activations are measured. A linear layer that no token reaches
-    (an expert never chosen) has a range of its weight only.
+    `sequences` are the token ids on which the ranges of activations are measured, with `has_cache` also those of the
+    keys and values of every layer. A linear layer that no token reaches (an expert never chosen) has a range of its
+    weight only.
 
     Raises:
         InputError: there is no sequence, weights cannot be quantized, or the scheme does not apply.
         SinkscopeError: the model gives NaN.
     """
     with undisturbed(model), open_tracer(model, family_of(model)[0]) as tracer:
-        return measured_ranges(tracer, sequences, scheme)
+        return measured_ranges(tracer, sequences, scheme, has_cache)
 
 
-def measured_ranges(tracer: Tracer, sequences: Iterable[Any], scheme: str = LINEAR_SCHEME) -> dict[Site, Range]:
+def measured_ranges(
+    tracer: Tracer, sequences: Iterable[Any], scheme: str = LINEAR_SCHEME, has_cache: bool = False
+) -> dict[Site, Range]:
     """As `calibrate_ranges`."""
     seen: dict[Site, _Seen] = defaultdict(_Seen)
-    sites = sites_of(tracer.model, tracer.family, scheme)
+    sites = sites_of(tracer.model, tracer.family, scheme, has_cache)
     _read(tracer, sites, sequences, lambda site, x: seen[site].add(site, x))
     if not seen:
         raise InputError("static ranges need at least one sequence to calibrate by")
@@ -63,19 +66,22 @@ def measured_ranges(tracer: Tracer, sequences: Iterable[Any], scheme: str = LINE
 
 
 def measured_roundings(
-    tracer: Tracer, sequences: Iterable[Any], ranges: Mapping[Site, Range], bits: Bits
+    tracer: Tracer, sequences: Iterable[Any], ranges: Mapping[Site, Range], precision: Precision
 ) -> dict[Site, Rounding]:
     """What rounding does to each site by itself, in the model in full precision."""
-    grids = {site: bits.grid(site, known) for site, known in ranges.items()}
+    grids = {site: precision.grid(site, known) for site, known in ranges.items()}
     sums: dict[Site, np.ndarray] = defaultdict(lambda: np.zeros(4))
+    steps: dict[Site, list[tuple[float, int]]] = defaultdict(list)
 
     def see(site: Site, x: torch.Tensor) -> None:
-        sums[site] += _rounding_sums(x, grids[site])
+        grid = grids[site].of(x)
+        sums[site] += _rounding_sums(x, grid)
+        steps[site].append(_mean_step(grid))
 
     _read(tracer, ranges, sequences, see)
     for site, weight in _weights(tracer.model, ranges):
         see(site, weight)
-    return {site: _rounding(*map(float, sums[site])) for site in ranges}
+    return {site: _rounding(sums[site], steps[site]) for site in ranges}
 
 
 class _Seen:
@@ -83,6 +89,7 @@ class _Seen:
 
     def __init__(self) -> None:
         self.low, self.high = math.inf, -math.inf
+        self.channels: tuple[torch.Tensor, torch.Tensor] | None = None
         self.medians: list[float] = []
         self.has_massive = False
 
@@ -93,11 +100,26 @@ class _Seen:
         median = median_magnitude(x)
         largest = median.new_tensor(max(-low, high))
         self.low, self.high = min(self.low, low), max(self.high, high)
+        if site.part in CACHED:
+            self._add_channels(x)
         self.medians.append(float(median))
         self.has_massive |= site.part not in OF_NO_STATE and bool(is_massive(largest, median))
 
+    def _add_channels(self, x: torch.Tensor) -> None:
+        """x (B,Hkv,T,D)"""
+        low, high = x.amin((0, 2), keepdim=True), x.amax((0, 2), keepdim=True)
+        if self.channels is not None:
+            low, high = torch.minimum(low, self.channels[0]), torch.maximum(high, self.channels[1])
+        self.channels = low, high
+
     def range(self, site: Site) -> Range:
-        return Range(self.low, self.high, float(np.mean(self.medians)), self.has_massive)
+        return Range(self.low, self.high, float(np.mean(self.medians)), self.has_massive, self.channels)
+
+
+def _mean_step(grid: Grid) -> tuple[float, int]:
+    """The mean step of the grids, and how many there are."""
+    steps = torch.as_tensor(grid.step, dtype=torch.float64)
+    return float(steps.mean()), steps.numel()
 
 
 def _rounding_sums(x: torch.Tensor, grid: Grid) -> np.ndarray:
@@ -106,13 +128,16 @@ def _rounding_sums(x: torch.Tensor, grid: Grid) -> np.ndarray:
     nonzero = x != 0
     zeroed = nonzero & (snapped == 0)
     noise = snapped.sub_(x)
-    sums = (nonzero.sum(), zeroed.sum(), x.double().square_().sum(), noise.double().square_().sum())
+    sums = (nonzero.sum(), zeroed.sum(), x.double().square().sum(), noise.double().square().sum())  # x stays
     return np.array([float(total) for total in sums])
 
 
-def _rounding(nonzero: float, zeroed: float, signal: float, noise: float) -> Rounding:
+def _rounding(sums: np.ndarray, steps: list[tuple[float, int]]) -> Rounding:
+    nonzero, zeroed, signal, noise = map(float, sums)
     sqnr = 10 * math.log10(signal / noise) if signal and noise else math.inf
-    return Rounding(zeroed / nonzero if nonzero else 0.0, sqnr)
+    count = sum(grids for _, grids in steps)
+    step = sum(mean * grids for mean, grids in steps) / count if count else math.nan
+    return Rounding(zeroed / nonzero if nonzero else 0.0, sqnr, step)
 
 
 def _read(tracer: Tracer, sites: Iterable[Site], sequences: Iterable[Any], see: See) -> None:
@@ -151,15 +176,17 @@ def _watched(model: nn.Module, sites: Iterable[Site], see: See) -> Iterator[None
 
 
 def _watched_attention(tracer: Tracer, sites: Iterable[Site], see: See) -> AbstractContextManager[None]:
-    """Show `see` the scores and softmax outputs among these sites, in row chunks, until the end of the block."""
+    """Show `see` the keys and values among these sites, and in row chunks the scores and softmax outputs, until the end
+    of the block.
+    """
     parts: dict[int, dict[str, Site]] = defaultdict(dict)
     for site in sites:
-        if site.part in (SCORES, SOFTMAX):
+        if site.part in IN_ATTENTION:
             parts[site.layer][site.part] = site
 
     def shown(mine: Mapping[str, Site], part: str, x: torch.Tensor) -> torch.Tensor:
         if part in mine:
-            see(mine[part], x)
+            see(mine[part], upcast(x))
         return x
 
     return attending_with(tracer.seams, {layer: partial(shown, mine) for layer, mine in parts.items()})
@@ -168,4 +195,5 @@ def _watched_attention(tracer: Tracer, sites: Iterable[Site], see: See) -> Abstr
 def _weights(model: nn.Module, sites: Iterable[Site]) -> Iterator[tuple[Site, torch.Tensor]]:
     for site in sites:
         if site.part == WEIGHT:
-            yield site, upcast(model.get_parameter(f"{site.path}.weight").detach())
+            module = model.get_submodule(site.path)
+            yield site, upcast(by_output(module, module.get_parameter("weight").detach()))

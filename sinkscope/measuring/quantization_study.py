@@ -14,6 +14,7 @@ from rich.console import Console
 from sinkscope.measuring.console import print_line
 from sinkscope.measuring.quantized import Bench
 from sinkscope.quantization import settings
+from sinkscope.quantization.attention import CACHED
 from sinkscope.quantization.ranges import Range, Rounding
 from sinkscope.quantization.sites import WEIGHT, Site
 from sinkscope.results.tables import Column, Columns
@@ -22,7 +23,11 @@ from sinkscope.text.inputs import TokenInputs
 Ranges = Mapping[Site, Range]
 
 LINEAR = Column("site", "kind of module, as mlp.down_proj, or mid or layer_out of a residual sum", kind="text")
-PART = Column("part", "input, weight or output; scheme full: also residual sum, scores, softmax output", kind="text")
+PART = Column(
+    "part",
+    "input, weight or output; scheme full: also residual sum, scores, softmax output; KV cache: keys, values",
+    kind="text",
+)
 QUANTIZATION_TABLES: dict[str, Columns] = {
     "quantization": (
         Column("setting", "what is quantized: quantization/settings.py", kind="text"),
@@ -46,7 +51,7 @@ QUANTIZATION_TABLES: dict[str, Columns] = {
         Column("median_abs", "median of a sequence's absolute entries, or of 64 rows of attention, mean over these"),
         Column("max_abs", "largest absolute entry"),
         Column("is_massive", "whether a sequence has a massive activation here; only of hidden states", kind="truth"),
-        Column("step", "of the grid"),
+        Column("step", "of the grid; of several, one a channel or a token, the mean"),
         Column("zeroed", "share of the entries other than 0 that the grid makes 0"),
         Column("sqnr", "signal to quantization noise, 10 log₁₀ Σx² ÷ Σ(x-x̂)²", "dB"),
     ),
@@ -65,7 +70,7 @@ class Study:
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def tables(self) -> dict[str, pd.DataFrame]:
-        print_line(self.console, f"{self.bench.bits} on {len(self.inputs)} sequences")
+        print_line(self.console, f"{self.bench.precision} on {len(self.inputs)} sequences")
         self._whole_model()
         print_line(self.console, f"looking for the sites that cost most on {len(self.probes)} sequences")
         self._keep_costliest(self._costliest_sites(self._costly_kinds()))
@@ -80,6 +85,8 @@ class Study:
         self._note(settings.ALL, self.ranges, outliers=True)
         self._note(settings.WEIGHTS, self._without(self.ranges.keys() - weights))
         self._note(settings.ACTIVATIONS, self._without(weights))
+        if cached := {site for site in self.ranges if site.part in CACHED}:
+            self._note(settings.KV_CACHE, {site: self.ranges[site] for site in cached})
         if massive:
             self._note(settings.MASSIVE_KEPT, self._without(massive))
         if len(self.probes) < len(self.inputs):
@@ -168,7 +175,8 @@ class Study:
     def _sites(self) -> pd.DataFrame:
         rows = [
             {"layer": site.layer, "site": site.kind, "part": site.part, "path": site.path, "max_abs": known.max_abs}
-            | {"step": self.bench.bits.grid(site, known).step, **asdict(known), **asdict(self.roundings[site])}
+            | {name: getattr(known, name) for name in ("low", "high", "median_abs", "is_massive")}
+            | asdict(self.roundings[site])
             for site, known in self.ranges.items()
         ]
         return pd.DataFrame(rows)

@@ -17,7 +17,7 @@ from sinkscope.measuring.parity import ParityCheck
 from sinkscope.measuring.passes import pass_over
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.tracer import Tracer, open_tracer
-from sinkscope.quantization.ranges import Bits, Range, Rounding
+from sinkscope.quantization.ranges import Precision, Range, Rounding
 from sinkscope.quantization.simulation import quantized_attention, quantized_sites
 from sinkscope.quantization.sites import LINEAR_SCHEME, Site
 from sinkscope.text.inputs import TokenInputs
@@ -42,7 +42,7 @@ class Bench:
     """A model and its inputs, to be measured with any sites quantized, always under the same interventions."""
 
     subject: Subject
-    bits: Bits
+    precision: Precision
     kernel: str = "sdpa"
     batch_size: int | Literal["auto"] = "auto"
     interventions: tuple[Intervention, ...] = ()
@@ -53,11 +53,12 @@ class Bench:
 
     def ranges(self, calibration: TokenInputs) -> dict[Site, Range]:
         with self._tracer() as tracer:
-            return measured_ranges(tracer, calibration.sequences, self.scheme)
+            has_cache = self.precision.kv_cache_per is not None
+            return measured_ranges(tracer, calibration.sequences, self.scheme, has_cache)
 
     def roundings(self, calibration: TokenInputs, ranges: Mapping[Site, Range]) -> dict[Site, Rounding]:
         with self._tracer() as tracer:
-            return measured_roundings(tracer, calibration.sequences, ranges, self.bits)
+            return measured_roundings(tracer, calibration.sequences, ranges, self.precision)
 
     def measure(self, ranges: Mapping[Site, Range], inputs: TokenInputs, outliers: bool = False) -> Measured:
         """Measure the model with these sites quantized; with `outliers` infinity norm and kurtosis, too."""
@@ -67,9 +68,9 @@ class Bench:
             return [*([Outlier(Settings())] if outliers else []), *compared]
 
         with (
-            quantized_sites(self.subject.loaded.model, ranges, self.bits),
+            quantized_sites(self.subject.loaded.model, ranges, self.precision),
             self._tracer() as tracer,
-            quantized_attention(tracer.seams, ranges, self.bits),
+            quantized_attention(tracer.seams, ranges, self.precision),
         ):
             size = self.used_batch_size or self.batch_size
             done = pass_over(tracer, inputs, fresh, tracer.forward_with_loss, size, console=self.console)
@@ -91,7 +92,7 @@ def w8a8(
     subject: Subject,
     calibration: TokenInputs,
     *,
-    bits: Bits | None = None,
+    precision: Precision | None = None,
     kernel: str = "sdpa",
     batch_size: int | Literal["auto"] = "auto",
     interventions: Iterable[Intervention] = (),
@@ -104,13 +105,13 @@ def w8a8(
 
     Args:
         calibration: other sequences, from which the static ranges come.
-        bits: None: 8 and 8.
+        precision: None: 8 bits, one grid a tensor.
         interventions: on the model throughout, calibration included.
 
     Returns:
         loss, perplexity, max_inf_norm and kurtosis in full precision, and the same quantized: loss_quantized, ….
     """
-    bench = Bench(subject, bits or Bits(), kernel, batch_size, tuple(interventions))
+    bench = Bench(subject, precision or Precision(), kernel, batch_size, tuple(interventions))
     arms: dict[str, dict[Site, Range]] = {"": {}, "_quantized": bench.ranges(calibration)}
     found: dict[str, float] = {}
     for ending, ranges in arms.items():

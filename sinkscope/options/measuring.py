@@ -318,8 +318,9 @@ class InterveneOptions(ControlOptions, RunConfig):
 class QuantizeOptions(RunConfig):
     about: ClassVar[str] = """Simulate W8A8: what it costs in perplexity, and which sites' outliers make it so.
 
-    Weights symmetric, activations asymmetric, one static range a tensor: input, weight and output of every linear
-    layer but the LM head. The model itself is left as it is."""
+    Weights symmetric, activations asymmetric, one static range a tensor if nothing else is said: input, weight and
+    output of every linear layer but the LM head. Also writes the modules to keep in full precision, as JSON and as a
+    recipe for llm-compressor. The model itself is left as it is."""
     writes: ClassVar = "runs/MODEL-INPUT-W8A8"
     repeatable: ClassVar = True
     in_memory: ClassVar = True
@@ -331,9 +332,21 @@ class QuantizeOptions(RunConfig):
         "Quantizing",
         "linear layers alone, or full: also embeddings, residual sums, attention scores and softmax outputs.",
     )
-    bits_weights: int = option(8, "Quantizing", "Of weights, symmetric per tensor.", metavar="B", ge=2, le=16)
-    bits_activations: int = option(
-        8, "Quantizing", "Of inputs and outputs, asymmetric per tensor, static ranges.", metavar="B", ge=2, le=16
+    bits_weights: int = option(8, "Quantizing", "Of weights, symmetric.", metavar="B", ge=2, le=16)
+    bits_activations: int = option(8, "Quantizing", "Of inputs and outputs, asymmetric.", metavar="B", ge=2, le=16)
+    bits_kv_cache: int = option(8, "Quantizing", "Of keys and values, asymmetric.", metavar="B", ge=2, le=16)
+    weights_per: Literal["tensor", "channel"] = option(
+        "tensor", "Quantizing", "One range a tensor, or one an output channel.", metavar="WHAT"
+    )
+    activations_per: Literal["tensor", "token"] = option(
+        "tensor", "Quantizing", "One static range a tensor, or one a token, taken as it comes.", metavar="WHAT"
+    )
+    kv_cache_per: Literal["tensor", "token", "channel"] | None = option(
+        None,
+        "Quantizing",
+        "Quantize keys and values too: one static range, one a token and head, or a static one a channel.",
+        metavar="WHAT",
+        shown="not quantized",
     )
     calibration: int = option(
         16,
@@ -344,8 +357,12 @@ class QuantizeOptions(RunConfig):
     )
 
     def folder(self) -> Path:
-        scheme = "" if self.scheme == "linear" else f"-{self.scheme}"
-        return Path("runs", f"{self.run_name}-W{self.bits_weights}A{self.bits_activations}{scheme}")
+        cache = "" if self.kv_cache_per is None else f"KV{self.bits_kv_cache}"
+        per = {"weights": self.weights_per, "activations": self.activations_per, "cache": self.kv_cache_per}
+        parts = [f"{what}-per-{grid}" for what, grid in per.items() if grid not in ("tensor", None)]
+        scheme = [] if self.scheme == "linear" else [self.scheme]
+        name = f"{self.run_name}-W{self.bits_weights}A{self.bits_activations}{cache}"
+        return Path("runs", "-".join([name, *scheme, *parts]))
 
 
 class DoctorOptions(DeviceOptions, ModelOptions):

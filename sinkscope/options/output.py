@@ -1,6 +1,6 @@
 """Where a command writes and what it prints, and the options of commands that measure nothing themselves."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from sinkscope.options.files import UserPath
 from sinkscope.options.measuring import DeviceOptions, InputOptions, ModelOptions
@@ -33,6 +33,9 @@ class CompareOptions(Options):
     writes: ClassVar = "nothing"
 
     runs: tuple[UserPath, ...] = option((), "Input", "Run folders, two or more, of one command.", metavar="RUN")
+    format: Literal["text", "markdown", "latex"] = option(
+        "text", "Output", "How the tables are printed: text, markdown, or latex with booktabs.", metavar="FORMAT"
+    )
 
 
 class RunOptions(InputOptions, DeviceOptions, ModelOptions):

@@ -2,13 +2,16 @@
 
     x̂ = step · clamp(round(x ÷ step), lowest, highest)        round: half to even
 
-The integers are counted from 0, so that 0 itself is on every grid and stays exact. This is the arithmetic of
+The integers are counted from 0, so that 0 itself is on every grid and stays exact. A grid is one for the whole tensor,
+one for each of its rows (the last dimension: a token's features, or the inputs of an output channel), or one for each
+of its channels. This is the arithmetic of
 torch.fake_quantize_per_tensor_affine, which takes three times as long on a CPU and turns NaN into a number; the tests
 compare the two. torch's MinMaxObserver has the same ranges but clips the largest symmetric weight, at 127.5 steps.
 """
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -21,21 +24,49 @@ TINY = torch.finfo(torch.float32).tiny  # a smaller step has no reciprocal
 
 @dataclass(frozen=True)
 class Grid:
-    """step · k for the whole numbers k from `lowest` ≤ 0 to `highest` ≥ 0; with a step of 0 only the number 0."""
+    """step · k for the whole numbers k from `lowest` ≤ 0 to `highest` ≥ 0; with a step of 0 only the number 0.
 
-    step: float
-    lowest: int
-    highest: int
+    Tensors in place of numbers hold many grids, and broadcast to what is snapped.
+    """
+
+    step: float | torch.Tensor
+    lowest: int | torch.Tensor
+    highest: int | torch.Tensor
+
+    def of(self, x: torch.Tensor) -> "Grid":
+        """Itself: it is static, whatever is snapped."""
+        return self
 
     def snap(self, x: torch.Tensor) -> torch.Tensor:
         """x (any shape) → the nearest numbers of the grid, in x's dtype, computed in float32 or better.
 
         Numbers beyond an end of the grid, infinities too, go to that end; NaN stays NaN.
         """
-        if self.step == 0:
-            return x.new_zeros(x.shape).masked_fill(x.isnan(), math.nan)
-        wholes = (upcast(x) / self.step).round_().clamp_(self.lowest, self.highest)
+        divisor = self.step.where(self.step != 0, 1) if isinstance(self.step, torch.Tensor) else self.step or 1.0
+        ends: Any = (self.lowest, self.highest)  # torch has one signature for numbers, and one for tensors
+        wholes = (upcast(x) / divisor).round_().clamp_(*ends)
         return wholes.mul_(self.step).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class RowGrids:
+    """For every row (…,D) of what is snapped a grid made for that row alone: dynamic, without calibration."""
+
+    bits: int
+    is_symmetric: bool
+
+    def of(self, x: torch.Tensor) -> Grid:
+        """The grids (…,1) of x (…,D)."""
+        low, high = upcast(x).aminmax(dim=-1, keepdim=True)
+        return (
+            symmetric_grids(torch.maximum(-low, high), self.bits)
+            if self.is_symmetric
+            else (asymmetric_grids(low, high, self.bits))
+        )
+
+    def snap(self, x: torch.Tensor) -> torch.Tensor:
+        """x (…,D) → each row on its own grid, in x's dtype. A row that holds NaN or infinity becomes NaN."""
+        return self.of(x).snap(x)
 
 
 def symmetric_grid(largest: float, bits: int) -> Grid:
@@ -67,6 +98,23 @@ def asymmetric_grid(low: float, high: float, bits: int) -> Grid:
     return Grid(step, -below, most - below)
 
 
+def symmetric_grids(largest: torch.Tensor, bits: int) -> Grid:
+    """As `symmetric_grid`, a grid for every entry of `largest` ≥ 0."""
+    check_bits(bits)
+    most = 2 ** (bits - 1) - 1
+    return Grid(_steps(largest, most), -most, most)
+
+
+def asymmetric_grids(low: torch.Tensor, high: torch.Tensor, bits: int) -> Grid:
+    """As `asymmetric_grid`, a grid for every entry of `low` and `high`."""
+    check_bits(bits)
+    low, high = low.clamp_max(0), high.clamp_min(0)
+    most = 2**bits - 1
+    step = _steps(high - low, most)
+    below = (-low / step.where(step != 0, 1)).round()
+    return Grid(step, -below, most - below)
+
+
 def quantize_symmetric(x: torch.Tensor, bits: int) -> torch.Tensor:
     """x (any shape) on one grid, made for its own largest entry: for weights."""
     return symmetric_grid(float(x.abs().max()) if x.numel() else 0.0, bits).snap(x)
@@ -79,3 +127,7 @@ def check_bits(bits: int, what: str = "bits") -> None:
 
 def _step(width: float, steps: int) -> float:
     return max(width / steps, TINY) if width > 0 else 0.0
+
+
+def _steps(widths: torch.Tensor, steps: int) -> torch.Tensor:
+    return (widths / steps).clamp_min(TINY).where(widths > 0, widths)

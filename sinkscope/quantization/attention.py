@@ -17,14 +17,17 @@ from sinkscope.attention.kernels import (
 )
 from sinkscope.attention.taps import Seam
 
-SCORES, SOFTMAX = "scores", "softmax output"  # parts of an attention layer
+SCORES, SOFTMAX, KEYS, VALUES = "scores", "softmax output", "keys", "values"  # parts of an attention layer
+CACHED = (KEYS, VALUES)
+IN_ATTENTION = (SCORES, SOFTMAX, *CACHED)
 
-# (part, rows of it (B,H,R,T)) → what takes their place
+# (part, all keys or values (B,Hkv,T,D), or rows of scores and weights (B,H,R,T)) → what takes their place
 Change = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 def changed_attention(change: Change, chunk: int = ROW_CHUNK) -> Kernel:
-    """A kernel whose scores, softcap included and without any mask, and whose attention weights go through `change`.
+    """A kernel whose keys and values, scores, softcap included and without any mask, and attention weights go through
+    `change`.
 
     A learned sink logit enters the softmax as it is.
     """
@@ -32,6 +35,7 @@ def changed_attention(change: Change, chunk: int = ROW_CHUNK) -> Kernel:
     def kernel(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        key, value = change(KEYS, key), change(VALUES, value)
         mixes, lses = [], []
         for start in range(0, query.shape[2], chunk):
             rows = slice(start, min(start + chunk, query.shape[2]))

@@ -1,9 +1,18 @@
 """What a site holds, and the grid that is made for it."""
 
 from dataclasses import dataclass
+from typing import Literal
 
-from sinkscope.quantization.arithmetic import Grid, asymmetric_grid, symmetric_grid
+import torch
+
+from sinkscope.quantization.arithmetic import Grid, RowGrids, asymmetric_grid, asymmetric_grids, symmetric_grid
+from sinkscope.quantization.attention import CACHED, SCORES, SOFTMAX
 from sinkscope.quantization.sites import WEIGHT, Site
+
+TENSOR, CHANNEL, TOKEN = "tensor", "channel", "token"  # what has a grid of its own
+PerWeight = Literal["tensor", "channel"]
+PerActivation = Literal["tensor", "token"]
+PerCache = Literal["tensor", "token", "channel"]
 
 
 @dataclass(frozen=True)
@@ -14,6 +23,7 @@ class Range:
     high: float
     median_abs: float  # of the magnitudes of a sequence, mean over sequences
     is_massive: bool  # a sequence has a massive activation by Sun et al.'s rule; only of hidden states
+    channels: tuple[torch.Tensor, torch.Tensor] | None = None  # of keys and values: low and high (1,Hkv,1,D)
 
     @property
     def max_abs(self) -> float:
@@ -21,17 +31,44 @@ class Range:
 
 
 @dataclass(frozen=True)
-class Bits:
+class Precision:
+    """In how many bits, and by which grids.
+
+    weights      symmetric; one grid a tensor, or one an output channel
+    activations  asymmetric; one static grid a tensor, or one a token, made for that token as it comes. Attention scores
+                 and softmax outputs always have a static grid: a row of scores is over all keys, padding included.
+    kv_cache     keys and values as attention reads them, asymmetric; one static grid for all, one static grid a channel
+                 of a key-value head, or one a token and head, made for it as it comes
+    """
+
     weights: int = 8
     activations: int = 8
+    kv_cache: int = 8
+    weights_per: PerWeight = "tensor"
+    activations_per: PerActivation = "tensor"
+    kv_cache_per: PerCache | None = None  # None: it is not quantized
 
     def __str__(self) -> str:
-        return f"W{self.weights}A{self.activations}"
+        cache = "" if self.kv_cache_per is None else f"KV{self.kv_cache}"
+        return f"W{self.weights}A{self.activations}{cache}"
 
-    def grid(self, site: Site, known: Range) -> Grid:
+    def grid(self, site: Site, known: Range) -> Grid | RowGrids:
+        """The grid or grids of what a site holds."""
         if site.part == WEIGHT:
-            return symmetric_grid(known.max_abs, self.weights)
-        return asymmetric_grid(known.low, known.high, self.activations)
+            is_whole = self.weights_per == TENSOR
+            return symmetric_grid(known.max_abs, self.weights) if is_whole else RowGrids(self.weights, True)
+        bits = self.kv_cache if site.part in CACHED else self.activations
+        per = self._per(site.part)
+        if per == TOKEN:
+            return RowGrids(bits, False)
+        if per == CHANNEL and known.channels is not None:
+            return asymmetric_grids(*known.channels, bits)
+        return asymmetric_grid(known.low, known.high, bits)
+
+    def _per(self, part: str) -> str | None:
+        if part in CACHED:
+            return self.kv_cache_per
+        return TENSOR if part in (SCORES, SOFTMAX) else self.activations_per
 
 
 @dataclass(frozen=True)
@@ -40,3 +77,4 @@ class Rounding:
 
     zeroed: float  # share of the entries other than 0 that become 0
     sqnr: float  # signal to quantization noise, 10 log₁₀ Σx² ÷ Σ(x−x̂)², in dB; infinite without noise
+    step: float  # of the grid; of several grids the mean

@@ -2,14 +2,15 @@
 
 full                    nothing is quantized
 all                     every site of the scheme (sites.py)
-weights, activations    one of the two
+weights, activations    one of the two; keys and values are activations
+kv-cache                keys and values alone
 massive-kept            all but the sites that hold massive activations
 costliest-kept          all but the sites that were found to cost most
 alone                   one kind of site, and of the costly kinds one layer
 kept                    all but one of the costly kinds of site
 """
 
-FULL, ALL, WEIGHTS, ACTIVATIONS = "full", "all", "weights", "activations"
+FULL, ALL, WEIGHTS, ACTIVATIONS, KV_CACHE = "full", "all", "weights", "activations", "kv-cache"
 MASSIVE_KEPT, COSTLIEST_KEPT, ALONE, KEPT = "massive-kept", "costliest-kept", "alone", "kept"
 
 PROBED = 16  # sequences of the search for costly sites

@@ -14,10 +14,12 @@ from sinkscope.attention.seam import open_seam
 from sinkscope.attention.taps import Seam
 from sinkscope.models.edits import Edit, edited_output, first_argument, replaced, wrapped_forward
 from sinkscope.models.families import find_family
-from sinkscope.quantization.arithmetic import Grid, quantize_symmetric
-from sinkscope.quantization.attention import SCORES, SOFTMAX, attending_with
-from sinkscope.quantization.ranges import Bits, Range
-from sinkscope.quantization.sites import INPUT, OUTPUT, SUM, WEIGHT, Site, chosen_sites
+from sinkscope.quantization.arithmetic import Grid, RowGrids
+from sinkscope.quantization.attention import IN_ATTENTION, attending_with
+from sinkscope.quantization.ranges import PerActivation, PerCache, PerWeight, Precision, Range
+from sinkscope.quantization.sites import INPUT, OUTPUT, SUM, WEIGHT, Site, by_output, chosen_sites
+
+Grids = Grid | RowGrids
 
 
 @contextmanager
@@ -28,38 +30,43 @@ def quantized(
     except_sites: Iterable[Site | str] = (),
     bits_weights: int = 8,
     bits_activations: int = 8,
+    bits_kv_cache: int = 8,
+    weights_per: PerWeight = "tensor",
+    activations_per: PerActivation = "tensor",
+    kv_cache_per: PerCache = "tensor",
 ) -> Iterator[None]:
     """Until the end of the block the model computes with quantized weights and activations; then it is as it was.
 
     Simulated: the numbers lie on the grids, the arithmetic is the model's own.
 
     Args:
-        ranges: from `calibrate_ranges`.
+        ranges: from `calibrate_ranges`; keys and values are quantized if they are among them.
         except_sites: stay in full precision; named as in `chosen_sites`.
+        weights_per, activations_per, kv_cache_per: what has a grid of its own; see `Precision`.
 
     Raises:
         InputError: a site that does not exist, or bits out of range.
     """
     kept = chosen_sites(ranges.keys(), except_sites)
     rest = {site: known for site, known in ranges.items() if site not in kept}
-    bits = Bits(bits_weights, bits_activations)
+    precision = Precision(bits_weights, bits_activations, bits_kv_cache, weights_per, activations_per, kv_cache_per)
     with ExitStack() as stack:
-        stack.enter_context(quantized_sites(model, rest, bits))
-        if any(site.part in (SCORES, SOFTMAX) for site in rest):
+        stack.enter_context(quantized_sites(model, rest, precision))
+        if any(site.part in IN_ATTENTION for site in rest):
             seams = stack.enter_context(open_seam(model, find_family(model)))
-            stack.enter_context(quantized_attention(seams, rest, bits))
+            stack.enter_context(quantized_attention(seams, rest, precision))
         yield
 
 
 @contextmanager
-def quantized_sites(model: PreTrainedModel, ranges: Mapping[Site, Range], bits: Bits) -> Iterator[None]:
-    """These sites quantized, and no others. Scores and softmax outputs are `quantized_attention`'s."""
-    grids: dict[str, dict[str, Grid]] = defaultdict(dict)
+def quantized_sites(model: PreTrainedModel, ranges: Mapping[Site, Range], precision: Precision) -> Iterator[None]:
+    """These sites quantized, and no others. Those in attention are `quantized_attention`'s."""
+    grids: dict[str, dict[str, Grids]] = defaultdict(dict)
     for site, known in ranges.items():
-        grids[site.path][site.part] = bits.grid(site, known)
-    weights = [path for path, mine in grids.items() if WEIGHT in mine]
+        grids[site.path][site.part] = precision.grid(site, known)
+    weights = {path: mine[WEIGHT] for path, mine in grids.items() if WEIGHT in mine}
     with ExitStack() as stack:
-        stack.enter_context(replaced(_weight_edits(model, weights, bits.weights)))
+        stack.enter_context(replaced(_weight_edits(model, weights)))
         for path, mine in grids.items():
             if INPUT in mine or OUTPUT in mine:
                 stack.enter_context(_snapped(model.get_submodule(path), mine.get(INPUT), mine.get(OUTPUT)))
@@ -69,21 +76,21 @@ def quantized_sites(model: PreTrainedModel, ranges: Mapping[Site, Range], bits: 
 
 
 def quantized_attention(
-    seams: Mapping[int, Seam], ranges: Mapping[Site, Range], bits: Bits
+    seams: Mapping[int, Seam], ranges: Mapping[Site, Range], precision: Precision
 ) -> AbstractContextManager[None]:
-    """The scores and softmax outputs among these sites quantized, in a model with its seams in."""
-    grids: dict[int, dict[str, Grid]] = defaultdict(dict)
+    """The keys, values, scores and softmax outputs among these sites quantized, in a model with its seams in."""
+    grids: dict[int, dict[str, Grids]] = defaultdict(dict)
     for site, known in ranges.items():
-        if site.part in (SCORES, SOFTMAX):
-            grids[site.layer][site.part] = bits.grid(site, known)
+        if site.part in IN_ATTENTION:
+            grids[site.layer][site.part] = precision.grid(site, known)
     return attending_with(seams, {layer: partial(_snapped_part, mine) for layer, mine in grids.items()})
 
 
-def _snapped_part(grids: Mapping[str, Grid], part: str, x: torch.Tensor) -> torch.Tensor:
+def _snapped_part(grids: Mapping[str, Grids], part: str, x: torch.Tensor) -> torch.Tensor:
     return grids[part].snap(x) if part in grids else x
 
 
-def _snapped_sum(model: nn.Module, address: str, grid: Grid) -> AbstractContextManager[None]:
+def _snapped_sum(model: nn.Module, address: str, grid: Grids) -> AbstractContextManager[None]:
     """A residual sum on a grid, for all that read it."""
     path, _, end = address.rpartition(".")
     module = model.get_submodule(path)
@@ -91,7 +98,7 @@ def _snapped_sum(model: nn.Module, address: str, grid: Grid) -> AbstractContextM
 
 
 @contextmanager
-def _snapped_in_place(module: nn.Module, grid: Grid) -> Iterator[None]:
+def _snapped_in_place(module: nn.Module, grid: Grids) -> Iterator[None]:
     """What the module reads is also what goes on past it, so that the tensor itself is changed."""
 
     def snap(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -105,13 +112,14 @@ def _snapped_in_place(module: nn.Module, grid: Grid) -> Iterator[None]:
         handle.remove()
 
 
-def _weight_edits(model: PreTrainedModel, paths: Iterable[str], bits: int) -> Iterator[Edit]:
-    for path in paths:
+def _weight_edits(model: PreTrainedModel, grids: Mapping[str, Grids]) -> Iterator[Edit]:
+    for path, grid in grids.items():
         module = model.get_submodule(path)
-        yield module, "weight", quantize_symmetric(module.get_parameter("weight").detach(), bits)
+        snapped = grid.snap(by_output(module, module.get_parameter("weight").detach()))
+        yield module, "weight", by_output(module, snapped)
 
 
-def _snapped(module: nn.Module, before: Grid | None, after: Grid | None) -> AbstractContextManager[None]:
+def _snapped(module: nn.Module, before: Grids | None, after: Grids | None) -> AbstractContextManager[None]:
     """module(x) computes with x on one grid, and gives its output on another."""
 
     def around(forward: Callable[..., torch.Tensor], x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

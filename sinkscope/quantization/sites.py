@@ -4,6 +4,9 @@ linear   input, weight and output of every linear layer but the LM head
 full     also weights and outputs of the embeddings, their sum, every residual sum, the attention scores in front of the
          mask and the softmax's output (Bondarenko et al. 2023, who quantize the gains of norms besides, and where two
          layers are fused only what is behind the second)
+
+Either may have the keys and values besides, turned by the positional encoding, as attention reads and a cache holds
+them.
 """
 
 import re
@@ -21,7 +24,7 @@ from sinkscope.models.adapters import check_no_adapter
 from sinkscope.models.family import NOT_RUN, Family
 from sinkscope.models.quantized import check_not_quantized
 from sinkscope.models.towers import reached_by_text
-from sinkscope.quantization.attention import SCORES, SOFTMAX
+from sinkscope.quantization.attention import CACHED, SCORES, SOFTMAX
 
 LINEAR = (nn.Linear, Conv1D)  # the second is GPT-2's, with its weight stored (in, out)
 LINEAR_SCHEME, FULL_SCHEME = SCHEMES = ("linear", "full")
@@ -53,8 +56,11 @@ class Site:
         return {self.kind, self.role, self.path, f"{self.path} {self.part}", str(self)}
 
 
-def sites_of(model: PreTrainedModel, family: Family, scheme: str = LINEAR_SCHEME) -> list[Site]:
-    """The sites in the model's order; those that only the scheme `full` has are behind the others.
+def sites_of(
+    model: PreTrainedModel, family: Family, scheme: str = LINEAR_SCHEME, has_cache: bool = False
+) -> list[Site]:
+    """The sites in the model's order; those that only the scheme `full` has are behind the others, then, with
+    `has_cache`, the keys and values.
 
     Raises:
         InputError: there are none, weights are offloaded or quantized already, an adapter is beside them, or the scheme
@@ -69,16 +75,33 @@ def sites_of(model: PreTrainedModel, family: Family, scheme: str = LINEAR_SCHEME
         sites += [Site(path, part, layer, kind) for part in PARTS]
     if not sites:
         raise InputError("this model has no linear layers that could be quantized")
-    return sites + _further(model, family) if scheme == FULL_SCHEME else sites
+    further = _further(model, family) if scheme == FULL_SCHEME else []
+    return [*sites, *further, *(_cached(model, family) if has_cache else [])]
+
+
+def _cached(model: PreTrainedModel, family: Family) -> list[Site]:
+    """The keys and values of every layer that attends. Raises InputError."""
+    _check_door(family, "--kv-cache-per", "keys and values")
+    return _attention_sites(model, family, CACHED)
+
+
+def _attention_sites(model: PreTrainedModel, family: Family, parts: Iterable[str]) -> list[Site]:
+    blocks = {at: family.block(at) for at in range(len(family.layer_modules(model)))}
+    attending = {at: block.attention for at, block in blocks.items() if block.kind != NOT_RUN and block.attention}
+    return [Site(f"{family.layers}.{at}.{path}", part, at, path) for at, path in attending.items() for part in parts]
+
+
+def _check_door(family: Family, option: str, what: str) -> None:
+    if family.door != "interface":
+        raise InputError(
+            f"{option} does not apply to {family.name}, because its attention code is its own: its {what} cannot be "
+            "quantized"
+        )
 
 
 def _further(model: PreTrainedModel, family: Family) -> list[Site]:
     """What the scheme `full` has besides linear layers. Raises InputError."""
-    if family.door != "interface":
-        raise InputError(
-            f"--scheme full does not apply to {family.name}, because its attention code is its own: its scores and "
-            "softmax outputs cannot be quantized"
-        )
+    _check_door(family, "--scheme full", "scores and softmax outputs")
     sites, reached = [], reached_by_text(model)
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding) and path in reached and _place(path, family)[0] == NO_LAYER:
@@ -113,6 +136,14 @@ def linear_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
+def full_precision_modules(model: PreTrainedModel, sites: Iterable[Site]) -> list[str] | None:
+    """torch's linear modules that are no sites, such as the LM head; None where those of the sites are not torch's."""
+    quantized = {site.path for site in sites if site.part == INPUT}
+    if not all(isinstance(model.get_submodule(path), nn.Linear) for path in quantized):
+        return None
+    return [path for path, module in model.named_modules() if isinstance(module, nn.Linear) and path not in quantized]
+
+
 def not_quantized(model: PreTrainedModel, family: Family) -> dict[str, float]:
     """Matrices that belong to no linear layer, such as the routers and experts of mixtures, which transformers keeps as
     one tensor a layer → their share of the model's parameters.
@@ -125,6 +156,11 @@ def not_quantized(model: PreTrainedModel, family: Family) -> dict[str, float]:
         if layer != NO_LAYER and parameter.dim() > 1 and path not in covered and not path.endswith("bias"):
             shares[kind] = shares.get(kind, 0.0) + parameter.numel() / total
     return shares
+
+
+def by_output(module: nn.Module, weight: torch.Tensor) -> torch.Tensor:
+    """A module's weight, or what takes its place, with a row for each output channel, or of an embedding each token."""
+    return weight.T if isinstance(module, Conv1D) else weight
 
 
 def chosen_sites(sites: Collection[Site], named: Iterable[Site | str]) -> set[Site]:

@@ -23,6 +23,7 @@ from sinkscope.report.figures.comparison import labels
 from sinkscope.report.figures.spec import draw_all
 from sinkscope.report.figures.style import Figure
 from sinkscope.report.run import Run
+from sinkscope.report.table_formats import Tabular
 from sinkscope.report.words import span
 from sinkscope.results.folders import new_folder, own_folder
 from sinkscope.results.manifest import make_manifest, write_manifest
@@ -46,7 +47,7 @@ SETTINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Tabular):
     """Runs side by side.
 
     table        rows metrics of the whole model, columns runs; of two runs also `difference` (second − first)
@@ -64,6 +65,10 @@ class Comparison:
     def figures(self) -> dict[str, Figure]:
         """The comparison's figures, by name."""
         return draw_all(OF_RUNS, self.runs)
+
+    @property
+    def summary_tables(self) -> dict[str, pd.DataFrame]:
+        return {"": self.table.reset_index()}
 
     @property
     def warnings(self) -> list[str]:

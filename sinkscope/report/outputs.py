@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from sinkscope.measuring.console import spinner
+from sinkscope.report import spared
 from sinkscope.report.figures import save_all, save_figures
 from sinkscope.report.markdown import as_markdown
 from sinkscope.report.paper_tables import paper_tables
@@ -36,6 +37,7 @@ OUTPUTS: dict[str, Callable[[Run, Path], None]] = {
     "tables": _tables,
     "paper tables": _paper_tables,
     "verdict": _verdict,
+    "sites to spare": spared.write,
 }
 
 

@@ -14,6 +14,7 @@ from sinkscope.quantization.settings import (
     COSTLY,
     FULL,
     KEPT,
+    KV_CACHE,
     MASSIVE_KEPT,
     RESTORED,
     WEIGHTS,
@@ -32,11 +33,21 @@ COST, KINDS, SITES = "Cost", "Kinds of site that cost most", "Single sites that 
 OUTLIERS, REST = "Outliers", "Not quantized"
 
 FURTHER = "the weights and outputs of embeddings, residual sums, attention scores and softmax outputs"
+GRIDS = {
+    "weights_per": {"channel": "weights have a grid for each output channel"},
+    "activations_per": {"token": "activations have a grid for each token, made as it comes"},
+    "kv_cache_per": {
+        "tensor": "keys and values are quantized, each with one static range",
+        "channel": "keys and values are quantized, with a static range for each channel of a head",
+        "token": "keys and values are quantized, with a grid for each token and head, made as it comes",
+    },
+}
 LABELS = {
     FULL: "full precision",
     ALL: "{bits}",
     WEIGHTS: "weights only ({weights} bits)",
     ACTIVATIONS: "activations only ({activations} bits)",
+    KV_CACHE: "keys and values only ({kv_cache} bits)",
     MASSIVE_KEPT: "{bits} but for sites with massive activations",
     COSTLIEST_KEPT: "{bits} but for the costliest {costliest}",
 }
@@ -46,7 +57,8 @@ def report(run: RunData) -> Report:
     """The verdict on a run of `quantize`, as data."""
     given = run.manifest["quantization"]
     further = FURTHER if given.get("scheme", LINEAR_SCHEME) == FULL_SCHEME else ""
-    setting = settings(run, calibration=given["calibration"], linear_layers=given["linear_layers"], further=further)
+    numbers = {"calibration": given["calibration"], "linear_layers": given["linear_layers"]}
+    setting = settings(run, **numbers, further=further, grids=grids(run))
     setting = [finding for finding in setting if finding.name != "quantized-source"]
     title = f"{run.model}: simulated {bits(run)}, {run.condition} input"
     return Report(title, setting + quantized_source(run, bits(run)), overview(run), findings(run))
@@ -59,7 +71,14 @@ def bits(run: RunData) -> str:
     """The scheme's name, such as W8A8, or W8A8 (full)."""
     given = run.manifest["quantization"]
     scheme = given.get("scheme", LINEAR_SCHEME)
-    return f"W{given['bits_weights']}A{given['bits_activations']}" + f" ({scheme})" * (scheme != LINEAR_SCHEME)
+    cache = f"KV{given['bits_kv_cache']}" if given.get("kv_cache_per") else ""
+    return f"W{given['bits_weights']}A{given['bits_activations']}{cache}" + f" ({scheme})" * (scheme != LINEAR_SCHEME)
+
+
+def grids(run: RunData) -> str:
+    """Which grids are not one static range a tensor, in words."""
+    given = run.manifest["quantization"]
+    return "; ".join(words[given[name]] for name, words in GRIDS.items() if given.get(name) in words)
 
 
 def whole(run: RunData) -> pd.DataFrame:
@@ -84,6 +103,7 @@ def label(run: RunData, setting: str) -> str:
         bits=bits(run),
         weights=given["bits_weights"],
         activations=given["bits_activations"],
+        kv_cache=given.get("bits_kv_cache"),
         costliest="site" if count == 1 else f"{count} sites",
     )
 

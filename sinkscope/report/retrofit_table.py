@@ -73,8 +73,8 @@ def retrofit_table(
     return pd.DataFrame(rows, columns=[*LEADING, *names_of(TRAINING_TABLES["retrofit"])])
 
 
-def retrofit_markdown(table: pd.DataFrame) -> str:
-    """The table `retrofit`, a row for each arm: mean ± standard deviation (n − 1) of
+def retrofit_summaries(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """The table `retrofit` by heading, a row for each arm: mean ± standard deviation (n − 1) of
     several seeds. Columns that no arm has are left out, and so are tables without any.
     """
     arms = table["condition"].unique()
@@ -82,9 +82,13 @@ def retrofit_markdown(table: pd.DataFrame) -> str:
         table.pivot_table(index="condition", columns="metric", values="value", aggfunc=how, dropna=False).reindex(arms)
         for how in ("mean", "std")
     )
+    known = {heading: [name for name in metrics if name in wide] for heading, metrics in TABLES.items()}
+    return {heading: table_with_spread(wide, spread, metrics) for heading, metrics in known.items() if metrics}
+
+
+def retrofit_markdown(table: pd.DataFrame) -> str:
+    """The same as Markdown."""
     parts = [f"# {model}" for model in table["model"].unique()]
-    for heading, metrics in TABLES.items():
-        known = [metric for metric in metrics if metric in wide]
-        if known:
-            parts += [f"## {heading}", as_markdown(table_with_spread(wide, spread, known), numbers=True)]
+    for heading, summary in retrofit_summaries(table).items():
+        parts += [f"## {heading}", as_markdown(summary, numbers=True)]
     return "\n\n".join(parts) + "\n"

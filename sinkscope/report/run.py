@@ -10,11 +10,13 @@ import pandas as pd
 from sinkscope.measuring.tables import all_tables
 from sinkscope.report import figures, finding_table, verdict
 from sinkscope.report.figures.style import Figure
+from sinkscope.report.paper_tables import paper_tables
+from sinkscope.report.table_formats import Tabular
 from sinkscope.results.run import RunData
 from sinkscope.results.tables import Columns
 
 
-class Run(RunData):
+class Run(Tabular, RunData):
     """What a command measured: `run.tables["attention"]`, `run.metric("sink_rate")`, `run.figure("sink-map")`."""
 
     columns: ClassVar[Mapping[str, Columns]] = all_tables() | {finding_table.TABLE: finding_table.COLUMNS}
@@ -40,6 +42,11 @@ class Run(RunData):
     def verdict(self) -> str:
         """The findings as Markdown: the most important ones, a table, the rest by subject, and the files."""
         return verdict.verdict(self)
+
+    @property
+    def summary_tables(self) -> dict[str, pd.DataFrame]:
+        """The table of the verdict, and those that papers print."""
+        return {"": verdict.REPORTS[self.command](self).table, **paper_tables(self)}
 
     def _repr_markdown_(self) -> str:  # what a notebook shows
         return self.verdict

@@ -23,7 +23,7 @@ from sinkscope.errors import InputError
 from sinkscope.report import comparison
 from sinkscope.report.claims.evidence import Evidence
 from sinkscope.report.claims.folder import write_scorecard
-from sinkscope.report.claims.routes import ROLES, TABLE, routes_of_models, routes_text
+from sinkscope.report.claims.routes import ROLES, ROUTES_TITLE, TABLE, routes_of_models, routes_text
 from sinkscope.report.claims.scorecard import COMMAND as CLAIMS
 from sinkscope.report.claims.scorecard import TABLES, Scorecard, models_of
 from sinkscope.report.comparison import Comparison, check_count, differing_settings
@@ -32,6 +32,7 @@ from sinkscope.report.figures.spec import draw_all
 from sinkscope.report.figures.style import Figure
 from sinkscope.report.markdown import as_markdown
 from sinkscope.report.run import Run
+from sinkscope.report.table_formats import Tabular
 from sinkscope.results.folders import new_folder, own_folder
 from sinkscope.results.manifest import RUNS, folder_of, make_manifest, read_manifest, write_manifest
 from sinkscope.results.tables import write_tables
@@ -41,7 +42,7 @@ SETTINGS = ("input", "dataset", "num_seqs", "seq_len", "window", "epsilon", "dty
 
 
 @dataclass(frozen=True)
-class Routes:
+class Routes(Tabular):
     """Interventions on several models side by side.
 
     Attributes:
@@ -61,9 +62,12 @@ class Routes:
         return draw_all(OF_ROUTES, self.table)
 
     @property
+    def summary_tables(self) -> dict[str, pd.DataFrame]:
+        return {ROUTES_TITLE: routes_text(self.table)}
+
+    @property
     def markdown(self) -> str:
-        title = "## Which route carries the sink (sink rate at position 0 in % [95 %])"
-        return f"{title}\n\n{as_markdown(routes_text(self.table))}"
+        return f"## {ROUTES_TITLE}\n\n{as_markdown(routes_text(self.table))}"
 
     def _repr_markdown_(self) -> str:  # what a notebook shows
         return self.markdown

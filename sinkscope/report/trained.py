@@ -18,8 +18,9 @@ from sinkscope.report.figures import OF_ARMS
 from sinkscope.report.figures.arms import Arms
 from sinkscope.report.figures.spec import draw_all
 from sinkscope.report.figures.style import Figure
-from sinkscope.report.retrofit_table import UNTOUCHED, retrofit_markdown, retrofit_table
+from sinkscope.report.retrofit_table import UNTOUCHED, retrofit_markdown, retrofit_summaries, retrofit_table
 from sinkscope.report.run import Run
+from sinkscope.report.table_formats import Tabular
 from sinkscope.report.words import say
 from sinkscope.results.findings import Finding
 from sinkscope.results.manifest import MANIFEST, folder_of, read_manifest
@@ -29,7 +30,7 @@ COMMANDS = ("retrofit", "train")
 
 
 @dataclass(frozen=True)
-class Trained:
+class Trained(Tabular):
     """The result of `retrofit` or `train`.
 
     Attributes:
@@ -77,6 +78,10 @@ class Trained:
         if "value_norms" in self.tables:
             parts.append(backcopy_markdown(self.tables["training"]))
         return "\n".join(parts)
+
+    @property
+    def summary_tables(self) -> dict[str, pd.DataFrame]:
+        return retrofit_summaries(self.tables["retrofit"])
 
     @property
     def findings(self) -> list[Finding]:

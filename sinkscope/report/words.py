@@ -45,7 +45,8 @@ TEMPLATES: dict[tuple[str, Outcome], str] = {
     # analyze
     ("setting", MEASURED): "Measured on {sequences} sequences of {lengths:span} tokens ({condition}), position 0 being "
         "{token_zero}, in {dtype}[; static ranges from the {calibration} sequences behind them. Quantized: input, "
-        "weight and output of {linear_layers} linear layers, but not the LM head][; besides them {further}].",
+        "weight and output of {linear_layers} linear layers, but not the LM head][; besides them {further}]"
+        "[; {grids}].",
     ("both-ways", MEASURED): "The model attends both ways: attention to a position is from queries on both sides of it"
         "[; loss, perplexity and gradients are of {masked} masked tokens, all else is of the text as it is].",
     ("control", MEASURED): "Controls are random changes of the same kind, at most {value:g} for each arm; of several, "

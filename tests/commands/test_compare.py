@@ -7,32 +7,10 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from support.manifests import run_manifest
+from support.made_up_runs import made_up, save
 
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.report.comparison import compare
-from sinkscope.report.run import Run
-from sinkscope.results.tables import write_table
-
-
-def made_up(condition: str = "natural", sink_rate: float = 0.5, layers: int = 2, **changes: Any) -> Run:
-    """A run with a summary and nothing else. `changes` are of the manifest, dicts merged in."""
-    manifest = run_manifest(condition=condition, tables=["summary"])
-    for name, value in changes.items():
-        manifest[name] = manifest[name] | value if isinstance(value, dict) else value
-    rows = [(layer, metric, value + layer) for layer in range(layers) for metric, value in (("sink_rate", 0.0),)]
-    rows += [(-1, "sink_rate", sink_rate), (-1, "kurtosis", 0.0)]
-    summary = pd.DataFrame(rows, columns=["layer", "metric", "value"])
-    summary = summary.assign(model=manifest["model"]["name"], condition=condition)
-    return Run(manifest, {"summary": summary[["model", "condition", "layer", "metric", "value"]]})
-
-
-def save(run: Run, folder: Path) -> Path:
-    (folder / "tables").mkdir(parents=True)
-    for name, table in run.tables.items():
-        write_table(table, folder / "tables" / f"{name}.parquet")
-    (folder / "run.json").write_text(json.dumps(run.manifest))
-    return folder
 
 
 def test_two_runs_side_by_side() -> None:

@@ -1,18 +1,16 @@
 """`scheme=full` against a Llama written out in torch, in float64, and against the wiring of every family."""
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from gradient_reference import in_double
 from rich.console import Console
 from support.plain import only_float64
+from support.written_llama import as_it_is, llama
 from tiny import TINY, tiny_model, tiny_tokens
 from transformers import PreTrainedModel
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from sinkscope import InputError
 from sinkscope.commands.quantize import quantize
@@ -24,7 +22,7 @@ from sinkscope.models.family import Family, first_tensor
 from sinkscope.options.measuring import make_config
 from sinkscope.quantization.arithmetic import quantize_symmetric
 from sinkscope.quantization.attention import SCORES, SOFTMAX
-from sinkscope.quantization.ranges import Bits, Range
+from sinkscope.quantization.ranges import Precision, Range
 from sinkscope.quantization.simulation import quantized
 from sinkscope.quantization.sites import SUM, Site
 from sinkscope.report.figures.quantization_cost import draw
@@ -32,55 +30,12 @@ from sinkscope.report.figures.quantization_cost import draw
 BITS = 4
 AT_THE_INTERFACE = [name for name in TINY if find_family(tiny_model(name)).door == "interface"]
 
-Change = Callable[[str, torch.Tensor], torch.Tensor]
-
-
-def llama(model: PreTrainedModel, ids: torch.Tensor, at: Change, weight: Change) -> torch.Tensor:
-    """Logits (B,T,V) of a Llama; `at` is called with every activation that may be quantized, `weight` with weights."""
-    config, inner = model.config, model.model
-    width, groups = config.hidden_size // config.num_attention_heads, config.num_key_value_heads
-    length = ids.shape[1]
-    forbidden = torch.ones(length, length, dtype=torch.bool).triu(1)
-
-    def linear(name: str, x: torch.Tensor) -> torch.Tensor:
-        return at(
-            f"{name} output", F.linear(at(f"{name} input", x), weight(name, model.get_parameter(f"{name}.weight")))
-        )
-
-    def norm(x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
-        return gain * x / (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt()
-
-    def heads(x: torch.Tensor) -> torch.Tensor:
-        return x.unflatten(-1, (-1, width)).transpose(1, 2)
-
-    table = weight("model.embed_tokens", inner.embed_tokens.weight)
-    hidden = at("layer 0 layer_in", at("model.embed_tokens output", table[ids]))
-    turns = inner.rotary_emb(hidden, torch.arange(length)[None])
-    for number, layer in enumerate(inner.layers):
-        name = f"model.layers.{number}"
-        x = norm(hidden, layer.input_layernorm.weight)
-        query, key, value = (heads(linear(f"{name}.self_attn.{part}_proj", x)) for part in "qkv")
-        query, key = apply_rotary_pos_emb(query, key, *turns)
-        key, value = (part.repeat_interleave(query.shape[1] // groups, dim=1) for part in (key, value))
-        scores = at(f"layer {number} scores", query @ key.transpose(-1, -2) / width**0.5)
-        weights = at(f"layer {number} softmax", scores.masked_fill(forbidden, -torch.inf).softmax(-1))
-        mixed = (weights @ value).transpose(1, 2).flatten(2)
-        hidden = at(f"layer {number} mid", hidden + linear(f"{name}.self_attn.o_proj", mixed))
-        x = norm(hidden, layer.post_attention_layernorm.weight)
-        gated = F.silu(linear(f"{name}.mlp.gate_proj", x)) * linear(f"{name}.mlp.up_proj", x)
-        hidden = at(f"layer {number} layer_out", hidden + linear(f"{name}.mlp.down_proj", gated))
-    return F.linear(norm(hidden, inner.norm.weight), model.lm_head.weight)
-
 
 def name_of(site: Site) -> str:
     """As the Llama above calls it."""
     if site.part in (SCORES, SOFTMAX):
         return f"layer {site.layer} {site.part.split()[0]}"
     return f"layer {site.layer} {site.kind}" if site.part == SUM else f"{site.path} {site.part}"
-
-
-def as_it_is(name: str, x: torch.Tensor) -> torch.Tensor:
-    return x
 
 
 def snapped(x: torch.Tensor, low: float, high: float) -> torch.Tensor:
@@ -136,7 +91,7 @@ def test_a_quantized_sum_is_also_what_goes_past_the_branch(name: str) -> None:
         found = outputs(model, family, chosen)
         for site, known in chosen.items():
             x = found[site.layer, "layer_out"] - (found[site.layer, "mlp_out"] if kind == "mid" else 0.0)
-            wholes = x / Bits(8, 6).grid(site, known).step
+            wholes = x / Precision(8, 6).grid(site, known).step
             if family.wiring != "post-norm":  # there the norm behind it is what goes on
                 assert (wholes - wholes.round()).abs().max() < 1e-2
 
@@ -180,7 +135,7 @@ def test_sixteen_bits_change_almost_nothing(name: str) -> None:
 def test_a_measured_setting_is_the_quantized_model() -> None:
     model, texts = tiny_model("llama"), list(tiny_tokens(3, 24, seed=7))
     with open_subject(model, None, make_config(input="random", num_seqs=5, seq_len=20), Console(quiet=True)) as subject:
-        bench = Bench(subject, Bits(5, 5), scheme="full", batch_size=2)
+        bench = Bench(subject, Precision(5, 5), scheme="full", batch_size=2)
         ranges = calibrate_ranges(model, texts, "full")
         measured = bench.measure(ranges, subject.inputs).loss
         with quantized(model, ranges, bits_weights=5, bits_activations=5):

@@ -33,7 +33,7 @@ from sinkscope.models.loading import LoadedModel
 from sinkscope.models.projections import projections
 from sinkscope.options.measuring import make_config
 from sinkscope.quantization.arithmetic import asymmetric_grid, quantize_symmetric, symmetric_grid
-from sinkscope.quantization.ranges import Bits, Range
+from sinkscope.quantization.ranges import Precision, Range
 from sinkscope.quantization.settings import ALL, ALONE, COSTLIEST_KEPT, FULL, KEPT, MASSIVE_KEPT, WEIGHTS
 from sinkscope.quantization.simulation import quantized, quantized_sites
 from sinkscope.quantization.sites import PARTS, WEIGHT, Site, linear_modules, not_quantized, sites_of
@@ -326,10 +326,10 @@ def test_padding_enters_no_range(llama: PreTrainedModel) -> None:
 
 
 def test_rounding_as_by_hand(llama: PreTrainedModel) -> None:
-    sequences, bits = list(tiny_tokens(2, 16)), Bits(4, 3)
+    sequences, precision = list(tiny_tokens(2, 16)), Precision(4, 3)
     ranges = calibrate_ranges(llama, sequences)
     with open_tracer(llama, find_family(llama)) as tracer:
-        roundings = measured_roundings(tracer, sequences, ranges, bits)
+        roundings = measured_roundings(tracer, sequences, ranges, precision)
     site = next(site for site in ranges if str(site) == "layer 2 mlp.down_proj input")
     inputs: list[torch.Tensor] = []
     handle = llama.model.layers[2].mlp.down_proj.register_forward_hook(lambda m, args, out: inputs.append(args[0]))
@@ -369,7 +369,7 @@ def test_ranges_need_a_sequence(llama: PreTrainedModel) -> None:
 def test_sixteen_bits_are_nearly_none_and_two_are_bad(llama: PreTrainedModel) -> None:
     """Ranges from the very sequences: what lies beyond a static range is clipped, however many bits there are."""
     subject = subject_of(llama, input="random", num_seqs=8, seq_len=20)
-    numbers = w8a8(subject, subject.inputs, bits=Bits(16, 16))
+    numbers = w8a8(subject, subject.inputs, precision=Precision(16, 16))
     assert numbers["perplexity_quantized"] == pytest.approx(numbers["perplexity"], rel=1e-3)
     ids, ranges = tiny_tokens(3, 24, seed=7), ranges_of(llama)
     plain = llama(ids).logits
@@ -395,7 +395,7 @@ def test_sites_left_out_by_name(llama: PreTrainedModel, named: str) -> None:
     ranges, ids = ranges_of(llama), tiny_tokens()
     left = {site for site in ranges if named in (site.kind, site.role, str(site), site.path)}
     assert len(left) == {"mlp.down_proj": 9, "mlp.down_proj input": 3, "model.layers.1.mlp.down_proj": 3}.get(named, 1)
-    with quantized_sites(llama, {site: ranges[site] for site in ranges if site not in left}, Bits(4, 4)):
+    with quantized_sites(llama, {site: ranges[site] for site in ranges if site not in left}, Precision(4, 4)):
         expected = llama(ids).logits
     for chosen in (named, [named], left):
         with quantized(llama, ranges, except_sites=chosen, bits_weights=4, bits_activations=4):
@@ -530,7 +530,7 @@ def test_shorter_sequences(llama: PreTrainedModel, tmp_path: Path) -> None:
 def test_plain_numbers_for_other_commands(llama: PreTrainedModel, coarse: Run) -> None:
     subject = subject_of(llama, input="random", num_seqs=24, seq_len=20)
     evaluated = Subject(subject.loaded, subject.family, subject.inputs.part(0, 20))
-    numbers = w8a8(evaluated, subject.inputs.part(20, 24), bits=Bits(4, 4))
+    numbers = w8a8(evaluated, subject.inputs.part(20, 24), precision=Precision(4, 4))
     settings = whole(coarse)
     for name in ("loss", "perplexity", "max_inf_norm", "kurtosis"):
         assert numbers[name] == pytest.approx(settings[name][FULL])
@@ -550,7 +550,7 @@ def test_a_retrofitted_model_is_quantized_as_the_plain_one(name: str, label: str
     before = state(model)
     assert sites_of(model, find_family(model)) == sites_of(tiny_model(name), find_family(model))
     subject = subject_of(model, input="random", num_seqs=6, seq_len=20)
-    numbers = w8a8(subject, subject.inputs, bits=Bits(16, 16))
+    numbers = w8a8(subject, subject.inputs, precision=Precision(16, 16))
     assert numbers["loss_quantized"] == pytest.approx(numbers["loss"], rel=1e-4)
     assert numbers["loss_quantized"] != numbers["loss"]
     analysed = sinkscope.analyze(model, input="random", num_seqs=6, seq_len=20, observables=("outlier", "gradient"))
@@ -708,7 +708,7 @@ def test_what_w8a8_costs_smollm(smollm: LoadedModel) -> None:
     """
     subject = subject_of(smollm, num_seqs=16)
     inputs, calibration = subject.inputs.part(0, 8), subject.inputs.part(8, 16)
-    bench = Bench(subject, Bits())
+    bench = Bench(subject, Precision())
     ranges = bench.ranges(calibration)
     massive = {site for site, known in ranges.items() if known.is_massive}
     down = {site for site in ranges if site.kind == "mlp.down_proj" and site.part != WEIGHT}

@@ -137,6 +137,9 @@ def _effect(before: Estimate, beyond: Estimate, left: Estimate) -> Effect:
 # --- words
 
 
+ROUTES_TITLE = "Which route carries the sink (sink rate at position 0 in % [95 %])"
+
+
 def routes_text(table: pd.DataFrame) -> pd.DataFrame:
     """Models × routes as texts, NU's own model first."""
     names = [route.name for route in ROUTES]

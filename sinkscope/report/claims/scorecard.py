@@ -25,12 +25,13 @@ from sinkscope.report.claims.evidence import MAIN, Evidence
 from sinkscope.report.claims.register import CLAIMS
 from sinkscope.report.claims.routes import COLUMNS as ROUTE_COLUMNS
 from sinkscope.report.claims.routes import ROLES as ROUTE_ROLES
+from sinkscope.report.claims.routes import ROUTES_TITLE, measured_models, routes_text
 from sinkscope.report.claims.routes import TABLE as ROUTES
-from sinkscope.report.claims.routes import measured_models, routes_text
 from sinkscope.report.claims.studies import KINDS as STUDIES
 from sinkscope.report.claims.studies import Given, studies_of
 from sinkscope.report.markdown import as_markdown
 from sinkscope.report.paper_tables import NEEDS_GPT2, gamma_table, printed_gamma
+from sinkscope.report.table_formats import Tabular
 from sinkscope.results.manifest import folder_of, read_manifest
 from sinkscope.results.metrics import MISSING
 from sinkscope.results.run import RunData
@@ -65,7 +66,7 @@ TABLES = {TABLE: (*LEADING_COLUMNS, *COLUMNS), ROUTES: (*LEADING_COLUMNS, *ROUTE
 
 
 @dataclass(frozen=True)
-class Scorecard:
+class Scorecard(Tabular):
     """What was found of every claim.
 
     Attributes:
@@ -122,6 +123,16 @@ class Scorecard:
         first = self.table[self.table["part"] == 0]
         wide = first.pivot(index="claim", columns="model", values="outcome")
         return wide.reindex(index=[name for name in CLAIMS if name in wide.index], columns=self.models)
+
+    @property
+    def summary_tables(self) -> dict[str, pd.DataFrame]:
+        """Of one model the numbers by paper, of several the outcomes; then the routes."""
+        if len(self.models) > 1:
+            tables = {"Claims": _outcomes(_decided(self))}
+        else:
+            known = self.table[~self.table["outcome"].isin([Outcome.DOES_NOT_APPLY, Outcome.NOT_MEASURED])]
+            tables = {str(paper): _printed(rows) for paper, rows in known.groupby("paper", sort=False)}
+        return tables | ({ROUTES_TITLE: routes_text(self.routes)} if measured_models(self.routes) else {})
 
     @property
     def markdown(self) -> str:
@@ -220,22 +231,31 @@ def _routes_lines(card: Scorecard) -> list[str]:
     if not measured_models(card.routes):
         return []
     return [
-        "### Which route carries the sink (sink rate at position 0 in % [95 %])",
+        f"### {ROUTES_TITLE}",
         as_markdown(routes_text(card.routes)),
     ]
 
 
 def _side_by_side(card: Scorecard) -> str:
     """Outcomes of several models; claims that none of them decides stand in one line."""
-    wide = card.by_model.fillna(str(Outcome.NOT_MEASURED))
-    decided = wide[~wide.isin([str(Outcome.NOT_MEASURED), str(Outcome.DOES_NOT_APPLY)]).all(axis=1)]
-    others = ", ".join(name for name in wide.index if name not in decided.index)
+    decided = _decided(card)
+    others = ", ".join(name for name in card.by_model.index if name not in decided.index)
     parts = [f"## Claims, {len(card.models)} models"]
     parts += [f"- {model}: {_counts(card.table[card.table['model'] == model])}" for model in card.models]
+    parts += [as_markdown(_outcomes(decided)), f"Decided by no model: {others}."]
+    return "\n\n".join([*parts, *_numbers_of_studies(card), *_gamma_lines(card), *_routes_lines(card)])
+
+
+def _decided(card: Scorecard) -> pd.DataFrame:
+    """Rows claims that at least one model decides, columns models: outcomes."""
+    wide = card.by_model.fillna(str(Outcome.NOT_MEASURED))
+    return wide[~wide.isin([str(Outcome.NOT_MEASURED), str(Outcome.DOES_NOT_APPLY)]).all(axis=1)]
+
+
+def _outcomes(decided: pd.DataFrame) -> pd.DataFrame:
     table = decided.reset_index()
     table.insert(1, "what it says", [CLAIMS[name].statement for name in decided.index])
-    parts += [as_markdown(table), f"Decided by no model: {others}."]
-    return "\n\n".join([*parts, *_numbers_of_studies(card), *_gamma_lines(card), *_routes_lines(card)])
+    return table
 
 
 def _numbers_of_studies(card: Scorecard) -> list[str]:

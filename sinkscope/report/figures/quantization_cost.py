@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.typing import HashableList
 
-from sinkscope.quantization.attention import SCORES, SOFTMAX
+from sinkscope.quantization.attention import KEYS, SCORES, SOFTMAX, VALUES
 from sinkscope.quantization.settings import ALL_LAYERS, ALONE, FULL
 from sinkscope.quantization.sites import INPUT, NO_LAYER, OUTPUT, SUM, WEIGHT
 from sinkscope.report.figures.axes import drawn, log_x_axis, name_rows
@@ -27,7 +27,7 @@ LETTERS, LONGEST = 26, 30  # of a line of a setting, of a site
 MASSIVE = "†"  # behind the name of a site
 MOST = 16  # modules in a panel, those that cost most, and as many single sites
 # within a row, so that marks with equal values are all seen
-NUDGE = {INPUT: -0.24, WEIGHT: 0.0, OUTPUT: 0.24, SCORES: -0.12, SOFTMAX: 0.12, SUM: 0.0}
+NUDGE = {INPUT: -0.24, WEIGHT: 0.0, OUTPUT: 0.24, SCORES: -0.12, SOFTMAX: 0.12, SUM: 0.0, KEYS: -0.12, VALUES: 0.12}
 
 SETTING: Look = {"color": "black", "marker": "o", "markersize": 4.2, "linestyle": "none"}
 MARKS: dict[str, Look] = {  # of different shapes, so that the colors are not needed
@@ -37,6 +37,8 @@ MARKS: dict[str, Look] = {  # of different shapes, so that the colors are not ne
     SCORES: {"marker": "^", "color": NAVY, "markersize": 4.2},
     SOFTMAX: {"marker": "v", "color": SKY, "markersize": 4.2},
     SUM: {"marker": "P", "color": VERMILION, "markersize": 4.2},
+    KEYS: {"marker": "<", "color": NAVY, "markersize": 4.2},
+    VALUES: {"marker": ">", "color": SKY, "markersize": 4.2},
 }
 FULL_PRECISION = REFERENCE | {"zorder": 1}
 
