@@ -19,9 +19,9 @@ REPORTS: dict[str, Callable[[RunData], Report]] = {
 ACROSS = 4  # names in a line of the tree
 
 
-def verdict(run: RunData) -> str:
+def verdict(run: RunData, report: Report) -> str:
     """The findings as Markdown: the most important ones, a table, the others by subject, and the files."""
-    parts = [report_markdown(REPORTS[run.command](run))]
+    parts = [report_markdown(report)]
     if run.folder is not None:
         parts += ["### Files", f"```\n{_files(run, run.folder)}\n```"]
     return "\n\n".join(parts)

@@ -1,0 +1,117 @@
+"use strict";
+// What changed: effects of interventions beside their controls, and training by step.
+
+S.effects = () => {
+  const table = S.table("effect");
+  if (!table) return null;
+  const whole = table.where({ layer: -1 });
+  const metrics = table.distinct("metric", whole);
+  const state = { metric: metrics.includes("sink_rate") ? "sink_rate" : metrics[0], keys: {} };
+  const place = S.element("div"), controls = S.element("div.controls");
+
+  const redraw = () => {
+    const about = S.aboutMetric(state.metric);
+    const rows = table.where({ metric: state.metric }, whole);
+    const positions = table.distinct("position", rows);
+    if (!positions.includes(state.keys.position)) state.keys.position = positions.includes(0) ? 0 : positions[0];
+    controls.replaceChildren(
+      S.pick("Metric", metrics, state.metric, (metric) => { state.metric = metric; redraw(); }, (name) => S.aboutMetric(name).label),
+      positions.length > 1 ? S.pick("Position", positions, state.keys.position,
+        (position) => { state.keys.position = position; redraw(); }) : "");
+    const own = table.where({ position: state.keys.position }, rows);
+    const points = own.map((row) => ({ name: table.get("name")[row], arm: table.get("arm")[row],
+      draw: table.get("draw")[row], value: table.get("value")[row], condition: table.get("condition")[row] }));
+    place.replaceChildren(S.effectChart(points, about), S.effectTable(points, about));
+  };
+  redraw();
+  return S.section("effects", "Before, after and control", "Each intervention on the whole model, beside random changes of the same kind.",
+    controls, place);
+};
+
+S.effectChart = (points, about) => {
+  const title = `${S.withUnit(about)} of the whole model, by intervention`;
+  const shown = points.filter(({ value }) => Number.isFinite(value));
+  const names = [...new Set(points.map(({ name }) => name))];
+  const short = (name) => (name.length > 34 ? `${name.slice(0, 33)}…` : name);
+  const draw = (width) => {
+    const narrow = width < 560;
+    const isLog = S.isLog(shown.map(({ value }) => value));
+    const of = (arm) => shown.filter((point) => point.arm === arm);
+    const at = { x: "value", y: "name" };
+    return Plot.plot({
+      width, marginLeft: narrow ? 120 : 240, height: 60 + names.length * 26, ariaLabel: title,
+      style: { background: "transparent", fontSize: "12px" },
+      x: { label: S.withUnit(about), grid: true, type: isLog ? "log" : "linear", tickFormat: (value) => about.text(value),
+        ticks: narrow ? 3 : 6 },
+      y: { domain: names, label: null, tickFormat: (name) => short(narrow && name.length > 17 ? `${name.slice(0, 16)}…` : name) },
+      marks: [
+        Plot.link(d3.groups(shown.filter(({ arm }) => arm !== "control"), ({ name }) => name).flatMap(([name, own]) => {
+          const [before, after] = ["before", "after"].map((arm) => own.find((point) => point.arm === arm)?.value);
+          return before === undefined || after === undefined ? [] : [{ name, before, after }];
+        }), { x1: "before", x2: "after", y1: "name", y2: "name", strokeOpacity: 0.5 }),
+        Plot.tickX(of("control"), { ...at, stroke: "#7F7F7F", strokeWidth: 1.5, insetTop: 4, insetBottom: 4 }),
+        Plot.dot(of("before"), { ...at, r: 5, stroke: "#0072B2", strokeWidth: 2, fill: "var(--background)" }),
+        Plot.dot(of("after"), { ...at, r: 5, fill: "#D55E00", symbol: "diamond" }),
+        Plot.tip(shown, Plot.pointer({ ...at, fill: "var(--panel)", stroke: "var(--line)",
+          title: (point) => `${point.name}\n${point.arm}${point.draw >= 0 ? ` ${point.draw}` : ""}: ${about.text(point.value)}` })),
+      ],
+    });
+  };
+  return S.element("figure", { role: "group", "aria-label": title }, S.element("figcaption", {}, title,
+    ": ring before, diamond after, strokes random controls"), S.drawn(draw, { height: 60 + names.length * 26 }));
+};
+
+S.effectTable = (points, about) => {
+  const rows = d3.groups(points, ({ name }) => name).map(([name, own]) => {
+    const of = (arm) => own.filter((point) => point.arm === arm).map(({ value }) => value);
+    const controls = of("control").filter((value) => value !== null);
+    const spread = controls.length > 1 ? ` ± ${about.text(d3.deviation(controls))}` : "";
+    return [name, about.text(of("before")[0] ?? NaN), about.text(of("after")[0] ?? NaN),
+      controls.length ? `${about.text(d3.mean(controls))}${spread} (${controls.length})` : "–"];
+  });
+  return S.plainTable([{ label: "Intervention" }, { label: "Before", number: true }, { label: "After", number: true },
+    { label: "Controls: mean ± standard deviation (count)", number: true }], rows, S.withUnit(about));
+};
+
+/** Tables with values by step: a slider moves through the training. */
+S.stepTables = () => [...S.tables.values()].filter((table) =>
+  table.length && table.varies("step") && table.has("metric", "value"));
+
+S.training = () => {
+  const tables = S.stepTables();
+  if (!tables.length) return null;
+  return S.section("training", "By training step", "Move the slider to read the values at a step.",
+    ...tables.map((table) => S.byStep(table)));
+};
+
+S.byStep = (table) => {
+  const rowsOf = (metric) => table.where({ metric, ...(table.varies("layer") ? { layer: state.layer } : {}) });
+  const layers = table.distinct("layer");
+  const metrics = table.distinct("metric");
+  const steps = table.distinct("step");
+  const state = { step: steps.at(-1), layer: layers.includes(-1) ? -1 : layers[0], metric: metrics[0] };
+  const chart = S.element("div"), values = S.element("div", { "aria-live": "polite" });
+
+  const points = (metric) => S.points(table, rowsOf(metric), "step", "value", ["seed"]);
+  const redraw = () => {
+    const about = S.aboutMetric(state.metric);
+    chart.replaceChildren(S.lines({ points: points(state.metric), x: { label: "step" }, y: about,
+      rule: state.step, title: `${S.withUnit(about)} by step: ${about.meaning}` }));
+    read();
+  };
+  const read = () => {
+    const rows = metrics.flatMap((metric) => {
+      const about = S.aboutMetric(metric);
+      return points(metric).filter((point) => point.x === state.step && point.y !== null)
+        .map((point) => [S.withUnit(about), point.group || "–", about.text(point.y)]);
+    });
+    values.replaceChildren(S.plainTable([{ label: "Metric" }, { label: "Run" }, { label: "Value", number: true }], rows,
+      `${table.name} at step ${S.number(state.step)}`));
+  };
+  redraw();
+  return S.element("div", {}, S.element("h3", {}, `Table ${table.name}`), S.element("div.controls", {},
+    S.pick("Metric", metrics, state.metric, (metric) => { state.metric = metric; redraw(); }, (name) => S.aboutMetric(name).label),
+    layers.length > 1 ? S.pick("Layer", layers, state.layer, (layer) => { state.layer = layer; redraw(); },
+      (layer) => (layer < 0 ? "whole model" : String(layer))) : "",
+    S.slider("Step", steps, state.step, (step) => { state.step = step; redraw(); })), chart, values, S.leftOut(table) ?? "");
+};

@@ -1,0 +1,102 @@
+"use strict";
+// Charts of lines and dots, by Observable Plot, each with its numbers as a table.
+
+// Okabe and Ito's colors, told apart by color-blind readers; dash and symbol tell them apart in grayscale
+S.COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#8C6D31"];
+S.DASHES = ["", "6 3", "2 2", "8 3 2 3", "4 1", "1 3", "10 4", "3 3"];
+S.SYMBOLS = ["circle", "triangle", "square", "diamond", "star", "cross", "wye", "times"];
+
+S.width = (node, most = 1100) => Math.max(240, Math.min(most, node.clientWidth || 340));
+
+/**
+ * A place for a chart. It is drawn when it is near the window, for its width, and anew when that changes;
+ * before that it takes up `height`, so that nothing moves.
+ */
+S.drawn = (draw, { height, kind = "chart" }) => {
+  const place = S.element(`div.${kind}`);
+  place.style.minHeight = `${height}px`;
+  let before = 0;
+  const resized = new ResizeObserver(() => {
+    const width = Math.round(place.clientWidth);
+    if (!width || width === before) return;
+    before = width;
+    place.replaceChildren(draw(S.width(place)));
+    place.style.minHeight = "";
+  });
+  const near = new IntersectionObserver((entries) => {
+    if (!entries.some((entry) => entry.isIntersecting)) return;
+    near.disconnect();
+    resized.observe(place);
+  }, { rootMargin: "800px" });
+  near.observe(place);
+  return place;
+};
+
+S.isLog = (values) => {
+  const positive = values.filter((value) => Number.isFinite(value));
+  return positive.length > 0 && positive.every((value) => value > 0) && d3.max(positive) / d3.median(positive) > 100;
+};
+
+/**
+ * Lines of values: one for each group.
+ * points: [{x, y, group}]; x: {label}; y: {label, unit, text}; rule: an x to mark; ordinal: x is no number.
+ */
+S.lines = ({ points, x, y, title, rule = null, log = null, dots = false, height = 260, ordinal = false }) => {
+  const groups = [...new Set(points.map(({ group }) => group))];
+  const shown = points.filter(({ y: value }) => Number.isFinite(value));
+  const isLog = log ?? S.isLog(shown.map(({ y: value }) => value));
+  const text = y.text;
+  const draw = (width) => {
+    if (!shown.length) return S.element("p.note", {}, "No values.");
+    const look = (list) => (group) => list[groups.indexOf(group) % list.length];
+    const styles = { x: "x", y: "y", stroke: (point) => look(S.COLORS)(point.group) };
+    const series = d3.groups(shown, ({ group }) => group);
+    return Plot.plot({
+      width, height, marginLeft: 56, marginBottom: 38, ariaLabel: title,
+      style: { background: "transparent", fontSize: "12px" },
+      x: { label: S.withUnit(x), type: ordinal ? "point" : undefined, nice: !ordinal, grid: false,
+        tickFormat: ordinal ? undefined : (value) => S.number(value), ticks: Math.min(10, Math.floor(width / 60)) },
+      y: { label: S.withUnit(y), type: isLog ? "log" : "linear", grid: true, nice: true,
+        ticks: isLog ? 5 : Math.max(3, Math.round(height / 50)), tickFormat: S.tick(y) },
+      marks: [
+        !isLog && d3.min(shown, ({ y: value }) => value) <= 0 ? Plot.ruleY([0], { strokeOpacity: 0.4 }) : null,
+        rule === null ? null : Plot.ruleX([rule], { strokeDasharray: "4 3" }),
+        ...series.map(([group, own]) =>
+          dots ? null : Plot.line(own, { ...styles, strokeDasharray: look(S.DASHES)(group), strokeWidth: 1.8 })),
+        ...series.map(([group, own]) =>
+          own.length > 80 && !dots ? null : Plot.dot(own, {
+            ...styles, symbol: look(S.SYMBOLS)(group), r: 2.6,
+            fill: (point) => look(S.COLORS)(point.group),
+          })),
+        Plot.tip(shown, Plot.pointer({
+          x: "x", y: "y",
+          title: (point) => `${point.group === "" ? "" : `${point.group}\n`}${x.label} ${S.value(point.x)}: ${text(point.y)}`,
+          fill: "var(--panel)", stroke: "var(--line)",
+        })),
+      ],
+    });
+  };
+  const legend = groups.length > 1 ? S.legend(groups) : null;
+  const table = () => S.plainTable(
+    [{ label: S.withUnit(x) }, ...groups.map((group) => ({ label: group || S.withUnit(y), number: true }))],
+    d3.groups(shown, (point) => point.x).map(([at, own]) => [
+      S.value(at),
+      ...groups.map((group) => text(own.find((point) => point.group === group)?.y)),
+    ]), title);
+  return S.element("figure", { role: "group", "aria-label": title },
+    S.element("figcaption", {}, title), legend, S.drawn(draw, { height }), S.numbers(table));
+};
+
+/** What each color, dash and symbol stands for. */
+S.legend = (groups) =>
+  S.element("ul.legend", {}, ...groups.map((group, at) => {
+    const color = S.COLORS[at % S.COLORS.length];
+    const line = d3.create("svg").attr("width", 34).attr("height", 12).attr("aria-hidden", "true");
+    line.append("line").attr("x1", 0).attr("x2", 34).attr("y1", 6).attr("y2", 6).attr("stroke", color)
+      .attr("stroke-width", 2).attr("stroke-dasharray", S.DASHES[at % S.DASHES.length]);
+    const kinds = { circle: d3.symbolCircle, triangle: d3.symbolTriangle, square: d3.symbolSquare,
+      diamond: d3.symbolDiamond, star: d3.symbolStar, cross: d3.symbolCross, wye: d3.symbolWye, times: d3.symbolTimes };
+    line.append("path").attr("transform", "translate(17,6)").attr("fill", color).attr("stroke", color)
+      .attr("d", d3.symbol(kinds[S.SYMBOLS[at % S.SYMBOLS.length]], 28)());
+    return S.element("li", {}, line.node(), S.visible(group));
+  }));
