@@ -6,19 +6,19 @@ S.effects = () => {
   if (!table) return null;
   const whole = table.where({ layer: -1 });
   const metrics = table.distinct("metric", whole);
-  const state = { metric: metrics.includes("sink_rate") ? "sink_rate" : metrics[0], keys: {} };
+  const state = { metric: metrics.includes("sink_rate") ? "sink_rate" : metrics[0], position: 0 };
   const place = S.element("div"), controls = S.element("div.controls");
 
   const redraw = () => {
     const about = S.aboutMetric(state.metric);
     const rows = table.where({ metric: state.metric }, whole);
     const positions = table.distinct("position", rows);
-    if (!positions.includes(state.keys.position)) state.keys.position = positions.includes(0) ? 0 : positions[0];
-    controls.replaceChildren(
+    if (!positions.includes(state.position)) state.position = S.usual("position", positions);
+    S.setControls(controls,
       S.pick("Metric", metrics, state.metric, (metric) => { state.metric = metric; redraw(); }, (name) => S.aboutMetric(name).label),
-      positions.length > 1 ? S.pick("Position", positions, state.keys.position,
-        (position) => { state.keys.position = position; redraw(); }) : "");
-    const own = table.where({ position: state.keys.position }, rows);
+      positions.length > 1 ? S.pick("Position", positions, state.position,
+        (position) => { state.position = position; redraw(); }) : null);
+    const own = table.where({ position: state.position }, rows);
     const points = own.map((row) => ({ name: table.get("name")[row], arm: table.get("arm")[row],
       draw: table.get("draw")[row], value: table.get("value")[row], condition: table.get("condition")[row] }));
     place.replaceChildren(S.effectChart(points, about), S.effectTable(points, about));
@@ -73,6 +73,21 @@ S.effectTable = (points, about) => {
     { label: "Controls: mean ± standard deviation (count)", number: true }], rows, S.withUnit(about));
 };
 
+/** Which part of each model carries the sink. */
+S.routes = () => {
+  const table = S.table("route");
+  if (!table) return null;
+  const models = table.distinct("model");
+  const all = d3.range(table.length).map((at) => table.row(at));
+  const cell = (row) => (row && row.after !== null
+    ? `${S.interval(row.before, row.before_low, row.before_high)} → ${S.interval(row.after, row.after_low, row.after_high)}: ${row.effect}`
+    : row?.effect ?? "–");
+  return S.section("routes", "Routes", "Sink rate at position 0 in % [95 %], before → without each part of the model, and what that amounts to.",
+    S.plainTable([{ label: "Route" }, ...models.map((model) => ({ label: S.visible(model) }))],
+      table.distinct("route").map((route) => [route, ...models.map((model) =>
+        cell(all.find((row) => row.route === route && row.model === model)))]), "Routes by model"));
+};
+
 /** Tables with values by step: a slider moves through the training. */
 S.stepTables = () => [...S.tables.values()].filter((table) =>
   table.length && table.varies("step") && table.has("metric", "value"));
@@ -92,7 +107,12 @@ S.byStep = (table) => {
   const state = { step: steps.at(-1), layer: layers.includes(-1) ? -1 : layers[0], metric: metrics[0] };
   const chart = S.element("div"), values = S.element("div", { "aria-live": "polite" });
 
-  const points = (metric) => S.points(table, rowsOf(metric), "step", "value", ["seed"]);
+  const points = (metric) => {
+    const rows = rowsOf(metric);
+    return S.points(table, rows, "step", "value").map((point, at) =>
+      ({ ...point, line: table.varies("seed") ? `seed ${table.get("seed")[rows[at]]}` : "" }));
+  };
+  const arms = [...new Set(metrics.flatMap((metric) => points(metric).map(({ group }) => group)))];
   const redraw = () => {
     const about = S.aboutMetric(state.metric);
     chart.replaceChildren(S.lines({ points: points(state.metric), x: { label: "step" }, y: about,
@@ -100,13 +120,15 @@ S.byStep = (table) => {
     read();
   };
   const read = () => {
-    const rows = metrics.flatMap((metric) => {
+    const rows = metrics.map((metric) => {
       const about = S.aboutMetric(metric);
-      return points(metric).filter((point) => point.x === state.step && point.y !== null)
-        .map((point) => [S.withUnit(about), point.group || "–", about.text(point.y)]);
+      const now = points(metric).filter((point) => point.x === state.step && point.y !== null);
+      return [S.withUnit(about), ...arms.map((arm) =>
+        now.filter(({ group }) => group === arm).map((point) => about.text(point.y)).join(" / ") || "–")];
     });
-    values.replaceChildren(S.plainTable([{ label: "Metric" }, { label: "Run" }, { label: "Value", number: true }], rows,
-      `${table.name} at step ${S.number(state.step)}`));
+    values.replaceChildren(S.plainTable([{ label: "Metric" }, ...arms.map((arm) => ({ label: arm || "Value", number: true }))],
+      rows.filter((row) => row.slice(1).some((text) => text !== "–")),
+      `${table.name} at step ${S.number(state.step)}${table.varies("seed") ? ", seeds between strokes" : ""}`));
   };
   redraw();
   return S.element("div", {}, S.element("h3", {}, `Table ${table.name}`), S.element("div.controls", {},

@@ -8,6 +8,9 @@ S.SYMBOLS = ["circle", "triangle", "square", "diamond", "star", "cross", "wye", 
 
 S.width = (node, most = 1100) => Math.max(240, Math.min(most, node.clientWidth || 340));
 
+S.waiting = new Set(); // places that are not drawn yet
+window.addEventListener("beforeprint", () => S.waiting.forEach((begin) => begin()));
+
 /**
  * A place for a chart. It is drawn when it is near the window, for its width, and anew when that changes;
  * before that it takes up `height`, so that nothing moves.
@@ -23,12 +26,15 @@ S.drawn = (draw, { height, kind = "chart" }) => {
     place.replaceChildren(draw(S.width(place)));
     place.style.minHeight = "";
   });
-  const near = new IntersectionObserver((entries) => {
-    if (!entries.some((entry) => entry.isIntersecting)) return;
+  const begin = () => {
     near.disconnect();
+    S.waiting.delete(begin);
     resized.observe(place);
-  }, { rootMargin: "800px" });
+  };
+  const near = new IntersectionObserver((entries) => entries.some((entry) => entry.isIntersecting) && begin(),
+    { rootMargin: "800px" });
   near.observe(place);
+  S.waiting.add(begin);
   return place;
 };
 
@@ -39,7 +45,7 @@ S.isLog = (values) => {
 
 /**
  * Lines of values: one for each group.
- * points: [{x, y, group}]; x: {label}; y: {label, unit, text}; rule: an x to mark; ordinal: x is no number.
+ * points: [{x, y, group, line}], a line of each `line` of a group if it has several; x: {label}; y: {label, unit, text}; rule: an x to mark; ordinal: x is no number.
  */
 S.lines = ({ points, x, y, title, rule = null, log = null, dots = false, height = 260, ordinal = false }) => {
   const groups = [...new Set(points.map(({ group }) => group))];
@@ -50,7 +56,7 @@ S.lines = ({ points, x, y, title, rule = null, log = null, dots = false, height 
     if (!shown.length) return S.element("p.note", {}, "No values.");
     const look = (list) => (group) => list[groups.indexOf(group) % list.length];
     const styles = { x: "x", y: "y", stroke: (point) => look(S.COLORS)(point.group) };
-    const series = d3.groups(shown, ({ group }) => group);
+    const series = d3.groups(shown, ({ group, line }) => `${group} ${line ?? ""}`).map(([, own]) => [own[0].group, own]);
     return Plot.plot({
       width, height, marginLeft: 56, marginBottom: 38, ariaLabel: title,
       style: { background: "transparent", fontSize: "12px" },
@@ -70,7 +76,7 @@ S.lines = ({ points, x, y, title, rule = null, log = null, dots = false, height 
           })),
         Plot.tip(shown, Plot.pointer({
           x: "x", y: "y",
-          title: (point) => `${point.group === "" ? "" : `${point.group}\n`}${x.label} ${S.value(point.x)}: ${text(point.y)}`,
+          title: (point) => `${[point.group, point.line].filter(Boolean).map((one) => `${one}\n`).join("")}${x.label} ${S.value(point.x)}: ${text(point.y)}`,
           fill: "var(--panel)", stroke: "var(--line)",
         })),
       ],
@@ -81,7 +87,7 @@ S.lines = ({ points, x, y, title, rule = null, log = null, dots = false, height 
     [{ label: S.withUnit(x) }, ...groups.map((group) => ({ label: group || S.withUnit(y), number: true }))],
     d3.groups(shown, (point) => point.x).map(([at, own]) => [
       S.value(at),
-      ...groups.map((group) => text(own.find((point) => point.group === group)?.y)),
+      ...groups.map((group) => own.filter((point) => point.group === group).map((point) => text(point.y)).join(" / ") || "–"),
     ]), title);
   return S.element("figure", { role: "group", "aria-label": title },
     S.element("figcaption", {}, title), legend, S.drawn(draw, { height }), S.numbers(table));

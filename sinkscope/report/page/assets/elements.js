@@ -86,6 +86,23 @@ S.several = (label, values, chosen, change) => {
   return S.element("fieldset.several", {}, S.element("legend", {}, label), ...boxes);
 };
 
+/**
+ * Put controls in a place. Where there are the same ones already, they stay, so that a slider can be drawn on;
+ * else the focus is on the one that had it.
+ */
+S.setControls = (place, ...controls) => {
+  const wanted = controls.filter(Boolean);
+  const signature = (one) => [...one.querySelectorAll("label, legend, option")].map((part) => part.textContent).join("\n") +
+    [...one.querySelectorAll("input")].map(({ max }) => max).join();
+  const same = wanted.length === place.childElementCount && wanted.every((one, at) => signature(one) === signature(place.children[at]));
+  if (same) return;
+  const labelOf = (node) => node?.closest(".control")?.querySelector("label");
+  const before = place.contains(document.activeElement) ? labelOf(document.activeElement)?.textContent : undefined;
+  place.replaceChildren(...wanted);
+  const again = before && [...place.querySelectorAll(".control label")].find((label) => label.textContent === before);
+  if (again) document.getElementById(again.htmlFor).focus();
+};
+
 // --- tooltips
 
 S.tip = S.element("div", { id: "tip", role: "tooltip", hidden: true });

@@ -113,20 +113,20 @@ S.attentionMap = (layer, head, heads) => {
   const table = S.table("attention_maps");
   const labels = S.armLabels(table);
   const [query, key, weight, token, sequence] = ["query", "key", "weight", "token", "sequence"].map((name) => table.get(name));
+  const about = { label: "attention weight", unit: "", text: S.number };
+  const scale = S.colorScale([0, 1]);
   const figures = d3.groups(rows, (row) => `${labels[row]} ${sequence[row]}`).slice(0, 4).map(([, own]) => {
     const found = new Map(own.map((row) => [`${query[row]} ${key[row]}`, weight[row]]));
     const tokens = new Map(own.map((row) => [key[row], S.visible(token[row])]));
-    const about = { label: "attention weight", unit: "", text: S.number };
-    const scale = S.colorScale([0, 1]);
     const places = table.distinct("key", own);
     const title = [`Attention of layer ${layer}, head ${head}, sequence ${sequence[own[0]]}`, labels[own[0]]];
-    return S.element("div", {}, S.colorLegend(scale, about), S.heatmap({
+    return S.heatmap({
       rows: table.distinct("query", own), columns: places, rowName: "query", columnName: "key", scale, text: S.number,
       title: title.filter(Boolean).join(", "), maxCell: 9, value: (row, column) => found.get(`${row} ${column}`) ?? null,
       more: (row, column) => ` (${tokens.get(row)} → ${tokens.get(column)})`,
-    }));
+    });
   });
-  return S.element("div", {}, buttons, S.element("div.maps", {}, ...figures));
+  return S.element("div", {}, buttons, S.colorLegend(scale, about), S.element("div.maps", {}, ...figures));
 };
 
 /** Every column by position, a chart each. */

@@ -47,7 +47,7 @@ S.heatmap = (given) => {
   const figure = S.element("figure.map", { role: "group", "aria-label": given.title },
     S.element("figcaption", {}, given.title), S.drawn((width) => map.draw(width), { height: map.height(340), kind: "scroll-map" }),
     S.numbers(() => map.table()));
-  figure.style.width = `${38 + given.columns.length * map.maxCell}px`;
+  figure.style.width = `${Math.max(190, 38 + given.columns.length * map.maxCell)}px`;
   figure.map = map;
   return figure;
 };

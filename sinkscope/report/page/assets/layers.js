@@ -18,22 +18,21 @@ S.layers = () => {
   const whole = S.wholeModel(table);
   const metrics = table.distinct("metric", ofLayers);
   if (!metrics.length && !whole) return null;
-  const state = { metric: metrics.includes("sink_rate") ? "sink_rate" : metrics[0], keys: {} };
+  const state = { metric: metrics.includes("sink_rate") ? "sink_rate" : metrics[0], chosen: {} };
   const place = S.element("div"), controls = S.element("div.controls");
   const redraw = () => {
     const about = S.aboutMetric(state.metric);
-    const rows = table.where({ metric: state.metric, ...state.keys }, ofLayers);
+    const own = table.where({ metric: state.metric }, ofLayers);
+    const { rows, selects } = S.narrowed(table, ["layer", ...S.armColumns(table)], state.chosen, redraw, own);
+    S.setControls(controls,
+      S.pick("Metric", metrics, state.metric, (metric) => { state.metric = metric; redraw(); }, (metric) => S.aboutMetric(metric).label),
+      ...selects);
     place.replaceChildren(S.lines({
       points: S.points(table, rows, "layer", "value"), x: { label: "layer" }, y: about,
       title: `${S.withUnit(about)} by layer: ${about.meaning}`,
     }));
   };
-  if (metrics.length) {
-    controls.append(S.pick("Metric", metrics, state.metric, (metric) => { state.metric = metric; redraw(); },
-      (metric) => S.aboutMetric(metric).label),
-    ...S.keyControls(table, ["layer", "metric", ...S.ARMS], state.keys, redraw));
-    redraw();
-  }
+  if (metrics.length) redraw();
   return S.section("layers", "By layer", "Metrics of each layer, and of the whole model.", controls, place, whole ?? "");
 };
 
@@ -61,11 +60,11 @@ S.wholeModel = (table) => {
 S.massive = () => {
   const table = S.table("massive");
   if (!table) return S.norms();
-  const state = { color: "position", only: table.get("is_massive").some(Boolean), keys: {} };
+  const state = { color: "position", only: table.get("is_massive").some(Boolean) };
   const place = S.element("div"), controls = S.element("div.controls");
   const redraw = () => {
     const labels = S.armLabels(table);
-    const arm = state.keys.arm ?? labels[0];
+    const arm = state.arm ?? labels[0];
     const rows = d3.range(table.length).filter((row) =>
       labels[row] === arm && (!state.only || table.get("is_massive")[row]));
     const frequent = d3.rollups(rows, (own) => own.length, (row) => table.get(state.color)[row])
@@ -89,7 +88,7 @@ S.massive = () => {
       S.massivePlaces(table, rows));
   };
   const arms = [...new Set(S.armLabels(table))];
-  if (arms.length > 1) controls.append(S.pick("Arm", arms, arms[0], (arm) => { state.keys.arm = arm; redraw(); }));
+  if (arms.length > 1) controls.append(S.pick("Arm", arms, arms[0], (arm) => { state.arm = arm; redraw(); }));
   controls.append(
     S.pick("Colored by", ["position", "coordinate"], state.color, (value) => { state.color = value; redraw(); }),
     S.checkbox("Massive activations alone (|value| > 100 and at least 1000 × the median)", state.only,
@@ -156,17 +155,18 @@ S.gradients = () => {
 S.gradientChain = () => {
   const table = S.table("gradient_ratio");
   if (!table) return null;
-  const state = { keys: {} };
+  const state = { chosen: {} };
   const place = S.element("div.grid"), controls = S.element("div.controls");
+  const ofLayers = d3.range(table.length).filter((row) => table.get("layer")[row] >= 0);
   const redraw = () => {
-    const rows = table.where(state.keys).filter((row) => table.get("layer")[row] >= 0);
+    const { rows, selects } = S.narrowed(table, ["layer", ...S.armColumns(table)], state.chosen, redraw, ofLayers);
+    S.setControls(controls, ...selects);
     place.replaceChildren(...table.values.map((column) => {
       const about = S.aboutColumn(column);
       return S.lines({ points: S.points(table, rows, "layer", column.name), x: { label: "layer" },
         y: { label: about.label, unit: column.unit, text: S.number }, height: 200, title: `${column.name}: ${column.about}` });
     }));
   };
-  controls.append(...S.keyControls(table, ["layer", ...S.ARMS], state.keys, redraw));
   redraw();
   return S.element("div", {}, S.element("h3", {}, "Gains along the chain"), controls, place);
 };
@@ -176,15 +176,15 @@ S.gradientPathways = () => {
   if (!table) return null;
   const all = table.where({ head: -1 });
   if (!all.length) return null;
-  const state = { keys: {} };
+  const state = { chosen: {} };
   const place = S.element("div"), controls = S.element("div.controls");
   const redraw = () => {
-    const rows = table.where(state.keys, all);
+    const { rows, selects } = S.narrowed(table, ["layer", "pathway", ...S.armColumns(table)], state.chosen, redraw, all);
+    S.setControls(controls, ...selects);
     place.replaceChildren(S.lines({ points: S.points(table, rows, "layer", "grad_norm", ["pathway"]), x: { label: "layer" },
       y: { label: "gradient norm", unit: "", text: S.number },
       title: "Gradient norm of queries, keys and values, all heads together" }));
   };
-  controls.append(...S.keyControls(table, ["layer", "head", "pathway", ...S.ARMS], state.keys, redraw));
   redraw();
   return S.element("div", {}, S.element("h3", {}, "Gradient by pathway"), controls, place);
 };

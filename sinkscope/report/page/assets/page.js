@@ -1,15 +1,12 @@
 "use strict";
 // The page: its sections in their order, those that the tables allow.
 
-S.SECTIONS = () => [S.findings, S.claims, S.effects, S.training, S.heads, S.text, S.layers, S.massive,
+S.SECTIONS = () => [S.findings, S.claims, S.effects, S.routes, S.training, S.heads, S.text, S.layers, S.massive,
   S.gradients, S.quantization, S.explore, S.tablesSection, S.runSection];
 
 S.title = () => {
-  const { manifest } = S.data;
-  const model = manifest.model?.name ?? manifest.model;
-  const parts = S.data.parts.length;
-  const named = typeof model === "string" ? model : parts ? `${parts} ${S.data.part}s side by side` : manifest.command;
-  return S.visible(named);
+  const models = [...new Set([...S.tables.values()].flatMap((table) => (table.has("model") ? table.distinct("model") : [])))];
+  return S.visible(models.length > 3 ? `${models.length} models` : models.join(", ") || S.manifest.command);
 };
 
 S.facts = () => {

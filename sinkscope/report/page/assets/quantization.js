@@ -13,13 +13,13 @@ S.quantization = () => {
 S.toSpare = (settings, sites) => {
   const lists = [];
   const rows = settings ? d3.range(settings.length).filter((row) => settings.get("kept")[row]) : [];
-  for (const row of rows) {
-    const kept = settings.get("kept")[row].split(", ");
-    lists.push(S.element("details", { open: kept.length <= 12 },
-      S.element("summary", {}, `Kept in “${settings.get("setting")[row].replaceAll("_", " ")}” (${kept.length}): `,
-        `cost ${S.number(settings.get("cost")[row])} nats per token, perplexity ${S.number(settings.get("perplexity")[row])}`),
-      S.element("ul", {}, ...kept.map((site) => S.element("li", {}, S.element("code", {}, S.visible(site)))))));
-  }
+  if (rows.length)
+    lists.push(S.plainTable(
+      [{ label: "Kept", number: true }, { label: "Cost (nats per token)", number: true }, { label: "Perplexity", number: true },
+        { label: "Sequences", number: true }, { label: "Sites kept in full precision" }],
+      rows.map((row) => [S.number(settings.get("kept")[row].split(", ").length), S.number(settings.get("cost")[row]),
+        S.number(settings.get("perplexity")[row]), S.number(settings.get("sequences")[row]), S.visible(settings.get("kept")[row])]),
+      "Settings in which the costliest sites are kept"));
   const massive = sites ? d3.range(sites.length).filter((row) => sites.get("is_massive")[row]) : [];
   if (massive.length)
     lists.push(S.element("details", {}, S.element("summary", {}, `Sites that hold massive activations (${massive.length})`),

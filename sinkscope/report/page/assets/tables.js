@@ -57,8 +57,10 @@ S.tableView = (table) => {
       if (sorted) header.setAttribute("aria-sort", state.down ? "descending" : "ascending");
       else header.removeAttribute("aria-sort");
     });
-    body.replaceChildren(...shown.map((row) => S.element("tr", {}, ...texts(row).map((text, at) =>
-      S.element(["number", "whole"].includes(table.columns[at].kind) ? "td.number" : "td", {}, text)))));
+    body.replaceChildren(...shown.map((row) => S.element("tr", {}, ...texts(row).map((text, at) => {
+      const isNumber = ["number", "whole"].includes(table.columns[at].kind);
+      return S.element(isNumber ? "td.number" : text.length > 40 ? "td.long" : "td.short", {}, text);
+    }))));
     const last = state.first + shown.length;
     status.textContent = `Rows ${S.number(shown.length ? state.first + 1 : 0)} to ${S.number(last)} of ${S.number(rows.length)}` +
       (rows.length < table.length ? ` that match, of ${S.number(table.length)}` : "") +

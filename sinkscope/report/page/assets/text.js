@@ -58,7 +58,7 @@ S.text = () => {
     state.way = way;
     const sequences = [...tokens.keys()].filter(way.covers).sort(d3.ascending);
     if (!sequences.includes(state.sequence)) state.sequence = sequences[0];
-    controls.replaceChildren(
+    S.setControls(controls,
       S.pick("Shaded by", ways, way, chooseWay, ({ name }) => name),
       S.pick("Sequence", sequences, state.sequence, (value) => { state.sequence = value; redraw(); }));
     redraw();
