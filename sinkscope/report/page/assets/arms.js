@@ -49,9 +49,9 @@ S.effectChart = (points, about) => {
           const [before, after] = ["before", "after"].map((arm) => own.find((point) => point.arm === arm)?.value);
           return before === undefined || after === undefined ? [] : [{ name, before, after }];
         }), { x1: "before", x2: "after", y1: "name", y2: "name", strokeOpacity: 0.5 }),
-        Plot.tickX(of("control"), { ...at, stroke: "#7F7F7F", strokeWidth: 1.5, insetTop: 4, insetBottom: 4 }),
-        Plot.dot(of("before"), { ...at, r: 5, stroke: "#0072B2", strokeWidth: 2, fill: "var(--background)" }),
-        Plot.dot(of("after"), { ...at, r: 5, fill: "#D55E00", symbol: "diamond" }),
+        Plot.tickX(of("control"), { ...at, stroke: "var(--series-7)", strokeWidth: 1.5, insetTop: 4, insetBottom: 4 }),
+        Plot.dot(of("before"), { ...at, r: 5, stroke: "var(--series-1)", strokeWidth: 2, fill: "var(--background)" }),
+        Plot.dot(of("after"), { ...at, r: 5, fill: "var(--series-2)", symbol: "diamond" }),
         Plot.tip(shown, Plot.pointer({ ...at, fill: "var(--panel)", stroke: "var(--line)",
           title: (point) => `${point.name}\n${point.arm}${point.draw >= 0 ? ` ${point.draw}` : ""}: ${about.text(point.value)}` })),
       ],

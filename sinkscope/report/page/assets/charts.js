@@ -1,8 +1,8 @@
 "use strict";
 // Charts of lines and dots, by Observable Plot, each with its numbers as a table.
 
-// Okabe and Ito's colors, told apart by color-blind readers; dash and symbol tell them apart in grayscale
-S.COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#8C6D31"];
+// after Okabe and Ito, which color-blind readers tell apart; dash and symbol tell them apart in grayscale
+S.COLORS = [1, 2, 3, 4, 5, 6, 7, 8].map((number) => `var(--series-${number})`);
 S.DASHES = ["", "6 3", "2 2", "8 3 2 3", "4 1", "1 3", "10 4", "3 3"];
 S.SYMBOLS = ["circle", "triangle", "square", "diamond", "star", "cross", "wye", "times"];
 
@@ -55,10 +55,10 @@ S.lines = ({ points, x, y, title, rule = null, log = null, dots = false, height 
   const draw = (width) => {
     if (!shown.length) return S.element("p.note", {}, "No values.");
     const look = (list) => (group) => list[groups.indexOf(group) % list.length];
-    const styles = { x: "x", y: "y", stroke: (point) => look(S.COLORS)(point.group) };
+    const styles = { x: "x", y: "y" };
     const series = d3.groups(shown, ({ group, line }) => `${group} ${line ?? ""}`).map(([, own]) => [own[0].group, own]);
     return Plot.plot({
-      width, height, marginLeft: 56, marginBottom: 38, ariaLabel: title,
+      width, height, marginLeft: 56, marginBottom: 38, ariaLabel: plain,
       style: { background: "transparent", fontSize: "12px" },
       x: { label: S.withUnit(x), type: ordinal ? "point" : undefined, nice: !ordinal, grid: false,
         tickFormat: ordinal ? undefined : (value) => S.number(value), ticks: Math.min(10, Math.floor(width / 60)) },
@@ -68,11 +68,10 @@ S.lines = ({ points, x, y, title, rule = null, log = null, dots = false, height 
         !isLog && d3.min(shown, ({ y: value }) => value) <= 0 ? Plot.ruleY([0], { strokeOpacity: 0.4 }) : null,
         rule === null ? null : Plot.ruleX([rule], { strokeDasharray: "4 3" }),
         ...series.map(([group, own]) =>
-          dots ? null : Plot.line(own, { ...styles, strokeDasharray: look(S.DASHES)(group), strokeWidth: 1.8 })),
+          dots ? null : Plot.line(own, { ...styles, stroke: look(S.COLORS)(group), strokeDasharray: look(S.DASHES)(group), strokeWidth: 1.8 })),
         ...series.map(([group, own]) =>
           own.length > 80 && !dots ? null : Plot.dot(own, {
-            ...styles, symbol: look(S.SYMBOLS)(group), r: 2.6,
-            fill: (point) => look(S.COLORS)(point.group),
+            ...styles, symbol: look(S.SYMBOLS)(group), r: 2.6, fill: look(S.COLORS)(group),
           })),
         Plot.tip(shown, Plot.pointer({
           x: "x", y: "y",
@@ -82,15 +81,16 @@ S.lines = ({ points, x, y, title, rule = null, log = null, dots = false, height 
       ],
     });
   };
+  const plain = title.replaceAll("`", "");
   const legend = groups.length > 1 ? S.legend(groups) : null;
   const table = () => S.plainTable(
     [{ label: S.withUnit(x) }, ...groups.map((group) => ({ label: group || S.withUnit(y), number: true }))],
     d3.groups(shown, (point) => point.x).map(([at, own]) => [
       S.value(at),
       ...groups.map((group) => own.filter((point) => point.group === group).map((point) => text(point.y)).join(" / ") || "–"),
-    ]), title);
-  return S.element("figure", { role: "group", "aria-label": title },
-    S.element("figcaption", {}, title), legend, S.drawn(draw, { height }), S.numbers(table));
+    ]), plain);
+  return S.element("figure", { role: "group", "aria-label": plain },
+    S.element("figcaption", {}, ...S.sentence(title)), legend, S.drawn(draw, { height }), S.numbers(table));
 };
 
 /** What each color, dash and symbol stands for. */
@@ -98,11 +98,11 @@ S.legend = (groups) =>
   S.element("ul.legend", {}, ...groups.map((group, at) => {
     const color = S.COLORS[at % S.COLORS.length];
     const line = d3.create("svg").attr("width", 34).attr("height", 12).attr("aria-hidden", "true");
-    line.append("line").attr("x1", 0).attr("x2", 34).attr("y1", 6).attr("y2", 6).attr("stroke", color)
+    line.append("line").attr("x1", 0).attr("x2", 34).attr("y1", 6).attr("y2", 6).style("stroke", color)
       .attr("stroke-width", 2).attr("stroke-dasharray", S.DASHES[at % S.DASHES.length]);
     const kinds = { circle: d3.symbolCircle, triangle: d3.symbolTriangle, square: d3.symbolSquare,
       diamond: d3.symbolDiamond, star: d3.symbolStar, cross: d3.symbolCross, wye: d3.symbolWye, times: d3.symbolTimes };
-    line.append("path").attr("transform", "translate(17,6)").attr("fill", color).attr("stroke", color)
+    line.append("path").attr("transform", "translate(17,6)").style("fill", color).style("stroke", color)
       .attr("d", d3.symbol(kinds[S.SYMBOLS[at % S.SYMBOLS.length]], 28)());
     return S.element("li", {}, line.node(), S.visible(group));
   }));

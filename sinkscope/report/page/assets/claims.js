@@ -73,7 +73,7 @@ S.intervalChart = (one) => {
     x: { domain, label: null, tickFormat: (value) => S.number(value), ticks: 5 },
     marks: [
       Plot.rect([one], { x1: Math.max(domain[0], one.least ?? -Infinity), x2: Math.min(domain[1], one.most ?? Infinity),
-        fill: "#009E73", fillOpacity: 0.22 }),
+        fill: "var(--series-3)", fillOpacity: 0.22 }),
       Number.isFinite(one.low) ? Plot.ruleX([one.low, one.high], { y1: 0, y2: 1, strokeOpacity: 0 }) : null,
       Number.isFinite(one.low) && Number.isFinite(one.high) ? Plot.link([one], { x1: "low", x2: "high", y1: 0.5, y2: 0.5, strokeWidth: 3 }) : null,
       Plot.dot([one], { x: "value", y: 0.5, r: 5, fill: "currentColor" }),

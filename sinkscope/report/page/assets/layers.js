@@ -95,8 +95,8 @@ S.massive = () => {
       (only) => { state.only = only; redraw(); }));
   redraw();
   const norms = S.normMap();
-  return S.section("massive", "Massive activations", "The largest entries of the residual stream.", controls, place,
-    S.leftOut(table) ?? "", norms ?? "");
+  return S.section("massive", "Massive activations", "The largest entries of the residual stream.", S.leftOut(table),
+    controls, place, norms);
 };
 
 /** Where they are: rows a coordinate and position, with the layers and the largest value. */
