@@ -32,7 +32,8 @@ def _files(run: RunData, folder: Path) -> str:
     recipe = run.manifest.get("recipe")  # which draws its own figures only
     figures = recipe["content"].get("figures", []) if recipe else applicable(run)
     tables = [f"{name}.parquet" for name in sorted(run.tables)] + [f"{name}.md" for name in paper_tables(run)]
-    lines = [f"{folder.name}/", "├── run.json", "├── verdict.md", "├── tables/", *_columns(tables, "│   ")]
+    lines = [f"{folder.name}/", "├── run.json", "├── verdict.md", "├── index.html (but with --no-page)", "├── tables/"]
+    lines += _columns(tables, "│   ")
     lines += ["└── figures/ (each as .png and .pdf)", *_columns(figures, "    ")]
     return "\n".join(lines)
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from sinkscope.models.files import is_demo
 from sinkscope.options import COMMANDS
 from sinkscope.options.option import Options, flag
 
@@ -23,12 +24,18 @@ def command_lines(manifest: Mapping[str, Any], folder: Path | None) -> list[str]
     if recipe:
         return [shlex.join(["sinkscope", "run", str(recipe["name"])])]
     kind = COMMANDS.get(name)
-    if kind is None or name == "sweep":  # a sweep's run.json holds the file's content, not its options
+    if kind is None or name == "sweep" or _was_handed_over(manifest):  # a sweep's run.json holds the file's content
         return []
     lines = [shlex.join(["sinkscope", name, *words])] if (words := _words(kind, manifest["config"])) is not None else []
     if kind.repeatable and folder is not None and command == name:
         lines.insert(0, shlex.join(["sinkscope", name, "--from", folder.name]))
     return lines
+
+
+def _was_handed_over(manifest: Mapping[str, Any]) -> bool:
+    """Whether the model was an object in Python, which no command line can name."""
+    model = manifest.get("model")
+    return isinstance(model, dict) and manifest["config"].get("model") is None and not is_demo(str(model.get("source")))
 
 
 def _words(kind: type[Options], config: Mapping[str, Any]) -> list[str] | None:

@@ -90,7 +90,7 @@ def test_a_head_opens_by_keyboard_and_by_click(browser: Any, tmp_path: Path) -> 
         before = page.locator("#head-name").text_content()
         page.keyboard.press("ArrowDown")
         page.keyboard.press("Enter")
-        layer, head = map(int, re.findall(r"\d+", page.locator("#head-name").text_content()))
+        layer, _ = map(int, re.findall(r"\d+", page.locator("#head-name").text_content()))
         assert page.locator("#head-name").text_content() != before
         assert grid.locator("[aria-selected=true]").get_attribute("data-row") == str(layer)
 
@@ -178,12 +178,14 @@ def test_it_opens_and_answers_quickly_and_fits_into_a_narrow_window(browser: Any
                 const metric = document.querySelector("#heads select");
                 const times = [];
                 for (const at of [1, 2, 3]) {
-                    times.push(await timed(() => { metric.selectedIndex = at; metric.dispatchEvent(new Event("change")); }));
+                    metric.selectedIndex = at;
+                    times.push(await timed(() => metric.dispatchEvent(new Event("change"))));
                     times.push(await timed(() => S.openHead(at, at)));
                 }
                 return times;
             }"""
         )
+        print("milliseconds:", times)
         assert max(times) < ANSWERS * SLACK
 
 

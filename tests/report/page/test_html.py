@@ -13,7 +13,7 @@ from sinkscope.report.page import Contents, page_of, write_page
 from sinkscope.report.page.command_line import command_lines
 from sinkscope.results.metrics import METRICS
 
-HOSTILE = "</script><script>document.title='run'</script><img src=x onerror=\"alert(1)\">'\"&\u2028\ud800"
+HOSTILE = "</script><script>document.title='run'</script><img src=x onerror=\"alert(1)\">'\"&\u2028"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -50,11 +50,11 @@ def test_a_run_of_the_demo_models_size_fits_into_five_megabytes() -> None:
 def test_hostile_texts_stay_data() -> None:
     contents = analysis(model=HOSTILE, condition=HOSTILE)
     tables = {name: table.replace({"<s>": HOSTILE}) for name, table in contents.tables.items()}
-    html = page_of(Contents(contents.manifest | {HOSTILE: [HOSTILE]}, tables)).html
+    html = page_of(Contents(contents.manifest | {HOSTILE: ["\ud800" + HOSTILE]}, tables)).html
     plain = page_of(analysis()).html
     assert html.count("<script") == plain.count("<script")
     assert "<img" not in html
-    assert data_of(html)["manifest"][HOSTILE] == [HOSTILE]
+    assert data_of(html)["manifest"][HOSTILE] == ["\ud800" + HOSTILE]
     html.encode("utf-8")
 
 
@@ -104,6 +104,7 @@ def test_runs_side_by_side_are_told_apart_by_a_column() -> None:
         ),
         ({"command": "compare", "config": {"runs": ["a", "b"]}}, ["sinkscope compare a b"]),
         ({"command": "sweep", "config": {"content": {}}}, []),
+        ({"command": "analyze", "config": {"model": None}, "model": {"source": "handed over"}}, []),
     ],
 )
 def test_the_command_that_repeats_it(manifest: dict, lines: list[str], tmp_path) -> None:

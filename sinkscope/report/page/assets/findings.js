@@ -26,7 +26,7 @@ S.findings = () => {
         ? S.element("details", {}, S.element("summary", {}, "Published values"), ...one.published.map((line) => S.element("p.note", {}, line)))
         : null);
   return S.section("findings", "Findings",
-    "Intervals are 95 %. Sentences and numbers are those of verdict.md, made from the tables.",
+    "Intervals are 95 %. Sentences and numbers are those of the verdict, made from the tables.",
     S.element("ul.findings.headlines", {}, ...headlines.map(item)),
     ...sections.map(([section, own]) =>
       S.element("details", { open: !headlines.length }, S.element("summary", {}, `${section} (${own.length})`),
