@@ -139,5 +139,5 @@ def write_series(series: Series, folder: Path, page: bool = True) -> None:
     save_figures(series.figures(), folder / "figures")
     if page:
         tables = {"series": series.table}
-        write_page(Contents(series.manifest, tables, series.runs, folder=folder, number=STEP), folder)
+        write_page(Contents(series.manifest, tables, series.runs, folder=folder, named_by=STEP), folder)
     write_manifest(folder, series.manifest)

@@ -15,12 +15,12 @@ from sinkscope.report.verdict import REPORTS
 from sinkscope.results.findings import Finding
 from sinkscope.results.manifest import folder_of, read_manifest
 from sinkscope.results.run import RunData
-from sinkscope.results.tables import LEADING_COLUMNS, SEQUENCE, Column, Columns, read_table
+from sinkscope.results.tables import LEADING_COLUMNS, SEQUENCE, Column, Columns, names_of, read_table
 
 PAGE = "index.html"
 RUN = Column("run", "which of the runs side by side", kind="text")
 STEP = Column("step", "of the training", kind="whole")
-GROUPED = (SEQUENCE.name, "group")  # columns of tables that have a row for each sequence
+GROUPED = {SEQUENCE.name, "group"}  # columns of tables that have rows for each sequence
 
 
 class _Shown(RunData):
@@ -38,7 +38,7 @@ class Contents:
         findings: Of the verdict; empty of a folder that has none.
         folder: Where the page is to be; None for one that is shown in a notebook.
         absent: Tables that run.json lists and the folder lacks.
-        number: What the names of `parts` are, as a column of their tables.
+        named_by: What the names of `parts` are, as a column of their tables.
     """
 
     manifest: Mapping[str, Any]
@@ -47,7 +47,7 @@ class Contents:
     findings: Sequence[Finding] = ()
     folder: Path | None = None
     absent: tuple[str, ...] = ()
-    number: Column = RUN
+    named_by: Column = RUN
 
     @classmethod
     def of_folder(cls, path: str | os.PathLike[str]) -> "Contents":
@@ -63,31 +63,28 @@ class Contents:
         places = _PARTS.get(manifest["command"], lambda folder, manifest: {})(folder, manifest)
         parts = {label: run for label, place in places.items() if (run := _opened(place)) is not None}
         absent = tuple(name for name in files if name not in tables)
-        number = STEP if manifest["command"] == "analyze_steps" else RUN
+        named_by = STEP if manifest["command"] == "analyze_steps" else RUN
         findings = [] if absent else _findings(RunData(manifest, tables, folder))
-        return cls(manifest, tables, parts, findings, folder, absent, number)
+        return cls(manifest, tables, parts, findings, folder, absent, named_by)
 
     @property
     def all_tables(self) -> dict[str, pd.DataFrame]:
         """The folder's own, and those that runs side by side have, with their names as the first column."""
         names = dict.fromkeys(name for run in self.parts.values() for name in run.tables)
-        shared = {name: self._side_by_side(name) for name in names if name not in self.tables}
-        return {**self.tables, **{name: table for name, table in shared.items() if table is not None}}
+        shared = [name for name in names if name not in self.tables and not _is_by_sequence(name)]
+        return {**self.tables, **{name: self._side_by_side(name) for name in shared}}
 
     @property
     def columns(self) -> dict[str, Columns]:
         """Name of a table → what its columns hold, behind the leading ones."""
-        own = (self.number,) if self.parts else ()
+        own = (self.named_by,) if self.parts else ()
         return {name: (*own, *columns) for name, columns in written_tables().items()}
 
-    def _side_by_side(self, name: str) -> pd.DataFrame | None:
-        """A table of all runs; None of a table by sequence, which stands in each run's own page."""
+    def _side_by_side(self, name: str) -> pd.DataFrame:
+        """A table of all runs."""
         tables = {label: run.tables[name] for label, run in self.parts.items() if name in run.tables}
-        first = next(iter(tables.values()))
-        if any(column in first for column in GROUPED):
-            return None
-        joined = pd.concat([table.assign(**{self.number.name: label}) for label, table in tables.items()])
-        return joined[[self.number.name, *first.columns]].reset_index(drop=True)
+        joined = pd.concat([table.assign(**{self.named_by.name: label}) for label, table in tables.items()])
+        return joined[[self.named_by.name, *next(iter(tables.values())).columns]].reset_index(drop=True)
 
     @property
     def links(self) -> dict[str, str]:
@@ -97,6 +94,12 @@ class Contents:
         places = _LINKED.get(str(self.manifest["command"]), _places_of_parts)(self.folder, self.manifest)
         pages = {label: place / PAGE for label, place in places.items()}
         return {label: _relative(page, self.folder) for label, page in pages.items() if page.is_file()}
+
+
+def _is_by_sequence(table: str) -> bool:
+    """Whether a table is long, with rows for each sequence: it stands in the page of its own run. A map is of one."""
+    names = set(names_of(written_tables().get(table, ())))
+    return bool(names & GROUPED) and "query" not in names
 
 
 def _schema(table: str) -> Columns:
@@ -127,10 +130,6 @@ def _compared(folder: Path, manifest: Mapping[str, Any]) -> Places:
     return {one["label"]: Path(one["folder"]) for one in manifest.get("runs", ()) if one.get("folder")}
 
 
-def _of_recipe(folder: Path, manifest: Mapping[str, Any]) -> Places:
-    return {name: folder / name for name in manifest.get("runs", ())}
-
-
 def _of_claims(folder: Path, manifest: Mapping[str, Any]) -> Places:
     return {place.name: place for place in sorted(folder.glob("runs/*")) if place.is_dir()}
 
@@ -145,7 +144,6 @@ _PARTS: dict[str, Callable[[Path, Mapping[str, Any]], Places]] = {
     "retrofit": _arms,
     "train": _arms,
     "compare": _compared,
-    "run": _of_recipe,
 }
 # command → the runs that its page names only: there may be hundreds
 _LINKED = {"claims": _of_claims, "sweep": _of_sweep}

@@ -96,7 +96,7 @@ def page_data(contents: Contents) -> str:
         "findings": [_as_data(finding) for finding in contents.findings],
         "absent": list(contents.absent),
         "parts": [str(label) for label in contents.parts],
-        "part": contents.number.name,
+        "part": contents.named_by.name,
         "links": {str(label): page for label, page in contents.links.items()},
     }
     return f'{as_json(rest)[:-1]},"tables":{compact_tables(contents.all_tables, contents.columns)}}}'

@@ -38,9 +38,8 @@ S.effectChart = (points, about) => {
     const isLog = S.isLog(shown.map(({ value }) => value));
     const of = (arm) => shown.filter((point) => point.arm === arm);
     const at = { x: "value", y: "name" };
-    return Plot.plot({
+    return S.plot({
       width, marginLeft: narrow ? 120 : 240, height: 60 + names.length * 26, ariaLabel: title,
-      style: { background: "transparent", fontSize: "12px" },
       x: { label: S.withUnit(about), grid: true, type: isLog ? "log" : "linear", tickFormat: (value) => about.text(value),
         ticks: narrow ? 3 : 6 },
       y: { domain: names, label: null, tickFormat: (name) => short(narrow && name.length > 17 ? `${name.slice(0, 16)}…` : name) },
@@ -90,7 +89,7 @@ S.routes = () => {
 
 /** Tables with values by step: a slider moves through the training. */
 S.stepTables = () => [...S.tables.values()].filter((table) =>
-  table.length && table.varies("step") && table.has("metric", "value"));
+  table.length && table.varies("step") && table.has("metric", "value") && !(table.name === "summary" && S.table("series")));
 
 S.training = () => {
   const tables = S.stepTables();

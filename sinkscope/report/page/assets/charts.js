@@ -43,23 +43,34 @@ S.isLog = (values) => {
   return positive.length > 0 && positive.every((value) => value > 0) && d3.max(positive) / d3.median(positive) > 100;
 };
 
+/** A chart of Plot as one image with a name: what it is made of has no role, and its numbers are in a table. */
+S.plot = (options) => {
+  const svg = Plot.plot({ ...options, style: { background: "transparent", fontSize: "12px" } });
+  svg.setAttribute("role", "img");
+  for (const part of svg.querySelectorAll("[aria-label], [aria-description]")) {
+    part.removeAttribute("aria-label");
+    part.removeAttribute("aria-description");
+  }
+  return svg;
+};
+
 /**
  * Lines of values: one for each group.
  * points: [{x, y, group, line}], a line of each `line` of a group if it has several; x: {label}; y: {label, unit, text}; rule: an x to mark; ordinal: x is no number.
  */
 S.lines = ({ points, x, y, title, rule = null, log = null, dots = false, height = 260, ordinal = false }) => {
   const groups = [...new Set(points.map(({ group }) => group))];
-  const shown = points.filter(({ y: value }) => Number.isFinite(value));
-  const isLog = log ?? S.isLog(shown.map(({ y: value }) => value));
+  const finite = points.filter(({ y: value }) => Number.isFinite(value));
+  const isLog = log ?? S.isLog(finite.map(({ y: value }) => value));
+  const shown = finite.filter(({ y: value }) => value > 0 || !isLog); // a logarithmic axis has no 0
   const text = y.text;
   const draw = (width) => {
     if (!shown.length) return S.element("p.note", {}, "No values.");
     const look = (list) => (group) => list[groups.indexOf(group) % list.length];
     const styles = { x: "x", y: "y" };
     const series = d3.groups(shown, ({ group, line }) => `${group} ${line ?? ""}`).map(([, own]) => [own[0].group, own]);
-    return Plot.plot({
+    return S.plot({
       width, height, marginLeft: 56, marginBottom: 38, ariaLabel: plain,
-      style: { background: "transparent", fontSize: "12px" },
       x: { label: S.withUnit(x), type: ordinal ? "point" : undefined, nice: !ordinal, grid: false,
         tickFormat: ordinal ? undefined : (value) => S.number(value), ticks: Math.min(10, Math.floor(width / 60)) },
       y: { label: S.withUnit(y), type: isLog ? "log" : "linear", grid: true, nice: true,
@@ -85,7 +96,7 @@ S.lines = ({ points, x, y, title, rule = null, log = null, dots = false, height 
   const legend = groups.length > 1 ? S.legend(groups) : null;
   const table = () => S.plainTable(
     [{ label: S.withUnit(x) }, ...groups.map((group) => ({ label: group || S.withUnit(y), number: true }))],
-    d3.groups(shown, (point) => point.x).map(([at, own]) => [
+    d3.groups(finite, (point) => point.x).map(([at, own]) => [
       S.value(at),
       ...groups.map((group) => own.filter((point) => point.group === group).map((point) => text(point.y)).join(" / ") || "–"),
     ]), plain);

@@ -68,8 +68,8 @@ S.intervalChart = (one) => {
   const [low, high] = d3.extent(ends);
   const room = (high - low || Math.abs(high) || 1) * 0.15;
   const domain = [low - room, high + room];
-  const draw = (width) => Plot.plot({
-    width: Math.min(width, 640), height: 58, marginLeft: 20, marginRight: 20, ariaLabel: title, style: { background: "transparent" },
+  const draw = (width) => S.plot({
+    width: Math.min(width, 640), height: 58, marginLeft: 20, marginRight: 20, ariaLabel: title,
     x: { domain, label: null, tickFormat: (value) => S.number(value), ticks: 5 },
     marks: [
       Plot.rect([one], { x1: Math.max(domain[0], one.least ?? -Infinity), x2: Math.min(domain[1], one.most ?? Infinity),

@@ -93,7 +93,7 @@ S.several = (label, values, chosen, change) => {
 S.setControls = (place, ...controls) => {
   const wanted = controls.filter(Boolean);
   const signature = (one) => [...one.querySelectorAll("label, legend, option")].map((part) => part.textContent).join("\n") +
-    [...one.querySelectorAll("input")].map(({ max }) => max).join();
+    [...one.querySelectorAll("input, select")].map((part) => [part.max, part.type === "checkbox" ? part.checked : part.value]).join();
   const same = wanted.length === place.childElementCount && wanted.every((one, at) => signature(one) === signature(place.children[at]));
   if (same) return;
   const labelOf = (node) => node?.closest(".control")?.querySelector("label");

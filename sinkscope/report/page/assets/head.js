@@ -86,7 +86,7 @@ S.headNumbers = (layer, head) => {
     if (!table.length || !table.has("layer", "head") || table.has("token") || table.has("sequence") || table.has("group"))
       continue;
     const at = table.has("position") ? { position: 0 } : {};
-    const labels = S.armLabels(table);
+    const labels = S.runLabels(table);
     for (const row of table.where({ layer, head, ...at }))
       for (const column of table.values) {
         const about = S.aboutColumn(column);
@@ -111,7 +111,7 @@ S.attentionMap = (layer, head, heads) => {
       ? "Of this head no map is stored: a run keeps those of a few telling heads. Its means over all sequences follow."
       : "This run keeps no attention maps."), heads.length ? buttons : "");
   const table = S.table("attention_maps");
-  const labels = S.armLabels(table);
+  const labels = S.runLabels(table);
   const [query, key, weight, token, sequence] = ["query", "key", "weight", "token", "sequence"].map((name) => table.get(name));
   const about = { label: "attention weight", unit: "", text: S.number };
   const scale = S.colorScale([0, 1]);
@@ -134,7 +134,7 @@ S.headLines = (tables, layer, head) => {
   const charts = [];
   for (const table of tables) {
     const rows = table.where({ layer, head });
-    const labels = S.armLabels(table);
+    const labels = S.runLabels(table);
     const group = (row) => [table.has("pathway") ? table.get("pathway")[row] : "", labels[row]].filter(Boolean).join(", ");
     for (const column of table.values.filter(({ kind }) => kind === "number")) {
       const about = S.aboutColumn(column);

@@ -40,8 +40,7 @@ S.layers = () => {
 S.wholeModel = (table) => {
   const rows = table.where({ layer: -1 });
   if (!rows.length) return null;
-  const step = table.varies("step") ? table.get("step") : null;
-  const labels = S.armLabels(table).map((label, row) => (step ? `step ${step[row]} ${label}`.trim() : label));
+  const labels = S.runLabels(table);
   const arms = [...new Set(rows.map((row) => labels[row]))];
   const metrics = table.distinct("metric", rows);
   const found = new Map(rows.map((row) => [`${table.get("metric")[row]} ${labels[row]}`, table.get("value")[row]]));

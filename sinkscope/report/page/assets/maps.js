@@ -24,6 +24,12 @@ S.armLabels = (table) => {
   return d3.range(table.length).map((row) => columns.map((values) => values[row]).join(" · "));
 };
 
+/** The same with the step, for what shows all steps at once. */
+S.runLabels = (table) =>
+  table.varies("step")
+    ? S.armLabels(table).map((label, row) => [label, `step ${table.get("step")[row]}`].filter(Boolean).join(" · "))
+    : S.armLabels(table);
+
 /**
  * Choices for keys by which rows are still not told apart: sequence, pathway, step, …
  * axes: columns that tell rows apart already; chosen: name → value, kept from one table to the next.

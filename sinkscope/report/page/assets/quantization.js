@@ -50,17 +50,18 @@ S.siteRanges = (table) => {
 };
 
 S.outliers = (table) => {
-  const state = { column: "max_inf_norm" };
-  const place = S.element("div");
   const columns = table.values.map(({ name }) => name);
+  const state = { column: columns[0], chosen: {} };
+  const place = S.element("div"), controls = S.element("div.controls");
+  const ofLayers = d3.range(table.length).filter((row) => table.get("layer")[row] >= 0);
   const redraw = () => {
     const about = S.aboutColumn(table.byName.get(state.column));
-    const rows = d3.range(table.length).filter((row) => table.get("layer")[row] >= 0);
+    const { rows, selects } = S.narrowed(table, ["layer", "site", ...S.armColumns(table)], state.chosen, redraw, ofLayers);
+    S.setControls(controls, S.pick("Measure", columns, state.column, (name) => { state.column = name; redraw(); },
+      (name) => name.replaceAll("_", " ")), ...selects);
     place.replaceChildren(S.lines({ points: S.points(table, rows, "layer", state.column, ["site"]), x: { label: "layer" },
-      y: about, title: `${S.withUnit(about)} by layer and site: ${about.meaning}` }));
+      y: about, title: `${about.label} by layer and site: ${about.meaning}` }));
   };
   redraw();
-  return S.element("div", {}, S.element("h3", {}, "Outliers by site"),
-    S.element("div.controls", {}, S.pick("Measure", columns, state.column, (name) => { state.column = name; redraw(); },
-      (name) => name.replaceAll("_", " "))), place);
+  return S.element("div", {}, S.element("h3", {}, "Outliers by site"), controls, place);
 };
