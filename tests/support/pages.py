@@ -39,7 +39,7 @@ def led(tables: Mapping[str, pd.DataFrame], model: str = "org/Tiny-1M", conditio
 
 def analysis(**given: Any) -> Contents:
     """Of a run of `analyze`, with findings. `given`: as for `make_run`."""
-    run = make_run(**given)
+    run = make_run(**{"layers": 4, "heads": 4, "positions": 8, "length": 12} | given)
     manifest = run.manifest | {"command": "analyze", "tables": [], "dtype": "float32"}
     findings = [
         Finding(
@@ -94,7 +94,10 @@ def sweep() -> Contents:
 
 def side_by_side() -> Contents:
     """Of two analyses."""
-    runs = {f"run {number}": make_run(model=f"org/{number}", layers=2 + number) for number in range(2)}
+    runs = {
+        f"run {number}": make_run(model=f"org/{number}", layers=2 + number, positions=6, length=8)
+        for number in range(2)
+    }
     parts = {
         label: Run(run.manifest | {"command": "analyze"}, led(run.tables, run.model)) for label, run in runs.items()
     }
