@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from sinkscope.commands.quantize import quantize as quantize
     from sinkscope.commands.retrofit import retrofit as retrofit
     from sinkscope.commands.run import run_recipe as run_recipe
+    from sinkscope.commands.show import show as show
     from sinkscope.commands.sweep import sweep as sweep
     from sinkscope.commands.train import train as train
     from sinkscope.errors import InputError as InputError
@@ -61,6 +62,7 @@ _MODULES = {
     "Scorecard": "report.claims.scorecard",
     "Series": "report.series",
     "SinkscopeError": "errors",
+    "show": "commands.show",
     "sweep": "commands.sweep",
     "train": "commands.train",
 }

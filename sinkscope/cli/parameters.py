@@ -32,7 +32,7 @@ def parameters_of(kind: type[Options]) -> list[inspect.Parameter]:
 
 def _of_output(kind: type[Options]) -> Iterator[str]:
     if kind.writes:
-        yield from ("out", "overwrite")
+        yield from ("out", "overwrite", "no_page")
     if kind.repeatable:
         yield "from_"
     yield "quiet"

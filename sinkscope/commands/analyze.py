@@ -53,6 +53,7 @@ def analyze(
     quiet: bool = True,
     config: AnalyzeOptions | None = None,
     figures: Iterable[str] | None = None,
+    page: bool = True,
     **options: Any,
 ) -> Run:
     """Measure one model and return its Run; with `out`, also write the run folder.
@@ -68,6 +69,7 @@ def analyze(
         quiet: print no progress.
         config: all options at once, in place of `options`.
         figures: names of the figures to draw; None: all that apply.
+        page: also write index.html.
         **options: those of the command line, with underscores: see `AnalyzeOptions`.
 
     Raises:
@@ -85,7 +87,7 @@ def analyze(
         tables, facts = measure(subject, config, console)
         print_notices(console, facts.notices)
         manifest = make_manifest(subject, config, facts, list(tables), start)
-        return finished(Run.of_analysis(manifest, tables, folder), console, figures)
+        return finished(Run.of_analysis(manifest, tables, folder), console, figures, page)
 
 
 def analyze_steps(
@@ -95,6 +97,7 @@ def analyze_steps(
     out: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     quiet: bool = True,
+    page: bool = True,
     **options: Any,
 ) -> Series:
     """Measure a model at several steps of its training; with `out`, also write a run folder each and the figures.
@@ -105,8 +108,7 @@ def analyze_steps(
             called `checkpoint-…`, as transformers' Trainer writes them.
         out: the folder to write; None: in memory only.
         overwrite: replace an earlier series in `out`.
-        quiet: say nothing meanwhile.
-        **options: those of `analyze`.
+        quiet, page, **options: those of `analyze`.
 
     Raises:
         InputError: as `analyze` does, and for names without a step or with the same one.
@@ -136,7 +138,7 @@ def analyze_steps(
             except SinkscopeError as error:
                 raise type(error)(f"at step {checkpoint.step}: {error}") from error
             if folder is not None and fresh is not None:
-                run = written(replace(run, folder=folder / checkpoint.folder), fresh / checkpoint.folder)
+                run = written(replace(run, folder=folder / checkpoint.folder), fresh / checkpoint.folder, page)
             runs[checkpoint.step] = run
         series = Series(
             series_manifest(model, checkpoints, configs[0], runs, start),
@@ -145,5 +147,5 @@ def analyze_steps(
             folder,
         )
         if fresh is not None:
-            write_series(series, fresh)
+            write_series(series, fresh, page)
     return series if folder is None else Series.open(folder)

@@ -26,6 +26,7 @@ from sinkscope.options.benchmark import BenchmarkOptions
 from sinkscope.options.files import kind_of, user_path
 from sinkscope.options.option import checked
 from sinkscope.options.output import OutputOptions
+from sinkscope.report.page import Contents, write_page
 from sinkscope.report.scores import COLUMNS, COMMAND, TABLE, Scores
 from sinkscope.results.folders import new_folder, own_folder
 from sinkscope.results.manifest import make_manifest, write_manifest
@@ -59,12 +60,13 @@ def benchmark(
     overwrite: bool = False,
     quiet: bool = True,
     config: BenchmarkOptions | None = None,
+    page: bool = True,
     **options: Any,
 ) -> Scores:
     """Score a model on tasks of lm-evaluation-harness.
 
     Args:
-        model, tokenizer, out, overwrite, quiet: as for `analyze`.
+        model, tokenizer, out, overwrite, quiet, page: as for `analyze`.
         config: all options at once, in place of `options`.
         **options: `tasks`, `task_path`, `shots`, `limit`, and those that say how the model is loaded.
 
@@ -93,6 +95,8 @@ def benchmark(
         if folder is not None:
             with new_folder(folder) as fresh:
                 write_tables({TABLE: table}, fresh)
+                if page:
+                    write_page(Contents(manifest, {TABLE: table}, folder=folder), fresh)
                 write_manifest(fresh, manifest)
         return Scores(manifest, table, folder)
 

@@ -76,6 +76,7 @@ def claims(
     overwrite: bool = False,
     quiet: bool = True,
     config: ClaimsOptions | None = None,
+    page: bool = True,
     **options: Any,
 ) -> Scorecard:
     """Judge what papers say happens by one model, or by the runs of several.
@@ -87,6 +88,7 @@ def claims(
         out: the folder to write. The same call again goes on where it was broken off; other options are refused.
         overwrite: begin anew, and replace what is in `out`.
         config: all options at once, in place of `options`.
+        page: also write index.html.
         **options: `from_`, `draws` (random controls of each intervention), and those of `analyze`.
 
     Raises:
@@ -101,7 +103,9 @@ def claims(
     reads = (config.model, config.adapter, config.input, *config.from_)
     with (
         together(config.device_map, is_in_memory(model)) as members,
-        scorecard_folder(members.only_first(out), config.model_dump(mode="json"), start, overwrite, reads) as kept,
+        scorecard_folder(
+            members.only_first(out), config.model_dump(mode="json"), start, overwrite, reads, page
+        ) as kept,
     ):
         console = members.console(quiet)
         if judges_only:

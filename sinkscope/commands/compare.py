@@ -7,7 +7,7 @@ from sinkscope.report.side_by_side import compare
 
 
 def command(options: CompareOptions, output: OutputOptions) -> Result:
-    found = compare(*options.runs, out=output.out, overwrite=output.overwrite)
+    found = compare(*options.runs, out=output.out, overwrite=output.overwrite, page=not output.no_page)
     text = "" if options.format == "text" else found.formatted(options.format)
     if isinstance(found, Comparison):
         numbers = None if text else found.table

@@ -57,6 +57,7 @@ def intervene(
     quiet: bool = True,
     config: InterveneOptions | None = None,
     figures: Iterable[str] | None = None,
+    page: bool = True,
     **options: Any,
 ) -> Run:
     """Measure a model before and after interventions, and under random controls of the same kind.
@@ -70,10 +71,7 @@ def intervene(
         arms: several such experiments by name; "all": every intervention that applies, the rest with the reason.
         tokenizer: as for `analyze`.
         out: the run folder to write.
-        overwrite: replace a run that is there.
-        quiet: print nothing.
-        config: all options at once, in place of `options`.
-        figures: names of the figures to draw; None: all that apply.
+        overwrite, quiet, config, figures, page: as for `analyze`.
         **options: `draws`, the number of random controls of each arm, and those of `analyze`.
 
     Returns:
@@ -102,7 +100,7 @@ def intervene(
         manifest |= {"command": "intervene", "arms": experiment.records}
         manifest |= {"skipped": experiment.skipped, "failed": experiment.failed}
         print_notices(console, (f"{label} failed: {reason}" for label, reason in experiment.failed.items()))
-        run = finished(Run(manifest, tables, folder), console, figures)
+        run = finished(Run(manifest, tables, folder), console, figures, page)
         if experiment.interrupt is not None:
             raise _interrupted(run, len(wanted)) from experiment.interrupt
         return run

@@ -49,6 +49,7 @@ def quantize(
     quiet: bool = True,
     config: QuantizeOptions | None = None,
     figures: Iterable[str] | None = None,
+    page: bool = True,
     **options: Any,
 ) -> Run:
     """Simulate post-training quantization: what it costs, and which sites' outliers make it cost so much.
@@ -59,7 +60,7 @@ def quantize(
     Args:
         model, tokenizer, out, overwrite, quiet: as for `analyze`.
         config: all options at once, in place of `options`.
-        figures: names of the figures to draw; None: all that apply.
+        figures, page: as for `analyze`.
         **options: `scheme` (quantization/sites.py), `bits_weights`, `bits_activations`, `bits_kv_cache`,
             `weights_per`, `activations_per`, `kv_cache_per` (quantization/ranges.py), `calibration` (the number of
             sequences, behind those that are evaluated in the same input, that the ranges come from), and those of
@@ -96,7 +97,7 @@ def quantize(
         facts = Facts(bench.used_batch_size, parity=parity.error)
         manifest = make_manifest(subject, config, facts, list(tables), start)
         manifest |= {"command": "quantize", "quantization": _record(subject, config, held_out, ranges)}
-        return finished(Run(manifest, tables, folder), console, figures)
+        return finished(Run(manifest, tables, folder), console, figures, page)
 
 
 def _precision(config: QuantizeOptions) -> Precision:

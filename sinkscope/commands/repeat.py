@@ -1,11 +1,10 @@
 """--from RUN: the options of a run, read back from its run.json."""
 
 import os
-from pathlib import Path
 from typing import Any
 
 from sinkscope.errors import InputError
-from sinkscope.models.files import DEMO_FILE, DEMO_REPO
+from sinkscope.models.files import is_demo
 from sinkscope.options.option import Options, checked
 from sinkscope.report.comparison import differing_settings
 from sinkscope.results.manifest import MANIFEST, folder_of, read_manifest
@@ -34,7 +33,7 @@ def options_of_run(path: str | os.PathLike[str], command: str, kind: type[Option
     except (InputError, TypeError, KeyError) as error:
         by = manifest.get("sinkscope", "?")
         raise InputError(f"{folder / MANIFEST} (of sinkscope {by}) cannot be repeated here: {error}") from None
-    if getattr(options, "model", None) is None and source != DEMO_REPO and Path(source).name != DEMO_FILE:
+    if getattr(options, "model", None) is None and not is_demo(source):
         raise InputError(
             f"{folder / MANIFEST} cannot be repeated: its model was handed over in Python, not named. "
             f"Analyze that again, or name a model instead of --from (it called itself {source})"

@@ -12,7 +12,8 @@ from accelerate import PartialState
 from transformers import PreTrainedTokenizerBase
 
 from sinkscope.commands.result import Result
-from sinkscope.commands.training_arms import Plan, TrainingArms
+from sinkscope.commands.training_arms import TrainingArms
+from sinkscope.commands.training_plan import Plan
 from sinkscope.measuring.console import print_notices, spinner
 from sinkscope.measuring.observables import check_names
 from sinkscope.measuring.subject import ModelLike, family_of, load_model, options_of
@@ -49,6 +50,7 @@ def retrofit(
     quiet: bool = True,
     config: RetrofitOptions | None = None,
     record: Mapping[str, Any] | None = None,
+    page: bool = True,
     **options: Any,
 ) -> Trained:
     """Retrofit and train a model with each method, and measure all of them and the model itself on held-out text.
@@ -65,6 +67,7 @@ def retrofit(
         quiet: print no progress.
         config: all options at once, in place of `options`.
         record: of a recipe, for run.json.
+        page: also write index.html.
         **options: those of the command line, with underscores: see `RetrofitOptions`.
 
     Returns:
@@ -79,7 +82,7 @@ def retrofit(
     config = config or options_of(RetrofitOptions, model, given)
     check(config)
     launched(cpu=config.device_map == "cpu")
-    plan = Plan.of("retrofit", config, out, overwrite, quiet, record)
+    plan = Plan.of("retrofit", config, out, overwrite, quiet, record, page)
     with plan.own_folder(config.model, config.adapter, config.text):
         return _retrofit(plan, config, model, tokenizer)
 

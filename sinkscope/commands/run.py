@@ -75,6 +75,7 @@ def run_recipe(
     out: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     quiet: bool = True,
+    page: bool = True,
     **options: Any,
 ) -> RecipeRun:
     """Run a recipe and write what comes of it.
@@ -85,6 +86,7 @@ def run_recipe(
         out: the folder; runs/RECIPE-MODEL if None and the recipe names none.
         overwrite: replace what an earlier run wrote there.
         quiet: print no progress.
+        page: also write index.html.
         **options: of the recipe's command, in place of the recipe's.
 
     Raises:
@@ -103,16 +105,16 @@ def run_recipe(
     title = f"{found.name}: {found.content.title}"
     if not COMMANDS[found.content.command].in_memory:
         print_line(console, title)
-        return _one_command(found, first, folder, overwrite, quiet)
+        return _one_command(found, first, folder, overwrite, quiet, page)
     replaced = ("run",) if found.content.runs else RUNS
     reads = [getattr(asked, name, None) for asked in runs.values() for name in ("model", "input")]
     with own_folder(folder, overwrite, replaced, reads):
         print_line(console, title)
         measured, failures = _measured(found, runs, folder, console)
         with new_folder(folder) as fresh:
-            comparison = _write_several(found, measured, folder, fresh, start) if found.content.runs else None
+            comparison = _write_several(found, measured, folder, fresh, start, page) if found.content.runs else None
             if comparison is None:
-                write_run(measured[""], fresh, found.content.figures)
+                write_run(measured[""], fresh, found.content.figures, page)
     return RecipeRun(found, measured, comparison, folder, failure="; ".join(failures))
 
 
@@ -175,18 +177,20 @@ def check_figures(figures: Iterable[str], command: str, observables: tuple[str, 
             raise InputError(f"figure '{name}' needs the observable '{missing[0]}', which `observables` leaves out")
 
 
-def _one_command(recipe: Recipe, options: Options, folder: Path, overwrite: bool, quiet: bool) -> RecipeRun:
+def _one_command(recipe: Recipe, options: Options, folder: Path, overwrite: bool, quiet: bool, page: bool) -> RecipeRun:
     """A command that writes by itself."""
-    output = OutputOptions(out=folder, overwrite=overwrite, quiet=quiet, record=recipe.record)
+    output = OutputOptions(out=folder, overwrite=overwrite, quiet=quiet, no_page=not page, record=recipe.record)
     return RecipeRun(recipe, {}, None, folder, _module(recipe).command(options, output))
 
 
-def _write_several(recipe: Recipe, runs: Mapping[str, Run], folder: Path, fresh: Path, start: float) -> Comparison:
+def _write_several(
+    recipe: Recipe, runs: Mapping[str, Run], folder: Path, fresh: Path, start: float, page: bool
+) -> Comparison:
     """A folder for each run, their comparison, and the manifest last."""
     for name, run in runs.items():
         (fresh / name).mkdir()
-        write_run(run, fresh / name, recipe.content.figures)
-    comparison = compare(*runs.values(), out=fresh / COMPARISON)
+        write_run(run, fresh / name, recipe.content.figures, page)
+    comparison = compare(*runs.values(), out=fresh / COMPARISON, page=page)
     manifest = make_manifest("run", recipe.content.options, start, recipe=recipe.record, runs=list(runs))
     write_manifest(fresh, manifest)
     return replace(comparison, folder=folder / COMPARISON)

@@ -96,6 +96,7 @@ def sweep(
     out: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     quiet: bool = True,
+    page: bool = True,
     **options: Any,
 ) -> SweepRun:
     """Measure all cells of a sweep that are not done yet, and compare those that are.
@@ -108,6 +109,7 @@ def sweep(
         out: the folder; runs/FILE if None.
         overwrite: measure everything anew.
         quiet: print nothing.
+        page: also write index.html of the comparison; of a cell, `show` makes it.
         **options: those of the command line, with underscores: see `SweepOptions`.
 
     Raises:
@@ -128,12 +130,18 @@ def sweep(
     with together(asked.device_map) as members:
         if not members.is_first:
             return follow(members)
-        done = _swept(asked, found, folders, overwrite, members.console(quiet), start)
+        done = _swept(asked, found, folders, overwrite, members.console(quiet), start, page)
         return members.of_the_first(lambda: done)
 
 
 def _swept(
-    asked: SweepOptions, found: Sweep, folders: CellFolders, overwrite: bool, console: Console, start: float
+    asked: SweepOptions,
+    found: Sweep,
+    folders: CellFolders,
+    overwrite: bool,
+    console: Console,
+    start: float,
+    page: bool,
 ) -> SweepRun:
     """Measure what is to be measured, and compare."""
     mine = part_of(found.cells, asked.part)
@@ -156,7 +164,7 @@ def _swept(
         failed = _measure(split(groups_of(todo, tasks), pool.workers), folders, pool, console, leaving)
         folders.put_right({cell.name for cell in mine})  # what a worker that was killed has left
         plan = [_ended(each, failed) for each in planned(mine, folders)]
-        tables = compared(found, folders, start)
+        tables = compared(found, folders, start, page)
     return SweepRun(found, plan, tables, folders.folder)
 
 
@@ -239,7 +247,7 @@ def _ended(each: Planned, failed: Mapping[str, str]) -> Planned:
     return replace(each, state=State.FAILED, message=failed.get(each.cell.name, "it was not measured"))
 
 
-def compared(found: Sweep, folders: CellFolders, start: float) -> SweepTables:
+def compared(found: Sweep, folders: CellFolders, start: float, page: bool = True) -> SweepTables:
     """Compare all cells of the sweep that are done, of all shards, and write the comparison."""
     done = [
         Measured(cell, folders.run(cell.name), manifest)
@@ -248,5 +256,5 @@ def compared(found: Sweep, folders: CellFolders, start: float) -> SweepTables:
     ]
     tables = sweep_tables(done)
     with folders.new_comparison() as fresh:
-        write_comparison(tables, fresh, _record(found), start)
+        write_comparison(tables, fresh, _record(found), start, page)
     return tables

@@ -13,7 +13,8 @@ from accelerate import PartialState
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from sinkscope.commands.result import Result
-from sinkscope.commands.training_arms import Plan, TrainingArms
+from sinkscope.commands.training_arms import TrainingArms
+from sinkscope.commands.training_plan import Plan
 from sinkscope.errors import InputError
 from sinkscope.measuring.console import print_notices, spinner
 from sinkscope.measuring.observables import check_names
@@ -58,6 +59,7 @@ def train(
     quiet: bool = True,
     options: TrainOptions | None = None,
     record: Mapping[str, Any] | None = None,
+    page: bool = True,
     **given: Any,
 ) -> Trained:
     """Train a model from random weights with each method, and measure all of them on held-out text.
@@ -72,6 +74,7 @@ def train(
         quiet: print no progress.
         options: all options at once, in place of `given`.
         record: of a recipe, for run.json.
+        page: also write index.html.
         **given: those of the command line, with underscores: see `TrainOptions`.
 
     Raises:
@@ -83,7 +86,7 @@ def train(
     launched(cpu=options.device_map == "cpu")
     task = _task(options, tokenizer)
     shape = architecture(options.config)
-    plan = Plan.of("train", options, out, overwrite, quiet, record, architecture=shape.to_diff_dict())
+    plan = Plan.of("train", options, out, overwrite, quiet, record, page, architecture=shape.to_diff_dict())
     with plan.own_folder(options.config, options.text, options.tokenizer):
         return _train(plan, options, shape, task, tokenizer)
 

@@ -138,6 +138,11 @@ def find_settings(model: str | None, revision: str | None, gguf_file: str | None
     return ModelFiles(folder, ("model.safetensors",), repo, repo, revision, commit=folder.name)
 
 
+def is_demo(source: str) -> bool:
+    """Whether a run's `source` is the demo model, which is measured where none is named."""
+    return source == DEMO_REPO or Path(source).name == DEMO_FILE
+
+
 def is_on_hub(model: str | None) -> bool:
     """Whether a name is that of a repository: neither a path nor the demo model's, which may come from there."""
     return model is not None and model not in DEMO_NAMES and not is_path(model) and kind_of(user_path(model)) is None

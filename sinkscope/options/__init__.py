@@ -7,7 +7,7 @@ from sinkscope.options.benchmark import BenchmarkOptions
 from sinkscope.options.claims import ClaimsOptions
 from sinkscope.options.measuring import AnalyzeOptions, DoctorOptions, InterveneOptions, QuantizeOptions
 from sinkscope.options.option import Options
-from sinkscope.options.output import CompareOptions, ListOptions, RunOptions
+from sinkscope.options.output import CompareOptions, ListOptions, RunOptions, ShowOptions
 from sinkscope.options.sweep import SweepOptions
 from sinkscope.options.training import RetrofitOptions, TrainOptions
 
@@ -23,6 +23,7 @@ COMMANDS: dict[str, type[Options]] = {
     "run": RunOptions,
     "sweep": SweepOptions,
     "compare": CompareOptions,
+    "show": ShowOptions,
     "doctor": DoctorOptions,
     "list": ListOptions,
 }

@@ -222,7 +222,7 @@ class RunConfig(ObservableOptions, InputOptions, DeviceOptions, ModelOptions):
 class AnalyzeOptions(RunConfig):
     about: ClassVar[str] = """Measure one model: tables, figures and a verdict.
 
-    Writes a run folder (run.json, tables/*.parquet, figures/, verdict.md) and prints the verdict.
+    Writes a run folder (run.json, tables/*.parquet, figures/, verdict.md, index.html) and prints the verdict.
 
     Steps of training (--revision step0,step512,… or a folder of checkpoint-…): a run folder each, figures by step.
 

@@ -16,12 +16,13 @@ class OutputOptions(Options):
         None, "Output", "Repeat a run, by its folder or run.json, with all its options.", metavar="RUN"
     )
     quiet: bool = option(False, "Output", "Print nothing but errors.")
+    no_page: bool = option(False, "Output", "Write no index.html, the page to look at in a browser.")
     record: dict[str, Any] | None = option(None, "Output", "The recipe by which the command runs, for its run.json.")
 
     @property
     def where(self) -> dict[str, Any]:
         """As the Python functions of the commands take it."""
-        return {"out": self.out, "overwrite": self.overwrite, "quiet": self.quiet}
+        return {"out": self.out, "overwrite": self.overwrite, "quiet": self.quiet, "page": not self.no_page}
 
 
 class CompareOptions(Options):
@@ -51,6 +52,19 @@ class RunOptions(InputOptions, DeviceOptions, ModelOptions):
     )
 
     recipe: str = option(..., "Input", "A YAML file, or a name from `sinkscope list recipes`.", metavar="RECIPE")
+
+
+class ShowOptions(Options):
+    about: ClassVar[
+        str
+    ] = """Open the page of a folder in the browser: index.html, which commands leave in their folders.
+
+    Where it is missing, it is made from the folder's tables. --print names the file and opens nothing."""
+    arguments: ClassVar = ("run",)
+
+    run: UserPath = option(..., "Input", "The folder of any command, or its run.json.", metavar="RUN")
+    print: bool = option(False, "Output", "Print the path of the page and open no browser.")
+    anew: bool = option(False, "Output", "Make the page anew, also where there is one.")
 
 
 class ListOptions(Options):

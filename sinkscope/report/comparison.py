@@ -22,6 +22,7 @@ from sinkscope.report.figures import OF_RUNS, save_figures
 from sinkscope.report.figures.comparison import labels
 from sinkscope.report.figures.spec import draw_all
 from sinkscope.report.figures.style import Figure
+from sinkscope.report.page import Contents, write_page
 from sinkscope.report.run import Run
 from sinkscope.report.table_formats import Tabular
 from sinkscope.report.words import span
@@ -81,9 +82,13 @@ class Comparison(Tabular):
 
 
 def compare(
-    *runs: Run | str | os.PathLike[str], out: str | os.PathLike[str] | None = None, overwrite: bool = False
+    *runs: Run | str | os.PathLike[str],
+    out: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    page: bool = True,
 ) -> Comparison:
-    """Compare runs, or run folders; with `out`, also write the tables and figures there.
+    """Compare runs, or run folders; with `out`, also write the tables and figures there, and without `page=False` the
+    page.
 
     Errors: InputError for fewer than two runs, for a folder that holds none, or for an `out` that is taken;
     SinkscopeError where writing fails.
@@ -94,7 +99,7 @@ def compare(
         comparison = replace(_compared(runs), folder=folder)
         if folder is not None:
             with new_folder(folder) as fresh:
-                write_comparison(comparison, fresh, start)
+                write_comparison(comparison, fresh, start, page)
         return comparison
 
 
@@ -172,8 +177,8 @@ def _by_layer(runs: tuple[Run, ...], names: list[str]) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True)[["model", "condition", "layer", "run", "metric", "value"]]
 
 
-def write_comparison(comparison: Comparison, folder: Path, start: float | None = None) -> None:
-    """Tables, figures and manifest into an empty folder; the manifest last. `start`: when it began, if not now."""
+def write_comparison(comparison: Comparison, folder: Path, start: float | None = None, page: bool = True) -> None:
+    """Tables, figures, page and manifest into an empty folder; the manifest last. `start`: when it began, or now."""
     tables = {"comparison": comparison.table.reset_index(), "comparison_by_layer": comparison.by_layer}
     write_tables(tables, folder)
     save_figures(comparison.figures(), folder / "figures")
@@ -183,6 +188,8 @@ def write_comparison(comparison: Comparison, folder: Path, start: float | None =
     ]
     config = {"runs": [run["folder"] for run in runs]}
     differing = comparison.differing.to_dict(orient="index")
-    write_manifest(
-        folder, make_manifest("compare", config, start or time.time(), tables, runs=runs, differing=differing)
-    )
+    manifest = make_manifest("compare", config, start or time.time(), tables, runs=runs, differing=differing)
+    if page:
+        parts = dict(zip(_labels(comparison.runs), comparison.runs, strict=True))
+        write_page(Contents(manifest, tables, parts, folder=folder), folder)
+    write_manifest(folder, manifest)

@@ -12,6 +12,7 @@ from sinkscope.measuring.console import spinner
 from sinkscope.report import spared
 from sinkscope.report.figures import save_all, save_figures
 from sinkscope.report.markdown import as_markdown
+from sinkscope.report.page import write_page
 from sinkscope.report.paper_tables import paper_tables
 from sinkscope.report.run import Run
 from sinkscope.results.folders import new_folder
@@ -32,7 +33,7 @@ def _verdict(run: Run, folder: Path) -> None:
     (folder / "verdict.md").write_text(run.verdict + "\n", encoding="utf-8")
 
 
-# in the order in which they are written; figures come behind them, and run.json last
+# in the order in which they are written; figures and the page come behind them, and run.json last
 OUTPUTS: dict[str, Callable[[Run, Path], None]] = {
     "tables": _tables,
     "paper tables": _paper_tables,
@@ -41,13 +42,14 @@ OUTPUTS: dict[str, Callable[[Run, Path], None]] = {
 }
 
 
-def write_run(run: Run, folder: Path, figures: Iterable[str] | None = None) -> None:
+def write_run(run: Run, folder: Path, figures: Iterable[str] | None = None, page: bool = True) -> None:
     """Write all outputs of a run into an empty folder.
 
     Args:
         run: what was measured.
         folder: where.
         figures: names of the figures to draw; None: all that apply.
+        page: whether to write index.html.
     """
     for write in OUTPUTS.values():
         write(run, folder)
@@ -55,12 +57,14 @@ def write_run(run: Run, folder: Path, figures: Iterable[str] | None = None) -> N
         save_all(run, folder / "figures")
     else:
         save_figures({name: run.figure(name) for name in figures}, folder / "figures")
+    if page:
+        write_page(run.contents, folder)
     write_manifest(folder, run.manifest)
 
 
-def finished(run: Run, console: Console, figures: Iterable[str] | None = None) -> Run:
-    """The run, written to its folder if it has one. `figures` as for `write_run`."""
+def finished(run: Run, console: Console, figures: Iterable[str] | None = None, page: bool = True) -> Run:
+    """The run, written to its folder if it has one. `figures` and `page` as for `write_run`."""
     if run.folder is not None:
         with spinner(console, "drawing the figures"), new_folder(run.folder) as fresh:
-            write_run(run, fresh, figures)
+            write_run(run, fresh, figures, page)
     return run

@@ -10,6 +10,8 @@ import pandas as pd
 from sinkscope.measuring.tables import all_tables
 from sinkscope.report import figures, finding_table, verdict
 from sinkscope.report.figures.style import Figure
+from sinkscope.report.markdown import Report
+from sinkscope.report.page import Contents, Page, page_of
 from sinkscope.report.paper_tables import paper_tables
 from sinkscope.report.table_formats import Tabular
 from sinkscope.results.run import RunData
@@ -39,14 +41,28 @@ class Run(Tabular, RunData):
         return figures.draw(name, self)
 
     @cached_property
+    def report(self) -> Report:
+        """What the tables say, as data."""
+        return verdict.REPORTS[self.command](self)
+
+    @cached_property
     def verdict(self) -> str:
         """The findings as Markdown: the most important ones, a table, the rest by subject, and the files."""
-        return verdict.verdict(self)
+        return verdict.verdict(self, self.report)
+
+    @property
+    def contents(self) -> Contents:
+        """What its page shows."""
+        return Contents(self.manifest, self.tables, findings=self.report.findings, folder=self.folder)
+
+    def page(self) -> Page:
+        """The page of index.html, which a notebook shows as it stands."""
+        return page_of(self.contents)
 
     @property
     def summary_tables(self) -> dict[str, pd.DataFrame]:
         """The table of the verdict, and those that papers print."""
-        return {"": verdict.REPORTS[self.command](self).table, **paper_tables(self)}
+        return {"": self.report.table, **paper_tables(self)}
 
     def _repr_markdown_(self) -> str:  # what a notebook shows
         return self.verdict

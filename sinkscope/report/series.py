@@ -23,6 +23,7 @@ from sinkscope.report.figures import OF_STEPS, save_figures
 from sinkscope.report.figures.spec import draw_all
 from sinkscope.report.figures.style import Figure
 from sinkscope.report.outputs import write_run
+from sinkscope.report.page import STEP, Contents, write_page
 from sinkscope.report.run import Run
 from sinkscope.results.manifest import folder_of, make_manifest, read_manifest, write_manifest
 from sinkscope.results.tables import LEADING_COLUMNS, METRIC, VALUE, Column, read_table, write_tables
@@ -125,15 +126,18 @@ def series_manifest(
     )
 
 
-def written(run: Run, folder: Path) -> Run:
+def written(run: Run, folder: Path, page: bool = True) -> Run:
     """Write a run, and open it from disk: its tables leave the memory to the next step."""
     folder.mkdir()
-    write_run(run, folder)
+    write_run(run, folder, page=page)
     return Run.open(folder)
 
 
-def write_series(series: Series, folder: Path) -> None:
-    """Table, figures and manifest into a folder that holds the runs; the manifest last."""
+def write_series(series: Series, folder: Path, page: bool = True) -> None:
+    """Table, figures, page and manifest into a folder that holds the runs; the manifest last."""
     write_tables({"series": series.table}, folder)
     save_figures(series.figures(), folder / "figures")
+    if page:
+        tables = {"series": series.table}
+        write_page(Contents(series.manifest, tables, series.runs, folder=folder, named_by=STEP), folder)
     write_manifest(folder, series.manifest)

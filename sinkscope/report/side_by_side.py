@@ -31,6 +31,7 @@ from sinkscope.report.figures import OF_ROUTES, save_figures
 from sinkscope.report.figures.spec import draw_all
 from sinkscope.report.figures.style import Figure
 from sinkscope.report.markdown import as_markdown
+from sinkscope.report.page import Contents, write_page
 from sinkscope.report.run import Run
 from sinkscope.report.table_formats import Tabular
 from sinkscope.results.folders import new_folder, own_folder
@@ -74,7 +75,7 @@ class Routes(Tabular):
 
 
 def compare(
-    *given: Given, out: str | os.PathLike[str] | None = None, overwrite: bool = False
+    *given: Given, out: str | os.PathLike[str] | None = None, overwrite: bool = False, page: bool = True
 ) -> Comparison | Routes | Scorecard:
     """Put folders of one kind side by side; with `out`, also write tables and figures there.
 
@@ -82,6 +83,7 @@ def compare(
         *given: runs of `analyze`, of `intervene`, or scorecards, or their folders: all of one kind.
         out: the folder to write.
         overwrite: replace an earlier comparison in `out`.
+        page: with `out`, also write index.html.
 
     Raises:
         InputError: fewer than two, of different kinds, a folder that holds none, or an `out` that is taken.
@@ -92,14 +94,14 @@ def compare(
     if len(commands) > 1:
         raise InputError(f"runs of `{'` and `'.join(commands)}` have nothing in common: compare those of one command")
     if commands[0] not in _WAYS:
-        return comparison.compare(*given, out=out, overwrite=overwrite)  # type: ignore[arg-type]
+        return comparison.compare(*given, out=out, overwrite=overwrite, page=page)  # type: ignore[arg-type]
     start, folders = time.time(), [one.folder if isinstance(one, Run | Scorecard) else one for one in given]
     with own_folder(out, overwrite, ("compare",), reads=folders) as folder:
         found, write = _WAYS[commands[0]](given, start)
         found = replace(found, folder=folder)
         if folder is not None:
             with new_folder(folder) as fresh:
-                write(found, fresh)
+                write(found, fresh, page)
         return found
 
 
@@ -112,7 +114,7 @@ def _command(one: Given) -> str:
 # --- interventions
 
 
-def _routes(given: Sequence[Given], start: float) -> tuple[Routes, Callable[[Routes, Path], None]]:
+def _routes(given: Sequence[Given], start: float) -> tuple[Routes, Callable[[Routes, Path, bool], None]]:
     runs = [one if isinstance(one, Run) else Run.open(one) for one in given]  # type: ignore[arg-type]
     models = models_of(runs)
     table = routes_of_models({model: Evidence.of(own, ROLES, model) for model, own in models.items()})
@@ -122,17 +124,19 @@ def _routes(given: Sequence[Given], start: float) -> tuple[Routes, Callable[[Rou
     return Routes(manifest, table, differing), _write_routes
 
 
-def _write_routes(routes: Routes, folder: Path) -> None:
+def _write_routes(routes: Routes, folder: Path, page: bool) -> None:
     write_tables({TABLE: routes.table}, folder)
     save_figures(routes.figures(), folder / "figures")
     (folder / "routes.md").write_text(routes.markdown + "\n", encoding="utf-8")
+    if page:
+        write_page(Contents(routes.manifest, {TABLE: routes.table}, folder=folder), folder)
     write_manifest(folder, routes.manifest)
 
 
 # --- scorecards
 
 
-def _scorecards(given: Sequence[Given], start: float) -> tuple[Scorecard, Callable[[Scorecard, Path], None]]:
+def _scorecards(given: Sequence[Given], start: float) -> tuple[Scorecard, Callable[[Scorecard, Path, bool], None]]:
     """One of all their models; those of one model are told apart by their folders."""
     cards = [one if isinstance(one, Scorecard) else Scorecard.open(one) for one in given]  # type: ignore[arg-type]
     labels = iter(_distinct(
@@ -178,7 +182,7 @@ def _manifest(
     return make_manifest("compare", config, start, tables, runs=compared, differing=differing.to_dict(orient="index"))
 
 
-_WAYS: dict[str, Callable[[Sequence[Given], float], tuple[Any, Callable[[Any, Path], None]]]] = {
+_WAYS: dict[str, Callable[[Sequence[Given], float], tuple[Any, Callable[[Any, Path, bool], None]]]] = {
     "intervene": _routes,
     CLAIMS: _scorecards,
 }

@@ -20,6 +20,7 @@ from sinkscope.report.claims.scorecard import Scorecard
 from sinkscope.report.figures import OF_CLAIMS, OF_ROUTES, OF_SWEEP, save_figures
 from sinkscope.report.figures.spec import draw_all
 from sinkscope.report.markdown import as_markdown
+from sinkscope.report.page import Contents, write_page
 from sinkscope.report.sweep_tables import EPSILON, SWEEP, SweepTables
 from sinkscope.report.wse_table_1 import LENGTH, SETTING, WSE_TABLE_1
 from sinkscope.results.cells import COMMAND
@@ -29,8 +30,10 @@ from sinkscope.results.tables import write_tables
 RANDOM, REPEATED = "random", "repeated"  # inputs
 
 
-def write_comparison(tables: SweepTables, folder: Path, record: Mapping[str, Any], start: float) -> None:
-    """Tables, figures, words and manifest into an empty folder; the manifest last."""
+def write_comparison(
+    tables: SweepTables, folder: Path, record: Mapping[str, Any], start: float, page: bool = True
+) -> None:
+    """Tables, figures, words, page and manifest into an empty folder; the manifest last."""
     write_tables(tables.tables, folder)
     figures = draw_all(OF_SWEEP, tables)
     if CLAIMS in tables.tables:
@@ -40,7 +43,10 @@ def write_comparison(tables: SweepTables, folder: Path, record: Mapping[str, Any
     save_figures(figures, folder / "figures")
     (folder / "sweep.md").write_text(words(tables, record) + "\n", encoding="utf-8")
     cells = tables.tables[SWEEP]["cell"].unique().tolist() if SWEEP in tables.tables else []
-    write_manifest(folder, make_manifest(COMMAND, record, start, tables.tables, cells=cells))
+    manifest = make_manifest(COMMAND, record, start, tables.tables, cells=cells)
+    if page:
+        write_page(Contents(manifest, tables.tables, folder=folder), folder)
+    write_manifest(folder, manifest)
 
 
 def one_cell_each(claims: pd.DataFrame) -> pd.DataFrame:

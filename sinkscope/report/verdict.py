@@ -19,9 +19,9 @@ REPORTS: dict[str, Callable[[RunData], Report]] = {
 ACROSS = 4  # names in a line of the tree
 
 
-def verdict(run: RunData) -> str:
+def verdict(run: RunData, report: Report) -> str:
     """The findings as Markdown: the most important ones, a table, the others by subject, and the files."""
-    parts = [report_markdown(REPORTS[run.command](run))]
+    parts = [report_markdown(report)]
     if run.folder is not None:
         parts += ["### Files", f"```\n{_files(run, run.folder)}\n```"]
     return "\n\n".join(parts)
@@ -32,7 +32,8 @@ def _files(run: RunData, folder: Path) -> str:
     recipe = run.manifest.get("recipe")  # which draws its own figures only
     figures = recipe["content"].get("figures", []) if recipe else applicable(run)
     tables = [f"{name}.parquet" for name in sorted(run.tables)] + [f"{name}.md" for name in paper_tables(run)]
-    lines = [f"{folder.name}/", "├── run.json", "├── verdict.md", "├── tables/", *_columns(tables, "│   ")]
+    lines = [f"{folder.name}/", "├── run.json", "├── verdict.md", "├── index.html (but with --no-page)", "├── tables/"]
+    lines += _columns(tables, "│   ")
     lines += ["└── figures/ (each as .png and .pdf)", *_columns(figures, "    ")]
     return "\n".join(lines)
 

@@ -66,6 +66,14 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
         fresh.write_text(json.dumps(listed, indent=2) + "\n", encoding="utf-8")
 
 
+def register(folder: Path, name: str) -> None:
+    """List a file that is about to be added to a folder, so that it counts as the command's."""
+    manifest = read_manifest(folder, None)
+    listed = manifest.get("files")
+    if listed is not None and name not in listed:
+        write_manifest(folder, {**manifest, "files": sorted([*listed, name])})
+
+
 def files_in(folder: Path) -> list[str]:
     """What there is to list of a folder, but for its own run.json."""
     return sorted(name for path in _files(folder) if (name := path.relative_to(folder).as_posix()) != MANIFEST)

@@ -4,6 +4,7 @@ RUN/run.json          the manifest: all options, what was loaded, versions, time
 RUN/tables/*.parquet  one row per observation
 RUN/figures/*.png|pdf
 RUN/verdict.md        the findings
+RUN/index.html        all of it, to look at in a browser
 """
 
 import os

@@ -117,7 +117,7 @@ def test_the_run_folder_is_complete(finished: tuple[Result, Path]) -> None:
     tables = {f"tables/{name}.parquet" for name in run.manifest["tables"]}
     figures = {f"figures/{name}.{kind}" for name in applicable(run) for kind in ("png", "pdf")}
     written = {path.relative_to(finished[1]).as_posix() for path in finished[1].rglob("*") if path.is_file()}
-    assert written == {"run.json", "verdict.md"} | tables | figures
+    assert written == {"run.json", "verdict.md", "index.html"} | tables | figures
     assert {"attention", "sink_positions", "geometry", "activation", "massive", "outlier", "summary"} <= set(run.tables)
     assert figures
     for name, table in run.tables.items():

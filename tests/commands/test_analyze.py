@@ -367,7 +367,8 @@ def test_a_run_folder_holds_what_was_measured(
     again = Run.open(tmp_path / "run")
     assert {**again.manifest, "files": None} == {**json.loads(json.dumps(run.manifest)), "files": None}
     assert_equal_tables(run, again)
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"run.json", "tables", "figures", "verdict.md"}
+    written = {"run.json", "tables", "figures", "verdict.md", "index.html"}
+    assert {path.name for path in (tmp_path / "run").iterdir()} == written
     assert (tmp_path / "run" / "verdict.md").read_text().strip() == run.verdict.strip()
 
 

@@ -129,7 +129,8 @@ def _measure(task: Task, models: _Models) -> None:
     other options, by an older version's defaults, is replaced.
     """
     function = getattr(import_module(f"sinkscope.commands.{task.command}"), task.command)
-    where = {"out": task.folder, "overwrite": not _goes_on(task)}
+    # a sweep may have hundreds of cells: their pages are made when they are looked at, by `show`
+    where = {"out": task.folder, "overwrite": not _goes_on(task), "page": False}
     if task.command == "train":
         function(options=task.options, **where)
     elif task.command == "retrofit":

@@ -17,6 +17,7 @@ from sinkscope.report.figures import OF_CLAIMS, OF_ROUTES, save_figures
 from sinkscope.report.figures.spec import draw_all
 from sinkscope.report.figures.style import Figure
 from sinkscope.report.outputs import write_run
+from sinkscope.report.page import PAGE, Contents, write_page
 from sinkscope.report.run import Run
 from sinkscope.results.folders import alone_in, new_folder
 from sinkscope.results.manifest import MANIFEST, make_manifest, write_manifest
@@ -37,6 +38,7 @@ class ScorecardFolder:
         config: the options; the folder is gone on with only by the same ones.
         start: when the command began.
         overwrite: begin anew.
+        page: write index.html.
         runs: measured by an earlier session.
         skipped: model → role → why it does not apply, as an earlier session found, and this one.
     """
@@ -45,6 +47,7 @@ class ScorecardFolder:
     config: Mapping[str, Any]
     start: float
     overwrite: bool
+    page: bool = True
     runs: list[Run] = field(default_factory=list)
     skipped: dict[str, dict[str, str]] = field(default_factory=dict)
 
@@ -71,7 +74,7 @@ class ScorecardFolder:
         """Write a run that plays a role."""
         target = self.folder / "runs" / role.replace(":", "-")
         with self._files.new_folder(target) as fresh:
-            write_run(Run(run.manifest, run.tables), fresh, figures=())
+            write_run(Run(run.manifest, run.tables), fresh, figures=(), page=False)
         return Run(run.manifest, run.tables, target)
 
     def skip(self, model: str, reasons: Mapping[str, str]) -> None:
@@ -90,6 +93,9 @@ class ScorecardFolder:
             save_figures(_figures(card), fresh)
         with new_file(self.folder / WORDS) as fresh:
             fresh.write_text(_words(card), encoding="utf-8")
+        if self.page:
+            self._files.add(PAGE)
+            write_page(Contents(card.manifest, tables, folder=self.folder), self.folder)
         manifest = {**card.manifest, **self._facts, "files": self._files.names}
         write_manifest(self.folder, manifest)
         return replace(card, manifest=manifest, folder=self.folder)
@@ -99,11 +105,13 @@ class ScorecardFolder:
         return make_manifest(COMMAND, self.config, self.start, (), **facts)
 
 
-def write_scorecard(card: Scorecard, folder: Path) -> None:
+def write_scorecard(card: Scorecard, folder: Path, page: bool = True) -> None:
     """Write a scorecard for which nothing was measured into an empty folder."""
     write_tables(_tables(card), folder)
     save_figures(_figures(card), folder / FIGURES)
     (folder / WORDS).write_text(_words(card), encoding="utf-8")
+    if page:
+        write_page(Contents(card.manifest, _tables(card), folder=folder), folder)
     write_manifest(folder, card.manifest)
 
 
@@ -126,6 +134,7 @@ def scorecard_folder(
     start: float,
     overwrite: bool,
     reads: Iterable[str | os.PathLike[str] | None],
+    page: bool = True,
 ) -> Iterator[ScorecardFolder | None]:
     """Have a folder to oneself, checked before anything is computed; None: a scorecard is kept in memory alone.
 
@@ -137,4 +146,4 @@ def scorecard_folder(
         return
     with alone_in(folder) as path:
         check_resumable(path, COMMAND, {"config": dict(config)}, overwrite, reads=reads, renewed=(FIGURES,))
-        yield ScorecardFolder(path, config, start, overwrite)
+        yield ScorecardFolder(path, config, start, overwrite, page)

@@ -1,0 +1,138 @@
+"use strict";
+// What changed: effects of interventions beside their controls, and training by step.
+
+S.effects = () => {
+  const table = S.table("effect");
+  if (!table) return null;
+  const whole = table.where({ layer: -1 });
+  const metrics = table.distinct("metric", whole);
+  const state = { metric: metrics.includes("sink_rate") ? "sink_rate" : metrics[0], position: 0 };
+  const place = S.element("div"), controls = S.element("div.controls");
+
+  const redraw = () => {
+    const about = S.aboutMetric(state.metric);
+    const rows = table.where({ metric: state.metric }, whole);
+    const positions = table.distinct("position", rows);
+    if (!positions.includes(state.position)) state.position = S.usual("position", positions);
+    S.setControls(controls,
+      S.pick("Metric", metrics, state.metric, (metric) => { state.metric = metric; redraw(); }, (name) => S.aboutMetric(name).label),
+      positions.length > 1 ? S.pick("Position", positions, state.position,
+        (position) => { state.position = position; redraw(); }) : null);
+    const own = table.where({ position: state.position }, rows);
+    const points = own.map((row) => ({ name: table.get("name")[row], arm: table.get("arm")[row],
+      draw: table.get("draw")[row], value: table.get("value")[row], condition: table.get("condition")[row] }));
+    place.replaceChildren(S.effectChart(points, about), S.effectTable(points, about));
+  };
+  redraw();
+  return S.section("effects", "Before, after and control", "Each intervention on the whole model, beside random changes of the same kind.",
+    controls, place);
+};
+
+S.effectChart = (points, about) => {
+  const title = `${S.withUnit(about)} of the whole model, by intervention`;
+  const shown = points.filter(({ value }) => Number.isFinite(value));
+  const names = [...new Set(points.map(({ name }) => name))];
+  const short = (name) => (name.length > 34 ? `${name.slice(0, 33)}…` : name);
+  const draw = (width) => {
+    const narrow = width < 560;
+    const isLog = S.isLog(shown.map(({ value }) => value));
+    const of = (arm) => shown.filter((point) => point.arm === arm);
+    const at = { x: "value", y: "name" };
+    return S.plot({
+      width, marginLeft: narrow ? 120 : 240, height: 60 + names.length * 26, ariaLabel: title,
+      x: { label: S.withUnit(about), grid: true, type: isLog ? "log" : "linear", tickFormat: (value) => about.text(value),
+        ticks: narrow ? 3 : 6 },
+      y: { domain: names, label: null, tickFormat: (name) => short(narrow && name.length > 17 ? `${name.slice(0, 16)}…` : name) },
+      marks: [
+        Plot.link(d3.groups(shown.filter(({ arm }) => arm !== "control"), ({ name }) => name).flatMap(([name, own]) => {
+          const [before, after] = ["before", "after"].map((arm) => own.find((point) => point.arm === arm)?.value);
+          return before === undefined || after === undefined ? [] : [{ name, before, after }];
+        }), { x1: "before", x2: "after", y1: "name", y2: "name", strokeOpacity: 0.5 }),
+        Plot.tickX(of("control"), { ...at, stroke: "var(--series-7)", strokeWidth: 1.5, insetTop: 4, insetBottom: 4 }),
+        Plot.dot(of("before"), { ...at, r: 5, stroke: "var(--series-1)", strokeWidth: 2, fill: "var(--background)" }),
+        Plot.dot(of("after"), { ...at, r: 5, fill: "var(--series-2)", symbol: "diamond" }),
+        Plot.tip(shown, Plot.pointer({ ...at, fill: "var(--panel)", stroke: "var(--line)",
+          title: (point) => `${point.name}\n${point.arm}${point.draw >= 0 ? ` ${point.draw}` : ""}: ${about.text(point.value)}` })),
+      ],
+    });
+  };
+  return S.element("figure", { role: "group", "aria-label": title }, S.element("figcaption", {}, title,
+    ": ring before, diamond after, strokes random controls"), S.drawn(draw, { height: 60 + names.length * 26 }));
+};
+
+S.effectTable = (points, about) => {
+  const rows = d3.groups(points, ({ name }) => name).map(([name, own]) => {
+    const of = (arm) => own.filter((point) => point.arm === arm).map(({ value }) => value);
+    const controls = of("control").filter((value) => value !== null);
+    const spread = controls.length > 1 ? ` ± ${about.text(d3.deviation(controls))}` : "";
+    return [name, about.text(of("before")[0] ?? NaN), about.text(of("after")[0] ?? NaN),
+      controls.length ? `${about.text(d3.mean(controls))}${spread} (${controls.length})` : "–"];
+  });
+  return S.plainTable([{ label: "Intervention" }, { label: "Before", number: true }, { label: "After", number: true },
+    { label: "Controls: mean ± standard deviation (count)", number: true }], rows, S.withUnit(about));
+};
+
+/** Which part of each model carries the sink. */
+S.routes = () => {
+  const table = S.table("route");
+  if (!table) return null;
+  const models = table.distinct("model");
+  const all = d3.range(table.length).map((at) => table.row(at));
+  const cell = (row) => (row && row.after !== null
+    ? `${S.interval(row.before, row.before_low, row.before_high)} → ${S.interval(row.after, row.after_low, row.after_high)}: ${row.effect}`
+    : row?.effect ?? "–");
+  return S.section("routes", "Routes", "Sink rate at position 0 in % [95 %], before → without each part of the model, and what that amounts to.",
+    S.plainTable([{ label: "Route" }, ...models.map((model) => ({ label: S.visible(model) }))],
+      table.distinct("route").map((route) => [route, ...models.map((model) =>
+        cell(all.find((row) => row.route === route && row.model === model)))]), "Routes by model"));
+};
+
+/** Tables with values by step: a slider moves through the training. */
+S.stepTables = () => [...S.tables.values()].filter((table) =>
+  table.length && table.varies("step") && table.has("metric", "value") && !(table.name === "summary" && S.table("series")));
+
+S.training = () => {
+  const tables = S.stepTables();
+  if (!tables.length) return null;
+  return S.section("training", "By training step", "Move the slider to read the values at a step.",
+    ...tables.map((table) => S.byStep(table)));
+};
+
+S.byStep = (table) => {
+  const rowsOf = (metric) => table.where({ metric, ...(table.varies("layer") ? { layer: state.layer } : {}) });
+  const layers = table.distinct("layer");
+  const metrics = table.distinct("metric");
+  const steps = table.distinct("step");
+  const state = { step: steps.at(-1), layer: layers.includes(-1) ? -1 : layers[0], metric: metrics[0] };
+  const chart = S.element("div"), values = S.element("div", { "aria-live": "polite" });
+
+  const points = (metric) => {
+    const rows = rowsOf(metric);
+    return S.points(table, rows, "step", "value").map((point, at) =>
+      ({ ...point, line: table.varies("seed") ? `seed ${table.get("seed")[rows[at]]}` : "" }));
+  };
+  const arms = [...new Set(metrics.flatMap((metric) => points(metric).map(({ group }) => group)))];
+  const redraw = () => {
+    const about = S.aboutMetric(state.metric);
+    chart.replaceChildren(S.lines({ points: points(state.metric), x: { label: "step" }, y: about,
+      rule: state.step, title: `${S.withUnit(about)} by step: ${about.meaning}` }));
+    read();
+  };
+  const read = () => {
+    const rows = metrics.map((metric) => {
+      const about = S.aboutMetric(metric);
+      const now = points(metric).filter((point) => point.x === state.step && point.y !== null);
+      return [S.withUnit(about), ...arms.map((arm) =>
+        now.filter(({ group }) => group === arm).map((point) => about.text(point.y)).join(" / ") || "–")];
+    });
+    values.replaceChildren(S.plainTable([{ label: "Metric" }, ...arms.map((arm) => ({ label: arm || "Value", number: true }))],
+      rows.filter((row) => row.slice(1).some((text) => text !== "–")),
+      `${table.name} at step ${S.number(state.step)}${table.varies("seed") ? ", seeds between strokes" : ""}`));
+  };
+  redraw();
+  return S.element("div", {}, S.element("h3", {}, `Table ${table.name}`), S.element("div.controls", {},
+    S.pick("Metric", metrics, state.metric, (metric) => { state.metric = metric; redraw(); }, (name) => S.aboutMetric(name).label),
+    layers.length > 1 ? S.pick("Layer", layers, state.layer, (layer) => { state.layer = layer; redraw(); },
+      (layer) => (layer < 0 ? "whole model" : String(layer))) : "",
+    S.slider("Step", steps, state.step, (step) => { state.step = step; redraw(); })), chart, values, S.leftOut(table) ?? "");
+};

@@ -1,0 +1,119 @@
+"use strict";
+// Charts of lines and dots, by Observable Plot, each with its numbers as a table.
+
+// after Okabe and Ito, which color-blind readers tell apart; dash and symbol tell them apart in grayscale
+S.COLORS = [1, 2, 3, 4, 5, 6, 7, 8].map((number) => `var(--series-${number})`);
+S.DASHES = ["", "6 3", "2 2", "8 3 2 3", "4 1", "1 3", "10 4", "3 3"];
+S.SYMBOLS = ["circle", "triangle", "square", "diamond", "star", "cross", "wye", "times"];
+
+S.width = (node, most = 1100) => Math.max(240, Math.min(most, node.clientWidth || 340));
+
+S.waiting = new Set(); // places that are not drawn yet
+window.addEventListener("beforeprint", () => S.waiting.forEach((begin) => begin()));
+
+/**
+ * A place for a chart. It is drawn when it is near the window, for its width, and anew when that changes;
+ * before that it takes up `height`, so that nothing moves.
+ */
+S.drawn = (draw, { height, kind = "chart" }) => {
+  const place = S.element(`div.${kind}`);
+  place.style.minHeight = `${height}px`;
+  let before = 0;
+  const resized = new ResizeObserver(() => {
+    const width = Math.round(place.clientWidth);
+    if (!width || width === before) return;
+    before = width;
+    place.replaceChildren(draw(S.width(place)));
+    place.style.minHeight = "";
+  });
+  const begin = () => {
+    near.disconnect();
+    S.waiting.delete(begin);
+    resized.observe(place);
+  };
+  const near = new IntersectionObserver((entries) => entries.some((entry) => entry.isIntersecting) && begin(),
+    { rootMargin: "800px" });
+  near.observe(place);
+  S.waiting.add(begin);
+  return place;
+};
+
+S.isLog = (values) => {
+  const positive = values.filter((value) => Number.isFinite(value));
+  return positive.length > 0 && positive.every((value) => value > 0) && d3.max(positive) / d3.median(positive) > 100;
+};
+
+/** A chart of Plot as one image with a name: what it is made of has no role, and its numbers are in a table. */
+S.plot = (options) => {
+  const svg = Plot.plot({ ...options, style: { background: "transparent", fontSize: "12px" } });
+  svg.setAttribute("role", "img");
+  for (const part of svg.querySelectorAll("[aria-label], [aria-description]")) {
+    part.removeAttribute("aria-label");
+    part.removeAttribute("aria-description");
+  }
+  return svg;
+};
+
+/**
+ * Lines of values: one for each group.
+ * points: [{x, y, group, line}], a line of each `line` of a group if it has several; x: {label}; y: {label, unit, text}; rule: an x to mark; ordinal: x is no number.
+ */
+S.lines = ({ points, x, y, title, rule = null, log = null, dots = false, height = 260, ordinal = false }) => {
+  const groups = [...new Set(points.map(({ group }) => group))];
+  const finite = points.filter(({ y: value }) => Number.isFinite(value));
+  const isLog = log ?? S.isLog(finite.map(({ y: value }) => value));
+  const shown = finite.filter(({ y: value }) => value > 0 || !isLog); // a logarithmic axis has no 0
+  const text = y.text;
+  const draw = (width) => {
+    if (!shown.length) return S.element("p.note", {}, "No values.");
+    const look = (list) => (group) => list[groups.indexOf(group) % list.length];
+    const styles = { x: "x", y: "y" };
+    const series = d3.groups(shown, ({ group, line }) => `${group} ${line ?? ""}`).map(([, own]) => [own[0].group, own]);
+    return S.plot({
+      width, height, marginLeft: 56, marginBottom: 38, ariaLabel: plain,
+      x: { label: S.withUnit(x), type: ordinal ? "point" : undefined, nice: !ordinal, grid: false,
+        tickFormat: ordinal ? undefined : (value) => S.number(value), ticks: Math.min(10, Math.floor(width / 60)) },
+      y: { label: S.withUnit(y), type: isLog ? "log" : "linear", grid: true, nice: true,
+        ticks: isLog ? 5 : Math.max(3, Math.round(height / 50)), tickFormat: S.tick(y) },
+      marks: [
+        !isLog && d3.min(shown, ({ y: value }) => value) <= 0 ? Plot.ruleY([0], { strokeOpacity: 0.4 }) : null,
+        rule === null ? null : Plot.ruleX([rule], { strokeDasharray: "4 3" }),
+        ...series.map(([group, own]) =>
+          dots ? null : Plot.line(own, { ...styles, stroke: look(S.COLORS)(group), strokeDasharray: look(S.DASHES)(group), strokeWidth: 1.8 })),
+        ...series.map(([group, own]) =>
+          own.length > 80 && !dots ? null : Plot.dot(own, {
+            ...styles, symbol: look(S.SYMBOLS)(group), r: 2.6, fill: look(S.COLORS)(group),
+          })),
+        Plot.tip(shown, Plot.pointer({
+          x: "x", y: "y",
+          title: (point) => `${[point.group, point.line].filter(Boolean).map((one) => `${one}\n`).join("")}${x.label} ${S.value(point.x)}: ${text(point.y)}`,
+          fill: "var(--panel)", stroke: "var(--line)",
+        })),
+      ],
+    });
+  };
+  const plain = title.replaceAll("`", "");
+  const legend = groups.length > 1 ? S.legend(groups) : null;
+  const table = () => S.plainTable(
+    [{ label: S.withUnit(x) }, ...groups.map((group) => ({ label: group || S.withUnit(y), number: true }))],
+    d3.groups(finite, (point) => point.x).map(([at, own]) => [
+      S.value(at),
+      ...groups.map((group) => own.filter((point) => point.group === group).map((point) => text(point.y)).join(" / ") || "–"),
+    ]), plain);
+  return S.element("figure", { role: "group", "aria-label": plain },
+    S.element("figcaption", {}, ...S.sentence(title)), legend, S.drawn(draw, { height }), S.numbers(table));
+};
+
+/** What each color, dash and symbol stands for. */
+S.legend = (groups) =>
+  S.element("ul.legend", {}, ...groups.map((group, at) => {
+    const color = S.COLORS[at % S.COLORS.length];
+    const line = d3.create("svg").attr("width", 34).attr("height", 12).attr("aria-hidden", "true");
+    line.append("line").attr("x1", 0).attr("x2", 34).attr("y1", 6).attr("y2", 6).style("stroke", color)
+      .attr("stroke-width", 2).attr("stroke-dasharray", S.DASHES[at % S.DASHES.length]);
+    const kinds = { circle: d3.symbolCircle, triangle: d3.symbolTriangle, square: d3.symbolSquare,
+      diamond: d3.symbolDiamond, star: d3.symbolStar, cross: d3.symbolCross, wye: d3.symbolWye, times: d3.symbolTimes };
+    line.append("path").attr("transform", "translate(17,6)").style("fill", color).style("stroke", color)
+      .attr("d", d3.symbol(kinds[S.SYMBOLS[at % S.SYMBOLS.length]], 28)());
+    return S.element("li", {}, line.node(), S.visible(group));
+  }));

@@ -1,0 +1,85 @@
+"use strict";
+// Claims × models; a cell opens the numbers that decide the claim of the model.
+
+S.MARKS = { holds: "✓", fails: "✗", inconclusive: "?", "does not apply": "·", "not measured": "–" };
+
+S.claims = () => {
+  const table = S.table("claim");
+  if (!table) return null;
+  const all = d3.range(table.length).map((at) => table.row(at));
+  const models = table.distinct("model"), ids = table.distinct("claim");
+  const outcomes = table.distinct("outcome");
+  const found = d3.group(all, ({ claim }) => claim, ({ model }) => model);
+  const place = S.element("div", { "aria-live": "polite" });
+  const state = { shown: outcomes.filter((one) => one !== "not measured" && one !== "does not apply") };
+  if (!state.shown.length) state.shown = outcomes;
+  const body = S.element("tbody");
+
+  const open = (id, model) => {
+    place.replaceChildren(S.claim(found.get(id).get(model)));
+    place.firstChild.focus();
+  };
+  const redraw = () => {
+    const rows = ids.filter((id) => models.some((model) => state.shown.includes(found.get(id).get(model)?.[0].outcome)));
+    body.replaceChildren(...rows.map((id) => {
+      const one = found.get(id).values().next().value[0];
+      return S.element("tr", {}, S.element("th", { scope: "row" }, id), S.element("td.statement", {}, one.statement),
+        ...models.map((model) => {
+          const own = found.get(id).get(model);
+          if (!own) return S.element("td", {}, "–");
+          const { outcome } = own[0];
+          return S.element("td", {}, S.element(`button.outcome.${outcome.replaceAll(" ", "-")}`, { type: "button",
+            "aria-label": `${id}, ${model}: ${outcome}. Show its numbers`, onclick: () => open(id, model) },
+            `${S.MARKS[outcome] ?? ""} ${outcome}`));
+        }));
+    }));
+  };
+  redraw();
+  const counts = S.plainTable([{ label: "Model" }, ...outcomes.map((label) => ({ label, number: true }))],
+    models.map((model) => [model, ...outcomes.map((outcome) =>
+      S.number(ids.filter((id) => found.get(id).get(model)?.[0].outcome === outcome).length))]), "Claims by outcome");
+  return S.section("claims", "Claims × models", "What papers say happens, and whether it does here. Choose an outcome to see the numbers that decide it.",
+    counts, S.several("Shown where a model's outcome is", outcomes, state.shown, (now) => { state.shown = now; redraw(); }),
+    S.element("div.scroll", { tabindex: 0, role: "region", "aria-label": "Claims by model" },
+      S.element("table.matrix", {}, S.element("thead", {}, S.element("tr", {}, S.element("th", { scope: "col" }, "Claim"),
+        S.element("th", { scope: "col" }, "What it says"), ...models.map((model) => S.element("th", { scope: "col" }, S.visible(model))))), body)),
+    place);
+};
+
+/** The numbers of one claim of one model. */
+S.claim = (parts) => {
+  const [first] = parts;
+  const numbers = S.plainTable(
+    [{ label: "What is measured" }, { label: "Value [95 %]", number: true }, { label: "Null", number: true },
+      { label: "Holds if" }, { label: "Outcome" }, { label: "Note" }],
+    parts.map((one) => [one.quantity, S.interval(one.value, one.low, one.high), S.number(one.null),
+      `${one.test}${one.is_ours ? " (threshold of ours)" : ""}`, one.passes, one.note ?? ""]), `${first.claim}, ${first.model}`);
+  const bars = parts.filter((one) => Number.isFinite(one.value)).map(S.intervalChart);
+  return S.element("div.detail", { tabindex: -1 },
+    S.element("h3", {}, `${first.claim}, ${S.visible(first.model)}: `, S.badge(first.outcome)),
+    S.element("p", {}, `“${first.statement}” (${first.paper}, ${first.reference})`),
+    first.published ? S.element("p.note", {}, `Published: ${first.published}`) : null, numbers, ...bars);
+};
+
+/** Value and interval beside the values with which the claim holds. */
+S.intervalChart = (one) => {
+  const title = `${one.quantity}: ${S.interval(one.value, one.low, one.high)}; holds if ${one.test}`;
+  const ends = [one.value, one.low, one.high, one.null, one.least, one.most].filter(Number.isFinite);
+  const [low, high] = d3.extent(ends);
+  const room = (high - low || Math.abs(high) || 1) * 0.15;
+  const domain = [low - room, high + room];
+  const draw = (width) => S.plot({
+    width: Math.min(width, 640), height: 58, marginLeft: 20, marginRight: 20, ariaLabel: title,
+    x: { domain, label: null, tickFormat: (value) => S.number(value), ticks: 5 },
+    marks: [
+      Plot.rect([one], { x1: Math.max(domain[0], one.least ?? -Infinity), x2: Math.min(domain[1], one.most ?? Infinity),
+        fill: "var(--series-3)", fillOpacity: 0.22 }),
+      Number.isFinite(one.low) ? Plot.ruleX([one.low, one.high], { y1: 0, y2: 1, strokeOpacity: 0 }) : null,
+      Number.isFinite(one.low) && Number.isFinite(one.high) ? Plot.link([one], { x1: "low", x2: "high", y1: 0.5, y2: 0.5, strokeWidth: 3 }) : null,
+      Plot.dot([one], { x: "value", y: 0.5, r: 5, fill: "currentColor" }),
+      Number.isFinite(one.null) ? Plot.dot([one], { x: "null", y: 0.5, r: 5, stroke: "currentColor", fill: "var(--background)" }) : null,
+    ],
+    y: { domain: [0, 1], axis: null },
+  });
+  return S.element("figure", { role: "group", "aria-label": title }, S.element("figcaption.note", {}, title), S.drawn(draw, { height: 58 }));
+};

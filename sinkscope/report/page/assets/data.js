@@ -1,0 +1,139 @@
+"use strict";
+// The run's data: tables by column, as compact.py writes them.
+
+const S = {};
+
+S.decoded = (values) => {
+  if (Array.isArray(values)) return values.map((v) => (v === "inf" ? Infinity : v === "-inf" ? -Infinity : v));
+  if (values.of) return S.decoded(values.at).map((at) => (at < 0 ? null : values.of[at]));
+  const all = [];
+  for (let at = 0; at < values.runs.length; at += 2)
+    for (let count = values.runs[at + 1]; count > 0; count--) all.push(values.runs[at]);
+  return S.decoded(all);
+};
+
+S.Table = class {
+  constructor(raw) {
+    this.name = raw.name;
+    this.rows = raw.rows; // that the parquet file has
+    this.leftOut = raw.left_out; // which of them are not here, in words
+    this.columns = raw.columns;
+    this.byName = new Map(raw.columns.map((column) => [column.name, column]));
+    this.decodedColumns = new Map();
+  }
+
+  get(name) {
+    if (!this.decodedColumns.has(name)) this.decodedColumns.set(name, S.decoded(this.byName.get(name).values));
+    return this.decodedColumns.get(name);
+  }
+
+  get length() {
+    return this.get(this.columns[0].name).length;
+  }
+
+  has(...names) {
+    return names.every((name) => this.byName.has(name));
+  }
+
+  /** Row numbers in which each named column has the given value. */
+  where(wanted, rows = null) {
+    const checks = Object.entries(wanted).map(([name, value]) => [this.get(name), value]);
+    const all = rows ?? d3.range(this.length);
+    return all.filter((row) => checks.every(([values, value]) => values[row] === value));
+  }
+
+  /** Different values of a column, texts in their order and numbers sorted. */
+  distinct(name, rows = null) {
+    const values = this.get(name);
+    const found = new Set(rows === null ? values : rows.map((row) => values[row]));
+    found.delete(null);
+    const listed = [...found];
+    return listed.every((value) => typeof value === "number") ? listed.sort(d3.ascending) : listed;
+  }
+
+  varies(name) {
+    return this.has(name) && this.distinct(name).length > 1;
+  }
+
+  /** A row as an object. */
+  row(at) {
+    return Object.fromEntries(this.columns.map(({ name }) => [name, this.get(name)[at]]));
+  }
+
+  /** Columns that say which observation a row is, and those that say what was observed. */
+  get keys() {
+    return this.columns.filter(({ name, kind }) => kind === "text" || kind === "whole" || S.NUMBERED.has(name));
+  }
+
+  get values() {
+    return this.columns.filter(({ name, kind }) => (kind === "number" || kind === "truth") && !S.NUMBERED.has(name));
+  }
+};
+
+// numbers that say which observation a row is
+S.NUMBERED = new Set(["seed", "epsilon"]);
+// columns that tell runs or arms apart
+S.ARMS = ["run", "model", "condition"];
+
+S.load = (text) => {
+  S.data = JSON.parse(text);
+  S.tables = new Map(S.data.tables.map((raw) => [raw.name, new S.Table(raw)]));
+  S.manifest = S.data.manifest;
+};
+
+/** A table that has rows; null if the run has none of that name. */
+S.table = (name) => {
+  const table = S.tables.get(name);
+  return table && table.length ? table : null;
+};
+
+// --- what things are called
+
+/** Label, unit, meaning and format of a metric. */
+S.aboutMetric = (name) => {
+  const metric = S.data.metrics[name];
+  return metric
+    ? { label: metric.short, unit: metric.unit, meaning: metric.definition + (metric.source ? ` (${metric.source})` : ""),
+        text: S.formatter(metric.form) }
+    : { label: name.replaceAll("_", " "), unit: "", meaning: "", text: S.number };
+};
+
+/** The same of a column. A metric of its name has its format and unit, but may be of one position alone. */
+S.aboutColumn = ({ name, about, unit }) => {
+  const metric = S.aboutMetric(name);
+  return { label: name.replaceAll("_", " "), unit: unit || metric.unit, meaning: about, text: metric.text };
+};
+
+/** Numbers at an axis. */
+S.tick = (about) => (about.text(0.5).endsWith("%") ? (value) => S.locale.format(".0~%")(value) : S.number);
+
+S.locale = d3.formatLocale({ decimal: ".", thousands: ",", grouping: [3], currency: ["", ""], minus: "−" });
+S.plainNumber = S.locale.format(",.4~g");
+
+/** A number with four digits, whatever its size. */
+S.number = (value) => {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
+  const size = Math.abs(value);
+  if (size < 1e6 && (Number.isInteger(value) || size >= 1e4)) return S.locale.format(",.0f")(value);
+  return size !== 0 && (size < 1e-3 || size >= 1e6) ? S.locale.format(".3~e")(value) : S.plainNumber(value);
+};
+
+/** A format of metrics.py, such as `{:.1%}`, which d3 writes the same way. */
+S.formatter = (form) => {
+  const format = S.locale.format(form.slice(2, -1) || ".4~g");
+  return (value) =>
+    value === null || value === undefined || !Number.isFinite(value) || Math.abs(value) >= 1e6
+      ? S.number(value)
+      : format(value);
+};
+
+S.value = (value) => (typeof value === "number" ? S.number(value) : value === null ? "–" : String(value));
+
+/** Text in which what cannot be seen can: a token may be a line break. */
+S.visible = (text) => {
+  const shown = String(text ?? "").replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll("\r", "␍");
+  return shown === "" ? "∅" : shown.replace(/[\u0000-\u001f\u007f-\u009f\u202a-\u202e\u2066-\u2069]/g, "�");
+};
+
+S.withUnit = ({ label, unit }) => (unit && unit !== "share" ? `${label} (${unit})` : label);

@@ -1,0 +1,162 @@
+"use strict";
+// Elements of the page. Text is always put in as text: a token may be `<script>`.
+
+/** An element: its name with classes (`p.note`), attributes and event handlers, and what is in it. */
+S.element = (what, attributes = {}, ...inside) => {
+  const [name, ...classes] = what.split(".");
+  const node = document.createElement(name);
+  if (classes.length) node.className = classes.join(" ");
+  for (const [key, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
+    else node.setAttribute(key, value === true ? "" : value);
+  }
+  node.append(...inside.flat().filter((one) => one !== null && one !== undefined && one !== ""));
+  return node;
+};
+
+let lastId = 0;
+S.newId = (name) => `${name}-${++lastId}`;
+
+/** A section of the page, which the navigation names. */
+S.section = (id, title, about, ...inside) =>
+  S.element(
+    "section",
+    { id, "aria-labelledby": `${id}-title` },
+    S.element("h2", { id: `${id}-title` }, title),
+    about ? S.element("p.about", {}, about) : null,
+    ...inside,
+  );
+
+/** A labelled choice. `choices`: values, or [value, text] pairs, or {group: such pairs}. */
+S.select = (label, choices, chosen, change) => {
+  const id = S.newId("select");
+  const option = (choice) => {
+    const [value, text] = Array.isArray(choice) ? choice : [choice, choice];
+    return S.element("option", { value: String(value), selected: String(value) === String(chosen) }, S.visible(text));
+  };
+  const grouped = Array.isArray(choices)
+    ? choices.map(option)
+    : Object.entries(choices).map(([group, own]) => S.element("optgroup", { label: group }, ...own.map(option)));
+  const select = S.element("select", { id, onchange: () => change(select.value) }, ...grouped);
+  return S.element("div.control", {}, S.element("label", { for: id }, label), select);
+};
+
+/** A choice among values that keep their type. */
+S.pick = (label, values, chosen, change, text = S.value) =>
+  S.select(label, values.map((value, at) => [at, text(value)]), values.indexOf(chosen), (at) => change(values[at]));
+
+S.checkbox = (label, checked, change) => {
+  const id = S.newId("check");
+  const box = S.element("input", { id, type: "checkbox", checked, onchange: () => change(box.checked) });
+  return S.element("div.control.check", {}, box, S.element("label", { for: id }, label));
+};
+
+/** A slider over values, with the present one in words. */
+S.slider = (label, values, chosen, change) => {
+  const id = S.newId("slider");
+  const shown = S.element("output", { for: id }, S.value(chosen));
+  const slider = S.element("input", {
+    id, type: "range", min: 0, max: values.length - 1, step: 1, value: values.indexOf(chosen),
+    "aria-valuetext": S.value(chosen),
+    oninput: () => {
+      const value = values[slider.value];
+      shown.textContent = S.value(value);
+      slider.setAttribute("aria-valuetext", S.value(value));
+      change(value);
+    },
+  });
+  return S.element("div.control.slider", {}, S.element("label", { for: id }, label), slider, shown);
+};
+
+/** Boxes to choose several values; at least one stays. */
+S.several = (label, values, chosen, change) => {
+  const boxes = values.map((value) => {
+    const id = S.newId("box");
+    const box = S.element("input", {
+      id, type: "checkbox", checked: chosen.includes(value),
+      onchange: () => {
+        const now = values.filter((one, at) => boxes[at].firstChild.checked);
+        if (now.length) change(now);
+        else box.checked = true;
+      },
+    });
+    return S.element("span.check", {}, box, S.element("label", { for: id }, S.visible(value)));
+  });
+  return S.element("fieldset.several", {}, S.element("legend", {}, label), ...boxes);
+};
+
+/**
+ * Put controls in a place. Where there are the same ones already, they stay, so that a slider can be drawn on;
+ * else the focus is on the one that had it.
+ */
+S.setControls = (place, ...controls) => {
+  const wanted = controls.filter(Boolean);
+  const signature = (one) => [...one.querySelectorAll("label, legend, option")].map((part) => part.textContent).join("\n") +
+    [...one.querySelectorAll("input, select")].map((part) => [part.max, part.type === "checkbox" ? part.checked : part.value]).join();
+  const same = wanted.length === place.childElementCount && wanted.every((one, at) => signature(one) === signature(place.children[at]));
+  if (same) return;
+  const labelOf = (node) => node?.closest(".control")?.querySelector("label");
+  const before = place.contains(document.activeElement) ? labelOf(document.activeElement)?.textContent : undefined;
+  place.replaceChildren(...wanted);
+  const again = before && [...place.querySelectorAll(".control label")].find((label) => label.textContent === before);
+  if (again) document.getElementById(again.htmlFor).focus();
+};
+
+// --- tooltips
+
+S.tip = S.element("div", { id: "tip", role: "tooltip", hidden: true });
+
+S.showTip = (text, { clientX, clientY }) => {
+  S.tip.textContent = text;
+  S.tip.hidden = false;
+  const { width, height } = S.tip.getBoundingClientRect();
+  const left = Math.min(clientX + 12, document.documentElement.clientWidth - width - 4);
+  const top = clientY + 16 + height > window.innerHeight ? clientY - height - 10 : clientY + 16;
+  S.tip.style.left = `${Math.max(4, left)}px`;
+  S.tip.style.top = `${Math.max(4, top)}px`;
+};
+
+S.hideTip = () => {
+  S.tip.hidden = true;
+};
+
+/** Show a text at an element while the pointer or the focus is on it. */
+S.withTip = (node, text) => {
+  const atNode = () => {
+    const { left, bottom } = node.getBoundingClientRect();
+    S.showTip(text(), { clientX: left, clientY: bottom - 10 });
+  };
+  node.addEventListener("pointermove", (event) => S.showTip(text(), event));
+  node.addEventListener("pointerleave", S.hideTip);
+  node.addEventListener("focus", atNode);
+  node.addEventListener("blur", S.hideTip);
+  return node;
+};
+
+// --- numbers
+
+/** A plain table. `columns`: [{label, title, number}]; `rows`: arrays of texts. */
+S.plainTable = (columns, rows, caption = "") =>
+  S.element(
+    "div.scroll",
+    { tabindex: 0, role: "region", "aria-label": caption || "table" },
+    S.element(
+      "table",
+      {},
+      caption ? S.element("caption", {}, caption) : null,
+      S.element("thead", {}, S.element("tr", {}, ...columns.map(({ label, title, number }) =>
+        S.element(number ? "th.number" : "th", { scope: "col", title }, label)))),
+      S.element("tbody", {}, ...rows.map((row) => S.element("tr", {}, ...row.map((text, at) =>
+        S.element(columns[at].number ? "td.number" : "td", {}, text))))),
+    ),
+  );
+
+/** The numbers behind a chart, made when they are asked for. */
+S.numbers = (makeTable, title = "Numbers") => {
+  const details = S.element("details.numbers", {}, S.element("summary", {}, title));
+  details.addEventListener("toggle", () => {
+    if (details.open && details.childElementCount === 1) details.append(makeTable());
+  });
+  return details;
+};

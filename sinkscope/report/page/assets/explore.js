@@ -1,0 +1,59 @@
+"use strict";
+// Any table as a chart: what is across, what is up, and what is told apart by color.
+
+// tables of sentences, which have their own sections
+S.IN_WORDS = new Set(["finding", "claim", "route"]);
+// columns that are put across where they vary, the first before the others
+S.ACROSS_LAYERS = ["layer", "position", "bucket", "coordinate", "sequence"];
+S.ACROSS_MODELS = ["step", "seq_len", "epsilon", "input", "condition", "name", "model"];
+
+S.chartable = () => [...S.tables.values()].filter((table) =>
+  table.length > 1 && table.values.length && !S.IN_WORDS.has(table.name) && table.keys.some(({ name }) => table.varies(name)));
+
+S.explore = () => {
+  const tables = S.chartable();
+  if (!tables.length) return null;
+  const place = S.element("div"), controls = S.element("div.controls");
+  const state = {};
+
+  const choose = (table) => {
+    const keys = table.keys.map(({ name }) => name).filter((name) => table.varies(name) && name !== "metric");
+    const isWhole = table.has("layer", "metric") && table.distinct("layer").includes(-1);
+    const across = [...(isWhole ? [] : S.ACROSS_LAYERS), ...S.ACROSS_MODELS, ...(isWhole ? S.ACROSS_LAYERS : [])];
+    const x = across.find((name) => keys.includes(name)) ?? keys[0];
+    const isText = (name) => table.byName.get(name).kind === "text";
+    const color = ["run", "model", "condition", "site", "pathway"].find((name) => keys.includes(name) && name !== x) ??
+      keys.find((name) => name !== x && isText(name)) ?? "";
+    const values = table.values.map(({ name }) => name);
+    Object.assign(state, { table, keys, values, x, color, y: values.includes("value") ? "value" : values[0], chosen: {} });
+    redraw();
+  };
+
+  const redraw = () => {
+    const { table, x, y, color } = state;
+    const named = (name) => name.replaceAll("_", " ") || "none";
+    const axes = [x, color].filter(Boolean);
+    const all = x === "layer" ? d3.range(table.length).filter((row) => table.get("layer")[row] >= 0) : d3.range(table.length);
+    const { rows, selects } = S.narrowed(table, axes, state.chosen, redraw, all);
+    S.setControls(controls,
+      S.pick("Table", tables, table, choose, ({ name }) => name),
+      S.pick("Up", state.values, y, (name) => { state.y = name; redraw(); }, named),
+      S.pick("Across", state.keys, x, (name) => { state.x = name; redraw(); }, named),
+      S.pick("Color", ["", ...state.keys], color, (name) => { state.color = name; redraw(); }, named), ...selects);
+    place.replaceChildren(S.chartOf(table, rows, x, y, color), S.leftOut(table) ?? "");
+  };
+
+  choose(tables.find(({ name }) => name.startsWith("sweep") || name.startsWith("comparison")) ?? tables[0]);
+  return S.section("explore", "Explore", "Any table as a chart: choose what is across and what is told apart by color.", controls, place);
+};
+
+S.chartOf = (table, rows, x, y, color) => {
+  const about = y === "value" && table.has("metric") && rows.length
+    ? S.aboutMetric(table.get("metric")[rows[0]]) : S.aboutColumn(table.byName.get(y));
+  const points = rows.map((row) => ({ x: table.get(x)[row] ?? "–", y: Number(table.get(y)[row] ?? NaN),
+    group: color ? S.value(table.get(color)[row]) : "" }));
+  if (points.length > 5000) return S.element("p.note", {}, `${S.number(points.length)} rows: choose fewer to draw them.`);
+  const isText = table.byName.get(x).kind === "text";
+  return S.lines({ points: isText ? points : d3.sort(points, (point) => point.x), x: { label: x.replaceAll("_", " ") }, y: about,
+    dots: isText, ordinal: isText, title: [about.label, about.meaning].filter(Boolean).join(": ") });
+};

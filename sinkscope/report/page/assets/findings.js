@@ -1,0 +1,48 @@
+"use strict";
+// What was found, in the verdict's words; the numbers are those of the tables.
+
+/** Text in which `code` stands between backticks. */
+S.sentence = (text) =>
+  text.split("`").map((part, at) => (at % 2 ? S.element("code", {}, S.visible(part)) : part));
+
+S.badge = (outcome) => S.element(`span.badge.${outcome.replaceAll(" ", "-")}`, {}, outcome);
+
+/** A value and its interval on a line, the threshold as a stroke. */
+S.interval = (value, low, high, text = S.number) => {
+  const known = [low, high].every(Number.isFinite) && low !== high;
+  return `${text(value)}${known ? ` [${text(low)}, ${text(high)}]` : ""}`;
+};
+
+S.findings = () => {
+  const found = S.data.findings;
+  if (!found.length) return S.findingTable();
+  const headlines = found.filter((one) => one.headline);
+  const sections = d3.groups(found.filter((one) => !one.headline), (one) => one.section);
+  const item = (one) =>
+    S.element("li", {}, S.badge(one.outcome), " ", one.headline ? S.element("strong", {}, `${one.section}: `) : null,
+      ...S.sentence(one.sentence),
+      one.claim ? S.element("p.note", {}, `Claim ${one.claim}: ${one.statement}`) : null,
+      one.published.length
+        ? S.element("details", {}, S.element("summary", {}, "Published values"), ...one.published.map((line) => S.element("p.note", {}, line)))
+        : null);
+  return S.section("findings", "Findings",
+    "Intervals are 95 %. Sentences and numbers are those of the verdict, made from the tables.",
+    S.element("ul.findings.headlines", {}, ...headlines.map(item)),
+    ...sections.map(([section, own]) =>
+      S.element("details", { open: !headlines.length }, S.element("summary", {}, `${section} (${own.length})`),
+        S.element("ul.findings", {}, ...own.map(item)))));
+};
+
+/** Where the sentences cannot be made since tables are missing: the numbers that they stated. */
+S.findingTable = () => {
+  const table = S.table("finding");
+  if (!table) return null;
+  const rows = d3.range(table.length).map((at) => table.row(at)).filter((row) => row.number === "value");
+  if (!rows.length) return null;
+  return S.section("findings", "Findings", "The numbers that the verdict states, with their 95 % intervals.",
+    S.plainTable(
+      [{ label: "Finding" }, { label: "Value [95 %]", number: true }, { label: "Threshold", number: true },
+        { label: "Outcome" }, { label: "Claim" }],
+      rows.map((row) => [row.finding, S.interval(row.value, row.low, row.high), S.number(row.threshold), row.outcome,
+        row.claim ?? ""]), "Findings"));
+};

@@ -1,0 +1,148 @@
+"use strict";
+// One head: its attention map on a real sequence, its geometry by position, its gradient.
+
+S.head = null; // [layer, head] that is shown
+S.headMaps = []; // maps in which it is marked
+S.headListeners = []; // sections that follow it
+
+S.openHead = (layer, head) => {
+  S.head = [layer, head];
+  S.headMaps.forEach((map) => map.mark(S.head));
+  S.headListeners.forEach((listener) => listener(layer, head));
+};
+
+/** Tables with a row for each head and position, by their other keys. */
+S.byHeadAndPosition = () =>
+  [...S.tables.values()].filter((table) => table.length && table.has("layer", "head", "position") &&
+    !table.has("token") && !table.has("sequence") && !table.has("group"));
+
+/** Heads of which the run keeps a whole map, as [layer, head]. */
+S.mapped = () => {
+  const table = S.table("attention_maps");
+  if (!table || !table.has("head")) return [];
+  const found = new Map();
+  d3.range(table.length).forEach((row) => {
+    const pair = [table.get("layer")[row], table.get("head")[row]];
+    found.set(pair.join(" "), pair);
+  });
+  return [...found.values()];
+};
+
+S.mapRows = (layer, head) => {
+  const table = S.table("attention_maps");
+  return table && table.has("head") ? table.where({ layer, head }) : [];
+};
+
+/** The map of all heads, and the head that is chosen in it. */
+S.heads = () => {
+  const map = S.mapPanel(), head = S.headPanel();
+  if (!map && !head) return null;
+  return S.section("heads", "Layers and heads",
+    "Each cell is a head of a layer; light is most. Choose one, by pointer or with arrow keys and Enter, to see that head.",
+    map?.controls, map?.note, S.element("div.map-and-head", {}, map?.place, head?.place), head?.charts);
+};
+
+S.headPanel = () => {
+  const tables = S.byHeadAndPosition();
+  if (!tables.length && !S.mapped().length) return null;
+  const title = S.element("h3", { id: "head-name", "aria-live": "polite" });
+  const shown = S.element("div"), charts = S.element("div");
+  const heads = S.mapped();
+  const first = S.strongest() ?? heads[0] ?? S.anyHead(tables);
+  if (!first) return null;
+
+  const show = (layer, head) => {
+    title.textContent = `Layer ${layer}, head ${head}`;
+    shown.replaceChildren(S.attentionMap(layer, head, heads), S.headNumbers(layer, head));
+    charts.replaceChildren(S.headLines(tables, layer, head));
+  };
+  S.headListeners.push(show);
+  S.head = first;
+  show(...first);
+  return { place: S.element("div.head", {}, title, shown), charts };
+};
+
+/** The head with the most window mass at position 0. */
+S.strongest = () => {
+  const table = S.table("attention");
+  if (!table) return null;
+  const rows = table.where({ position: 0 });
+  const mapped = new Set(S.mapped().map((pair) => pair.join(" ")));
+  const pair = (row) => [table.get("layer")[row], table.get("head")[row]];
+  const candidates = mapped.size ? rows.filter((row) => mapped.has(pair(row).join(" "))) : rows;
+  const best = d3.greatest(candidates.length ? candidates : rows, (row) => table.get("window_mass")[row]);
+  return best === undefined ? null : pair(best);
+};
+
+S.anyHead = ([table]) => {
+  const row = d3.range(table.length).find((at) => table.get("head")[at] >= 0);
+  return row === undefined ? null : [table.get("layer")[row], table.get("head")[row]];
+};
+
+/** All that is known of the head as a whole, of every table with a row a head. */
+S.headNumbers = (layer, head) => {
+  const rows = [];
+  for (const table of S.tables.values()) {
+    if (!table.length || !table.has("layer", "head") || table.has("token") || table.has("sequence") || table.has("group"))
+      continue;
+    const at = table.has("position") ? { position: 0 } : {};
+    const labels = S.runLabels(table);
+    for (const row of table.where({ layer, head, ...at }))
+      for (const column of table.values) {
+        const about = S.aboutColumn(column);
+        const keys = ["pathway", "parameter"].filter((name) => table.has(name)).map((name) => table.get(name)[row]);
+        rows.push([[S.withUnit(about), ...keys, labels[row]].filter(Boolean).join(", "),
+          about.text(Number(table.get(column.name)[row] ?? NaN)), about.meaning]);
+      }
+  }
+  const details = S.element("details", {}, S.element("summary", {}, `All numbers at position 0 (${rows.length})`));
+  details.append(S.plainTable([{ label: "Number" }, { label: "Value", number: true }, { label: "Meaning" }], rows,
+    `Layer ${layer}, head ${head}, position 0`));
+  return details;
+};
+
+S.attentionMap = (layer, head, heads) => {
+  const rows = S.mapRows(layer, head);
+  const buttons = S.element("div.controls", {}, S.element("span", {}, "Heads with a stored map: "), ...heads.map((pair) =>
+    S.element("button", { type: "button", "aria-pressed": String(pair[0] === layer && pair[1] === head),
+      onclick: () => S.openHead(...pair) }, `layer ${pair[0]}, head ${pair[1]}`)));
+  if (!rows.length)
+    return S.element("div", {}, S.element("p.note", {}, heads.length
+      ? "Of this head no map is stored: a run keeps those of a few telling heads. Its means over all sequences follow."
+      : "This run keeps no attention maps."), heads.length ? buttons : "");
+  const table = S.table("attention_maps");
+  const labels = S.runLabels(table);
+  const [query, key, weight, token, sequence] = ["query", "key", "weight", "token", "sequence"].map((name) => table.get(name));
+  const about = { label: "attention weight", unit: "", text: S.number };
+  const scale = S.colorScale([0, 1]);
+  const figures = d3.groups(rows, (row) => `${labels[row]} ${sequence[row]}`).slice(0, 4).map(([, own]) => {
+    const found = new Map(own.map((row) => [`${query[row]} ${key[row]}`, weight[row]]));
+    const tokens = new Map(own.map((row) => [key[row], S.visible(token[row])]));
+    const places = table.distinct("key", own);
+    const title = [`Attention of layer ${layer}, head ${head}, sequence ${sequence[own[0]]}`, labels[own[0]]];
+    return S.heatmap({
+      rows: table.distinct("query", own), columns: places, rowName: "query", columnName: "key", scale, text: S.number,
+      title: title.filter(Boolean).join(", "), maxCell: 9, value: (row, column) => found.get(`${row} ${column}`) ?? null,
+      more: (row, column) => ` (${tokens.get(row)} → ${tokens.get(column)})`,
+    });
+  });
+  return S.element("div", {}, buttons, S.colorLegend(scale, about), S.element("div.maps", {}, ...figures));
+};
+
+/** Every column by position, a chart each. */
+S.headLines = (tables, layer, head) => {
+  const charts = [];
+  for (const table of tables) {
+    const rows = table.where({ layer, head });
+    const labels = S.runLabels(table);
+    const group = (row) => [table.has("pathway") ? table.get("pathway")[row] : "", labels[row]].filter(Boolean).join(", ");
+    for (const column of table.values.filter(({ kind }) => kind === "number")) {
+      const about = S.aboutColumn(column);
+      const points = rows.map((row) => ({ x: table.get("position")[row], y: table.get(column.name)[row], group: group(row) }));
+      if (points.some(({ y }) => Number.isFinite(y)))
+        charts.push(S.lines({ points, x: { label: "position" }, y: about, height: 190,
+          title: `${about.label}: ${about.meaning}` }));
+    }
+  }
+  return S.element("div.grid", {}, ...charts);
+};

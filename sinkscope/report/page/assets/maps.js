@@ -1,0 +1,127 @@
+"use strict";
+// Layer × head, or layer × position, of any column of any table that has both; runs and arms side by side.
+
+/** Columns that can be mapped: {table, column, across}. Tables of tokens list those of interest only: no maps. */
+S.mappable = () => {
+  const entries = [];
+  for (const table of S.tables.values()) {
+    if (!table.length || !table.has("layer") || table.has("token") || table.has("metric")) continue;
+    const across = ["head", "position"].find((name) => table.has(name));
+    if (!across || table.distinct("layer").every((layer) => layer < 0)) continue;
+    for (const column of table.values)
+      if (table.get(column.name).some((value) => Number.isFinite(Number(value)) && value !== null))
+        entries.push({ table, column, across });
+  }
+  return entries;
+};
+
+/** What tells the runs or arms of a table apart: columns of S.ARMS with several values. */
+S.armColumns = (table) => S.ARMS.filter((name) => table.varies(name));
+
+/** Label of the arm of each row. */
+S.armLabels = (table) => {
+  const columns = S.armColumns(table).map((name) => table.get(name));
+  return d3.range(table.length).map((row) => columns.map((values) => values[row]).join(" · "));
+};
+
+/** The same with the step, for what shows all steps at once. */
+S.runLabels = (table) =>
+  table.varies("step")
+    ? S.armLabels(table).map((label, row) => [label, `step ${table.get("step")[row]}`].filter(Boolean).join(" · "))
+    : S.armLabels(table);
+
+/**
+ * Choices for keys by which rows are still not told apart: sequence, pathway, step, …
+ * axes: columns that tell rows apart already; chosen: name → value, kept from one table to the next.
+ * Returns the rows that are left, and the controls.
+ */
+S.narrowed = (table, axes, chosen, changed, from = d3.range(table.length)) => {
+  let rows = from;
+  const selects = [];
+  const keys = table.keys.map(({ name }) => name).filter((name) => !axes.includes(name) && table.varies(name));
+  for (const name of d3.sort(keys, (key) => (key === "metric" ? 0 : key === "layer" ? 1 : 2))) {
+    if (!S.tellsApart(table, name, axes, rows)) continue;
+    const values = table.distinct(name, rows);
+    if (!values.includes(chosen[name])) chosen[name] = S.usual(name, values);
+    const change = (value) => { chosen[name] = value; changed(); };
+    const label = name.replaceAll("_", " ");
+    const text = name === "metric" ? (metric) => S.aboutMetric(metric).label
+      : name === "layer" ? (layer) => (layer < 0 ? "whole model" : String(layer)) : S.value;
+    selects.push(name === "step" ? S.slider(label, values, chosen[name], change) : S.pick(label, values, chosen[name], change, text));
+    rows = rows.filter((row) => table.get(name)[row] === chosen[name]);
+  }
+  return { rows, selects };
+};
+
+/** Whether rows that are alike on the axes differ in a column. */
+S.tellsApart = (table, name, axes, rows) => {
+  const columns = axes.map((axis) => table.get(axis)), values = table.get(name), seen = new Map();
+  for (const row of rows) {
+    const place = columns.map((column) => column[row]).join("\u0000");
+    if (!seen.has(place)) seen.set(place, values[row]);
+    else if (seen.get(place) !== values[row]) return true;
+  }
+  return false;
+};
+
+S.usual = (name, values) =>
+  ["sink_rate", "layer_out", "value", "attn"].find((value) => values.includes(value)) ??
+  (name === "step" ? values.at(-1) : name === "layer" && values.includes(-1) ? -1 : values.includes(0) ? 0 : values[0]);
+
+S.leftOut = (table) =>
+  table.leftOut ? S.element("p.note", {}, `Table ${table.name}: ${table.leftOut}; all are in the parquet file.`) : null;
+
+S.mapPanel = () => {
+  const entries = S.mappable();
+  if (!entries.length) return null;
+  const first = entries.findIndex(({ table, column }) => table.name === "attention" && column.name === "sink_rate");
+  const state = { entry: entries[Math.max(0, first)], chosen: {}, arms: null };
+  const controls = S.element("div.controls");
+  const place = S.element("div.panels");
+  const note = S.element("div");
+
+  const choices = {};
+  entries.forEach(({ table, column, across }, at) => {
+    const group = `${table.name} (layer × ${across})`;
+    (choices[group] ??= []).push([at, S.aboutColumn(column).label]);
+  });
+
+  const redraw = () => {
+    const { table, column, across } = state.entry;
+    const about = S.aboutColumn(column);
+    const labels = S.armLabels(table);
+    const arms = [...new Set(labels)];
+    if (!state.arms?.every((arm) => arms.includes(arm))) state.arms = arms.slice(0, 4);
+    const ofLayers = d3.range(table.length).filter((row) => table.get(across)[row] >= 0 && table.get("layer")[row] >= 0);
+    const { rows, selects } = S.narrowed(table, ["layer", across, ...S.armColumns(table)], state.chosen, redraw, ofLayers);
+    S.setControls(controls,
+      S.select("Metric", choices, entries.indexOf(state.entry), (at) => { state.entry = entries[at]; redraw(); }), ...selects,
+      arms.length > 1 ? S.several("Side by side", arms, state.arms, (now) => { state.arms = now; redraw(); }) : null);
+    note.replaceChildren(S.element("p.about", {}, ...S.sentence(`${about.label}: ${about.meaning}. Table ${table.name}.`)),
+      S.leftOut(table) ?? "");
+    place.replaceChildren(...S.sideBySide(state, rows, labels, about));
+  };
+
+  redraw();
+  return { controls, note, place };
+};
+
+/** A map for each run or arm that is chosen, all with the same colors. */
+S.sideBySide = ({ entry: { table, column, across }, arms }, rows, labels, about) => {
+  const values = table.get(column.name).map((value) => (value === null ? null : Number(value)));
+  const scale = S.colorScale(rows.filter((row) => arms.includes(labels[row])).map((row) => values[row]));
+  const [layerOf, placeOf] = [table.get("layer"), table.get(across)];
+  const isOfHeads = across === "head";
+  const maps = arms.map((arm) => {
+    const found = new Map(rows.filter((row) => labels[row] === arm).map((row) => [`${layerOf[row]} ${placeOf[row]}`, values[row]]));
+    return S.heatmap({
+      rows: table.distinct("layer", rows), columns: table.distinct(across, rows), rowName: "layer", columnName: across,
+      scale, text: about.text, title: [S.withUnit(about), S.visible(arm)].filter((text) => text !== "∅").join(", "),
+      value: (layer, at) => found.get(`${layer} ${at}`) ?? null,
+      pick: isOfHeads ? S.openHead : null, chosen: isOfHeads ? S.head : null,
+      hover: (layer, at) => maps.forEach(({ map }) => map.outline(layer, at)),
+    });
+  });
+  S.headMaps = isOfHeads ? maps.map(({ map }) => map) : [];
+  return [S.colorLegend(scale, about), S.element("div.maps", {}, ...maps)];
+};

@@ -1,0 +1,43 @@
+"use strict";
+// The page: its sections in their order, those that the tables allow.
+
+S.SECTIONS = () => [S.findings, S.claims, S.effects, S.routes, S.training, S.heads, S.text, S.layers, S.massive,
+  S.gradients, S.quantization, S.explore, S.tablesSection, S.runSection];
+
+S.title = () => {
+  const models = [...new Set([...S.tables.values()].flatMap((table) => (table.has("model") ? table.distinct("model") : [])))];
+  return S.visible(models.length > 3 ? `${models.length} models` : models.join(", ") || S.manifest.command);
+};
+
+S.facts = () => {
+  const { manifest } = S.data;
+  const input = manifest.input ?? {};
+  const facts = [
+    ["command", `sinkscope ${manifest.command}`], ["condition", manifest.condition],
+    ["sequences", input.sequences], ["tokens each", input.shortest === input.longest ? input.shortest : `${input.shortest}–${input.longest}`],
+    ["token 0", input.token_zero], ["dtype", manifest.dtype], ["ε", manifest.config?.epsilon],
+    ["measured", manifest.started?.slice?.(0, 10)],
+  ].filter(([, value]) => value !== undefined && value !== null && value !== "undefined–undefined");
+  return S.element("dl.facts", {}, ...facts.flatMap(([name, value]) =>
+    [S.element("div", {}, S.element("dt", {}, name), S.element("dd", {}, S.visible(value)))]));
+};
+
+S.start = () => {
+  S.load(document.getElementById("data").textContent);
+  const title = S.title();
+  document.title = `${title} – sinkscope`;
+  const sections = S.SECTIONS().map((make) => make()).filter(Boolean);
+  const links = sections.map((section) =>
+    S.element("li", {}, S.element("a", { href: `#${section.id}` }, section.querySelector("h2").textContent)));
+  document.body.append(
+    S.element("a.skip", { href: "#main" }, "Skip to the content"),
+    S.element("header", {}, S.element("h1", {}, title), S.facts(),
+      S.element("nav", { "aria-label": "Sections" }, S.element("ul", {}, ...links))),
+    S.element("main", { id: "main" }, ...sections),
+    S.element("footer", {}, `Made by sinkscope ${S.data.version} from the tables of this folder. Nothing on this page is loaded from a network.`),
+    S.tip);
+  document.addEventListener("keydown", (event) => { if (event.key === "Escape") S.hideTip(); });
+  document.body.dataset.ready = "true";
+};
+
+S.start();

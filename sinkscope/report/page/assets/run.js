@@ -1,0 +1,27 @@
+"use strict";
+// How it was measured, and how to repeat it.
+
+S.runSection = () => {
+  const { manifest, commands, links, absent } = S.data;
+  return S.section("run", "Configuration", "All of run.json, and the command that repeats it.",
+    commands.length ? S.element("div", {}, S.element("h3", {}, "To repeat it"), ...commands.map((line) =>
+      S.element("pre", { tabindex: 0 }, S.element("code", {}, S.visible(line))))) : "",
+    Object.keys(links).length ? S.element("div", {}, S.element("h3", {}, "Pages of its runs"), S.element("ul", {},
+      ...Object.entries(links).map(([label, page]) => S.element("li", {}, S.element("a", { href: page }, S.visible(label)))))) : "",
+    absent.length ? S.element("p.note", {}, `Tables that run.json lists and this folder lacks: ${absent.join(", ")}.`) : "",
+    S.element("h3", {}, "run.json"), S.tree(manifest));
+};
+
+S.tree = (value) =>
+  S.element("dl.tree", {}, ...Object.entries(value).flatMap(([name, part]) => {
+    const isNested = part !== null && typeof part === "object" && Object.keys(part).length > 0;
+    const isShort = Array.isArray(part) && part.every((one) => typeof one !== "object");
+    const inside = isNested && !isShort
+      ? S.element("details", {}, S.element("summary", {}, `${Object.keys(part).length} entries`), S.tree(part))
+      : S.visible(isNested ? shortened(part) : part === null ? "–" : typeof part === "object" ? "–" : part);
+    return [S.element("dt", {}, S.visible(name)), S.element("dd", {}, inside)];
+  }));
+
+/** Values of a list; of equal ones the value and how many there are. */
+const shortened = (values) =>
+  new Set(values).size === 1 && values.length > 3 ? `${values[0]} (${values.length} times)` : values.join(", ");

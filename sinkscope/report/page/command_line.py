@@ -1,0 +1,63 @@
+"""The command line that repeats a folder, from its run.json."""
+
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from sinkscope.models.files import is_demo
+from sinkscope.options import COMMANDS
+from sinkscope.options.option import Options, flag
+
+NAMES = {"analyze_steps": "analyze"}  # functions that another command calls
+
+
+def command_lines(manifest: Mapping[str, Any], folder: Path | None) -> list[str]:
+    """The lines that a user may type, the shortest first; none where the model was handed over in Python.
+
+    Args:
+        manifest: the content of run.json.
+        folder: where it stands.
+    """
+    recipe, command = manifest.get("recipe"), str(manifest["command"])
+    name = NAMES.get(command, command)
+    if recipe:
+        return [shlex.join(["sinkscope", "run", str(recipe["name"])])]
+    kind = COMMANDS.get(name)
+    if kind is None or name == "sweep" or _was_handed_over(manifest):  # a sweep's run.json holds the file's content
+        return []
+    lines = [shlex.join(["sinkscope", name, *words])] if (words := _words(kind, manifest["config"])) is not None else []
+    if kind.repeatable and folder is not None and command == name:
+        lines.insert(0, shlex.join(["sinkscope", name, "--from", folder.name]))
+    return lines
+
+
+def _was_handed_over(manifest: Mapping[str, Any]) -> bool:
+    """Whether the model was an object in Python, which no command line can name."""
+    model = manifest.get("model")
+    return isinstance(model, dict) and manifest["config"].get("model") is None and not is_demo(str(model.get("source")))
+
+
+def _words(kind: type[Options], config: Mapping[str, Any]) -> list[str] | None:
+    """The options that are not the defaults, as they are typed; None where one cannot be typed."""
+    words: list[str] = []
+    for name, field in kind.model_fields.items():
+        value = config.get(name, field.default)
+        default = list(field.default) if isinstance(field.default, tuple) else field.default
+        if value is None or value == default or name in kind.hidden:
+            continue
+        if isinstance(value, dict):
+            return None
+        typed = list(_typed(name, value, name in kind.arguments))
+        words = [*typed, *words] if name in kind.arguments else [*words, *typed]
+    return words
+
+
+def _typed(name: str, value: Any, is_argument: bool) -> Iterator[str]:
+    for one in value if isinstance(value, list) else [value]:
+        if is_argument:
+            yield str(one)
+        elif one is True:
+            yield flag(name)
+        elif one is not False:
+            yield from (flag(name), str(one))

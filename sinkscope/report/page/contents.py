@@ -1,0 +1,168 @@
+"""What a page shows: run.json, the folder's tables, findings in words, and the runs of which the folder is made."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+from urllib.parse import quote
+
+import pandas as pd
+
+from sinkscope.errors import InputError
+from sinkscope.report.tables import written_tables
+from sinkscope.report.verdict import REPORTS
+from sinkscope.results.findings import Finding
+from sinkscope.results.manifest import folder_of, read_manifest
+from sinkscope.results.run import RunData
+from sinkscope.results.tables import LEADING_COLUMNS, SEQUENCE, Column, Columns, names_of, read_table
+
+PAGE = "index.html"
+RUN = Column("run", "which of the runs side by side", kind="text")
+STEP = Column("step", "of the training", kind="whole")
+GROUPED = {SEQUENCE.name, "group"}  # columns of tables that have rows for each sequence
+
+
+class _Shown(RunData):
+    columns: ClassVar[Mapping[str, Columns]] = written_tables()
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a page is made of.
+
+    Attributes:
+        manifest: The content of run.json.
+        tables: Name → table, of the folder itself.
+        parts: What a run is called → the run, of those that are shown side by side.
+        findings: Of the verdict; empty of a folder that has none.
+        folder: Where the page is to be; None for one that is shown in a notebook.
+        absent: Tables that run.json lists and the folder lacks.
+        named_by: What the names of `parts` are, as a column of their tables.
+    """
+
+    manifest: Mapping[str, Any]
+    tables: Mapping[str, pd.DataFrame]
+    parts: Mapping[Any, RunData] = field(default_factory=dict)
+    findings: Sequence[Finding] = ()
+    folder: Path | None = None
+    absent: tuple[str, ...] = ()
+    named_by: Column = RUN
+
+    @classmethod
+    def of_folder(cls, path: str | os.PathLike[str]) -> "Contents":
+        """Of a folder that any command wrote; tables that it lacks are left out, and so are runs that are gone.
+
+        Raises:
+            InputError: it is no such folder, or a table is damaged.
+        """
+        folder = folder_of(path)
+        manifest = read_manifest(folder, None)
+        files = {name: folder / "tables" / f"{name}.parquet" for name in manifest["tables"]}
+        tables = {name: read_table(file, _schema(name)) for name, file in files.items() if file.is_file()}
+        places = _PARTS.get(manifest["command"], lambda folder, manifest: {})(folder, manifest)
+        parts = {label: run for label, place in places.items() if (run := _opened(place)) is not None}
+        absent = tuple(name for name in files if name not in tables)
+        named_by = STEP if manifest["command"] == "analyze_steps" else RUN
+        findings = [] if absent else _findings(RunData(manifest, tables, folder))
+        return cls(manifest, tables, parts, findings, folder, absent, named_by)
+
+    @property
+    def all_tables(self) -> dict[str, pd.DataFrame]:
+        """The folder's own, and those that runs side by side have, with their names as the first column."""
+        names = dict.fromkeys(name for run in self.parts.values() for name in run.tables)
+        shared = [name for name in names if name not in self.tables and not _is_by_sequence(name)]
+        return {**self.tables, **{name: self._side_by_side(name) for name in shared}}
+
+    @property
+    def columns(self) -> dict[str, Columns]:
+        """Name of a table → what its columns hold, behind the leading ones."""
+        own = (self.named_by,) if self.parts else ()
+        return {name: (*own, *columns) for name, columns in written_tables().items()}
+
+    def _side_by_side(self, name: str) -> pd.DataFrame:
+        """A table of all runs."""
+        tables = {label: run.tables[name] for label, run in self.parts.items() if name in run.tables}
+        joined = pd.concat([table.assign(**{self.named_by.name: label}) for label, table in tables.items()])
+        return joined[[self.named_by.name, *next(iter(tables.values())).columns]].reset_index(drop=True)
+
+    @property
+    def links(self) -> dict[str, str]:
+        """What a run is called → its page, from this one's place; only those that are there."""
+        if self.folder is None:
+            return {}
+        places = _LINKED.get(str(self.manifest["command"]), _places_of_parts)(self.folder, self.manifest)
+        pages = {label: place / PAGE for label, place in places.items()}
+        return {label: _relative(page, self.folder) for label, page in pages.items() if page.is_file()}
+
+
+def _is_by_sequence(table: str) -> bool:
+    """Whether a table is long, with rows for each sequence: it stands in the page of its own run. A map is of one."""
+    names = set(names_of(written_tables().get(table, ())))
+    return bool(names & GROUPED) and "query" not in names
+
+
+def _schema(table: str) -> Columns:
+    """The columns that a table must have; none of one that has a column for each run."""
+    known = written_tables()
+    return (*LEADING_COLUMNS, *known[table]) if table in known else ()
+
+
+def _findings(run: RunData) -> Sequence[Finding]:
+    return REPORTS[run.command](run).findings if run.command in REPORTS else ()
+
+
+# --- where the runs of a folder stand
+
+Places = dict[Any, Path]
+
+
+def _steps(folder: Path, manifest: Mapping[str, Any]) -> Places:
+    return {at["step"]: folder / at["folder"] for at in manifest["steps"]}
+
+
+def _arms(folder: Path, manifest: Mapping[str, Any]) -> Places:
+    labels = ("untouched", *manifest["arms"])
+    return {label: place for label in labels if (place := folder / label / "run").is_dir()}
+
+
+def _compared(folder: Path, manifest: Mapping[str, Any]) -> Places:
+    return {one["label"]: Path(one["folder"]) for one in manifest.get("runs", ()) if one.get("folder")}
+
+
+def _of_claims(folder: Path, manifest: Mapping[str, Any]) -> Places:
+    return {place.name: place for place in sorted(folder.glob("runs/*")) if place.is_dir()}
+
+
+def _of_sweep(folder: Path, manifest: Mapping[str, Any]) -> Places:
+    return {name: folder.parent / "cells" / name for name in manifest.get("cells", ())}
+
+
+# command → the runs that its page shows side by side
+_PARTS: dict[str, Callable[[Path, Mapping[str, Any]], Places]] = {
+    "analyze_steps": _steps,
+    "retrofit": _arms,
+    "train": _arms,
+    "compare": _compared,
+}
+# command → the runs that its page names only: there may be hundreds
+_LINKED = {"claims": _of_claims, "sweep": _of_sweep}
+
+
+def _places_of_parts(folder: Path, manifest: Mapping[str, Any]) -> Places:
+    command = str(manifest["command"])
+    return _PARTS[command](folder, manifest) if command in _PARTS else {}
+
+
+def _opened(place: Path) -> RunData | None:
+    """A run; None where it is gone, or not whole."""
+    try:
+        return _Shown.open(place)
+    except InputError:
+        return None
+
+
+def _relative(page: Path, folder: Path) -> str:
+    """As the address of a link: `./` in front, since a name may look like another scheme."""
+    path = os.path.relpath(page.absolute(), folder.absolute())
+    return "./" + quote(Path(path).as_posix())

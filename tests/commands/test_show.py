@@ -1,0 +1,87 @@
+"""`show`: the page of a folder, opened or named, and made again from the tables alone."""
+
+import json
+import shutil
+import webbrowser
+from pathlib import Path
+
+import pytest
+from support.figures import skip_figures
+from support.pages import data_of, table_of
+from tiny import tiny_model
+from typer.testing import CliRunner
+
+import sinkscope
+from sinkscope.cli.app import app
+from sinkscope.results.manifest import read_manifest, strangers
+
+ASKED = {"observables": "attention,massive", "input": "random", "num_seqs": 2, "seq_len": 12, "bos": "never"}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        skip_figures(patch)
+        return sinkscope.analyze(tiny_model("llama"), out=tmp_path_factory.mktemp("runs") / "run", **ASKED).folder
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "run"))
+
+
+def test_every_run_has_a_page_with_its_numbers(run: Path) -> None:
+    opened = sinkscope.Run.open(run)
+    found = table_of(data_of((run / "index.html").read_text(encoding="utf-8")), "summary")
+    assert found["value"] == pytest.approx(opened.tables["summary"]["value"].tolist(), rel=1e-5, nan_ok=True)
+    assert "index.html" in opened.manifest["files"]
+
+
+def test_a_missing_page_is_made_from_the_tables_as_it_was(run: Path) -> None:
+    page = run / "index.html"
+    before = data_of(page.read_text(encoding="utf-8"))
+    page.unlink()
+    assert sinkscope.show(run) == page
+    after = data_of(page.read_text(encoding="utf-8"))
+    assert after["tables"] == before["tables"]
+    assert after["findings"] == before["findings"]
+
+
+def test_a_page_that_is_added_is_the_commands_own(tmp_path: Path, no_figures: None) -> None:
+    run = sinkscope.analyze(tiny_model("llama"), out=tmp_path / "run", page=False, **ASKED).folder
+    assert not (run / "index.html").exists()
+    sinkscope.show(run)
+    assert list(strangers(run)) == []  # --overwrite may replace the folder
+    assert read_manifest(run)["files"].count("index.html") == 1
+
+
+def test_a_lacking_table_is_named_and_the_others_are_shown(run: Path) -> None:
+    (run / "tables" / "massive.parquet").unlink()
+    data = data_of(sinkscope.show(run, anew=True).read_text(encoding="utf-8"))
+    assert data["absent"] == ["massive"]
+    assert "attention" in {table["name"] for table in data["tables"]}
+
+
+def test_of_a_folder_of_runs_the_comparison_is_shown(run: Path, tmp_path: Path) -> None:
+    outer = tmp_path / "sweep"
+    shutil.copytree(run, outer / "comparison")
+    (outer / "run.json").write_text(json.dumps({"sinkscope": "0", "command": "sweep", "config": {}, "tables": []}))
+    assert sinkscope.show(outer) == outer / "comparison" / "index.html"
+
+
+def test_it_opens_the_browser_or_prints_the_path(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", lambda url: asked.append(url) is None)
+    assert CliRunner().invoke(app, ["show", str(run)]).output == ""
+    assert asked == [(run / "index.html").as_uri()]
+    printed = CliRunner().invoke(app, ["show", str(run / "run.json"), "--print"])
+    assert printed.output == f"{run / 'index.html'}\n"
+    assert len(asked) == 1
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path, run: Path) -> None:
+    with pytest.raises(sinkscope.InputError, match="is not a run folder"):
+        sinkscope.show(tmp_path)
+    (run / "tables" / "summary.parquet").write_text("")
+    with pytest.raises(sinkscope.InputError, match="is damaged"):
+        sinkscope.show(run, anew=True)

@@ -1,0 +1,164 @@
+"""Pages of runs made by hand, and a browser that opens them."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from sinkscope.report.page import Contents, page_of
+from sinkscope.report.run import Run
+from sinkscope.results.findings import Finding, Outcome
+from sinkscope.results.tables import LEADING
+from support.figure_tables import grid, make_run
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+Table = dict[str, list[Any]]
+
+
+def chromium() -> str | None:
+    """The path of a browser that Playwright can drive; None where there is none."""
+    return next((path for name in BROWSERS if (path := shutil.which(name))), None)
+
+
+def led(tables: Mapping[str, pd.DataFrame], model: str = "org/Tiny-1M", condition: str = "natural") -> dict:
+    """Tables with the columns that all begin with, as they are published."""
+    shaped = {}
+    for name, table in tables.items():
+        whole = {"model": model, "condition": condition, "layer": -1}
+        missing = {column: value for column, value in whole.items() if column not in table}
+        shaped[name] = table.assign(**missing)[[*LEADING, *(name for name in table if name not in LEADING)]]
+    return shaped
+
+
+def analysis(**given: Any) -> Contents:
+    """Of a run of `analyze`, with findings. `given`: as for `make_run`."""
+    run = make_run(**{"layers": 4, "heads": 4, "positions": 8, "length": 12} | given)
+    manifest = run.manifest | {"command": "analyze", "tables": [], "dtype": "float32"}
+    findings = [
+        Finding(
+            "not-measured", "Sink", Outcome.MEASURED, numbers={"what": "A `finding`", "reason": "why"}, is_headline=True
+        ),
+        Finding("gradient-null", "Gradients", value=2.0),
+    ]
+    return Contents(manifest, led(run.tables, run.model), findings=findings)
+
+
+def experiment() -> Contents:
+    """Of a run of `intervene`: three arms with controls."""
+    random = np.random.default_rng(0)
+    names = [f"do-{number}" for number in range(3)]
+    effect = grid(name=names, draw=[-2, -1, 0, 1], metric=["sink_rate", "perplexity"], layer=[-1, 0, 1])
+    effect["arm"] = effect["draw"].map({-2: "before", -1: "after"}).fillna("control")
+    effect = effect.assign(draw=effect["draw"].clip(-1), position=0, value=random.uniform(0.1, 1, len(effect)))
+    attention = grid(condition=["before", *names], layer=range(4), head=range(4))
+    attention = attention.assign(kv_head=0, attention_entropy=random.uniform(0, 4, len(attention)), missing_mass=0.0)
+    manifest = {"command": "intervene", "config": {}, "tables": [], "condition": "natural"}
+    return Contents(manifest, led({"effect": effect, "attention_heads": attention}))
+
+
+def training() -> Contents:
+    """Of `retrofit`: two methods, two seeds, by step."""
+    random = np.random.default_rng(0)
+    table = grid(condition=["none", "vga"], seed=[0.0, 1.0], step=range(0, 50, 10), metric=["loss", "gradient_norm"])
+    gates = grid(condition=["vga"], layer=range(4), head=range(4), seed=[0.0, 1.0], parameter=["weight"])
+    gates["displacement"] = random.uniform(0, 1, len(gates))
+    manifest = {"command": "retrofit", "config": {}, "tables": [], "arms": {}}
+    value = random.uniform(1, 9, len(table))
+    return Contents(manifest, led({"training": table.assign(value=value), "gates": gates}))
+
+
+def claims() -> Contents:
+    """Of `claims`: three claims of two models."""
+    table = grid(model=["one", "two"], claim=["GS-1", "GS-2", "W-1"], part=[0, 1])
+    outcomes = {"GS-1": "holds", "GS-2": "fails", "W-1": "not measured"}
+    value = np.arange(len(table)) / 10
+    texts = {name: name for name in ("paper", "reference", "statement", "quantity", "test", "passes", "published")}
+    table = table.assign(value=value, low=value - 0.1, high=value + 0.1, null=np.nan, least=0.5, most=np.inf, **texts)
+    table = table.assign(outcome=table["claim"].map(outcomes), is_ours=True, note=None)
+    return Contents({"command": "claims", "config": {}, "tables": []}, led({"claim": table}))
+
+
+def sweep() -> Contents:
+    """Of a sweep's comparison: two models on three inputs."""
+    table = grid(model=["one", "two"], input=["natural", "random", "repeated"], layer=[-1, 0, 1], metric=["sink_rate"])
+    table = table.assign(cell=table["model"] + table["input"], step=-1, parameters=7, value=np.arange(len(table)) / 20)
+    return Contents({"command": "sweep", "config": {}, "tables": [], "cells": []}, led({"sweep": table}))
+
+
+def side_by_side() -> Contents:
+    """Of two analyses."""
+    runs = {
+        f"run {number}": make_run(model=f"org/{number}", layers=2 + number, positions=6, length=8)
+        for number in range(2)
+    }
+    parts = {
+        label: Run(run.manifest | {"command": "analyze"}, led(run.tables, run.model)) for label, run in runs.items()
+    }
+    comparison = pd.DataFrame({"metric": ["sink_rate"], "run 0": [0.5], "run 1": [0.25]})
+    return Contents({"command": "compare", "config": {}, "tables": []}, {"comparison": comparison}, parts)
+
+
+KINDS = {"analysis": analysis, "experiment": experiment, "training": training, "claims": claims, "sweep": sweep,
+         "side by side": side_by_side}  # fmt: skip
+
+
+# --- reading
+
+
+def data_of(html: str) -> dict[str, Any]:
+    """What a page's scripts read."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
+    assert found is not None
+    return json.loads(found[1])
+
+
+def table_of(data: Mapping[str, Any], name: str) -> Table:
+    """Column → values, of a table in a page."""
+    table = next(table for table in data["tables"] if table["name"] == name)
+    return {column["name"]: expanded(column["values"]) for column in table["columns"]}
+
+
+def expanded(values: Any) -> list[Any]:
+    """The values of a compact column."""
+    if isinstance(values, dict) and "of" in values:
+        return [None if at < 0 else values["of"][at] for at in expanded(values["at"])]
+    if isinstance(values, dict):
+        values = [
+            value for value, count in zip(values["runs"][::2], values["runs"][1::2], strict=True) for _ in range(count)
+        ]
+    return [float(value) if value in ("inf", "-inf") else value for value in values]
+
+
+# --- a browser
+
+
+@contextmanager
+def opened(browser: Any, contents: Contents, folder: Path, **context: Any) -> Iterator[Any]:
+    """A page in a browser; afterwards it has written no error and asked nothing of a network."""
+    path = folder / "index.html"
+    path.write_text(page_of(contents).html, encoding="utf-8")
+    complaints: list[str] = []
+    window = browser.new_context(**{"viewport": {"width": 1280, "height": 900}} | context)
+    page = window.new_page()
+    page.on(
+        "console", lambda message: complaints.append(message.text) if message.type in ("error", "warning") else None
+    )
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("dialog", lambda dialog: complaints.append(f"dialog {dialog.message}"))
+    page.on(
+        "request", lambda asked: None if asked.url == path.as_uri() else complaints.append(f"asked for {asked.url}")
+    )
+    try:
+        page.goto(path.as_uri())
+        page.locator("body[data-ready]").wait_for()
+        yield page
+        assert complaints == []
+    finally:
+        window.close()
