@@ -24,9 +24,16 @@ from sinkscope.results.run import RunData
 JSON, RECIPE = "spared.json", "llm-compressor.yaml"
 
 
+def files(run: RunData) -> list[str]:
+    """What `write` writes: of other commands, and of runs before there was this, nothing."""
+    if run.command != "quantize" or "full_precision_modules" not in run.manifest["quantization"]:
+        return []
+    return [JSON] if llm_compressor_recipe(run) is None else [JSON, RECIPE]
+
+
 def write(run: RunData, folder: Path) -> None:
-    """Both files of a run of `quantize`; nothing of other runs."""
-    if run.command != "quantize":
+    """The files of a run of `quantize`."""
+    if not files(run):
         return
     (folder / JSON).write_text(json.dumps(spared(run), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     recipe = llm_compressor_recipe(run)

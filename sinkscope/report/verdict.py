@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from sinkscope.report import analysis, effects, quantization
+from sinkscope.report import analysis, effects, quantization, spared
 from sinkscope.report.figures import applicable
 from sinkscope.report.markdown import Report, report_markdown
 from sinkscope.report.paper_tables import paper_tables
@@ -32,8 +32,8 @@ def _files(run: RunData, folder: Path) -> str:
     recipe = run.manifest.get("recipe")  # which draws its own figures only
     figures = recipe["content"].get("figures", []) if recipe else applicable(run)
     tables = [f"{name}.parquet" for name in sorted(run.tables)] + [f"{name}.md" for name in paper_tables(run)]
-    lines = [f"{folder.name}/", "├── run.json", "├── verdict.md", "├── index.html (but with --no-page)", "├── tables/"]
-    lines += _columns(tables, "│   ")
+    first = ("run.json", "verdict.md", "index.html (but with --no-page)", *spared.files(run))
+    lines = [f"{folder.name}/", *(f"├── {name}" for name in first), "├── tables/", *_columns(tables, "│   ")]
     lines += ["└── figures/ (each as .png and .pdf)", *_columns(figures, "    ")]
     return "\n".join(lines)
 

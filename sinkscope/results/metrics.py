@@ -15,6 +15,7 @@ RETROFIT, TRAINING = "retrofit", "training"
 
 LARGE = 1e6  # from here on a number is printed as 1.085e+06
 MISSING = "–"  # printed in place of a number that was not measured
+UNITS = {"nats": "nats per token", "attention": "share of attention", "entries": ""}  # at an axis
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,12 @@ class Metric:
         """«16.94 ± 0.01»; no ± where `deviation` is NaN, as it is of a single value."""
         spread = "" if isnan(value) or isnan(deviation) else f" ± {self.text(deviation).lstrip('+')}"
         return self.text(value) + spread
+
+    @property
+    def axis(self) -> str:
+        """What stands at an axis: «loss (nats per token)», «perplexity»."""
+        unit = UNITS.get(self.unit, self.unit)
+        return f"{self.short} ({unit})" if unit else self.short
 
     @property
     def heading(self) -> str:

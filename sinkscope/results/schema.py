@@ -126,9 +126,14 @@ class Quantization(Part):
     scheme: Literal["linear", "full"] = "linear"
     bits_weights: Count
     bits_activations: Count
+    bits_kv_cache: Count = 8
+    weights_per: Literal["tensor", "channel"] = "tensor"
+    activations_per: Literal["tensor", "token"] = "tensor"
+    kv_cache_per: Literal["tensor", "token", "channel"] | None = None
     calibration: Count
     linear_layers: int
     not_quantized: dict[str, float]  # what → its share of the parameters
+    full_precision_modules: list[str] | None = None
 
 
 class QuantizeManifest(RunManifest):

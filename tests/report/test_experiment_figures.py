@@ -80,7 +80,9 @@ def run() -> Run:
 
 
 def panel(figure: Figure, title: str) -> Axes:
-    (ax,) = [ax for ax in figure.axes if ax.get_title().replace("\n", " ") == title]
+    (ax,) = [
+        ax for ax in figure.axes if title in (ax.get_title().replace("\n", " "), ax.get_xlabel().replace("\n", " "))
+    ]
     return ax
 
 
@@ -272,8 +274,8 @@ def test_effects_draws_before_after_and_every_control(run: Run) -> None:
     labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert all(matches(text, label.replace("+", " + ")) for text, label in zip(labels, MANY, strict=True))
     for title, metric, position in (
-        ("sink rate at position 0", "sink_rate", 0),
-        ("window mass at position 1", "window_mass", 1),
+        ("sink rate (share) at position 0", "sink_rate", 0),
+        ("window mass (share of attention) at position 1", "window_mass", 1),
         ("perplexity", "perplexity", -1),
         ("largest |activation|", "massive_magnitude", -1),
     ):
@@ -296,7 +298,9 @@ def test_effects_draws_before_after_and_every_control(run: Run) -> None:
 
 def test_effects_says_at_which_positions_arms_look() -> None:
     figure = draw("effects", experiment(ELSEWHERE))
-    rates, masses = panel(figure, "sink rate at @position"), panel(figure, "window mass at @position")
+    rates, masses = (
+        panel(figure, f"{name} at @position") for name in ("sink rate (share)", "window mass (share of attention)")
+    )
     assert [text.get_text() for text in rates.texts] == ["@0", "@2", "@3"]
     assert [text.get_text() for text in masses.texts] == ["–", "@4", "@5", "–"]
 

@@ -224,9 +224,9 @@ def bounds_axes(run: Run) -> list[Axes]:
         axes[name]
         for name in (
             "theorem 1 at position 0",
-            "theorem 1: share where it holds",
+            "theorem 1 holds",
             "theorem 2: attention branch",
-            "identity: largest relative error",
+            "identity",
             "theorem 2: MLP branch",
         )
     ]
@@ -437,7 +437,8 @@ def test_training_stands_what_was_not_measured() -> None:
             for figure in figures.values():
                 render(figure, layout=len(runs) > 1)
         assert ("training-gradient-norms" in figures) == (full[1] in [run for _, run in runs])
-    assert said(OF_STEPS["training-by-step"]([(0, forward)]).axes[0]) == ["not measured"]
+    assert [ax.get_title() for ax in OF_STEPS["training-by-step"]([(0, forward)]).axes] == ["sink rate"]
+    assert said(OF_STEPS["training-by-step"]([(0, nothing)]).axes[0]) == ["not measured"]
     with pytest.raises(InputError, match="no checkpoints"):
         OF_STEPS["training-by-step"]([])
 

@@ -57,8 +57,8 @@ def test_an_arm_looks_the_same_in_every_figure() -> None:
     for arm in ARMS[1:]:
         assert all(whole[arm][key] == trained[arm][key] for key in ("color", "marker", "linestyle", "label"))
     assert len({look["color"] for look in whole.values()}) == len(ARMS)
-    training = pd.DataFrame([("org/m", arm, -1, step, "loss", 2.0) for arm in ARMS[1:] for step in (1, 2)])
-    training.columns = pd.Index(["model", "condition", "layer", "step", "metric", "value"])
+    training = pd.DataFrame([("org/m", arm, -1, 0, step, "loss", 2.0) for arm in ARMS[1:] for step in (1, 2)])
+    training.columns = pd.Index(["model", "condition", "layer", "seed", "step", "metric", "value"])
     lines = OF_ARMS["retrofit-training"](Arms({"training": training}, RUNS)).axes[0].lines
     assert [line.get_color() for line in lines] == [whole[arm]["color"] for arm in ARMS[1:]]
 
@@ -77,9 +77,10 @@ def test_layers_are_position_0_against_the_mean_of_the_others() -> None:
     assert [ax.get_yscale() for ax in axes] == ["linear", "log", "log", "log"]
 
 
-def test_a_site_that_a_family_lacks_is_said() -> None:
+def test_a_site_that_a_family_lacks_has_no_panel() -> None:
     runs = {arm: run_of(arm, 0, ("layer_out", "attn_out")) for arm in ARMS}
-    assert said(OF_ARMS["retrofit-layers"](Arms({}, runs)).axes[2]) == ["no such site\nin this family"]
+    shown = [ax.get_title() for ax in OF_ARMS["retrofit-layers"](Arms({}, runs)).axes if ax.get_visible()]
+    assert shown == ["sink rate", "layer output", "attention output"]
 
 
 def test_values_are_relative_to_each_heads_later_positions() -> None:
@@ -104,9 +105,11 @@ def test_values_and_gates_by_position_and_by_layer() -> None:
     assert len(above[2].lines) == 2  # the one gated arm, and the line of no effect
 
 
-def test_without_gates_the_panels_say_so() -> None:
-    axes = OF_ARMS["retrofit-values"](Arms({}, {arm: RUNS[arm] for arm in (UNTOUCHED, "none")})).axes
-    assert said(axes[2]) == said(axes[5]) == ["no gates"]
+def test_without_gates_there_is_no_panel_of_them_and_with_one_layer_none_by_layer() -> None:
+    plain = {arm: RUNS[arm] for arm in (UNTOUCHED, "none")}
+    assert len(OF_ARMS["retrofit-values"](Arms({}, plain)).axes) == 4
+    first = {name: table[table["layer"] == 0] for name, table in RUNS["none"].tables.items()}
+    assert len(OF_ARMS["retrofit-values"](Arms({}, {"none": Run(RUNS["none"].manifest, first)})).axes) == 2
 
 
 def bars_of(**by_metric: list[float]) -> Any:
@@ -117,7 +120,8 @@ def bars_of(**by_metric: list[float]) -> Any:
         if not np.isnan(value)
     ]
     table = pd.DataFrame(rows, columns=["model", "condition", "layer", "metric", "value"])
-    return dict(zip(PANELS, OF_ARMS["retrofit-bars"](Arms({"retrofit": table}, RUNS)).axes, strict=True))
+    axes = OF_ARMS["retrofit-bars"](Arms({"retrofit": table}, RUNS)).axes
+    return dict(zip([name for name in PANELS if name in by_metric], axes, strict=False))
 
 
 def test_bars_begin_at_0_and_have_their_numbers_beside_them() -> None:
@@ -130,8 +134,25 @@ def test_bars_begin_at_0_and_have_their_numbers_beside_them() -> None:
     assert [bar.get_width() for bar in axes["perplexity_quantized"].patches] == [0, 18.5, 0]
     assert said(axes["perplexity_quantized"]) == ["∞", "18.50", "–"]
     assert said(axes["sink_rate"]) == ["73.1%", "0.0%", "100.0%"]
-    assert said(axes["kurtosis"]) == ["not measured"]
     assert [label.get_text() for label in axes["perplexity"].get_yticklabels()] == list(ARMS)
+
+
+def test_bars_show_every_seed_and_their_spread() -> None:
+    rows = [("org/m", arm, -1, seed, "perplexity", 10.0 + 2 * seed) for arm in ARMS for seed in range(3)]
+    rows += [("org/m", arm, -1, seed, "massive_count", 0.0) for arm in ARMS for seed in range(3)]
+    table = pd.DataFrame(rows, columns=["model", "condition", "layer", "seed", "metric", "value"])
+    figure = OF_ARMS["retrofit-bars"](Arms({"retrofit": table}, RUNS))
+    ax = figure.axes[0]
+    assert [bar.get_width() for bar in ax.patches] == [12.0] * 3
+    dots = [line for line in ax.lines if len(line.get_xdata()) == 3 and line.get_marker() == "o"]
+    assert [list(line.get_xdata()) for line in dots] == [[10.0, 12.0, 14.0]] * 3
+    (whiskers,) = [bars for bars in ax.containers if hasattr(bars, "has_xerr")]
+    ends = [segment[:, 0].tolist() for segment in whiskers[2][0].get_segments()]
+    assert ends == [[10.0, 14.0]] * 3  # one standard deviation, n - 1
+    assert said(ax) == ["12.00 ± 2.00"] * 3
+    assert "3 seeds" in figure.get_suptitle()
+    assert figure.get_suptitle().endswith("massive activations per sequence: 0")  # has no panel
+    assert len([ax for ax in figure.axes if ax.get_visible()]) == 1
 
 
 def test_nothing_measured_is_refused() -> None:

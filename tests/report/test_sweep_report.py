@@ -40,9 +40,9 @@ def with_scores(tables: SweepTables, *rows: tuple[str, str, float]) -> SweepTabl
 
 
 def lines(figure: Any) -> dict[str, list[tuple[float, float]]]:
-    """Label → its points."""
+    """Label → its points, those of a row of dots at its middle."""
     return {
-        str(line.get_label()): [(round(float(x), 6), round(float(y), 6)) for x, y in line.get_xydata()]
+        str(line.get_label()): [(round(float(x), 6), round(float(y))) for x, y in line.get_xydata()]
         for line in figure.axes[0].lines
         if not str(line.get_label()).startswith("_")
     }

@@ -20,6 +20,7 @@ from sinkscope.report.figures.style import COLUMN, Figure, new_figure
 from sinkscope.results.run import RunData
 
 BEFORE = "before"
+MEAN = "mean over heads and sequences"
 FAINTEST = 1e-2  # of the color scale: means over heads and sequences are seldom below it
 
 ACROSS = 8  # maps in a row
@@ -56,7 +57,7 @@ def draw(run: RunData) -> Figure:
     names = {cell: wrapped(cell.name, int(size / LETTER)) for cell in cells}
     lines = [max(names[cell].count("\n") + bool(cell.name) for cell in cells if cell.row == row) for row in range(down)]
     width = LEFT + across * (size + GAP) + beside + RIGHT
-    text = title(run, width, f"layer {layer} (sink changes most)")
+    text = title(run, width, f"layer {layer} (sink changes most)", MEAN)
     tops = TITLE + LINE * text.count("\n") + np.cumsum(np.array(lines) * NAME_LINE + size + GAP) - size
 
     figure = placed_figure(width, tops[-1] + size + (0.05 if has_room else BELOW), text)

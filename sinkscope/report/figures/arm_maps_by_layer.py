@@ -13,6 +13,7 @@ from matplotlib.image import AxesImage
 from sinkscope.report.effects import arms
 from sinkscope.report.figures.arm_maps import (
     BEFORE,
+    MEAN,
     SMALL,
     Maps,
     axes_at,
@@ -62,7 +63,7 @@ def draw(run: RunData) -> Figure:
     layers = sorted({layer for by_layer in maps.values() for layer in by_layer})
     page, note = _page(run, maps, len(layers))
     width = max(LEFT + page.across * page.size + RIGHT, COLUMN)
-    text = title(run, width, note)
+    text = title(run, width, note, MEAN)
     top = TOP + 0.13 * text.count("\n") - (0.13 if page.rows > 1 else 0)  # where no layers stand above the maps
     figure = placed_figure(width, top + page.tops[-1] + BELOW, text)
     for (condition, name), above in zip(page.conditions.items(), page.tops, strict=False):

@@ -13,7 +13,7 @@ from sinkscope.results.run import RunData
 
 NAME_LENGTH = 40  # characters of an arm's name
 WIDEST, THINNEST = 2.0, 0.9  # lines: later ones are thinner and lie on top, so that lines that coincide are all seen
-FAINT: Look = {"linestyle": (0, (3, 1.5)), "marker": "", "linewidth": 0.8, "alpha": 0.8}  # later positions
+FAINT: Look = {"marker": "", "linewidth": 0.6, "alpha": 0.8}  # later positions
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,18 @@ class Arms:
         """0 for a table that does not exist."""
         return len(self.tables.get(table, ()))
 
+    @property
+    def seeds(self) -> int:
+        """How many the tables hold."""
+        seeds = [seed for table in self.tables.values() if "seed" in table for seed in table["seed"].unique()]
+        return len(set(seeds))
+
+    def seeds_text(self, of_runs: bool = False) -> str:
+        """«3 seeds»; of a figure of runs, which are of the first one, «seed 0 of 3»."""
+        if self.seeds < 2:
+            return "1 seed"
+        return f"first of {self.seeds} seeds" if of_runs else f"{self.seeds} seeds"
+
     def all_have(self, *tables: str) -> bool:
         """Whether every arm's run has these tables."""
         return all(set(tables) <= set(run.tables) for run in self.runs.values())
@@ -44,11 +56,11 @@ class Arms:
 def arm_looks(arms: Iterable[str]) -> dict[str, Look]:
     """Arm → label, color, dashes, marker and width of its line.
 
-    The untouched model is black and takes no color, so that figures of the trained arms alone have the same ones.
+    The untouched model is gray and takes no color, so that figures of the trained arms alone have the same ones.
     """
     arms = list(arms)
     looks = line_looks()
-    untouched: Look = {"color": "black", "linestyle": "-", "marker": "P"}
+    untouched: Look = {"color": "0.6", "linestyle": "-", "marker": "P"}
     return {
         arm: (untouched if arm == UNTOUCHED else next(looks))
         | {"label": escape(shorten(arm, NAME_LENGTH)), "linewidth": width}

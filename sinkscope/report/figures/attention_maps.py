@@ -27,5 +27,5 @@ def draw(run: RunData) -> Figure:
     figure.colorbar(image, ax=figure.axes, label="attention weight", aspect=30, pad=0.02, extend="min")
     figure.supxlabel("key position")
     figure.supylabel("query position")
-    figure.suptitle(title(run, width, f"sequence {table['sequence'].iloc[0]}"))
+    figure.suptitle(title(run, width, f"one sequence ({table['sequence'].iloc[0]})"))
     return figure

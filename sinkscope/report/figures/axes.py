@@ -8,11 +8,14 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.text import Annotation
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from sinkscope.report.figures.style import Figure
 
 MOST_MARKERS = 20  # of one line; more would overlap
+MANY_DECADES = 1e5  # on a longer log axis, the ticks between powers of ten would be a gray bar
+ROUND = 1e-9  # of a logarithm
 
 # --- curves
 
@@ -88,6 +91,7 @@ def value_axis(ax: Axes, log: bool = False, share: bool = False) -> bool:
         ax.set_yticks([0, 0.5, 1])
     elif log:
         ax.set_yscale("log", nonpositive="mask")
+        ax.set_ylim(*with_decades(*ax.get_ylim()))
         log_ticks(ax.yaxis, *ax.get_ylim())
     return True
 
@@ -97,15 +101,27 @@ def has_values(ax: Axes, log: bool = False) -> bool:
     return bool(np.any(np.isfinite(values) & (values > 0 if log else True)))
 
 
+def with_decades(low: float, high: float) -> tuple[float, float]:
+    """The ends of a log axis, moved apart as little as needed for two powers of ten to lie between them."""
+    if not (0 < low < high < np.inf):
+        return low, high
+    down, up = np.log10(low), np.log10(high)
+    first, last = np.ceil(down - ROUND), np.floor(up + ROUND)
+    while last - first < 1:
+        if down - (first - 1) <= last + 1 - up:
+            first -= 1
+        else:
+            last += 1
+    return min(low, 10**first), max(high, 10**last)
+
+
 def log_ticks(axis: Axis, low: float, high: float) -> None:
-    """At least two ticks on a log axis, at powers of ten where there are enough; short numbers are written out."""
-    few = high / low < 50 or np.floor(np.log10(high)) - np.ceil(np.log10(low)) < 1
-    if few:
-        narrow = high / low < 5
-        axis.set_major_locator(MaxNLocator(4) if narrow else LogLocator(subs=(1, 2, 5), numticks=7))
-        axis.set_minor_locator(NullLocator())
+    """Ticks at powers of ten, as many with numbers as there is room for; short numbers are written out."""
+    many = high / low > MANY_DECADES
+    axis.set_major_locator(LogLocator())
+    axis.set_minor_locator(LogLocator(subs=(1.0,) if many else tuple(range(2, 10)), numticks=99))
     axis.set_minor_formatter(NullFormatter())
-    if few or (low >= 1e-3 and high < 5e4):
+    if low >= 1e-3 and high < 5e4:
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
@@ -113,28 +129,34 @@ def widen(ax: Axes, low: float, high: float) -> None:
     """Let a logarithmic y axis span at least this."""
     known = ax.get_ylim()
     ax.set_yscale("log", nonpositive="mask")  # which also resets the ticks
-    ax.set_ylim(min(low, known[0]), max(high, known[1]))
+    ax.set_ylim(*with_decades(min(low, known[0]), max(high, known[1])))
     log_ticks(ax.yaxis, *ax.get_ylim())
 
 
-def log_x_axis(ax: Axes, low: float, high: float, room: float) -> None:
-    """A logarithmic x axis narrow enough to show small changes; `room` is the least factor beyond both ends."""
-    ax.set_xscale("log")
+def wide_x_axis(ax: Axes, low: float, high: float, room: float) -> None:
+    """An x axis that is logarithmic where the values span a power of ten, and else linear, narrow enough to show small
+    changes; `room` is the least factor beyond both ends.
+    """
     room *= (high / low) ** 0.06
-    ax.set_xlim(low / room, high * room)
+    if high / low < 10:
+        ax.set_xlim(low - (room - 1) * high, room * high)
+        ax.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
+        return
+    ax.set_xscale("log")
+    ax.set_xlim(*with_decades(low / room, high * room))
     log_ticks(ax.xaxis, *ax.get_xlim())
 
 
 # --- panels
 
 
-def panel_grid(figure: Figure, count: int, across: int) -> tuple[list[Axes], list[Axes]]:
-    """Panels with common scales, in rows of `across`.
+def panel_grid(figure: Figure, count: int, across: int, sharey: bool = True) -> tuple[list[Axes], list[Axes]]:
+    """Panels with a common x axis, and by default a common y axis, in rows of `across`.
 
     Returns:
         The panels in reading order, and those of them that are the lowest of their column, with numbers on the x axis.
     """
-    grid = figure.subplots(-(-count // across), across, sharex=True, sharey=True, squeeze=False)
+    grid = figure.subplots(-(-count // across), across, sharex=True, sharey=sharey, squeeze=False)
     axes, unused = list(grid.flat[:count]), list(grid.flat[count:])
     for ax in unused:
         ax.set_visible(False)
@@ -158,9 +180,9 @@ def shade_rows(ax: Axes, rows: int) -> None:
         ax.axhspan(row - 0.5, row + 0.5, color="0.955", linewidth=0)
 
 
-def write_beside(ax: Axes, text: str, x: float, y: float, space: float = 2, size: float = 6) -> None:
+def write_beside(ax: Axes, text: str, x: float, y: float, space: float = 2, size: float = 6) -> Annotation:
     """A number to the right of what is drawn at x, y; `space` and `size` in points."""
-    ax.annotate(text, (x, y), (space, 0), textcoords="offset points", va="center", fontsize=size)
+    return ax.annotate(text, (x, y), (space, 0), textcoords="offset points", va="center", fontsize=size)
 
 
 def say(ax: Axes, text: str) -> None:

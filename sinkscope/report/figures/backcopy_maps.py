@@ -32,7 +32,7 @@ def lacking(arms: Arms) -> str | None:
 def draw(arms: Arms) -> Figure:
     attention_maps, value_norms = arms.tables["attention_maps"], arms.tables["value_norms"]
     names = list(attention_maps["condition"].unique())
-    figure = new_figure(WIDE, 0.75 + 1.75 * WIDE / (len(names) + 0.4))
+    figure = new_figure(WIDE, 0.75 + 2.5 * WIDE / (len(names) + 0.4))
     axes = figure.subplots(2, len(names), sharex="col", sharey="row", squeeze=False, height_ratios=[3, 2])
     for (above, below), name in zip(axes.T, names, strict=True):
         maps = attention_maps[attention_maps["condition"] == name]
@@ -49,10 +49,10 @@ def draw(arms: Arms) -> Figure:
         which = f"\nlayer {layer}, head {head}" if maps.groupby(["layer", "head"]).ngroups > 1 else ""
         above.set_title(escape(shorten(name, NAME_LENGTH)) + which)
     axes[0, 0].set_ylabel("query")
-    axes[1, 0].set_ylabel("norm of value")
+    axes[1, 0].set_ylabel("value, L2 norm")
     figure.colorbar(image, ax=axes[0], label="attention weight", aspect=20, pad=0.01)
     figure.supxlabel("token, triggers in red (bars: values as projected; lines: as attended to, behind a gate)")
-    figure.suptitle(arms.title())
+    figure.suptitle(arms.title("one sequence", arms.seeds_text(of_runs=True)))
     return figure
 
 

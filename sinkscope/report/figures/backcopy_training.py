@@ -22,13 +22,13 @@ NAME_LENGTH = 20  # characters of an arm's name
 FEW_MARKERS = 5  # of one line, in a narrow panel
 TICKS = 15  # of all panels in a row
 ROWS: dict[str, dict[str, tuple[str, Look]]] = {  # name of a row → metric → its name and look
-    "loss above\nthe optimum": {"backcopy_risk": ("backcopy", SINK), "bigram_risk": ("bigram", OTHERS)},
-    "attention\nof others": {
+    "loss above\noptimum (nats)": {"backcopy_risk": ("backcopy", SINK), "bigram_risk": ("bigram", OTHERS)},
+    "attention of\nothers (share)": {
         "attention_to_start": ("on <s>", SINK),
         "attention_to_triggers": ("on triggers", OTHERS),
         "early_attention_to_start": ("on <s>, before\nany trigger", HIGHEST),
     },
-    "norm of\nvalue": {
+    "value\n(L2 norm)": {
         "start_value_norm": ("<s>", SINK),
         "other_value_norm": ("others", OTHERS),
         "start_attended_norm": ("<s>, gated", HIGHEST),
@@ -62,8 +62,12 @@ def draw(arms: Arms) -> Figure:
     _finish(axes)
     figure.supxlabel("training step")
     layers, seeds = table.loc[table["layer"] != WHOLE_MODEL, "layer"].nunique(), table["seed"].nunique()
-    figure.suptitle(arms.title(f"layer {layer}" if layers > 1 else "", f"{seeds} seeds" if seeds > 1 else ""))
+    figure.suptitle(arms.title(f"layer {layer}" if layers > 1 else "", _seeds(seeds)))
     return figure
+
+
+def _seeds(count: int) -> str:
+    return f"{count} seeds, bands: lowest to highest" if count > 1 else "1 seed"
 
 
 def _measures(training: pd.DataFrame) -> pd.DataFrame:

@@ -12,7 +12,7 @@ from sinkscope.report.figures.axes import drawn, layer_axis, line_by_layer, valu
 from sinkscope.report.figures.labels import escape, heading, model_name, shorten
 from sinkscope.report.figures.spec import declare
 from sinkscope.report.figures.style import NEUTRAL, WIDE, Figure, line_looks, new_figure
-from sinkscope.results.metrics import METRICS, Metric
+from sinkscope.results.metrics import METRICS, UNITS, Metric
 from sinkscope.results.run import RunData
 
 PANELS = ("sink_rate", "value_drain", "norm_ratio", "massive_count")  # metrics of `summary`
@@ -48,7 +48,8 @@ def _finish(ax: Axes, metric: Metric, is_relative: bool) -> None:
         ax.set_xlabel("relative depth")
     else:
         layer_axis(ax)
-    value_axis(ax, log=metric.unit == "ratio", share=metric.unit == "share")
+    if value_axis(ax, log=metric.unit == "ratio", share=metric.unit == "share"):
+        ax.set_ylabel(UNITS.get(metric.unit, metric.unit) or "count")
     if ax.get_yscale() == "log":
         ax.axhline(1, **NEUTRAL)
 

@@ -9,7 +9,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from sinkscope.report.effects import NO_POSITION, SPREAD, Effect, arms, effect_of
-from sinkscope.report.figures.axes import drawn, log_x_axis, name_rows, shade_rows
+from sinkscope.report.figures.axes import drawn, name_rows, shade_rows, wide_x_axis
 from sinkscope.report.figures.labels import title, wrapped
 from sinkscope.report.figures.spec import declare
 from sinkscope.report.figures.style import NAVY, REFERENCE, WIDE, Figure, Look, new_figure
@@ -45,31 +45,40 @@ PANELS = (
 def draw(run: RunData) -> Figure:
     watched = {label: arm["watched"] for label, arm in arms(run).items() if arm["watched"]}
     panels = [panel for panel in PANELS if any(panel.positions(positions) for positions in watched.values())]
-    figure = new_figure(WIDE, min(ROW * len(watched) + 1.0, PAGE))
+    figure = new_figure(WIDE, min(ROW * len(watched) + 1.15, PAGE))
     widths = [panel.width for panel in panels]
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False, width_ratios=widths)[0]
     name_rows(axes[0], [wrapped(label, LETTERS, 2) for label in watched], shaded=False)
     for ax, panel in zip(axes, panels, strict=True):
         shade_rows(ax, len(watched))
         ax.tick_params(axis="y", length=0)
-        _draw_panel(ax, run, panel, {label: panel.positions(positions) for label, positions in watched.items()})
-        _value_axis(ax, panel.log)
+        chosen = {label: panel.positions(positions) for label, positions in watched.items()}
+        log = panel.log and _spans_a_decade(run, panel.metric, chosen)
+        _draw_panel(ax, run, panel, chosen, log)
+        _value_axis(ax, log, from_zero=not panel.log)
     figure.legend(handles=_legend(run), loc="outside lower center", ncols=4)
     figure.suptitle(title(run, WIDE))
     return figure
 
 
-def _draw_panel(ax: Axes, run: RunData, panel: _Panel, positions: dict[str, list[int]]) -> None:
+def _spans_a_decade(run: RunData, metric: str, positions: dict[str, list[int]]) -> bool:
+    """A log axis without two powers of ten could not be read."""
+    effects = [effect_of(run, label, metric, position) for label, some in positions.items() for position in some]
+    values = _drawable([value for one in effects for value in (one.before, one.after, *one.controls)], log=True)
+    return bool(len(values) and values.max() >= 10 * values.min())
+
+
+def _draw_panel(ax: Axes, run: RunData, panel: _Panel, positions: dict[str, list[int]], log: bool) -> None:
     """One metric of all arms, a row for each; the positions of an arm that has several stand below one another."""
     different = {position for some in positions.values() for position in some}
-    ax.set_title(METRICS[panel.metric].short + _where(different))
+    ax.set_xlabel(METRICS[panel.metric].axis.replace(" (", "\n(") + _where(different))  # panels are narrow
     for row, (label, some) in enumerate(positions.items()):
         if not some:
             ax.text(0.5, row, "–", transform=ax.get_yaxis_transform(), ha="center", va="center", color="0.5")
         for place, position in enumerate(some):
             height = 1 / len(some)
             middle = row - 0.5 + height * (place + 0.5)
-            _draw_effect(ax, effect_of(run, label, panel.metric, position), middle, height, panel.log)
+            _draw_effect(ax, effect_of(run, label, panel.metric, position), middle, height, log)
             if len(different) > 1:
                 ax.text(1.02, middle, f"@{position}", transform=ax.get_yaxis_transform(), va="center", fontsize=6)
 
@@ -110,8 +119,8 @@ def _spread(controls: np.ndarray, log: bool) -> np.ndarray:
     return np.exp(ends) if log else ends
 
 
-def _value_axis(ax: Axes, log: bool) -> None:
-    """Set the scale once all is drawn: logarithmic, or from 0 on."""
+def _value_axis(ax: Axes, log: bool, from_zero: bool) -> None:
+    """Set the scale once all is drawn: logarithmic, from 0 on, or as narrow as the values."""
     values = drawn(ax, "x")
     if not len(values):
         ax.set_xticks([])
@@ -119,12 +128,14 @@ def _value_axis(ax: Axes, log: bool) -> None:
         return
     low, high = values.min(), values.max()
     if log:
-        log_x_axis(ax, low, high, room=1.04)
-        if high / low < 5:
-            ax.xaxis.set_major_locator(MaxNLocator(3))  # their numbers are long
-    else:
+        wide_x_axis(ax, low, high, room=1.04)
+        return
+    if from_zero:
         ax.set_xlim(min(low, 0) - 0.05 * max(high, 0.01), 1.1 * max(high, 0.01))
-        ax.xaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))
+    else:
+        room = 0.08 * ((high - low) or abs(high) or 1.0)
+        ax.set_xlim(low - room, high + room)
+    ax.xaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))  # numbers may be long
 
 
 def _legend(run: RunData) -> list[Line2D]:

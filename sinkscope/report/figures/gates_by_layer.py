@@ -1,7 +1,7 @@
 """What gates leave at position 0 and elsewhere: a retrofit's, or the model's own (VGA §3.2; GS §5.1).
 
 Left by layer, means over heads with bands from their 10 % to their 90 % quantiles, position 0 against the mean over the
-other positions; right by position, a thin line for each layer.
+other positions; right by position, a thin line for each layer. A gate of 1 changes nothing.
 """
 
 from matplotlib.axes import Axes
@@ -11,7 +11,7 @@ from sinkscope.report.figures.gradient_norms import MEAN
 from sinkscope.report.figures.labels import title
 from sinkscope.report.figures.query_key_geometry import BAND
 from sinkscope.report.figures.spec import declare
-from sinkscope.report.figures.style import GRAY, NAVY, OTHERS, SINK, WIDE, Figure, new_figure
+from sinkscope.report.figures.style import GRAY, OTHERS, SINK, SKY, WIDE, Figure, new_figure
 from sinkscope.results.run import RunData
 
 
@@ -21,7 +21,7 @@ def draw(run: RunData) -> Figure:
     by_layer, by_position = figure.subplots(1, 2, sharey=True)
     _by_layer(by_layer, run)
     _by_position(by_position, run)
-    figure.legend(loc="outside lower center", ncols=4)
+    figure.legend(loc="outside lower center", ncols=5, columnspacing=1.2)
     figure.suptitle(title(run, WIDE))
     return figure
 
@@ -39,7 +39,7 @@ def _by_layer(ax: Axes, run: RunData) -> None:
         band_by_layer(ax, heads.quantile(BAND[0]), heads.quantile(BAND[1]), color=look["color"], alpha=0.2, linewidth=0)
         line_by_layer(ax, heads.mean(), label=label, **look)
     ax.fill_between([], [], color=GRAY, alpha=0.35, linewidth=0, label="10–90 % of heads")
-    ax.set_ylabel("gate")
+    ax.set_ylabel("gate, a factor")
     layer_axis(ax)
     ax.set_xlim(*_room(run))
     value_axis(ax)
@@ -53,8 +53,8 @@ def _room(run: RunData) -> tuple[float, float]:
 
 def _by_position(ax: Axes, run: RunData) -> None:
     means = finite(run.tables["gate"]).groupby(["layer", "position"])["gate"].mean().unstack("layer")
-    for layer in means:
-        ax.plot(means.index, means[layer], color=NAVY, alpha=0.35, linewidth=0.7)
+    for place, layer in enumerate(means):
+        ax.plot(means.index, means[layer], color=SKY, linewidth=0.7, label="" if place else "one layer")
     ax.plot(means.index, means.mean(axis=1), label="mean over layers", **MEAN)
     ax.set_xlabel("position")
     whole_numbers(ax, "x")

@@ -39,7 +39,7 @@ UNMEASURED = "not measured: all batches\nhad padding"
 @declare("gradient-bounds", "theorems 1 and 2 of GS by layer: measured values and bounds", "gradient_check")
 def draw(run: RunData) -> Figure:
     check = finite(run.tables["gradient_check"])
-    figure = new_figure(WIDE, 3.2)
+    figure = new_figure(WIDE, 3.4)
     axes = figure.subplot_mosaic(
         [["theorem 1", "holds", "attn"], ["theorem 1", "identity", "mlp"]], width_ratios=[1.2, 1, 1]
     )
@@ -72,29 +72,31 @@ def _theorem_one(ax: Axes, first: pd.DataFrame) -> None:
         line_by_layer(ax, means[bound], **EDGE, **alone)
     line_by_layer(ax, means["measured"], **SINK)
     layer_axis(ax)
-    ax.set_ylabel("value gradient ‖∇v₀‖², mean over heads")
+    ax.set_ylabel("‖∇v₀‖² of values, mean over heads")
     if value_axis(ax, log=True):
         floor = ax.get_ylim()[0]  # where a lower bound is 0
         band_by_layer(ax, means["lower_bound"].clip(lower=floor), means["upper_bound"], **BAND)
 
 
 def _holds(ax: Axes, check: pd.DataFrame) -> None:
-    ax.set_title("theorem 1: share where it holds")
+    ax.set_title("theorem 1 holds")
     measured = check[check["measured"].notna()]
     if measured.empty:
         say(ax, UNMEASURED)
         return
     line_by_layer(ax, measured.groupby("layer")["holds"].mean(), **CHECK)
-    layer_axis(ax, "")
+    layer_axis(ax)
     if not value_axis(ax, share=True):
         return
+    ax.set_ylabel("share of places")
     above, below = measured["measured"] > measured["upper_bound"], measured["measured"] < measured["lower_bound"]
     text = f"{measured['holds'].sum()} of {len(measured)} hold\n{above.sum()} above, {below.sum()} below"
     ax.text(0.04, 0.06, text, transform=ax.transAxes, fontsize=7, linespacing=1.4)
 
 
 def _identity(ax: Axes, check: pd.DataFrame, dtype: str) -> None:
-    ax.set_title("identity: largest relative error")
+    ax.set_title("identity")
+    ax.set_ylabel("largest relative error")
     line_by_layer(ax, check.groupby("layer")["identity_residual"].max(), **CHECK)
     layer_axis(ax)
     if value_axis(ax, log=True) and dtype in ROUND_OFF:
@@ -109,7 +111,7 @@ def _tightness(ax: Axes, run: RunData, branch: str) -> None:
     rows = finite(bounds[bounds["branch"] == branch])
     for chosen, look in ((rows[rows["position"] == 0], SINK), (rows[rows["position"] > 0], OTHERS)):
         line_by_layer(ax, chosen.groupby("layer")["tightness"].mean(), **look)
-    layer_axis(ax, "layer" if branch == "mlp" else "")
+    layer_axis(ax)
     ax.set_ylabel("measured ÷ bound")
     if not has_values(ax):
         say(ax, why_undefined(run, "compress"))

@@ -93,7 +93,7 @@ def finish(axes: np.ndarray) -> None:
         ax.set_xlabel("token position")
     drawn = [ax for ax in axes if value_axis(ax, log=True)]
     if drawn:
-        drawn[0].set_ylabel("gradient norm")
+        drawn[0].set_ylabel("gradient, L2 norm")
         drawn[0].tick_params(labelleft=True)
         low, high = drawn[0].get_ylim()
         drawn[0].set_ylim(low / (high / low) ** 0.09, high)  # room for the marks

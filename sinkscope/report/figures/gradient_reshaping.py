@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from sinkscope.measuring.gradient_summary import compress_fits, fit_points
-from sinkscope.report.figures.axes import finite, has_values, log_ticks, say, value_axis, widen
+from sinkscope.report.figures.axes import finite, has_values, log_ticks, say, value_axis, widen, with_decades
 from sinkscope.report.figures.labels import title
 from sinkscope.report.figures.spec import declare
 from sinkscope.report.figures.style import GREEN, GUIDE, NAVY, SKY, WIDE, Figure, Look, new_figure
@@ -58,7 +58,9 @@ def draw(run: RunData) -> Figure:
             say(ax, why_undefined(run, name))
             continue
         value_axis(ax, log=True)
+        ax.set_ylabel("ratio of gradient norms")
         ax.set_xscale("log", nonpositive="mask")
+        ax.set_xlim(*with_decades(*ax.get_xlim()))
         log_ticks(ax.xaxis, *ax.get_xlim())
     fitted = "compress" in drawn and _compression(axes["compress"], ratios)
     if "change" in drawn:
@@ -106,7 +108,7 @@ def _compression(ax: Axes, ratios: pd.DataFrame) -> bool:
 def _no_change(ax: Axes) -> None:
     """A line at 1, on a scale of at least a decade, so that values near 1 look near."""
     ax.axhline(1, **GUIDE)
-    widen(ax, 10**-0.5, 10**0.5)
+    widen(ax, 10**-1, 10**1)
 
 
 def _legend(figure: Figure, groups: list[str], fitted: bool, no_change: bool) -> None:

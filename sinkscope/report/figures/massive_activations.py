@@ -1,44 +1,49 @@
 """Massive activations by layer (after the layer-wise figure of Sun et al. 2024).
 
 The three largest magnitudes of each layer's output and the median magnitude, means over sequences. Layers where most
-sequences have a massive activation (above 100, and above 1000 × the median) are shaded.
+sequences have a massive activation are shaded: above 100, and above 1000 × the median, the two thin lines.
 """
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
+from sinkscope.measuring.observables.massive import RATIO, THRESHOLD
 from sinkscope.report.figures.axes import layer_axis, line_by_layer, value_axis
 from sinkscope.report.figures.labels import title
 from sinkscope.report.figures.spec import declare
-from sinkscope.report.figures.style import HIGHEST, OTHERS, SINK, TEXT, Figure, Look, new_figure
+from sinkscope.report.figures.style import GUIDE, HIGHEST, OTHERS, SINK, TEXT, Figure, Look, new_figure
 from sinkscope.results.run import RunData
 
 LOOKS = (("largest", SINK), ("second", OTHERS), ("third", HIGHEST))
 MEDIAN: Look = {"color": "0.45", "linestyle": "-.", "marker": "D"}
+RULE = GUIDE | {"linestyle": (0, (1, 1))}
 SHADE = "0.9"
 
 
 @declare("massive-activations", "the three largest activations and the median by layer (Sun et al. 2024)", "massive")
 def draw(run: RunData) -> Figure:
     massive = run.tables["massive"]
-    figure = new_figure(TEXT, 2.5)
+    figure = new_figure(TEXT, 2.7)
     ax = figure.subplots()
     for rank, (label, look) in enumerate(LOOKS):
         by_layer = top_magnitudes(massive, rank)
         if len(by_layer):
             line_by_layer(ax, by_layer, label=label, **look)
     sequences = massive.drop_duplicates(["layer", "sequence"])
-    line_by_layer(ax, sequences.groupby("layer")["median"].mean(), label="median", **MEDIAN)
+    median = sequences.groupby("layer")["median"].mean()
+    line_by_layer(ax, median, label="median", **MEDIAN)
+    line_by_layer(ax, RATIO * median, label=f"{RATIO:g} × median", **RULE)
+    ax.axhline(THRESHOLD, label=f"{THRESHOLD:g}", **GUIDE)
     layer_axis(ax)
-    ax.set_ylabel("mean magnitude")
+    ax.set_ylabel("|activation|, mean over sequences")
     ax.margins(x=0.02)
     value_axis(ax, log=True)
     handles, labels = ax.get_legend_handles_labels()
     if _shade(ax, massive):
         handles.append(Patch(color=SHADE, linewidth=0))
         labels.append("massive in most sequences")
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, columnspacing=1.2)
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, columnspacing=1.2)
     figure.suptitle(title(run, TEXT))
     return figure
 

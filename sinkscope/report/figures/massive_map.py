@@ -31,7 +31,7 @@ def draw(run: RunData) -> Figure:
     rows = [max(6, len(part)) for part, _ in parts]  # at least as high as the panel's name is long
     figure = new_figure(WIDE, 0.12 * sum(rows) + 1.5)
     axes = figure.subplots(len(parts), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
-    sequence = f"sequence {table['sequence'].iloc[0]}"
+    sequence = f"one sequence ({table['sequence'].iloc[0]})"
     figure.suptitle(title(run, WIDE, sequence, f"output of layer {layer}"))
     scale = _scale(table["magnitude"])
     for ax, (part, name) in zip(axes, parts, strict=True):
@@ -44,7 +44,7 @@ def draw(run: RunData) -> Figure:
         ax.set_yticks(range(len(part)), [str(coordinate) for coordinate in part.index])
         ax.tick_params(length=0, labelsize=6)
     if scale is not None:
-        figure.colorbar(image, ax=list(axes), label="magnitude", aspect=25, pad=0.015, extend="min")
+        figure.colorbar(image, ax=list(axes), label="|activation|", aspect=25, pad=0.015, extend="min")
         _name_tokens(axes[-1], table)
     return figure
 

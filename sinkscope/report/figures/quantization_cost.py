@@ -13,7 +13,7 @@ from matplotlib.typing import HashableList
 from sinkscope.quantization.attention import KEYS, SCORES, SOFTMAX, VALUES
 from sinkscope.quantization.settings import ALL_LAYERS, ALONE, FULL
 from sinkscope.quantization.sites import INPUT, NO_LAYER, OUTPUT, SUM, WEIGHT
-from sinkscope.report.figures.axes import drawn, log_x_axis, name_rows
+from sinkscope.report.figures.axes import drawn, name_rows, wide_x_axis
 from sinkscope.report.figures.labels import escape, shorten, title, wrapped
 from sinkscope.report.figures.spec import declare
 from sinkscope.report.figures.style import NAVY, REFERENCE, SKY, VERMILION, WIDE, Figure, Look, new_figure
@@ -29,7 +29,7 @@ MOST = 16  # modules in a panel, those that cost most, and as many single sites
 # within a row, so that marks with equal values are all seen
 NUDGE = {INPUT: -0.24, WEIGHT: 0.0, OUTPUT: 0.24, SCORES: -0.12, SOFTMAX: 0.12, SUM: 0.0, KEYS: -0.12, VALUES: 0.12}
 
-SETTING: Look = {"color": "black", "marker": "o", "markersize": 4.2, "linestyle": "none"}
+SETTING: Look = {"color": "black", "marker": "X", "markersize": 4.6, "mew": 0, "linestyle": "none"}
 MARKS: dict[str, Look] = {  # of different shapes, so that the colors are not needed
     INPUT: {"marker": "o", "color": NAVY, "markersize": 4.2},
     WEIGHT: {"marker": "D", "color": SKY, "markersize": 3.4},
@@ -63,7 +63,7 @@ def draw(run: RunData) -> Figure:
         table = run.tables["quantization"] if name == "whole" else alone
         values = drawn(ax, "x")
         values = values[np.isfinite(values)]  # infinite ones lie beyond the axis
-        log_x_axis(ax, values.min(), values.max(), room=1.02)
+        wide_x_axis(ax, values.min(), values.max(), room=1.02)
         ax.set_xlabel(f"{METRICS['perplexity'].short}, {table['sequences'].max()} sequences")
     shown = {str(part) for part in alone["part"]}
     marks = [Line2D([], [], linestyle="none", label=part, **look) for part, look in MARKS.items() if part in shown]

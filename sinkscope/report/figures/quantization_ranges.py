@@ -15,7 +15,7 @@ from sinkscope.report.figures.style import HIGHEST, OTHERS, SINK, VERMILION, WID
 from sinkscope.results.run import RunData
 
 COLUMNS, MOST = 4, 24  # panels in a row, and in all
-HEIGHT = 1.15  # inches of a row
+HEIGHT = 1.3  # inches of a row
 LONGEST = 30  # letters of a title
 
 LARGEST = SINK | {"label": "largest entry"}

@@ -11,16 +11,16 @@ from matplotlib.patches import Patch
 from sinkscope.report.figures.axes import band_by_layer, layer_axis, line_by_layer, value_axis
 from sinkscope.report.figures.labels import title
 from sinkscope.report.figures.spec import declare
-from sinkscope.report.figures.style import GRAY, OTHERS, SINK, WIDE, Figure, new_figure
+from sinkscope.report.figures.style import GRAY, NEUTRAL, OTHERS, SINK, WIDE, Figure, new_figure
 from sinkscope.results.run import RunData
 
-PANELS = (  # column, name, log scale
-    ("query_norm", "query norm ‖q‖", True),
-    ("key_norm", "key norm ‖k‖", True),
-    ("value_norm", "value norm ‖v‖", True),
-    ("qk_cosine", "cosine cos(q, k)", False),
-    ("qk_norm_product", "norm product ‖q‖ ‖k‖", True),
-    ("sink_logit_gap", "logit gap to the other keys", False),
+PANELS = (  # column, name, unit, log scale
+    ("query_norm", "query ‖q‖", "L2 norm", True),
+    ("key_norm", "key ‖k‖", "L2 norm", True),
+    ("value_norm", "value ‖v‖", "L2 norm", True),
+    ("qk_cosine", "cos(q, k)", "cosine", False),
+    ("qk_norm_product", "‖q‖ ‖k‖", "product of L2 norms", True),
+    ("sink_logit_gap", "gap to the other keys", "logits", False),
 )
 BAND = (0.1, 0.9)
 
@@ -30,11 +30,14 @@ def draw(run: RunData) -> Figure:
     geometry = run.tables["geometry"]
     figure = new_figure(WIDE, 3.7)
     axes = figure.subplots(2, 3, sharex=True)
-    for ax, (column, name, log) in zip(axes.flat, PANELS, strict=True):
+    for ax, (column, name, unit, log) in zip(axes.flat, PANELS, strict=True):
         ax.set_title(name)
         _lines(ax, geometry, column)
         layer_axis(ax, "layer" if ax in axes[-1] else "")
-        value_axis(ax, log)
+        if value_axis(ax, log):
+            ax.set_ylabel(unit)
+        if not log:
+            ax.axhline(0, **NEUTRAL)
     handles, labels = axes[0, 0].get_legend_handles_labels()
     handles.append(Patch(color=GRAY, alpha=0.35, linewidth=0))
     figure.legend(handles, [*labels, "10–90 % of heads"], loc="outside lower center", ncols=3)

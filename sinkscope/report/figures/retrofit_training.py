@@ -1,12 +1,17 @@
-"""Loss, and how far the new parameters have moved, by training step: the arms of a training side by side."""
+"""Loss, and how far the new parameters have moved, by training step: the arms of a training side by side.
+
+A line is the mean over seeds, its band reaches from the lowest to the highest.
+"""
+
+import pandas as pd
+from matplotlib.axes import Axes
 
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.report.figures.arms import Arms, arm_looks
-from sinkscope.report.figures.axes import curve, say, value_axis
+from sinkscope.report.figures.axes import curve, value_axis
 from sinkscope.report.figures.spec import declare
 from sinkscope.report.figures.steps import step_axis
-from sinkscope.report.figures.style import WIDE, Figure, new_figure
-from sinkscope.results.metrics import METRICS
+from sinkscope.report.figures.style import TEXT, WIDE, Figure, Look, new_figure
 
 
 def lacking(arms: Arms) -> str | None:
@@ -18,22 +23,30 @@ def draw(arms: Arms) -> Figure:
     training = arms.tables["training"]
     loss = training[(training["layer"] == WHOLE_MODEL) & (training["metric"] == "loss")]
     gates = training[training["metric"] == "gate_displacement_mean"]
-    figure = new_figure(WIDE, 2.6)
-    left, right = figure.subplots(1, 2, sharex=True)
-    left.set_title(f"training {METRICS['loss'].short}")
-    right.set_title(f"{METRICS['gate_displacement_mean'].short} (mean ‖p − p₀‖)")
-    for arm, look in arm_looks(training["condition"].unique()).items():
-        for ax, table in ((left, loss), (right, gates)):
-            rows = table[table["condition"] == arm]
-            if len(rows):
-                curve(ax, rows.groupby("step")["value"].mean(), **look)
-    for ax in (left, right):
-        if ax.lines:
-            value_axis(ax)
+    panels = [("training loss", "nats per token", loss)]
+    if len(gates):
+        panels.append(("distance of new parameters from their start", "mean over heads of ‖p − p₀‖", gates))
+    figure = new_figure(WIDE if len(panels) > 1 else TEXT, 2.6)
+    axes = figure.subplots(1, len(panels), sharex=True, squeeze=False)[0]
+    for ax, (name, label, table) in zip(axes, panels, strict=True):
+        ax.set_title(name)
+        for arm, look in arm_looks(training["condition"].unique()).items():
+            _arm(ax, table[table["condition"] == arm], look)
+        value_axis(ax)
+        ax.set_ylabel(label)
         ax.set_xlabel("training step")
-    if not right.lines:
-        say(right, "no new parameters")
-    step_axis(left, sorted(training["step"].unique().tolist()))
-    figure.legend(left.lines, [str(line.get_label()) for line in left.lines], loc="outside lower center", ncols=4)
-    figure.suptitle(arms.title())
+    step_axis(axes[0], sorted(training["step"].unique().tolist()))
+    lines = axes[0].lines
+    figure.legend(lines, [str(line.get_label()) for line in lines], loc="outside lower center", ncols=4)
+    band = "bands: lowest to highest" if arms.seeds > 1 else ""
+    figure.suptitle(arms.title(arms.seeds_text(), band))
     return figure
+
+
+def _arm(ax: Axes, rows: pd.DataFrame, look: Look) -> None:
+    if rows.empty:
+        return
+    of_seeds = rows.groupby(["step", "seed"])["value"].mean()  # over layers
+    by_step = of_seeds.groupby("step").agg(["mean", "min", "max"])
+    curve(ax, by_step["mean"], **look)
+    ax.fill_between(by_step.index, by_step["min"], by_step["max"], color=look["color"], alpha=0.25, linewidth=0)

@@ -2,7 +2,8 @@
 
 Values as projected and as attended to, each head's norm ÷ its mean over the later positions, and the gates, means over
 heads: above by position, the layers' median and quartiles; below by layer, at position 0. Without gates both values are
-the same. With register tokens, position 0 is the first register.
+the same, and there is no third column; with one layer no second row. With register tokens, position 0 is the first
+register.
 """
 
 import pandas as pd
@@ -10,13 +11,17 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from sinkscope.report.figures.arms import FAINT, Arms, arm_looks
-from sinkscope.report.figures.axes import has_values, layer_axis, line_by_layer, say, value_axis
+from sinkscope.report.figures.axes import layer_axis, line_by_layer, value_axis
 from sinkscope.report.figures.spec import declare
 from sinkscope.report.figures.style import NEUTRAL, WIDE, Figure, Look, new_figure
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
 
-PANELS = (METRICS["raw_value_drain"].short, "attended value norm ÷ others", "gate")
+PANELS = {  # name → what is at the axis
+    METRICS["raw_value_drain"].short: "ratio of L2 norms",
+    "attended value norm ÷ others": "ratio of L2 norms",
+    "gate": "factor",
+}
 
 
 def lacking(arms: Arms) -> str | None:
@@ -26,21 +31,25 @@ def lacking(arms: Arms) -> str | None:
 @declare("retrofit-values", "value norms and gates of every arm (VGA figs. 1 and 4)", "geometry", lacking=lacking)
 def draw(arms: Arms) -> Figure:
     looks = arm_looks(arms.runs)
-    figure = new_figure(WIDE, 3.9 + 0.15 * (1 + len(looks) // 4))
-    axes = figure.subplots(2, 3)
+    has_gates = any("gate" in run.tables for run in arms.runs.values())
+    columns = len(PANELS) if has_gates else len(PANELS) - 1
+    rows = 2 if any(run.tables["geometry"]["layer"].nunique() > 1 for run in arms.runs.values()) else 1
+    figure = new_figure(WIDE * columns / len(PANELS), 1.95 * rows + 0.15 * (1 + len(looks) // 4))
+    axes = figure.subplots(rows, columns, squeeze=False)
     for arm, run in arms.runs.items():
-        for column, by_layer in enumerate(_measured(run)):
+        for column, by_layer in enumerate(_measured(run)[:columns]):
             _by_position(axes[0, column], by_layer, looks[arm])
-            _at_first(axes[1, column], by_layer, looks[arm], with_later=column == 2)
-    for column, name in enumerate(PANELS):
+            if rows > 1:
+                _at_first(axes[1, column], by_layer, looks[arm], with_later=column == 2)
+    for column, (name, unit) in enumerate(list(PANELS.items())[:columns]):
         axes[0, column].set_title(name)
-        _finish(axes[0, column], "position", log=column < 2)
-        _finish(axes[1, column], "layer, at position 0", log=column < 2)
+        for ax, across in zip(axes[:, column], ("position", "layer, at position 0"), strict=False):
+            _finish(ax, across, unit, log=column < 2)
     handles = [Line2D([], [], **look) for look in looks.values()]
-    if any("gate" in run.tables for run in arms.runs.values()):
+    if has_gates and rows > 1:
         handles.append(Line2D([], [], color="0.3", label="gate, mean over later positions", **FAINT))
-    figure.legend(handles=handles, loc="outside lower center", ncols=4)
-    figure.suptitle(arms.title())
+    figure.legend(handles=handles, loc="outside lower center", ncols=4 if columns > 2 else 2)
+    figure.suptitle(arms.title(arms.seeds_text(of_runs=True)))
     return figure
 
 
@@ -79,10 +88,8 @@ def _at_first(ax: Axes, by_layer: pd.DataFrame, look: Look, with_later: bool) ->
     line_by_layer(ax, by_layer[0], **look)
 
 
-def _finish(ax: Axes, across: str, log: bool) -> None:
-    if not has_values(ax, log):
-        say(ax, "no gates")
-        return
+def _finish(ax: Axes, across: str, unit: str, log: bool) -> None:
     layer_axis(ax, across)
     ax.axhline(1.0, **NEUTRAL)
-    value_axis(ax, log=log)
+    if value_axis(ax, log=log):
+        ax.set_ylabel(unit)

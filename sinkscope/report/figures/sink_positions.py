@@ -12,7 +12,7 @@ from sinkscope.measuring.summary import clear_sinks
 from sinkscope.report.figures.axes import say, whole_numbers, write_beside
 from sinkscope.report.figures.labels import places, title, token_label
 from sinkscope.report.figures.spec import declare
-from sinkscope.report.figures.style import NAVY, VERMILION, WIDE, Figure, new_figure
+from sinkscope.report.figures.style import COLUMN, GUIDE, NAVY, VERMILION, WIDE, Figure, new_figure
 from sinkscope.results.findings import FEWEST_QUERIES
 from sinkscope.results.run import RunData
 
@@ -36,27 +36,36 @@ def draw(run: RunData) -> Figure:
     longest = run.manifest["input"]["longest"]
     last = max(0, longest - FEWEST_QUERIES) if run.is_causal else longest - 1
     sinks = clear_sinks(sinks)
-    figure = new_figure(WIDE, 0.9 if sinks.empty else 2.5)
-    figure.suptitle(title(run, WIDE))
+    width = WIDE if sinks.empty or sinks["position"].any() else COLUMN
+    figure = new_figure(width, 0.9 if sinks.empty else 2.5)
+    figure.suptitle(title(run, width))
     if sinks.empty:
         say(figure.subplots(), f"no head has a sink at {places(0, last)}, in any sequence")
         return figure
-    left, right = figure.subplots(1, 2, width_ratios=[1.35, 1])
+    later = sinks[sinks["position"] > 0]
+    widths = [1.0] if later.empty else [1.35, 1.0]
+    left, *right = figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0]
     _positions(left, sinks, last, heads * sequences)
     left.set_xlabel("position of the sink" + f" (with ≥ {FEWEST_QUERIES} queries behind it)" * run.is_causal)
-    _tokens(right, sinks[sinks["position"] > 0], last, heads * sequences)
+    if right:
+        _tokens(right[0], later, heads * sequences)
+    else:
+        left.set_title(f"no sink at {places(1, last)}" if last else "too few queries behind later positions")
     return figure
 
 
 def _positions(ax: Axes, sinks: pd.DataFrame, last: int, pairs: int) -> None:
-    """Logarithmic, as later sinks are rare. Stems stand on 1 % or, if that is less, on one pair."""
+    """Logarithmic, as later sinks are rare; dots only, as a length on a log axis means nothing. The broken line is one
+    pair: a position without a dot has none.
+    """
     shares = sinks.groupby("position").size() / pairs
-    least = min(1 / pairs, 0.01)
-    thin = min(1.0, 50 / max(last, 1))  # long sequences have many stems
     ax.set_yscale("log")
-    ax.set_ylim(least, 1.3)
-    ax.vlines(shares.index, least, shares, color=NAVY, linewidth=max(0.2, 0.8 * thin))
-    size = max(0.8, 2.6 * thin)
+    ax.set_ylim(0.6 * min(1 / pairs, 0.01), 1.3)
+    ax.axhline(1 / pairs, **GUIDE)
+    ax.annotate("one pair", (1, 1 / pairs), (0, 1), xycoords=ax.get_yaxis_transform(), textcoords="offset points",
+        ha="right", va="bottom", fontsize=6, color="0.35")  # fmt: skip
+    ax.grid(True, axis="y", color="0.9", linewidth=0.4)
+    size = max(0.8, 2.6 * min(1.0, 50 / max(last, 1)))  # long sequences have many dots
     ax.plot(shares.index, shares, linestyle="none", marker="o", markersize=size, color=NAVY, clip_on=False)
     ax.yaxis.set_major_formatter(PERCENT)
     ax.yaxis.set_minor_formatter(NullFormatter())
@@ -67,16 +76,14 @@ def _positions(ax: Axes, sinks: pd.DataFrame, last: int, pairs: int) -> None:
     ax.set_xlim(-0.03 * max(last, 20), max(last, 0.5) + 0.03 * max(last, 20))
 
 
-def _tokens(ax: Axes, later: pd.DataFrame, last: int, pairs: int) -> None:
-    if later.empty:
-        say(ax, f"no sink at {places(1, last)}" if last else "too few queries behind later positions")
-        return
+def _tokens(ax: Axes, later: pd.DataFrame, pairs: int) -> None:
     ax.set_xlabel("share of (head, sequence) pairs")
     shares = token_shares(later, pairs).head(MOST_TOKENS)
     labels = [token_label(token, token_id) for token_id, token in shares.index]
     rows = range(len(shares))
     ax.barh(rows, shares, color=VERMILION, height=0.65)
     ax.set_yticks(rows, labels)
+    ax.set_ylabel("token of a later sink")
     ax.tick_params(axis="y", length=0)
     ax.set_ylim(max(len(shares), 4) - 0.4, -0.6)
     ax.set_xlim(0, shares.max() * 1.18)

@@ -2,18 +2,20 @@
 
 Sink mass, sink rate, norm of the layer's output and norm of the MLP's output: token 0 against the mean and the maximum
 over the other early tokens, all of them means over sequences, as in the paper. Beside the sink rate: how often a sink
-is outside the text, in models that have something there. Layers count from 0.
+is outside the text, in models that have something there. Layers count from 0. Sites that a family lacks have no panel.
 """
 
 import pandas as pd
 from matplotlib.axes import Axes
 
-from sinkscope.report.figures.axes import layer_axis, line_by_layer, say, value_axis
+from sinkscope.report.figures.axes import layer_axis, line_by_layer, value_axis
 from sinkscope.report.figures.labels import places, title
 from sinkscope.report.figures.spec import declare
 from sinkscope.report.figures.style import HIGHEST, OTHERS, OUTSIDE, SINK, WIDE, Figure, new_figure
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
+
+SITES = {"layer_out": "layer output", "mlp_out": "MLP output"}
 
 
 @declare(
@@ -21,30 +23,27 @@ from sinkscope.results.run import RunData
 )
 def draw(run: RunData) -> Figure:
     attention, activation = run.tables["attention"], run.tables["activation"]
+    norms = {name: activation[activation["site"] == site] for site, name in SITES.items()}
+    norms = {name: rows for name, rows in norms.items() if len(rows)}
     figure = new_figure(WIDE, 2.1)
-    mass, rate, residual, mlp = figure.subplots(1, 4, sharex=True)  # layers without attention are gaps on the left
-    _panel(mass, METRICS["sink_mass"].short, attention, "sink_mass", share=True)
+    axes = figure.subplots(1, 2 + len(norms), sharex=True)  # layers without attention are gaps on the left
+    mass, rate = axes[:2]
+    _panel(mass, METRICS["sink_mass"].short, "share of attention", attention, "sink_mass", share=True)
     name = f"{METRICS['sink_rate'].short} (ε = {run.manifest['config']['epsilon']:g})"
-    _panel(rate, name, attention, "sink_rate", share=True)
+    _panel(rate, name, "share of heads", attention, "sink_rate", share=True)
     if "attention_outside" in run.tables:
         outside = run.tables["attention_outside"].groupby("layer")["sink_rate_outside"].mean()
         line_by_layer(rate, outside, label="outside the text", **OUTSIDE)
-    for ax, site, name in (
-        (residual, "layer_out", "norm of layer output"),
-        (mlp, "mlp_out", "norm of MLP output"),
-    ):
-        _panel(ax, name, activation[activation["site"] == site], "norm_mean", log=True)
+    for ax, (name, rows) in zip(axes[2:], norms.items(), strict=True):
+        _panel(ax, name, "L2 norm", rows, "norm_mean", log=True)
     handles, labels = rate.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(handles))
     figure.suptitle(title(run, WIDE))
     return figure
 
 
-def _panel(ax: Axes, name: str, table: pd.DataFrame, column: str, **scale: bool) -> None:
+def _panel(ax: Axes, name: str, unit: str, table: pd.DataFrame, column: str, **scale: bool) -> None:
     ax.set_title(name)
-    if table.empty:
-        say(ax, "no such site\nin this family")
-        return
     # over heads first: the maximum over positions is of the layer, not of one head
     means = table.groupby(["layer", "position"])[[column]].mean().reset_index()
     later = means[means["position"] > 0]
@@ -55,4 +54,5 @@ def _panel(ax: Axes, name: str, table: pd.DataFrame, column: str, **scale: bool)
         line_by_layer(ax, by_layer[column].mean(), label=f"mean over {others}", **OTHERS)
         line_by_layer(ax, by_layer[column].max(), label=f"maximum over {others}", **HIGHEST)
     layer_axis(ax)
-    value_axis(ax, **scale)
+    if value_axis(ax, **scale):
+        ax.set_ylabel(unit)

@@ -9,7 +9,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from sinkscope.report.figures.axes import curve, value_axis
+from sinkscope.report.figures.axes import curve, drawn, value_axis
 from sinkscope.report.figures.labels import title
 from sinkscope.report.figures.spec import declare
 from sinkscope.report.figures.style import (
@@ -85,7 +85,8 @@ def _by_kept(ax: Axes, totals: pd.DataFrame) -> None:
     ax.set_xticks(range(len(kept)), [str(n) for n in kept])
     ax.set_xlabel("first tokens kept")
     ax.set_ylabel("perplexity")
-    if value_axis(ax, log=True):
+    values = drawn(ax, "y")
+    if value_axis(ax, log=bool(np.nanmax(values) > 10 * np.nanmin(values))):
         _legend_above(ax, columns=2)
 
 
@@ -93,5 +94,6 @@ def _legend_above(ax: Axes, columns: int) -> None:
     """A legend above the lines, for which room is made."""
     low, high = ax.get_ylim()
     rows = -(-len(ax.get_legend_handles_labels()[1]) // columns)
-    ax.set_ylim(low, high * (high / low) ** (0.1 + 0.12 * rows))
+    room = 0.1 + 0.12 * rows
+    ax.set_ylim(low, high * (high / low) ** room if ax.get_yscale() == "log" else high + room * (high - low))
     ax.legend(loc="upper center", ncols=columns, columnspacing=1.2, borderaxespad=0.1)

@@ -4,7 +4,7 @@ import pandas as pd
 
 from sinkscope.report.figures.spec import declare
 from sinkscope.report.figures.style import NAVY, NEUTRAL, VERMILION, Figure
-from sinkscope.report.figures.sweep_parts import dots_by_model
+from sinkscope.report.figures.sweep_parts import dots_by_model, places_in_row
 from sinkscope.report.sweep_tables import SweepTables
 
 BASE, TUNED = "base", "tuned"
@@ -34,6 +34,7 @@ def lacking(tables: SweepTables) -> str | None:
 def draw(tables: SweepTables) -> Figure:
     rows = _rows(tables)
     figure, ax = dots_by_model(rows, "kind", LOOKS)
+    places = places_in_row(rows["kind"])
     for at, (_, pair) in enumerate(rows.groupby("model", sort=False)):
-        ax.plot(100 * pair["sink_rate"], [at] * len(pair), **NEUTRAL)
+        ax.plot(100 * pair["sink_rate"], at + pair["kind"].map(places), **NEUTRAL)
     return figure

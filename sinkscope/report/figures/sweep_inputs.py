@@ -2,7 +2,7 @@
 
 from sinkscope.report.figures.spec import declare
 from sinkscope.report.figures.style import GRAY, Figure
-from sinkscope.report.figures.sweep_parts import dots_by_model
+from sinkscope.report.figures.sweep_parts import dots_by_model, places_in_row
 from sinkscope.report.sweep_tables import SweepTables
 from sinkscope.report.wse_table_1 import LENGTH, SETTING, WSE_TABLE_1
 
@@ -18,11 +18,12 @@ def draw(tables: SweepTables) -> Figure:
     if all((rows[name] == value).all() for name, value in {**SETTING, "seq_len": LENGTH}.items()):
         models = list(rows["model"].unique())
         colors = {line.get_label(): line.get_color() for line in ax.lines}
+        places = places_in_row(rows["input"])
         for at, model in enumerate(models):
             for reads, found in WSE_TABLE_1.get(tables.papers.get(model, ""), {}).items():
                 ax.plot(
-                    [found.value], [at], marker="o", markersize=8, fillstyle="none", linestyle="none",
-                    color=colors.get(reads, GRAY), zorder=1,
+                    [found.value], [at + places.get(reads, 0.0)], marker="o", markersize=8, fillstyle="none",
+                    linestyle="none", color=colors.get(reads, GRAY), zorder=1,
                 )  # fmt: skip
         if tables.papers:
             ax.set_title("rings: as published (WSE)", fontsize=7)

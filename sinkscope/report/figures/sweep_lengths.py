@@ -28,5 +28,5 @@ def draw(tables: SweepTables) -> Figure:
         ax.xaxis.set_major_formatter(FuncFormatter(lambda length, _: f"{length:g}"))
         ax.xaxis.set_minor_locator(NullLocator())
     for ax in lowest:
-        ax.set_xlabel("tokens = window")
+        ax.set_xlabel("length = window (tokens)")
     return figure

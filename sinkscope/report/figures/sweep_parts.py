@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
@@ -9,7 +10,8 @@ from sinkscope.report.figures.axes import curve, name_rows, panel_grid
 from sinkscope.report.figures.labels import escape, shorten
 from sinkscope.report.figures.style import TEXT, Figure, Look, line_looks, new_figure
 
-ROW, AROUND = 0.2, 0.95  # inches
+ROW, AROUND = 0.34, 0.95  # inches
+SPREAD = 0.28  # of a row's height, to both sides of its middle
 PANEL, ACROSS = 1.5, 3  # inches, and panels in a row
 LEGEND = 84  # characters across
 LONGEST_NAME = 32
@@ -21,20 +23,27 @@ def model_names(models: Iterable[str]) -> list[str]:
 
 
 def dots_by_model(rows: pd.DataFrame, by: str, said: dict[str, Look] | None = None) -> tuple[Figure, Axes]:
-    """A row for each model, in it a dot for each value of `by` at its sink rate."""
+    """A row for each model, in it a dot for each value of `by` at its sink rate, each a little lower."""
     models = list(rows["model"].unique())
     figure = new_figure(TEXT, ROW * len(models) + AROUND)
     ax = figure.subplots()
     looks = said or {}
-    for value, look in zip(rows[by].unique(), line_looks(), strict=False):
+    for (value, beside), look in zip(places_in_row(rows[by]).items(), line_looks(), strict=False):
         found = rows[rows[by] == value]
-        where = [models.index(model) for model in found["model"]]
+        where = [models.index(model) + beside for model in found["model"]]
         own = looks.get(value, look) | {"linestyle": "none"}
         ax.plot(100 * found["sink_rate"], where, label=escape(str(value)), **own)
     name_rows(ax, model_names(models))
     rate_axis(ax, "x")
     figure.legend(loc="outside lower center", ncols=4)
     return figure, ax
+
+
+def places_in_row(values: pd.Series) -> dict[str, float]:
+    """Where each value's dots stand, from the middle of a row."""
+    different = list(values.unique())
+    places = np.linspace(-SPREAD, SPREAD, len(different)) if len(different) > 1 else np.zeros(len(different))
+    return dict(zip(different, map(float, places), strict=True))
 
 
 def lines_by_input(rows: pd.DataFrame, x: str, by: Sequence[str] = ("model",)) -> tuple[Figure, list[Axes], list[Axes]]:

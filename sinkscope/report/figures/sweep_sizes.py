@@ -2,6 +2,7 @@
 
 import pandas as pd
 
+from sinkscope.report.figures.axes import log_ticks, with_decades
 from sinkscope.report.figures.spec import declare
 from sinkscope.report.figures.style import Figure
 from sinkscope.report.figures.sweep_parts import lines_by_input
@@ -21,6 +22,8 @@ def lacking(tables: SweepTables) -> str | None:
 def draw(tables: SweepTables) -> Figure:
     figure, axes, lowest = lines_by_input(_rows(tables), "parameters", ("family",))
     axes[0].set_xscale("log")  # of all panels
+    axes[0].set_xlim(*with_decades(*axes[0].get_xlim()))
+    log_ticks(axes[0].xaxis, *axes[0].get_xlim())
     for ax in lowest:
         ax.set_xlabel("parameters")
     return figure
