@@ -69,10 +69,10 @@ class Contents:
 
     @property
     def all_tables(self) -> dict[str, pd.DataFrame]:
-        """The folder's own, and those that runs side by side have, with their names as the first column."""
+        """By name, the folder's own, and those that runs side by side have, whose names are the first column."""
         names = dict.fromkeys(name for run in self.parts.values() for name in run.tables)
         shared = [name for name in names if name not in self.tables and not _is_by_sequence(name)]
-        return {**self.tables, **{name: self._side_by_side(name) for name in shared}}
+        return dict(sorted({**self.tables, **{name: self._side_by_side(name) for name in shared}}.items()))
 
     @property
     def columns(self) -> dict[str, Columns]:
