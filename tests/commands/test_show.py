@@ -66,7 +66,7 @@ def test_whatever_writes_a_folder_can_leave_the_page_out(command: str) -> None:
 def test_a_lacking_table_is_named_and_the_others_are_shown(run: Path) -> None:
     (run / "tables" / "massive.parquet").unlink()
     data = data_of(sinkscope.show(run, anew=True).read_text(encoding="utf-8"))
-    assert data["absent"] == ["massive"]
+    assert data["absent"] == ["table massive"]
     assert "attention" in {table["name"] for table in data["tables"]}
 
 
