@@ -52,7 +52,7 @@ from sinkscope.report.trained import Trained, first_runs, retrofit_tables
 from sinkscope.results.folders import new_folder
 from sinkscope.results.manifest import MANIFEST, files_in, make_manifest, write_manifest
 from sinkscope.results.resume import FileList, claim, resumable
-from sinkscope.results.swap import new_file
+from sinkscope.results.swap import new_file, remove
 from sinkscope.results.tables import LEADING_COLUMNS, read_table, write_tables
 from sinkscope.retrofits import gate_displacement
 from sinkscope.text.inputs import TokenInputs
@@ -283,6 +283,8 @@ class TrainingArms:
         if self.plan.page:
             self.files.add(PAGE)
             write_page(Contents(done.manifest, done.tables, done.runs, folder=self.folder), self.folder)
+        else:
+            remove(self.folder / PAGE)  # of fewer arms
         write_manifest(self.folder, done.manifest | {"files": self.files.names})
 
     def _write_tables(self, tables: Mapping[str, pd.DataFrame], folder: Path) -> None:

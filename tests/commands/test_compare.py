@@ -82,6 +82,7 @@ def test_it_writes_tables_figures_and_manifest(tmp_path: Path) -> None:
     figures = {f"figures/{name}.{kind}" for name in comparison.figures() for kind in ("png", "pdf")}
     assert written == {
         "run.json",
+        "index.html",
         "tables/comparison.parquet",
         "tables/comparison_by_layer.parquet",
         *figures,

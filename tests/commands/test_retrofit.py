@@ -88,7 +88,7 @@ def test_its_folder(finished: tuple[Result, Path]) -> None:
     out = finished[1]
     assert {path.name for path in out.iterdir()} == {
         "run.json", "retrofit.md", "held-out.npy", "untouched", "vga-placement=output", "none",
-        "comparison", "figures", "tables",
+        "comparison", "figures", "tables", "index.html",
     }  # fmt: skip
     for arm in ("vga-placement=output", "none"):
         assert {path.name for path in (out / arm).iterdir()} == {"model", "run", "tables"}  # no checkpoints

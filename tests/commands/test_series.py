@@ -99,7 +99,7 @@ def test_the_folder(series: Series) -> None:
     assert figures
     assert all(name.startswith("training-") for name in figures)
     assert {path.name for path in series.folder.iterdir()} == {
-        "run.json", "tables", "figures", *(f"step{step}" for step in STEPS),
+        "run.json", "tables", "figures", "index.html", *(f"step{step}" for step in STEPS),
     }  # fmt: skip
     for step in STEPS:
         run = Run.open(series.folder / f"step{step}")

@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 
 import sinkscope
 from sinkscope.cli.app import app
+from sinkscope.cli.parameters import parameters_of
+from sinkscope.options import COMMANDS
 from sinkscope.results.manifest import read_manifest, strangers
 
 ASKED = {"observables": "attention,massive", "input": "random", "num_seqs": 2, "seq_len": 12, "bos": "never"}
@@ -55,10 +57,16 @@ def test_a_page_that_is_added_is_the_commands_own(tmp_path: Path, no_figures: No
     assert read_manifest(run)["files"].count("index.html") == 1
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_whatever_writes_a_folder_can_leave_the_page_out(command: str) -> None:
+    kind = COMMANDS[command]
+    assert ("no_page" in {parameter.name for parameter in parameters_of(kind)}) == bool(kind.writes)
+
+
 def test_a_lacking_table_is_named_and_the_others_are_shown(run: Path) -> None:
     (run / "tables" / "massive.parquet").unlink()
     data = data_of(sinkscope.show(run, anew=True).read_text(encoding="utf-8"))
-    assert data["absent"] == ["massive"]
+    assert data["absent"] == ["table massive"]
     assert "attention" in {table["name"] for table in data["tables"]}
 
 

@@ -71,7 +71,7 @@ def test_its_folder(finished: tuple[Result, Path]) -> None:
     assert result.exit_code == 0, result.output
     arms = ["none-seed0", "vga-seed0", "none-seed1", "vga-seed1"]
     assert {path.name for path in out.iterdir()} == {
-        "run.json", "retrofit.md", "held-out.npy", "comparison", "figures", "tables", *arms,
+        "run.json", "retrofit.md", "held-out.npy", "comparison", "figures", "tables", "index.html", *arms,
     }  # fmt: skip
     for arm in arms:
         assert {path.name for path in (out / arm).iterdir()} == {"model", "run", "tables", "checkpoints"}

@@ -96,7 +96,7 @@ def test_models_stand_side_by_side(tmp_path: Path) -> None:
     assert isinstance(found, Routes)
     assert found.table["model"].unique().tolist() == ["org/learned", "rotary"]
     assert {path.name for path in (tmp_path / "both").rglob("*.*")} == {
-        "run.json", "routes.md", "route.parquet", "routes.png", "routes.pdf",
+        "run.json", "routes.md", "route.parquet", "routes.png", "routes.pdf", "index.html",
     }  # fmt: skip
     written = pd.read_parquet(tmp_path / "both/tables/route.parquet")
     pd.testing.assert_frame_equal(written, found.table)

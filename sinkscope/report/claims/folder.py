@@ -23,7 +23,7 @@ from sinkscope.results.folders import alone_in, new_folder
 from sinkscope.results.manifest import MANIFEST, make_manifest, write_manifest
 from sinkscope.results.resume import FileList, check_resumable, claim, resumable
 from sinkscope.results.run import RunData
-from sinkscope.results.swap import new_file
+from sinkscope.results.swap import new_file, remove
 from sinkscope.results.tables import write_tables
 
 FIGURES, WORDS = "figures", "scorecard.md"
@@ -96,6 +96,8 @@ class ScorecardFolder:
         if self.page:
             self._files.add(PAGE)
             write_page(Contents(card.manifest, tables, folder=self.folder), self.folder)
+        else:
+            remove(self.folder / PAGE)  # of an earlier scorecard
         manifest = {**card.manifest, **self._facts, "files": self._files.names}
         write_manifest(self.folder, manifest)
         return replace(card, manifest=manifest, folder=self.folder)

@@ -42,7 +42,7 @@ def _words(kind: type[Options], config: Mapping[str, Any]) -> list[str] | None:
     """The options that are not the defaults, as they are typed; None where one cannot be typed."""
     words: list[str] = []
     for name, field in kind.model_fields.items():
-        value = config.get(name, field.default)
+        value = config.get(name)
         default = list(field.default) if isinstance(field.default, tuple) else field.default
         if value is None or value == default or name in kind.hidden:
             continue

@@ -37,7 +37,7 @@ class Contents:
         parts: What a run is called → the run, of those that are shown side by side.
         findings: Of the verdict; empty of a folder that has none.
         folder: Where the page is to be; None for one that is shown in a notebook.
-        absent: Tables that run.json lists and the folder lacks.
+        absent: What run.json lists and the folder lacks: tables, and runs that are not where they were.
         named_by: What the names of `parts` are, as a column of their tables.
     """
 
@@ -62,17 +62,20 @@ class Contents:
         tables = {name: read_table(file, _schema(name)) for name, file in files.items() if file.is_file()}
         places = _PARTS.get(manifest["command"], lambda folder, manifest: {})(folder, manifest)
         parts = {label: run for label, place in places.items() if (run := _opened(place)) is not None}
-        absent = tuple(name for name in files if name not in tables)
+        absent = (
+            *(f"table {name}" for name in files if name not in tables),
+            *(f"run {label}" for label in places if label not in parts),
+        )
         named_by = STEP if manifest["command"] == "analyze_steps" else RUN
-        findings = [] if absent else _findings(RunData(manifest, tables, folder))
+        findings = [] if len(tables) < len(files) else _findings(RunData(manifest, tables, folder))
         return cls(manifest, tables, parts, findings, folder, absent, named_by)
 
     @property
     def all_tables(self) -> dict[str, pd.DataFrame]:
-        """The folder's own, and those that runs side by side have, with their names as the first column."""
+        """By name, the folder's own, and those that runs side by side have, whose names are the first column."""
         names = dict.fromkeys(name for run in self.parts.values() for name in run.tables)
         shared = [name for name in names if name not in self.tables and not _is_by_sequence(name)]
-        return {**self.tables, **{name: self._side_by_side(name) for name in shared}}
+        return dict(sorted({**self.tables, **{name: self._side_by_side(name) for name in shared}}.items()))
 
     @property
     def columns(self) -> dict[str, Columns]:

@@ -81,8 +81,8 @@ def test_a_notebook_has_it_in_a_frame() -> None:
 
 def test_the_tables_that_a_folder_lacks_are_named() -> None:
     contents = analysis()
-    html = page_of(Contents(contents.manifest, contents.tables, absent=("massive",))).html
-    assert data_of(html)["absent"] == ["massive"]
+    html = page_of(Contents(contents.manifest, contents.tables, absent=("table massive",))).html
+    assert data_of(html)["absent"] == ["table massive"]
 
 
 def test_runs_side_by_side_are_told_apart_by_a_column() -> None:

@@ -71,8 +71,8 @@ S.lines = ({ points, x, y, title, rule = null, log = null, dots = false, height 
     const series = d3.groups(shown, ({ group, line }) => `${group} ${line ?? ""}`).map(([, own]) => [own[0].group, own]);
     return S.plot({
       width, height, marginLeft: 56, marginBottom: 38, ariaLabel: plain,
-      x: { label: S.withUnit(x), type: ordinal ? "point" : undefined, nice: !ordinal, grid: false,
-        tickFormat: ordinal ? undefined : (value) => S.number(value), ticks: Math.min(10, Math.floor(width / 60)) },
+      x: { label: S.withUnit(x), type: ordinal ? "point" : undefined, grid: false,
+        tickFormat: ordinal ? undefined : (value) => S.number(value), ticks: Math.min(10, Math.floor(width / 60), steps) },
       y: { label: S.withUnit(y), type: isLog ? "log" : "linear", grid: true, nice: true,
         ticks: isLog ? 5 : Math.max(3, Math.round(height / 50)), tickFormat: S.tick(y) },
       marks: [
@@ -92,6 +92,8 @@ S.lines = ({ points, x, y, title, rule = null, log = null, dots = false, height 
       ],
     });
   };
+  const [first, last] = d3.extent(shown, (point) => point.x);
+  const steps = shown.every((point) => Number.isInteger(point.x)) ? Math.max(1, last - first) : Infinity; // no half layers
   const plain = title.replaceAll("`", "");
   const legend = groups.length > 1 ? S.legend(groups) : null;
   const table = () => S.plainTable(

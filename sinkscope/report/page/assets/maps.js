@@ -15,8 +15,15 @@ S.mappable = () => {
   return entries;
 };
 
-/** What tells the runs or arms of a table apart: columns of S.ARMS with several values. */
-S.armColumns = (table) => S.ARMS.filter((name) => table.varies(name));
+/** What tells the runs or arms of a table apart: those of S.ARMS by which some rows differ that were alike so far. */
+S.armColumns = (table) => {
+  if (!table.arms) {
+    const rows = d3.range(table.length);
+    table.arms = S.ARMS.filter((name) => table.varies(name))
+      .reduce((chosen, name) => (S.tellsApart(table, name, chosen, rows) ? [...chosen, name] : chosen), []);
+  }
+  return table.arms;
+};
 
 /** Label of the arm of each row. */
 S.armLabels = (table) => {
