@@ -4,7 +4,7 @@ BIN := .venv/bin
 MGM := .models/mgm --allow-pickle --input sampled
 
 .PHONY: install models demo test fast torture check format report report-models report-claims report-sweep report-training \
-	report-hybrids report-types corpus clean
+	report-hybrids report-when-sinks-emerge report-types corpus clean
 
 install: .venv/installed
 
@@ -138,6 +138,21 @@ report-hybrids: install  ## of small hybrids and what they are compared with, th
 	$(call hybrid,jamba)
 	$(call hybrid,control-gated)
 	$(call hybrid,control-plain)
+
+STUDIES := positions operations blocks weight-decay learning-rate data
+# QUICK=--quick runs the small forms: twenty minutes on two cores
+QUICK ?=
+
+report-when-sinks-emerge: $(STUDIES:%=report-when-sinks-emerge-%)  ## trainings that differ in one thing: a night on two cores
+
+# one part, of at most two hours; the same command goes on where it was interrupted
+report-when-sinks-emerge-%: install
+	$(BIN)/sinkscope sweep when-sinks-emerge-$* $(QUICK) --out runs/report/when-sinks-emerge-$*$(QUICK)
+	rm -rf reports/when-sinks-emerge/$*$(QUICK)
+	mkdir -p reports/when-sinks-emerge/$*$(QUICK)
+	cp runs/report/when-sinks-emerge-$*$(QUICK)/comparison/sweep.md reports/when-sinks-emerge/$*$(QUICK)/
+	cp runs/report/when-sinks-emerge-$*$(QUICK)/comparison/tables/sweep_training.parquet reports/when-sinks-emerge/$*$(QUICK)/
+	cp runs/report/when-sinks-emerge-$*$(QUICK)/comparison/figures/sweep-factor.png reports/when-sinks-emerge/$*$(QUICK)/
 
 report-types: install  ## what becomes of every model type of transformers: two minutes
 	OMP_NUM_THREADS=1 $(BIN)/python tests/sweep_models.py

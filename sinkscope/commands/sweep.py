@@ -40,7 +40,17 @@ from sinkscope.results.cells import COMMAND, CellFolders
 from sinkscope.results.manifest import make_manifest
 from sinkscope.results.metrics import METRICS
 
-OF_THE_RUN = {"file", "dry_run", "engine", "address", "workers", "shard", "retry", "evict"}  # they decide no number
+OF_THE_RUN = {
+    "file",
+    "quick",
+    "dry_run",
+    "engine",
+    "address",
+    "workers",
+    "shard",
+    "retry",
+    "evict",
+}  # they decide no number
 MOST_FAILURES = 5  # that the last message names
 
 
@@ -119,7 +129,7 @@ def sweep(
     start = time.time()
     asked = checked(SweepOptions, {"file": os.fspath(file), **options})
     given = {name: getattr(asked, name) for name in asked.model_fields_set - OF_THE_RUN}
-    found = read_sweep(asked.file, given)
+    found = read_sweep(asked.file, given, asked.quick)
     check(found)
     folders = CellFolders(Path(out or asked.folder()))
     if overwrite and asked.part != (1, 1):

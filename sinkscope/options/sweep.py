@@ -23,6 +23,7 @@ class SweepOptions(DeviceOptions, ModelOptions):
     shown: ClassVar = dict.fromkeys(DeviceOptions.model_fields, "the file's")
 
     file: str = option(..., "Input", "The sweep: a YAML file, or a name from `sinkscope list sweeps`.", metavar="FILE")
+    quick: bool = option(False, "Running", "The small form that the file has, to see that all goes through.")
     dry_run: bool = option(
         False, "Running", "Only show the combinations, with the memory that each needs and what is done."
     )

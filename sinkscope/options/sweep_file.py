@@ -22,6 +22,7 @@
       train: {settings: {config: [tiny-llama, tiny-gpt2]}}
       benchmark: {options: {tasks: [hellaswag], limit: 1000}}
     options: {num-seqs: 100}       # of all of them
+    quick: {num-seqs: 8}           # with --quick, in the place of all other options
     figures: [sink-map]            # of every cell; none, where none is named
 
 Each combination is a cell: an ordinary command with its options. What is nearer to the cell takes the place of what is
@@ -116,6 +117,7 @@ class SweepContent(Part):
     settings: dict[str, list[Any]] = {}
     commands: dict[str, CommandEntry] = {"analyze": CommandEntry()}
     options: dict[str, Any] = {}
+    quick: dict[str, Any] = {}
     figures: tuple[str, ...] = ()
 
     @field_validator("models", mode="before")
@@ -231,12 +233,13 @@ class Sweep:
     cells: tuple[Cell, ...]
 
 
-def read_sweep(file: str, given: Mapping[str, Any]) -> Sweep:
+def read_sweep(file: str, given: Mapping[str, Any], quick: bool = False) -> Sweep:
     """Read a sweep, and make the options of all its cells.
 
     Args:
         file: a YAML file, or a name.
         given: options in the place of the file's.
+        quick: its small form: what it says under `quick` in the place of its other options.
 
     Raises:
         InputError: the file does not exist or is faulty, or the options of a cell are.
@@ -244,6 +247,9 @@ def read_sweep(file: str, given: Mapping[str, Any]) -> Sweep:
     path = find_recipe(file, "sweep")
     options = {name for command in CELLS for name in COMMANDS[command].model_fields}
     content = read_yaml(path, SweepContent, "sweep", options)
+    if quick and not content.quick:
+        raise InputError(f"{path}: it has no small form for --quick")
+    given = (named_in(path, content.quick) if quick else {}) | dict(given)
     found: dict[str, Cell] = {}
     for cell in _cells(path, content, given):
         checksum = cell.name[-CHECKSUM:]

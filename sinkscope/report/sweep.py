@@ -17,6 +17,8 @@ import pandas as pd
 from sinkscope.report.claims.routes import TABLE as ROUTES
 from sinkscope.report.claims.scorecard import TABLE as CLAIMS
 from sinkscope.report.claims.scorecard import Scorecard
+from sinkscope.report.factor_study import TABLE as STUDY
+from sinkscope.report.factor_study import summary
 from sinkscope.report.figures import OF_CLAIMS, OF_ROUTES, OF_SWEEP, save_figures
 from sinkscope.report.figures.spec import draw_all
 from sinkscope.report.markdown import as_markdown
@@ -28,6 +30,10 @@ from sinkscope.results.manifest import make_manifest, write_manifest
 from sinkscope.results.tables import write_tables
 
 RANDOM, REPEATED = "random", "repeated"  # inputs
+TRAININGS = (
+    "Trainings at their last step, mean ± standard deviation over seeds. The sink rate is at position 0 of the first "
+    "64 tokens of held-out blocks; of other operations than softmax it is that of the proxy |sim| ÷ Σ|sim|."
+)
 
 
 def write_comparison(
@@ -60,6 +66,11 @@ def one_cell_each(claims: pd.DataFrame) -> pd.DataFrame:
 def words(tables: SweepTables, record: Mapping[str, Any]) -> str:
     """The title, and WSE table 1 of these models."""
     parts = [f"## {record['content']['title']}"]
+    if STUDY in tables.tables:
+        parts.append(TRAININGS)
+        parts.append(as_markdown(summary(tables.tables[STUDY]), numbers=True))
+    if tables.main.empty and len(parts) > 1:
+        return "\n\n".join(parts)
     if tables.main.empty:
         return "\n\n".join([*parts, "No cell of `analyze` is done."])
     said = dict.fromkeys(f"T = {row.seq_len}, ε = {row.epsilon:g}" for row in tables.main.itertuples())

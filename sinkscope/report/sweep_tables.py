@@ -14,6 +14,8 @@ from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.models.steps import step_of
 from sinkscope.options.sweep_file import Cell
 from sinkscope.report.claims.scorecard import TABLES as CLAIM_TABLES
+from sinkscope.report.factor_study import TABLE as STUDY
+from sinkscope.report.factor_study import studied
 from sinkscope.report.scores import main_scores
 from sinkscope.results.metrics import is_sink
 from sinkscope.results.tables import LEADING, METRIC, VALUE, Column, names_of, read_table
@@ -27,7 +29,7 @@ OF_COMMANDS = {
     "claims": {name: name for name in CLAIM_TABLES},
     "benchmark": {"benchmark": SCORES},
     "retrofit": {"retrofit": "sweep_retrofit"},
-    "train": {"retrofit": "sweep_retrofit"},
+    "train": {"retrofit": "sweep_retrofit", "training": STUDY},
 }
 ALPHA = "attention_heads_by_sequence"  # the table that has position 0's window mass of every head and sequence
 EPSILONS = tuple(round(0.05 * step, 2) for step in range(1, 20))
@@ -126,7 +128,8 @@ def sweep_tables(done: Sequence[Measured]) -> SweepTables:
     parts: dict[str, dict[int, pd.DataFrame]] = {}  # name → place of the cell → its table
     for place, each in enumerate(done):
         for name, common in OF_COMMANDS[each.cell.command].items():
-            parts.setdefault(common, {})[place] = read_table(each.folder / "tables" / f"{name}.parquet")
+            table = read_table(each.folder / "tables" / f"{name}.parquet")
+            parts.setdefault(common, {})[place] = studied(table) if common == STUDY else table
         if each.cell.command == "analyze" and ALPHA in each.manifest["tables"]:
             parts.setdefault(EPSILON, {})[place] = _by_epsilon(each)
     tables = {name: _joined(found, known, labels) for name, found in sorted(parts.items())}

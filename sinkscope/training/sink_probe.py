@@ -15,7 +15,7 @@ from sinkscope.training.history import Probe
 from sinkscope.training.sharding import is_sharded
 from sinkscope.training.tasks import Task
 
-SEQUENCES, LENGTH = 16, 64  # that are measured: the beginnings of held-out blocks; WSE's length
+SEQUENCES, LENGTH = 32, 64  # that are measured: the beginnings of held-out blocks; WSE's length
 
 
 def probe_of(task: Task | None, family: Family, held_out: np.ndarray, epsilon: float) -> Probe | None:

@@ -38,6 +38,7 @@ ABSENT = {
     "logit_terms_by_sequence",
     "epe_by_group",
     "epe_rest_by_sequence",
+    "window_edge_by_sequence",
     "equal_tokens",
     "gate",
     "attention_outside",

@@ -49,10 +49,12 @@ from sinkscope.report.figures import (
     sweep_chat,
     sweep_domains,
     sweep_epsilon,
+    sweep_factor,
     sweep_inputs,
     sweep_lengths,
     sweep_sizes,
     sweep_steps,
+    sweep_training,
     training_by_step,
     training_gradient_norms,
 )
@@ -86,7 +88,7 @@ OF_CLAIMS: dict[str, FigureSpec[Scorecard]] = {spec.name: spec for spec in (
 OF_ROUTES: dict[str, FigureSpec[pd.DataFrame]] = {spec.name: spec for spec in (routes.draw,)}
 OF_SWEEP: dict[str, FigureSpec[SweepTables]] = {spec.name: spec for spec in (
     sweep_inputs.draw, sweep_sizes.draw, sweep_steps.draw, sweep_chat.draw, sweep_epsilon.draw, sweep_lengths.draw,
-    sweep_domains.draw, sweep_benchmarks.draw,
+    sweep_domains.draw, sweep_benchmarks.draw, sweep_factor.draw, sweep_training.draw, sweep_training.draw_loss,
 )}
 # fmt: on
 # what a figure is drawn from → the register of such figures

@@ -1,0 +1,97 @@
+"""A factor study: the trainings of a sweep by what differs between them, over seeds and steps, beside WSE's numbers.
+
+A level is what one training has and another has not: parts of the cells' settings, as `position_scheme=alibi` of
+`config=llama-1m:position_scheme=alibi`, and the arm.
+"""
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+
+from sinkscope.measuring.summary import WHOLE_MODEL
+
+TABLE = "sweep_training"
+METRICS = ("sink_rate", "loss", "bigram_risk", "backcopy_risk")
+LEVEL = "level"
+KEYS = [LEVEL, "seed"]
+# part of a level → WSE's sink rate of a 60M model in percent; arms as the recipes call them
+PUBLISHED = {
+    **{f"position_scheme={name}": rate for name, rate in (
+        ("none", 20.35), ("absolute", 32.73), ("learned", 33.13), ("bucket-number", 35.53), ("alibi", 20.78),
+        ("rotary", 18.18))},
+    **{f"weight_decay={decay}": rate for decay, rate in (
+        ("0", 15.20), ("0.001", 15.39), ("0.01", 15.23), ("0.1", 18.18), ("0.5", 41.08), ("1", 37.71), ("2", 6.13),
+        ("5", 0.01))},
+    **{f"learning_rate={rate}": sink for rate, sink in (("0.0001", 2.90), ("0.0002", 11.21), ("0.0004", 18.18))},
+    **{f"feed_forward={name}": rate for name, rate in (
+        ("swiglu", 18.18), ("geglu", 17.86), ("reglu", 13.88), ("relu", 16.90), ("gelu", 14.76), ("swish", 17.89))},
+    "norm_placement=post": 13.54, "head_mix=summed": 21.76,
+    "random_tokens=1": 27.03, "random_tokens=2": 1.98, "fixed_position=0": 74.11,
+    "softmax": 18.18, "sigmoid": 0.44, "sigmoid-normalized": 30.24, "elu": 0.80, "elu-kernel": 53.65, "identity": 0.0,
+    "mlp-kernel": 0.74, "alpha-2": 29.10, "alpha-0.2": 9.41, "alpha-0.1": 3.59, "alpha-0.05": 4.53,
+    "sink-token": 0.0, "K-bias": 0.0, "KV-bias": 0.04, "V-bias": 17.53, "K-bias-m1": 0.06, "K-bias-m5": 3.71,
+    "K-bias-m20": 25.88,
+}  # fmt: skip
+PLAIN = ("none", "softmax")  # arms of which the published rates of other factors are
+SIZE = "num_hidden_layers="  # which makes another study of the same factor
+
+
+def studied(training: pd.DataFrame) -> pd.DataFrame:
+    """Of the table `training` of one cell, what the study is of: the whole model's METRICS."""
+    return training[(training["layer"] == WHOLE_MODEL) & training["metric"].isin(METRICS)]
+
+
+def with_levels(table: pd.DataFrame) -> pd.DataFrame:
+    """The table `sweep_training` with the column `level`."""
+    pairs = table[["settings", "condition"]].drop_duplicates()
+    parts = {(row.settings, row.condition): _parts(row.settings, row.condition) for row in pairs.itertuples()}
+    common = set.intersection(*map(set, parts.values())) if len(parts) > 1 else set()
+    named = {pair: " ".join(part for part in own if part not in common) or own[-1] for pair, own in parts.items()}
+    levels = [named[pair] for pair in zip(table["settings"], table["condition"], strict=True)]
+    return table.assign(**{LEVEL: levels})
+
+
+def _parts(settings: str, condition: str) -> list[str]:
+    """`config=a:b=c,d-e=1.0` and an arm → a, b=c, d_e=1, the arm."""
+    found = [part.removeprefix("config=") for part in re.split(r"[:,]", settings) if part]
+    named = [re.sub(r"^[^=]*=", lambda name: name[0].replace("-", "_"), part) for part in found]
+    return [re.sub(r"(=\d+)\.0$", r"\1", part) for part in named] + [condition]
+
+
+def published(level: str) -> float:
+    """WSE's sink rate in percent; NaN where it has none of this level, or several of its parts are factors."""
+    parts = [part for part in level.split() if part not in PLAIN and not part.startswith(SIZE)]
+    known = [PUBLISHED[part] for part in (parts or level.split()) if part in PUBLISHED]
+    return known[0] if len(known) == 1 and len(parts) <= 1 else float("nan")
+
+
+def at_the_end(table: pd.DataFrame) -> pd.DataFrame:
+    """Level, seed → each metric at the last step, sink rates in percent; of a table with levels."""
+    last = table[table["step"] == table.groupby(KEYS)["step"].transform("max")]
+    wide = last.pivot_table(index=KEYS, columns="metric", values="value", sort=False)
+    return wide.assign(sink_rate=100 * wide["sink_rate"]) if "sink_rate" in wide else wide
+
+
+def summary(table: pd.DataFrame) -> pd.DataFrame:
+    """A row for each level as text: mean ± standard deviation over seeds of each metric, and WSE's sink rate."""
+    end = at_the_end(with_levels(table))
+    rows = []
+    for level, own in end.groupby(level=LEVEL, sort=False):
+        row = {"level": str(level), "seeds": str(len(own))}
+        row |= {_heading(metric): _spread(own[metric]) for metric in METRICS if metric in own}
+        rate = published(str(level))
+        rows.append(row | {"WSE, sink rate in %": "–" if np.isnan(rate) else f"{rate:.2f}"})
+    return pd.DataFrame(rows)
+
+
+def _heading(metric: str) -> str:
+    return {"sink_rate": "sink rate in %"}.get(metric, metric.replace("_", " "))
+
+
+def _spread(values: pd.Series) -> str:
+    known: Sequence[float] = values.dropna().to_list()
+    if not known:
+        return "–"
+    return f"{np.mean(known):.3g}" + (f" ± {np.std(known, ddof=1):.2g}" if len(known) > 1 else "")

@@ -1,0 +1,62 @@
+"""What a training step costs with another attention operation or another positional scheme, beside fused softmax.
+
+    python tests/benchmarks/operations.py
+
+A step is the Trainer's, of a fresh model at 8 × 256 tokens, in CPU time of one thread, so that other work on the
+machine does not count, but for the caches that it takes. The model and the plain one take steps in turn; the ratio is
+the median over rounds. `softmax` is what the chunked path costs by itself: the same without the fused kernel.
+"""
+
+import argparse
+import statistics
+import time
+
+import torch
+from training import training_step
+
+from sinkscope.models.families import find_family
+from sinkscope.retrofits import retrofit_model
+from sinkscope.retrofits.operation import KINDS
+from sinkscope.training.architectures import architecture, fresh_model
+
+CONFIG = "llama-1m:num_hidden_layers=6"
+SCHEMES = ("none", "absolute", "learned", "relative", "alibi", "rotary")
+TARGET = 1.3  # of an operation's step ÷ that of fused softmax
+
+
+def cost(changed: object, plain: object, rounds: int) -> tuple[float, float]:
+    """Medians over rounds: CPU seconds of the plain step, and of the other ÷ the plain one's."""
+
+    def seconds(step: object) -> float:
+        start = time.process_time()
+        step()  # type: ignore[operator]
+        return time.process_time() - start
+
+    seconds(plain), seconds(changed)  # warm up
+    pairs = [(seconds(plain), seconds(changed)) for _ in range(rounds)]
+    return statistics.median(base for base, _ in pairs), statistics.median(ours / base for base, ours in pairs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    ids = torch.randint(3, 4000, (8, 256), generator=torch.Generator().manual_seed(0))
+    plain = training_step(fresh_model(architecture(CONFIG), 0), ids)
+    print(f"torch {torch.__version__}, {CONFIG}, 8 × 256 tokens, median of {arguments.rounds} rounds, 1 thread")
+    for kind in KINDS:
+        model = fresh_model(architecture(CONFIG), 0)
+        retrofit_model(model, find_family(model), "operation", kind=kind)
+        base, ratio = cost(training_step(model, ids), plain, arguments.rounds)
+        print(
+            f"  {kind:<26} {base:6.2f} s   {ratio:5.2f} ×{'' if ratio <= TARGET else '  above the target'}", flush=True
+        )
+    for scheme in SCHEMES:
+        model = fresh_model(architecture(f"{CONFIG},position_scheme={scheme}"), 0)
+        base, ratio = cost(training_step(model, ids), plain, arguments.rounds)
+        print(f"  positions: {scheme:<15} {base:6.2f} s   {ratio:5.2f} ×", flush=True)
+
+
+if __name__ == "__main__":
+    main()

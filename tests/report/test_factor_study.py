@@ -1,0 +1,88 @@
+"""Trainings of a sweep by what differs between them, on tables made by hand."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from sinkscope.report.factor_study import TABLE, at_the_end, published, studied, summary, with_levels
+from sinkscope.report.figures import OF_SWEEP
+from sinkscope.report.figures.spec import draw_all
+from sinkscope.report.sweep_tables import SweepTables
+
+NAMES = ("sweep-factor", "sweep-training-sink", "sweep-training-loss")
+
+
+def table(rates: dict[tuple[str, str], list[float]]) -> pd.DataFrame:
+    """Settings and arm → the sink rate of each seed at the last of three steps, which it rises to."""
+    rows = [
+        ("m", arm, -1, settings, seed, step, metric, value)
+        for (settings, arm), last in rates.items()
+        for seed, rate in enumerate(last)
+        for step in (0, 100, 200)
+        for metric, value in (("sink_rate", rate * step / 200), ("loss", 3 - step / 100 - rate))
+    ]
+    return pd.DataFrame(rows, columns=["model", "condition", "layer", "settings", "seed", "step", "metric", "value"])
+
+
+SCHEMES = table({
+    ("config=small:layers=3,position_scheme=alibi", "none"): [0.2, 0.4],
+    ("config=small:layers=3,position_scheme=none", "none"): [0.0, 0.1],
+})  # fmt: skip
+DECAYS = table({
+    (f"weight-decay={decay}", arm): [rate]
+    for decay in ("0.5", "5.0")
+    for arm, rate in (("softmax", 0.3), ("sigmoid", 0.0))
+})  # fmt: skip
+
+
+def test_levels_are_what_differs() -> None:
+    assert set(with_levels(SCHEMES)["level"]) == {"position_scheme=alibi", "position_scheme=none"}
+    assert set(with_levels(DECAYS)["level"]) == {
+        "weight_decay=0.5 softmax", "weight_decay=0.5 sigmoid", "weight_decay=5 softmax", "weight_decay=5 sigmoid",
+    }  # fmt: skip
+    alone = table({("config=small", "none"): [0.1]})
+    assert set(with_levels(alone)["level"]) == {"small none"}
+
+
+def test_published_rates_are_of_one_factor_alone() -> None:
+    assert published("position_scheme=alibi") == 20.78
+    assert published("weight_decay=5 softmax") == 0.01
+    assert published("sigmoid") == 0.44
+    assert np.isnan(published("weight_decay=5 sigmoid"))  # table 14 has other weight decays
+    assert published("num_hidden_layers=3 position_scheme=alibi") == 20.78
+    assert np.isnan(published("position_scheme=alibi norm_placement=post"))
+    assert published("softmax") == 18.18
+
+
+def test_the_end_of_each_training() -> None:
+    end = at_the_end(with_levels(SCHEMES))
+    assert end.loc[("position_scheme=alibi", 1), "sink_rate"] == pytest.approx(40)
+    assert end.loc[("position_scheme=alibi", 1), "loss"] == pytest.approx(0.6)
+    text = summary(SCHEMES).set_index("level")
+    assert text.loc["position_scheme=alibi", "sink rate in %"] == "30 ± 14"
+    assert text.loc["position_scheme=alibi", "WSE, sink rate in %"] == "20.78"
+    assert text.loc["position_scheme=none", "seeds"] == "2"
+    assert summary(DECAYS).set_index("level").loc["weight_decay=5 sigmoid", "sink rate in %"] == "0"
+
+
+def test_what_is_kept_of_a_training() -> None:
+    columns = ["layer", "metric", "value"]
+    whole = pd.DataFrame([(-1, "loss", 1.0), (0, "sink_rate", 0.5), (-1, "learning_rate", 0.1)], columns=columns)
+    assert studied(whole)["metric"].tolist() == ["loss"]
+
+
+@pytest.mark.parametrize("rows", [SCHEMES, DECAYS], ids=["schemes", "decays"])
+def test_its_figures(rows: pd.DataFrame) -> None:
+    figures = draw_all(OF_SWEEP, SweepTables({TABLE: rows}, {}))
+    assert set(figures) == set(NAMES)
+    levels = set(with_levels(rows)["level"])
+    titles = {ax.get_title() for ax in figures["sweep-training-sink"].axes} - {""}
+    assert len(titles) == len(levels)
+    factor = figures["sweep-factor"].axes[0]
+    drawn = dict(zip([text.get_text() for text in factor.get_yticklabels()], factor.lines[1].get_xdata(), strict=True))
+    means = at_the_end(with_levels(rows)).groupby(level="level")["sink_rate"].mean()
+    assert sorted(drawn.values()) == pytest.approx(sorted(means))
+
+
+def test_without_trainings_there_are_none() -> None:
+    assert not set(draw_all(OF_SWEEP, SweepTables({}, {}))) & set(NAMES)
