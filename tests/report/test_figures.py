@@ -1,5 +1,6 @@
 """The figures draw what the tables say, whatever the tables lack, and leave matplotlib as they found it."""
 
+import io
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pandas as pd
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
+from PIL import Image
 from support.figure_tables import make_run
 
 from sinkscope.errors import InputError
@@ -362,6 +364,20 @@ def test_equal_tables_give_equal_files_whatever_the_users_settings(run: Run, tmp
         draw("sink-map", run).savefig(tmp_path / f"again.{kind}")
         assert mpl.rcParams["font.size"] == 20
     assert (tmp_path / f"once.{kind}").read_bytes() == (tmp_path / f"again.{kind}").read_bytes()
+
+
+def test_a_png_has_no_alpha_channel_where_nothing_is_transparent(tmp_path: Path) -> None:
+    figure = new_figure(2, 1)
+    figure.subplots().plot([0, 1])
+    for name, options, mode in (("opaque", {}, "RGB"), ("clear", {"transparent": True}, "RGBA")):
+        figure.savefig(tmp_path / f"{name}.png", **options)
+        with Image.open(tmp_path / f"{name}.png") as image:
+            assert image.mode == mode
+            assert round(image.info["dpi"][0]) == SETTINGS["savefig.dpi"]
+    plain = io.BytesIO()
+    figure.savefig(plain, format="png")
+    with Image.open(tmp_path / "opaque.png") as image:
+        np.testing.assert_array_equal(image, np.asarray(Image.open(plain))[..., :3])
 
 
 def test_a_notebook_shows_a_figure_and_pyplot_never_hears_of_it(run: Run) -> None:

@@ -18,6 +18,7 @@ from matplotlib import colormaps
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure as MatplotlibFigure
+from PIL import Image
 
 TEXT, WIDE = 5.5, 6.75  # inches: the text width of one-column and of two-column proceedings
 COLUMN = 3.25  # one of the two columns
@@ -94,13 +95,23 @@ class Figure(MatplotlibFigure):
             return
         drawn = io.BytesIO()  # where the disk is full, matplotlib's own error does not say so
         self.savefig(drawn, **kwargs | {"format": kind})
-        Path(fname).write_bytes(drawn.getvalue())
+        Path(fname).write_bytes(_without_alpha(drawn.getvalue()) if kind == "png" else drawn.getvalue())
 
     def _repr_png_(self) -> bytes:
         """What a notebook shows."""
         buffer = io.BytesIO()
         self.savefig(buffer, format="png")
         return buffer.getvalue()
+
+
+def _without_alpha(png: bytes) -> bytes:
+    """The same picture without the channel that says that nothing is transparent: a tenth of the file."""
+    image = Image.open(io.BytesIO(png))
+    if image.mode != "RGBA" or image.getchannel("A").getextrema() != (255, 255):
+        return png
+    smaller = io.BytesIO()
+    image.convert("RGB").save(smaller, "PNG", dpi=image.info["dpi"], optimize=True)
+    return smaller.getvalue()
 
 
 def new_figure(width: float, height: float) -> Figure:
