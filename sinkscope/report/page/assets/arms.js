@@ -42,7 +42,7 @@ S.effectChart = (points, about) => {
       width, marginLeft: narrow ? 120 : 240, height: 60 + names.length * 26, ariaLabel: title,
       x: { label: S.withUnit(about), grid: true, type: isLog ? "log" : "linear", tickFormat: (value) => about.text(value),
         ticks: narrow ? 3 : 6 },
-      y: { domain: names, label: null, tickFormat: (name) => short(narrow && name.length > 17 ? `${name.slice(0, 16)}…` : name) },
+      y: { domain: names, label: null, tickFormat: (name) => short(narrow && name.length > 15 ? `${name.slice(0, 14)}…` : name) },
       marks: [
         Plot.link(d3.groups(shown.filter(({ arm }) => arm !== "control"), ({ name }) => name).flatMap(([name, own]) => {
           const [before, after] = ["before", "after"].map((arm) => own.find((point) => point.arm === arm)?.value);

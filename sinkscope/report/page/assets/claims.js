@@ -30,7 +30,8 @@ S.claims = () => {
           const { outcome } = own[0];
           return S.element("td", {}, S.element(`button.outcome.${outcome.replaceAll(" ", "-")}`, { type: "button",
             "aria-label": `${id}, ${model}: ${outcome}. Show its numbers`, onclick: () => open(id, model) },
-            `${S.MARKS[outcome] ?? ""} ${outcome}`));
+            `${S.MARKS[outcome] ?? ""} ${outcome}`),
+          Number.isFinite(own[0].value) ? S.element("div.note", {}, S.interval(own[0].value, own[0].low, own[0].high)) : null);
         }));
     }));
   };
@@ -38,7 +39,7 @@ S.claims = () => {
   const counts = S.plainTable([{ label: "Model" }, ...outcomes.map((label) => ({ label, number: true }))],
     models.map((model) => [model, ...outcomes.map((outcome) =>
       S.number(ids.filter((id) => found.get(id).get(model)?.[0].outcome === outcome).length))]), "Claims by outcome");
-  return S.section("claims", "Claims × models", "What papers say happens, and whether it does here. Choose an outcome to see the numbers that decide it.",
+  return S.section("claims", "Claims × models", "What papers say happens, and whether it does here. Beneath each outcome the claim's first number [95 %]; choose it to see all that decide it.",
     counts, S.several("Shown where a model's outcome is", outcomes, state.shown, (now) => { state.shown = now; redraw(); }),
     S.element("div.scroll", { tabindex: 0, role: "region", "aria-label": "Claims by model" },
       S.element("table.matrix", {}, S.element("thead", {}, S.element("tr", {}, S.element("th", { scope: "col" }, "Claim"),
