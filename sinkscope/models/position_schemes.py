@@ -2,6 +2,7 @@
 
 A scheme does one of three things: it adds vectors to the token embeddings, rotates queries and keys, or adds a bias to
 the logits. Queries and keys are told apart by their places in the sequence; of biases only the distance t - s counts.
+A bias is made once for all layers, and is the one thing that grows with T × T: (1,H,T,T).
 """
 
 import math

@@ -228,6 +228,16 @@ def test_no_more_is_read_than_is_trained_on() -> None:
     assert (len(blocks.train), len(blocks.held_out)) == (18, 2)
 
 
+def test_blocks_of_text_need_no_bos() -> None:
+    with_it, without = (read_blocks(loaded(), "natural", None, 16, wanted=18, share=0.1, bos=bos) for bos in BOS)
+    assert (with_it.train[:, 0] == 1).all()
+    assert not (without.train == 1).any()
+    assert without.train[:2].flatten()[:30].tolist() == with_it.train[:2, 1:].flatten().tolist()  # the same text
+
+
+BOS = ("auto", "never")
+
+
 def test_documents_end_with_an_eos() -> None:
     lines = [json.dumps({"text": "the drain"}), json.dumps({"text": "of"})] * 20
     blocks = read_blocks_of("\n".join(lines), Path("lines.jsonl"))

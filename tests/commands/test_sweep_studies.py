@@ -1,0 +1,46 @@
+"""The sweeps of trainings that come with sinkscope, and their small forms: every cell can be trained as it stands."""
+
+from pathlib import Path
+
+import pytest
+
+from sinkscope.commands.train import check
+from sinkscope.errors import InputError
+from sinkscope.options.sweep_file import read_sweep
+from sinkscope.retrofits.register_tokens import RegisterTokens
+from sinkscope.training.architectures import architecture
+from sinkscope.training.arms import parse_methods
+from sinkscope.training.tasks import TASKS
+
+STUDIES = sorted(path.stem for path in Path(__file__).parents[2].glob("recipes/sweeps/when-sinks-emerge-*.yaml"))
+STUDIES.remove("when-sinks-emerge-table-1")  # of pretrained models
+
+
+@pytest.mark.parametrize("name", STUDIES)
+@pytest.mark.parametrize("quick", [False, True])
+def test_every_cell_can_be_trained(name: str, quick: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sinkscope.commands.train.check_text", lambda text: None)  # the corpus need not be there
+    sweep = read_sweep(name, {}, quick)
+    assert len({cell.name for cell in sweep.cells}) == len(sweep.cells)
+    for cell in sweep.cells:
+        options = cell.options
+        check(options)
+        registers = any(method.name == RegisterTokens.name for method in parse_methods(options.method))
+        assert options.block_length + registers <= architecture(options.config).max_position_embeddings
+        assert options.text in TASKS or options.text == ".models/corpus.jsonl"
+
+
+def test_the_small_form_is_smaller() -> None:
+    for name in STUDIES:
+        whole, small = (read_sweep(name, {}, quick).cells for quick in (False, True))
+        assert len(whole) == len(small)
+        for cell, other in zip(whole, small, strict=True):
+            assert other.options.steps * other.options.seeds < cell.options.steps * cell.options.seeds / 5
+            assert other.options.config == cell.options.config
+
+
+def test_what_has_no_small_form_says_so() -> None:
+    with pytest.raises(InputError, match="it has no small form for --quick"):
+        read_sweep("offline-models", {}, quick=True)
+    given = read_sweep("when-sinks-emerge-data", {"dtype": "float32"}, quick=True).cells[0].options
+    assert (given.dtype, given.steps) == ("float32", 300)
