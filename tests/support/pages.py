@@ -101,7 +101,7 @@ def side_by_side() -> Contents:
     parts = {
         label: Run(run.manifest | {"command": "analyze"}, led(run.tables, run.model)) for label, run in runs.items()
     }
-    comparison = pd.DataFrame({"metric": ["sink_rate"], "run 0": [0.5], "run 1": [0.25]})
+    comparison = pd.DataFrame({"metric": ["sink_rate", "loss"], "run 0": [0.5, 3.0], "run 1": [0.25, 2.0]})
     return Contents({"command": "compare", "config": {}, "tables": []}, {"comparison": comparison}, parts)
 
 

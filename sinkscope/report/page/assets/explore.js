@@ -7,8 +7,11 @@ S.IN_WORDS = new Set(["finding", "claim", "route"]);
 S.ACROSS_LAYERS = ["layer", "position", "bucket", "coordinate", "sequence"];
 S.ACROSS_MODELS = ["step", "seq_len", "epsilon", "input", "condition", "name", "model"];
 
+/** Columns that can be put across. */
+S.crossable = (table) => table.keys.map(({ name }) => name).filter((name) => name !== "metric" && table.varies(name));
+
 S.chartable = () => [...S.tables.values()].filter((table) =>
-  table.length > 1 && table.values.length && !S.IN_WORDS.has(table.name) && table.keys.some(({ name }) => table.varies(name)));
+  table.length > 1 && table.values.length && !S.IN_WORDS.has(table.name) && S.crossable(table).length);
 
 S.explore = () => {
   const tables = S.chartable();
@@ -17,7 +20,7 @@ S.explore = () => {
   const state = {};
 
   const choose = (table) => {
-    const keys = table.keys.map(({ name }) => name).filter((name) => table.varies(name) && name !== "metric");
+    const keys = S.crossable(table);
     const isWhole = table.has("layer", "metric") && table.distinct("layer").includes(-1);
     const across = [...(isWhole ? [] : S.ACROSS_LAYERS), ...S.ACROSS_MODELS, ...(isWhole ? S.ACROSS_LAYERS : [])];
     const x = across.find((name) => keys.includes(name)) ?? keys[0];

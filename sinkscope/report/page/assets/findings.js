@@ -37,12 +37,13 @@ S.findings = () => {
 S.findingTable = () => {
   const table = S.table("finding");
   if (!table) return null;
-  const rows = d3.range(table.length).map((at) => table.row(at)).filter((row) => row.number === "value");
+  const labels = S.runLabels(table), several = labels.some(Boolean);
+  const rows = d3.range(table.length).map((at) => ({ ...table.row(at), label: labels[at] })).filter((row) => row.number === "value");
   if (!rows.length) return null;
   return S.section("findings", "Findings", "The numbers that the verdict states, with their 95 % intervals.",
     S.plainTable(
-      [{ label: "Finding" }, { label: "Value [95 %]", number: true }, { label: "Threshold", number: true },
+      [...(several ? [{ label: "Run" }] : []), { label: "Finding" }, { label: "Value [95 %]", number: true }, { label: "Threshold", number: true },
         { label: "Outcome" }, { label: "Claim" }],
-      rows.map((row) => [row.finding, S.interval(row.value, row.low, row.high), S.number(row.threshold), row.outcome,
+      rows.map((row) => [...(several ? [row.label] : []), row.finding, S.interval(row.value, row.low, row.high), S.number(row.threshold), row.outcome,
         row.claim ?? ""]), "Findings"));
 };

@@ -15,12 +15,12 @@ S.mappable = () => {
   return entries;
 };
 
-/** What tells the runs or arms of a table apart: those of S.ARMS by which some rows differ that were alike so far. */
+/** What tells the runs or arms of a table apart beside the step: those of S.ARMS by which rows differ that were alike. */
 S.armColumns = (table) => {
   if (!table.arms) {
-    const rows = d3.range(table.length);
-    table.arms = S.ARMS.filter((name) => table.varies(name))
-      .reduce((chosen, name) => (S.tellsApart(table, name, chosen, rows) ? [...chosen, name] : chosen), []);
+    const rows = d3.range(table.length), step = table.has("step") ? ["step"] : [];
+    table.arms = S.ARMS.filter((name) => table.varies(name)).reduce((chosen, name) =>
+      (S.tellsApart(table, name, [...step, ...chosen], rows) ? [...chosen, name] : chosen), []);
   }
   return table.arms;
 };

@@ -5,6 +5,7 @@ S.SECTIONS = () => [S.findings, S.claims, S.effects, S.routes, S.training, S.hea
   S.gradients, S.quantization, S.explore, S.tablesSection, S.runSection];
 
 S.title = () => {
+  if (typeof S.manifest.model === "string") return S.visible(S.manifest.model);
   const models = [...new Set([...S.tables.values()].flatMap((table) => (table.has("model") ? table.distinct("model") : [])))];
   return S.visible(models.length > 3 ? `${models.length} models` : models.join(", ") || S.manifest.command);
 };
@@ -22,11 +23,21 @@ S.facts = () => {
     [S.element("div", {}, S.element("dt", {}, name), S.element("dd", {}, S.visible(value)))]));
 };
 
+/** A section; where it fails, that is said in its place, and the others are there. */
+S.made = (make) => {
+  try {
+    return make();
+  } catch (error) {
+    console.error(error);
+    return S.section(S.newId("failed"), "Not shown", `This part of the page failed, please report it: ${error.message}`);
+  }
+};
+
 S.start = () => {
   S.load(document.getElementById("data").textContent);
   const title = S.title();
   document.title = `${title} – sinkscope`;
-  const sections = S.SECTIONS().map((make) => make()).filter(Boolean);
+  const sections = S.SECTIONS().map(S.made).filter(Boolean);
   const links = sections.map((section) =>
     S.element("li", {}, S.element("a", { href: `#${section.id}` }, section.querySelector("h2").textContent)));
   document.body.append(
