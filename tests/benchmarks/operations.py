@@ -40,20 +40,24 @@ def cost(changed: object, plain: object, rounds: int) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--config", default=CONFIG)
+    parser.add_argument("--only", nargs="*", default=[*KINDS, *SCHEMES], help="kinds of operations and schemes")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     ids = torch.randint(3, 4000, (8, 256), generator=torch.Generator().manual_seed(0))
-    plain = training_step(fresh_model(architecture(CONFIG), 0), ids)
-    print(f"torch {torch.__version__}, {CONFIG}, 8 × 256 tokens, median of {arguments.rounds} rounds, 1 thread")
-    for kind in KINDS:
-        model = fresh_model(architecture(CONFIG), 0)
+    config = arguments.config
+    plain = training_step(fresh_model(architecture(config), 0), ids)
+    print(f"torch {torch.__version__}, {config}, 8 × 256 tokens, median of {arguments.rounds} rounds, 1 thread")
+    for kind in filter(KINDS.__contains__, arguments.only):
+        model = fresh_model(architecture(config), 0)
         retrofit_model(model, find_family(model), "operation", kind=kind)
         base, ratio = cost(training_step(model, ids), plain, arguments.rounds)
         print(
             f"  {kind:<26} {base:6.2f} s   {ratio:5.2f} ×{'' if ratio <= TARGET else '  above the target'}", flush=True
         )
-    for scheme in SCHEMES:
-        model = fresh_model(architecture(f"{CONFIG},position_scheme={scheme}"), 0)
+    for scheme in filter(SCHEMES.__contains__, arguments.only):
+        joint = "," if ":" in config else ":"
+        model = fresh_model(architecture(f"{config}{joint}position_scheme={scheme}"), 0)
         base, ratio = cost(training_step(model, ids), plain, arguments.rounds)
         print(f"  positions: {scheme:<15} {base:6.2f} s   {ratio:5.2f} ×", flush=True)
 

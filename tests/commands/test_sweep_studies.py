@@ -16,6 +16,9 @@ STUDIES = sorted(path.stem for path in Path(__file__).parents[2].glob("recipes/s
 STUDIES.remove("when-sinks-emerge-table-1")  # of pretrained models
 
 
+EVERYWHERE = {"attention", "activation", "massive", "gradient"}  # observables that apply to every model here
+
+
 @pytest.mark.parametrize("name", STUDIES)
 @pytest.mark.parametrize("quick", [False, True])
 def test_every_cell_can_be_trained(name: str, quick: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,6 +28,8 @@ def test_every_cell_can_be_trained(name: str, quick: bool, monkeypatch: pytest.M
     for cell in sweep.cells:
         options = cell.options
         check(options)
+        assert set(options.observables) <= EVERYWHERE  # one that does not apply to a model fails its cell
+        assert "gradient" in options.observables  # which brings the loss that claims compare
         registers = any(method.name == RegisterTokens.name for method in parse_methods(options.method))
         assert options.block_length + registers <= architecture(options.config).max_position_embeddings
         assert options.text in TASKS or options.text == ".models/corpus.jsonl"
