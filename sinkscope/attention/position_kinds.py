@@ -26,7 +26,7 @@ from sinkscope.attention.kernels import MASKED, AttentionCall, upcast
 from sinkscope.attention.seam import open_seam
 from sinkscope.attention.taps import Seam
 from sinkscope.models.discovery import first_floats
-from sinkscope.models.family import NO_POSITIONS, NOT_RUN, UNKNOWN_POSITIONS, Family, embedding_weight, input_device
+from sinkscope.models.family import NO_POSITIONS, NOT_RUN, UNKNOWN_POSITIONS, Family, embedding_weight, input_device, number_of_positions
 
 TOKENS = 24  # T5's buckets are as wide as one token up to a distance of 15
 CLOSE = 1e-3  # vectors are the same up to this relative difference …
@@ -60,7 +60,8 @@ def with_positions(model: PreTrainedModel, family: Family) -> Family:
     if not family.has_attention:
         return family
     vocabulary, device = len(embedding_weight(model)), input_device(model)
-    one, other = (torch.full((1, TOKENS), vocabulary // part, device=device) for part in (2, 3))
+    length = min(TOKENS, (number_of_positions(model) or TOKENS) - (family.first_position or 0))
+    one, other = (torch.full((1, length), vocabulary // part, device=device) for part in (2, 3))
     added = _added(model, family, one, other)
     kinds = []
     for layer, seen in _attended(model, family, one).items():
@@ -180,7 +181,8 @@ def _added(model: PreTrainedModel, family: Family, one: torch.Tensor, other: tor
         one: (1,T), a token repeated, as is `other`.
     """
     whole, tables = _in_front(model, family, one)
-    hidden, registers = whole[-TOKENS:], len(whole) - TOKENS  # which stand before the text
+    registers = len(whole) - one.shape[1]  # which stand before the text
+    hidden = whole[registers:]
     if not _differs(hidden):
         return None
     _, others = _in_front(model, family, other)
@@ -205,7 +207,7 @@ def _in_front(
 
     def keep_given(path: str, module: nn.Module, args: tuple, output: Any) -> None:
         x = first_floats(output)
-        if not hidden and x is not None and x.dim() >= 2 and x.shape[-2] >= TOKENS:
+        if not hidden and x is not None and x.dim() >= 2 and x.shape[-2] >= ids.shape[1]:
             given[path] = x.flatten(0, -2).clone()
 
     layers = family.layer_modules(model)
@@ -227,7 +229,7 @@ def _described(model: PreTrainedModel, path: str, table: torch.Tensor, registers
     if weight is None or weight.shape[1:] != table.shape[1:]:
         return Added(UNKNOWN_POSITIONS)
     starts = (weight == table[0]).all(-1).nonzero().flatten().tolist()
-    fits = [row for row in starts if torch.equal(weight[row : row + TOKENS], table)]
+    fits = [row for row in starts if torch.equal(weight[row : row + len(table)], table)]
     return Added("learned", path, fits[0] - registers) if fits else Added(UNKNOWN_POSITIONS)
 
 

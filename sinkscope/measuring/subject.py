@@ -21,7 +21,7 @@ from sinkscope.measuring.processes import team
 from sinkscope.models import loading
 from sinkscope.models.calibrate import calibrate
 from sinkscope.models.families import find_family
-from sinkscope.models.family import Family, embedding_weight, input_device
+from sinkscope.models.family import Family, embedding_weight, input_device, number_of_positions
 from sinkscope.models.in_memory import unchanged_after, undisturbed, unwrapped
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.towers import check_reads_text, placeholders, tower_notice, vocabulary
@@ -212,10 +212,8 @@ def inputs_for(loaded: LoadedModel, config: RunConfig, family: Family | None = N
 
 def position_limit(model: PreTrainedModel, family: Family | None = None) -> int | None:
     """The longest sequence that a model's configuration allows, without its registers; None where it names none."""
-    text = model.config.get_text_config()
-    limits = (getattr(text, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len"))
-    before = registers_before(model) + ((family and family.first_position) or 0)
-    return next((limit - before for limit in limits if limit), None)
+    limit, before = number_of_positions(model), registers_before(model) + ((family and family.first_position) or 0)
+    return None if limit is None else limit - before
 
 
 @torch.no_grad()

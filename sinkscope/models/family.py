@@ -184,3 +184,10 @@ def input_device(model: Any) -> torch.device:
 def first_tensor(value: Any) -> torch.Tensor:
     """A module's own result where it returns several."""
     return value[0] if isinstance(value, tuple | list) else value
+
+
+def number_of_positions(model: Any) -> int | None:
+    """That a model's configuration allows; None where it names none."""
+    text = model.config.get_text_config()
+    limits = (getattr(text, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len"))
+    return next((limit for limit in limits if limit), None)

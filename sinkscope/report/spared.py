@@ -9,6 +9,7 @@ out: input, weight and output.
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,13 @@ JSON, RECIPE = "spared.json", "llm-compressor.yaml"
 
 def files(run: RunData) -> list[str]:
     """What `write` writes: of other commands, and of runs before there was this, nothing."""
-    if run.command != "quantize" or "full_precision_modules" not in run.manifest["quantization"]:
+    if run.command != "quantize" or not _is_recorded(run.manifest["quantization"]):
         return []
     return [JSON] if llm_compressor_recipe(run) is None else [JSON, RECIPE]
+
+
+def _is_recorded(given: Mapping[str, Any]) -> bool:
+    return {"full_precision_modules", "bits_kv_cache", "weights_per", "activations_per", "kv_cache_per"} <= given.keys()
 
 
 def write(run: RunData, folder: Path) -> None:
@@ -77,10 +82,10 @@ def llm_compressor_recipe(run: RunData) -> dict[str, Any] | None:
     """What llm-compressor reads as a recipe: one QuantizationModifier that quantizes as this run did.
 
     Activations have static ranges of the smallest and largest entry, as here. None where its linear layers are not
-    torch's, which llm-compressor does not quantize, or where the run was made before this was recorded.
+    torch's, which llm-compressor does not quantize.
     """
     given = run.manifest["quantization"]
-    if given.get("full_precision_modules") is None:
+    if given["full_precision_modules"] is None:
         return None
     weights = _grid(given["bits_weights"], given["weights_per"], is_symmetric=True)
     activations = _grid(given["bits_activations"], given["activations_per"])

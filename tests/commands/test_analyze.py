@@ -377,7 +377,7 @@ def test_the_manifest_says_how_to_read_the_numbers(model: PreTrainedModel) -> No
     manifest = run_of(model).manifest
     wired = {"name": "llama", "wiring": "sequential", "positions": "rotary", "door": "interface"}
     absent = dict.fromkeys(("kinds", "unknown", "copies", "layer_positions"))
-    assert manifest["family"] == wired | absent | {"gated": False, "causal": True}
+    assert manifest["family"] == wired | absent | {"gated": False, "causal": True, "prefix": 0}
     assert manifest["scaling"] == pytest.approx([8**-0.5] * 3)
     assert manifest["dtype"] == "float32"
     assert manifest["kernel"] == "sdpa"

@@ -103,7 +103,7 @@ def test_what_is_taken_for_causal_is_noticed(broken: str, monkeypatch: pytest.Mo
         monkeypatch.setattr(within, lambda weights, rows, cols, window: weights.tril(0))
     else:
         own = Batch.queries
-        monkeypatch.setattr(Batch, "queries", lambda batch, count, window=None, causal=False: own(batch, count, window))
+        monkeypatch.setattr(Batch, "queries", lambda batch, count, window, causal, prefix: own(batch, count, window))
     table = tables_of(model, family, batched(ragged_tokens(LENGTHS), 3), "attention")["attention"]
     assert errors(table, attention(sequences))["window_mass"] > 1e-3
 

@@ -40,8 +40,8 @@ def declared() -> list[tuple[str, str, str]]:
 def test_an_option_is_declared_once() -> None:
     names = Counter(name for _, name, _ in declared())
     # two options of one name: sequences that are measured at once, and blocks that are trained on at once; the run that
-    # is repeated, and the runs that are judged
-    assert {name for name, count in names.items() if count > 1} == {"batch_size", "from_"}
+    # is repeated, and the runs that are judged; a BOS in front of a text, and of each block of it
+    assert {name for name, count in names.items() if count > 1} == {"batch_size", "from_", "bos"}
     assert max(Counter(about for *_, about in declared()).values()) == 1
     assert {name for kind in COMMANDS.values() for name in kind.model_fields} <= names.keys()
 

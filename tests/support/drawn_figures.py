@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from sinkscope.report.factor_study import TABLE as STUDIED
 from sinkscope.report.figures import FIGURES, OF_ARMS, OF_RUNS, OF_STEPS, OF_SWEEP, draw
 from sinkscope.report.figures.arms import Arms
 from sinkscope.report.figures.style import Figure
@@ -125,4 +126,9 @@ def _sweep() -> SweepTables:
     scores = scores.assign(
         condition="task", metric="acc", filter="none", score=0.5, error=0.01, questions=9, is_asked=True
     )
-    return SweepTables({SWEEP: cells, EPSILON: by_epsilon, SCORES: scores}, {})
+    trained = grid(
+        model=["m"], condition=["none"], layer=[-1], settings=["weight-decay=0.1", "weight-decay=5.0"], seed=SEEDS,
+        step=[0, 100, 200], metric=["sink_rate", "loss"],
+    )  # fmt: skip
+    studied = _values(trained, 0.1, 0.9)
+    return SweepTables({SWEEP: cells, EPSILON: by_epsilon, SCORES: scores, STUDIED: studied}, {})

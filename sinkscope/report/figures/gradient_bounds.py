@@ -26,6 +26,7 @@ from sinkscope.report.figures.gradient_reshaping import why_undefined
 from sinkscope.report.figures.labels import places, title
 from sinkscope.report.figures.spec import declare
 from sinkscope.report.figures.style import GUIDE, NAVY, OTHERS, SINK, WIDE, Figure, Look, new_figure
+from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
 
 BAND: Look = {"color": NAVY, "alpha": 0.18, "linewidth": 0}
@@ -79,7 +80,7 @@ def _theorem_one(ax: Axes, first: pd.DataFrame) -> None:
 
 
 def _holds(ax: Axes, check: pd.DataFrame) -> None:
-    ax.set_title("theorem 1 holds")
+    ax.set_title(METRICS["theorem1_holds"].short)
     measured = check[check["measured"].notna()]
     if measured.empty:
         say(ax, UNMEASURED)

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from sinkscope.measuring.observables.massive import RATIO, THRESHOLD
-from sinkscope.report.figures.axes import layer_axis, line_by_layer, value_axis
+from sinkscope.report.figures.axes import has_values, layer_axis, line_by_layer, value_axis
 from sinkscope.report.figures.labels import title
 from sinkscope.report.figures.spec import declare
 from sinkscope.report.figures.style import GUIDE, HIGHEST, OTHERS, SINK, TEXT, Figure, Look, new_figure
@@ -33,8 +33,9 @@ def draw(run: RunData) -> Figure:
     sequences = massive.drop_duplicates(["layer", "sequence"])
     median = sequences.groupby("layer")["median"].mean()
     line_by_layer(ax, median, label="median", **MEDIAN)
-    line_by_layer(ax, RATIO * median, label=f"{RATIO:g} × median", **RULE)
-    ax.axhline(THRESHOLD, label=f"{THRESHOLD:g}", **GUIDE)
+    if has_values(ax, log=True):
+        line_by_layer(ax, RATIO * median, label=f"{RATIO:g} × median", **RULE)
+        ax.axhline(THRESHOLD, label=f"{THRESHOLD:g}", **GUIDE)
     layer_axis(ax)
     ax.set_ylabel("|activation|, mean over sequences")
     ax.margins(x=0.02)

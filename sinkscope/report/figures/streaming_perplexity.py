@@ -86,7 +86,8 @@ def _by_kept(ax: Axes, totals: pd.DataFrame) -> None:
     ax.set_xlabel("first tokens kept")
     ax.set_ylabel("perplexity")
     values = drawn(ax, "y")
-    if value_axis(ax, log=bool(np.nanmax(values) > 10 * np.nanmin(values))):
+    values = values[np.isfinite(values)]
+    if value_axis(ax, log=bool(len(values) and values.max() > 10 * values.min())):
         _legend_above(ax, columns=2)
 
 

@@ -9,6 +9,7 @@ from sinkscope.report.figures.spec import declare
 from sinkscope.report.figures.steps import step_axis
 from sinkscope.report.figures.style import OTHERS, SINK, WIDE, Figure, Look, new_figure
 from sinkscope.report.sweep_tables import SweepTables
+from sinkscope.results.metrics import METRICS
 
 ACROSS, HEIGHT = 6, 1.05  # panels in a row, and inches of each
 NAME_LENGTH = 22  # characters of a level
@@ -29,12 +30,12 @@ def lacking_loss(tables: SweepTables) -> str | None:
 
 @declare("sweep-training-sink", "sink rate of each training by step, mean and range over seeds", TABLE, lacking=lacking)
 def draw(tables: SweepTables) -> Figure:
-    return _panels(_rows(tables, "sink_rate"), "sink rate", SINK, share=True)
+    return _panels(_rows(tables, "sink_rate"), METRICS["sink_rate"].short, SINK, share=True)
 
 
 @declare("sweep-training-loss", "loss of each training by step, the same", TABLE, lacking=lacking_loss)
 def draw_loss(tables: SweepTables) -> Figure:
-    return _panels(_rows(tables, "loss"), "loss", OTHERS, share=False)
+    return _panels(_rows(tables, "loss"), METRICS["loss"].short, OTHERS, share=False)
 
 
 def _panels(rows: pd.DataFrame, name: str, look: Look, share: bool) -> Figure:
