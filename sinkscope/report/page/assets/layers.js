@@ -116,7 +116,7 @@ S.massivePlaces = (table, rows) => {
 /** Norms of the residual stream, layer × position. */
 S.normMap = () => {
   const table = S.table("activation");
-  if (!table || S.armColumns(table).length || table.varies("step")) return null;
+  if (!table || S.isOfSeveral(table)) return null;
   const sites = table.distinct("site");
   const state = { site: sites.includes("layer_out") ? "layer_out" : sites[0] };
   const place = S.element("div");

@@ -25,6 +25,9 @@ S.armColumns = (table) => {
   return table.arms;
 };
 
+/** Whether a table holds several runs, arms or steps. */
+S.isOfSeveral = (table) => S.armColumns(table).length > 0 || table.varies("step");
+
 /** Label of the arm of each row. */
 S.armLabels = (table) => {
   const columns = S.armColumns(table).map((name) => table.get(name));

@@ -5,7 +5,7 @@
 S.tokens = () => {
   const found = new Map();
   for (const table of S.tables.values()) {
-    if (!table.length || !table.has("token", "sequence") || S.armColumns(table).length) continue;
+    if (!table.length || !table.has("token", "sequence") || S.isOfSeveral(table)) continue;
     const place = ["position", "key"].find((name) => table.has(name));
     if (!place) continue;
     const [sequence, position, token] = [table.get("sequence"), table.get(place), table.get("token")];
@@ -21,7 +21,7 @@ S.tokens = () => {
 S.shadings = () => {
   const ways = [];
   const sinks = S.table("sink_positions");
-  if (sinks && !S.armColumns(sinks).length) {
+  if (sinks && !S.isOfSeveral(sinks)) {
     const [sequence, position] = [sinks.get("sequence"), sinks.get("position")];
     const bySequence = d3.rollup(d3.range(sinks.length), (rows) => rows.length, (row) => sequence[row], (row) => position[row]);
     ways.push({
@@ -33,7 +33,7 @@ S.shadings = () => {
     });
   }
   const maps = S.table("attention_maps");
-  if (maps && maps.has("head") && !S.armColumns(maps).length)
+  if (maps && maps.has("head") && !S.isOfSeveral(maps))
     for (const [layer, head] of S.mapped())
       ways.push({
         name: `attention it gets in layer ${layer}, head ${head}`,
