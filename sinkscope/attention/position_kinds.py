@@ -26,7 +26,15 @@ from sinkscope.attention.kernels import MASKED, AttentionCall, upcast
 from sinkscope.attention.seam import open_seam
 from sinkscope.attention.taps import Seam
 from sinkscope.models.discovery import first_floats
-from sinkscope.models.family import NO_POSITIONS, NOT_RUN, UNKNOWN_POSITIONS, Family, embedding_weight, input_device, number_of_positions
+from sinkscope.models.family import (
+    NO_POSITIONS,
+    NOT_RUN,
+    UNKNOWN_POSITIONS,
+    Family,
+    embedding_weight,
+    input_device,
+    number_of_positions,
+)
 
 TOKENS = 24  # T5's buckets are as wide as one token up to a distance of 15
 CLOSE = 1e-3  # vectors are the same up to this relative difference …

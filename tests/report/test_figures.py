@@ -289,7 +289,7 @@ def test_layers_without_attention_leave_a_gap(run: Run) -> None:
 def test_one_position_draws_token_0_only() -> None:
     one = make_run(positions=1)
     assert all(len(ax.lines) == 1 for ax in draw("sinks-by-layer", one).axes)
-    by_layer = [line for ax in draw("query-key-geometry", one).axes for line in ax.lines if len(line.get_xdata()) == 3]
+    by_layer = [line for ax in draw("query-key-geometry", one).axes for line in ax.lines if len(line.get_xdata()) > 2]
     assert len(by_layer) == len(draw("query-key-geometry", one).axes)  # besides lines at zero
 
 
