@@ -36,6 +36,7 @@ class AttentionCall:
     prefix: int = 0  # but for so many at the beginning, which all queries see: the mask says which (prefix LM)
     dropout: float = 0.0  # of the weights, in training
     operation: Operation | None = None  # in place of softmax
+    reads_lse: bool = True  # whether anything needs the log-sum-exp of another operation, which its mix does not
 
     @property
     def is_softmax(self) -> bool:
@@ -141,12 +142,14 @@ def _attend_rows(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall, rows: slice
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Mix (B,H,R,d) and log-sum-exp (B,H,R) of these queries."""
+    if call.causal and call.mask is None and not call.forbidden and key.shape[2] == query.shape[2]:
+        key, value = key[:, :, : rows.stop], value[:, :, : rows.stop]  # they see no others
     logits = masked_logits(query, key, call, rows)
     if call.operation is None:
         lse = row_lse(logits, sink_rows(call, rows))
         weights = (logits - lse.unsqueeze(-1)).exp()
     else:
-        weights, lse = call.operation.weights(logits, logits > MASKED)
+        weights, lse = call.operation.weights(logits, logits > MASKED, call.reads_lse)
     return grouped_matmul(F.dropout(weights.to(value.dtype), call.dropout), value), lse
 
 

@@ -52,16 +52,21 @@ class Operation:
         """ℓ = log|sim|, finite."""
         return LOG_SIMILARITIES[self.similarity](logits)
 
-    def weights(self, logits: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def weights(
+        self, logits: torch.Tensor, seen: torch.Tensor, with_lse: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows of logits (B,H,R,T) over all keys, and which of them the query may see → sim ÷ Z of the same shape, 0
-        where it may not, and lse = log Σ|sim| (B,H,R), the dtype's minimum for a row that sees nothing.
+        where it may not, and lse = log Σ|sim| (B,H,R), the dtype's minimum for a row that sees nothing; NaN where it
+        is not asked for and sim ÷ Z does not need it.
         """
         logits = logits.masked_fill(~seen, 0.0)  # of which every sim and its gradient are finite
         if self.similarity == "exp":
             return self._exponential(logits, seen)
         sim = SIMILARITIES[self.similarity](logits).masked_fill(~seen, 0.0)
-        with torch.no_grad():
-            lse = _log_sum(self.log_similarity(logits), seen)
+        lse = logits.new_full(logits.shape[:-1], torch.nan)
+        if with_lse:
+            with torch.no_grad():
+                lse = _log_sum(self.log_similarity(logits), seen)
         return sim / self._divisor_of(sim), lse
 
     def _exponential(self, logits: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -59,9 +59,10 @@ def attend(
     sink_logits = s_aux if sinks is None else sinks.squeeze(-1)  # (H,), or of every query (B,H,T,1)
     call = AttentionCall(_for_each_query(attention_mask, query), scaling, softcap, sink_logits, dropout=dropout)
     if other is not None:
-        query, key, call = other.features(query), other.features(key), replace(call, operation=other.operation)
+        call = replace(call, operation=other.operation, reads_lse=denominator is not None)
+        query, key = other.features(query), other.features(key)
     if seam is not None:
-        call = replace(call, forbidden=seam.forbidden, causal=seam.causal, prefix=seam.prefix)
+        call = replace(call, forbidden=seam.forbidden, causal=seam.causal, prefix=seam.prefix, reads_lse=True)
         query, key, value = seam.query(query), seam.key(key), seam.value(value)
     widened = call if denominator is None else denominator.added_to(call, query)
     if seam is not None:
