@@ -30,7 +30,7 @@ VALUES: tuple[Any, ...] = (
 )
 
 
-SAMPLED = 2  # of them, for each entry
+SAMPLED = 1  # of them, for each entry
 
 
 @pytest.fixture(autouse=True)
