@@ -1067,3 +1067,13 @@ def test_the_summary_fits_compression_to_a_power_of_the_norm() -> None:
 
 def test_config_knows_the_observable() -> None:
     assert make_config(observables=("gradient",)).observables == ("gradient",)
+
+
+def test_a_loss_that_depends_on_no_branch() -> None:
+    """As of some encoders' stand-ins for attention: there are branches, and nothing is seen of them."""
+    model = tiny_model("llama")
+    measuring = Gradient(Settings(positions=POSITIONS))
+    measuring.prepare(model, find_family(model), 1)
+    tables = measuring.tables()
+    assert tables["gradient_ratio"].empty
+    assert "gradient_ratio_by_sequence" not in tables

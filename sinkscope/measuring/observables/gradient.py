@@ -301,6 +301,7 @@ class Gradient(Observable):
             tables["gradient_check"] = self.theorem.table()
         if any(self.branches.values()):
             tables["gradient_ratio"] = self._mean_table(self.ratios)
+        if self.by_sequence:  # the loss may depend on no branch
             tables["gradient_ratio_by_sequence"] = self.by_sequence.table()
         return tables
 
