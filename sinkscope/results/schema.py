@@ -60,6 +60,7 @@ class Model(Part):
     parameters: Count | None = None
     layer_types: list[str] | None
     sliding_window: bool | int | float | None
+    operations: list[str] = []
 
 
 class Family(Part):
