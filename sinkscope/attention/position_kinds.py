@@ -68,7 +68,7 @@ def with_positions(model: PreTrainedModel, family: Family) -> Family:
     if not family.has_attention:
         return family
     vocabulary, device = len(embedding_weight(model)), input_device(model)
-    length = min(TOKENS, (number_of_positions(model) or TOKENS) - (family.first_position or 0))
+    length = min(TOKENS, number_of_positions(model, family) or TOKENS)
     one, other = (torch.full((1, length), vocabulary // part, device=device) for part in (2, 3))
     added = _added(model, family, one, other)
     kinds = []

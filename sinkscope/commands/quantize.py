@@ -27,6 +27,7 @@ from sinkscope.report.run import Run
 from sinkscope.results.folders import own_folder
 from sinkscope.text.inputs import TokenInputs
 
+# options, in the order of `Precision`
 PRECISION = ("bits_weights", "bits_activations", "bits_kv_cache", "weights_per", "activations_per", "kv_cache_per")
 
 
@@ -76,7 +77,7 @@ def quantize(
     """
     start = time.time()
     config = config or options_of(QuantizeOptions, model, options)
-    precision = _precision(config)
+    precision = Precision(*(getattr(config, name) for name in PRECISION))
     enough = config.model_copy(update={"num_seqs": config.num_seqs + config.calibration})
     check_config(config)
     with (
@@ -98,17 +99,6 @@ def quantize(
         manifest = make_manifest(subject, config, facts, list(tables), start)
         manifest |= {"command": "quantize", "quantization": _record(subject, config, held_out, ranges)}
         return finished(Run(manifest, tables, folder), console, figures, page)
-
-
-def _precision(config: QuantizeOptions) -> Precision:
-    return Precision(
-        config.bits_weights,
-        config.bits_activations,
-        config.bits_kv_cache,
-        config.weights_per,
-        config.activations_per,
-        config.kv_cache_per,
-    )
 
 
 def _split(subject: Subject, config: QuantizeOptions) -> tuple[Subject, TokenInputs]:

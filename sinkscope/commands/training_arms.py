@@ -45,14 +45,14 @@ from sinkscope.options.measuring import RunConfig, make_config
 from sinkscope.report.comparison import compare, write_comparison
 from sinkscope.report.figures import save_figures
 from sinkscope.report.outputs import write_run
-from sinkscope.report.page import PAGE, Contents, write_page
+from sinkscope.report.page import Contents, renew_page
 from sinkscope.report.retrofit_table import UNTOUCHED
 from sinkscope.report.run import Run
 from sinkscope.report.trained import Trained, first_runs, retrofit_tables
 from sinkscope.results.folders import new_folder
 from sinkscope.results.manifest import MANIFEST, files_in, make_manifest, write_manifest
 from sinkscope.results.resume import FileList, claim, resumable
-from sinkscope.results.swap import new_file, remove
+from sinkscope.results.swap import new_file
 from sinkscope.results.tables import LEADING_COLUMNS, read_table, write_tables
 from sinkscope.retrofits import gate_displacement
 from sinkscope.text.inputs import TokenInputs
@@ -280,11 +280,8 @@ class TrainingArms:
         if done.comparison is not None and done.comparison.folder is not None:
             with self.files.new_folder(done.comparison.folder) as fresh:
                 write_comparison(done.comparison, fresh, page=self.plan.page)
-        if self.plan.page:
-            self.files.add(PAGE)
-            write_page(Contents(done.manifest, done.tables, done.runs, folder=self.folder), self.folder)
-        else:
-            remove(self.folder / PAGE)  # of fewer arms
+        contents = Contents(done.manifest, done.tables, done.runs, folder=self.folder)
+        renew_page(contents, self.files, self.plan.page)
         write_manifest(self.folder, done.manifest | {"files": self.files.names})
 
     def _write_tables(self, tables: Mapping[str, pd.DataFrame], folder: Path) -> None:

@@ -170,11 +170,9 @@ class Experiment:
         if closer is not None:
             raise InputError(f"--observables {closer} does not apply: it looks closer at one model, not at arms")
         chosen = choose(self.subject, self.config)
-        return (
-            chosen
-            if self.analyzed is None
-            else replace(chosen, first=tuple(name for name in chosen.first if name != MAPS))
-        )
+        if self.analyzed is None:
+            return chosen
+        return replace(chosen, first=tuple(name for name in chosen.first if name != MAPS))
 
     def _resolved(self, known: Known) -> dict[str, Stack]:
         """Label → what it is, once all that was left open is decided; before any arm is measured."""

@@ -3,20 +3,17 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from itertools import product
 from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
-import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from sinkscope.attention.kernels import upcast
 from sinkscope.attention.seam import open_seam
 from sinkscope.attention.streaming import check_applies, streaming
 from sinkscope.attention.taps import Seam
 from sinkscope.errors import InputError, SinkscopeError
-from sinkscope.measuring.tracer import CHUNK
+from sinkscope.measuring.tracer import CHUNK, cross_entropies
 from sinkscope.models.family import Family, input_device
 from sinkscope.results.tables import Column
 from sinkscope.text.inputs import TokenInputs
@@ -117,12 +114,11 @@ def token_losses(logits: torch.Tensor, token_ids: torch.Tensor, chunk: int = CHU
 
     Computed for `chunk` tokens at a time: the log-softmax of all would be as large as the logits.
     """
-    labels = token_ids[:, 1:].to(logits.device)
-    losses = torch.zeros(labels.shape, device=logits.device)
-    for row, start in product(range(len(labels)), range(0, labels.shape[1], chunk)):
-        part = slice(start, min(start + chunk, labels.shape[1]))
-        losses[row, part] = F.cross_entropy(upcast(logits[row, part]), labels[row, part], reduction="none")
-    return losses
+    sequences = zip(logits[:, :-1], token_ids[:, 1:], strict=True)
+    return torch.stack([
+        torch.cat([cross_entropies(*part) for part in zip(own.split(chunk), labels.split(chunk), strict=True)])
+        for own, labels in sequences
+    ])  # fmt: skip
 
 
 def _rows(method: Method, losses: torch.Tensor, sequences: int) -> Iterator[dict[str, Any]]:

@@ -212,8 +212,8 @@ def inputs_for(loaded: LoadedModel, config: RunConfig, family: Family | None = N
 
 def position_limit(model: PreTrainedModel, family: Family | None = None) -> int | None:
     """The longest sequence that a model's configuration allows, without its registers; None where it names none."""
-    limit, before = number_of_positions(model), registers_before(model) + ((family and family.first_position) or 0)
-    return None if limit is None else limit - before
+    limit = number_of_positions(model, family)
+    return None if limit is None else limit - registers_before(model)
 
 
 @torch.no_grad()

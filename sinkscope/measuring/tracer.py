@@ -283,10 +283,10 @@ def summed_loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
     """(B,T,V) → (B,): cross-entropy summed over each sequence's predicted tokens, of each given those before it or the
     rest of its text, in nats.
     """
-    return _token_losses(logits, batch.targets).view(batch.targets.shape).sum(1, dtype=torch.float64)
+    return cross_entropies(logits, batch.targets).view(batch.targets.shape).sum(1, dtype=torch.float64)
 
 
-def _token_losses(logits: torch.Tensor, targets: torch.Tensor, reduction: str = "none") -> torch.Tensor:
+def cross_entropies(logits: torch.Tensor, targets: torch.Tensor, reduction: str = "none") -> torch.Tensor:
     """(…,V) and (…) → (N,), or (): cross-entropy in nats, in float32 or better; 0 of a token that predicts nothing."""
     logits = upcast(logits).flatten(0, -2)
     return F.cross_entropy(logits, targets.flatten().to(logits.device), ignore_index=IGNORED, reduction=reduction)
@@ -327,7 +327,7 @@ def loss_in_chunks(logits: torch.Tensor, batch: Batch, chunk: int = CHUNK) -> to
     for row in range(len(logits)):
         for start in range(0, logits.shape[1], chunk):
             part = slice(start, start + chunk)
-            losses[row] += _token_losses(logits[row, part], batch.targets[row, part], reduction="sum")
+            losses[row] += cross_entropies(logits[row, part], batch.targets[row, part], reduction="sum")
     return losses
 
 

@@ -186,8 +186,9 @@ def first_tensor(value: Any) -> torch.Tensor:
     return value[0] if isinstance(value, tuple | list) else value
 
 
-def number_of_positions(model: Any) -> int | None:
-    """That a model's configuration allows; None where it names none."""
+def number_of_positions(model: Any, family: Family | None = None) -> int | None:
+    """That a model's configuration allows, from the first one of its family on; None where it names none."""
     text = model.config.get_text_config()
     limits = (getattr(text, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len"))
-    return next((limit for limit in limits if limit), None)
+    before = (family and family.first_position) or 0
+    return next((limit - before for limit in limits if limit), None)

@@ -315,6 +315,12 @@ class InterveneOptions(ControlOptions, RunConfig):
         return Path("runs", as_folder_name(self.folder_name, arms))
 
 
+# what has a grid of its own
+PerWeight = Literal["tensor", "channel"]
+PerActivation = Literal["tensor", "token"]
+PerCache = Literal["tensor", "token", "channel"]
+
+
 class QuantizeOptions(RunConfig):
     about: ClassVar[str] = """Simulate W8A8: what it costs in perplexity, and which sites' outliers make it so.
 
@@ -335,13 +341,13 @@ class QuantizeOptions(RunConfig):
     bits_weights: int = option(8, "Quantizing", "Of weights, symmetric.", metavar="B", ge=2, le=16)
     bits_activations: int = option(8, "Quantizing", "Of inputs and outputs, asymmetric.", metavar="B", ge=2, le=16)
     bits_kv_cache: int = option(8, "Quantizing", "Of keys and values, asymmetric.", metavar="B", ge=2, le=16)
-    weights_per: Literal["tensor", "channel"] = option(
+    weights_per: PerWeight = option(
         "tensor", "Quantizing", "One range a tensor, or one an output channel.", metavar="WHAT"
     )
-    activations_per: Literal["tensor", "token"] = option(
+    activations_per: PerActivation = option(
         "tensor", "Quantizing", "One static range a tensor, or one a token, taken as it comes.", metavar="WHAT"
     )
-    kv_cache_per: Literal["tensor", "token", "channel"] | None = option(
+    kv_cache_per: PerCache | None = option(
         None,
         "Quantizing",
         "Quantize keys and values too: one static range, one a token and head, or a static one a channel.",

@@ -58,11 +58,9 @@ class RowGrids:
     def of(self, x: torch.Tensor) -> Grid:
         """The grids (…,1) of x (…,D)."""
         low, high = upcast(x).aminmax(dim=-1, keepdim=True)
-        return (
-            symmetric_grids(torch.maximum(-low, high), self.bits)
-            if self.is_symmetric
-            else (asymmetric_grids(low, high, self.bits))
-        )
+        if self.is_symmetric:
+            return symmetric_grids(torch.maximum(-low, high), self.bits)
+        return asymmetric_grids(low, high, self.bits)
 
     def snap(self, x: torch.Tensor) -> torch.Tensor:
         """x (…,D) → each row on its own grid, in x's dtype. A row that holds NaN or infinity becomes NaN."""

@@ -1,18 +1,15 @@
 """What a site holds, and the grid that is made for it."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
+from sinkscope.options.measuring import PerActivation, PerCache, PerWeight
 from sinkscope.quantization.arithmetic import Grid, RowGrids, asymmetric_grid, asymmetric_grids, symmetric_grid
 from sinkscope.quantization.attention import CACHED, SCORES, SOFTMAX
 from sinkscope.quantization.sites import WEIGHT, Site
 
 TENSOR, CHANNEL, TOKEN = "tensor", "channel", "token"  # what has a grid of its own
-PerWeight = Literal["tensor", "channel"]
-PerActivation = Literal["tensor", "token"]
-PerCache = Literal["tensor", "token", "channel"]
 
 
 @dataclass(frozen=True)

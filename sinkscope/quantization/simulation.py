@@ -14,9 +14,10 @@ from sinkscope.attention.seam import open_seam
 from sinkscope.attention.taps import Seam
 from sinkscope.models.edits import Edit, edited_output, first_argument, replaced, wrapped_forward
 from sinkscope.models.families import find_family
+from sinkscope.options.measuring import PerActivation, PerCache, PerWeight
 from sinkscope.quantization.arithmetic import Grid, RowGrids
 from sinkscope.quantization.attention import IN_ATTENTION, attending_with
-from sinkscope.quantization.ranges import PerActivation, PerCache, PerWeight, Precision, Range
+from sinkscope.quantization.ranges import Precision, Range
 from sinkscope.quantization.sites import INPUT, OUTPUT, SUM, WEIGHT, Site, by_output, chosen_sites
 
 Grids = Grid | RowGrids

@@ -29,7 +29,7 @@ def files(run: RunData) -> list[str]:
     """What `write` writes: of other commands, and of runs before there was this, nothing."""
     if run.command != "quantize" or not _is_recorded(run.manifest["quantization"]):
         return []
-    return [JSON] if llm_compressor_recipe(run) is None else [JSON, RECIPE]
+    return [JSON] if run.manifest["quantization"]["full_precision_modules"] is None else [JSON, RECIPE]
 
 
 def _is_recorded(given: Mapping[str, Any]) -> bool:
@@ -38,12 +38,8 @@ def _is_recorded(given: Mapping[str, Any]) -> bool:
 
 def write(run: RunData, folder: Path) -> None:
     """The files of a run of `quantize`."""
-    if not files(run):
-        return
-    (folder / JSON).write_text(json.dumps(spared(run), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    recipe = llm_compressor_recipe(run)
-    if recipe is not None:
-        (folder / RECIPE).write_text(_comments(run) + yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
+    for name in files(run):
+        (folder / name).write_text(_TEXTS[name](run), encoding="utf-8")
 
 
 def spared(run: RunData) -> dict[str, Any]:
@@ -131,3 +127,14 @@ def _comments(run: RunData) -> str:
     if given["kv_cache_per"] not in ("tensor", None):
         lines.append(f"{' and '.join(CACHED).capitalize()} by {given['kv_cache_per']} cannot be written as a recipe.")
     return "".join(f"# {line}\n" for line in lines)
+
+
+def _json_text(run: RunData) -> str:
+    return json.dumps(spared(run), indent=2, ensure_ascii=False) + "\n"
+
+
+def _recipe_text(run: RunData) -> str:
+    return _comments(run) + yaml.safe_dump(llm_compressor_recipe(run), sort_keys=False)
+
+
+_TEXTS = {JSON: _json_text, RECIPE: _recipe_text}

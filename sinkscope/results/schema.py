@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
+from sinkscope.options.measuring import PerActivation, PerCache, PerWeight
+
 
 def _inside(path: str) -> str:
     """A path that stays in its folder, written with slashes, also where the system's own are others."""
@@ -128,9 +130,9 @@ class Quantization(Part):
     bits_weights: Count
     bits_activations: Count
     bits_kv_cache: Count = 8
-    weights_per: Literal["tensor", "channel"] = "tensor"
-    activations_per: Literal["tensor", "token"] = "tensor"
-    kv_cache_per: Literal["tensor", "token", "channel"] | None = None
+    weights_per: PerWeight = "tensor"
+    activations_per: PerActivation = "tensor"
+    kv_cache_per: PerCache | None = None
     calibration: Count
     linear_layers: int
     not_quantized: dict[str, float]  # what → its share of the parameters

@@ -108,10 +108,12 @@ def sized(plan: Iterable[Planned], share: float = 0.0) -> list[Planned]:
 def surely_fits(options: Any, share: float) -> bool:
     """Whether measuring a model that is here takes no more than so many bytes, as far as its file's size can tell."""
     model = getattr(options, "model", None)
-    if is_on_hub(model):
+    if is_on_hub(model) or not share:
         return False
-    if isinstance(options, TrainOptions) or share in (0.0, math.inf):
-        return share == math.inf
+    if share == math.inf:
+        return True
+    if isinstance(options, TrainOptions):
+        return False
     try:
         gguf = find_settings(model, options.revision, options.gguf_file).gguf
     except SinkscopeError:  # what is wrong is said of the cell when it is measured

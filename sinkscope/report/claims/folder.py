@@ -17,13 +17,13 @@ from sinkscope.report.figures import OF_CLAIMS, OF_ROUTES, save_figures
 from sinkscope.report.figures.spec import draw_all
 from sinkscope.report.figures.style import Figure
 from sinkscope.report.outputs import write_run
-from sinkscope.report.page import PAGE, Contents, write_page
+from sinkscope.report.page import Contents, renew_page, write_page
 from sinkscope.report.run import Run
 from sinkscope.results.folders import alone_in, new_folder
 from sinkscope.results.manifest import MANIFEST, make_manifest, write_manifest
 from sinkscope.results.resume import FileList, check_resumable, claim, resumable
 from sinkscope.results.run import RunData
-from sinkscope.results.swap import new_file, remove
+from sinkscope.results.swap import new_file
 from sinkscope.results.tables import write_tables
 
 FIGURES, WORDS = "figures", "scorecard.md"
@@ -93,11 +93,7 @@ class ScorecardFolder:
             save_figures(_figures(card), fresh)
         with new_file(self.folder / WORDS) as fresh:
             fresh.write_text(_words(card), encoding="utf-8")
-        if self.page:
-            self._files.add(PAGE)
-            write_page(Contents(card.manifest, tables, folder=self.folder), self.folder)
-        else:
-            remove(self.folder / PAGE)  # of an earlier scorecard
+        renew_page(Contents(card.manifest, tables, folder=self.folder), self._files, self.page)
         manifest = {**card.manifest, **self._facts, "files": self._files.names}
         write_manifest(self.folder, manifest)
         return replace(card, manifest=manifest, folder=self.folder)

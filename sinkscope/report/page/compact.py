@@ -12,7 +12,8 @@ from sinkscope.results.tables import LEADING_COLUMNS, Column, Columns, Kind
 
 DIGITS = 6  # significant ones of a number: tables hold float32, which has seven
 LARGEST = 4_000_000  # bytes of all tables together
-BY_SEQUENCE = ("sequence", "group")  # columns by which a long table is cut: the first ones are kept whole
+# columns of tables that have rows for each sequence: such a table is cut by them, and the first ones are kept whole
+BY_SEQUENCE = ("sequence", "group")
 
 
 class Limit(NamedTuple):

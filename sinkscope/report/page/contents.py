@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import quote
@@ -10,17 +11,18 @@ from urllib.parse import quote
 import pandas as pd
 
 from sinkscope.errors import InputError
+from sinkscope.report.page.compact import BY_SEQUENCE
+from sinkscope.report.retrofit_table import UNTOUCHED
 from sinkscope.report.tables import written_tables
 from sinkscope.report.verdict import REPORTS
 from sinkscope.results.findings import Finding
 from sinkscope.results.manifest import folder_of, read_manifest
 from sinkscope.results.run import RunData
-from sinkscope.results.tables import LEADING_COLUMNS, SEQUENCE, Column, Columns, names_of, read_table
+from sinkscope.results.tables import LEADING_COLUMNS, Column, Columns, names_of, read_table
 
 PAGE = "index.html"
 RUN = Column("run", "which of the runs side by side", kind="text")
 STEP = Column("step", "of the training", kind="whole")
-GROUPED = {SEQUENCE.name, "group"}  # columns of tables that have rows for each sequence
 
 
 class _Shown(RunData):
@@ -60,7 +62,7 @@ class Contents:
         manifest = read_manifest(folder, None)
         files = {name: folder / "tables" / f"{name}.parquet" for name in manifest["tables"]}
         tables = {name: read_table(file, _schema(name)) for name, file in files.items() if file.is_file()}
-        places = _PARTS.get(manifest["command"], lambda folder, manifest: {})(folder, manifest)
+        places = _places_of_parts(folder, manifest)
         parts = {label: run for label, place in places.items() if (run := _opened(place)) is not None}
         absent = (
             *(f"table {name}" for name in files if name not in tables),
@@ -70,7 +72,7 @@ class Contents:
         findings = [] if len(tables) < len(files) else _findings(RunData(manifest, tables, folder))
         return cls(manifest, tables, parts, findings, folder, absent, named_by)
 
-    @property
+    @cached_property
     def all_tables(self) -> dict[str, pd.DataFrame]:
         """By name, the folder's own, and those that runs side by side have, whose names are the first column."""
         names = dict.fromkeys(name for run in self.parts.values() for name in run.tables)
@@ -102,7 +104,7 @@ class Contents:
 def _is_by_sequence(table: str) -> bool:
     """Whether a table is long, with rows for each sequence: it stands in the page of its own run. A map is of one."""
     names = set(names_of(written_tables().get(table, ())))
-    return bool(names & GROUPED) and "query" not in names
+    return not names.isdisjoint(BY_SEQUENCE) and "query" not in names
 
 
 def _schema(table: str) -> Columns:
@@ -125,7 +127,7 @@ def _steps(folder: Path, manifest: Mapping[str, Any]) -> Places:
 
 
 def _arms(folder: Path, manifest: Mapping[str, Any]) -> Places:
-    labels = ("untouched", *manifest["arms"])
+    labels = (UNTOUCHED, *manifest["arms"])
     return {label: place for label in labels if (place := folder / label / "run").is_dir()}
 
 

@@ -17,7 +17,8 @@ from sinkscope.report.page.contents import PAGE, Contents
 from sinkscope.report.words import say, say_published
 from sinkscope.results.findings import Finding
 from sinkscope.results.metrics import METRICS
-from sinkscope.results.swap import new_file
+from sinkscope.results.resume import FileList
+from sinkscope.results.swap import new_file, remove
 
 ASSETS = Path(__file__).parent / "assets"
 # in the order in which they run: each uses those before it
@@ -78,6 +79,15 @@ def write_page(contents: Contents, folder: Path) -> None:
     """Write FOLDER/index.html."""
     with new_file(folder / PAGE) as fresh:
         fresh.write_text(page_of(contents).html, encoding="utf-8")
+
+
+def renew_page(contents: Contents, files: FileList, wanted: bool) -> None:
+    """The page of a folder that is written bit by bit; where none is wanted, an earlier one does not stay."""
+    if wanted:
+        files.add(PAGE)
+        write_page(contents, files.folder)
+    else:
+        remove(files.folder / PAGE)
 
 
 def page_data(contents: Contents) -> str:
