@@ -62,7 +62,9 @@ def assert_same(run: Run, expected: Run, order: tuple[int, ...] | None = None) -
                 found = found.assign(group=np.array([*order, -1])[found["group"]])
             keys = [column for column in wanted if not pd.api.types.is_float_dtype(wanted[column])]
             found, wanted = (table.sort_values(keys, ignore_index=True) for table in (found, wanted))
-        pd.testing.assert_frame_equal(found, wanted, rtol=1e-4, atol=2e-6, obj=name)
+        # an entry at the edge between two of 2^16 steps, 1.5e-5 of its range, moves the loss by a few millionths
+        atol = 2e-5 if name == "quantization" else 2e-6
+        pd.testing.assert_frame_equal(found, wanted, rtol=1e-4, atol=atol, obj=name)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
