@@ -829,7 +829,7 @@ def test_a_model_in_training_is_measured_as_a_frozen_one_and_keeps_its_gradients
     assert all(bool((parameter.grad == 3.0).all()) for parameter in training.parameters())
 
 
-@EACH_FAMILY
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "gpt2", "gpt_neox", "bloom", "falcon-new", "mpt"])
 def test_forward_observables_are_the_same_beside_a_backward_pass(name: str) -> None:
     model, batches = tiny_model(name), batched(ragged_tokens(RAGGED), 2, "left")
     alone = measured(model, batches, Settings(positions=POSITIONS, window=8))

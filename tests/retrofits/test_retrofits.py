@@ -20,6 +20,7 @@ from support.retrofitted import (
     OWN_SINKS,
     SETTINGS,
     assert_close,
+    each_pair,
     gradient_tables,
     in_double,
     plain_model,
@@ -595,8 +596,7 @@ def as_the_plain_family(model: PreTrainedModel, name: str) -> PreTrainedModel:
     return model
 
 
-@EACH_FAMILY
-@pytest.mark.parametrize("label", ["vscale", "vga", "vga-output", "iga"])
+@each_pair(list(TINY), ["vscale", "vga", "vga-output", "iga"])
 def test_tables_of_a_retrofitted_model_are_those_of_eager_attention(name: str, label: str) -> None:
     model = shared(name, label)
     sequences = ragged_tokens([10, 10, 7])
@@ -613,8 +613,10 @@ def test_tables_of_a_retrofitted_model_are_those_of_eager_attention(name: str, l
     reference.assert_same(ours, expected, 1e-4 if name in ("bloom", "falcon-alibi", "mpt") else 1e-6)
 
 
-@pytest.mark.parametrize("name", [name for name in TINY if TINY[name][0] not in ("bloom", "mpt", "gptj", "gpt_neo")])
-@pytest.mark.parametrize("label", ["vscale", "vga", "vga-output", "iga-output"])
+@each_pair(
+    [name for name in TINY if TINY[name][0] not in ("bloom", "mpt", "gptj", "gpt_neo")],
+    ["vscale", "vga", "vga-output", "iga-output"],
+)
 def test_gradient_tables_of_a_retrofitted_model_are_autograds(name: str, label: str) -> None:
     model, sequences = shared(name, label), ragged_tokens(LENGTHS)
     ours = backward_tables(name, label)
@@ -725,8 +727,7 @@ def test_registers_are_measured_as_the_first_positions(name: str) -> None:
     reference.assert_same(ours, expected, 1e-4 if name == "bloom" else 1e-7)
 
 
-@EACH_METHOD
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "bloom", "falcon", "gptj"])
+@each_pair(["llama", "gemma2", "gpt2", "bloom", "falcon", "gptj"], list(METHODS))
 def test_analyze_takes_a_retrofitted_model_and_leaves_it_as_it_was(name: str, label: str) -> None:
     model = retrofitted(name, label, torch.float32)
     with torch.no_grad():
