@@ -465,6 +465,9 @@ def test_figures_that_need_learned_positions_say_so() -> None:
     for name in set(FIGURES) - set(ROPE_ONLY):
         with pytest.raises(InputError, match=f"figure '{name}' has nothing to draw: its positions are not learned"):
             draw(name, run)
+    zero = run.tables["query_bias"].assign(delta_mean=0.0)
+    with pytest.raises(InputError, match="its query bias is zero"):
+        draw("query-bias-alignment", Run(run.manifest, {"query_bias": zero}))
     plain = Run(run.manifest, {"gamma": run.tables["gamma"].assign(epe_0=1.0)})
     with pytest.raises(InputError, match="its EPE_0 has no massive coordinate"):
         draw("gamma", plain)

@@ -25,8 +25,11 @@ QUANTILES = (0.1, 0.9)
 
 
 def lacking(run: RunData) -> str | None:
-    if run.tables["query_bias"]["key_alignment"].notna().any():
+    table = run.tables["query_bias"]
+    if table["key_alignment"].notna().any():
         return None
+    if (table["delta_mean"] == 0).all():
+        return "its query bias is zero, at an angle to nothing"
     return "its positions are not learned vectors, so that no position has a key of its own"
 
 
