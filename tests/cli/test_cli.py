@@ -222,6 +222,7 @@ def test_wrong_options(options: list[str], message: str, tiny: Path) -> None:
     assert message in refused(2, "analyze", tiny, *options)
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_a_prompt(tiny: Path, tmp_path: Path) -> None:
     result = command_line("analyze", tiny, "--prompt", "the of and drain", "--out", tmp_path / "run", "--quiet")
     assert result.exit_code == 0, result.output

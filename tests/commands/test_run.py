@@ -28,7 +28,7 @@ SMALL: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 16, "posit
 TRAINED: dict[str, Any] = {
     "input": "ids.npy", "steps": 1, "block_length": 16, "batch_size": 2, "num_seqs": 2, "observables": "attention",
 }  # fmt: skip
-MANY = 7  # methods of a recipe, of which every seventh is trained
+MANY = 2  # methods of a recipe that are trained: its first and its last one
 ONE = """
 title: A small one
 reproduces: nothing
@@ -134,7 +134,8 @@ def test_it_trains(path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> N
     model, given = (None, TRAINED | {"seeds": 1}) if fresh else (tiny, TRAINED)
     methods = content.options["method"]
     if len(methods) > MANY:
-        methods = {label: methods[label] for label in list(methods)[::MANY]}
+        some = list(methods)[:: len(methods) - 1]
+        methods = {label: methods[label] for label in some} if isinstance(methods, dict) else some
         given |= {"method": methods}
     done = run_recipe(path.stem, model, out="out", **given)
     assert done.result is not None
@@ -142,7 +143,6 @@ def test_it_trains(path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert set(trained.tables["retrofit"]["condition"]) - {"untouched"} == set(methods)
     record = json.loads(Path("out/run.json").read_text())["recipe"]
     assert record == done.recipe.record
-    assert run_recipe(path.stem, model, out="out", **given).result  # goes on
     if fresh:
         with pytest.raises(InputError, match="option 'model' is unknown"):
             run_recipe(path.stem, tiny, out="other", **given)

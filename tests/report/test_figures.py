@@ -294,7 +294,7 @@ def test_one_position_draws_token_0_only() -> None:
 
 
 def test_large_models_fit_the_page() -> None:
-    large = make_run(layers=80, heads=64, kv_heads=8, positions=2, sequences=1, length=2)
+    large = make_run(layers=80, heads=32, kv_heads=8, positions=2, sequences=1, length=2)
     for name in applicable(large):
         width, height = draw(name, large).get_size_inches()
         assert width <= WIDE

@@ -32,7 +32,7 @@ def measured(name: str) -> Run:
     """Tiny models; of "sink" the BOS is a sink with massive activations. "real" is SmolLM2."""
     torch.manual_seed(0)
     if name == "real":
-        return sinkscope.analyze(num_seqs=8)
+        return sinkscope.analyze(num_seqs=4)
     if name == "vscale":
         model = retrofit_model(tiny_model("llama", spread=1.0), None, "vscale")
     elif name == "sink":
