@@ -268,7 +268,10 @@ class Experiment:
         if not layer or self.chosen.backward or self.analyzed is not None or not self.subject.family.causal:
             return False
         few = replace(self.subject, inputs=self.subject.inputs.part(0, FEW))
-        (resumed,) = self._passes_from([self._change(layer, stack, -1)], few, with_loss)
+        try:  # twice: nothing of the first time may be left
+            *_, resumed = self._passes_from(2 * [self._change(layer, stack, -1)], few, with_loss)
+        except Exception:  # what layers share, say: a whole pass does without, or tells it
+            return False
         make, step = partial(self._fresh, -1), self._step(with_loss)
         if self._few is None:
             self._few = tables_of(self._pass(make, step, (), few).observables)

@@ -144,6 +144,22 @@ def test_an_experiment_has_the_same_tables_wherever_its_arms_are_said_to_begin(
         pd.testing.assert_frame_equal(run.tables[name], table, check_exact=True)
 
 
+def test_a_model_whose_layers_share_something_is_measured_whole(ragged: dict[str, Any]) -> None:
+    """Here the last layer takes what the first one has left for it."""
+    model, left = tiny_model("llama"), list[int]()
+    first, *_, last = model.model.layers
+    first.register_forward_hook(lambda *_: left.append(1))
+    last.register_forward_pre_hook(lambda *_: left.clear() if left.pop() else None)
+    run = intervene(model, "rescale-norm:layers=1", draws=1, **ragged)
+    assert not run.manifest["failed"]
+    with open_subject(model, None, make_config(**ragged), Console(quiet=True)) as subject:
+        bench = Bench(subject, Precision(4, 4), batch_size=2)
+        ranges = calibrate_ranges(model, list(tiny_tokens(1, 12)))
+        (site,) = (site for site in ranges if str(site) == "layer 2 mlp.down_proj input")
+        setting = {site: ranges[site]}
+        assert bench.measure_each([setting], subject.inputs) == [bench.measure(setting, subject.inputs)]
+
+
 def test_sites_of_single_layers_cost_what_they_cost_in_a_whole_pass(ragged: dict[str, Any]) -> None:
     model = tiny_model("llama")
     with open_subject(model, None, make_config(**ragged), Console(quiet=True)) as subject:
@@ -155,6 +171,6 @@ def test_sites_of_single_layers_cost_what_they_cost_in_a_whole_pass(ragged: dict
         bench_pass = bench._pass
         bench._pass = lambda *args: passes.append(1) or bench_pass(*args)  # type: ignore[method-assign]
         together = bench.measure_each(settings, subject.inputs)
-        assert len(passes) == 3  # all of them, and the trial
+        assert len(passes) == 3  # all of them together, and the trial
         assert together == [bench.measure(setting, subject.inputs) for setting in settings]
         assert len({measured.loss for measured in together}) == len(sites)
