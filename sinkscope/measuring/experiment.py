@@ -270,7 +270,9 @@ class Experiment:
         few = replace(self.subject, inputs=self.subject.inputs.part(0, FEW))
         try:  # twice: nothing of the first time may be left
             *_, resumed = self._passes_from(2 * [self._change(layer, stack, -1)], few, with_loss)
-        except Exception:  # what layers share, say: a whole pass does without, or tells it
+        except Exception as error:  # what layers share, say: a whole pass does without, or tells it
+            if was_interrupted(error):
+                raise
             return False
         make, step = partial(self._fresh, -1), self._step(with_loss)
         if self._few is None:

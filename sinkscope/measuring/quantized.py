@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 from rich.console import Console
 
+from sinkscope.errors import was_interrupted
 from sinkscope.interventions import Intervention
 from sinkscope.measuring.calibration import measured_ranges, measured_roundings
 from sinkscope.measuring.observables.observable import Observable, Settings
@@ -94,7 +95,9 @@ class Bench:
         few = inputs.part(0, FEW)
         try:  # twice: nothing of the first time may be left
             *_, resumed = self._passes_from([change, change], few)
-        except Exception:  # what layers share, say: a whole pass does without, or tells it
+        except Exception as error:  # what layers share, say: a whole pass does without, or tells it
+            if was_interrupted(error):
+                raise
             return False
         return resumed.loss / few.num_predicted == self.measure(ranges, few).loss
 
