@@ -251,6 +251,17 @@ class Intervention(BaseModel, ABC):
         """The positions at which this should have an effect, the sink's own first."""
         return getattr(self, "positions", (0,))
 
+    @property
+    def reads_means(self) -> tuple[int, ...]:
+        """The positions at which `resolved` asks for the model's hidden means."""
+        return ()
+
+    def begins_at(self, target: Target) -> int:
+        """The first layer that computes or gives anything else; the layers before it are as they are anyway. 0 where
+        what enters the layers may be another.
+        """
+        return 0
+
     def at_other_positions(self, known: Known, draw: torch.Generator) -> Self:
         """A control: the same at as many random positions."""
         mine: tuple[int, ...] = self.watched
@@ -305,12 +316,16 @@ def applied(target: Target, interventions: Iterable[Intervention]) -> Iterator[N
         yield
 
 
+class UntouchedError(SinkscopeError):
+    """Nothing was changed, because no forward pass had what was to be."""
+
+
 @contextmanager
 def must_touch(name: str, missing: str) -> Iterator[Callable[[], None]]:
     """Give a function to call whenever an edit changes something.
 
     Raises:
-        SinkscopeError: at the end, it was never called; `missing` says why.
+        UntouchedError: at the end, it was never called; `missing` says why.
     """
     is_touched = False
 
@@ -320,7 +335,7 @@ def must_touch(name: str, missing: str) -> Iterator[Callable[[], None]]:
 
     yield touch
     if not is_touched:
-        raise SinkscopeError(f"{name} changed nothing: no forward pass held {missing}")
+        raise UntouchedError(f"{name} changed nothing: no forward pass held {missing}")
 
 
 @contextmanager

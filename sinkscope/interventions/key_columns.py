@@ -46,6 +46,9 @@ class ZeroKeyColumns(Intervention):
             _, found = sink_massive(self.name, known, 0)
         return self.model_copy(update={"coordinates": tuple(sorted(found))})
 
+    def begins_at(self, target: Target) -> int:
+        return min(target.attending(self.layers))
+
     @contextmanager
     def applied(self, target: Target) -> Iterator[None]:
         if self.coordinates is None:

@@ -58,6 +58,9 @@ class _Massive(Intervention):
     def value_elsewhere(self, mean: float) -> float:
         """What is put in the place of other tokens' massive activations, of which this is the mean."""
 
+    def begins_at(self, target: Target) -> int:
+        return min(self.layers or (0,))
+
     @contextmanager
     def applied(self, target: Target) -> Iterator[None]:
         if self.layers is None or self.coordinates is None:
@@ -119,6 +122,10 @@ class MeanMassive(_Massive):
     expects: ClassVar[Expectation] = Expectation.PERPLEXITY_UNHARMED
 
     means: Reals | None = None  # by layer, position, coordinate; None: measured
+
+    @property
+    def reads_means(self) -> tuple[int, ...]:
+        return self.positions if self.means is None else ()
 
     def resolved(self, known: Known) -> Self:
         chosen = super().resolved(known)

@@ -32,6 +32,9 @@ class _QueryBias(Intervention):
     def edited(self, bias: torch.Tensor, layer: int) -> torch.Tensor:
         """(heads, d) → (heads, d)."""
 
+    def begins_at(self, target: Target) -> int:
+        return min(target.attending(self.layers))
+
     @contextmanager
     def applied(self, target: Target) -> Iterator[None]:
         edits: list[Edit] = []

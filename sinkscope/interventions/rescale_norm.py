@@ -57,6 +57,9 @@ class RescaleNorm(Intervention):
         massive, _ = sink_massive(self.name, known, self.positions[0], to_name="layers")
         return self.model_copy(update={"layers": (massive[0] + 1,)})
 
+    def begins_at(self, target: Target) -> int:
+        return min(self.layers or (0,))
+
     def applied(self, target: Target) -> AbstractContextManager[None]:
         if self.layers is None:
             raise InputError(f"{self.name}: name the layers")

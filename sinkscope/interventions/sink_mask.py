@@ -38,6 +38,9 @@ class MaskSink(Intervention):
             return "its layers differ in their numbers of heads"
         return None
 
+    def begins_at(self, target: Target) -> int:
+        return min(target.attending(self.layers))
+
     @contextmanager
     def applied(self, target: Target) -> Iterator[None]:
         count = int(target.model.config.get_text_config().num_attention_heads)

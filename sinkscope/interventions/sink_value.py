@@ -36,6 +36,9 @@ class ScaleSinkValue(Intervention):
     def inapplicable(cls, target: Target) -> str | None:
         return target.without_projection("value")
 
+    def begins_at(self, target: Target) -> int:
+        return min(target.attending(self.layers))
+
     def applied(self, target: Target) -> AbstractContextManager[None]:
         if self.factor == 1.0:
             raise InputError(f"{self.name} would change nothing: its factor is 1")

@@ -2,10 +2,11 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, Literal
 
 import pandas as pd
 import torch
@@ -13,7 +14,8 @@ from rich.console import Console
 
 from sinkscope.attention.kernels import upcast
 from sinkscope.errors import InputError, SinkscopeError, described, was_interrupted
-from sinkscope.interventions import Intervention, Known, Target
+from sinkscope.interventions import Known, Target
+from sinkscope.interventions.controls import Stack, random_controls
 from sinkscope.interventions.expectations import expectation
 from sinkscope.measuring.console import print_part
 from sinkscope.measuring.effects import arm_metrics
@@ -21,7 +23,8 @@ from sinkscope.measuring.measure import Chosen, choose, prepared, settings_of, t
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import NO_ATTENTION, Mean, Observable, Reading, Settings
 from sinkscope.measuring.parity import parity_check
-from sinkscope.measuring.passes import LOSS_TABLES, Kind, Pass, pass_over
+from sinkscope.measuring.passes import LOSS_TABLES, Kind, Pass, first_size, pass_over
+from sinkscope.measuring.resumed import FEW, Change, Resumed, are_the_same, completed
 from sinkscope.measuring.streaming import measure_streaming
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.tables import publish
@@ -30,7 +33,7 @@ from sinkscope.options.measuring import ALWAYS, RunConfig
 from sinkscope.results.run import RunData
 from sinkscope.text.batch import Batch
 
-Stack = tuple[Intervention, ...]
+Condition = tuple[str, int]  # as tables name it, and which control it is; -1: none
 
 MAPS = "mean-maps"  # of every arm but a control's later draws
 CONTROL_TABLES = ("attention", "attention_by_sequence", "loss_by_sequence", "arm_maps")
@@ -73,6 +76,7 @@ class Experiment:
     notices: dict[str, None] = field(default_factory=dict)  # what the user should know of the measuring, in order
     _parts: dict[str, list[pd.DataFrame]] = field(default_factory=lambda: defaultdict(list))
     _means: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)  # position → layer → (D,)
+    _few: dict[str, pd.DataFrame] | None = None  # tables of the model as it is, on the first sequences
 
     def run(self) -> dict[str, pd.DataFrame]:
         """Measure the model as it is, then every arm and its controls.
@@ -149,8 +153,16 @@ class Experiment:
 
     def _measured_before(self) -> Arm:
         check = parity_check(self.subject, self.config, self.chosen.costs)
-        before = self._measured(BEFORE, (), extra=check.fresh)
+        asked = {at for stack in self.wanted.values() for part in stack for at in part.reads_means}
+        means: list[_HiddenMean] = []
+
+        def extra() -> list[Observable]:
+            means[:] = [_HiddenMean(position) for position in sorted(asked)]
+            return [*means, *check.fresh()]
+
+        before = self._measured(BEFORE, -1, (), extra=extra)
         self.parity_error = check.error
+        self._keep_means(means)
         return before
 
     def _taken_from(self, run: RunData) -> Arm:
@@ -211,13 +223,16 @@ class Experiment:
     def _by_pass(self, label: str, stack: Stack, resolved: Stack, known: Known) -> None:
         """Before, after and controls, each in one pass of the tracer."""
         record = self.records[label] = _record(stack, resolved, known.target)
-        with_loss = label not in self.without_loss
-        arms = [(BEFORE, -1, self.before), ("after", -1, self._measured(label, resolved, with_loss=with_loss))]
         draws = 0 if label in self.without_controls else self.draws
-        for draw, control in enumerate(_controls(resolved, known, self.config.seed, draws)):
-            record["controls"].append([str(part) for part in control])
-            measured = self._measured(f"{label} control {draw}", control, draw, with_loss=with_loss)
-            arms.append(("control", draw, measured))
+        controls = random_controls(resolved, known, self.config.seed, draws)
+        record["controls"] = [[str(part) for part in control] for control in controls]
+        stacks = {(label, -1): resolved}
+        stacks |= {(f"{label} control {draw}", draw): control for draw, control in enumerate(controls)}
+        measured = self._each_measured(stacks, known.target, label not in self.without_loss)
+        arms = [(BEFORE, -1, self.before)]
+        arms += [
+            ("after" if draw < 0 else "control", draw, arm) for (_, draw), arm in zip(stacks, measured, strict=True)
+        ]
         effects = [
             arm_metrics(arm.tables, record["watched"], arm.loss).assign(arm=name, draw=draw) for name, draw, arm in arms
         ]
@@ -227,42 +242,88 @@ class Experiment:
         """The text read anew with every cache, by perplexity alone."""
         subject, (part,) = self.subject, resolved
         caches = part.model_dump()
-        table = measure_streaming(
-            subject.loaded.model, subject.family, subject.inputs, caches["window"], caches["keep"]
-        )
+        model, inputs = subject.loaded.model, subject.inputs
+        size = self.batch_size or first_size(inputs, model, self.config.batch_size, costs=1)
+        table = measure_streaming(model, subject.family, inputs, caches["window"], caches["keep"], size)
         self._collect({"streaming": table}, label)
         self.records[label] = _record(stack, resolved, known.target)
 
     WAYS: ClassVar[dict[str, Callable[..., None]]] = {"pass": _by_pass, "streaming": _by_streaming}
 
+    def _each_measured(self, stacks: Mapping[Condition, Stack], target: Target, with_loss: bool) -> list[Arm]:
+        """An arm and its controls: together from the first layer that any of them changes, or one after the other."""
+        layer = min(part.begins_at(target) for stack in stacks.values() for part in stack)
+        if not self._resumes_at(layer, next(iter(stacks.values())), with_loss):
+            return [self._measured(*condition, stack, with_loss=with_loss) for condition, stack in stacks.items()]
+        changes = [self._change(layer, stack, draw) for (_, draw), stack in stacks.items()]
+        done = self._passes_from(changes, self.subject, with_loss)
+        return [self._arm(*condition, one, layer) for condition, one in zip(stacks, done, strict=True)]
+
+    def _resumes_at(self, layer: int, stack: Stack, with_loss: bool) -> bool:
+        """Whether such arms are measured from this layer on, those before it being as they are anyway.
+
+        Whether a model can begin at a layer, and an observable be told by layers, is tried on the first sequences: the
+        tables have to be bit for bit those of a whole pass.
+        """
+        if not layer or self.chosen.backward or self.analyzed is not None or not self.subject.family.causal:
+            return False
+        few = replace(self.subject, inputs=self.subject.inputs.part(0, FEW))
+        try:  # twice: nothing of the first time may be left
+            *_, resumed = self._passes_from(2 * [self._change(layer, stack, -1)], few, with_loss)
+        except Exception as error:  # what layers share, say: a whole pass does without, or tells it
+            if was_interrupted(error):
+                raise
+            return False
+        make, step = partial(self._fresh, -1), self._step(with_loss)
+        if self._few is None:
+            self._few = tables_of(self._pass(make, step, (), few).observables)
+        whole = self._pass(make, step, stack, few)
+        tables = completed(tables_of(resumed.observables), layer, self._few)
+        return are_the_same(tables, tables_of(whole.observables)) and torch.equal(resumed.losses, whole.losses)
+
+    def _change(self, layer: int, stack: Stack, draw: int) -> Change:
+        loaded, family = self.subject.loaded, self.subject.family
+        return Change(
+            layer, partial(open_tracer, loaded.model, family, self.config.attn, stack), partial(self._fresh, draw)
+        )
+
     def _measured(
         self,
         condition: str,
-        stack: Sequence[Intervention],
-        draw: int = -1,
+        draw: int,
+        stack: Stack,
         extra: Callable[[], list[Observable]] = list,
         with_loss: bool = True,
     ) -> Arm:
-        """One pass with these interventions applied; its tables are kept under `condition`. Of a control (a draw from
-        0 on) only the attention by position, the loss and what was asked for are kept, by sequence at the watched
-        positions alone, and of the first draw the maps.
-        """
+        """One pass with these interventions applied; its tables are kept under `condition`."""
+        done = self._pass(lambda: [*self._fresh(draw), *extra()], self._step(with_loss), stack)
+        return self._arm(condition, draw, done)
+
+    def _fresh(self, draw: int) -> list[Observable]:
+        """The observables of an arm, or of a control (a draw from 0 on)."""
         names = [name for name in self.chosen.first if draw < 1 or name != MAPS]
-        watched = self._watched()
-        settings = settings_of(self.subject, self.config, max(watched) + 1)
+        return prepared(names, settings_of(self.subject, self.config, max(self._watched()) + 1), self.subject)
 
-        def fresh() -> list[Observable]:
-            return [*prepared(names, settings, self.subject), *extra()]
+    def _step(self, with_loss: bool) -> Callable[[Tracer, Batch, Sequence[Observable]], torch.Tensor | None]:
+        if self.chosen.backward:
+            return Tracer.forward_backward
+        return Tracer.forward_with_loss if with_loss else Tracer.forward
 
-        forward = Tracer.forward_with_loss if with_loss else Tracer.forward
-        done = self._pass(fresh, Tracer.forward_backward if self.chosen.backward else forward, stack)
+    def _arm(self, condition: str, draw: int, done: Pass[Observable], first: int = 0) -> Arm:
+        """What was measured in a pass, its tables kept under `condition`; of the layers before `first` those of the
+        model as it is. Of a control only the attention by position, the loss and what was asked for are kept, by
+        sequence at the watched positions alone, and of the first draw the maps.
+        """
         self.batch_size = done.batch_size
-        raw = tables_of(done.observables) | done.loss_tables(self.subject.inputs)
+        raw = tables_of(done.observables)
+        raw = completed(raw, first, self.before.tables) if first else raw
+        raw |= done.loss_tables(self.subject.inputs)
         asked = (table for name in self.chosen.first if name not in ALWAYS for table in OBSERVABLES[name].columns)
         kept = raw.keys() - ANALYZED_ONLY if draw < 0 else {*CONTROL_TABLES, *asked}
         collected = {name: table for name, table in raw.items() if name in kept}
         if draw >= 0:  # there are many controls, and effects are read at these positions
-            collected["attention_by_sequence"] = raw["attention_by_sequence"].query("position in @watched")
+            by_sequence = raw["attention_by_sequence"]
+            collected["attention_by_sequence"] = by_sequence[by_sequence["position"].isin(self._watched())]
         self.notices |= dict.fromkeys(notice for observable in done.observables for notice in observable.notices())
         self._collect(collected, condition)
         return Arm(raw, done.loss / self.subject.inputs.num_predicted if len(done.losses) else math.nan)
@@ -270,23 +331,33 @@ class Experiment:
     def _hidden_mean(self, layer: int, position: int) -> torch.Tensor:
         """(D,): the output of a layer at a position of the model as it is, mean over sequences."""
         if position not in self._means:
-            (hidden,) = self._pass(lambda: [_HiddenMean(position)], Tracer.forward, ()).observables
-            self._means[position] = {layer: torch.from_numpy(hidden.mean[layer]) for layer in hidden.mean.keys()}  # noqa: SIM118
+            self._keep_means(self._pass(lambda: [_HiddenMean(position)], Tracer.forward, ()).observables)
         return self._means[position][layer]
+
+    def _keep_means(self, measured: Iterable["_HiddenMean"]) -> None:
+        for hidden in measured:
+            self._means[hidden.position] = {at: torch.from_numpy(hidden.mean[at]) for at in hidden.mean.keys()}  # noqa: SIM118
 
     def _pass(
         self,
         fresh: Callable[[], list[Kind]],
         step: Callable[[Tracer, Batch, Sequence[Observable]], torch.Tensor | None],
-        stack: Sequence[Intervention],
+        stack: Stack,
+        subject: Subject | None = None,
     ) -> Pass[Kind]:
-        subject, config = self.subject, self.config
-        size = self.batch_size or config.batch_size  # what fitted once fits again
-        with open_tracer(subject.loaded.model, subject.family, config.attn, stack) as tracer:
-            costs = self.chosen.costs
-            return pass_over(
-                tracer, subject.inputs, fresh, lambda *batch: step(tracer, *batch), size, costs, self.console
-            )
+        """One pass over the inputs, or over those of another subject of the same model."""
+        model, family, inputs = self.subject.loaded.model, self.subject.family, (subject or self.subject).inputs
+        with open_tracer(model, family, self.config.attn, stack) as tracer:
+            return pass_over(model, inputs, fresh, lambda *batch: step(tracer, *batch), *self._sizes)
+
+    def _passes_from(self, changes: Sequence[Change], subject: Subject, with_loss: bool) -> list[Pass[Observable]]:
+        resumed = Resumed(subject, self.config.attn, changes, self._step(with_loss))
+        return resumed.passes(pass_over(subject.loaded.model, subject.inputs, resumed.fresh, resumed, *self._sizes))
+
+    @property
+    def _sizes(self) -> tuple[int | Literal["auto"], int, Console]:
+        """Of a pass's batches, what fitted once fitting again; its costs; and where it says how far it is."""
+        return self.batch_size or self.config.batch_size, self.chosen.costs, self.console
 
     def _collect(self, raw: Mapping[str, pd.DataFrame], condition: str) -> None:
         for name, table in publish(raw, self.subject.loaded, condition).items():
@@ -309,24 +380,6 @@ def _record(stack: Stack, resolved: Stack, target: Target) -> dict[str, Any]:
         "watched": list(dict.fromkeys(position for part in resolved for position in part.watched)),
         "controls": [],
     }
-
-
-def _controls(stack: Stack, known: Known, seed: int, draws: int) -> list[Stack]:
-    """The stack with each part replaced by its random control where it has one, `draws` times, all different if there
-    are so many; empty where no part has a control.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    found: list[Stack] = []
-    for _ in range(20 * draws):
-        if len(found) == draws:
-            break
-        controls = [part.control(known, generator) for part in stack]
-        if all(control is None for control in controls):
-            break
-        drawn = tuple((control or part).resolved(known) for part, control in zip(stack, controls, strict=True))
-        if drawn not in found:
-            found.append(drawn)
-    return found
 
 
 class _HiddenMean(Observable):

@@ -157,7 +157,7 @@ def _first_pass(
         return [*prepared(chosen.first, settings_of(subject, config), subject), *check.fresh()]
 
     step = tracer.forward_backward if chosen.backward else tracer.forward
-    done = pass_over(tracer, subject.inputs, fresh, step, config.batch_size, chosen.costs, console)
+    done = pass_over(tracer.model, subject.inputs, fresh, step, config.batch_size, chosen.costs, console)
     facts.batch_size, facts.parity = done.batch_size, check.error
     facts.loss = done.loss / predicted if chosen.backward else None
     if facts.loss is not None and not math.isfinite(facts.loss):

@@ -19,7 +19,6 @@ from sinkscope.measuring.accumulators import Lists, accumulated, merge, packed, 
 from sinkscope.measuring.observables.observable import Observable, long_form
 from sinkscope.measuring.processes import team
 from sinkscope.measuring.summary import WHOLE_MODEL
-from sinkscope.measuring.tracer import Tracer
 from sinkscope.results.tables import SEQUENCE, Column, Columns
 from sinkscope.text.batch import Batch
 from sinkscope.text.inputs import TokenInputs
@@ -64,7 +63,7 @@ class Pass(Generic[Kind]):
 
 
 def pass_over(
-    tracer: Tracer,
+    model: PreTrainedModel,
     inputs: TokenInputs,
     fresh: Callable[[], list[Kind]],
     step: Step,
@@ -100,7 +99,7 @@ def pass_over(
         in_order = [loss for _, part in sorted(losses.items()) for loss in part]
         return Pass(observables, torch.cat([torch.zeros(0, dtype=torch.float64), *in_order]), size)
 
-    size = first_size(inputs, tracer.model, batch_size, costs)
+    size = first_size(inputs, model, batch_size, costs)
     attempt = find_executable_batch_size(all_batches, starting_batch_size=size, reduce_batch_size_fn=lambda: tried // 2)
     try:
         return attempt()

@@ -12,7 +12,7 @@ import pandas as pd
 from rich.console import Console
 
 from sinkscope.measuring.console import print_line
-from sinkscope.measuring.quantized import Bench
+from sinkscope.measuring.quantized import Bench, Measured
 from sinkscope.quantization import settings
 from sinkscope.quantization.attention import CACHED
 from sinkscope.quantization.ranges import Range, Rounding
@@ -111,8 +111,10 @@ class Study:
         for role in costly[: settings.BY_LAYER]:
             sites = [site for site in self.ranges if site.role == role]
             coarsest = sorted(sites, key=lambda site: -self.roundings[site].zeroed)[: settings.LAYERS]
-            for site in sorted(coarsest, key=lambda site: site.layer):
-                costs[site] = self._note(settings.ALONE, {site: self.ranges[site]}, self.probes, site, site.layer)
+            by_layer = sorted(coarsest, key=lambda site: site.layer)
+            measured = self.bench.measure_each([{site: self.ranges[site]} for site in by_layer], self.probes)
+            for site, alone in zip(by_layer, measured, strict=True):
+                costs[site] = self._write(settings.ALONE, alone, 1, self.probes, site, site.layer)
         return sorted((site for site in costs if costs[site] > 0), key=lambda site: -costs[site])
 
     def _keep_costliest(self, costliest: list[Site]) -> None:
@@ -145,13 +147,25 @@ class Study:
         ranges: Ranges,
         inputs: TokenInputs | None = None,
         site: Site | None = None,
-        layer: int = settings.ALL_LAYERS,
         kept: Iterable[Site] = (),
         outliers: bool = False,
     ) -> float:
         """Measure one setting, as a row. Returns its cost: the loss above full precision's on the same sequences."""
         inputs = inputs or self.inputs
         measured = self.bench.measure(ranges, inputs, outliers)
+        return self._write(setting, measured, len(ranges), inputs, site, kept=kept)
+
+    def _write(
+        self,
+        setting: str,
+        measured: Measured,
+        quantized: int,
+        inputs: TokenInputs,
+        site: Site | None = None,
+        layer: int = settings.ALL_LAYERS,
+        kept: Iterable[Site] = (),
+    ) -> float:
+        """The row of a setting. Returns its cost."""
         cost = 0.0 if setting == settings.FULL else measured.loss - self._row(settings.FULL, inputs)["loss"]
         self.rows.append(
             {
@@ -159,7 +173,7 @@ class Study:
                 "setting": setting,
                 "site": site.kind if site else "",
                 "part": site.part if site else "",
-                "quantized": len(ranges),
+                "quantized": quantized,
                 "kept": ", ".join(str(site) for site in kept),
                 "sequences": len(inputs),
                 "cost": cost,

@@ -1,22 +1,26 @@
 """One model on one input, measured in full precision and quantized, whatever the sites."""
 
 import math
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import numpy as np
 from rich.console import Console
 
+from sinkscope.errors import was_interrupted
 from sinkscope.interventions import Intervention
 from sinkscope.measuring.calibration import measured_ranges, measured_roundings
 from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.observables.outlier import Outlier
 from sinkscope.measuring.parity import ParityCheck
-from sinkscope.measuring.passes import pass_over
+from sinkscope.measuring.passes import Pass, Step, pass_over
+from sinkscope.measuring.resumed import FEW, Change, Resumed
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.tracer import Tracer, open_tracer
+from sinkscope.models.beginning import Beginning
 from sinkscope.quantization.ranges import Precision, Range, Rounding
 from sinkscope.quantization.simulation import quantized_attention, quantized_sites
 from sinkscope.quantization.sites import LINEAR_SCHEME, Site
@@ -67,18 +71,58 @@ class Bench:
             compared = self.parity.fresh() if self.parity and not ranges else []
             return [*([Outlier(Settings())] if outliers else []), *compared]
 
-        with (
-            quantized_sites(self.subject.loaded.model, ranges, self.precision),
-            self._tracer() as tracer,
-            quantized_attention(tracer.seams, ranges, self.precision),
-        ):
-            size = self.used_batch_size or self.batch_size
-            done = pass_over(tracer, inputs, fresh, tracer.forward_with_loss, size, console=self.console)
-        self.used_batch_size = self.used_batch_size or done.batch_size  # what fitted once fits again
+        with self._quantized(ranges) as tracer:
+            done = self._pass(inputs, fresh, tracer.forward_with_loss)
         return Measured(done.loss / inputs.num_predicted, **_outliers(done.observables))
 
-    def _tracer(self) -> AbstractContextManager[Tracer]:
-        return open_tracer(self.subject.loaded.model, self.subject.family, self.kernel, self.interventions)
+    def measure_each(self, settings: Sequence[Mapping[Site, Range]], inputs: TokenInputs) -> list[Measured]:
+        """As `measure` of every setting, each begun at the first layer that it quantizes a site of.
+
+        Whether the model can begin at a layer is tried on the first sequences, at the last of these layers: the loss
+        has to be bit for bit that of a whole pass.
+        """
+        layers = [min(site.layer for site in ranges) for ranges in settings]
+        order = sorted(range(len(settings)), key=lambda place: layers[place])
+        changes = [Change(layers[place], partial(self._quantized, settings[place])) for place in order]
+        if not changes or layers[order[0]] < 1 or not self._resumes(changes[-1], settings[order[-1]], inputs):
+            return [self.measure(ranges, inputs) for ranges in settings]
+        done = dict(zip(order, self._passes_from(changes, inputs), strict=True))
+        return [Measured(done[place].loss / inputs.num_predicted) for place in range(len(settings))]
+
+    def _resumes(self, change: Change, ranges: Mapping[Site, Range], inputs: TokenInputs) -> bool:
+        if self.interventions or not self.subject.family.causal:
+            return False
+        few = inputs.part(0, FEW)
+        try:  # twice: nothing of the first time may be left
+            *_, resumed = self._passes_from([change, change], few)
+        except Exception as error:  # what layers share, say: a whole pass does without, or tells it
+            if was_interrupted(error):
+                raise
+            return False
+        return resumed.loss / few.num_predicted == self.measure(ranges, few).loss
+
+    def _passes_from(self, changes: Sequence[Change], inputs: TokenInputs) -> list[Pass[Observable]]:
+        resumed = Resumed(self.subject, self.kernel, changes, Tracer.forward_with_loss)
+        return resumed.passes(self._pass(inputs, resumed.fresh, resumed))
+
+    def _pass(self, inputs: TokenInputs, fresh: Callable[[], list[Observable]], step: Step) -> Pass[Observable]:
+        size = self.used_batch_size or self.batch_size
+        done = pass_over(self.subject.loaded.model, inputs, fresh, step, size, console=self.console)
+        self.used_batch_size = self.used_batch_size or done.batch_size  # what fitted once fits again
+        return done
+
+    @contextmanager
+    def _quantized(self, ranges: Mapping[Site, Range], beginning: Beginning | None = None) -> Iterator[Tracer]:
+        with (
+            quantized_sites(self.subject.loaded.model, ranges, self.precision),
+            self._tracer(beginning) as tracer,
+            quantized_attention(tracer.seams, ranges, self.precision),
+        ):
+            yield tracer
+
+    def _tracer(self, beginning: Beginning | None = None) -> AbstractContextManager[Tracer]:
+        subject = self.subject
+        return open_tracer(subject.loaded.model, subject.family, self.kernel, self.interventions, beginning)
 
 
 def _outliers(observables: Iterable[Observable]) -> dict[str, float]:

@@ -3,7 +3,7 @@
 import inspect
 import warnings
 from collections.abc import Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -22,6 +22,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.intervention import Intervention, Target, applied
 from sinkscope.measuring.observables.activation import token_norms
 from sinkscope.measuring.observables.observable import ATTENTION_SITES, Observable, Reading
+from sinkscope.models.beginning import Beginning, begun
 from sinkscope.models.family import Block, Family, first_tensor, input_device
 from sinkscope.models.in_memory import unchanged_after
 from sinkscope.models.towers import embedding_path
@@ -33,10 +34,11 @@ from sinkscope.text.batch import IGNORED, Batch
 class Tracer:
     """A model with its seams in, wrapped by nnsight. Made by `open_tracer`."""
 
-    def __init__(self, model: PreTrainedModel, family: Family, seams: dict[int, Seam]) -> None:
+    def __init__(self, model: PreTrainedModel, family: Family, seams: dict[int, Seam], first: int = 0) -> None:
         self.model = model
         self.family = family
         self.seams = seams  # of the layers that have attention
+        self.first = first  # layer that is read
         self.depth = len(family.layer_modules(model))
         with warnings.catch_warnings():  # of submodules called `output`: see `_part`
             warnings.filterwarnings("ignore", "Module '.*' has a submodule named", UserWarning)
@@ -118,7 +120,7 @@ class Tracer:
             wanted.discard("raw_value")
         last_tensor: torch.Tensor | None = None
         whole: torch.Tensor | None = None  # of a site: the sum of its terms
-        for layer in range(self.depth):
+        for layer in range(self.first, self.depth):
             block = self.family.block(layer)
             self._attended = []
             for site, at in _reading_order(block, wanted, self.family.gated):
@@ -358,11 +360,16 @@ class _Traced(NNsight):
 
 @contextmanager
 def open_tracer(
-    model: PreTrainedModel, family: Family, kernel: str = "sdpa", interventions: Iterable[Intervention] = ()
+    model: PreTrainedModel,
+    family: Family,
+    kernel: str = "sdpa",
+    interventions: Iterable[Intervention] = (),
+    beginning: Beginning | None = None,
 ) -> Iterator[Tracer]:
     """Put the seams in, apply the interventions in their order and wrap the model, until the end of the block.
 
-    The model is then bit for bit as it was, also after an exception.
+    The model is then bit for bit as it was, also after an exception. From a `beginning` on, of the one batch that it is
+    of, the layers before it neither run nor are read.
 
     Raises:
         InputError: an intervention does not apply or would change nothing.
@@ -370,9 +377,10 @@ def open_tracer(
     """
     with (
         open_seam(model, family, kernel) as seams,
+        nullcontext() if beginning is None else begun(family.layer_modules(model), beginning),
         applied(Target(model, family, seams), interventions),
         # innermost: nnsight wraps what the interventions have wrapped, and so sees the changed tensors; what it leaves
         # in the `forward` of every module is taken out first
         unchanged_after(model),
     ):
-        yield Tracer(model, family, seams)
+        yield Tracer(model, family, seams, 0 if beginning is None else beginning.layer)

@@ -62,6 +62,7 @@ from sinkscope.report.figures.arms import Arms
 from sinkscope.report.figures.spec import FigureSpec
 from sinkscope.report.figures.steps import Checkpoints
 from sinkscope.report.figures.style import Figure
+from sinkscope.report.second_process import shared_out
 from sinkscope.report.sweep_tables import SweepTables
 from sinkscope.results.run import RunData
 
@@ -149,10 +150,9 @@ def applicable(run: RunData) -> list[str]:
 
 
 def save_all(run: RunData, folder: Path) -> None:
-    """Save every applicable figure of a run, one drawn at a time."""
+    """Save every applicable figure of a run, one drawn at a time, or two by two processes."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in applicable(run):
-        save_figures({name: draw(name, run)}, folder)
+    shared_out(lambda name: save_figures({name: draw(name, run)}, folder), applicable(run))
 
 
 def save_figures(figures: Mapping[str, Figure], folder: Path) -> None:

@@ -94,8 +94,9 @@ class Figure(MatplotlibFigure):
                 super().savefig(fname, **kwargs)
             return
         drawn = io.BytesIO()  # where the disk is full, matplotlib's own error does not say so
-        self.savefig(drawn, **kwargs | {"format": kind})
-        Path(fname).write_bytes(_without_alpha(drawn.getvalue()) if kind == "png" else drawn.getvalue())
+        once = {"pil_kwargs": {"compress_level": 1}} if kind == "png" else {}  # it is compressed again, and better
+        self.savefig(drawn, **once | kwargs | {"format": kind})
+        Path(fname).write_bytes(_smaller(drawn.getvalue()) if kind == "png" else drawn.getvalue())
 
     def _repr_png_(self) -> bytes:
         """What a notebook shows."""
@@ -104,13 +105,12 @@ class Figure(MatplotlibFigure):
         return buffer.getvalue()
 
 
-def _without_alpha(png: bytes) -> bytes:
-    """The same picture without the channel that says that nothing is transparent: a tenth of the file."""
+def _smaller(png: bytes) -> bytes:
+    """The same picture, without the channel that says that nothing is transparent: a tenth of the file."""
     image = Image.open(io.BytesIO(png))
-    if image.mode != "RGBA" or image.getchannel("A").getextrema() != (255, 255):
-        return png
+    opaque = image.mode != "RGBA" or image.getchannel("A").getextrema() == (255, 255)
     smaller = io.BytesIO()
-    image.convert("RGB").save(smaller, "PNG", dpi=image.info["dpi"], optimize=True)
+    (image.convert("RGB") if opaque else image).save(smaller, "PNG", dpi=image.info["dpi"], optimize=True)
     return smaller.getvalue()
 
 

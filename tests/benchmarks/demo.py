@@ -1,0 +1,62 @@
+"""`make demo` beside the bare forward and backward of the same tokens: `python tests/benchmarks/demo.py`.
+
+Each in a process of its own that begins with its imports and loads the model: `sinkscope analyze`, and the frozen model
+whose gradients flow from the embeddings, in batches of the same size. Wall time, and CPU time of the process and its
+children; set OMP_NUM_THREADS=1 for that of one thread. README.md has what it printed.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+
+BATCH = 8  # sequences, as `analyze` takes them
+
+
+def bare(num_seqs: int) -> None:
+    """Load the model, then read and differentiate as many tokens as the demo does."""
+    import torch
+
+    from sinkscope.models.loading import load
+
+    start = time.process_time()
+    model = load().model
+    print(f"load {time.process_time() - start:.1f} s", flush=True)
+    ids = torch.randint(100, 40_000, (num_seqs, 64), generator=torch.Generator().manual_seed(0))
+    for batch in ids.split(BATCH):
+        embeddings = model.get_input_embeddings()(batch).requires_grad_(True)
+        logits = model(inputs_embeds=embeddings, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
+        torch.autograd.grad(loss, embeddings)
+
+
+def measured(*command: str) -> tuple[float, float]:
+    """Wall and CPU seconds."""
+    before, start = os.times(), time.perf_counter()
+    subprocess.run([sys.executable, *command], check=True, stdout=subprocess.DEVNULL)
+    wall, after = time.perf_counter() - start, os.times()
+    return wall, sum(after[2:4]) - sum(before[2:4])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--num-seqs", type=int, default=100)
+    parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.bare:
+        bare(arguments.num_seqs)
+        return
+    count = str(arguments.num_seqs)
+    print("| | wall | CPU |\n| --- | ---: | ---: |")
+    base = measured(__file__, "--bare", "--num-seqs", count)
+    print(f"| bare | {base[0]:.1f} s | {base[1]:.1f} s |", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        demo = measured("-m", "sinkscope.cli", "analyze", "--num-seqs", count, "--out", f"{folder}/run", "--quiet")
+    print(f"| demo | {demo[0]:.1f} s | {demo[1]:.1f} s |")
+    print(f"| ratio | {demo[0] / base[0]:.2f} | {demo[1] / base[1]:.2f} |")
+
+
+if __name__ == "__main__":
+    main()

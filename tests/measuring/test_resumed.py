@@ -1,0 +1,176 @@
+"""What begins at a layer is, bit for bit, what a whole pass gives: of several families, changes and a padded batch."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from rich.console import Console
+from support.every_model import tiny_of
+from tiny import ragged_tokens, tiny_model, tiny_tokens
+from transformers import PreTrainedModel
+
+from sinkscope.commands.intervene import intervene
+from sinkscope.interventions import INTERVENTIONS, Intervention, Target, parse
+from sinkscope.interventions.rescale_norm import RescaleNorm
+from sinkscope.measuring.calibration import calibrate_ranges
+from sinkscope.measuring.measure import prepared, tables_of
+from sinkscope.measuring.observables.observable import Observable, Settings
+from sinkscope.measuring.passes import Pass, pass_over
+from sinkscope.measuring.quantized import Bench
+from sinkscope.measuring.resumed import Change, Resumed, are_the_same, completed
+from sinkscope.measuring.subject import Subject, open_subject
+from sinkscope.measuring.tracer import Tracer, open_tracer
+from sinkscope.options.measuring import make_config
+from sinkscope.quantization.ranges import Precision
+
+LATE = (  # what can be done to later layers alone, in their order; of the hybrid the layers 1 and 3 attend
+    "zero-massive:layers=1,coordinates=3,17",
+    "mean-massive:layers=1,coordinates=3,17,means=5,-7",
+    "zero-key-columns:layers=1,coordinates=3,17",
+    "nullify-query-bias:layers=1",
+    "perturb-query-bias:layers=1",
+    "mask-sink:layers=1",
+    "scale-sink-value:layers=1,factor=3",
+    "rescale-norm:layers=2",
+)
+EARLY = ("replace-epe", "transplant-epe", "nullify-first-embedding", "streaming-window")
+FEW = ("zero-massive", "mask-sink", "rescale-norm")  # an output, an attention layer and an input changed
+FAMILIES = {"llama": INTERVENTIONS, "gpt2": INTERVENTIONS, "gpt_neox": FEW, "gemma3": FEW, "qwen3_next": FEW}
+OBSERVABLES = ("attention", "massive", "mean-maps", "activation", "outlier")
+
+Tables = dict[str, pd.DataFrame]
+
+
+def made(name: str) -> PreTrainedModel:
+    return tiny_of(name) if name == "qwen3_next" else tiny_model(name)
+
+
+@pytest.fixture
+def ragged(tmp_path: Path) -> dict[str, Any]:
+    """Options of an input whose batches are padded."""
+    path = tmp_path / "ragged.jsonl"
+    path.write_text("\n".join(json.dumps({"input_ids": ids.tolist()}) for ids in ragged_tokens((9, 12))))
+    return {"input": str(path), "num_seqs": 2, "seq_len": 12, "positions": 6, "window": 8}
+
+
+def fresh(subject: Subject) -> list[Observable]:
+    return prepared(OBSERVABLES, Settings(positions=6, window=8), subject)
+
+
+def change(subject: Subject, layer: int, *stack: Intervention) -> Change:
+    loaded = subject.loaded
+    return Change(
+        layer, lambda at: open_tracer(loaded.model, subject.family, "sdpa", stack, at), lambda: fresh(subject)
+    )
+
+
+def given(done: Pass[Observable]) -> tuple[Tables, list[float]]:
+    return tables_of(done.observables), done.losses.tolist()
+
+
+def resumed_passes(subject: Subject, changes: Sequence[Change]) -> list[tuple[Tables, list[float]]]:
+    resumed = Resumed(subject, "sdpa", changes, Tracer.forward_with_loss)
+    done = pass_over(subject.loaded.model, subject.inputs, resumed.fresh, resumed, 2)
+    return [given(each) for each in resumed.passes(done)]
+
+
+def whole_pass(subject: Subject, *stack: Intervention) -> tuple[Tables, list[float]]:
+    model = subject.loaded.model
+    with open_tracer(model, subject.family, "sdpa", stack) as tracer:
+        return given(pass_over(model, subject.inputs, lambda: fresh(subject), tracer.forward_with_loss, 2))
+
+
+def is_same(layer: int, resumed: tuple, unchanged: tuple, whole: tuple) -> bool:
+    (tables, losses), (expected, expected_losses) = resumed, whole
+    return are_the_same(completed(tables, layer, unchanged[0]), expected) and losses == expected_losses
+
+
+def test_every_intervention_is_here() -> None:
+    assert {text.partition(":")[0] for text in (*LATE, *EARLY)} == set(INTERVENTIONS)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_begins_at_a_layer_is_a_whole_pass(name: str, ragged: dict[str, Any]) -> None:
+    model = made(name)
+    with open_subject(model, None, make_config(**ragged), Console(quiet=True)) as subject:
+        target = Target(model, subject.family, {})
+        parts = [part for part in map(parse, LATE) if part.name in FAMILIES[name]]
+        parts = [part for part in parts if part.inapplicable(target) is None]
+        assert len(parts) >= 3
+        layers = [part.begins_at(target) for part in parts]
+        assert set(layers) == {1, 2}
+        passes = resumed_passes(subject, [change(subject, *pair) for pair in zip(layers, parts, strict=True)])
+        unchanged = whole_pass(subject)
+        for layer, part, resumed in zip(layers, parts, passes, strict=True):
+            assert is_same(layer, resumed, unchanged, whole_pass(subject, part)), part
+        assert {parse(text).begins_at(target) for text in EARLY} == {0}
+
+
+def test_what_begins_one_layer_too_late_is_seen(ragged: dict[str, Any]) -> None:
+    with open_subject(tiny_model("llama"), None, make_config(**ragged), Console(quiet=True)) as subject:
+        part = parse("rescale-norm:layers=1")
+        unchanged, whole = whole_pass(subject), whole_pass(subject, part)
+        too_late, right = (resumed_passes(subject, [change(subject, layer, part)])[0] for layer in (2, 1))
+        assert not is_same(2, too_late, unchanged, whole)
+        assert is_same(1, right, unchanged, whole)
+
+
+@pytest.mark.parametrize(("shift", "is_resumed"), [(0, True), (1, False)])
+def test_an_experiment_has_the_same_tables_wherever_its_arms_are_said_to_begin(
+    shift: int, is_resumed: bool, ragged: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is said to begin too late is measured whole."""
+    model, do = tiny_model("llama"), "rescale-norm:layers=1"
+    begins = RescaleNorm.begins_at
+    monkeypatch.setattr(RescaleNorm, "begins_at", Intervention.begins_at)
+    options = {"draws": 1, "batch_size": 1, **ragged}
+    whole = intervene(model, do, **options)
+    monkeypatch.setattr(RescaleNorm, "begins_at", lambda self, target: begins(self, target) + shift)
+    firsts: list[int] = []
+    forward = Tracer.forward_with_loss
+
+    def noting(tracer: Tracer, *args: Any) -> Any:
+        firsts.append(tracer.first)
+        return forward(tracer, *args)
+
+    monkeypatch.setattr(Tracer, "forward_with_loss", noting)
+    run = intervene(model, do, **options)
+    assert firsts[-4:] == [1 if is_resumed else 0] * 4  # the arm and its control, on two batches
+    assert run.tables.keys() == whole.tables.keys()
+    for name, table in whole.tables.items():
+        pd.testing.assert_frame_equal(run.tables[name], table, check_exact=True)
+
+
+def test_a_model_whose_layers_share_something_is_measured_whole(ragged: dict[str, Any]) -> None:
+    """Here the last layer takes what the first one has left for it."""
+    model, left = tiny_model("llama"), list[int]()
+    first, *_, last = model.model.layers
+    first.register_forward_hook(lambda *_: left.append(1))
+    last.register_forward_pre_hook(lambda *_: left.clear() if left.pop() else None)
+    run = intervene(model, "rescale-norm:layers=1", draws=1, **ragged)
+    assert not run.manifest["failed"]
+    with open_subject(model, None, make_config(**ragged), Console(quiet=True)) as subject:
+        bench = Bench(subject, Precision(4, 4), batch_size=2)
+        ranges = calibrate_ranges(model, list(tiny_tokens(1, 12)))
+        (site,) = (site for site in ranges if str(site) == "layer 2 mlp.down_proj input")
+        setting = {site: ranges[site]}
+        assert bench.measure_each([setting], subject.inputs) == [bench.measure(setting, subject.inputs)]
+
+
+def test_sites_of_single_layers_cost_what_they_cost_in_a_whole_pass(ragged: dict[str, Any]) -> None:
+    model = tiny_model("llama")
+    with open_subject(model, None, make_config(**ragged), Console(quiet=True)) as subject:
+        bench = Bench(subject, Precision(4, 4), batch_size=2)
+        ranges = calibrate_ranges(model, list(tiny_tokens(2, 12)))
+        sites = [site for site in ranges if site.layer > 0 and site.kind == "mlp.down_proj"]
+        settings = [{site: ranges[site]} for site in reversed(sites)]
+        passes: list[int] = []
+        bench_pass = bench._pass
+        bench._pass = lambda *args: passes.append(1) or bench_pass(*args)  # type: ignore[method-assign]
+        together = bench.measure_each(settings, subject.inputs)
+        assert len(passes) == 3  # all of them together, and the trial
+        assert together == [bench.measure(setting, subject.inputs) for setting in settings]
+        assert len({measured.loss for measured in together}) == len(sites)
