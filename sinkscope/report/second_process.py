@@ -3,10 +3,13 @@
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 FEWEST = 4  # pieces of work for which a process is started
+PATIENCE = 20.0  # seconds more, beside four times what half of the work took here, until the process is given up
 
 
 def shared_out(work: Callable[[str], object], names: Sequence[str]) -> None:
@@ -25,16 +28,32 @@ def shared_out(work: Callable[[str], object], names: Sequence[str]) -> None:
     if not child:
         _work_and_exit(work, others, parent)
     try:
+        began = time.monotonic()
         for name in mine:
             work(name)
-        _, status = os.waitpid(child, 0)
+        status = _status(child, patience=PATIENCE + 4 * (time.monotonic() - began))
     except BaseException:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        with suppress(ProcessLookupError, ChildProcessError):  # it may have ended
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
         raise
     if status:
         for name in others:
             work(name)
+
+
+def _status(child: int, patience: float) -> int:
+    """How the process ended; it is ended, as one that fails, where it takes too long: a library's lock that another
+    thread held at the fork is held there for ever.
+    """
+    end = time.monotonic() + patience
+    while time.monotonic() < end:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return status
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    return os.waitpid(child, 0)[1]
 
 
 def _has_second_core() -> bool:

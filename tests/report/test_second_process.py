@@ -1,6 +1,7 @@
 """Work that is shared out with a second process is all done, and fails as it would here alone."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,20 @@ def test_what_fails_there_is_done_here(tmp_path: Path) -> None:
 
     shared_out(work, NAMES)
     assert sorted(path.name for path in tmp_path.iterdir()) == NAMES
+
+
+def test_what_hangs_there_is_done_here(children: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(second_process, "PATIENCE", 0.2)
+    here = os.getpid()
+
+    def work(name: str) -> None:
+        if os.getpid() != here:
+            signal.pause()
+        (tmp_path / name).touch()
+
+    shared_out(work, NAMES)
+    assert sorted(path.name for path in tmp_path.iterdir()) == NAMES
+    assert is_gone(children[0])
 
 
 @pytest.mark.parametrize("at", [0, 1])  # here, and there
