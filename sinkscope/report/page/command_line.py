@@ -22,7 +22,7 @@ def command_lines(manifest: Mapping[str, Any], folder: Path | None) -> list[str]
     recipe, command = manifest.get("recipe"), str(manifest["command"])
     name = NAMES.get(command, command)
     if recipe:
-        return [shlex.join(["sinkscope", "run", str(recipe["name"])])]
+        return [shlex.join(["sinkscope", "run", str(recipe["name"]), *_in_place_of(recipe, name, manifest["config"])])]
     kind = COMMANDS.get(name)
     if kind is None or name == "sweep" or _was_handed_over(manifest):  # a sweep's run.json holds the file's content
         return []
@@ -30,6 +30,21 @@ def command_lines(manifest: Mapping[str, Any], folder: Path | None) -> list[str]
     if kind.repeatable and folder is not None and command == name:
         lines.insert(0, shlex.join(["sinkscope", name, "--from", folder.name]))
     return lines
+
+
+def _in_place_of(recipe: Mapping[str, Any], command: str, config: Mapping[str, Any]) -> list[str]:
+    """The options that were given in place of the recipe's, as they are typed."""
+    content = recipe.get("content", {})
+    own = {name.replace("-", "_"): value for name, value in content.get("options", {}).items()}
+    own["model"] = content.get("model")
+    fields = COMMANDS[command].model_fields if command in COMMANDS else {}
+    names = ["model"] if content.get("runs") else COMMANDS["run"].model_fields  # of several runs, each has its own
+    words: list[str] = []
+    for name in names:
+        value = config.get(name)
+        if name in fields and value is not None and value != own.get(name, fields[name].default):
+            words += _typed(name, value, is_argument=False)
+    return words
 
 
 def _was_handed_over(manifest: Mapping[str, Any]) -> bool:

@@ -43,6 +43,14 @@ S.isLog = (values) => {
   return positive.length > 0 && positive.every((value) => value > 0) && d3.max(positive) / d3.median(positive) > 100;
 };
 
+/** Powers of ten around values, at most seven of them: Plot's own ticks of a few decades are a gray bar. */
+S.decades = (values) => {
+  const [low, high] = d3.extent(values).map(Math.log10);
+  const all = d3.range(Math.floor(low), Math.ceil(high) + 1);
+  const every = Math.ceil(all.length / 7);
+  return all.filter((power, at) => at % every === 0).map((power) => 10 ** power);
+};
+
 /** A chart of Plot as one image with a name: what it is made of has no role, and its numbers are in a table. */
 S.plot = (options) => {
   const svg = Plot.plot({ ...options, style: { background: "transparent", fontSize: "12px" } });
@@ -71,10 +79,10 @@ S.lines = ({ points, x, y, title, rule = null, log = null, dots = false, height 
     const series = d3.groups(shown, ({ group, line }) => `${group} ${line ?? ""}`).map(([, own]) => [own[0].group, own]);
     return S.plot({
       width, height, marginLeft: 56, marginBottom: 38, ariaLabel: plain,
-      x: { label: S.withUnit(x), type: ordinal ? "point" : undefined, grid: false,
+      x: { label: S.withUnit(x), type: ordinal ? "point" : undefined, grid: false, inset: 5,
         tickFormat: ordinal ? undefined : (value) => S.number(value), ticks: Math.min(10, Math.floor(width / 60), steps) },
       y: { label: S.withUnit(y), type: isLog ? "log" : "linear", grid: true, nice: true,
-        ticks: isLog ? 5 : Math.max(3, Math.round(height / 50)), tickFormat: S.tick(y) },
+        ticks: isLog ? S.decades(shown.map(({ y: value }) => value)) : Math.max(3, Math.round(height / 50)), tickFormat: S.tick(y) },
       marks: [
         !isLog && d3.min(shown, ({ y: value }) => value) <= 0 ? Plot.ruleY([0], { strokeOpacity: 0.4 }) : null,
         rule === null ? null : Plot.ruleX([rule], { strokeDasharray: "4 3" }),
