@@ -68,8 +68,10 @@ S.chosenColors = (table, rows, color, state) => {
 S.chartOf = (table, rows, x, y, color) => {
   const about = y === "value" && table.has("metric") && rows.length
     ? S.aboutMetric(table.get("metric")[rows[0]]) : S.aboutColumn(table.byName.get(y));
+  const isEstimate = table.has("low", "high") && y === table.values[0].name;
+  const end = (name, row) => (isEstimate ? Number(table.get(name)[row] ?? NaN) : NaN);
   const points = rows.map((row) => ({ x: table.get(x)[row] ?? "–", y: Number(table.get(y)[row] ?? NaN),
-    group: color ? S.value(table.get(color)[row]) : "" }));
+    low: end("low", row), high: end("high", row), group: color ? S.value(table.get(color)[row]) : "" }));
   if (points.length > 5000) return S.element("p.note", {}, `${S.number(points.length)} rows: choose fewer to draw them.`);
   const isText = table.byName.get(x).kind === "text";
   return S.lines({ points: isText ? points : d3.sort(points, (point) => point.x), x: { label: x.replaceAll("_", " ") }, y: about,
