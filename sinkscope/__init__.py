@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from sinkscope.commands.quantize import quantize as quantize
     from sinkscope.commands.retrofit import retrofit as retrofit
     from sinkscope.commands.run import run_recipe as run_recipe
+    from sinkscope.commands.show import page as page
     from sinkscope.commands.show import show as show
     from sinkscope.commands.sweep import sweep as sweep
     from sinkscope.commands.train import train as train
@@ -53,6 +54,7 @@ _MODULES = {
     "intervening": "interventions",
     "load": "commands.load",
     "new_parameters": "retrofits",
+    "page": "commands.show",
     "quantized": "quantization.simulation",
     "quantize": "commands.quantize",
     "retrofit": "commands.retrofit",

@@ -1,12 +1,43 @@
-"""`compare`: runs or scorecards side by side, from their folders alone: no model is loaded."""
+"""`compare`: runs or scorecards side by side, from their folders alone: no model is loaded.
+
+A single folder that holds several runs already, as of a sweep, has its own tables printed.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pandas as pd
 
 from sinkscope.commands.result import Result
+from sinkscope.errors import InputError
 from sinkscope.options.output import CompareOptions, OutputOptions
+from sinkscope.report.claims.scorecard import Scorecard
 from sinkscope.report.comparison import Comparison, differing_lines
+from sinkscope.report.series import COMMAND as SERIES
+from sinkscope.report.series import Series
 from sinkscope.report.side_by_side import compare
+from sinkscope.report.sweep import open_comparison, summary_tables
+from sinkscope.report.table_formats import formatted
+from sinkscope.report.trained import Trained
+from sinkscope.results.cells import COMMAND as SWEEP
+from sinkscope.results.cells import CellFolders
+from sinkscope.results.manifest import folder_of, read_manifest
+
+# command that wrote a folder of several runs → its summary tables by title
+_OF_SEVERAL: Mapping[str, Callable[[Path], Mapping[str, pd.DataFrame]]] = {
+    SERIES: lambda folder: Series.open(folder).summary_tables,
+    SWEEP: lambda folder: summary_tables(open_comparison(_comparison(folder))),
+    **dict.fromkeys(("retrofit", "train"), lambda folder: Trained.open(folder).summary_tables),
+    "claims": lambda folder: Scorecard.open(folder).summary_tables,
+}
 
 
 def command(options: CompareOptions, output: OutputOptions) -> Result:
+    if len(options.runs) == 1 and (tables := _tables_of(folder_of(options.runs[0]))):
+        if output.out is not None:
+            raise InputError(f"--out: {options.runs[0]} has its tables and figures already")
+        parts = [formatted(table, options.format, title) for title, table in tables.items()]
+        return Result(tables, text="\n\n".join(parts))
     found = compare(*options.runs, out=output.out, overwrite=output.overwrite, page=not output.no_page)
     text = "" if options.format == "text" else found.formatted(options.format)
     if isinstance(found, Comparison):
@@ -14,3 +45,15 @@ def command(options: CompareOptions, output: OutputOptions) -> Result:
         return Result(found, text=text, numbers=numbers, notes=found.warnings, folder=output.out)
     notes = differing_lines(found.manifest["differing"])
     return Result(found, "" if text else found.markdown, text, notes=notes, folder=output.out)
+
+
+def _tables_of(folder: Path) -> Mapping[str, pd.DataFrame]:
+    """Of a folder that holds several runs already; empty of others."""
+    command = str(read_manifest(folder, None)["command"])
+    return _OF_SEVERAL[command](folder) if command in _OF_SEVERAL else {}
+
+
+def _comparison(folder: Path) -> Path:
+    """Of a sweep, whose own folder or its comparison's may be named."""
+    inside = CellFolders(folder).comparison
+    return inside if inside.is_dir() else folder

@@ -1,4 +1,7 @@
-"""`show`: the page of a folder, in the browser. It is made where it is missing, from the folder's tables alone."""
+"""`show`: the page of a folder, in the browser. It is made where it is missing, from the folder's tables alone.
+
+`page` has it for notebooks, of a folder or of what a command's Python function gave back.
+"""
 
 import os
 import webbrowser
@@ -7,7 +10,8 @@ from pathlib import Path
 from sinkscope.commands.result import Result
 from sinkscope.errors import InputError, SinkscopeError, one_line
 from sinkscope.options.output import OutputOptions, ShowOptions
-from sinkscope.report.page import PAGE, Contents, write_page
+from sinkscope.report.claims.scorecard import Scorecard
+from sinkscope.report.page import PAGE, Contents, Page, Paged, page_of, write_page
 from sinkscope.results.folders import alone_in
 from sinkscope.results.manifest import MANIFEST, folder_of, read_manifest, register
 
@@ -46,6 +50,22 @@ def show(run: str | os.PathLike[str], *, anew: bool = False) -> Path:
         except OSError as error:
             raise SinkscopeError(f"writing {page} failed: {one_line(error)}") from error
     return page
+
+
+def page(run: Paged | Scorecard | str | os.PathLike[str]) -> Page:
+    """The page of a run, a series, a training, a comparison or a scorecard, which a notebook shows as it stands.
+
+    Args:
+        run: what a command's Python function gave back, or the folder of any command.
+
+    Raises:
+        InputError: it is no such folder, or a table in it is damaged.
+    """
+    if isinstance(run, Paged):
+        return run.page()
+    if isinstance(run, Scorecard):
+        return page_of(Contents(run.manifest, run.tables, folder=run.folder))
+    return page_of(Contents.of_folder(_shown(folder_of(run))))
 
 
 def _shown(folder: Path) -> Path:

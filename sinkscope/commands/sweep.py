@@ -33,8 +33,10 @@ from sinkscope.options.output import OutputOptions
 from sinkscope.options.sweep import SweepOptions
 from sinkscope.options.sweep_file import TRAINING, Cell, Sweep, read_sweep
 from sinkscope.report.figures import FIGURES, is_of
-from sinkscope.report.sweep import write_comparison
+from sinkscope.report.page import Contents, Paged
+from sinkscope.report.sweep import summary_tables, write_comparison
 from sinkscope.report.sweep_tables import Measured, SweepTables, sweep_tables
+from sinkscope.report.table_formats import Tabular
 from sinkscope.report.wse_table_1 import WSE_TABLE_1
 from sinkscope.results.cells import COMMAND, CellFolders
 from sinkscope.results.manifest import make_manifest
@@ -55,7 +57,7 @@ MOST_FAILURES = 5  # that the last message names
 
 
 @dataclass(frozen=True)
-class SweepRun:
+class SweepRun(Paged, Tabular):
     """What came out of a sweep.
 
     Attributes:
@@ -82,6 +84,16 @@ class SweepRun:
         others = len(failed) - len(named)
         named += [f"and {others} more"] if others else []
         return f"{len(failed)} of {len(self.plan)} cells failed (--retry tries them again): {'; '.join(named)}"
+
+    @property
+    def contents(self) -> Contents:
+        """What the comparison's page shows."""
+        return Contents.of_folder(CellFolders(self.folder).comparison)
+
+    @property
+    def summary_tables(self) -> Mapping[str, pd.DataFrame]:
+        """Of all cells that are done."""
+        return {} if self.tables is None else summary_tables(self.tables)
 
     @property
     def summary(self) -> pd.DataFrame:

@@ -45,7 +45,7 @@ from sinkscope.options.measuring import RunConfig, make_config
 from sinkscope.report.comparison import compare, write_comparison
 from sinkscope.report.figures import save_figures
 from sinkscope.report.outputs import write_run
-from sinkscope.report.page import Contents, renew_page
+from sinkscope.report.page import renew_page
 from sinkscope.report.retrofit_table import UNTOUCHED
 from sinkscope.report.run import Run
 from sinkscope.report.trained import Trained, first_runs, retrofit_tables
@@ -280,8 +280,7 @@ class TrainingArms:
         if done.comparison is not None and done.comparison.folder is not None:
             with self.files.new_folder(done.comparison.folder) as fresh:
                 write_comparison(done.comparison, fresh, page=self.plan.page)
-        contents = Contents(done.manifest, done.tables, done.runs, folder=self.folder)
-        renew_page(contents, self.files, self.plan.page)
+        renew_page(done.contents, self.files, self.plan.page)
         write_manifest(self.folder, done.manifest | {"files": self.files.names})
 
     def _write_tables(self, tables: Mapping[str, pd.DataFrame], folder: Path) -> None:

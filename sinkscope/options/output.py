@@ -28,12 +28,15 @@ class OutputOptions(Options):
 class CompareOptions(Options):
     about: ClassVar[str] = """Put runs side by side: metrics of the whole model; of two runs also difference and ratio.
 
-    Of runs of `intervene`: which route carries the sink in which model. Of folders of `claims`: claims × models.
+    Of runs of `intervene`: which route carries the sink in which model. Of folders of `claims`: claims × models. Of a
+    single folder of `sweep`, `retrofit`, `train`, `claims` or a training's steps: its own tables.
     Says in which settings they differ. With --out, also tables and figures."""
     arguments: ClassVar = ("runs",)
     writes: ClassVar = "nothing"
 
-    runs: tuple[UserPath, ...] = option((), "Input", "Run folders, two or more, of one command.", metavar="RUN")
+    runs: tuple[UserPath, ...] = option(
+        (), "Input", "Run folders, two or more, of one command; or one that holds several.", metavar="RUN"
+    )
     format: Literal["text", "markdown", "latex"] = option(
         "text", "Output", "How the tables are printed: text, markdown, or latex with booktabs.", metavar="FORMAT"
     )

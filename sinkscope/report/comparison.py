@@ -22,7 +22,7 @@ from sinkscope.report.figures import OF_RUNS, save_figures
 from sinkscope.report.figures.comparison import labels
 from sinkscope.report.figures.spec import draw_all
 from sinkscope.report.figures.style import Figure
-from sinkscope.report.page import Contents, write_page
+from sinkscope.report.page import Contents, Paged, write_page
 from sinkscope.report.run import Run
 from sinkscope.report.table_formats import Tabular
 from sinkscope.report.words import span
@@ -48,7 +48,7 @@ SETTINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @dataclass(frozen=True)
-class Comparison(Tabular):
+class Comparison(Paged, Tabular):
     """Runs side by side.
 
     table        rows metrics of the whole model, columns runs; of two runs also `difference` (second − first)
@@ -70,6 +70,27 @@ class Comparison(Tabular):
     @property
     def summary_tables(self) -> dict[str, pd.DataFrame]:
         return {"": self.table.reset_index()}
+
+    @property
+    def tables(self) -> dict[str, pd.DataFrame]:
+        """As its folder has them."""
+        return {"comparison": self.table.reset_index(), "comparison_by_layer": self.by_layer}
+
+    def manifest(self, start: float) -> dict[str, Any]:
+        """The content of run.json. `start`: when the command began."""
+        runs = [
+            {"label": name, "folder": run.folder and str(run.folder), "model": run.model, "condition": run.condition}
+            for run, name in zip(self.runs, _labels(self.runs), strict=True)
+        ]
+        config = {"runs": [run["folder"] for run in runs]}
+        differing = self.differing.to_dict(orient="index")
+        return make_manifest("compare", config, start, self.tables, runs=runs, differing=differing)
+
+    @property
+    def contents(self) -> Contents:
+        """What its page shows."""
+        parts = dict(zip(_labels(self.runs), self.runs, strict=True))
+        return Contents(self.manifest(time.time()), self.tables, parts, folder=self.folder)
 
     @property
     def warnings(self) -> list[str]:
@@ -179,17 +200,9 @@ def _by_layer(runs: tuple[Run, ...], names: list[str]) -> pd.DataFrame:
 
 def write_comparison(comparison: Comparison, folder: Path, start: float | None = None, page: bool = True) -> None:
     """Tables, figures, page and manifest into an empty folder; the manifest last. `start`: when it began, or now."""
-    tables = {"comparison": comparison.table.reset_index(), "comparison_by_layer": comparison.by_layer}
-    write_tables(tables, folder)
+    write_tables(comparison.tables, folder)
     save_figures(comparison.figures(), folder / "figures")
-    runs = [
-        {"label": name, "folder": run.folder and str(run.folder), "model": run.model, "condition": run.condition}
-        for run, name in zip(comparison.runs, _labels(comparison.runs), strict=True)
-    ]
-    config = {"runs": [run["folder"] for run in runs]}
-    differing = comparison.differing.to_dict(orient="index")
-    manifest = make_manifest("compare", config, start or time.time(), tables, runs=runs, differing=differing)
+    manifest = comparison.manifest(start or time.time())
     if page:
-        parts = dict(zip(_labels(comparison.runs), comparison.runs, strict=True))
-        write_page(Contents(manifest, tables, parts, folder=folder), folder)
+        write_page(replace(comparison.contents, manifest=manifest, folder=folder), folder)
     write_manifest(folder, manifest)

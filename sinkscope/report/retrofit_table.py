@@ -10,6 +10,7 @@ import pandas as pd
 
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.report.markdown import as_markdown, table_with_spread
+from sinkscope.results.findings import Finding
 from sinkscope.results.run import RunData
 from sinkscope.results.tables import LEADING, TRAINING_TABLES, names_of
 
@@ -71,6 +72,17 @@ def retrofit_table(
             if not np.isnan(numbers[metric])
         ]
     return pd.DataFrame(rows, columns=[*LEADING, *names_of(TRAINING_TABLES["retrofit"])])
+
+
+def gates_moved(gates: pd.DataFrame) -> list[Finding]:
+    """How far the new parameters of each method have moved, from the table `gates`."""
+    return [_moved(str(arm), rows) for arm, rows in gates.groupby("condition", sort=False)]
+
+
+def _moved(arm: str, gates: pd.DataFrame) -> Finding:
+    most = gates.loc[gates["displacement"].idxmax()]
+    numbers = {"arm": arm, "mean": gates["displacement"].mean(), "layer": most["layer"] if most["layer"] >= 0 else None}
+    return Finding("gates-moved", "Gates", value=most["displacement"], numbers=numbers)
 
 
 def retrofit_summaries(table: pd.DataFrame) -> dict[str, pd.DataFrame]:

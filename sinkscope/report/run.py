@@ -11,14 +11,14 @@ from sinkscope.measuring.tables import all_tables
 from sinkscope.report import figures, finding_table, verdict
 from sinkscope.report.figures.style import Figure
 from sinkscope.report.markdown import Report
-from sinkscope.report.page import Contents, Page, page_of
+from sinkscope.report.page import Contents, Paged
 from sinkscope.report.paper_tables import paper_tables
 from sinkscope.report.table_formats import Tabular
 from sinkscope.results.run import RunData
 from sinkscope.results.tables import Columns
 
 
-class Run(Tabular, RunData):
+class Run(Paged, Tabular, RunData):
     """What a command measured: `run.tables["attention"]`, `run.metric("sink_rate")`, `run.figure("sink-map")`."""
 
     columns: ClassVar[Mapping[str, Columns]] = all_tables() | {finding_table.TABLE: finding_table.COLUMNS}
@@ -54,10 +54,6 @@ class Run(Tabular, RunData):
     def contents(self) -> Contents:
         """What its page shows."""
         return Contents(self.manifest, self.tables, findings=self.report.findings, folder=self.folder)
-
-    def page(self) -> Page:
-        """The page of index.html, which a notebook shows as it stands."""
-        return page_of(self.contents)
 
     @property
     def summary_tables(self) -> dict[str, pd.DataFrame]:

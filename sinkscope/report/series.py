@@ -8,7 +8,7 @@ OUT/figures/training-*.png|pdf
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,9 @@ from sinkscope.report.figures import OF_STEPS, save_figures
 from sinkscope.report.figures.spec import draw_all
 from sinkscope.report.figures.style import Figure
 from sinkscope.report.outputs import write_run
-from sinkscope.report.page import STEP, Contents, write_page
+from sinkscope.report.page import STEP, Contents, Paged, write_page
 from sinkscope.report.run import Run
+from sinkscope.report.table_formats import Tabular
 from sinkscope.results.manifest import folder_of, make_manifest, read_manifest, write_manifest
 from sinkscope.results.tables import LEADING_COLUMNS, METRIC, VALUE, Column, read_table, write_tables
 
@@ -35,7 +36,7 @@ HEADLINES = ("sink_rate", "value_drain", "norm_ratio", "massive_count", "value_g
 
 
 @dataclass(frozen=True)
-class Series:
+class Series(Paged, Tabular):
     """One model at several steps of its training, in their order.
 
     Attributes:
@@ -83,6 +84,16 @@ class Series:
         whole = self.table[(self.table["layer"] == WHOLE_MODEL) & self.table["metric"].isin(HEADLINES)]
         wide = whole.pivot(index="step", columns="metric", values="value")
         return wide.reindex(index=list(self.runs), columns=[name for name in HEADLINES if name in wide])
+
+    @property
+    def summary_tables(self) -> dict[str, pd.DataFrame]:
+        """The headlines."""
+        return {"": self.headlines.rename_axis(columns=None).reset_index()}
+
+    @property
+    def contents(self) -> Contents:
+        """What its page shows."""
+        return Contents(self.manifest, {"series": self.table}, self.runs, folder=self.folder, named_by=STEP)
 
     @property
     def warnings(self) -> list[str]:
@@ -138,6 +149,5 @@ def write_series(series: Series, folder: Path, page: bool = True) -> None:
     write_tables({"series": series.table}, folder)
     save_figures(series.figures(), folder / "figures")
     if page:
-        tables = {"series": series.table}
-        write_page(Contents(series.manifest, tables, series.runs, folder=folder, named_by=STEP), folder)
+        write_page(replace(series.contents, folder=folder), folder)
     write_manifest(folder, series.manifest)

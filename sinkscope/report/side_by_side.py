@@ -31,7 +31,7 @@ from sinkscope.report.figures import OF_ROUTES, save_figures
 from sinkscope.report.figures.spec import draw_all
 from sinkscope.report.figures.style import Figure
 from sinkscope.report.markdown import as_markdown
-from sinkscope.report.page import Contents, write_page
+from sinkscope.report.page import Contents, Paged, write_page
 from sinkscope.report.run import Run
 from sinkscope.report.table_formats import Tabular
 from sinkscope.results.folders import new_folder, own_folder
@@ -43,7 +43,7 @@ SETTINGS = ("input", "dataset", "num_seqs", "seq_len", "window", "epsilon", "dty
 
 
 @dataclass(frozen=True)
-class Routes(Tabular):
+class Routes(Paged, Tabular):
     """Interventions on several models side by side.
 
     Attributes:
@@ -65,6 +65,11 @@ class Routes(Tabular):
     @property
     def summary_tables(self) -> dict[str, pd.DataFrame]:
         return {ROUTES_TITLE: routes_text(self.table)}
+
+    @property
+    def contents(self) -> Contents:
+        """What its page shows."""
+        return Contents(self.manifest, {TABLE: self.table}, folder=self.folder)
 
     @property
     def markdown(self) -> str:
@@ -129,7 +134,7 @@ def _write_routes(routes: Routes, folder: Path, page: bool) -> None:
     save_figures(routes.figures(), folder / "figures")
     (folder / "routes.md").write_text(routes.markdown + "\n", encoding="utf-8")
     if page:
-        write_page(Contents(routes.manifest, {TABLE: routes.table}, folder=folder), folder)
+        write_page(replace(routes.contents, folder=folder), folder)
     write_manifest(folder, routes.manifest)
 
 

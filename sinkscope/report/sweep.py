@@ -8,12 +8,16 @@ OUT/figures/*.png|pdf
 OUT/sweep.md                        sink rates by model and input, beside published ones
 """
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from pydantic import ValidationError
 
+from sinkscope.errors import InputError, one_line
+from sinkscope.options.sweep_file import SweepContent
 from sinkscope.report.claims.routes import TABLE as ROUTES
 from sinkscope.report.claims.scorecard import TABLE as CLAIMS
 from sinkscope.report.claims.scorecard import Scorecard
@@ -26,13 +30,14 @@ from sinkscope.report.page import Contents, write_page
 from sinkscope.report.sweep_tables import EPSILON, SWEEP, SweepTables
 from sinkscope.report.wse_table_1 import LENGTH, SETTING, WSE_TABLE_1
 from sinkscope.results.cells import COMMAND
-from sinkscope.results.manifest import make_manifest, write_manifest
-from sinkscope.results.tables import write_tables
+from sinkscope.results.manifest import folder_of, make_manifest, read_manifest, write_manifest
+from sinkscope.results.tables import read_table, write_tables
 
 RANDOM, REPEATED = "random", "repeated"  # inputs
+TRAININGS_TITLE = "Trainings at their last step, mean ± standard deviation over seeds"
 TRAININGS = (
-    "Trainings at their last step, mean ± standard deviation over seeds. The sink rate is at position 0 of the first "
-    "64 tokens of held-out blocks; of other operations than softmax it is that of the proxy |sim| ÷ Σ|sim|."
+    f"{TRAININGS_TITLE}. The sink rate is at position 0 of the first 64 tokens of held-out blocks; of other operations "
+    "than softmax it is that of the proxy |sim| ÷ Σ|sim|."
 )
 
 
@@ -55,6 +60,30 @@ def write_comparison(
     write_manifest(folder, manifest)
 
 
+def open_comparison(folder: str | os.PathLike[str]) -> SweepTables:
+    """What `write_comparison` wrote.
+
+    Raises:
+        InputError: it is no such folder, or it is damaged.
+    """
+    folder = folder_of(folder)
+    manifest = read_manifest(folder, (COMMAND,))
+    tables = {name: read_table(folder / "tables" / f"{name}.parquet") for name in manifest["tables"]}
+    try:
+        models = SweepContent.model_validate(manifest["config"]["content"]).models
+    except (KeyError, TypeError, ValidationError) as error:
+        raise InputError(f"{folder} is damaged: {one_line(error)}") from error
+    return SweepTables(tables, {entry.label: entry.paper for entry in models if entry.paper})
+
+
+def summary_tables(tables: SweepTables) -> dict[str, pd.DataFrame]:
+    """Trainings by level, and WSE table 1 of these models, by title; those for which there are cells."""
+    found = {TRAININGS_TITLE: summary(tables.tables[STUDY])} if STUDY in tables.tables else {}
+    if not tables.main.empty:
+        found[f"Sink rate at position 0 ({_measured_at(tables)})"] = _with_published(tables)
+    return found
+
+
 def one_cell_each(claims: pd.DataFrame) -> pd.DataFrame:
     """The rows of one cell of each model: of its last revision the first."""
     cells = claims.drop_duplicates("cell")
@@ -73,8 +102,7 @@ def words(tables: SweepTables, record: Mapping[str, Any]) -> str:
         return "\n\n".join(parts)
     if tables.main.empty:
         return "\n\n".join([*parts, "No cell of `analyze` is done."])
-    said = dict.fromkeys(f"T = {row.seq_len}, ε = {row.epsilon:g}" for row in tables.main.itertuples())
-    parts.append(f"Sink rate at position 0 ({'; '.join(said)}), mean over layers and heads.")
+    parts.append(f"Sink rate at position 0 ({_measured_at(tables)}), mean over layers and heads.")
     parts.append(as_markdown(_with_published(tables), numbers=True))
     without = _without_bos(tables)
     if without:
@@ -82,6 +110,12 @@ def words(tables: SweepTables, record: Mapping[str, Any]) -> str:
     if EPSILON in tables.tables:
         parts.append("At other ε: `tables/sweep_epsilon.parquet`, from the window masses that the runs keep.")
     return "\n\n".join(parts)
+
+
+def _measured_at(tables: SweepTables) -> str:
+    """Lengths and thresholds."""
+    said = dict.fromkeys(f"T = {row.seq_len}, ε = {row.epsilon:g}" for row in tables.main.itertuples())
+    return "; ".join(said)
 
 
 def _without_bos(tables: SweepTables) -> list[str]:

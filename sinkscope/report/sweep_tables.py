@@ -13,6 +13,7 @@ from sinkscope.errors import InputError
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.models.steps import step_of
 from sinkscope.options.sweep_file import Cell
+from sinkscope.report.claims.estimates import bootstrap, resamplings, weighted_means
 from sinkscope.report.claims.scorecard import TABLES as CLAIM_TABLES
 from sinkscope.report.factor_study import TABLE as STUDY
 from sinkscope.report.factor_study import studied
@@ -53,8 +54,14 @@ COORDINATES = (
 )
 SWEEP_TABLES = {
     SWEEP: (*COORDINATES, METRIC, VALUE),
-    EPSILON: (*COORDINATES, Column("sink_rate", "at this ε, from the stored window masses", "share")),
+    EPSILON: (
+        *COORDINATES,
+        Column("sink_rate", "at this ε, from the stored window masses", "share"),
+        Column("low", "lower end of its 95 % interval over sequences", "share"),
+        Column("high", "upper end", "share"),
+    ),
 }
+ENDS = ["low", "high"]
 
 
 @dataclass(frozen=True)
@@ -80,10 +87,13 @@ class SweepTables:
 
     @cached_property
     def rates(self) -> pd.DataFrame:
-        """The sink rate of the whole model, a row for each cell of `analyze`."""
+        """The sink rate of the whole model, a row for each cell of `analyze`, with its interval where there is one."""
         table = self.tables.get(SWEEP, pd.DataFrame(columns=[*LEADING, *names_of(SWEEP_TABLES[SWEEP])]))
         rows = table[(table["metric"] == "sink_rate") & (table["layer"] == WHOLE_MODEL)]
-        return rows.rename(columns={"value": "sink_rate"}).reset_index(drop=True)
+        rows = rows.rename(columns={"value": "sink_rate"}).reset_index(drop=True)
+        ends = self.tables.get(EPSILON, pd.DataFrame()).reindex(columns=["cell", "epsilon", *ENDS])
+        kinds = {"cell": object, "epsilon": float}  # also of an empty table
+        return rows.astype(kinds).merge(ends.astype(kinds), on=["cell", "epsilon"], how="left")
 
     @property
     def main(self) -> pd.DataFrame:
@@ -179,14 +189,14 @@ def _step(revision: str | None) -> int:
 def _by_epsilon(each: Measured) -> pd.DataFrame:
     """Sink rates of the whole model at other ε: the share of heads and sequences, mean over layers (WSE fig. 3)."""
     alpha = read_table(each.folder / "tables" / f"{ALPHA}.parquet")
-    layers, mass = alpha["layer"].to_numpy(), alpha["window_mass"].to_numpy()
-    counts = np.bincount(layers)
-    attends = counts > 0
     epsilons = sorted({*EPSILONS, each.manifest["config"]["epsilon"]})
-    sinks = np.array([np.bincount(layers, is_sink(mass, epsilon)) for epsilon in epsilons])
-    rates = (sinks[:, attends] / counts[attends]).mean(1)
+    sinks = pd.DataFrame({epsilon: is_sink(alpha["window_mass"], epsilon) for epsilon in epsilons}).astype(float)
+    by_sequence = sinks.groupby([alpha["sequence"], alpha["layer"]]).mean().unstack("layer")  # means over heads
+    of_layers = by_sequence.to_numpy().reshape(len(by_sequence), len(epsilons), -1)
+    rates = weighted_means(of_layers, resamplings(len(by_sequence))).mean(-1)
     leading = {"model": "", "condition": each.manifest["condition"], "layer": WHOLE_MODEL}
-    return pd.DataFrame({**leading, "epsilon": epsilons, "sink_rate": rates})
+    low, high = np.transpose([(found.low, found.high) for found in map(bootstrap, rates.T)])
+    return pd.DataFrame({**leading, "epsilon": epsilons, "sink_rate": rates[0], "low": low, "high": high})
 
 
 def several(rows: pd.DataFrame, within: Iterable[str], column: str) -> pd.DataFrame:

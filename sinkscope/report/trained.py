@@ -18,7 +18,14 @@ from sinkscope.report.figures import OF_ARMS
 from sinkscope.report.figures.arms import Arms
 from sinkscope.report.figures.spec import draw_all
 from sinkscope.report.figures.style import Figure
-from sinkscope.report.retrofit_table import UNTOUCHED, retrofit_markdown, retrofit_summaries, retrofit_table
+from sinkscope.report.page import Contents, Paged
+from sinkscope.report.retrofit_table import (
+    UNTOUCHED,
+    gates_moved,
+    retrofit_markdown,
+    retrofit_summaries,
+    retrofit_table,
+)
 from sinkscope.report.run import Run
 from sinkscope.report.table_formats import Tabular
 from sinkscope.report.words import say
@@ -30,7 +37,7 @@ COMMANDS = ("retrofit", "train")
 
 
 @dataclass(frozen=True)
-class Trained(Tabular):
+class Trained(Paged, Tabular):
     """The result of `retrofit` or `train`.
 
     Attributes:
@@ -86,8 +93,12 @@ class Trained(Tabular):
     @property
     def findings(self) -> list[Finding]:
         """How far the new parameters of each method have moved."""
-        gates = self.tables["gates"]
-        return [_moved(str(arm), rows) for arm, rows in gates.groupby("condition", sort=False)]
+        return gates_moved(self.tables["gates"])
+
+    @property
+    def contents(self) -> Contents:
+        """What its page shows."""
+        return Contents(self.manifest, self.tables, self.runs, self.findings, self.folder)
 
     @property
     def notes(self) -> list[str]:
@@ -138,10 +149,3 @@ def _quantized(run: Run) -> dict[str, float]:
     if not run.manifest.get("w8a8"):
         raise InputError(f"{run.folder}/{MANIFEST} has no `w8a8`: delete the folder, and the command makes it again")
     return run.manifest["w8a8"]
-
-
-def _moved(arm: str, gates: pd.DataFrame) -> Finding:
-    """From the rows of the table `gates` of one arm."""
-    most = gates.loc[gates["displacement"].idxmax()]
-    numbers = {"arm": arm, "mean": gates["displacement"].mean(), "layer": most["layer"] if most["layer"] >= 0 else None}
-    return Finding("gates-moved", "Gates", value=most["displacement"], numbers=numbers)

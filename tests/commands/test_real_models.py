@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 import reference
 import torch
+from support.browser import check_page, launched
 
 import sinkscope
 from sinkscope.attention.weights import AttentionRead
@@ -234,6 +235,12 @@ def test_gemma_is_measured_and_its_layer_types_are_recorded(gemma: LoadedModel, 
     assert attention.drop(columns=["model", "condition"]).notna().all(axis=None)
     assert attention["window_mass"].between(0, 1).all()
     assert 0.2 < gemma_run.metric("sink_rate") < 1.0
+
+
+def test_pages_of_real_models(smollm_runs: dict[str, Run], gemma_run: Run, tmp_path: Path) -> None:
+    with launched() as browser:
+        for run in (smollm_runs["natural"], gemma_run):
+            check_page(browser, run.contents, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["smollm", "mgm", "gemma"])

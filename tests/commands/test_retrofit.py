@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 import torch
 from datasets import Dataset
+from support.browser import check_page, launched
 from support.figures import skip_figures
 from support.retrofit_command import SMALL, TYPED, WORDS, command_line, words_tokenizer
 from tiny import VOCAB, tiny_model
@@ -25,7 +26,10 @@ from sinkscope.models.loading import LoadedModel
 from sinkscope.report.comparison import compare
 from sinkscope.report.figures.arms import Arms
 from sinkscope.report.figures.retrofit_training import draw as draw_retrofit_training
+from sinkscope.report.page import Contents
+from sinkscope.report.page.html import page_data
 from sinkscope.report.run import Run
+from sinkscope.report.trained import Trained
 from sinkscope.results.tables import LEADING
 from sinkscope.retrofits import retrofit_model
 from sinkscope.training.arms import parse_methods
@@ -105,6 +109,21 @@ def test_its_folder(finished: tuple[Result, Path]) -> None:
     assert manifest["config"]["steps"] == 3
     assert manifest["arms"]["vga-placement=output"]["parameters"] == {"placement": "output"}
     assert manifest["arms"]["vga-placement=output"]["moved"] == pytest.approx(gates["displacement"].max())
+
+
+def test_its_page(finished: tuple[Result, Path], tmp_path: Path) -> None:
+    contents = Contents.of_folder(finished[1])
+    assert [finding.numbers["arm"] for finding in contents.findings] == ["vga-placement=output"]
+    assert page_data(contents) == page_data(Trained.open(finished[1]).contents)  # a notebook's is the same
+    with launched() as browser:
+        check_page(browser, contents, tmp_path)
+
+
+def test_its_tables_in_other_formats(finished: tuple[Result, Path]) -> None:
+    printed = command_line("compare", finished[1], "--format", "latex")
+    assert printed.exit_code == 0, printed.output
+    assert printed.stdout.count(r"\toprule") == len(Trained.open(finished[1]).summary_tables)
+    assert command_line("compare", finished[1], "--out", finished[1] / "again").exit_code == 2
 
 
 def test_all_are_measured_on_what_none_was_trained_on(finished: tuple[Result, Path]) -> None:

@@ -20,6 +20,8 @@ from sinkscope import InputError, Run, Series, SinkscopeError
 from sinkscope.models import loading
 from sinkscope.models.steps import find_checkpoints, step_of
 from sinkscope.options.measuring import AnalyzeOptions
+from sinkscope.report.page import Contents
+from sinkscope.report.page.html import page_data
 from sinkscope.results.tables import LEADING
 
 OPTIONS: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 16, "observables": "attention,activation"}
@@ -264,6 +266,12 @@ def test_no_such_revision(hub: Hub, trained: Path, tmp_path: Path) -> None:
     message = refused("org/name", "step5,step6", out=tmp_path / "out")
     assert message.startswith("at step 6: org/name has no revision 'step6'")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_notebook_has_its_page_and_papers_its_table(series: Series) -> None:
+    assert page_data(series.contents) == page_data(Contents.of_folder(series.folder))
+    rows = series.formatted("markdown").splitlines()[2:]
+    assert [row.split(" | ")[0] for row in rows] == ["| 5", "| 40", "| 200"]
 
 
 @pytest.mark.usefixtures("no_figures")

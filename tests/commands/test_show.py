@@ -87,6 +87,15 @@ def test_it_opens_the_browser_or_prints_the_path(run: Path, monkeypatch: pytest.
     assert len(asked) == 1
 
 
+def test_a_notebook_has_the_page_of_a_folder_and_of_what_a_command_gave_back(run: Path) -> None:
+    opened = sinkscope.Run.open(run)
+    written = data_of((run / "index.html").read_text(encoding="utf-8"))
+    for given in (run, opened):
+        assert data_of(sinkscope.page(given).html)["tables"] == written["tables"]
+    compared = data_of(sinkscope.page(sinkscope.compare(opened, opened)).html)
+    assert {table["name"] for table in compared["tables"]} >= {"comparison", "summary"}
+
+
 def test_what_is_no_run_is_refused(tmp_path: Path, run: Path) -> None:
     with pytest.raises(sinkscope.InputError, match="is not a run folder"):
         sinkscope.show(tmp_path)

@@ -15,6 +15,7 @@ import pandas as pd
 import pytest
 import torch
 from rich.console import Console
+from support.browser import check_page, launched
 from support.faults import CHANGES, WRITES, before_change, refuse
 from support.forked import forked
 from support.ranks import on_two_ranks
@@ -125,6 +126,17 @@ def test_the_table_of_all_cells(whole: SweepRun) -> None:
         assert rates[each.cell.name] == run.metric("sink_rate")
     at_own = by_epsilon.query("epsilon == 0.3").set_index("cell")["sink_rate"]
     pd.testing.assert_series_equal(at_own, rates, check_names=False, rtol=1e-12)
+    assert by_epsilon["low"].le(by_epsilon["sink_rate"]).all()
+    assert by_epsilon["high"].ge(by_epsilon["sink_rate"]).all()
+
+
+def test_its_page_and_its_tables_in_other_formats(whole: SweepRun, tmp_path: Path) -> None:
+    with launched() as browser:
+        check_page(browser, whole.contents, tmp_path)
+    for format in ("markdown", "latex"):
+        printed = CliRunner().invoke(app, ["compare", str(whole.folder), "--format", format])
+        assert printed.stdout.strip() == whole.formatted(format)
+        assert "llama" in printed.stdout
 
 
 def test_the_sink_rate_at_another_epsilon_is_that_of_a_run_with_it(whole: SweepRun) -> None:

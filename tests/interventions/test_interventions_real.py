@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import reference
 import torch
+from support.browser import check_page, launched
 from transformers import PreTrainedModel
 
 import sinkscope
@@ -87,6 +88,11 @@ def test_mgm_needs_what_its_keys_read_of_the_massive_coordinate_and_of_no_random
 def test_mgm_has_its_sink_where_the_first_position_vector_is(mgm_run: Run) -> None:
     assert "the sink moved to position 1" in mgm_run.verdict
     assert effect_of(mgm_run, "transplant-epe", "window_mass", 1).outcome == Outcome.RISES
+
+
+def test_a_page_of_interventions(mgm_run: Run, tmp_path: Path) -> None:
+    with launched() as browser:
+        check_page(browser, mgm_run.contents, tmp_path)
 
 
 def test_smollm_dies_of_one_coordinate_and_not_of_its_mean(smollm: LoadedModel) -> None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -166,3 +167,25 @@ def test_scores_stand_against_sink_rates() -> None:
         "u (acc)": ["0.900", "–", "–", "–", "–"],
     }
     assert "| gone | – | – | 0.100 | – |" in words(tables, {"content": {"title": "Scores"}})
+
+
+INTERVAL_FIGURES = {"sweep-inputs": [{}, RANDOM], "sweep-epsilon": [{}]}
+
+
+@pytest.mark.parametrize("name", INTERVAL_FIGURES)
+def test_intervals_over_sequences_are_drawn(name: str) -> None:
+    tables = tables_of(*INTERVAL_FIGURES[name])
+    ends = tables.tables[EPSILON]
+    with_ends = SweepTables(tables.tables | {EPSILON: ends.assign(low=ends["sink_rate"] - 0.1, high=0.9)}, {})
+    figure = OF_SWEEP[name](with_ends)
+    assert "95 % over sequences" in [text.get_text() for text in figure.legends[0].get_texts()]
+    drawn = np.concatenate([path.vertices for path in figure.axes[0].collections[0].get_paths()])
+    assert {60.0, 90.0} <= set(drawn.round(6).ravel())
+
+
+def test_cells_that_differ_in_nothing_that_is_shown_have_their_range_as_a_band() -> None:
+    steps = [{"step": step, "seed": seed, "value": seed / 4} for step in (0, 8) for seed in (1, 2)]
+    figure = OF_SWEEP["sweep-steps"](tables_of(*steps))
+    (path,) = figure.axes[0].collections[0].get_paths()
+    assert {25.0, 50.0} <= set(path.vertices[:, 1].round(6))
+    assert "lowest to highest" in [text.get_text() for text in figure.legends[0].get_texts()]

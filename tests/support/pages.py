@@ -1,30 +1,20 @@
-"""Pages of runs made by hand, and a browser that opens them."""
+"""Pages of runs made by hand, and what they hold."""
 
 import json
 import re
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from sinkscope.report.page import Contents, page_of
+from sinkscope.report.page import Contents
 from sinkscope.report.run import Run
 from sinkscope.results.findings import Finding, Outcome
 from sinkscope.results.tables import LEADING
 from support.figure_tables import grid, make_run
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-
 Table = dict[str, list[Any]]
-
-
-def chromium() -> str | None:
-    """The path of a browser that Playwright can drive; None where there is none."""
-    return next((path for name in BROWSERS if (path := shutil.which(name))), None)
 
 
 def led(tables: Mapping[str, pd.DataFrame], model: str = "org/Tiny-1M", condition: str = "natural") -> dict:
@@ -134,31 +124,3 @@ def expanded(values: Any) -> list[Any]:
             value for value, count in zip(values["runs"][::2], values["runs"][1::2], strict=True) for _ in range(count)
         ]
     return [float(value) if value in ("inf", "-inf") else value for value in values]
-
-
-# --- a browser
-
-
-@contextmanager
-def opened(browser: Any, contents: Contents, folder: Path, **context: Any) -> Iterator[Any]:
-    """A page in a browser; afterwards it has written no error and asked nothing of a network."""
-    path = folder / "index.html"
-    path.write_text(page_of(contents).html, encoding="utf-8")
-    complaints: list[str] = []
-    window = browser.new_context(**{"viewport": {"width": 1280, "height": 900}} | context)
-    page = window.new_page()
-    page.on(
-        "console", lambda message: complaints.append(message.text) if message.type in ("error", "warning") else None
-    )
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.on("dialog", lambda dialog: complaints.append(f"dialog {dialog.message}"))
-    page.on(
-        "request", lambda asked: None if asked.url == path.as_uri() else complaints.append(f"asked for {asked.url}")
-    )
-    try:
-        page.goto(path.as_uri())
-        page.locator("body[data-ready]").wait_for()
-        yield page
-        assert complaints == []
-    finally:
-        window.close()

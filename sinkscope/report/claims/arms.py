@@ -80,11 +80,7 @@ def falls(role: str) -> Part:
 
 def losses(evidence: Evidence, role: str, condition: str) -> np.ndarray:
     """(R,): loss per predicted token under one arm, or `before`; the sequences resampled alike for all."""
-    sequences = evidence.sequences(role, condition)
-    loss, predicted = (
-        sequences.values("loss_by_sequence", column, ("layer",))[:, 0] for column in ("loss", "predicted")
-    )
-    return (sequences.weights @ (loss * predicted)) / (sequences.weights @ predicted)
+    return evidence.sequences(role, condition).losses
 
 
 def perplexity_ratio(evidence: Evidence, role: str) -> Estimate:

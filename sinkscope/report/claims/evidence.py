@@ -147,6 +147,12 @@ class Sequences:
         """(1 + draws, *by): means over sequences, the first those of the run itself."""
         return weighted_means(self.values(table, column, by, **where), self.weights)
 
+    @property
+    def losses(self) -> np.ndarray:
+        """(1 + draws,): loss per predicted token."""
+        loss, predicted = (self.values("loss_by_sequence", column)[:, 0] for column in ("loss", "predicted"))
+        return (self.weights @ (loss * predicted)) / (self.weights @ predicted)
+
     def _pivot(self, table: str, column: str, by: tuple[str, ...], where: dict) -> np.ndarray:
         rows = table_of(self.run, table)
         if self.condition is not None:

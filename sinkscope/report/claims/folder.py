@@ -10,9 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
-from sinkscope.report.claims.scorecard import COMMAND, ROUTES, TABLE, Scorecard, legend
+from sinkscope.report.claims.scorecard import COMMAND, Scorecard, legend
 from sinkscope.report.figures import OF_CLAIMS, OF_ROUTES, save_figures
 from sinkscope.report.figures.spec import draw_all
 from sinkscope.report.figures.style import Figure
@@ -86,7 +84,7 @@ class ScorecardFolder:
         """Write the scorecard, and the runs that were handed over. run.json comes last."""
         for role, run in card.measured.items():
             self.keep(run, role)
-        tables = _tables(card)
+        tables = card.tables
         self._files.add(*(f"tables/{name}.parquet" for name in tables), WORDS)
         write_tables(tables, self.folder)
         with self._files.new_folder(self.folder / FIGURES) as fresh:
@@ -105,16 +103,12 @@ class ScorecardFolder:
 
 def write_scorecard(card: Scorecard, folder: Path, page: bool = True) -> None:
     """Write a scorecard for which nothing was measured into an empty folder."""
-    write_tables(_tables(card), folder)
+    write_tables(card.tables, folder)
     save_figures(_figures(card), folder / FIGURES)
     (folder / WORDS).write_text(_words(card), encoding="utf-8")
     if page:
-        write_page(Contents(card.manifest, _tables(card), folder=folder), folder)
+        write_page(Contents(card.manifest, card.tables, folder=folder), folder)
     write_manifest(folder, card.manifest)
-
-
-def _tables(card: Scorecard) -> dict[str, pd.DataFrame]:
-    return {TABLE: card.table, ROUTES: card.routes}
 
 
 def _figures(card: Scorecard) -> dict[str, Figure]:

@@ -135,6 +135,11 @@ class Scorecard(Tabular):
         return tables | ({ROUTES_TITLE: routes_text(self.routes)} if measured_models(self.routes) else {})
 
     @property
+    def tables(self) -> dict[str, pd.DataFrame]:
+        """As its folder has them."""
+        return {TABLE: self.table, ROUTES: self.routes}
+
+    @property
     def markdown(self) -> str:
         return scorecard_markdown(self)
 

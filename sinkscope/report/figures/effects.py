@@ -1,4 +1,7 @@
-"""What every arm does, and what random changes of the same kind do: a row for each arm, a panel for each metric."""
+"""What every arm does, and what random changes of the same kind do: a row for each arm, a panel for each metric.
+
+The change has its 95 % interval over sequences, where the run keeps tables by sequence.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
+from sinkscope.report.effect_intervals import interval
 from sinkscope.report.effects import NO_POSITION, SPREAD, Effect, arms, effect_of
 from sinkscope.report.figures.axes import drawn, name_rows, shade_rows, wide_x_axis
 from sinkscope.report.figures.labels import title, wrapped
@@ -21,6 +25,7 @@ LETTERS = 24  # of a line of an arm's name
 ABOVE, UNDER = -0.17, 0.17  # where the arm and its controls stand in a row of height 1
 
 AFTER: Look = {"color": NAVY, "linewidth": 0.8, "marker": "o", "markersize": 4, "markevery": [-1]}
+INTERVAL: Look = {"color": NAVY, "linewidth": 2.2, "solid_capstyle": "butt"}
 DRAWS: Look = {"color": "black", "linestyle": "none", "marker": "|", "markersize": 4.5, "markeredgewidth": 0.6}
 SPREAD_BAR: Look = {"color": "0.72", "linewidth": 3.5, "solid_capstyle": "butt"}
 
@@ -56,7 +61,7 @@ def draw(run: RunData) -> Figure:
         log = panel.log and _spans_a_decade(run, panel.metric, chosen)
         _draw_panel(ax, run, panel, chosen, log)
         _value_axis(ax, log, from_zero=not panel.log)
-    figure.legend(handles=_legend(run), loc="outside lower center", ncols=4)
+    figure.legend(handles=_legend(run), loc="outside lower center", ncols=3)
     figure.suptitle(title(run, WIDE))
     return figure
 
@@ -78,6 +83,9 @@ def _draw_panel(ax: Axes, run: RunData, panel: _Panel, positions: dict[str, list
         for place, position in enumerate(some):
             height = 1 / len(some)
             middle = row - 0.5 + height * (place + 0.5)
+            ends = _drawable(interval(run, label, panel.metric, position) or (), log)
+            if len(ends) == 2:
+                ax.plot(ends, [middle + ABOVE * height] * 2, **INTERVAL)
             _draw_effect(ax, effect_of(run, label, panel.metric, position), middle, height, log)
             if len(different) > 1:
                 ax.text(1.02, middle, f"@{position}", transform=ax.get_yaxis_transform(), va="center", fontsize=6)
@@ -139,10 +147,12 @@ def _value_axis(ax: Axes, log: bool, from_zero: bool) -> None:
 
 
 def _legend(run: RunData) -> list[Line2D]:
-    handles = [
+    handles: list[Line2D] = [
         Line2D([], [], label="before", **REFERENCE),
         Line2D([], [], label="after", **AFTER | {"markevery": None}),
     ]
+    if "attention_by_sequence" in run.tables:
+        handles.append(Line2D([], [], label="change, 95 % over sequences", **INTERVAL))
     draws = run.tables["effect"]["draw"].max() + 1
     if draws > 0:
         handles.append(Line2D([], [], label=f"random control, {draws} draws", **DRAWS))

@@ -1,4 +1,7 @@
-"""In which layers an arm acts: the sink rate before and after it, beside its control's spread."""
+"""In which layers an arm acts: the sink rate before and after it, beside its control's spread.
+
+The change has its 95 % interval over sequences, where the run keeps tables by sequence.
+"""
 
 from collections.abc import Iterable
 
@@ -6,8 +9,9 @@ import pandas as pd
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 
+from sinkscope.report.effect_intervals import interval_by_layer
 from sinkscope.report.effects import SPREAD, arms
-from sinkscope.report.figures.axes import layer_axis, line_by_layer, panel_grid, value_axis
+from sinkscope.report.figures.axes import band_by_layer, layer_axis, line_by_layer, panel_grid, value_axis
 from sinkscope.report.figures.labels import title, wrapped
 from sinkscope.report.figures.spec import declare
 from sinkscope.report.figures.style import COLUMN, OTHERS, REFERENCE, SINK, WIDE, Figure, Look, new_figure
@@ -20,6 +24,7 @@ LETTERS = 24  # of a line of an arm's name
 
 BEFORE = REFERENCE | {"zorder": 3}
 BAND: Look = {"color": "0.75", "linewidth": 1.5, "zorder": 1}  # its edge is seen where there is no spread
+INTERVAL: Look = {"alpha": 0.3, "linewidth": 0, "zorder": 1.5}
 
 
 @declare("effects-by-layer", "sink rate by layer before and after every arm, beside its control's spread", "effect")
@@ -37,11 +42,12 @@ def draw(run: RunData) -> Figure:
     for place, (ax, (label, positions)) in enumerate(zip(axes, watched.items(), strict=True)):
         ax.set_title(wrapped(label, LETTERS, 2) + (f"\nposition {positions[0]}" if len(sinks) > 1 else ""))
         _draw_arm(ax, rates[rates["condition"] == label], positions, targets)
+        _draw_intervals(ax, run, label, positions)
         layer_axis(ax, "layer" if place >= across * (down - 1) else "")
         value_axis(ax, share=True)
     where = f" at position {sinks.pop()}" if len(sinks) == 1 else ""
     figure.supylabel(METRICS["sink_rate"].short + where)
-    figure.legend(handles=_legend(axes), loc="outside lower center", ncols=4 if width == WIDE else 2)
+    figure.legend(handles=_legend(axes), loc="outside lower center", ncols=3 if width == WIDE else 2)
     figure.suptitle(title(run, width))
     return figure
 
@@ -56,6 +62,15 @@ def _draw_arm(ax: Axes, rates: pd.DataFrame, positions: list[int], all_targets: 
         after = _by_layer(rates[rates["position"] == target], "after")
         line_by_layer(ax, after, label=f"after, at {where}", **OTHERS)
     _draw_controls(ax, at_sink[at_sink["arm"] == "control"])
+
+
+def _draw_intervals(ax: Axes, run: RunData, label: str, positions: list[int]) -> None:
+    for place, position in enumerate(positions):
+        ends = interval_by_layer(run, label, "sink_rate", position)
+        if len(ends):
+            color = (OTHERS if place else SINK)["color"]
+            name = None if place else "change, 95 % over sequences"
+            band_by_layer(ax, ends["low"], ends["high"], color=color, label=name, **INTERVAL)
 
 
 def _by_layer(rates: pd.DataFrame, arm: str) -> pd.Series:

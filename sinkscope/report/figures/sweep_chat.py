@@ -5,7 +5,7 @@ import pandas as pd
 from sinkscope.report.figures.spec import declare
 from sinkscope.report.figures.style import NAVY, NEUTRAL, VERMILION, Figure
 from sinkscope.report.figures.sweep_parts import dots_by_model, places_in_row
-from sinkscope.report.sweep_tables import SweepTables
+from sinkscope.report.sweep_tables import ENDS, SweepTables
 
 BASE, TUNED = "base", "tuned"
 LOOKS = {BASE: {"color": NAVY, "marker": "o"}, TUNED: {"color": VERMILION, "marker": "s"}}
@@ -17,13 +17,11 @@ def _rows(tables: SweepTables) -> pd.DataFrame:
     tuned = main[(main["base"] != "") & (main["base"] != main["model"])]
     pairs = tuned.merge(main, left_on=["base", "input"], right_on=["model", "input"], suffixes=("", "_of_base"))
     names = pairs["model"] + " · " + pairs["input"]
-    return pd.concat(
-        [
-            pd.DataFrame({"model": names, "kind": BASE, "sink_rate": pairs["sink_rate_of_base"]}),
-            pd.DataFrame({"model": names, "kind": TUNED, "sink_rate": pairs["sink_rate"]}),
-        ],
-        ignore_index=True,
-    )
+    parts = [
+        pd.DataFrame({"model": names, "kind": kind} | {name: pairs[name + suffix] for name in ("sink_rate", *ENDS)})
+        for kind, suffix in ((BASE, "_of_base"), (TUNED, ""))
+    ]
+    return pd.concat(parts, ignore_index=True)
 
 
 def lacking(tables: SweepTables) -> str | None:

@@ -7,6 +7,6 @@ assets/       the style, the scripts of the page, and the libraries that they us
 """
 
 from sinkscope.report.page.contents import STEP, Contents
-from sinkscope.report.page.html import PAGE, Page, page_of, renew_page, write_page
+from sinkscope.report.page.html import PAGE, Page, Paged, page_of, renew_page, write_page
 
-__all__ = ["PAGE", "STEP", "Contents", "Page", "page_of", "renew_page", "write_page"]
+__all__ = ["PAGE", "STEP", "Contents", "Page", "Paged", "page_of", "renew_page", "write_page"]

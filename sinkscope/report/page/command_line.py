@@ -7,7 +7,7 @@ from typing import Any
 
 from sinkscope.models.files import is_demo
 from sinkscope.options import COMMANDS
-from sinkscope.options.option import Options, flag
+from sinkscope.options.option import Options, as_folder_name, flag
 
 NAMES = {"analyze_steps": "analyze"}  # functions that another command calls
 
@@ -22,14 +22,43 @@ def command_lines(manifest: Mapping[str, Any], folder: Path | None) -> list[str]
     recipe, command = manifest.get("recipe"), str(manifest["command"])
     name = NAMES.get(command, command)
     if recipe:
-        return [shlex.join(["sinkscope", "run", str(recipe["name"])])]
+        return [shlex.join(["sinkscope", "run", str(recipe["name"]), *_in_place_of(recipe, name, manifest["config"])])]
     kind = COMMANDS.get(name)
     if kind is None or name == "sweep" or _was_handed_over(manifest):  # a sweep's run.json holds the file's content
         return []
-    lines = [shlex.join(["sinkscope", name, *words])] if (words := _words(kind, manifest["config"])) is not None else []
+    config = manifest["config"] | _methods(manifest.get("arms") or {})
+    lines = [shlex.join(["sinkscope", name, *words])] if (words := _words(kind, config)) is not None else []
     if kind.repeatable and folder is not None and command == name:
         lines.insert(0, shlex.join(["sinkscope", name, "--from", folder.name]))
     return lines
+
+
+def _in_place_of(recipe: Mapping[str, Any], command: str, config: Mapping[str, Any]) -> list[str]:
+    """The options that were given in place of the recipe's, as they are typed."""
+    content = recipe.get("content", {})
+    own = {name.replace("-", "_"): value for name, value in content.get("options", {}).items()}
+    own["model"] = content.get("model")
+    fields = COMMANDS[command].model_fields if command in COMMANDS else {}
+    names = ["model"] if content.get("runs") else COMMANDS["run"].model_fields  # of several runs, each has its own
+    words: list[str] = []
+    for name in names:
+        value = config.get(name)
+        if name in fields and value is not None and value != own.get(name, fields[name].default):
+            words += _typed(name, value, is_argument=False)
+    return words
+
+
+def _methods(arms: Mapping[str, Any]) -> dict[str, Any]:
+    """The option of that name, of arms that are trained; run.json has each by itself, since arms may be added."""
+    methods: dict[str, str] = {}
+    for arm in arms.values():
+        if "method" not in arm:  # of an intervention
+            return {}
+        parameters = [f"{name}={value}" for name, value in arm["parameters"].items()]
+        if arm["label"] != as_folder_name(arm["method"], *parameters):  # of the caller's own, which cannot be typed
+            return {"method": dict.fromkeys([arm["label"]])}
+        methods[arm["label"]] = ":".join([arm["method"], *filter(None, [",".join(parameters)])])
+    return {"method": ",".join(methods.values())} if methods else {}
 
 
 def _was_handed_over(manifest: Mapping[str, Any]) -> bool:

@@ -12,7 +12,7 @@ import pandas as pd
 
 from sinkscope.errors import InputError
 from sinkscope.report.page.compact import BY_SEQUENCE
-from sinkscope.report.retrofit_table import UNTOUCHED
+from sinkscope.report.retrofit_table import UNTOUCHED, gates_moved
 from sinkscope.report.tables import written_tables
 from sinkscope.report.verdict import REPORTS
 from sinkscope.results.findings import Finding
@@ -114,7 +114,9 @@ def _schema(table: str) -> Columns:
 
 
 def _findings(run: RunData) -> Sequence[Finding]:
-    return REPORTS[run.command](run).findings if run.command in REPORTS else ()
+    if run.command in REPORTS:
+        return REPORTS[run.command](run).findings
+    return gates_moved(run.tables["gates"]) if "gates" in run.tables else ()
 
 
 # --- where the runs of a folder stand

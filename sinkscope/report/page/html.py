@@ -58,6 +58,19 @@ class Page:
         )
 
 
+class Paged:
+    """What has a page."""
+
+    @property
+    def contents(self) -> Contents:
+        """What it shows."""
+        raise NotImplementedError
+
+    def page(self) -> Page:
+        """The page of index.html, which a notebook shows as it stands."""
+        return page_of(self.contents)
+
+
 def page_of(contents: Contents) -> Page:
     """The page of a run, a series, a comparison, …"""
     scripts = [_asset(name) for name in SCRIPTS]

@@ -102,6 +102,42 @@ def test_runs_side_by_side_are_told_apart_by_a_column() -> None:
             {"command": "analyze", "config": {"observables": ["attention"]}, "recipe": {"name": "r"}},
             ["sinkscope run r"],
         ),
+        (
+            {
+                "command": "analyze",
+                "config": {"model": "m", "seed": 0, "num_seqs": 8, "input": "random"},
+                "recipe": {"name": "r", "content": {"options": {"num-seqs": 8}}},
+            },
+            ["sinkscope run r --model m --input random"],
+        ),
+        (
+            {
+                "command": "analyze",
+                "config": {"model": "m", "input": "random"},
+                "recipe": {"name": "r", "content": {"runs": {"one": {"input": "random"}}}},
+            },
+            ["sinkscope run r --model m"],
+        ),
+        (
+            {
+                "command": "retrofit",
+                "config": {"model": "m"},
+                "arms": {
+                    "none-seed0": {"method": "none", "parameters": {}, "label": "none"},
+                    "none-seed1": {"method": "none", "parameters": {}, "label": "none"},
+                    "a": {"method": "vga", "parameters": {"placement": "output"}, "label": "vga-placement=output"},
+                },
+            },
+            ["sinkscope retrofit m --method none,vga:placement=output"],
+        ),
+        (
+            {
+                "command": "train",
+                "config": {"config": "c"},
+                "arms": {"plain": {"method": "none", "parameters": {}, "label": "plain"}},
+            },
+            [],
+        ),
         ({"command": "compare", "config": {"runs": ["a", "b"]}}, ["sinkscope compare a b"]),
         ({"command": "sweep", "config": {"content": {}}}, []),
         ({"command": "analyze", "config": {"model": None}, "model": {"source": "handed over"}}, []),

@@ -19,8 +19,9 @@ S.effects = () => {
       positions.length > 1 ? S.pick("Position", positions, state.position,
         (position) => { state.position = position; redraw(); }) : null);
     const own = table.where({ position: state.position }, rows);
-    const points = own.map((row) => ({ name: table.get("name")[row], arm: table.get("arm")[row],
-      draw: table.get("draw")[row], value: table.get("value")[row], condition: table.get("condition")[row] }));
+    const name = table.varies("condition") ? "condition" : "name"; // a label is shorter than all of an arm's parameters
+    const points = own.map((row) => ({ name: table.get(name)[row], arm: table.get("arm")[row],
+      draw: table.get("draw")[row], value: table.get("value")[row] }));
     place.replaceChildren(S.effectChart(points, about), S.effectTable(points, about));
   };
   redraw();

@@ -43,6 +43,14 @@ S.isLog = (values) => {
   return positive.length > 0 && positive.every((value) => value > 0) && d3.max(positive) / d3.median(positive) > 100;
 };
 
+/** Powers of ten around values, at most seven of them: Plot's own ticks of a few decades are a gray bar. */
+S.decades = (values) => {
+  const [low, high] = d3.extent(values).map(Math.log10);
+  const all = d3.range(Math.floor(low), Math.ceil(high) + 1);
+  const every = Math.ceil(all.length / 7);
+  return all.filter((power, at) => at % every === 0).map((power) => 10 ** power);
+};
+
 /** A chart of Plot as one image with a name: what it is made of has no role, and its numbers are in a table. */
 S.plot = (options) => {
   const svg = Plot.plot({ ...options, style: { background: "transparent", fontSize: "12px" } });
@@ -56,7 +64,7 @@ S.plot = (options) => {
 
 /**
  * Lines of values: one for each group.
- * points: [{x, y, group, line}], a line of each `line` of a group if it has several; x: {label}; y: {label, unit, text}; rule: an x to mark; ordinal: x is no number.
+ * points: [{x, y, group, line, low, high}], a line of each `line` of a group if it has several, and a stroke from low to high; x: {label}; y: {label, unit, text}; rule: an x to mark; ordinal: x is no number.
  */
 S.lines = ({ points, x, y, title, rule = null, log = null, dots = false, height = 260, ordinal = false }) => {
   const groups = [...new Set(points.map(({ group }) => group))];
@@ -69,17 +77,23 @@ S.lines = ({ points, x, y, title, rule = null, log = null, dots = false, height 
     const look = (list) => (group) => list[groups.indexOf(group) % list.length];
     const styles = { x: "x", y: "y" };
     const series = d3.groups(shown, ({ group, line }) => `${group} ${line ?? ""}`).map(([, own]) => [own[0].group, own]);
+    const names = ordinal ? [...new Set(shown.map((point) => String(point.x)))] : [];
+    const isTight = names.length * (d3.max(names, ({ length }) => length) ?? 0) * 6.5 > width - 60; // they would overlap
     return S.plot({
-      width, height, marginLeft: 56, marginBottom: 38, ariaLabel: plain,
-      x: { label: S.withUnit(x), type: ordinal ? "point" : undefined, grid: false,
+      width, height: height + (isTight ? 50 : 0), marginLeft: 56, marginBottom: isTight ? 88 : 38, ariaLabel: plain,
+      x: { label: S.withUnit(x), tickRotate: isTight ? -35 : 0, type: ordinal ? "point" : undefined, grid: false, inset: 5,
         tickFormat: ordinal ? undefined : (value) => S.number(value), ticks: Math.min(10, Math.floor(width / 60), steps) },
       y: { label: S.withUnit(y), type: isLog ? "log" : "linear", grid: true, nice: true,
-        ticks: isLog ? 5 : Math.max(3, Math.round(height / 50)), tickFormat: S.tick(y) },
+        ticks: isLog ? S.decades(shown.map(({ y: value }) => value)) : Math.max(3, Math.round(height / 50)), tickFormat: S.tick(y) },
       marks: [
         !isLog && d3.min(shown, ({ y: value }) => value) <= 0 ? Plot.ruleY([0], { strokeOpacity: 0.4 }) : null,
         rule === null ? null : Plot.ruleX([rule], { strokeDasharray: "4 3" }),
         ...series.map(([group, own]) =>
           dots ? null : Plot.line(own, { ...styles, stroke: look(S.COLORS)(group), strokeDasharray: look(S.DASHES)(group), strokeWidth: 1.8 })),
+        ...series.map(([group, own]) => {
+          const known = own.filter(({ low, high }) => Number.isFinite(low) && Number.isFinite(high) && (low > 0 || !isLog));
+          return known.length ? Plot.ruleX(known, { x: "x", y1: "low", y2: "high", stroke: look(S.COLORS)(group), strokeWidth: 1.2 }) : null;
+        }),
         ...series.map(([group, own]) =>
           own.length > 80 && !dots ? null : Plot.dot(own, {
             ...styles, symbol: look(S.SYMBOLS)(group), r: 2.6, fill: look(S.COLORS)(group),

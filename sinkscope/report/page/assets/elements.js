@@ -136,9 +136,18 @@ S.withTip = (node, text) => {
 
 // --- numbers
 
-/** A plain table. `columns`: [{label, title, number}]; `rows`: arrays of texts. */
-S.plainTable = (columns, rows, caption = "") =>
-  S.element(
+S.CELLS_AT_ONCE = 300; // of a table, so that a long one keeps nobody waiting
+
+/** A plain table, a long one row by row behind the first ones. `columns`: [{label, title, number}]; `rows`: arrays of texts. */
+S.plainTable = (columns, rows, caption = "") => {
+  const body = S.element("tbody"), atOnce = Math.ceil(S.CELLS_AT_ONCE / columns.length);
+  const line = (row) => S.element("tr", {}, ...row.map((text, at) => S.element(columns[at].number ? "td.number" : "td", {}, text)));
+  const go = (from) => {
+    body.append(...rows.slice(from, from + atOnce).map(line));
+    if (from + atOnce < rows.length) setTimeout(() => go(from + atOnce));
+  };
+  go(0);
+  return S.element(
     "div.scroll",
     { tabindex: 0, role: "region", "aria-label": caption || "table" },
     S.element(
@@ -147,10 +156,10 @@ S.plainTable = (columns, rows, caption = "") =>
       caption ? S.element("caption", {}, caption) : null,
       S.element("thead", {}, S.element("tr", {}, ...columns.map(({ label, title, number }) =>
         S.element(number ? "th.number" : "th", { scope: "col", title }, label)))),
-      S.element("tbody", {}, ...rows.map((row) => S.element("tr", {}, ...row.map((text, at) =>
-        S.element(columns[at].number ? "td.number" : "td", {}, text))))),
+      body,
     ),
   );
+};
 
 /** The numbers behind a chart, made when they are asked for. */
 S.numbers = (makeTable, title = "Numbers") => {

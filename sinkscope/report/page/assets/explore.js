@@ -3,6 +3,7 @@
 
 // tables of sentences, which have their own sections
 S.IN_WORDS = new Set(["finding", "claim", "route"]);
+S.MOST_COLORS = 8; // that differ; of more values the first are shown, until the user chooses
 // columns that are put across where they vary, the first before the others
 S.ACROSS_LAYERS = ["layer", "position", "bucket", "coordinate", "sequence"];
 S.ACROSS_MODELS = ["step", "seq_len", "epsilon", "input", "condition", "name", "model"];
@@ -16,7 +17,7 @@ S.chartable = () => [...S.tables.values()].filter((table) =>
 S.explore = () => {
   const tables = S.chartable();
   if (!tables.length) return null;
-  const place = S.element("div"), controls = S.element("div.controls");
+  const place = S.element("div"), controls = S.element("div.controls"), boxes = S.element("div");
   const state = {};
 
   const choose = (table) => {
@@ -32,7 +33,7 @@ S.explore = () => {
     redraw();
   };
 
-  const redraw = () => {
+  const redraw = state.redraw = () => {
     const { table, x, y, color } = state;
     const named = (name) => name.replaceAll("_", " ") || "none";
     const axes = [x, color].filter(Boolean);
@@ -43,18 +44,34 @@ S.explore = () => {
       S.pick("Up", state.values, y, (name) => { state.y = name; redraw(); }, named),
       S.pick("Across", state.keys, x, (name) => { state.x = name; redraw(); }, named),
       S.pick("Color", ["", ...state.keys], color, (name) => { state.color = name; redraw(); }, named), ...selects);
-    place.replaceChildren(S.chartOf(table, rows, x, y, color), S.leftOut(table) ?? "");
+    const shown = S.chosenColors(table, rows, color, state);
+    S.setControls(boxes, shown.control);
+    place.replaceChildren(S.chartOf(table, shown.rows, x, y, color), S.leftOut(table) ?? "");
   };
 
-  choose(tables.find(({ name }) => name.startsWith("sweep") || name.startsWith("comparison")) ?? tables[0]);
-  return S.section("explore", "Explore", "Any table as a chart: choose what is across and what is told apart by color.", controls, place);
+  choose(tables.find(({ name }) => /^(sweep|comparison)/.test(name)) ?? tables.find(({ name }) => name === "attention") ?? tables[0]);
+  return S.section("explore", "Explore", "Any table as a chart: choose what is across and what is told apart by color.", controls, boxes, place);
+};
+
+/** Rows of the values that are told apart by color, and the boxes to choose them by where there are many. */
+S.chosenColors = (table, rows, color, state) => {
+  const values = color ? S.arms(table.distinct(color, rows).map(S.value)) : [];
+  if (values.length <= S.MOST_COLORS) return { rows };
+  if (!state.colors?.every((value) => values.includes(value))) state.colors = values.slice(0, S.MOST_COLORS);
+  const own = table.get(color);
+  return {
+    rows: rows.filter((row) => state.colors.includes(S.value(own[row]))),
+    control: S.several(`Shown, of ${values.length}`, values, state.colors, (now) => { state.colors = now; state.redraw(); }),
+  };
 };
 
 S.chartOf = (table, rows, x, y, color) => {
   const about = y === "value" && table.has("metric") && rows.length
     ? S.aboutMetric(table.get("metric")[rows[0]]) : S.aboutColumn(table.byName.get(y));
+  const isEstimate = table.has("low", "high") && y === table.values[0].name;
+  const end = (name, row) => (isEstimate ? Number(table.get(name)[row] ?? NaN) : NaN);
   const points = rows.map((row) => ({ x: table.get(x)[row] ?? "–", y: Number(table.get(y)[row] ?? NaN),
-    group: color ? S.value(table.get(color)[row]) : "" }));
+    low: end("low", row), high: end("high", row), group: color ? S.value(table.get(color)[row]) : "" }));
   if (points.length > 5000) return S.element("p.note", {}, `${S.number(points.length)} rows: choose fewer to draw them.`);
   const isText = table.byName.get(x).kind === "text";
   return S.lines({ points: isText ? points : d3.sort(points, (point) => point.x), x: { label: x.replaceAll("_", " ") }, y: about,

@@ -19,7 +19,7 @@ S.findings = () => {
   const headlines = found.filter((one) => one.headline);
   const sections = d3.groups(found.filter((one) => !one.headline), (one) => one.section);
   const item = (one) =>
-    S.element("li", {}, S.badge(one.outcome), " ", one.headline ? S.element("strong", {}, `${one.section}: `) : null,
+    S.element("li", {}, S.badge(one.outcome), " ", one.headline ? S.element("strong", {}, ...S.sentence(`${one.section}: `)) : null,
       ...S.sentence(one.sentence),
       one.claim ? S.element("p.note", {}, `Claim ${one.claim}: ${one.statement}`) : null,
       one.published.length
@@ -29,21 +29,27 @@ S.findings = () => {
     "Intervals are 95 %. Sentences and numbers are those of the verdict, made from the tables.",
     S.element("ul.findings.headlines", {}, ...headlines.map(item)),
     ...sections.map(([section, own]) =>
-      S.element("details", { open: !headlines.length }, S.element("summary", {}, `${section} (${own.length})`),
-        S.element("ul.findings", {}, ...own.map(item)))));
+      S.element("details", { open: !headlines.length }, S.element("summary", {}, ...S.sentence(`${section} (${own.length})`)),
+        S.element("ul.findings", {}, ...own.map(item)))), S.findingNumbers(true));
 };
 
 /** Where the sentences cannot be made since tables are missing: the numbers that they stated. */
 S.findingTable = () => {
+  const numbers = S.findingNumbers(false);
+  return numbers &&
+    S.section("findings", "Findings", "The numbers that the verdict states, with their 95 % intervals.", numbers);
+};
+
+/** The numbers of the verdict, of several runs side by side; null where there are none. */
+S.findingNumbers = (onlyOfSeveral) => {
   const table = S.table("finding");
   if (!table) return null;
   const labels = S.runLabels(table), several = labels.some(Boolean);
   const rows = d3.range(table.length).map((at) => ({ ...table.row(at), label: labels[at] })).filter((row) => row.number === "value");
-  if (!rows.length) return null;
-  return S.section("findings", "Findings", "The numbers that the verdict states, with their 95 % intervals.",
-    S.plainTable(
-      [...(several ? [{ label: "Run" }] : []), { label: "Finding" }, { label: "Value [95 %]", number: true }, { label: "Threshold", number: true },
-        { label: "Outcome" }, { label: "Claim" }],
-      rows.map((row) => [...(several ? [row.label] : []), row.finding, S.interval(row.value, row.low, row.high), S.number(row.threshold), row.outcome,
-        row.claim ?? ""]), "Findings"));
+  if (!rows.length || (onlyOfSeveral && !several)) return null;
+  return S.plainTable(
+    [...(several ? [{ label: "Run" }] : []), { label: "Finding" }, { label: "Value [95 %]", number: true }, { label: "Threshold", number: true },
+      { label: "Outcome" }, { label: "Claim" }],
+    rows.map((row) => [...(several ? [row.label] : []), row.finding, S.interval(row.value, row.low, row.high), S.number(row.threshold), row.outcome,
+      row.claim ?? ""]), several ? "Findings of each run" : "Findings");
 };

@@ -1,6 +1,8 @@
 "use strict";
 // One head: its attention map on a real sequence, its geometry by position, its gradient.
 
+S.FAINTEST = 1e-3; // weight that a map tells from none: beside a sink all others are small
+S.shownArms = null; // labels of the runs or arms that are side by side
 S.head = null; // [layer, head] that is shown
 S.headMaps = []; // maps in which it is marked
 S.headListeners = []; // sections that follow it
@@ -17,20 +19,20 @@ S.byHeadAndPosition = () =>
     !table.has("token") && !table.has("sequence") && !table.has("group"));
 
 /** Heads of which the run keeps a whole map, as [layer, head]. */
-S.mapped = () => {
-  const table = S.table("attention_maps");
-  if (!table || !table.has("head")) return [];
-  const found = new Map();
-  d3.range(table.length).forEach((row) => {
-    const pair = [table.get("layer")[row], table.get("head")[row]];
-    found.set(pair.join(" "), pair);
-  });
-  return [...found.values()];
-};
+S.mapped = () => [...S.rowsOfMaps().values()].map(({ pair }) => pair);
 
-S.mapRows = (layer, head) => {
+S.mapRows = (layer, head) => S.rowsOfMaps().get(`${layer} ${head}`)?.rows ?? [];
+
+/** "layer head" → {pair, rows}, of the stored maps; found once. */
+S.rowsOfMaps = () => {
   const table = S.table("attention_maps");
-  return table && table.has("head") ? table.where({ layer, head }) : [];
+  if (!table || !table.has("head")) return new Map();
+  if (!table.ofHeads) {
+    const [layer, head] = [table.get("layer"), table.get("head")];
+    const groups = d3.group(d3.range(table.length), (row) => `${layer[row]} ${head[row]}`);
+    table.ofHeads = new Map([...groups].map(([key, rows]) => [key, { pair: [layer[rows[0]], head[rows[0]]], rows }]));
+  }
+  return table.ofHeads;
 };
 
 /** The map of all heads, and the head that is chosen in it. */
@@ -79,6 +81,19 @@ S.anyHead = ([table]) => {
   return row === undefined ? null : [table.get("layer")[row], table.get("head")[row]];
 };
 
+S.MOST_STEPS = 8; // of a training, whose lines can still be told apart
+
+/** Of rows those of the runs or arms that are side by side, or all where the table has none of them; of some steps. */
+S.ofShownArms = (table, rows) => {
+  const labels = S.armLabels(table);
+  const own = rows.filter((row) => S.shownArms?.includes(labels[row]));
+  const left = own.length ? own : rows;
+  if (!table.varies("step")) return left;
+  const steps = table.distinct("step", left), every = Math.ceil(steps.length / S.MOST_STEPS);
+  const kept = new Set(steps.filter((step, at) => (steps.length - 1 - at) % every === 0)); // the last one among them
+  return left.filter((row) => kept.has(table.get("step")[row]));
+};
+
 /** All that is known of the head as a whole, of every table with a row a head. */
 S.headNumbers = (layer, head) => {
   const rows = [];
@@ -87,7 +102,7 @@ S.headNumbers = (layer, head) => {
       continue;
     const at = table.has("position") ? { position: 0 } : {};
     const labels = S.runLabels(table);
-    for (const row of table.where({ layer, head, ...at }))
+    for (const row of S.ofShownArms(table, table.where({ layer, head, ...at })))
       for (const column of table.values) {
         const about = S.aboutColumn(column);
         const keys = ["pathway", "parameter"].filter((name) => table.has(name)).map((name) => table.get(name)[row]);
@@ -113,8 +128,8 @@ S.attentionMap = (layer, head, heads) => {
   const table = S.table("attention_maps");
   const labels = S.runLabels(table);
   const [query, key, weight, token, sequence] = ["query", "key", "weight", "token", "sequence"].map((name) => table.get(name));
-  const about = { label: "attention weight", unit: "", text: S.number };
-  const scale = S.colorScale([0, 1]);
+  const about = { label: "attention weight (darkest: 0.001 and less)", unit: "", text: S.number };
+  const scale = d3.scaleSequentialLog([S.FAINTEST, 1], S.ramp).clamp(true);
   const figures = d3.groups(rows, (row) => `${labels[row]} ${sequence[row]}`).slice(0, 4).map(([, own]) => {
     const found = new Map(own.map((row) => [`${query[row]} ${key[row]}`, weight[row]]));
     const tokens = new Map(own.map((row) => [key[row], S.visible(token[row])]));
@@ -133,7 +148,7 @@ S.attentionMap = (layer, head, heads) => {
 S.headLines = (tables, layer, head) => {
   const charts = [];
   for (const table of tables) {
-    const rows = table.where({ layer, head });
+    const rows = S.ofShownArms(table, table.where({ layer, head }));
     const labels = S.runLabels(table);
     const group = (row) => [table.has("pathway") ? table.get("pathway")[row] : "", labels[row]].filter(Boolean).join(", ");
     for (const column of table.values.filter(({ kind }) => kind === "number")) {

@@ -178,7 +178,7 @@ S.gradientPathways = () => {
   const state = { chosen: {} };
   const place = S.element("div"), controls = S.element("div.controls");
   const redraw = () => {
-    const { rows, selects } = S.narrowed(table, ["layer", "pathway", ...S.armColumns(table)], state.chosen, redraw, all);
+    const { rows, selects } = S.narrowed(table, ["layer", ...S.toldBy(table, "pathway")], state.chosen, redraw, all);
     S.setControls(controls, ...selects);
     place.replaceChildren(S.lines({ points: S.points(table, rows, "layer", "grad_norm", ["pathway"]), x: { label: "layer" },
       y: { label: "gradient norm", unit: "", text: S.number },

@@ -28,11 +28,25 @@ S.armColumns = (table) => {
 /** Whether a table holds several runs, arms or steps. */
 S.isOfSeveral = (table) => S.armColumns(table).length > 0 || table.varies("step");
 
+/** What lines of a chart are told apart by: of several arms those, else another column's values. */
+S.toldBy = (table, name) => (S.armColumns(table).length ? S.armColumns(table) : [name]);
+
 /** Label of the arm of each row. */
 S.armLabels = (table) => {
   const columns = S.armColumns(table).map((name) => table.get(name));
   return d3.range(table.length).map((row) => columns.map((values) => values[row]).join(" · "));
 };
+
+/** Different labels of arms, random controls behind the others. */
+S.arms = (labels) => d3.sort(new Set(labels), S.isControl);
+
+/** Whether an arm is a random control: «ARM control 2» of an ARM that run.json has. */
+S.isControl = (label) => label.split(" · ").some((part) => {
+  const [, arm] = part.match(/^(.*) control \d+$/) ?? [];
+  return arm !== undefined && arm in (S.manifest.arms ?? {});
+});
+
+S.MOST_ARMS = 4; // side by side, before the user chooses
 
 /** The same with the step, for what shows all steps at once. */
 S.runLabels = (table) =>
@@ -85,7 +99,7 @@ S.mapPanel = () => {
   const entries = S.mappable();
   if (!entries.length) return null;
   const first = entries.findIndex(({ table, column }) => table.name === "attention" && column.name === "sink_rate");
-  const state = { entry: entries[Math.max(0, first)], chosen: {}, arms: null };
+  const state = { entry: entries[Math.max(0, first)], chosen: {} };
   const controls = S.element("div.controls");
   const place = S.element("div.panels");
   const note = S.element("div");
@@ -100,16 +114,20 @@ S.mapPanel = () => {
     const { table, column, across } = state.entry;
     const about = S.aboutColumn(column);
     const labels = S.armLabels(table);
-    const arms = [...new Set(labels)];
-    if (!state.arms?.every((arm) => arms.includes(arm))) state.arms = arms.slice(0, 4);
+    const arms = S.arms(labels);
+    if (!S.shownArms?.every((arm) => arms.includes(arm))) S.shownArms = arms.slice(0, S.MOST_ARMS);
     const ofLayers = d3.range(table.length).filter((row) => table.get(across)[row] >= 0 && table.get("layer")[row] >= 0);
     const { rows, selects } = S.narrowed(table, ["layer", across, ...S.armColumns(table)], state.chosen, redraw, ofLayers);
     S.setControls(controls,
       S.select("Metric", choices, entries.indexOf(state.entry), (at) => { state.entry = entries[at]; redraw(); }), ...selects,
-      arms.length > 1 ? S.several("Side by side", arms, state.arms, (now) => { state.arms = now; redraw(); }) : null);
+      arms.length > 1 ? S.several("Side by side", arms, S.shownArms, (now) => {
+        S.shownArms = now;
+        redraw();
+        if (S.head) S.openHead(...S.head);
+      }) : null);
     note.replaceChildren(S.element("p.about", {}, ...S.sentence(`${about.label}: ${about.meaning}. Table ${table.name}.`)),
       S.leftOut(table) ?? "");
-    place.replaceChildren(...S.sideBySide(state, rows, labels, about));
+    place.replaceChildren(...S.sideBySide(state.entry, rows, labels, about));
   };
 
   redraw();
@@ -117,7 +135,8 @@ S.mapPanel = () => {
 };
 
 /** A map for each run or arm that is chosen, all with the same colors. */
-S.sideBySide = ({ entry: { table, column, across }, arms }, rows, labels, about) => {
+S.sideBySide = ({ table, column, across }, rows, labels, about) => {
+  const arms = S.shownArms;
   const values = table.get(column.name).map((value) => (value === null ? null : Number(value)));
   const scale = S.colorScale(rows.filter((row) => arms.includes(labels[row])).map((row) => values[row]));
   const [layerOf, placeOf] = [table.get("layer"), table.get(across)];

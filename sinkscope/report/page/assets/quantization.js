@@ -56,7 +56,7 @@ S.outliers = (table) => {
   const ofLayers = d3.range(table.length).filter((row) => table.get("layer")[row] >= 0);
   const redraw = () => {
     const about = S.aboutColumn(table.byName.get(state.column));
-    const { rows, selects } = S.narrowed(table, ["layer", "site", ...S.armColumns(table)], state.chosen, redraw, ofLayers);
+    const { rows, selects } = S.narrowed(table, ["layer", ...S.toldBy(table, "site")], state.chosen, redraw, ofLayers);
     S.setControls(controls, S.pick("Measure", columns, state.column, (name) => { state.column = name; redraw(); },
       (name) => name.replaceAll("_", " ")), ...selects);
     place.replaceChildren(S.lines({ points: S.points(table, rows, "layer", state.column, ["site"]), x: { label: "layer" },

@@ -34,17 +34,17 @@ S.shadings = () => {
   }
   const maps = S.table("attention_maps");
   if (maps && maps.has("head") && !S.isOfSeveral(maps))
-    for (const [layer, head] of S.mapped())
+    for (const [layer, head] of S.mapped()) {
+      const rows = S.mapRows(layer, head), sequences = new Set(maps.distinct("sequence", rows));
       ways.push({
         name: `attention it gets in layer ${layer}, head ${head}`,
         about: "Mean of the stored attention weights on this token, over the queries that see it.",
-        covers: (at) => maps.where({ layer, head, sequence: at }).length > 0,
-        of: (at) => {
-          const rows = maps.where({ layer, head, sequence: at });
-          return d3.rollup(rows, (own) => d3.mean(own, (row) => maps.get("weight")[row]), (row) => maps.get("key")[row]);
-        },
+        covers: (at) => sequences.has(at),
+        of: (at) => d3.rollup(maps.where({ sequence: at }, rows), (own) => d3.mean(own, (row) => maps.get("weight")[row]),
+          (row) => maps.get("key")[row]),
         text: (value) => S.number(value ?? NaN),
       });
+    }
   return ways;
 };
 

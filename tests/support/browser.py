@@ -1,0 +1,127 @@
+"""A browser that opens pages, uses all that they have, and reads their tables."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import inf, nan
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from sinkscope.report.page import PAGE, Contents, write_page
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+LARGEST = 5e6  # bytes
+OPENS = 2000.0  # milliseconds: the acceptance limit; it takes a third of that on two busy cores
+SLACK = 10  # times: a machine that runs other tests meanwhile is slower
+DIGITS = 1e-3  # relative: numbers on the page have four digits
+
+# opens what can be opened, gives every choice its last and its first value, presses every button; → how many there were
+USE_EVERY_CONTROL = """async () => {
+    document.querySelectorAll("details").forEach((node) => { node.open = true; });
+    const use = (control, isLast) => {
+        const part = control.querySelector("select, input");
+        if (part.tagName === "SELECT") part.selectedIndex = isLast ? part.options.length - 1 : 0;
+        else if (part.type === "range") part.value = isLast ? part.max : part.min;
+        else if (part.type === "checkbox") part.checked = isLast;
+        else part.value = isLast ? "layer > 0" : "";
+        part.dispatchEvent(new Event(["range", "search"].includes(part.type) ? "input" : "change"));
+    };
+    const controls = document.querySelector("main").getElementsByClassName("control");
+    for (const isLast of [true, false])
+        for (let at = 0; at < controls.length; at++) use(controls[at], isLast);
+    document.querySelectorAll("main .several input").forEach((box) => { box.click(); box.click(); });
+    document.querySelectorAll("main button:enabled").forEach((button) => button.click());
+    window.dispatchEvent(new Event("beforeprint"));
+    return controls.length;
+}"""
+# chooses one table after another; → its name → the names of its columns, the texts of the rows that are shown, and
+# whether the page has all rows
+READ_TABLES = """() => {
+    const section = document.getElementById("tables"), select = section.querySelector("select");
+    const texts = (nodes) => [...nodes].map((node) => node.textContent);
+    return Object.fromEntries([...select.options].map((option, at) => {
+        select.selectedIndex = at;
+        select.dispatchEvent(new Event("change"));
+        const rows = [...section.querySelectorAll("tbody tr")].map((row) => texts(row.children));
+        const isWhole = !section.querySelector("[role=status]").textContent.includes("The table has");
+        const columns = texts(section.querySelectorAll("thead th"));
+        return [section.querySelector("caption").textContent, [columns, rows, isWhole]];
+    }));
+}"""
+
+
+def chromium() -> str | None:
+    """The path of a browser that Playwright can drive; None where there is none."""
+    return next((path for name in BROWSERS if (path := shutil.which(name))), None)
+
+
+@contextmanager
+def launched() -> Iterator[Any]:
+    """A browser; the test is skipped where there is none."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: pip install playwright")
+    if chromium() is None:
+        pytest.skip("Chromium is not installed: apt-get install chromium")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def opened(browser: Any, contents: Contents, folder: Path, **context: Any) -> Iterator[Any]:
+    """The page of some contents, in a folder; afterwards it has written no error and asked nothing of a network."""
+    write_page(contents, folder)
+    path = folder / PAGE
+    complaints: list[str] = []
+    window = browser.new_context(**{"viewport": {"width": 1280, "height": 900}} | context)
+    page = window.new_page()
+    page.on(
+        "console", lambda message: complaints.append(message.text) if message.type in ("error", "warning") else None
+    )
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("dialog", lambda dialog: complaints.append(f"dialog {dialog.message}"))
+    page.on(
+        "request", lambda asked: None if asked.url == path.as_uri() else complaints.append(f"asked for {asked.url}")
+    )
+    try:
+        page.goto(path.as_uri())
+        page.locator("body[data-ready]").wait_for()
+        yield page
+        assert complaints == []
+    finally:
+        window.close()
+
+
+def check_page(browser: Any, contents: Contents, folder: Path) -> None:
+    """That the page is small, opens soon, shows the tables' rows, and has no control that fails."""
+    tables = contents.all_tables
+    with opened(browser, contents, folder) as page:
+        assert (folder / PAGE).stat().st_size < LARGEST
+        assert page.evaluate("performance.now()") < OPENS * SLACK
+        shown = page.evaluate(READ_TABLES)
+        assert shown.keys() == tables.keys()
+        for name, (columns, rows, is_whole) in shown.items():
+            assert columns == list(tables[name].columns)
+            if is_whole:  # else the first rows may be others
+                check_rows(tables[name], rows)
+        assert page.evaluate(USE_EVERY_CONTROL) > 1
+        page.wait_for_timeout(50)  # charts are drawn
+        assert not page.locator("main svg:has(text:text-is('NaN'))").count()
+        assert not page.get_by_text("This part of the page failed").count()
+
+
+def check_rows(table: pd.DataFrame, rows: list[list[str]]) -> None:
+    """The numbers among them."""
+    for column, texts in zip(table, zip(*rows, strict=True), strict=True):
+        values = table[column].head(len(rows))
+        if pd.api.types.is_numeric_dtype(values) and not pd.api.types.is_bool_dtype(values):
+            expected = pytest.approx(values.tolist(), rel=DIGITS, nan_ok=True)
+            assert [_number(text) for text in texts] == expected, column
+
+
+def _number(text: str) -> float:
+    known = {"–": nan, "∞": inf, "−∞": -inf}
+    return known[text] if text in known else float(text.replace(",", "").replace("−", "-"))
