@@ -14,6 +14,7 @@ from typing import Any
 
 import pandas as pd
 
+from sinkscope.report.claims.arms import SINK
 from sinkscope.report.claims.routes import TABLE as ROUTES
 from sinkscope.report.claims.scorecard import TABLE as CLAIMS
 from sinkscope.report.claims.scorecard import Scorecard
@@ -32,7 +33,8 @@ from sinkscope.results.tables import write_tables
 RANDOM, REPEATED = "random", "repeated"  # inputs
 TRAININGS = (
     "Trainings at their last step, mean ± standard deviation over seeds. The sink rate is at position 0 of the first "
-    "64 tokens of held-out blocks; of other operations than softmax it is that of the proxy |sim| ÷ Σ|sim|."
+    "64 tokens of held-out blocks; of other operations than softmax it is that of the proxy |sim| ÷ Σ|sim|. A sink is "
+    f"there at the first log with a sink rate above {SINK:g} %."
 )
 
 

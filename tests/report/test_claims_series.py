@@ -139,6 +139,19 @@ def test_steps_of_an_arm_belong_to_its_training(tmp_path: Path) -> None:
     assert without.reason == f"sinkscope analyze {tmp_path}/out/none-seed0/checkpoints, and of every other seed"
 
 
+def test_a_training_that_logged_its_sink_rate_needs_no_steps() -> None:
+    """For when the sink appears; the spike of gradients has to be measured."""
+    logged = {"none": {"sink_rate": [[0.0, 0.05, 0.5], [0.0, 0.2, 0.6], [0.0, 0.0, 0.4]]}}
+    made = training({"none": {"loss": (1.0, 2.0, 3.0)}}, courses=logged)
+    found = judged("W-30", made)
+    assert found.outcome == HOLDS
+    assert found.estimates[0].value == pytest.approx(50)
+    assert found.estimates[0].note.startswith("first above 10 % at step 2, first above 10 % at step 1;")
+    never = {"none": {"sink_rate": [[0.0, 0.05, 0.06], [0.0, 0.0, 0.04], [0.0, 0.05, 0.05]]}}
+    assert judged("W-30", training({"none": {"loss": (1.0, 2.0, 3.0)}}, courses=never)).outcome == FAILS
+    assert judged("GS-27", made).outcome == UNMEASURED
+
+
 # --- related models
 
 
