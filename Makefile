@@ -159,7 +159,8 @@ report-when-sinks-emerge-%: install
 		--out $(STUDY)-claims-$* --overwrite
 	rm -rf $(STUDY_REPORT)/$*
 	mkdir -p $(STUDY_REPORT)/$*
-	cp $(STUDY)-$*/comparison/sweep.md $(STUDY)-claims-$*/scorecard.md $(STUDY_REPORT)/$*/
+	cp $(STUDY)-$*/comparison/sweep.md $(STUDY_REPORT)/$*/
+	grep -v '^Not measured' $(STUDY)-claims-$*/scorecard.md | cat -s > $(STUDY_REPORT)/$*/claims.md
 	cp $(STUDY)-$*/comparison/tables/sweep_training.parquet $(STUDY_REPORT)/$*/
 	cp $(STUDY)-$*/comparison/figures/sweep-factor.png $(STUDY_REPORT)/$*/
 

@@ -89,6 +89,13 @@ def test_weight_decays_that_the_claim_speaks_of_have_to_be_there() -> None:
     assert (found.outcome, "weight decays of 5 or more" in found.reason) == (UNMEASURED, True)
 
 
+def test_a_range_is_of_sinks() -> None:
+    """Where no level has one, that they do not differ says nothing."""
+    without = [plain(2, batch_size=size) for size in (2, 4, 8)]
+    found = judged("W-33", *without)
+    assert (found.outcome, found.reason) == (Outcome.DOES_NOT_APPLY, "no level has a sink rate above 10 %")
+
+
 # --- steps
 
 

@@ -246,6 +246,7 @@ def test_operations_without_normalization_have_no_sink() -> None:
     kinds = [f"operation:kind={kind}" for kind in ("sigmoid", "elu", "identity", "mlp-kernel")]
     assert judged("W-54", operations({"none": 0.2} | dict.fromkeys(kinds, 0.004))).outcome == HOLDS
     assert judged("W-54", operations({"none": 0.2} | dict.fromkeys(kinds, 0.004) | {kinds[2]: 0.3})).outcome == FAILS
+    assert judged("W-54", operations({"none": 0.004} | dict.fromkeys(kinds, 0.004))).outcome == FAILS  # nor has softmax
     missing = judged("W-54", operations({"none": 0.2} | dict.fromkeys(kinds[:2], 0.004)))
     assert f"--method none,{','.join(kinds)}" in missing.reason
 
