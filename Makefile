@@ -161,7 +161,7 @@ report-when-sinks-emerge-%: install
 	mkdir -p $(STUDY_REPORT)/$*
 	cp $(STUDY)-$*/comparison/sweep.md $(STUDY_REPORT)/$*/
 	grep -v '^Not measured' $(STUDY)-claims-$*/scorecard.md | cat -s > $(STUDY_REPORT)/$*/claims.md
-	cp $(STUDY)-$*/comparison/tables/sweep_training.parquet $(STUDY_REPORT)/$*/
+	find $(STUDY)-$*/comparison/tables -name sweep_training.parquet -size -60k -exec cp {} $(STUDY_REPORT)/$*/ \;
 	cp $(STUDY)-$*/comparison/figures/sweep-factor.png $(STUDY_REPORT)/$*/
 
 report-types: install  ## what becomes of every model type of transformers: two minutes
