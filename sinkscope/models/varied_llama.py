@@ -110,7 +110,7 @@ class VariedLlamaConfig(LlamaConfig):
     head_mix: str = "concatenated"
     sliding_window: int | None = None
     prefix_length: int = 0
-    initializer_range: float | None = None
+    initializer_range: float | None = None  # type: ignore[assignment]
     layer_types: list[str] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
