@@ -12,7 +12,7 @@ from sinkscope.report.sweep_tables import SweepTables
 from sinkscope.results.metrics import METRICS
 
 ACROSS, HEIGHT = 4, 1.05  # panels in a row, and inches of each
-NAME_LENGTH = 28  # characters of a level
+NAME_LENGTH = 24  # characters of a level
 
 
 def _rows(tables: SweepTables, metric: str) -> pd.DataFrame:
