@@ -139,20 +139,30 @@ report-hybrids: install  ## of small hybrids and what they are compared with, th
 	$(call hybrid,control-gated)
 	$(call hybrid,control-plain)
 
-STUDIES := positions operations blocks weight-decay learning-rate data
+STUDIES := positions learning-rate weight-decay data blocks operations
 # QUICK=--quick runs the small forms: twenty minutes on two cores
 QUICK ?=
+STUDY := runs/report/when-sinks-emerge$(QUICK)
+STUDY_REPORT := reports/when-sinks-emerge$(QUICK)
+# what claims read besides a part: another part, where it is there, and the runs of models that are judged by themselves
+WITH_learning-rate := $(STUDY)-weight-decay
+WITH_weight-decay := $(STUDY)-learning-rate
+WITH_blocks := $(STUDY)-blocks/cells/*norm_placement*/none-seed0/run $(STUDY)-blocks/cells/*sliding_window*/none-seed0/run \
+	$(STUDY)-blocks/cells/*prefix_length*/none-seed0/run
 
 report-when-sinks-emerge: $(STUDIES:%=report-when-sinks-emerge-%)  ## trainings that differ in one thing: a night on two cores
 
 # one part, of at most two hours; the same command goes on where it was interrupted
 report-when-sinks-emerge-%: install
-	$(BIN)/sinkscope sweep when-sinks-emerge-$* $(QUICK) --out runs/report/when-sinks-emerge-$*$(QUICK)
-	rm -rf reports/when-sinks-emerge/$*$(QUICK)
-	mkdir -p reports/when-sinks-emerge/$*$(QUICK)
-	cp runs/report/when-sinks-emerge-$*$(QUICK)/comparison/sweep.md reports/when-sinks-emerge/$*$(QUICK)/
-	cp runs/report/when-sinks-emerge-$*$(QUICK)/comparison/tables/sweep_training.parquet reports/when-sinks-emerge/$*$(QUICK)/
-	cp runs/report/when-sinks-emerge-$*$(QUICK)/comparison/figures/sweep-factor.png reports/when-sinks-emerge/$*$(QUICK)/
+	$(BIN)/sinkscope sweep when-sinks-emerge-$* $(QUICK) --out $(STUDY)-$*
+	$(BIN)/sinkscope claims --from $(STUDY)-$* $$(for run in $(WITH_$*); do [ -e "$$run" ] && echo "--from $$run"; done) \
+		--out $(STUDY)-claims-$* --overwrite
+	rm -rf $(STUDY_REPORT)/$*
+	mkdir -p $(STUDY_REPORT)/$*
+	cp $(STUDY)-$*/comparison/sweep.md $(STUDY_REPORT)/$*/
+	grep -v '^Not measured' $(STUDY)-claims-$*/scorecard.md | cat -s > $(STUDY_REPORT)/$*/claims.md
+	find $(STUDY)-$*/comparison/tables -name sweep_training.parquet -size -60k -exec cp {} $(STUDY_REPORT)/$*/ \;
+	cp $(STUDY)-$*/comparison/figures/sweep-factor.png $(STUDY_REPORT)/$*/
 
 report-types: install  ## what becomes of every model type of transformers: two minutes
 	OMP_NUM_THREADS=1 $(BIN)/python tests/sweep_models.py

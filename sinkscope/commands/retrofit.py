@@ -51,6 +51,7 @@ def retrofit(
     config: RetrofitOptions | None = None,
     record: Mapping[str, Any] | None = None,
     page: bool = True,
+    figures: bool = True,
     **options: Any,
 ) -> Trained:
     """Retrofit and train a model with each method, and measure all of them and the model itself on held-out text.
@@ -68,6 +69,7 @@ def retrofit(
         config: all options at once, in place of `options`.
         record: of a recipe, for run.json.
         page: also write index.html.
+        figures: also draw those of the arms, each by itself and all together.
         **options: those of the command line, with underscores: see `RetrofitOptions`.
 
     Returns:
@@ -82,7 +84,7 @@ def retrofit(
     config = config or options_of(RetrofitOptions, model, given)
     check(config)
     launched(cpu=config.device_map == "cpu")
-    plan = Plan.of("retrofit", config, out, overwrite, quiet, record, page)
+    plan = Plan.of("retrofit", config, out, overwrite, quiet, record, page, figures)
     with plan.own_folder(config.model, config.adapter, config.text):
         return _retrofit(plan, config, model, tokenizer)
 

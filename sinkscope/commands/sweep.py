@@ -7,7 +7,7 @@ there.
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -171,7 +171,7 @@ def _swept(
         raise InputError(f"{trained[0].told}: under `accelerate launch`, train by the command itself")
     manifest = make_manifest(COMMAND, _record(found), start, cells=[cell.name for cell in found.cells])
     # the pool before anything is written: Ray may be missing
-    with closing(_pool(asked)) as pool, folders.begun(manifest, overwrite, asked.part):
+    with closing(_pool(asked, found.content.commands)) as pool, folders.begun(manifest, overwrite, asked.part):
         folders.put_right({cell.name for cell in mine})
         plan = planned(mine, folders)
         for each in plan:
@@ -221,7 +221,7 @@ def _record(found: Sweep) -> dict[str, Any]:
     return {"content": found.content.model_dump(mode="json", exclude_unset=True), "given": dict(found.given)}
 
 
-def _pool(asked: SweepOptions) -> Pool:
+def _pool(asked: SweepOptions, commands: Iterable[str]) -> Pool:
     if team().count > 1:
         check_launched(asked)
         return Launched(team())
@@ -231,7 +231,7 @@ def _pool(asked: SweepOptions) -> Pool:
         return RayTasks(asked.address, None if asked.workers == "auto" else asked.workers)
     from sinkscope.commands.sweeping.processes import Processes, default_workers
 
-    return Processes(default_workers() if asked.workers == "auto" else asked.workers)
+    return Processes(default_workers() if asked.workers == "auto" else asked.workers, commands)
 
 
 def _task(found: Sweep, cell: Cell, folders: CellFolders) -> Task:

@@ -60,6 +60,7 @@ def train(
     options: TrainOptions | None = None,
     record: Mapping[str, Any] | None = None,
     page: bool = True,
+    figures: bool = True,
     **given: Any,
 ) -> Trained:
     """Train a model from random weights with each method, and measure all of them on held-out text.
@@ -75,6 +76,7 @@ def train(
         options: all options at once, in place of `given`.
         record: of a recipe, for run.json.
         page: also write index.html.
+        figures: also draw those of the arms, each by itself and all together.
         **given: those of the command line, with underscores: see `TrainOptions`.
 
     Raises:
@@ -86,7 +88,7 @@ def train(
     launched(cpu=options.device_map == "cpu")
     task = _task(options, tokenizer)
     shape = architecture(options.config)
-    plan = Plan.of("train", options, out, overwrite, quiet, record, page, architecture=shape.to_diff_dict())
+    plan = Plan.of("train", options, out, overwrite, quiet, record, page, figures, architecture=shape.to_diff_dict())
     with plan.own_folder(options.config, options.text, options.tokenizer):
         return _train(plan, options, shape, task, tokenizer)
 

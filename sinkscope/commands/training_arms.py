@@ -238,7 +238,8 @@ class TrainingArms:
         manifest["input"]["text"] = f"{self.blocks.name}, held out"
         target = self.folder / label / "run"
         with spinner(self.console, "drawing the figures"), self.files.new_folder(target) as fresh:
-            write_run(Run.of_analysis(manifest, tables, target), fresh, page=self.plan.page)
+            figures = None if self.plan.figures else ()
+            write_run(Run.of_analysis(manifest, tables, target), fresh, figures, self.plan.page)
 
     def _calibration(self, subject: Subject) -> TokenInputs:
         """The text that W8A8's ranges come from: blocks that were trained on, the same for all arms."""
@@ -275,8 +276,9 @@ class TrainingArms:
         self.files.add("retrofit.md")
         with new_file(self.folder / "retrofit.md") as fresh:
             fresh.write_text(done.verdict, encoding="utf-8")
-        with self.files.new_folder(self.folder / "figures") as fresh:
-            save_figures(done.figures(), fresh)
+        if self.plan.figures:
+            with self.files.new_folder(self.folder / "figures") as fresh:
+                save_figures(done.figures(), fresh)
         if done.comparison is not None and done.comparison.folder is not None:
             with self.files.new_folder(done.comparison.folder) as fresh:
                 write_comparison(done.comparison, fresh, page=self.plan.page)

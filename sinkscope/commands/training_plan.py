@@ -54,6 +54,7 @@ class Plan:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     record: Mapping[str, Any] | None = None  # of a recipe
     page: bool = True  # write index.html
+    figures: bool = True  # draw them
     start: float = field(default_factory=time.time)
 
     @classmethod
@@ -66,6 +67,7 @@ class Plan:
         quiet: bool,
         record: Mapping[str, Any] | None,
         page: bool,
+        figures: bool = True,
         **facts: Any,
     ) -> "Plan":
         """The plan of either command; `facts` are what else decides its numbers."""
@@ -86,6 +88,7 @@ class Plan:
             defaults=defaults,
             record=record,
             page=page,
+            figures=figures,
         )
 
     @contextmanager

@@ -1,6 +1,6 @@
 """The gradient metrics of the table `summary` (names: summary.py): GS figures 2 and 3 as numbers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -72,10 +72,10 @@ def _ratios(tables: Mapping[str, pd.DataFrame], longest: int) -> tuple[dict[str,
     return per_layer, totals | compress_fits(ratios)
 
 
-def pathway_norms(gradient: pd.DataFrame, pathway: str) -> pd.DataFrame:
-    """Gradient norms of all heads together: layers × positions."""
+def pathway_norms(gradient: pd.DataFrame, pathway: str, by: Sequence[str] = ()) -> pd.DataFrame:
+    """Gradient norms of all heads together: layers × positions; `by`: columns whose values go in front of layers."""
     chosen = gradient[(gradient["pathway"] == pathway) & (gradient["head"] == ALL_HEADS)]
-    return chosen.pivot(index="layer", columns="position", values="grad_norm")
+    return chosen.pivot(index=[*by, "layer"] if by else "layer", columns="position", values="grad_norm")
 
 
 def fit_points(ratios: pd.DataFrame, first: int = 0, last: int | None = None) -> pd.DataFrame:

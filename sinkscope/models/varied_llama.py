@@ -99,6 +99,7 @@ class VariedLlamaConfig(LlamaConfig):
         head_mix: Of HEAD_MIXES.
         sliding_window: The number of tokens that a query sees, its own included; None: all earlier ones.
         prefix_length: The number of tokens at the beginning that all others see, also earlier ones (prefix LM).
+        initializer_range: Standard deviation of all weights before training; None: that of WSE's released code.
     """
 
     model_type = MODEL_TYPE
@@ -109,6 +110,7 @@ class VariedLlamaConfig(LlamaConfig):
     head_mix: str = "concatenated"
     sliding_window: int | None = None
     prefix_length: int = 0
+    initializer_range: float | None = None  # type: ignore[assignment]
     layer_types: list[str] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -216,9 +218,9 @@ class VariedLlamaPreTrainedModel(LlamaPreTrainedModel):
     _can_record_outputs = {"hidden_states": VariedLlamaLayer, "attentions": VariedLlamaAttention}  # noqa: RUF012
 
     def _init_weights(self, module: nn.Module) -> None:
-        """As WSE's released code: N(0, 2/(5n)) for n inputs, unless a module has a deviation of its own."""
+        """As WSE's released code, N(0, 2/(5n)) for n inputs or with a module's own deviation; or all alike."""
         super()._init_weights(module)
-        if isinstance(module, nn.Linear | nn.Embedding):
+        if self.config.initializer_range is None and isinstance(module, nn.Linear | nn.Embedding):
             usual = (2 / (5 * module.weight.shape[1])) ** 0.5
             init.normal_(module.weight, std=getattr(module, "deviation", usual))
 

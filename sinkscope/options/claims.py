@@ -27,7 +27,7 @@ class ClaimsOptions(ControlOptions, RunConfig):
     from_: tuple[UserPath, ...] = option(
         (),
         "Input",
-        "A run to judge, also a folder of `retrofit`, `train`, `claims` or `analyze` over steps; may be given often.",
+        "A run to judge, also a folder of `retrofit`, `train`, `sweep`, `claims` or `analyze` over steps; often, too.",
         metavar="RUN",
     )
 

@@ -1,6 +1,7 @@
 """The options of a training. Nothing here imports torch: the command line shows their defaults."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -53,6 +54,11 @@ class TrainingConfig(SeedOptions):
     def blocks_wanted(self, processes: int = 1) -> int:
         """The number of blocks with which none is read twice."""
         return self.steps * self.batch_size * self.accumulation * processes
+
+
+def tokens_a_step(options: Mapping[str, Any], processes: int = 1) -> int:
+    """Of all blocks of a step, by the options of a training as run.json has them."""
+    return options["batch_size"] * options["accumulation"] * processes * options["block_length"]
 
 
 class ArmOptions(TrainingConfig, SequenceOptions, ObservableOptions, DeviceOptions):

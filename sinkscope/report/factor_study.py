@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.measuring.summary import WHOLE_MODEL
+from sinkscope.report.claims.arms import SINK
 
 TABLE = "sweep_training"
 METRICS = ("sink_rate", "loss", "bigram_risk", "backcopy_risk")
@@ -27,6 +28,7 @@ PUBLISHED = {
     **{f"learning_rate={rate}": sink for rate, sink in (("0.0001", 2.90), ("0.0002", 11.21), ("0.0004", 18.18))},
     **{f"feed_forward={name}": rate for name, rate in (
         ("swiglu", 18.18), ("geglu", 17.86), ("reglu", 13.88), ("relu", 16.90), ("gelu", 14.76), ("swish", 17.89))},
+    **{f"num_attention_heads={heads}": rate for heads, rate in (("4", 10.68), ("2", 12.95), ("1", 19.50))},
     "norm_placement=post": 13.54, "head_mix=summed": 21.76,
     "random_tokens=1": 27.03, "random_tokens=2": 1.98, "fixed_position=0": 74.11,
     "softmax": 18.18, "sigmoid": 0.44, "sigmoid-normalized": 30.24, "elu": 0.80, "elu-kernel": 53.65, "identity": 0.0,
@@ -35,7 +37,8 @@ PUBLISHED = {
     "K-bias-m20": 25.88,
 }  # fmt: skip
 PLAIN = ("none", "softmax")  # arms of which the published rates of other factors are
-SIZE = "num_hidden_layers="  # which makes another study of the same factor
+SIZES = ("num_hidden_layers=", "n_layer=", "num_attention_heads=")  # which make another study of the same factor
+ONSET = "tokens to a sink, thousands"
 
 
 def studied(training: pd.DataFrame) -> pd.DataFrame:
@@ -62,8 +65,9 @@ def _parts(settings: str, condition: str) -> list[str]:
 
 def published(level: str) -> float:
     """WSE's sink rate in percent; NaN where it has none of this level, or several of its parts are factors."""
-    parts = [part for part in level.split() if part not in PLAIN and not part.startswith(SIZE)]
-    known = [PUBLISHED[part] for part in (parts or level.split()) if part in PUBLISHED]
+    every = level.split()
+    parts = [part for part in every if part not in PLAIN and not part.startswith(SIZES)]
+    known = [PUBLISHED[part] for part in (parts or every) if part in PUBLISHED]
     return known[0] if len(known) == 1 and len(parts) <= 1 else float("nan")
 
 
@@ -74,13 +78,23 @@ def at_the_end(table: pd.DataFrame) -> pd.DataFrame:
     return wide.assign(sink_rate=100 * wide["sink_rate"]) if "sink_rate" in wide else wide
 
 
+def onsets(table: pd.DataFrame) -> pd.Series:
+    """Level, seed → tokens that were read when the sink rate was first logged above SINK; of those where it was."""
+    sinks = table[(table["metric"] == "sink_rate") & (100 * table["value"] > SINK)]
+    return sinks.groupby(KEYS, sort=False)["tokens"].min()
+
+
 def summary(table: pd.DataFrame) -> pd.DataFrame:
-    """A row for each level as text: mean ± standard deviation over seeds of each metric, and WSE's sink rate."""
-    end = at_the_end(with_levels(table))
+    """A row for each level as text: mean ± standard deviation over seeds of each metric, after how many tokens a sink
+    was there, and WSE's sink rate.
+    """
+    table = with_levels(table)
+    end, begun = at_the_end(table), onsets(table)
     rows = []
     for level, own in end.groupby(level=LEVEL, sort=False):
         row = {"level": str(level), "seeds": str(len(own))}
         row |= {_heading(metric): _spread(own[metric]) for metric in METRICS if metric in own}
+        row[ONSET] = _of_some(begun[begun.index.isin(own.index)] / 1000, len(own))
         rate = published(str(level))
         rows.append(row | {"WSE, sink rate in %": "–" if np.isnan(rate) else f"{rate:.2f}"})
     return pd.DataFrame(rows)
@@ -88,6 +102,11 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
 
 def _heading(metric: str) -> str:
     return {"sink_rate": "sink rate in %"}.get(metric, metric.replace("_", " "))
+
+
+def _of_some(values: pd.Series, seeds: int) -> str:
+    """As `_spread`, and of how many seeds where not all of them have it."""
+    return _spread(values) + (f" ({len(values)} of {seeds})" if 0 < len(values) < seeds else "")
 
 
 def _spread(values: pd.Series) -> str:

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from sinkscope.errors import InputError, one_line
 from sinkscope.options.sweep_file import SweepContent
+from sinkscope.report.claims.arms import SINK
 from sinkscope.report.claims.routes import TABLE as ROUTES
 from sinkscope.report.claims.scorecard import TABLE as CLAIMS
 from sinkscope.report.claims.scorecard import Scorecard
@@ -37,7 +38,8 @@ RANDOM, REPEATED = "random", "repeated"  # inputs
 TRAININGS_TITLE = "Trainings at their last step, mean ± standard deviation over seeds"
 TRAININGS = (
     f"{TRAININGS_TITLE}. The sink rate is at position 0 of the first 64 tokens of held-out blocks; of other operations "
-    "than softmax it is that of the proxy |sim| ÷ Σ|sim|."
+    "than softmax it is that of the proxy |sim| ÷ Σ|sim|. A sink is there at the first log with a sink rate above "
+    f"{SINK:g} %."
 )
 
 

@@ -13,6 +13,7 @@ from sinkscope.errors import InputError
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.models.steps import step_of
 from sinkscope.options.sweep_file import Cell
+from sinkscope.options.training import tokens_a_step
 from sinkscope.report.claims.estimates import bootstrap, resamplings, weighted_means
 from sinkscope.report.claims.scorecard import TABLES as CLAIM_TABLES
 from sinkscope.report.factor_study import TABLE as STUDY
@@ -139,11 +140,17 @@ def sweep_tables(done: Sequence[Measured]) -> SweepTables:
     for place, each in enumerate(done):
         for name, common in OF_COMMANDS[each.cell.command].items():
             table = read_table(each.folder / "tables" / f"{name}.parquet")
-            parts.setdefault(common, {})[place] = studied(table) if common == STUDY else table
+            parts.setdefault(common, {})[place] = _studied(each, table) if common == STUDY else table
         if each.cell.command == "analyze" and ALPHA in each.manifest["tables"]:
             parts.setdefault(EPSILON, {})[place] = _by_epsilon(each)
     tables = {name: _joined(found, known, labels) for name, found in sorted(parts.items())}
     return SweepTables(tables, {each.cell.model: each.cell.entry.paper for each in done if each.cell.entry.paper})
+
+
+def _studied(each: Measured, training: pd.DataFrame) -> pd.DataFrame:
+    """What a factor study reads of a training, with the tokens that were read until each step."""
+    tokens = tokens_a_step(each.manifest["config"], each.manifest.get("processes", 1))
+    return studied(training).assign(tokens=lambda rows: rows["step"] * tokens)
 
 
 def _joined(parts: Mapping[int, pd.DataFrame], known: pd.DataFrame, labels: pd.Series) -> pd.DataFrame:

@@ -145,7 +145,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             **_SMALL_VOCABULARY,
         },
     ),
-    # the same block at the size of `bigram-backcopy`
+    # The same block at the size of `bigram-backcopy`, with weights that start as small. With those of WSE's released
+    # code attention dominates: a token that needs none attends to itself, and there is no sink.
     "bigram-backcopy-llama": (
         VARIED_LLAMA,
         {
@@ -154,6 +155,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 1,
             "num_attention_heads": 1,
             "max_position_embeddings": 64,
+            "initializer_range": 0.02,
         },
     ),
 }

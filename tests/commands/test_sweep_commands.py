@@ -142,6 +142,24 @@ def test_the_tables_of_all_commands_stand_together(done: SweepRun) -> None:
     assert set(trained["seq_len"]) == {16}  # of the blocks
     effects = tables["tables/sweep_effect.parquet"]
     assert set(effects["epsilon"]) == {0.2, 0.3}
+    course = tables["tables/sweep_training.parquet"]
+    assert (course["tokens"] == course["step"] * TRAINING["batch-size"] * 16).all()
+
+
+def test_trainings_of_a_sweep_draw_no_figures(done: SweepRun) -> None:
+    """A small training takes less time than they do."""
+    for each in done.plan[8:]:
+        folder = done.folder / "cells" / each.cell.name
+        assert (folder / "retrofit.md").exists()
+        assert not (folder / "figures").exists()
+        assert not list(folder.glob("*/run/figures/*"))
+
+
+def test_claims_reads_the_cells_of_a_sweep(done: SweepRun) -> None:
+    card = sinkscope.claims(from_=[done.folder])
+    assert set(card.models) >= {"llama", "small"}
+    cells = [done.folder / "cells" / each.cell.name for each in done.plan]
+    assert card.table.equals(sinkscope.claims(from_=cells).table)
 
 
 def test_a_cell_that_trains_is_what_its_command_writes(done: SweepRun, tmp_path: Path) -> None:

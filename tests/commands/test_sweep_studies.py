@@ -48,4 +48,4 @@ def test_what_has_no_small_form_says_so() -> None:
     with pytest.raises(InputError, match="it has no small form for --quick"):
         read_sweep("offline-models", {}, quick=True)
     given = read_sweep("when-sinks-emerge-data", {"dtype": "float32"}, quick=True).cells[0].options
-    assert (given.dtype, given.steps) == ("float32", 300)
+    assert (given.dtype, given.steps) == ("float32", 200)

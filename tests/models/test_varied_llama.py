@@ -291,6 +291,10 @@ def test_weights_start_as_those_of_the_released_code() -> None:
         assert float(weight.std()) == pytest.approx(usual, rel=0.03)
     assert float(layer.mlp.down_proj.weight.std()) == pytest.approx(down, rel=0.03)
     assert bool((layer.mlp_norm.weight == 1).all())
+    alike = AutoModelForCausalLM.from_config(VariedLlamaConfig(**shape, initializer_range=0.02))
+    for weight in (alike.lm_head.weight, alike.model.layers[0].self_attn.o_proj.weight):
+        assert float(weight.std()) == pytest.approx(0.02, rel=0.03)
+    assert float(alike.model.layers[0].mlp.down_proj.weight.std()) == pytest.approx(0.02, rel=0.03)
 
 
 # ---------------------------------------------------------------------------------------------- as a family

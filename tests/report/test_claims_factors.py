@@ -105,3 +105,26 @@ def test_the_first_token_of_a_window(mass: float, expected: Outcome) -> None:
     model = {"name": "made", "weights": "trained", "sliding_window": 8}
     assert of_run("W-41", {"window_edge_by_sequence": table}, model=model).outcome == expected
     assert of_run("W-41", {"window_edge_by_sequence": table}).outcome == INAPPLICABLE
+
+
+def test_a_model_whose_branch_has_no_gradient_gain() -> None:
+    """Of post-norm models the gain is told for one branch alone."""
+    gains = {name: np.ones(16) for name in ("bloat", "compress", "change", "input_norm")}
+    attn = by_sequence(gains, noise=0.01, position=range(16)).assign(branch="attn")
+
+    def bloat(table: pd.DataFrame) -> Judgment:
+        run = analysis({"gradient_ratio_by_sequence": table})
+        return judge(CLAIMS["GS-15"], Evidence.of([run], ["natural"]))
+
+    found = bloat(attn)
+    assert found.outcome == INAPPLICABLE
+    assert found.reason == "in no layer can the gradient's gain in the mlp branch be told"
+    both = pd.concat([attn, attn.assign(branch="mlp")], ignore_index=True)
+    assert bloat(both).outcome not in (INAPPLICABLE, Outcome.NOT_MEASURED)
+
+
+def test_a_model_whose_norms_have_no_bound() -> None:
+    """Post-norm models: theorem 2 is of a norm in front of a branch."""
+    bound = pd.DataFrame({"layer": [0, 0], "position": [0, 1], "holds": [np.nan] * 2, "tightness": [np.nan] * 2})
+    found = judge(CLAIMS["GS-19"], Evidence.of([analysis({"norm_bound": bound})], ["natural"]))
+    assert (found.outcome, found.reason) == (INAPPLICABLE, "the bound is of no layer of this model")

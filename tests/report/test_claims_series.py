@@ -89,6 +89,13 @@ def test_weight_decays_that_the_claim_speaks_of_have_to_be_there() -> None:
     assert (found.outcome, "weight decays of 5 or more" in found.reason) == (UNMEASURED, True)
 
 
+def test_a_range_is_of_sinks() -> None:
+    """Where no level has one, that they do not differ says nothing."""
+    without = [plain(2, batch_size=size) for size in (2, 4, 8)]
+    found = judged("W-33", *without)
+    assert (found.outcome, found.reason) == (Outcome.DOES_NOT_APPLY, "no level has a sink rate above 10 %")
+
+
 # --- steps
 
 
@@ -137,6 +144,19 @@ def test_steps_of_an_arm_belong_to_its_training(tmp_path: Path) -> None:
         judged("W-30", made, seeds[0], steps(str(seeds[0].of), by_step({0: 2}, {0: 0.0}), "again"))
     without = judged("W-30", made)
     assert without.reason == f"sinkscope analyze {tmp_path}/out/none-seed0/checkpoints, and of every other seed"
+
+
+def test_a_training_that_logged_its_sink_rate_needs_no_steps() -> None:
+    """For when the sink appears; the spike of gradients has to be measured."""
+    logged = {"none": {"sink_rate": [[0.0, 0.05, 0.5], [0.0, 0.2, 0.6], [0.0, 0.0, 0.4]]}}
+    made = training({"none": {"loss": (1.0, 2.0, 3.0)}}, courses=logged)
+    found = judged("W-30", made)
+    assert found.outcome == HOLDS
+    assert found.estimates[0].value == pytest.approx(50)
+    assert found.estimates[0].note.startswith("first above 10 % at step 2, first above 10 % at step 1;")
+    never = {"none": {"sink_rate": [[0.0, 0.05, 0.06], [0.0, 0.0, 0.04], [0.0, 0.05, 0.05]]}}
+    assert judged("W-30", training({"none": {"loss": (1.0, 2.0, 3.0)}}, courses=never)).outcome == FAILS
+    assert judged("GS-27", made).outcome == UNMEASURED
 
 
 # --- related models

@@ -246,6 +246,7 @@ def test_operations_without_normalization_have_no_sink() -> None:
     kinds = [f"operation:kind={kind}" for kind in ("sigmoid", "elu", "identity", "mlp-kernel")]
     assert judged("W-54", operations({"none": 0.2} | dict.fromkeys(kinds, 0.004))).outcome == HOLDS
     assert judged("W-54", operations({"none": 0.2} | dict.fromkeys(kinds, 0.004) | {kinds[2]: 0.3})).outcome == FAILS
+    assert judged("W-54", operations({"none": 0.004} | dict.fromkeys(kinds, 0.004))).outcome == FAILS  # nor has softmax
     missing = judged("W-54", operations({"none": 0.2} | dict.fromkeys(kinds[:2], 0.004)))
     assert f"--method none,{','.join(kinds)}" in missing.reason
 
@@ -369,6 +370,23 @@ def test_their_numbers_stand_below_the_outcomes_side_by_side() -> None:
     first, second = text.split("### made\n")[1].split("### made (vga)\n")
     assert "vga:scale=1 5, none 1; 2000 steps, 3 seeds" in first
     assert "vga 0.5, none 1; 2000 steps, 3 seeds" in second
+
+
+def test_what_several_models_decide_together_stands_there_once() -> None:
+    """Models that differ in one setting; what is of each alone stands under its name."""
+    made = []
+    for place, decay in enumerate((0.1, 5.0)):
+        courses = {"none": {"sink_rate": [[0.0, 0.1 * rate] for rate in (4 + place, 5, 6)]}}
+        numbers = {"none": {"sink_rate": (0.4, 0.5, 0.6)}}
+        made.append(training(numbers, model=f"small:{place}", courses=courses, weight_decay=decay))
+    evidence = Collection(trainings=tuple(made)).evidence({})
+    table = pd.concat([judged_table(one, name) for name, one in evidence.items()], ignore_index=True)
+    text = scorecard_markdown(Scorecard({}, table, pd.DataFrame(columns=["model", "effect"])))
+    both = text.split("### small:0, small:1\n")[1].split("###")[0]
+    assert "| W-38 |" in both
+    assert text.count("| W-38 |") == 2  # the outcomes, and once the numbers
+    for place in range(2):
+        assert "| W-30 |" in text.split(f"### small:{place}\n")[1].split("###")[0]
 
 
 def test_a_line_of_the_figure_has_one_scale() -> None:

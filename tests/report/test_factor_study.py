@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from sinkscope.report.factor_study import TABLE, at_the_end, published, studied, summary, with_levels
+from sinkscope.report.factor_study import ONSET, TABLE, at_the_end, onsets, published, studied, summary, with_levels
 from sinkscope.report.figures import OF_SWEEP
 from sinkscope.report.figures.spec import draw_all
 from sinkscope.report.sweep_tables import SweepTables
@@ -15,13 +15,14 @@ NAMES = ("sweep-factor", "sweep-training-sink", "sweep-training-loss")
 def table(rates: dict[tuple[str, str], list[float]]) -> pd.DataFrame:
     """Settings and arm → the sink rate of each seed at the last of three steps, which it rises to."""
     rows = [
-        ("m", arm, -1, settings, seed, step, metric, value)
+        ("m", arm, -1, settings, seed, step, 32 * step, metric, value)
         for (settings, arm), last in rates.items()
         for seed, rate in enumerate(last)
         for step in (0, 100, 200)
         for metric, value in (("sink_rate", rate * step / 200), ("loss", 3 - step / 100 - rate))
     ]
-    return pd.DataFrame(rows, columns=["model", "condition", "layer", "settings", "seed", "step", "metric", "value"])
+    columns = ["model", "condition", "layer", "settings", "seed", "step", "tokens", "metric", "value"]
+    return pd.DataFrame(rows, columns=columns)
 
 
 SCHEMES = table({
@@ -52,6 +53,8 @@ def test_published_rates_are_of_one_factor_alone() -> None:
     assert published("num_hidden_layers=3 position_scheme=alibi") == 20.78
     assert np.isnan(published("position_scheme=alibi norm_placement=post"))
     assert published("softmax") == 18.18
+    assert published("num_attention_heads=4 feed_forward=gelu") == 14.76
+    assert published("num_attention_heads=2 none") == 12.95
 
 
 def test_the_end_of_each_training() -> None:
@@ -63,6 +66,17 @@ def test_the_end_of_each_training() -> None:
     assert text.loc["position_scheme=alibi", "WSE, sink rate in %"] == "20.78"
     assert text.loc["position_scheme=none", "seeds"] == "2"
     assert summary(DECAYS).set_index("level").loc["weight_decay=5 sigmoid", "sink rate in %"] == "0"
+
+
+def test_after_how_many_tokens_a_sink_is_there() -> None:
+    """At the first log above 10 %: the sink rate rises evenly over 200 steps of 32 tokens."""
+    begun = onsets(with_levels(SCHEMES))
+    assert begun.to_dict() == {("position_scheme=alibi", 0): 6400, ("position_scheme=alibi", 1): 3200}
+    text = summary(SCHEMES).set_index("level")[ONSET]
+    assert text["position_scheme=alibi"] == "4.8 ± 2.3"
+    assert text["position_scheme=none"] == "–"
+    some = table({("config=a", "none"): [0.3, 0.0], ("config=b", "none"): [0.3, 0.3]})
+    assert summary(some).set_index("level")[ONSET].to_dict() == {"a": "3.2 (1 of 2)", "b": "3.2 ± 0"}
 
 
 def test_what_is_kept_of_a_training() -> None:

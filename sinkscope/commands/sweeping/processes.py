@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -18,7 +18,6 @@ from sinkscope.commands.sweeping.worker import Event, Group, measured, settle
 
 # A server that has imported what workers need starts each of them in milliseconds; Windows has none.
 METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-PRELOADED = ["sinkscope.commands.analyze", "sinkscope.commands.claims", "sinkscope.commands.quantize"]
 GRACE = 15.0  # seconds that a worker has to clear up when it is told to end
 CGROUP = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current"))
 
@@ -37,10 +36,11 @@ class Processes:
     Several workers share out the accelerators, if there are any: each sees one. A single one sees all of them.
     """
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers: int, commands: Iterable[str] = ("analyze",)) -> None:
+        """`commands`: that they run."""
         self._context: Any = multiprocessing.get_context(METHOD)
         if METHOD == "forkserver":
-            self._context.set_forkserver_preload(PRELOADED)
+            self._context.set_forkserver_preload([f"sinkscope.commands.{name}" for name in commands])
         self.workers, self._devices = workers, accelerators() if workers > 1 else 0
         self._threads = max(1, (os.cpu_count() or 1) // workers)
         self._budget = available_memory()

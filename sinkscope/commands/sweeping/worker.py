@@ -132,9 +132,9 @@ def _measure(task: Task, models: _Models) -> None:
     # a sweep may have hundreds of cells: their pages are made when they are looked at, by `show`
     where = {"out": task.folder, "overwrite": not _goes_on(task), "page": False}
     if task.command == "train":
-        function(options=task.options, **where)
+        function(options=task.options, figures=False, **where)
     elif task.command == "retrofit":
-        function(task.options.model, config=task.options, **where)
+        function(task.options.model, config=task.options, figures=False, **where)
     elif task.command in ("claims", "benchmark"):
         function(models.get(task.options), config=task.options, **where)
     else:

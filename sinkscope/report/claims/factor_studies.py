@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 from sinkscope.report.claims.arms import SINK
-from sinkscope.report.claims.claim import Claim, Part, above, at_most, below
+from sinkscope.report.claims.claim import Claim, NotDefined, Part, above, at_most, below
 from sinkscope.report.claims.evidence import Lacks
 from sinkscope.report.claims.over_seeds import over_levels, slope, spread
 from sinkscope.report.claims.published import published
@@ -31,6 +31,13 @@ def _rise(levels: np.ndarray, rates: np.ndarray) -> np.ndarray:
 
 def _at_large_decay(levels: np.ndarray, rates: np.ndarray) -> np.ndarray:
     return _among(levels >= LARGE_DECAY, rates, f"weight decays of {LARGE_DECAY:g} or more").max(1)
+
+
+def _range(levels: np.ndarray, rates: np.ndarray) -> np.ndarray:
+    """(seeds,): the largest sink rate − the smallest. Raises NotDefined where there is no sink that could differ."""
+    if rates.mean(0).max() <= SINK:
+        raise NotDefined(f"no level has a sink rate above {SINK:g} %")
+    return spread(levels, rates)
 
 
 def _best_decay(levels: np.ndarray, rates: np.ndarray) -> np.ndarray:
@@ -60,7 +67,7 @@ CLAIMS = (
         published=published("WSE table 9", {"slope": 5.28},
             "60M model: 6.29, 16.81, 18.18, 23.44 % at 1e-4, 2e-4, 4e-4, 8e-4"), is_ours=False),
     Claim("W-33", "table 10", "The batch size hardly matters.",
-        (Part(f"{RANGE}, equal steps", over_levels(BATCH, spread), at_most(3.0)),), (BATCH,),
+        (Part(f"{RANGE}, equal steps", over_levels(BATCH, _range), at_most(3.0)),), (BATCH,),
         published=published("WSE table 10", {"range": 1.99},
             "60M model: 16.45, 17.19, 18.18, 16.19 % at 0.25, 0.5, 1, 2 M tokens", "†")),
     Claim("W-34", "fig. 28", "With little data there is no sink.",
@@ -76,11 +83,11 @@ CLAIMS = (
         (Part("sink rate in %, smallest window", over_levels(WINDOW, _at(0)), below(1.0)),
          Part("rise to the largest, in points", over_levels(WINDOW, _rise), above(SINK))), (WINDOW,)),
     Claim("W-45", "table 11", "The feed-forward design hardly matters.",
-        (Part(RANGE, over_levels(FEED_FORWARD, spread), at_most(5.0)),), (FEED_FORWARD,),
+        (Part(RANGE, over_levels(FEED_FORWARD, _range), at_most(5.0)),), (FEED_FORWARD,),
         published=published("WSE table 11", {"range": 4.30},
             "60M model: SwiGLU 18.18, GeGLU 17.86, ReGLU 13.88, ReLU 16.90, GeLU 14.76, Swish 17.89 %", "†")),
     Claim("W-46", "table 12", "Nor does the number of heads.",
-        (Part(RANGE, over_levels(HEADS, spread), at_most(10.0)),), (HEADS,),
+        (Part(RANGE, over_levels(HEADS, _range), at_most(10.0)),), (HEADS,),
         published=published("WSE table 12", {"range": 8.82},
             "60M model: 18.18, 10.68, 12.95, 19.50 % with 8, 4, 2, 1 heads", "†")),
 )  # fmt: skip

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
+from sinkscope.options.training import tokens_a_step
 from sinkscope.report.claims.trainings import Training
 
 Level = float | str
@@ -33,8 +34,7 @@ def _setting(*names: str) -> Callable[[Training], Level | None]:
 
 
 def _tokens_a_step(training: Training) -> Level:
-    settings = training.settings
-    return settings["batch_size"] * settings["accumulation"] * settings["processes"] * settings["block_length"]
+    return tokens_a_step(training.settings, training.settings["processes"])
 
 
 def _tokens(training: Training) -> Level | None:

@@ -1,4 +1,6 @@
-"""What stands in the folders that are given to be judged: of any command that measures or trains, or of `claims`."""
+"""What stands in the folders that are given to be judged: of any command that measures or trains, of `claims` or
+`sweep`.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -14,18 +16,46 @@ from sinkscope.report.series import COMMAND as STEPS
 from sinkscope.report.series import Series
 from sinkscope.report.trained import COMMANDS as TRAININGS
 from sinkscope.report.trained import Trained
-from sinkscope.results.manifest import RUNS, read_manifest
+from sinkscope.results.cells import CELLS
+from sinkscope.results.cells import COMMAND as SWEEP
+from sinkscope.results.manifest import MANIFEST, RUNS, read_manifest
 
 JUDGED = (*RUNS, *TRAININGS, STEPS, COMMAND)
+GIVEN = (*JUDGED, SWEEP)
 
 
 def collected(runs: Iterable[Run], folders: Iterable[Path]) -> Collection:
     """What stands in folders of any command that measures, and what is handed over."""
     found: dict[type, list[Any]] = {Run: list(runs), Training: [], Steps: []}
-    for folder in dict.fromkeys(folders):
+    for folder in _each(folders):
         for kind, one in _runs_in(folder):
             found[kind].append(one)
     return Collection(found[Run], tuple(found[Training]), tuple(found[Steps]))
+
+
+def _each(folders: Iterable[Path]) -> list[Path]:
+    """The folders, each once; of a sweep those of its cells that are done and can be judged.
+
+    Raises:
+        InputError: a folder is of another command, or a sweep has no such cell.
+    """
+    found: dict[Path, None] = {}
+    for folder in folders:
+        manifest = read_manifest(folder, GIVEN)
+        if manifest["command"] != SWEEP:
+            found[folder] = None
+            continue
+        cells = [folder / CELLS / name for name in manifest["cells"]]
+        done = [cell for cell in cells if (cell / MANIFEST).is_file() and _is_done(read_manifest(cell, None))]
+        if not done:
+            raise InputError(f"--from {folder}: none of its cells is done that claims could judge")
+        found |= dict.fromkeys(done)
+    return list(found)
+
+
+def _is_done(manifest: Mapping[str, Any]) -> bool:
+    """Of a cell; commands that go on where they were write their tables last."""
+    return manifest["command"] in JUDGED and bool(manifest["tables"])
 
 
 def _runs_in(folder: Path) -> Iterator[tuple[type, Any]]:
@@ -57,7 +87,7 @@ def _training(folder: Path) -> Training:
 
 def skipped_in(folders: Iterable[Path]) -> dict[str, dict[str, str]]:
     """Model → role → why it does not apply, as folders of `claims` have it."""
-    return merged(*(read_manifest(folder, JUDGED).get("skipped_roles", {}) for folder in folders))
+    return merged(*(read_manifest(folder, JUDGED).get("skipped_roles", {}) for folder in _each(folders)))
 
 
 def merged(*found: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:

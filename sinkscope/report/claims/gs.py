@@ -130,7 +130,9 @@ def _theorem_two(evidence: Evidence) -> Estimate:
 
 
 def _over_units(x: np.ndarray) -> Estimate:
-    """A mean over heads or places, these resampled."""
+    """A mean over heads or places, these resampled. Raises NotDefined: there are none."""
+    if len(x) == 0:
+        raise NotDefined("the bound is of no layer of this model")
     return bootstrap(weighted_means(x[:, None], resamplings(len(x)))[:, 0])
 
 
@@ -150,8 +152,11 @@ def _column_strength(evidence: Evidence) -> Estimate:
 
 
 def _ratios(evidence: Evidence, column: str, branch: str = "attn", role: str = "natural") -> np.ndarray:
-    """(R, layers, positions)"""
-    return evidence.sequences(role).means(BRANCH, column, ("layer", "position"), branch=branch)
+    """(R, layers, positions). Raises NotDefined: gradients through this branch were read in no layer."""
+    found = evidence.sequences(role).means(BRANCH, column, ("layer", "position"), branch=branch)
+    if found.size == 0:
+        raise NotDefined(f"in no layer can the gradient's gain in the {branch} branch be told")
+    return found
 
 
 def _bloat_by_branch(evidence: Evidence) -> Estimate:

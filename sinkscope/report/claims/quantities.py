@@ -100,9 +100,10 @@ def gradients(evidence: Evidence, pathway: str, role: str = "natural") -> np.nda
     """(1 + groups, layers, positions): norms of all heads together; the first of the whole run, the others without one
     group of sequences each. Of values in front of a gate or scale on them.
     """
-    whole = evidence.table(role, "gradient")
-    parts = [rows for _, rows in evidence.table(role, "gradient_by_group").groupby("group")]
-    return np.stack([pathway_norms(in_front_of_valves(rows), pathway).to_numpy() for rows in (whole, *parts)])
+    parts = [evidence.table(role, "gradient").assign(group=-1), evidence.table(role, "gradient_by_group")]
+    norms = pathway_norms(in_front_of_valves(pd.concat(parts, ignore_index=True)), pathway, by=("group",))
+    count = norms.index.get_level_values("group").nunique()
+    return norms.to_numpy().reshape(count, len(norms) // max(count, 1), norms.shape[1])
 
 
 def in_front_of_valves(gradient: pd.DataFrame) -> pd.DataFrame:

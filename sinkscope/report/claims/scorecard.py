@@ -264,10 +264,22 @@ def _outcomes(decided: pd.DataFrame) -> pd.DataFrame:
 
 
 def _numbers_of_studies(card: Scorecard) -> list[str]:
-    """Of each model what trainings, steps or related models decide: a single model's scorecard may not have that."""
+    """What trainings, steps or related models decide: a single model's scorecard may not have that. What is the same of
+    several models, as of a setting in which they differ, stands there once.
+    """
     of_studies = [name for name, claim in CLAIMS.items() if claim.needs[0].partition(":")[0] in STUDIES]
     rows = card.table[card.table["claim"].isin(of_studies) & card.table["value"].notna()]
-    return [f"### {model}\n\n{as_markdown(_printed(own))}" for model, own in rows.groupby("model", sort=False)]
+    shared: dict[tuple[str, str], list[str]] = {}
+    for (model, claim), own in rows.groupby(["model", "claim"], sort=False):
+        shared.setdefault((claim, as_markdown(_printed(own))), []).append(model)
+    sections: dict[tuple[str, ...], list[str]] = {}
+    for (claim, _), models in shared.items():
+        sections.setdefault(tuple(models), []).append(claim)
+    return [
+        f"### {', '.join(models)}\n\n"
+        + as_markdown(_printed(rows[(rows["model"] == models[0]) & rows["claim"].isin(claims)]))
+        for models, claims in sections.items()
+    ]
 
 
 def _counts(table: pd.DataFrame) -> str:

@@ -14,10 +14,10 @@ from sinkscope.report.claims.evidence import MAIN, NULL, Evidence, Lacks
 from sinkscope.report.claims.gs import SPIKE
 from sinkscope.report.claims.over_seeds import study_of, words_for
 from sinkscope.report.claims.quantities import LATER, gradients, sink_rates
-from sinkscope.report.claims.studies import StepStudy
+from sinkscope.report.claims.studies import LoggedStudy, StepStudy
 from sinkscope.results.run import RunData
 
-STEPS = "steps"
+STEPS, COURSE = "steps", "course"
 BEGINNING = 1.0  # percent: fewer sinks are none
 
 Course = Mapping[int, RunData]  # step → run
@@ -35,25 +35,27 @@ def _onset(steps: list[int], rates: np.ndarray) -> int | None:
     return int(found[0]) if len(found) else None
 
 
-def _rise(runs: Course) -> tuple[np.ndarray, str]:
-    steps, rates = _rates(runs)
+def _rise(steps: list[int], rates: np.ndarray) -> tuple[np.ndarray, str]:
     onset = _onset(steps, rates)
     words = f"first above {SINK:g} % at step {steps[onset]}" if onset is not None else f"never above {SINK:g} %"
     return rates[:, -1] - rates[:, 0], words
 
 
-def _first(runs: Course) -> tuple[np.ndarray, str]:
-    steps, rates = _rates(runs)
+def _first(steps: list[int], rates: np.ndarray) -> tuple[np.ndarray, str]:
     return rates[:, 0], f"step {steps[0]}"
 
 
-def _over(of: Callable[[Course], tuple[np.ndarray, str]]) -> Callable[[Evidence], Estimate]:
-    """Of one training with the interval of its sequences, of several with that of the seeds."""
+def _over(of: Callable[[list[int], np.ndarray], tuple[np.ndarray, str]]) -> Callable[[Evidence], Estimate]:
+    """Of one training that was measured with the interval of its sequences, of others with that of the seeds."""
 
     def measure(evidence: Evidence) -> Estimate:
-        found = [of(runs) for runs in study_of(evidence, STEPS, StepStudy).each]
+        study = evidence.studies[COURSE]
+        if isinstance(study, LoggedStudy):
+            found = [of(list(rates), np.array([list(rates.values())])) for rates in study.each]
+        else:
+            found = [of(*_rates(runs)) for runs in study_of(evidence, COURSE, StepStudy).each]
         words = ", ".join(dict.fromkeys(words for _, words in found))
-        if len(found) == 1:
+        if len(found) == 1 and not isinstance(study, LoggedStudy):
             return bootstrap(found[0][0]).over(f"{words}; one training, interval over its sequences")
         return mean_of_runs(np.array([values[0] for values, _ in found])).over(f"{words}; {words_for(len(found))}")
 
@@ -91,5 +93,5 @@ CLAIMS = (
         (STEPS,)),
     Claim("W-30", "fig. 4", "The sink appears in training.",
         (Part("rise of the sink rate over steps, in points", _over(_rise), above(SINK)),
-         Part("sink rate at the first step, in %", _over(_first), below(BEGINNING))), (STEPS,)),
+         Part("sink rate at the first step, in %", _over(_first), below(BEGINNING))), (COURSE,)),
 )  # fmt: skip

@@ -2,7 +2,7 @@
 
 - arms of a training against each other, over its seeds;
 - trainings, plain ones or those of one arm, that differ in one setting, over their seeds;
-- the steps of a training;
+- the steps of a training, as they were measured or as the training logged them;
 - models of one family in several sizes, and a chat model beside its base (`relatives.py`).
 
 Each is found among everything that was given; where it is not, the command is named that would make it.
@@ -57,6 +57,13 @@ class StepStudy(Study):
     """One or several trainings of a model by step. `each`: step → run."""
 
     each: tuple[Mapping[int, RunData], ...]
+
+
+@dataclass(frozen=True)
+class LoggedStudy(Study):
+    """The seeds of one plain training. `each`: step → the sink rate in percent, as it was logged."""
+
+    each: tuple[Mapping[int, float], ...]
 
 
 @dataclass(frozen=True)
@@ -203,6 +210,19 @@ def _find_steps(given: Given, _: str) -> StepStudy | None:
     return StepStudy(folders, tuple(series.runs for series in given.series))
 
 
+def _find_course(given: Given, of: str) -> Study | None:
+    """Runs of steps; where there are none, what trainings from random weights logged."""
+    return _find_steps(given, of) or _find_logged(given)
+
+
+def _find_logged(given: Given) -> LoggedStudy | None:
+    fresh = [training for training in given.own if training.command == "train"]
+    groups = [[arms[PLAIN] for arms in arms_by_seed(group, [PLAIN])] for group in alike(fresh)]
+    arms = max(groups, key=len, default=[])
+    each = [(100 * rates).to_dict() for arm in arms if len(rates := arm.by_step("sink_rate"))]
+    return LoggedStudy(_folders(arm.training for arm in arms), tuple(each)) if each else None
+
+
 def _analyze_steps(given: Given, _: str) -> str:
     folders = [
         arms[PLAIN].run.folder
@@ -244,6 +264,7 @@ KINDS = {
     **ARMS,
     "factor": Kind(_find_factor, _vary),  # factor:weight-decay
     "steps": Kind(_find_steps, _analyze_steps),
+    "course": Kind(_find_course, _analyze_steps),  # of the sink rate alone, which trainings log
     "sizes": Kind(_find_sizes, lambda given, _: relatives.MORE_SIZES),
     "base": Kind(_find_base, _analyze_base),
     # what no command varies yet

@@ -11,8 +11,8 @@ from sinkscope.report.figures.style import OTHERS, SINK, WIDE, Figure, Look, new
 from sinkscope.report.sweep_tables import SweepTables
 from sinkscope.results.metrics import METRICS
 
-ACROSS, HEIGHT = 6, 1.05  # panels in a row, and inches of each
-NAME_LENGTH = 22  # characters of a level
+ACROSS, HEIGHT = 4, 1.05  # panels in a row, and inches of each
+NAME_LENGTH = 24  # characters of a level
 
 
 def _rows(tables: SweepTables, metric: str) -> pd.DataFrame:
