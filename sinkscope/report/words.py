@@ -186,7 +186,7 @@ TEMPLATES: dict[tuple[str, Outcome], str] = {
         "{value:,.4g}, which is no collapse (that begins at {threshold:g}).",
     ("perplexity-unharmed", CONFIRMED): "{paper} found that perplexity is unharmed. Here it changes by {value:+.1%}.",
     ("perplexity-unharmed", REFUTED): "{paper} found that perplexity is unharmed. Here it changes by {value:+.1%}, "
-        "which is harm (from {threshold:.0%} on).",
+        "by more than {threshold:.0%}.",
     # quantize
     ("cost", ABSENT): "{scheme} is harmless: perplexity {before:perplexity} → {after:perplexity}.",
     ("cost", PRESENT): "{scheme} multiplies perplexity by {value:,.4g}: {before:perplexity} → {after:perplexity}.",

@@ -25,7 +25,7 @@ SPREAD = 2.0  # standard deviations of the random controls that an intervention'
 MATERIAL = 0.005  # a rate or mass that changes by less than this has not changed
 HALF = 0.5  # a sink, or a cost, of which less than this share is left has mostly gone
 COLLAPSE = 10.0  # perplexity multiplied by more than this has collapsed
-HARM = 0.05  # perplexity that changes by more than this share has been harmed
+HARM = 0.05  # perplexity that changes by more than this share is not what it was
 
 
 class Outcome(StrEnum):

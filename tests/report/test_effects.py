@@ -129,7 +129,7 @@ def test_perplexity() -> None:
     unharmed = run_of({0: (0.7, 0.7, (0.7, 0.7))}, perplexity=(20.0, 20.2, ()), expects="perplexity-unharmed")
     assert "changes by +1.0%." in finding(unharmed, "x")
     harmed = run_of({0: (0.7, 0.7, (0.7, 0.7))}, perplexity=(20.0, 22.0, ()), expects="perplexity-unharmed")
-    assert "+10.0%, which is harm" in finding(harmed, "x")
+    assert "+10.0%, by more than 5%." in finding(harmed, "x")
 
 
 def test_every_expectation_of_an_intervention_has_its_words() -> None:
