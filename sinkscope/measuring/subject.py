@@ -1,6 +1,5 @@
 """What every command measures: a model, its family, and the tokens that it reads."""
 
-import gc
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -98,29 +97,12 @@ def open_subject(
     """
     with spinner(console, "loading the model"):
         loaded = load_model(model, tokenizer, config)
-    with undisturbed(loaded.model), _collected_quickly():
+    with undisturbed(loaded.model):
         family, notices = family_of(loaded.model)
         inputs = inputs_for(loaded, config, family)
         notices += [] if family.causal else ["it attends both ways; its loss, where it has one, is of masked tokens"]
         print_notices(console, (*loaded.notices, *tower_notice(loaded.model), *notices, *inputs.notices))
         yield Subject(loaded, family, inputs)
-
-
-@contextmanager
-def _collected_quickly() -> Iterator[None]:
-    """Until the end of the block, collecting garbage does not look at what is there already: libraries and the model.
-
-    accelerate collects it before every pass (`find_executable_batch_size`), and looking at those takes 0.3 s each time.
-    """
-    if gc.get_freeze_count():  # by the caller, for his own reasons
-        yield
-        return
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def is_in_memory(model: ModelLike) -> bool:

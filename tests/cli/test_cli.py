@@ -262,7 +262,7 @@ def test_observables_are_looked_up_before_anything_is_trained(command: str, tiny
         (["run", "gradient-sinks-figure-1", "--dtype", "int8"], "'int8' is unknown"),
         (["run", "gradient-sinks-figure-1", "--draws", "1"], "--draws"),
         (["compare"], "a comparison needs at least two runs; none was given"),
-        (["compare", "one"], "a comparison needs at least two runs; 1 was given"),
+        (["compare", "one"], "one is not a run folder: it does not exist"),
         (["doctor", "--dtype", "int8"], "'int8' is unknown"),
         (["doctor", "nowhere/at/all"], "no such file or folder"),
     ],

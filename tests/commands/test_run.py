@@ -136,7 +136,7 @@ def test_it_trains(path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> N
     if len(methods) > MANY:
         some = list(methods)[:: len(methods) - 1]
         methods = {label: methods[label] for label in some} if isinstance(methods, dict) else some
-        given |= {"method": methods}
+        given = given | {"method": methods}
     done = run_recipe(path.stem, model, out="out", **given)
     assert done.result is not None
     trained = done.result.value
