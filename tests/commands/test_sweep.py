@@ -1,9 +1,11 @@
 """`sweep`: the grid is checked whole, cells are what their commands write, and nothing that breaks loses the others."""
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -180,6 +182,19 @@ def test_processes_that_measure_each_cell_together(models: Path, whole: SweepRun
     cell = whole.plan[0].cell.name
     assert json.loads((out / "cells" / cell / "run.json").read_text())["processes"] == 2
     assert_same(out, whole, check_exact=False, rtol=1e-9, atol=1e-9)
+
+
+def test_workers_are_forked_from_a_process_that_is_silent_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules: list[str] = []
+    context = multiprocessing.get_context("forkserver")
+    monkeypatch.setattr(processes, "METHOD", "forkserver")
+    monkeypatch.setattr(type(context), "set_forkserver_preload", lambda context, names: modules.extend(names))
+    processes.Processes(1, ["train"])
+    assert modules == [processes.SILENCE, "sinkscope.commands.train"]
+    said = "import logging, warnings; logging.getLogger('one').warning('heard'); warnings.warn('heard')"
+    heard = f"import {processes.SILENCE}; {said}"
+    done = subprocess.run([sys.executable, "-c", heard], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout + done.stderr == ""
 
 
 def test_launched_processes_are_the_engine(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

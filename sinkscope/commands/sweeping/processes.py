@@ -22,6 +22,9 @@ GRACE = 15.0  # seconds that a worker has to clear up when it is told to end
 CGROUP = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current"))
 
 
+SILENCE = "sinkscope.commands.sweeping.silence"
+
+
 @dataclass
 class _Worker:
     process: Any
@@ -40,7 +43,8 @@ class Processes:
         """`commands`: that they run."""
         self._context: Any = multiprocessing.get_context(METHOD)
         if METHOD == "forkserver":
-            self._context.set_forkserver_preload([f"sinkscope.commands.{name}" for name in commands])
+            modules = (SILENCE, *(f"sinkscope.commands.{name}" for name in commands))
+            self._context.set_forkserver_preload(list(modules))
         self.workers, self._devices = workers, accelerators() if workers > 1 else 0
         self._threads = max(1, (os.cpu_count() or 1) // workers)
         self._budget = available_memory()
