@@ -40,7 +40,7 @@ from sinkscope.options.output import OutputOptions
 from sinkscope.report.claims.evidence import LONG, MAIN, NULL, Evidence
 from sinkscope.report.claims.folder import ScorecardFolder, scorecard_folder
 from sinkscope.report.claims.gather import Collection
-from sinkscope.report.claims.given import collected, merged, skipped_in
+from sinkscope.report.claims.given import collected, judged_folders, merged, skipped_in
 from sinkscope.report.claims.register import CLAIMS
 from sinkscope.report.claims.routes import ROLES as ROUTE_ROLES
 from sinkscope.report.claims.routes import routes_of_models
@@ -97,7 +97,8 @@ def claims(
     """
     start = time.time()
     config = config or options_of(ClaimsOptions, model, options)
-    known, skipped = collected(runs, config.from_), skipped_in(config.from_)
+    given = judged_folders(config.from_)
+    known, skipped = collected(runs, given), skipped_in(given)
     check_config(config)
     judges_only = model is None and (config.only_judges or bool(known.runs and config.model is None))
     reads = (config.model, config.adapter, config.input, *config.from_)

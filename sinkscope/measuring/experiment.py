@@ -24,7 +24,7 @@ from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import NO_ATTENTION, Mean, Observable, Reading, Settings
 from sinkscope.measuring.parity import parity_check
 from sinkscope.measuring.passes import LOSS_TABLES, Kind, Pass, first_size, pass_over
-from sinkscope.measuring.resumed import FEW, Change, Resumed, are_the_same, completed
+from sinkscope.measuring.resumed import FEW, Change, Resumed, are_the_same, completed, tried
 from sinkscope.measuring.streaming import measure_streaming
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.tables import publish
@@ -268,11 +268,8 @@ class Experiment:
         if not layer or self.chosen.backward or self.analyzed is not None or not self.subject.family.causal:
             return False
         few = replace(self.subject, inputs=self.subject.inputs.part(0, FEW))
-        try:  # twice: nothing of the first time may be left
-            *_, resumed = self._passes_from(2 * [self._change(layer, stack, -1)], few, with_loss)
-        except Exception as error:  # what layers share, say: a whole pass does without, or tells it
-            if was_interrupted(error):
-                raise
+        resumed = tried(lambda changes: self._passes_from(changes, few, with_loss), self._change(layer, stack, -1))
+        if resumed is None:
             return False
         make, step = partial(self._fresh, -1), self._step(with_loss)
         if self._few is None:

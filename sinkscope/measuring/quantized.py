@@ -10,14 +10,13 @@ from typing import Literal
 import numpy as np
 from rich.console import Console
 
-from sinkscope.errors import was_interrupted
 from sinkscope.interventions import Intervention
 from sinkscope.measuring.calibration import measured_ranges, measured_roundings
 from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.observables.outlier import Outlier
 from sinkscope.measuring.parity import ParityCheck
 from sinkscope.measuring.passes import Pass, Step, pass_over
-from sinkscope.measuring.resumed import FEW, Change, Resumed
+from sinkscope.measuring.resumed import FEW, Change, Resumed, tried
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.models.beginning import Beginning
@@ -93,13 +92,8 @@ class Bench:
         if self.interventions or not self.subject.family.causal:
             return False
         few = inputs.part(0, FEW)
-        try:  # twice: nothing of the first time may be left
-            *_, resumed = self._passes_from([change, change], few)
-        except Exception as error:  # what layers share, say: a whole pass does without, or tells it
-            if was_interrupted(error):
-                raise
-            return False
-        return resumed.loss / few.num_predicted == self.measure(ranges, few).loss
+        resumed = tried(lambda changes: self._passes_from(changes, few), change)
+        return resumed is not None and resumed.loss / few.num_predicted == self.measure(ranges, few).loss
 
     def _passes_from(self, changes: Sequence[Change], inputs: TokenInputs) -> list[Pass[Observable]]:
         resumed = Resumed(self.subject, self.kernel, changes, Tracer.forward_with_loss)

@@ -12,6 +12,7 @@ import pandas as pd
 import torch
 
 from sinkscope.attention.seam import open_seam
+from sinkscope.errors import was_interrupted
 from sinkscope.interventions.intervention import UntouchedError
 from sinkscope.measuring.observables.observable import Observable
 from sinkscope.measuring.passes import Pass
@@ -100,6 +101,19 @@ class Resumed:
         losses = done.losses.unbind(1) if done.losses.dim() > 1 else [done.losses] * len(self.changes)
         groups = self._by_change(done.observables)
         return [Pass(list(group), loss, done.batch_size) for group, loss in zip(groups, losses, strict=True)]
+
+
+def tried(passes_from: Callable[[list[Change]], list[Pass[Observable]]], change: Change) -> Pass[Observable] | None:
+    """The pass of a change that begins at its layer: the second of two, since nothing of the first may be left; None
+    where the model cannot begin there.
+    """
+    try:
+        *_, resumed = passes_from([change, change])
+    except Exception as error:  # what layers share, say: a whole pass does without, or tells it
+        if was_interrupted(error):
+            raise
+        return None
+    return resumed
 
 
 def completed(tables: Tables, layer: int, unchanged: Tables) -> dict[str, pd.DataFrame]:

@@ -18,11 +18,9 @@ from sinkscope.commands.sweeping.worker import Event, Group, measured, settle
 
 # A server that has imported what workers need starts each of them in milliseconds; Windows has none.
 METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+SILENCE = "sinkscope.commands.sweeping.silence"
 GRACE = 15.0  # seconds that a worker has to clear up when it is told to end
 CGROUP = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current"))
-
-
-SILENCE = "sinkscope.commands.sweeping.silence"
 
 
 @dataclass

@@ -27,13 +27,13 @@ GIVEN = (*JUDGED, SWEEP)
 def collected(runs: Iterable[Run], folders: Iterable[Path]) -> Collection:
     """What stands in folders of any command that measures, and what is handed over."""
     found: dict[type, list[Any]] = {Run: list(runs), Training: [], Steps: []}
-    for folder in _each(folders):
+    for folder in folders:
         for kind, one in _runs_in(folder):
             found[kind].append(one)
     return Collection(found[Run], tuple(found[Training]), tuple(found[Steps]))
 
 
-def _each(folders: Iterable[Path]) -> list[Path]:
+def judged_folders(folders: Iterable[Path]) -> list[Path]:
     """The folders, each once; of a sweep those of its cells that are done and can be judged.
 
     Raises:
@@ -87,7 +87,7 @@ def _training(folder: Path) -> Training:
 
 def skipped_in(folders: Iterable[Path]) -> dict[str, dict[str, str]]:
     """Model → role → why it does not apply, as folders of `claims` have it."""
-    return merged(*(read_manifest(folder, JUDGED).get("skipped_roles", {}) for folder in _each(folders)))
+    return merged(*(read_manifest(folder, JUDGED).get("skipped_roles", {}) for folder in folders))
 
 
 def merged(*found: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
