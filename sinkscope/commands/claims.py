@@ -3,7 +3,7 @@
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -51,7 +51,7 @@ from sinkscope.results.run import RunData
 from sinkscope.retrofits.registers import registers_before
 
 STREAMED, KEPT = "streaming-window:window=64", (0, 1, 2, 4)  # first tokens
-STREAM = 512  # tokens of a text that is streamed, where the model takes so many
+CONTROLS_WITH_LOSS = 3  # of an arm: logits over a large vocabulary are most of a pass
 REPEATED = ("attention", "geometry", "activation", "equal-tokens")
 
 
@@ -267,19 +267,26 @@ class Bench:
         for role in roles:
             kinds[_behind_colon(role)].add(role.partition(":")[0])
         subject = self.subject if given.keys() <= {"observables", "draws"} else None
-        without_loss = {name for name, some in kinds.items() if not any(kind.startswith("loss") for kind in some)}
-        alone = {name for name, some in kinds.items() if all(kind.endswith("alone") for kind in some)}
-        return self._experiment(subject, {"arms": {name: (name,) for name in kinds}, **given}, alone, without_loss)
+        most = given.get("draws", self.config.draws)
+        few = min(CONTROLS_WITH_LOSS, most)
+        draws = {"loss-do": few, "loss-do-alone": 0, "gradient-do-alone": 0}  # of other kinds `most`
+        losses = {"loss-do": 1 + few, "loss-do-alone": 1}  # of other kinds none
+        return self._experiment(
+            subject,
+            {"arms": {name: (name,) for name in kinds}, **given},
+            {name: max(draws.get(kind, most) for kind in some) for name, some in kinds.items()},
+            {name: max(losses.get(kind, 0) for kind in some) for name, some in kinds.items()},
+        )
 
     def streamed(self) -> Run:
         """Raises InputError: the model takes no text that is long enough."""
-        length = min(STREAM, position_limit(self.subject.loaded.model, self.subject.family) or STREAM)
-        if length < LONG:
-            raise InputError(f"it takes {length} tokens at most, and a text of {LONG} is streamed")
+        most = position_limit(self.subject.loaded.model, self.subject.family)
+        if most is not None and most < LONG:
+            raise InputError(f"it takes {most} tokens at most, and a text of {LONG} is streamed")
         registers = registers_before(self.subject.loaded.model)
         keep = sorted({*KEPT, *((registers, registers + 3) if registers else ())})
         do = f"{STREAMED},keep={','.join(map(str, keep))}"
-        return self._experiment(None, {"arms": {do: (do,)}, "seq_len": length, "num_seqs": 8})
+        return self._experiment(None, {"arms": {do: (do,)}, "seq_len": LONG, "num_seqs": 8})
 
     def _analyzed(self, subject: Subject | None, given: Mapping[str, Any]) -> Run:
         start = time.time()
@@ -292,16 +299,16 @@ class Bench:
         self,
         subject: Subject | None,
         given: Mapping[str, Any],
-        alone: Container[str] = (),
-        without_loss: Container[str] = (),
+        draws_of: Mapping[str, int] | None = None,
+        losses_of: Mapping[str, int] | None = None,
     ) -> Run:
         start = time.time()
         config = self._options(InterveneOptions, {"draws": self.config.draws, **given})
         subject = subject or self._reading(config)
         stacks = {label: parse_all(stack) for label, stack in dict(config.stacks).items()}
         experiment = Experiment(
-            subject, config, stacks, config.draws, lenient=True, console=self.console, without_controls=alone,
-            without_loss=without_loss, analyzed=self.analyzed if subject is self.subject else None,
+            subject, config, stacks, config.draws, lenient=True, console=self.console, draws_of=draws_of or {},
+            losses_of=losses_of or {}, analyzed=self.analyzed if subject is self.subject else None,
         )  # fmt: skip
         tables, self.interrupt = experiment.run(), experiment.interrupt
         facts = Facts(experiment.batch_size, parity=experiment.parity_error)

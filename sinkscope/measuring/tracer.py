@@ -89,9 +89,10 @@ class Tracer:
             copied = embeddings.clone()  # some models change them in place
             embedding.output = (copied, *given[1:]) if isinstance(given, tuple) else copied
             self._read_layers(batch, observables)
-            with_graph = summed_loss(self.traced.output.logits, batch)
-            torch.autograd.grad(with_graph.sum(), embeddings)
-            losses = save(with_graph.detach())
+            logits = self.traced.output.logits
+            found, gradient = loss_and_gradient(logits.detach(), batch)
+            torch.autograd.grad(logits, embeddings, gradient)
+            losses = save(found)
         self._check_finite()
         return losses.cpu()
 
@@ -281,13 +282,6 @@ def logits_of(output: Any) -> torch.Tensor:
     return logits
 
 
-def summed_loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """(B,T,V) → (B,): cross-entropy summed over each sequence's predicted tokens, of each given those before it or the
-    rest of its text, in nats.
-    """
-    return cross_entropies(logits, batch.targets).view(batch.targets.shape).sum(1, dtype=torch.float64)
-
-
 def cross_entropies(logits: torch.Tensor, targets: torch.Tensor, reduction: str = "none") -> torch.Tensor:
     """(…,V) and (…) → (N,), or (): cross-entropy in nats, in float32 or better; 0 of a token that predicts nothing."""
     logits = upcast(logits).flatten(0, -2)
@@ -324,13 +318,33 @@ CHUNK = 8  # tokens whose loss is computed at once: few enough to stay in a CPU'
 
 
 def loss_in_chunks(logits: torch.Tensor, batch: Batch, chunk: int = CHUNK) -> torch.Tensor:
-    """As `summed_loss`, a few tokens of one sequence at a time: the logits (B,T,V) are never copied as a whole."""
+    """(B,T,V) → (B,): cross-entropy summed over each sequence's predicted tokens, of each given those before it or the
+    rest of its text, in nats. A few tokens of one sequence at a time: the logits are never copied as a whole.
+    """
     losses = torch.zeros(len(logits), dtype=torch.float64, device=logits.device)
     for row in range(len(logits)):
         for start in range(0, logits.shape[1], chunk):
             part = slice(start, start + chunk)
             losses[row] += cross_entropies(logits[row, part], batch.targets[row, part], reduction="sum")
     return losses
+
+
+def loss_and_gradient(logits: torch.Tensor, batch: Batch, chunk: int = CHUNK) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `loss_in_chunks`, and the gradient of their sum by the logits (B,T,V), in their dtype: softmax, less 1 at
+    the token that comes. Autograd would make two more tensors as large as the logits.
+    """
+    losses = torch.zeros(len(logits), dtype=torch.float64, device=logits.device)
+    gradient = torch.empty_like(logits)
+    predicting = (batch.targets != IGNORED).to(logits.device)
+    targets = batch.targets.to(logits.device).where(predicting, 0)[..., None]
+    for row in range(len(logits)):
+        for start in range(0, logits.shape[1], chunk):
+            part = slice(start, start + chunk)
+            logs, targeted = upcast(logits[row, part]).log_softmax(-1), targets[row, part]
+            losses[row] -= logs.gather(-1, targeted)[:, 0].where(predicting[row, part], 0).sum(dtype=torch.float64)
+            gradient[row, part] = logs.exp_().scatter_add_(-1, targeted, -torch.ones_like(logs[:, :1]))
+    gradient[~predicting] = 0.0
+    return losses, gradient
 
 
 def _detached(call: AttentionCall) -> AttentionCall:

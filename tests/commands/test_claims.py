@@ -191,7 +191,6 @@ def test_a_model_with_register_tokens_streams_with_these_kept(tmp_path: Path) ->
     np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, VOCAB, size=(8, 256)))
     with pytest.MonkeyPatch.context() as patch:
         only(patch, "S-4")
-        patch.setattr("sinkscope.commands.claims.STREAM", 256)
         card = sinkscope.claims(model, input=str(tmp_path / "ids.npy"), bos="never", num_seqs=6)
     streams = next(iter(card.runs.values()))["streaming"]
     assert set(streams.tables["streaming"]["keep"]) == {0, 1, 2, 3, 4, 6}
@@ -270,6 +269,27 @@ def test_arms_are_compared_with_the_model_as_it_was_analyzed(text: Path, monkeyp
         other = alone.tables[name].replace(next(iter(alone.manifest["arms"])), label)
         own = table[table["name"] == label] if name == "effect" else table[table["condition"].isin(other["condition"])]
         pd.testing.assert_frame_equal(own.reset_index(drop=True), other, rtol=1e-6)
+
+
+def test_of_an_arm_three_random_controls_have_a_loss(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All where only the loss is read of them; of the others sink rates are."""
+    only(monkeypatch, "V-24", "N-6")
+    given = {"input": str(text), "bos": "never", "num_seqs": 4, "draws": 4}
+    model = tiny_model("gpt2")
+    bench = sinkscope.claims(model, **given).runs["GPT2LMHeadModel"]["loss-do:scale-sink-value"]
+    controls = {name: len(record["controls"]) for name, record in bench.manifest["arms"].items()}
+    assert controls == {"nullify-query-bias": 4, "scale-sink-value": 3}
+    with_loss = set(bench.tables["loss_by_sequence"]["condition"])
+    assert with_loss == {"before", "scale-sink-value", *(f"scale-sink-value control {draw}" for draw in range(3))}
+
+    monkeypatch.setattr("sinkscope.commands.claims.ROUTE_ROLES", ("do:scale-sink-value",))
+    card = sinkscope.claims(model, **given)
+    both = card.runs["GPT2LMHeadModel"]["loss-do:scale-sink-value"]
+    assert len(both.manifest["arms"]["scale-sink-value"]["controls"]) == 4
+    assert set(both.tables["loss_by_sequence"]["condition"]) == with_loss
+    assert card.outcome("V-24") != Outcome.NOT_MEASURED
+    attention = (run.tables["attention"].query("condition == 'scale-sink-value control 2'") for run in (bench, both))
+    pd.testing.assert_frame_equal(*(table.reset_index(drop=True) for table in attention))
 
 
 def test_two_processes_judge_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ from sinkscope.measuring.observables.gradient import Branch, Gradient, branches_
 from sinkscope.measuring.observables.gradient_theorems import NormGain, TheoremOne, norm_gain
 from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.tables import column_names
-from sinkscope.measuring.tracer import open_tracer, summed_loss
+from sinkscope.measuring.tracer import loss_and_gradient, loss_in_chunks, open_tracer
 from sinkscope.models.families import FAMILIES, find_family
 from sinkscope.options.measuring import make_config
 from sinkscope.report.run import Run
@@ -315,7 +315,7 @@ def test_tokens_that_predict_are_all_but_the_last_real_one() -> None:
         assert padded(ragged_tokens((3, 4)), side).predicting.int().tolist() == expected_mask
     logits = torch.zeros(2, 4, 96)
     for side in ("right", "left"):
-        loss = summed_loss(logits, padded(ragged_tokens((3, 4)), side))
+        loss = loss_in_chunks(logits, padded(ragged_tokens((3, 4)), side))
         assert loss.tolist() == pytest.approx([2 * np.log(96), 3 * np.log(96)])
 
 
@@ -374,8 +374,9 @@ def not_scaled(self: Gradient, *arguments: Any) -> None:
     self.loss_scale = 1.0
 
 
-def mean_loss_of_the_batch(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-    return summed_loss(logits, batch) / batch.predicting.sum()
+def mean_loss_of_the_batch(logits: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    losses, gradient = loss_and_gradient(logits, batch)
+    return losses, gradient / batch.predicting.sum()
 
 
 def one_position_late(batch: Batch, x: torch.Tensor, positions: int) -> torch.Tensor:
@@ -400,7 +401,7 @@ BROKEN: dict[str, tuple[str, str, Any, str, Any]] = {
     "norms before the sum": ("llama", "gradient", Gradient, "_on_pathway", norms_before_the_sum),
     "key and value swapped": ("llama", "gradient", Gradient, "watch_attention", key_and_value_swapped),
     "not divided by the predicted": ("llama", "gradient", Gradient, "prepare", not_scaled),
-    "mean loss of each batch": ("llama", "gradient", tracer_module, "summed_loss", mean_loss_of_the_batch),
+    "mean loss of each batch": ("llama", "gradient", tracer_module, "loss_and_gradient", mean_loss_of_the_batch),
     "padding predicted": (
         "llama", "gradient", Batch, "predicting", property(lambda batch: torch.ones_like(batch.token_ids).bool()),
     ),

@@ -116,8 +116,14 @@ def test_a_branch_that_is_read_elsewhere_is_noticed(
 def test_gradients_of_another_loss_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_of("llama", torch.float64)
     family, _ = family_of(model)
-    own = tracer.summed_loss
-    monkeypatch.setattr(tracer, "summed_loss", lambda logits, batch: own(logits[:1], Batch(*_first(batch))))
+    own = tracer.loss_and_gradient
+
+    def of_the_first(logits: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        losses, gradient = own(logits, batch)
+        gradient[1:] = 0
+        return losses[:1], gradient
+
+    monkeypatch.setattr(tracer, "loss_and_gradient", of_the_first)
     found = padded_differences(model, family, whole=True)["right"]
     assert found["gradient.grad_norm"] > 1e-2
     assert found["activation.norm_mean"] < ROUND_OFF
