@@ -3,7 +3,7 @@
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -51,7 +51,6 @@ from sinkscope.results.run import RunData
 from sinkscope.retrofits.registers import registers_before
 
 STREAMED, KEPT = "streaming-window:window=64", (0, 1, 2, 4)  # first tokens
-CONTROLS_WITH_LOSS = 3  # of an arm: logits over a large vocabulary are most of a pass
 REPEATED = ("attention", "geometry", "activation", "equal-tokens")
 
 
@@ -267,16 +266,9 @@ class Bench:
         for role in roles:
             kinds[_behind_colon(role)].add(role.partition(":")[0])
         subject = self.subject if given.keys() <= {"observables", "draws"} else None
-        most = given.get("draws", self.config.draws)
-        few = min(CONTROLS_WITH_LOSS, most)
-        draws = {"loss-do": few, "loss-do-alone": 0, "gradient-do-alone": 0}  # of other kinds `most`
-        losses = {"loss-do": 1 + few, "loss-do-alone": 1}  # of other kinds none
-        return self._experiment(
-            subject,
-            {"arms": {name: (name,) for name in kinds}, **given},
-            {name: max(draws.get(kind, most) for kind in some) for name, some in kinds.items()},
-            {name: max(losses.get(kind, 0) for kind in some) for name, some in kinds.items()},
-        )
+        without_loss = {name for name, some in kinds.items() if not any(kind.startswith("loss") for kind in some)}
+        alone = {name for name, some in kinds.items() if all(kind.endswith("alone") for kind in some)}
+        return self._experiment(subject, {"arms": {name: (name,) for name in kinds}, **given}, alone, without_loss)
 
     def streamed(self) -> Run:
         """Raises InputError: the model takes no text that is long enough."""
@@ -299,16 +291,16 @@ class Bench:
         self,
         subject: Subject | None,
         given: Mapping[str, Any],
-        draws_of: Mapping[str, int] | None = None,
-        losses_of: Mapping[str, int] | None = None,
+        alone: Container[str] = (),
+        without_loss: Container[str] = (),
     ) -> Run:
         start = time.time()
         config = self._options(InterveneOptions, {"draws": self.config.draws, **given})
         subject = subject or self._reading(config)
         stacks = {label: parse_all(stack) for label, stack in dict(config.stacks).items()}
         experiment = Experiment(
-            subject, config, stacks, config.draws, lenient=True, console=self.console, draws_of=draws_of or {},
-            losses_of=losses_of or {}, analyzed=self.analyzed if subject is self.subject else None,
+            subject, config, stacks, config.draws, lenient=True, console=self.console, without_controls=alone,
+            without_loss=without_loss, analyzed=self.analyzed if subject is self.subject else None,
         )  # fmt: skip
         tables, self.interrupt = experiment.run(), experiment.interrupt
         facts = Facts(experiment.batch_size, parity=experiment.parity_error)

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -64,10 +64,8 @@ class Experiment:
     draws: int  # random controls of an arm
     lenient: bool
     console: Console
-    draws_of: Mapping[str, int] = field(default_factory=dict)  # label → its random controls, where not `draws`
-    losses_of: Mapping[str, int] = field(
-        default_factory=dict
-    )  # label → of the arm and its controls, how many have a loss
+    without_controls: Container[str] = ()  # labels
+    without_loss: Container[str] = ()  # labels of arms of which no logits are made
     analyzed: RunData | None = None
     records: dict[str, dict[str, Any]] = field(default_factory=dict)  # label → what was done, for the manifest
     skipped: dict[str, str] = field(default_factory=dict)  # label → why it was not
@@ -225,11 +223,12 @@ class Experiment:
     def _by_pass(self, label: str, stack: Stack, resolved: Stack, known: Known) -> None:
         """Before, after and controls, each in one pass of the tracer."""
         record = self.records[label] = _record(stack, resolved, known.target)
-        controls = random_controls(resolved, known, self.config.seed, self.draws_of.get(label, self.draws))
+        draws = 0 if label in self.without_controls else self.draws
+        controls = random_controls(resolved, known, self.config.seed, draws)
         record["controls"] = [[str(part) for part in control] for control in controls]
         stacks = {(label, -1): resolved}
         stacks |= {(f"{label} control {draw}", draw): control for draw, control in enumerate(controls)}
-        measured = self._each_measured(stacks, known.target, self.losses_of.get(label, len(stacks)))
+        measured = self._each_measured(stacks, known.target, label not in self.without_loss)
         arms = [(BEFORE, -1, self.before)]
         arms += [
             ("after" if draw < 0 else "control", draw, arm) for (_, draw), arm in zip(stacks, measured, strict=True)
@@ -251,17 +250,8 @@ class Experiment:
 
     WAYS: ClassVar[dict[str, Callable[..., None]]] = {"pass": _by_pass, "streaming": _by_streaming}
 
-    def _each_measured(self, stacks: Mapping[Condition, Stack], target: Target, losses: int) -> list[Arm]:
-        """An arm and its controls, the first so many of them with a loss."""
-        conditions = list(stacks.items())
-        with_loss, without = dict(conditions[:losses]), dict(conditions[losses:])
-        return [
-            *(self._all_measured(with_loss, target, True) if with_loss else ()),
-            *(self._all_measured(without, target, False) if without else ()),
-        ]
-
-    def _all_measured(self, stacks: Mapping[Condition, Stack], target: Target, with_loss: bool) -> list[Arm]:
-        """Together from the first layer that any of them changes, or one after the other."""
+    def _each_measured(self, stacks: Mapping[Condition, Stack], target: Target, with_loss: bool) -> list[Arm]:
+        """An arm and its controls: together from the first layer that any of them changes, or one after the other."""
         layer = min(part.begins_at(target) for stack in stacks.values() for part in stack)
         if not self._resumes_at(layer, next(iter(stacks.values())), with_loss):
             return [self._measured(*condition, stack, with_loss=with_loss) for condition, stack in stacks.items()]

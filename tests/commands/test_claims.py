@@ -271,27 +271,6 @@ def test_arms_are_compared_with_the_model_as_it_was_analyzed(text: Path, monkeyp
         pd.testing.assert_frame_equal(own.reset_index(drop=True), other, rtol=1e-6)
 
 
-def test_of_an_arm_three_random_controls_have_a_loss(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All where only the loss is read of them; of the others sink rates are."""
-    only(monkeypatch, "V-24", "N-6")
-    given = {"input": str(text), "bos": "never", "num_seqs": 4, "draws": 4}
-    model = tiny_model("gpt2")
-    bench = sinkscope.claims(model, **given).runs["GPT2LMHeadModel"]["loss-do:scale-sink-value"]
-    controls = {name: len(record["controls"]) for name, record in bench.manifest["arms"].items()}
-    assert controls == {"nullify-query-bias": 4, "scale-sink-value": 3}
-    with_loss = set(bench.tables["loss_by_sequence"]["condition"])
-    assert with_loss == {"before", "scale-sink-value", *(f"scale-sink-value control {draw}" for draw in range(3))}
-
-    monkeypatch.setattr("sinkscope.commands.claims.ROUTE_ROLES", ("do:scale-sink-value",))
-    card = sinkscope.claims(model, **given)
-    both = card.runs["GPT2LMHeadModel"]["loss-do:scale-sink-value"]
-    assert len(both.manifest["arms"]["scale-sink-value"]["controls"]) == 4
-    assert set(both.tables["loss_by_sequence"]["condition"]) == with_loss
-    assert card.outcome("V-24") != Outcome.NOT_MEASURED
-    attention = (run.tables["attention"].query("condition == 'scale-sink-value control 2'") for run in (bench, both))
-    pd.testing.assert_frame_equal(*(table.reset_index(drop=True) for table in attention))
-
-
 def test_two_processes_judge_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the first one finds that some runs are there, which the second does not look for."""
     monkeypatch.setattr("sinkscope.report.claims.folder._figures", lambda card: {})

@@ -90,13 +90,12 @@ def perplexity_ratio(evidence: Evidence, role: str) -> Estimate:
 
 
 def perplexity_of_controls(evidence: Evidence, role: str) -> Estimate:
-    """The same under those random controls that have a loss, their mean and spread.
+    """The same under random controls, their mean and spread.
 
     Raises:
         NotDefined: the arm has no controls.
     """
-    computed = set(evidence.runs[role].tables["loss_by_sequence"]["condition"])
-    draws = [control for control in control_conditions(evidence, role) if control in computed]
+    draws = control_conditions(evidence, role)
     if not draws:
         raise NotDefined("the intervention has no random control on this model")
     before = losses(evidence, role, BEFORE)[0]
