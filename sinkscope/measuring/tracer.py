@@ -340,9 +340,9 @@ def loss_and_gradient(logits: torch.Tensor, batch: Batch, chunk: int = CHUNK) ->
     for row in range(len(logits)):
         for start in range(0, logits.shape[1], chunk):
             part = slice(start, start + chunk)
-            logs, targeted = upcast(logits[row, part]).log_softmax(-1), targets[row, part]
-            losses[row] -= logs.gather(-1, targeted)[:, 0].where(predicting[row, part], 0).sum(dtype=torch.float64)
-            gradient[row, part] = logs.exp_().scatter_add_(-1, targeted, -torch.ones_like(logs[:, :1]))
+            losses[row] += cross_entropies(logits[row, part], batch.targets[row, part], reduction="sum")
+            shares = upcast(logits[row, part]).softmax(-1)  # exp of log-softmax would be slow where it underflows
+            gradient[row, part] = shares.scatter_add_(-1, targets[row, part], -torch.ones_like(shares[:, :1]))
     gradient[~predicting] = 0.0
     return losses, gradient
 
