@@ -51,6 +51,8 @@ from sinkscope.results.run import RunData
 from sinkscope.retrofits.registers import registers_before
 
 STREAMED, KEPT = "streaming-window:window=64", (0, 1, 2, 4)  # first tokens
+STREAM = 512  # tokens of a text that is streamed, where the model takes so many
+STREAMS = 4  # such texts; intervals are over 32 parts of them
 REPEATED = ("attention", "geometry", "activation", "equal-tokens")
 
 
@@ -272,13 +274,13 @@ class Bench:
 
     def streamed(self) -> Run:
         """Raises InputError: the model takes no text that is long enough."""
-        most = position_limit(self.subject.loaded.model, self.subject.family)
-        if most is not None and most < LONG:
-            raise InputError(f"it takes {most} tokens at most, and a text of {LONG} is streamed")
+        length = min(STREAM, position_limit(self.subject.loaded.model, self.subject.family) or STREAM)
+        if length < LONG:
+            raise InputError(f"it takes {length} tokens at most, and a text of {LONG} is streamed")
         registers = registers_before(self.subject.loaded.model)
         keep = sorted({*KEPT, *((registers, registers + 3) if registers else ())})
         do = f"{STREAMED},keep={','.join(map(str, keep))}"
-        return self._experiment(None, {"arms": {do: (do,)}, "seq_len": LONG, "num_seqs": 8})
+        return self._experiment(None, {"arms": {do: (do,)}, "seq_len": length, "num_seqs": STREAMS})
 
     def _analyzed(self, subject: Subject | None, given: Mapping[str, Any]) -> Run:
         start = time.time()

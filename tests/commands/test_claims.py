@@ -191,6 +191,7 @@ def test_a_model_with_register_tokens_streams_with_these_kept(tmp_path: Path) ->
     np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, VOCAB, size=(8, 256)))
     with pytest.MonkeyPatch.context() as patch:
         only(patch, "S-4")
+        patch.setattr("sinkscope.commands.claims.STREAM", 256)
         card = sinkscope.claims(model, input=str(tmp_path / "ids.npy"), bos="never", num_seqs=6)
     streams = next(iter(card.runs.values()))["streaming"]
     assert set(streams.tables["streaming"]["keep"]) == {0, 1, 2, 3, 4, 6}
