@@ -24,8 +24,8 @@ class Limit(NamedTuple):
 
 
 # from the most rows on, until all tables fit into LARGEST
-LIMITS = (Limit(60_000, 10_000), Limit(60_000, 4_000), Limit(60_000, 1_000), Limit(15_000, 1_000), Limit(4_000, 500),
-          Limit(1_000, 200))  # fmt: skip
+LIMITS = (Limit(250_000, 10_000), Limit(60_000, 10_000), Limit(60_000, 4_000), Limit(60_000, 1_000),
+          Limit(15_000, 1_000), Limit(4_000, 500), Limit(1_000, 200))  # fmt: skip
 
 
 def as_json(value: Any) -> str:

@@ -104,6 +104,9 @@ S.aboutColumn = ({ name, about, unit }) => {
   return { label: name.replaceAll("_", " "), unit: unit || metric.unit, meaning: about, text: metric.text };
 };
 
+/** Whether values are shares, whose axis begins at 0. */
+S.isShare = (about) => about.unit === "share" || about.text(0.5).endsWith("%");
+
 /** Numbers at an axis. */
 S.tick = (about) => (about.text(0.5).endsWith("%") ? (value) => S.locale.format(".0~%")(value) : S.number);
 

@@ -21,7 +21,7 @@ S.findings = () => {
   const item = (one) =>
     S.element("li", {}, S.badge(one.outcome), " ", one.headline ? S.element("strong", {}, ...S.sentence(`${one.section}: `)) : null,
       ...S.sentence(one.sentence),
-      one.claim ? S.element("p.note", {}, `Claim ${one.claim}: ${one.statement}`) : null,
+      one.claim ? S.element("p.note", {}, `To be compared with claim ${one.claim} of ${one.paper}: “${one.statement}”`) : null,
       one.published.length
         ? S.element("details", {}, S.element("summary", {}, "Published values"), ...one.published.map((line) => S.element("p.note", {}, line)))
         : null);

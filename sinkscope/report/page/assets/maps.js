@@ -145,7 +145,7 @@ S.sideBySide = ({ table, column, across }, rows, labels, about) => {
     const found = new Map(rows.filter((row) => labels[row] === arm).map((row) => [`${layerOf[row]} ${placeOf[row]}`, values[row]]));
     return S.heatmap({
       rows: table.distinct("layer", rows), columns: table.distinct(across, rows), rowName: "layer", columnName: across,
-      scale, text: about.text, title: [S.withUnit(about), S.visible(arm)].filter((text) => text !== "∅").join(", "),
+      scale, text: about.text, title: [S.withUnit(about), S.visible(arm)].filter((text) => text !== "∅").join(", "), caption: arm && S.visible(arm),
       value: (layer, at) => found.get(`${layer} ${at}`) ?? null,
       pick: isOfHeads ? S.openHead : null, chosen: isOfHeads ? S.head : null,
       hover: (layer, at) => maps.forEach(({ map }) => map.outline(layer, at)),
