@@ -133,7 +133,7 @@ S.normMap = () => {
       rows: table.distinct("layer", rows), columns: table.distinct("position", rows), rowName: "layer", columnName: "position",
       scale, text: S.number, title: `Norm of ${state.site} by layer and position`,
       value: (layer, position) => found.get(`${layer} ${position}`) ?? null,
-    }));
+    }), S.element("p.note", {}, `site: ${table.byName.get("site").about}`));
   };
   redraw();
   return S.element("div", {}, S.element("h3", {}, "Norms of the residual stream"),
