@@ -100,9 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument(
-        "--profile", metavar="NAME", help="of interactions with NAME in section, control or value"
-    )
+    parser.add_argument("--profile", metavar="NAME", help="of interactions with NAME in section, control or value")
     given = parser.parse_args()
     with launched() as browser:
         for folder in given.folders:

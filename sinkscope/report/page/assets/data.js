@@ -20,11 +20,25 @@ S.Table = class {
     this.columns = raw.columns;
     this.byName = new Map(raw.columns.map((column) => [column.name, column]));
     this.decodedColumns = new Map();
+    this.codedColumns = new Map();
   }
 
   get(name) {
     if (!this.decodedColumns.has(name)) this.decodedColumns.set(name, S.decoded(this.byName.get(name).values));
     return this.decodedColumns.get(name);
+  }
+
+  /** A column's values as whole numbers, equal where they are, and how many there are; found once. */
+  codes(name) {
+    if (!this.codedColumns.has(name)) {
+      const found = new Map();
+      const codes = Int32Array.from(this.get(name), (value) => {
+        if (!found.has(value)) found.set(value, found.size);
+        return found.get(value);
+      });
+      this.codedColumns.set(name, { codes, count: found.size });
+    }
+    return this.codedColumns.get(name);
   }
 
   get length() {

@@ -141,7 +141,7 @@ S.attentionMap = (layer, head, heads) => {
       more: (row, column) => ` (${tokens.get(row)} → ${tokens.get(column)})`,
     });
   });
-  return S.element("div", {}, buttons, S.weightLegend(scale), S.element("div.maps", {}, ...figures));
+  return S.element("div", {}, buttons, S.weightLegend(scale), S.element("div.maps", {}, ...figures), S.leftOut(table) ?? "");
 };
 
 S.weightScale = () => d3.scaleSequentialLog([S.FAINTEST, 1], S.ramp).clamp(true);

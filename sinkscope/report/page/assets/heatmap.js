@@ -86,10 +86,14 @@ S.Heatmap = class {
     this.ticks(svg.append("g").attr("aria-hidden", "true"), left, top, across, down);
     this.places.clear();
     this.cells.clear();
+    // where there is no value there is no cell: half of a causal map
+    svg.append("rect").attr("x", left).attr("y", top).attr("width", this.columns.length * across)
+      .attr("height", this.rows.length * down).attr("fill", "var(--nothing)").attr("aria-hidden", "true");
     this.rows.forEach((row, y) => {
       const line = svg.append("g").attr("role", "row").node();
-      this.columns.forEach((column, x) => line.append(
+      this.columns.forEach((column, x) => this.value(row, column) !== null && line.append(
         this.cell(row, column, left + x * across, top + y * down, across - (across > 6 ? 1 : 0), down - (down > 6 ? 1 : 0))));
+      if (!line.childElementCount) line.remove();
     });
     this.enter = this.cells.get((this.chosen ?? [this.rows[0], this.columns[0]]).join(" ")) ?? this.cells.values().next().value;
     this.enter?.setAttribute("tabindex", 0);
@@ -140,13 +144,17 @@ S.Heatmap = class {
       if (event.key !== "Enter" && event.key !== " " && !down && !right) return;
       event.preventDefault();
       if (!down && !right) return this.choose(row, column);
-      this.moveTo(this.rows[this.rows.indexOf(row) + down] ?? row, this.columns[this.columns.indexOf(column) + right] ?? column);
+      this.moveFrom(this.rows.indexOf(row), this.columns.indexOf(column), down, right);
     }));
   }
 
-  moveTo(row, column) {
+  /** To the next cell in a direction, if there is one. */
+  moveFrom(y, x, down, right) {
+    do { y += down; x += right; } while (y in this.rows && x in this.columns && !this.cells.has(`${this.rows[y]} ${this.columns[x]}`));
+    const next = this.cells.get(`${this.rows[y]} ${this.columns[x]}`);
+    if (!next) return;
     this.enter.setAttribute("tabindex", -1);
-    this.enter = this.cells.get(`${row} ${column}`);
+    this.enter = next;
     this.enter.setAttribute("tabindex", 0);
     this.enter.focus();
   }

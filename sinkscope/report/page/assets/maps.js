@@ -79,9 +79,10 @@ S.narrowed = (table, axes, chosen, changed, from = d3.range(table.length)) => {
 
 /** Whether rows that are alike on the axes differ in a column. */
 S.tellsApart = (table, name, axes, rows) => {
-  const columns = axes.map((axis) => table.get(axis)), values = table.get(name), seen = new Map();
+  const columns = axes.map((axis) => table.codes(axis)), values = table.get(name), seen = new Map();
   for (const row of rows) {
-    const place = columns.map((column) => column[row]).join("\u0000");
+    let place = 0; // a number for each combination of values
+    for (const { codes, count } of columns) place = place * count + codes[row];
     if (!seen.has(place)) seen.set(place, values[row]);
     else if (seen.get(place) !== values[row]) return true;
   }
