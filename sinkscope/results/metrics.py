@@ -1,9 +1,7 @@
 """Every metric once: what it is called, how it is defined, in which unit, how it is printed, and from which paper.
 
 Whatever shows a metric (verdicts, tables, figures, comparisons, `sinkscope list metrics`) reads it from `METRICS`.
-
-Papers: GS = Attention Sinks Induce Gradient Sinks, WSE = When Attention Sink Emerges in Language Models, NU = Attention
-Sink Mechanisms Are Not Universal, VGA = Value-State Gated Attention. Position 0 is a sequence's first token.
+Position 0 is a sequence's first token.
 """
 
 from dataclasses import dataclass
@@ -13,6 +11,12 @@ from typing import Any
 SUMMARY, EFFECT, QUANTIZATION = "summary", "effect", "quantization"
 RETROFIT, TRAINING = "retrofit", "training"
 
+PAPERS = {  # as they are cited
+    "GS": "Attention Sinks Induce Gradient Sinks",
+    "WSE": "When Attention Sink Emerges in Language Models",
+    "NU": "Attention Sink Mechanisms Are Not Universal",
+    "VGA": "Value-State Gated Attention",
+}
 LARGE = 1e6  # from here on a number is printed as 1.085e+06
 MISSING = "–"  # printed in place of a number that was not measured
 UNITS = {"nats": "nats per token", "attention": "share of attention", "entries": ""}  # at an axis

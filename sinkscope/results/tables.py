@@ -43,7 +43,12 @@ SEQUENCE = Column("sequence", "which of the run's sequences, from 0 on", kind="w
 TOKEN_ID = Column("token_id", "id of the token at this position", kind="whole")
 TOKEN = Column("token", "its text", kind="text")
 COORDINATE = Column("coordinate", "of the residual stream, from 0 on", kind="whole")
-SITE = Column("site", "where in the layer: layer_in, attn_out, mid, mlp_out or layer_out", kind="text")
+SITE = Column(
+    "site",
+    "where in the layer: layer_in (its input), attn_out (what attention adds), mid (the stream between the branches), "
+    "mlp_out (what the MLP adds) or layer_out (its output)",
+    kind="text",
+)
 QUERY = Column("query", "position of the query", kind="whole")
 KEY = Column("key", "position of the key", kind="whole")
 SEED = Column("seed", "of the training")

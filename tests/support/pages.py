@@ -47,10 +47,12 @@ def experiment() -> Contents:
     effect = grid(name=names, draw=[-2, -1, 0, 1], metric=["sink_rate", "perplexity"], layer=[-1, 0, 1])
     effect["arm"] = effect["draw"].map({-2: "before", -1: "after"}).fillna("control")
     effect = effect.assign(draw=effect["draw"].clip(-1), position=0, value=random.uniform(0.1, 1, len(effect)))
-    attention = grid(condition=["before", *names], layer=range(4), head=range(4))
-    attention = attention.assign(kv_head=0, attention_entropy=random.uniform(0, 4, len(attention)), missing_mass=0.0)
+    attention = grid(condition=["before", *names], layer=range(4), head=range(4), position=range(2))
+    attention = attention.assign(kv_head=0, window_mass=random.uniform(0, 1, len(attention)))
+    maps = grid(condition=["before", *names], layer=range(4), query=range(3), key=range(3)).query("key <= query")
+    maps = maps.assign(weight=random.uniform(0, 1, len(maps)))
     manifest = {"command": "intervene", "config": {}, "tables": [], "condition": "natural"}
-    return Contents(manifest, led({"effect": effect, "attention_heads": attention}))
+    return Contents(manifest, led({"effect": effect, "attention": attention, "arm_maps": maps}))
 
 
 def training() -> Contents:

@@ -18,14 +18,13 @@ from sinkscope.measuring.observables.observable import (
     later_mean,
     long_form,
 )
-from sinkscope.results.tables import POSITION, SEQUENCE, Column
+from sinkscope.results.tables import POSITION, SEQUENCE, SITE, Column
 from sinkscope.text.batch import Batch
 
 SITES = ("layer_in", "attn_out", "mid", "mlp_out", "layer_out")
 SITE_OR_VALUE = Column(
     "site",
-    "layer_in, attn_out, mid, mlp_out, layer_out (the mean, where a model keeps copies of its residual stream), or "
-    "value: that of all heads",
+    f"{SITE.about}, where a model keeps copies of its residual stream their mean; or value: that of all heads",
     kind="text",
 )
 

@@ -7,14 +7,15 @@ from math import inf, isnan
 
 from sinkscope.report.claims.estimates import Estimate
 from sinkscope.report.claims.evidence import MAIN, NULL, Evidence, Lacks
+from sinkscope.results import metrics
 from sinkscope.results.findings import Published
 
 PAPERS = {  # first part of a claim's id → its paper
-    "GS": "Attention Sinks Induce Gradient Sinks",
-    "W": "When Attention Sink Emerges in Language Models",
+    "GS": metrics.PAPERS["GS"],
+    "W": metrics.PAPERS["WSE"],
     "S": "StreamingLLM; Massive Activations in Large Language Models (Sun et al. 2024)",
-    "N": "Attention Sink Mechanisms Are Not Universal",
-    "V": "Value-State Gated Attention",
+    "N": metrics.PAPERS["NU"],
+    "V": metrics.PAPERS["VGA"],
 }
 
 

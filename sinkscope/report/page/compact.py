@@ -14,6 +14,8 @@ DIGITS = 6  # significant ones of a number: tables hold float32, which has seven
 LARGEST = 4_000_000  # bytes of all tables together
 # columns of tables that have rows for each sequence: such a table is cut by them, and the first ones are kept whole
 BY_SEQUENCE = ("sequence", "group")
+# others are cut by these, so that all layers, heads and arms stay
+BY_PLACE = ("position", "query")
 
 
 class Limit(NamedTuple):
@@ -24,8 +26,9 @@ class Limit(NamedTuple):
 
 
 # from the most rows on, until all tables fit into LARGEST
-LIMITS = (Limit(60_000, 10_000), Limit(60_000, 4_000), Limit(60_000, 1_000), Limit(15_000, 1_000), Limit(4_000, 500),
-          Limit(1_000, 200))  # fmt: skip
+LIMITS = (Limit(250_000, 10_000), Limit(60_000, 10_000), Limit(60_000, 4_000), Limit(60_000, 1_000),
+          Limit(40_000, 1_000), Limit(30_000, 1_000), Limit(20_000, 1_000), Limit(15_000, 1_000), Limit(10_000, 1_000),
+          Limit(4_000, 500), Limit(1_000, 200))  # fmt: skip
 
 
 def as_json(value: Any) -> str:
@@ -110,13 +113,18 @@ def _shorter(texts: list[str]) -> str:
 
 
 def cut(table: pd.DataFrame, limit: Limit) -> tuple[pd.DataFrame, str]:
-    """The rows that are kept, and in words which were left out: those of later sequences, or all behind the first."""
-    for name in BY_SEQUENCE:
-        if name in table and len(table) > limit.by_sequence and table[name].nunique() > 1:
+    """The rows that are kept, and in words which were left out.
+
+    Those of later sequences are, or of later positions, or all behind the first ones.
+    """
+    ways = ((BY_SEQUENCE, limit.by_sequence), (BY_PLACE, limit.rows))
+    for name, most in ((name, most) for names, most in ways for name in names):
+        if name in table and len(table) > most and table[name].nunique() > 1:
             counts = table[name].value_counts().sort_index().cumsum()
-            kept = counts.index[: max(1, int((counts <= limit.by_sequence).sum()))]
-            told = f"only the {name}s {kept[0]} to {kept[-1]} are here, {len(kept)} of {len(counts)}"
-            return table[table[name].isin(kept)], told
+            kept = counts.index[: max(1, int((counts <= most).sum()))]
+            rows = table[table[name].isin(kept)]
+            if name in BY_SEQUENCE or len(rows) <= most:
+                return rows, f"only those of {name} {kept[0]} to {kept[-1]} are here, {len(kept)} of {len(counts)}"
     if len(table) > limit.rows:
         return table.head(limit.rows), f"only the first {limit.rows:,} rows are here"
     return table, ""

@@ -16,7 +16,7 @@ from sinkscope.report.page.compact import DIGITS, as_json, compact_tables
 from sinkscope.report.page.contents import PAGE, Contents
 from sinkscope.report.words import say, say_published
 from sinkscope.results.findings import Finding
-from sinkscope.results.metrics import METRICS
+from sinkscope.results.metrics import METRICS, PAPERS
 from sinkscope.results.resume import FileList
 from sinkscope.results.swap import new_file, remove
 
@@ -118,6 +118,7 @@ def page_data(contents: Contents) -> str:
         },
         "findings": [_as_data(finding) for finding in contents.findings],
         "absent": list(contents.absent),
+        "papers": PAPERS,
         "parts": [str(label) for label in contents.parts],
         "part": contents.named_by.name,
         "links": {str(label): page for label, page in contents.links.items()},
@@ -126,6 +127,7 @@ def page_data(contents: Contents) -> str:
 
 
 def _as_data(finding: Finding) -> dict[str, Any]:
+    claim = CLAIMS.get(finding.claim)
     return {
         "section": finding.section,
         "sentence": say(finding),
@@ -133,7 +135,8 @@ def _as_data(finding: Finding) -> dict[str, Any]:
         "outcome": str(finding.outcome),
         "headline": finding.is_headline,
         "claim": finding.claim,
-        "statement": CLAIMS[finding.claim].statement if finding.claim in CLAIMS else "",
+        "statement": claim.statement if claim else "",
+        "paper": f"{claim.paper}, {claim.reference}" if claim else "",
     }
 
 

@@ -111,6 +111,26 @@ def test_effects_and_claims_show_the_tables_numbers(page_of_kind: Callable[[str]
     assert "0.8 [0.7, 0.9]" in page.locator("#claims .detail").text_content()
 
 
+def test_arms_have_the_maps_of_a_heads_layer_side_by_side(page_of_kind: Callable[[str], Any]) -> None:
+    maps = KINDS["experiment"]().tables["arm_maps"].query("layer == 2 and query == 2 and key == 1")
+    page = page_of_kind("experiment")
+    page.locator(".panels [role=grid]").first.locator("[data-row='2'][data-column='3']").click()
+    shown = page.locator(".head [role=gridcell][data-row='2'][data-column='1']")
+    shown.nth(3).wait_for(state="attached")
+    weights = [float(label.split(": ")[1]) for label in shown.evaluate_all("all => all.map((one) => one.ariaLabel)")]
+    assert weights == pytest.approx(maps["weight"].tolist(), abs=6e-4)
+
+
+def test_a_narrow_window_leaves_out_columns_whose_rows_are_alike(page_of_kind: Callable[[str], Any]) -> None:
+    page = page_of_kind("sweep")
+    said = page.locator("#tables .narrow")
+    assert not said.is_visible()
+    page.set_viewport_size({"width": 390, "height": 844})
+    assert said.text_content() == "In all rows: condition natural, metric sink_rate."
+    assert not page.locator("#tables th", has_text="condition").is_visible()
+    page.set_viewport_size({"width": 1280, "height": 900})
+
+
 def test_the_slider_reads_the_values_at_a_step(page_of_kind: Callable[[str], Any]) -> None:
     contents = KINDS["training"]()
     rows = contents.tables["training"].query("step == 20 and metric == 'loss' and condition == 'vga'")

@@ -47,7 +47,14 @@ def test_a_table_is_cut_behind_a_whole_sequence() -> None:
     table = pd.DataFrame({"sequence": [0, 1, 2] * 4, "value": range(12)}).sort_values("sequence")
     kept, told = cut(table, Limit(rows=100, by_sequence=9))
     assert kept["sequence"].value_counts().to_dict() == {0: 4, 1: 4}
-    assert told == "only the sequences 0 to 1 are here, 2 of 3"
+    assert told == "only those of sequence 0 to 1 are here, 2 of 3"
+
+
+def test_a_table_of_arms_is_cut_by_position_so_that_all_arms_stay() -> None:
+    table = pd.DataFrame({"run": ["a"] * 3 + ["b"] * 3, "position": [0, 1, 2] * 2, "value": range(6)})
+    kept, told = cut(table, Limit(rows=5, by_sequence=1))
+    assert kept["value"].tolist() == [0, 1, 3, 4]
+    assert told == "only those of position 0 to 1 are here, 2 of 3"
 
 
 def test_a_table_without_sequences_is_cut_behind_its_first_rows() -> None:
@@ -61,7 +68,7 @@ def test_tables_are_cut_until_they_fit_and_say_so(monkeypatch: pytest.MonkeyPatc
     table = pd.DataFrame({"sequence": range(20_000), "value": 0.123456})
     (found,) = json.loads(compact_tables({"long": table}, {"long": (Column("value", "meaning", "nats"),)}))
     assert found["rows"] == 20_000
-    assert found["left_out"] == "only the sequences 0 to 999 are here, 1000 of 20000"
+    assert found["left_out"] == "only those of sequence 0 to 999 are here, 1000 of 20000"
     assert found["columns"][1] == {
         "name": "value", "about": "meaning", "unit": "nats", "kind": "number", "values": {"runs": [0.123456, 1000]},
     }  # fmt: skip

@@ -40,10 +40,10 @@ S.effectChart = (points, about) => {
     const of = (arm) => shown.filter((point) => point.arm === arm);
     const at = { x: "value", y: "name" };
     return S.plot({
-      width, marginLeft: narrow ? 120 : 240, height: 60 + names.length * 26, ariaLabel: title,
-      x: { label: S.withUnit(about), grid: true, type: isLog ? "log" : "linear", tickFormat: (value) => about.text(value),
+      width, marginLeft: narrow ? 160 : 240, marginTop: 10, marginBottom: 44, height: 64 + names.length * 26, ariaLabel: title,
+      x: { labelOffset: 36, label: S.withUnit(about), grid: true, type: isLog ? "log" : "linear", tickFormat: S.tick(about),
         ticks: narrow ? 3 : 6 },
-      y: { domain: names, label: null, tickFormat: (name) => short(narrow && name.length > 15 ? `${name.slice(0, 14)}…` : name) },
+      y: { domain: names, label: null, tickFormat: (name) => short(narrow && name.length > 24 ? `${name.slice(0, 23)}…` : name) },
       marks: [
         Plot.link(d3.groups(shown.filter(({ arm }) => arm !== "control"), ({ name }) => name).flatMap(([name, own]) => {
           const [before, after] = ["before", "after"].map((arm) => own.find((point) => point.arm === arm)?.value);
@@ -58,7 +58,7 @@ S.effectChart = (points, about) => {
     });
   };
   return S.element("figure", { role: "group", "aria-label": title }, S.element("figcaption", {}, title,
-    ": ring before, diamond after, strokes random controls"), S.drawn(draw, { height: 60 + names.length * 26 }));
+    ": ring before, diamond after, strokes random controls"), S.drawn(draw, { height: 64 + names.length * 26 }));
 };
 
 S.effectTable = (points, about) => {

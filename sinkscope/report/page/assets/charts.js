@@ -64,9 +64,11 @@ S.plot = (options) => {
 
 /**
  * Lines of values: one for each group.
- * points: [{x, y, group, line, low, high}], a line of each `line` of a group if it has several, and a stroke from low to high; x: {label}; y: {label, unit, text}; rule: an x to mark; ordinal: x is no number.
+ * points: [{x, y, group, line, low, high}], a line of each `line` of a group if it has several, and a stroke from low to high;
+ * x: {label}, and `all` values if the axis is to be longer than the points; y: {label, unit, text}; rule: an x to mark;
+ * ordinal: x is no number; toldBy: the column by which they are told apart, whose meaning stands below the chart.
  */
-S.lines = ({ points, x, y, title, rule = null, log = null, dots = false, height = 260, ordinal = false }) => {
+S.lines = ({ points, x, y, title, rule = null, log = null, dots = false, height = 260, ordinal = false, toldBy = null }) => {
   const groups = [...new Set(points.map(({ group }) => group))];
   const finite = points.filter(({ y: value }) => Number.isFinite(value));
   const isLog = log ?? S.isLog(finite.map(({ y: value }) => value));
@@ -80,10 +82,10 @@ S.lines = ({ points, x, y, title, rule = null, log = null, dots = false, height 
     const names = ordinal ? [...new Set(shown.map((point) => String(point.x)))] : [];
     const isTight = names.length * (d3.max(names, ({ length }) => length) ?? 0) * 6.5 > width - 60; // they would overlap
     return S.plot({
-      width, height: height + (isTight ? 50 : 0), marginLeft: 56, marginBottom: isTight ? 88 : 38, ariaLabel: plain,
-      x: { label: S.withUnit(x), tickRotate: isTight ? -35 : 0, type: ordinal ? "point" : undefined, grid: false, inset: 5,
+      width, height: height + (isTight ? 62 : 12), marginLeft: 56, marginTop: 28, marginBottom: isTight ? 92 : 42, ariaLabel: plain,
+      x: { label: S.withUnit(x), labelOffset: isTight ? 84 : 34, tickRotate: isTight ? -35 : 0, type: ordinal ? "point" : undefined, domain: x.all ? [first, last] : undefined, grid: false, inset: 5,
         tickFormat: ordinal ? undefined : (value) => S.number(value), ticks: Math.min(10, Math.floor(width / 60), steps) },
-      y: { label: S.withUnit(y), type: isLog ? "log" : "linear", grid: true, nice: true,
+      y: { label: S.withUnit(y), type: isLog ? "log" : "linear", grid: true, nice: true, zero: !isLog && S.isShare(y),
         ticks: isLog ? S.decades(shown.map(({ y: value }) => value)) : Math.max(3, Math.round(height / 50)), tickFormat: S.tick(y) },
       marks: [
         !isLog && d3.min(shown, ({ y: value }) => value) <= 0 ? Plot.ruleY([0], { strokeOpacity: 0.4 }) : null,
@@ -106,10 +108,10 @@ S.lines = ({ points, x, y, title, rule = null, log = null, dots = false, height 
       ],
     });
   };
-  const [first, last] = d3.extent(shown, (point) => point.x);
+  const [first, last] = d3.extent([...shown.map((point) => point.x), ...(x.all ?? [])]);
   const steps = shown.every((point) => Number.isInteger(point.x)) ? Math.max(1, last - first) : Infinity; // no half layers
   const plain = title.replaceAll("`", "");
-  const legend = groups.length > 1 ? S.legend(groups) : null;
+  const legend = groups.length > 1 ? S.legend(groups, dots) : null;
   const table = () => S.plainTable(
     [{ label: S.withUnit(x) }, ...groups.map((group) => ({ label: group || S.withUnit(y), number: true }))],
     d3.groups(finite, (point) => point.x).map(([at, own]) => [
@@ -117,15 +119,16 @@ S.lines = ({ points, x, y, title, rule = null, log = null, dots = false, height 
       ...groups.map((group) => own.filter((point) => point.group === group).map((point) => text(point.y)).join(" / ") || "–"),
     ]), plain);
   return S.element("figure", { role: "group", "aria-label": plain },
-    S.element("figcaption", {}, ...S.sentence(title)), legend, S.drawn(draw, { height }), S.numbers(table));
+    S.element("figcaption", {}, ...S.sentence(title)), legend, S.drawn(draw, { height: height + 12 }),
+    legend && toldBy?.about ? S.element("p.note", {}, ...S.sentence(`${toldBy.name}: ${toldBy.about}`)) : null, S.numbers(table));
 };
 
-/** What each color, dash and symbol stands for. */
-S.legend = (groups) =>
+/** What each color, dash and symbol stands for; of dots alone there is no dash. */
+S.legend = (groups, dots = false) =>
   S.element("ul.legend", {}, ...groups.map((group, at) => {
     const color = S.COLORS[at % S.COLORS.length];
     const line = d3.create("svg").attr("width", 34).attr("height", 12).attr("aria-hidden", "true");
-    line.append("line").attr("x1", 0).attr("x2", 34).attr("y1", 6).attr("y2", 6).style("stroke", color)
+    if (!dots) line.append("line").attr("x1", 0).attr("x2", 34).attr("y1", 6).attr("y2", 6).style("stroke", color)
       .attr("stroke-width", 2).attr("stroke-dasharray", S.DASHES[at % S.DASHES.length]);
     const kinds = { circle: d3.symbolCircle, triangle: d3.symbolTriangle, square: d3.symbolSquare,
       diamond: d3.symbolDiamond, star: d3.symbolStar, cross: d3.symbolCross, wye: d3.symbolWye, times: d3.symbolTimes };

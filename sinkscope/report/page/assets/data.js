@@ -20,11 +20,25 @@ S.Table = class {
     this.columns = raw.columns;
     this.byName = new Map(raw.columns.map((column) => [column.name, column]));
     this.decodedColumns = new Map();
+    this.codedColumns = new Map();
   }
 
   get(name) {
     if (!this.decodedColumns.has(name)) this.decodedColumns.set(name, S.decoded(this.byName.get(name).values));
     return this.decodedColumns.get(name);
+  }
+
+  /** A column's values as whole numbers, equal where they are, and how many there are; found once. */
+  codes(name) {
+    if (!this.codedColumns.has(name)) {
+      const found = new Map();
+      const codes = Int32Array.from(this.get(name), (value) => {
+        if (!found.has(value)) found.set(value, found.size);
+        return found.get(value);
+      });
+      this.codedColumns.set(name, { codes, count: found.size });
+    }
+    return this.codedColumns.get(name);
   }
 
   get length() {
@@ -103,6 +117,9 @@ S.aboutColumn = ({ name, about, unit }) => {
   const metric = S.aboutMetric(name);
   return { label: name.replaceAll("_", " "), unit: unit || metric.unit, meaning: about, text: metric.text };
 };
+
+/** Whether values are shares, whose axis begins at 0. */
+S.isShare = (about) => about.unit === "share" || about.text(0.5).endsWith("%");
 
 /** Numbers at an axis. */
 S.tick = (about) => (about.text(0.5).endsWith("%") ? (value) => S.locale.format(".0~%")(value) : S.number);

@@ -69,7 +69,7 @@ S.slider = (label, values, chosen, change) => {
   return S.element("div.control.slider", {}, S.element("label", { for: id }, label), slider, shown);
 };
 
-/** Boxes to choose several values; at least one stays. */
+/** Boxes to choose several values; at least one stays. Random controls are folded away: there are many. */
 S.several = (label, values, chosen, change) => {
   const boxes = values.map((value) => {
     const id = S.newId("box");
@@ -83,7 +83,11 @@ S.several = (label, values, chosen, change) => {
     });
     return S.element("span.check", {}, box, S.element("label", { for: id }, S.visible(value)));
   });
-  return S.element("fieldset.several", {}, S.element("legend", {}, label), ...boxes);
+  const controls = boxes.filter((box, at) => S.isControl(String(values[at])));
+  const fold = controls.length > 1 ? S.element("details", { open: controls.some((box) => box.firstChild.checked) },
+    S.element("summary", {}, `Random controls (${controls.length})`), S.element("div.boxes", {}, ...controls)) : null;
+  const first = fold ? boxes.filter((box) => !controls.includes(box)) : boxes;
+  return S.element("fieldset.several", {}, S.element("legend", {}, label), S.element("div.boxes", {}, ...first), fold);
 };
 
 /**
@@ -141,7 +145,7 @@ S.CELLS_AT_ONCE = 300; // of a table, so that a long one keeps nobody waiting
 /** A plain table, a long one row by row behind the first ones. `columns`: [{label, title, number}]; `rows`: arrays of texts. */
 S.plainTable = (columns, rows, caption = "") => {
   const body = S.element("tbody"), atOnce = Math.ceil(S.CELLS_AT_ONCE / columns.length);
-  const line = (row) => S.element("tr", {}, ...row.map((text, at) => S.element(columns[at].number ? "td.number" : "td", {}, text)));
+  const line = (row) => S.element("tr", {}, ...row.map((text, at) => S.element(columns[at].number ? "td.number" : String(text).length < 12 ? "td.short" : "td", {}, text)));
   const go = (from) => {
     body.append(...rows.slice(from, from + atOnce).map(line));
     if (from + atOnce < rows.length) setTimeout(() => go(from + atOnce));
@@ -153,7 +157,7 @@ S.plainTable = (columns, rows, caption = "") => {
     S.element(
       "table",
       {},
-      caption ? S.element("caption", {}, caption) : null,
+      caption ? S.element("caption", {}, S.element("span", {}, caption)) : null,
       S.element("thead", {}, S.element("tr", {}, ...columns.map(({ label, title, number }) =>
         S.element(number ? "th.number" : "th", { scope: "col", title }, label)))),
       body,

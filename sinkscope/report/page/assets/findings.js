@@ -21,7 +21,7 @@ S.findings = () => {
   const item = (one) =>
     S.element("li", {}, S.badge(one.outcome), " ", one.headline ? S.element("strong", {}, ...S.sentence(`${one.section}: `)) : null,
       ...S.sentence(one.sentence),
-      one.claim ? S.element("p.note", {}, `Claim ${one.claim}: ${one.statement}`) : null,
+      one.claim ? S.element("p.note", {}, `To be compared with claim ${one.claim} of ${one.paper}: “${one.statement}”`) : null,
       one.published.length
         ? S.element("details", {}, S.element("summary", {}, "Published values"), ...one.published.map((line) => S.element("p.note", {}, line)))
         : null);
@@ -47,9 +47,23 @@ S.findingNumbers = (onlyOfSeveral) => {
   const labels = S.runLabels(table), several = labels.some(Boolean);
   const rows = d3.range(table.length).map((at) => ({ ...table.row(at), label: labels[at] })).filter((row) => row.number === "value");
   if (!rows.length || (onlyOfSeveral && !several)) return null;
+  if (several) return S.findingsByRun(rows);
   return S.plainTable(
-    [...(several ? [{ label: "Run" }] : []), { label: "Finding" }, { label: "Value [95 %]", number: true }, { label: "Threshold", number: true },
+    [{ label: "Finding" }, { label: "Value [95 %]", number: true }, { label: "Threshold", number: true },
       { label: "Outcome" }, { label: "Claim" }],
-    rows.map((row) => [...(several ? [row.label] : []), row.finding, S.interval(row.value, row.low, row.high), S.number(row.threshold), row.outcome,
-      row.claim ?? ""]), several ? "Findings of each run" : "Findings");
+    rows.map((row) => [row.finding, S.interval(row.value, row.low, row.high), S.number(row.threshold), row.outcome,
+      row.claim ?? ""]), "Findings");
+};
+
+/** A row each finding, a column each run. */
+S.findingsByRun = (rows) => {
+  const runs = [...new Set(rows.map(({ label }) => label))];
+  const outcome = (row) => (row.outcome === "measured" ? "" : `, ${row.outcome}`);
+  const cell = (own) => own.map((row) => S.interval(row.value, row.low, row.high) + outcome(row)).join(" / ") || "–";
+  return S.plainTable(
+    [{ label: "Finding" }, ...runs.map((label) => ({ label: S.visible(label), number: true })), { label: "Threshold", number: true },
+      { label: "Claim" }],
+    d3.groups(rows, ({ finding }) => finding).map(([finding, own]) => [finding.replaceAll("-", " "),
+      ...runs.map((label) => cell(own.filter((row) => row.label === label))), S.number(own[0].threshold), own[0].claim ?? ""]),
+    "Findings by run: value [95 %] and outcome");
 };

@@ -122,26 +122,50 @@ S.attentionMap = (layer, head, heads) => {
     S.element("button", { type: "button", "aria-pressed": String(pair[0] === layer && pair[1] === head),
       onclick: () => S.openHead(...pair) }, `layer ${pair[0]}, head ${pair[1]}`)));
   if (!rows.length)
-    return S.element("div", {}, S.element("p.note", {}, heads.length
+    return S.layerMaps(layer) ?? S.element("div", {}, S.element("p.note", {}, heads.length
       ? "Of this head no map is stored: a run keeps those of a few telling heads. Its means over all sequences follow."
       : "This run keeps no attention maps."), heads.length ? buttons : "");
   const table = S.table("attention_maps");
   const labels = S.runLabels(table);
   const [query, key, weight, token, sequence] = ["query", "key", "weight", "token", "sequence"].map((name) => table.get(name));
-  const about = { label: "attention weight (darkest: 0.001 and less)", unit: "", text: S.number };
-  const scale = d3.scaleSequentialLog([S.FAINTEST, 1], S.ramp).clamp(true);
+  const scale = S.weightScale();
   const figures = d3.groups(rows, (row) => `${labels[row]} ${sequence[row]}`).slice(0, 4).map(([, own]) => {
     const found = new Map(own.map((row) => [`${query[row]} ${key[row]}`, weight[row]]));
     const tokens = new Map(own.map((row) => [key[row], S.visible(token[row])]));
     const places = table.distinct("key", own);
     const title = [`Attention of layer ${layer}, head ${head}, sequence ${sequence[own[0]]}`, labels[own[0]]];
+    const caption = labels[own[0]] && `${S.visible(labels[own[0]])}, sequence ${sequence[own[0]]}`;
     return S.heatmap({
       rows: table.distinct("query", own), columns: places, rowName: "query", columnName: "key", scale, text: S.number,
-      title: title.filter(Boolean).join(", "), maxCell: 9, value: (row, column) => found.get(`${row} ${column}`) ?? null,
+      title: title.filter(Boolean).join(", "), caption, maxCell: 9, value: (row, column) => found.get(`${row} ${column}`) ?? null,
       more: (row, column) => ` (${tokens.get(row)} → ${tokens.get(column)})`,
     });
   });
-  return S.element("div", {}, buttons, S.colorLegend(scale, about), S.element("div.maps", {}, ...figures));
+  return S.element("div", {}, buttons, S.weightLegend(scale), S.element("div.maps", {}, ...figures), S.leftOut(table) ?? "");
+};
+
+S.weightScale = () => d3.scaleSequentialLog([S.FAINTEST, 1], S.ramp).clamp(true);
+
+S.weightLegend = (scale) => S.element("div", {},
+  S.colorLegend(scale, { label: "attention weight (darkest: 0.001 and less)", unit: "", text: S.number }),
+  S.element("p.note", {}, "Gray: keys that the query does not see."));
+
+/** Maps of the layer, means over heads and sequences, of the arms that are side by side; null where the run has none. */
+S.layerMaps = (layer) => {
+  const table = S.table("arm_maps");
+  const rows = table ? S.ofShownArms(table, table.where({ layer })) : [];
+  if (!rows.length) return null;
+  const about = `Attention of layer ${layer}, mean over heads and sequences`;
+  const labels = S.armLabels(table), scale = S.weightScale();
+  const [query, key, weight] = ["query", "key", "weight"].map((name) => table.get(name));
+  const figures = d3.groups(rows, (row) => labels[row]).slice(0, S.MOST_ARMS).map(([label, own]) => {
+    const found = new Map(own.map((row) => [`${query[row]} ${key[row]}`, weight[row]]));
+    return S.heatmap({
+      rows: table.distinct("query", own), columns: table.distinct("key", own), rowName: "query", columnName: "key", scale,
+      text: S.number, title: [about, label].filter(Boolean).join(", "), caption: label && S.visible(label), maxCell: 7, value: (row, column) => found.get(`${row} ${column}`) ?? null,
+    });
+  });
+  return S.element("div", {}, S.element("p.about", {}, about), S.weightLegend(scale), S.element("div.maps", {}, ...figures), S.leftOut(table) ?? "");
 };
 
 /** Every column by position, a chart each. */
@@ -155,7 +179,7 @@ S.headLines = (tables, layer, head) => {
       const about = S.aboutColumn(column);
       const points = rows.map((row) => ({ x: table.get("position")[row], y: table.get(column.name)[row], group: group(row) }));
       if (points.some(({ y }) => Number.isFinite(y)))
-        charts.push(S.lines({ points, x: { label: "position" }, y: about, height: 190,
+        charts.push(S.lines({ points, x: { label: "position" }, y: about, height: 190, toldBy: table.byName.get("pathway"),
           title: `${about.label}: ${about.meaning}` }));
     }
   }

@@ -31,21 +31,24 @@ S.colorLegend = (scale, about) => {
   const svg = d3.create("svg").attr("width", width + 60).attr("height", 30).attr("role", "img").attr("aria-label", name);
   svg.selectAll("rect").data(d3.range(steps)).join("rect").attr("x", (step) => 30 + (step * width) / steps)
     .attr("width", width / steps + 0.5).attr("height", 10).attr("fill", (step) => scale(at((step + 0.5) / steps)));
-  svg.selectAll("text").data([0, 0.5, 1]).join("text").attr("x", (share) => 30 + share * width).attr("y", 24)
-    .attr("text-anchor", "middle").attr("class", "tick").text((share) => about.text(at(share)));
+  const decades = isLog ? S.decades([least, most]).filter((value) => value >= least && value <= most) : [];
+  const marked = decades.length > 1 ? decades.map((value) => Math.log(value / least) / Math.log(most / least)) : [0, 0.5, 1];
+  const label = (share) => (decades.length > 1 ? S.number(10 ** Math.round(Math.log10(at(share)))) : about.text(at(share)));
+  svg.selectAll("text").data(marked).join("text").attr("x", (share) => 30 + share * width).attr("y", 24)
+    .attr("text-anchor", "middle").attr("class", "tick").text(label);
   return S.element("div.colors", {}, S.element("span", {}, S.withUnit(about) + (isLog ? ", by decades" : "")), svg.node());
 };
 
 /**
  * A map, as a figure.
  * rows, columns: labels; rowName, columnName: what they are; value(row, column): number or null; scale: of colors;
- * text: number → text; more(row, column): text behind it; title; maxCell: pixels;
+ * text: number → text; more(row, column): text behind it; title; caption: a shorter one; maxCell: pixels;
  * pick(row, column): what Enter and a click do; chosen: [row, column]; hover(row, column): where the pointer is.
  */
 S.heatmap = (given) => {
   const map = new S.Heatmap(given);
   const figure = S.element("figure.map", { role: "group", "aria-label": given.title },
-    S.element("figcaption", {}, given.title), S.drawn((width) => map.draw(width), { height: map.height(340), kind: "scroll-map" }),
+    S.element("figcaption", {}, given.caption || given.title), S.drawn((width) => map.draw(width), { height: map.height(340), kind: "scroll-map" }),
     S.numbers(() => map.table()));
   figure.style.width = `${Math.max(190, 38 + given.columns.length * map.maxCell)}px`;
   figure.map = map;
@@ -83,10 +86,14 @@ S.Heatmap = class {
     this.ticks(svg.append("g").attr("aria-hidden", "true"), left, top, across, down);
     this.places.clear();
     this.cells.clear();
+    // where there is no value there is no cell: half of a causal map
+    svg.append("rect").attr("x", left).attr("y", top).attr("width", this.columns.length * across)
+      .attr("height", this.rows.length * down).attr("fill", "var(--nothing)").attr("aria-hidden", "true");
     this.rows.forEach((row, y) => {
       const line = svg.append("g").attr("role", "row").node();
-      this.columns.forEach((column, x) => line.append(
+      this.columns.forEach((column, x) => this.value(row, column) !== null && line.append(
         this.cell(row, column, left + x * across, top + y * down, across - (across > 6 ? 1 : 0), down - (down > 6 ? 1 : 0))));
+      if (!line.childElementCount) line.remove();
     });
     this.enter = this.cells.get((this.chosen ?? [this.rows[0], this.columns[0]]).join(" ")) ?? this.cells.values().next().value;
     this.enter?.setAttribute("tabindex", 0);
@@ -137,13 +144,17 @@ S.Heatmap = class {
       if (event.key !== "Enter" && event.key !== " " && !down && !right) return;
       event.preventDefault();
       if (!down && !right) return this.choose(row, column);
-      this.moveTo(this.rows[this.rows.indexOf(row) + down] ?? row, this.columns[this.columns.indexOf(column) + right] ?? column);
+      this.moveFrom(this.rows.indexOf(row), this.columns.indexOf(column), down, right);
     }));
   }
 
-  moveTo(row, column) {
+  /** To the next cell in a direction, if there is one. */
+  moveFrom(y, x, down, right) {
+    do { y += down; x += right; } while (y in this.rows && x in this.columns && !this.cells.has(`${this.rows[y]} ${this.columns[x]}`));
+    const next = this.cells.get(`${this.rows[y]} ${this.columns[x]}`);
+    if (!next) return;
     this.enter.setAttribute("tabindex", -1);
-    this.enter = this.cells.get(`${row} ${column}`);
+    this.enter = next;
     this.enter.setAttribute("tabindex", 0);
     this.enter.focus();
   }

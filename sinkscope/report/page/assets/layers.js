@@ -60,6 +60,7 @@ S.massive = () => {
   const table = S.table("massive");
   if (!table) return S.norms();
   const state = { color: "position", only: table.get("is_massive").some(Boolean) };
+  const layers = table.distinct("layer").filter((layer) => layer >= 0);
   const place = S.element("div"), controls = S.element("div.controls");
   const redraw = () => {
     const labels = S.armLabels(table);
@@ -82,7 +83,7 @@ S.massive = () => {
       return at < 0 ? frequent.length : at;
     }
     place.replaceChildren(
-      S.lines({ points, x: { label: "layer" }, y: { label: "largest |entry|", unit: "", text: S.number }, dots: true,
+      S.lines({ points, x: { label: "layer", all: layers }, y: { label: "largest |entry|", unit: "", text: S.number }, dots: true,
         log: true, title: `Largest |entry| of the layer's output, by ${state.color}` }),
       S.massivePlaces(table, rows));
   };
@@ -106,12 +107,15 @@ S.massivePlaces = (table, rows) => {
     .sort((a, b) => b.own.length - a.own.length).slice(0, 12);
   if (!groups.length) return S.element("p.note", {}, "No entry is a massive activation.");
   return S.plainTable(
-    [{ label: "Coordinate", number: true }, { label: "Position", number: true }, { label: "Rows", number: true },
-      { label: "Layers" }, { label: "Largest value", number: true }, { label: "At token" }],
+    [{ label: "Coordinate", number: true }, { label: "Position", number: true }, { label: "Entries", title: "of all sequences and layers", number: true },
+      { label: "Layers" }, { label: "Largest value", number: true }, { label: "Its token" }],
     groups.map(({ own, largest }) => [S.number(coordinate[largest]), S.number(position[largest]), S.number(own.length),
-      `${d3.min(own, (row) => layer[row])}–${d3.max(own, (row) => layer[row])}`, S.number(value[largest]),
-      S.visible(table.get("token")[largest])]), "Coordinates and positions with most of them");
+      S.range(own.map((row) => layer[row])), S.number(value[largest]),
+      S.visible(table.get("token")[largest])]), "Coordinates and positions with most of them, counted over sequences and layers");
 };
+
+/** «3–9», or the only value. */
+S.range = (values) => [...new Set(d3.extent(values))].join("–");
 
 /** Norms of the residual stream, layer × position. */
 S.normMap = () => {
@@ -125,11 +129,11 @@ S.normMap = () => {
     const rows = table.where({ site: state.site }).filter((row) => table.get("layer")[row] >= 0);
     const found = new Map(rows.map((row) => [`${table.get("layer")[row]} ${table.get("position")[row]}`, table.get("norm_mean")[row]]));
     const scale = S.colorScale([...found.values()]);
-    place.replaceChildren(S.colorLegend(scale, about), S.heatmap({
+    place.replaceChildren(S.colorLegend(scale, { ...about, label: about.meaning }), S.heatmap({
       rows: table.distinct("layer", rows), columns: table.distinct("position", rows), rowName: "layer", columnName: "position",
       scale, text: S.number, title: `Norm of ${state.site} by layer and position`,
       value: (layer, position) => found.get(`${layer} ${position}`) ?? null,
-    }));
+    }), S.element("p.note", {}, `site: ${table.byName.get("site").about}`));
   };
   redraw();
   return S.element("div", {}, S.element("h3", {}, "Norms of the residual stream"),
@@ -163,7 +167,7 @@ S.gradientChain = () => {
     place.replaceChildren(...table.values.map((column) => {
       const about = S.aboutColumn(column);
       return S.lines({ points: S.points(table, rows, "layer", column.name), x: { label: "layer" },
-        y: { label: about.label, unit: column.unit, text: S.number }, height: 200, title: `${column.name}: ${column.about}` });
+        y: { label: about.label, unit: column.unit, text: S.number }, height: 200, title: `${about.label}: ${column.about}` });
     }));
   };
   redraw();
@@ -181,7 +185,7 @@ S.gradientPathways = () => {
     const { rows, selects } = S.narrowed(table, ["layer", ...S.toldBy(table, "pathway")], state.chosen, redraw, all);
     S.setControls(controls, ...selects);
     place.replaceChildren(S.lines({ points: S.points(table, rows, "layer", "grad_norm", ["pathway"]), x: { label: "layer" },
-      y: { label: "gradient norm", unit: "", text: S.number },
+      y: { label: "gradient norm", unit: "", text: S.number }, toldBy: table.byName.get("pathway"),
       title: "Gradient norm of queries, keys and values, all heads together" }));
   };
   redraw();

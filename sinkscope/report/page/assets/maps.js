@@ -79,9 +79,10 @@ S.narrowed = (table, axes, chosen, changed, from = d3.range(table.length)) => {
 
 /** Whether rows that are alike on the axes differ in a column. */
 S.tellsApart = (table, name, axes, rows) => {
-  const columns = axes.map((axis) => table.get(axis)), values = table.get(name), seen = new Map();
+  const columns = axes.map((axis) => table.codes(axis)), values = table.get(name), seen = new Map();
   for (const row of rows) {
-    const place = columns.map((column) => column[row]).join("\u0000");
+    let place = 0; // a number for each combination of values
+    for (const { codes, count } of columns) place = place * count + codes[row];
     if (!seen.has(place)) seen.set(place, values[row]);
     else if (seen.get(place) !== values[row]) return true;
   }
@@ -145,7 +146,7 @@ S.sideBySide = ({ table, column, across }, rows, labels, about) => {
     const found = new Map(rows.filter((row) => labels[row] === arm).map((row) => [`${layerOf[row]} ${placeOf[row]}`, values[row]]));
     return S.heatmap({
       rows: table.distinct("layer", rows), columns: table.distinct(across, rows), rowName: "layer", columnName: across,
-      scale, text: about.text, title: [S.withUnit(about), S.visible(arm)].filter((text) => text !== "∅").join(", "),
+      scale, text: about.text, title: [S.withUnit(about), S.visible(arm)].filter((text) => text !== "∅").join(", "), caption: arm && S.visible(arm),
       value: (layer, at) => found.get(`${layer} ${at}`) ?? null,
       pick: isOfHeads ? S.openHead : null, chosen: isOfHeads ? S.head : null,
       hover: (layer, at) => maps.forEach(({ map }) => map.outline(layer, at)),

@@ -45,7 +45,9 @@ S.start = () => {
     S.element("header", {}, S.element("h1", {}, title), S.facts(),
       S.element("nav", { "aria-label": "Sections" }, S.element("ul", {}, ...links))),
     S.element("main", { id: "main" }, ...sections),
-    S.element("footer", {}, `Made by sinkscope ${S.data.version} from the tables of this folder. Nothing on this page is loaded from a network.`),
+    S.element("footer", {},
+      S.element("p", {}, "Papers: ", Object.entries(S.data.papers).map(([name, title]) => `${name} – ${title}`).join("; "), "."),
+      S.element("p", {}, `Made by sinkscope ${S.data.version} from the tables of this folder. Nothing on this page is loaded from a network.`)),
     S.tip);
   document.addEventListener("keydown", (event) => { if (event.key === "Escape") S.hideTip(); });
   document.body.dataset.ready = "true";

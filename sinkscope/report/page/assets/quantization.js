@@ -60,7 +60,7 @@ S.outliers = (table) => {
     S.setControls(controls, S.pick("Measure", columns, state.column, (name) => { state.column = name; redraw(); },
       (name) => name.replaceAll("_", " ")), ...selects);
     place.replaceChildren(S.lines({ points: S.points(table, rows, "layer", state.column, ["site"]), x: { label: "layer" },
-      y: about, title: `${about.label} by layer and site: ${about.meaning}` }));
+      y: about, title: `${about.label} by layer and site: ${about.meaning}`, toldBy: table.byName.get("site") }));
   };
   redraw();
   return S.element("div", {}, S.element("h3", {}, "Outliers by site"), controls, place);

@@ -4,8 +4,9 @@
 S.runSection = () => {
   const { manifest, commands, links, absent } = S.data;
   return S.section("run", "Configuration", "All of run.json, and the command that repeats it.",
-    commands.length ? S.element("div", {}, S.element("h3", {}, "To repeat it"), ...commands.map((line) =>
-      S.element("pre", { tabindex: 0 }, S.element("code", {}, S.visible(line))))) : "",
+    commands.length ? S.element("div", {}, S.element("h3", {}, "To repeat it"), ...commands.flatMap((line, at) =>
+      [at ? S.element("p.note", {}, "Or, without this folder, by the options that differ from their defaults:") : "",
+        S.element("pre", { tabindex: 0 }, S.element("code", {}, S.visible(line)))])) : "",
     Object.keys(links).length ? S.element("div", {}, S.element("h3", {}, "Pages of its runs"), S.element("ul", {},
       ...Object.entries(links).map(([label, page]) => S.element("li", {}, S.element("a", { href: page }, S.visible(label)))))) : "",
     absent.length ? S.element("p.note", {}, `What run.json lists and is not there: ${absent.map(S.visible).join(", ")}.`) : "",
@@ -15,9 +16,12 @@ S.runSection = () => {
 S.tree = (value) =>
   S.element("dl.tree", {}, ...Object.entries(value).flatMap(([name, part]) => {
     const isNested = part !== null && typeof part === "object" && Object.keys(part).length > 0;
-    const isShort = Array.isArray(part) && part.every((one) => typeof one !== "object");
-    const inside = isNested && !isShort
-      ? S.element("details", {}, S.element("summary", {}, `${Object.keys(part).length} entries`), S.tree(part))
+    const isList = Array.isArray(part) && part.every((one) => typeof one !== "object");
+    const isShort = isList && (part.length <= 8 || new Set(part).size === 1);
+    const count = isNested && !isShort ? Object.keys(part).length : 0;
+    const inside = count
+      ? S.element("details", {}, S.element("summary", {}, count === 1 ? "1 entry" : `${count} entries`),
+        isList ? S.element("div", {}, S.visible(shortened(part))) : S.tree(part))
       : S.visible(isNested ? shortened(part) : part === null ? "–" : typeof part === "object" ? "–" : part);
     return [S.element("dt", {}, S.visible(name)), S.element("dd", {}, inside)];
   }));

@@ -8,7 +8,7 @@ S.tablesSection = () => {
   if (!tables.length) return null;
   const place = S.element("div");
   const open = (table) => place.replaceChildren(S.tableView(table));
-  const preferred = ["finding", "claim", "summary", "effect", "sweep", "comparison"];
+  const preferred = ["claim", "summary", "effect", "sweep", "comparison"];
   const first = preferred.map((name) => S.table(name)).find(Boolean) ?? tables[0];
   open(first);
   return S.section("tables", "Tables", `Numbers have ${S.data.digits} significant digits here; the parquet files have all.`,
@@ -22,10 +22,17 @@ S.tableView = (table) => {
   const filter = S.element("input", { id: S.newId("filter"), type: "search", placeholder: "text, or column = value",
     oninput: () => { state.filter = filter.value.trim(); state.first = 0; redraw(); } });
 
-  const headers = table.columns.map(({ name, about, unit, kind }) => {
+  // in a narrow window the columns are left out in which all rows are alike, and stand in a sentence
+  const alike = table.columns.filter(({ name, kind }) => kind === "text" && !table.varies(name));
+  const narrow = alike.length && table.length > 1 ? S.element("p.note.narrow", {},
+    `In all rows: ${alike.map(({ name }) => `${S.visible(name)} ${texts(0)[table.columns.findIndex((one) => one.name === name)]}`).join(", ")}.`) : "";
+  const classes = table.columns.map((column) =>
+    [["number", "whole"].includes(column.kind) ? ".number" : "", narrow && alike.includes(column) ? ".alike" : ""].join(""));
+
+  const headers = table.columns.map(({ name, about, unit }, at) => {
     const button = S.element("button.sort", { type: "button", title: [about, unit && `in ${unit}`].filter(Boolean).join(", "),
       onclick: () => { state.down = state.sort === name ? !state.down : false; state.sort = name; state.first = 0; redraw(); } }, S.visible(name));
-    return S.element(kind === "number" || kind === "whole" ? "th.number" : "th", { scope: "col" }, button);
+    return S.element(`th${classes[at]}`, { scope: "col" }, button);
   });
   head.append(...headers);
 
@@ -57,10 +64,8 @@ S.tableView = (table) => {
       if (sorted) header.setAttribute("aria-sort", state.down ? "descending" : "ascending");
       else header.removeAttribute("aria-sort");
     });
-    body.replaceChildren(...shown.map((row) => S.element("tr", {}, ...texts(row).map((text, at) => {
-      const isNumber = ["number", "whole"].includes(table.columns[at].kind);
-      return S.element(isNumber ? "td.number" : text.length > 40 ? "td.long" : "td.short", {}, text);
-    }))));
+    body.replaceChildren(...shown.map((row) => S.element("tr", {}, ...texts(row).map((text, at) =>
+      S.element(`td${classes[at]}${text.length > 40 ? ".long" : ".short"}`, {}, text)))));
     const last = state.first + shown.length;
     status.textContent = `Rows ${S.number(shown.length ? state.first + 1 : 0)} to ${S.number(last)} of ${S.number(rows.length)}` +
       (rows.length < table.length ? ` that match, of ${S.number(table.length)}` : "") +
@@ -76,7 +81,7 @@ S.tableView = (table) => {
     [S.element("dt", {}, S.visible(name)), S.element("dd", {}, `${about || "–"}${unit ? ` (${unit})` : ""}`)]));
   return S.element("div", {},
     S.element("div.controls", {}, S.element("div.control", {}, S.element("label", { for: filter.id }, "Filter"), filter), back, on),
-    status,
+    status, narrow,
     S.element("div.scroll.rows", { tabindex: 0, role: "region", "aria-label": `Table ${table.name}` },
       S.element("table", {}, S.element("caption", {}, table.name), S.element("thead", {}, head), body)),
     S.element("details", {}, S.element("summary", {}, "What the columns hold"), meanings));

@@ -1,0 +1,215 @@
+"""How long a page takes to open, and every interaction on it until the next frame is painted.
+
+    python tests/benchmarks/page.py runs/demo --repeats 9
+
+In Chromium, at 1280 × 900. Every option of every choice, the end of each slider, and the first boxes, buttons, folds,
+cells and tokens of each section are used REPEATS times. Wall time is the lowest and the median; CPU time is that of the
+page's own thread (median), which other work on the machine lengthens less. Printed is each control's slowest value.
+`--profile NAME` prints where the time goes of the interactions whose names contain NAME.
+"""
+
+import argparse
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from support.browser import launched
+
+from sinkscope.report.page import PAGE
+
+ANSWERS = 100  # milliseconds, the target
+CLOCKS = ("TaskDuration", "ScriptDuration", "LayoutDuration", "RecalcStyleDuration")
+PAINTED = "() => new Promise((done) => requestAnimationFrame(() => setTimeout(done)))"
+# all that can be used: [section, control, value, how, which of its kind]
+INTERACTIONS = """() => {
+    window.dispatchEvent(new Event("beforeprint"));  // draws all charts
+    const found = [];
+    for (const section of document.querySelectorAll("main section")) {
+        const add = (...one) => found.push([section.id, ...one]);
+        const some = (selector, how, most, name) =>
+            [...section.querySelectorAll(selector)].slice(0, most).forEach((node, at) => add(how, name(node), how, at));
+        some(".panels [role=gridcell]", "cell", 12, (node) => node.getAttribute("aria-label"));
+        for (const control of section.querySelectorAll(".control")) {
+            const part = control.querySelector("select, input"), label = control.querySelector("label").textContent;
+            if (part.tagName !== "SELECT") add(label, part.type, part.type, label);
+            else if (part.options.length > 1)
+                [...part.options].forEach((option, at) => add(label, option.text, "select", [label, at]));
+        }
+        some(".several input", "box", 6, (node) => node.parentNode.textContent);
+        some("button:enabled", "button", 12, (node) => node.textContent);
+        some("details", "fold", 12, (node) => node.firstChild.textContent);
+        some(".token", "token", 2, (node) => node.textContent);
+    }
+    return found;
+}"""
+# does one of them once, or what has to be before it; → milliseconds until its frame is painted; null of what is gone
+USE = """async ([id, control, value, how, which, isBefore]) => {
+    const painted = PAINTED;
+    const section = document.getElementById(id);
+    const nth = (selector) => section.querySelectorAll(selector)[which];
+    const labelled = (label) => [...section.querySelectorAll(".control")]
+        .find((one) => one.querySelector("label").textContent === label)?.querySelector("select, input");
+    const set = (key, value, event) => (node) => { node[key] = value; node.dispatchEvent(new Event(event)); };
+    const click = (node) => node.dispatchEvent(new MouseEvent("click", { bubbles: true }));
+    const point = (node) => node.dispatchEvent(new PointerEvent("pointermove", { bubbles: true }));
+    const nothing = () => {};
+    const [target, before, act] = {
+        cell: () => [nth(".panels [role=gridcell]"), nothing, click],
+        select: () => [labelled(which[0]), set("selectedIndex", which[1] ? 0 : 1, "change"),
+            set("selectedIndex", which[1], "change")],
+        range: () => [labelled(which), set("value", 0, "input"), (node) => set("value", node.max, "input")(node)],
+        search: () => [labelled(which), set("value", "", "input"), set("value", "layer > 0", "input")],
+        checkbox: () => [labelled(which), nothing, click],
+        box: () => [nth(".several input"), nothing, click],
+        button: () => [nth("button"), nothing, click],
+        fold: () => [nth("details"), (node) => { node.open = false; }, (node) => { node.open = true; }],
+        token: () => [nth(".token"), nothing, point],
+    }[how]();
+    if (!target || (how === "select" && target.options.length <= which[1])) return null;
+    if (isBefore) {
+        section.scrollIntoView();
+        before(target);
+        for (let frame = 0; frame < 4; frame++) await painted();
+        return 0;
+    }
+    performance.mark("before");
+    act(target);
+    await painted();
+    return performance.measure(`${id}: ${control}`, "before").duration;
+}""".replace("PAINTED", PAINTED)
+
+
+class Taken(NamedTuple):
+    """Milliseconds of one interaction."""
+
+    control: str
+    value: str
+    lowest: float
+    median: float
+    cpu: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="+", type=Path)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--profile", metavar="NAME", help="of interactions with NAME in section, control or value")
+    given = parser.parse_args()
+    with launched() as browser:
+        for folder in given.folders:
+            file = folder / PAGE
+            print(f"\n{folder.name}: {file.stat().st_size / 1e6:.2f} MB, load {os.getloadavg()[0]:.1f}")
+            if given.profile:
+                print_profile(browser, file, given.profile, given.repeats)
+            else:
+                print_opening(browser, file, given.repeats)
+                print_interactions(browser, file, given.repeats)
+
+
+def print_opening(browser: Any, file: Path, repeats: int) -> None:
+    """Until the first frame is painted."""
+    times = []
+    for _ in range(repeats):
+        with _opened(browser, file) as page:
+            times.append(page.evaluate("performance.now()"))
+    print(f"opening: lowest {min(times):.0f} ms, median {median(times):.0f} ms")
+
+
+def print_interactions(browser: Any, file: Path, repeats: int) -> None:
+    """The slowest of each control, and how many miss the target."""
+    with _opened(browser, file) as page:
+        taken = list(_timed(page, _session(page), page.evaluate(INTERACTIONS), repeats))
+    slowest: dict[str, Taken] = {}
+    for one in taken:
+        slowest[one.control] = max(slowest.get(one.control, one), one, key=lambda other: other.median)
+    above = ", ".join(
+        f"{sum(getattr(one, kind) > ANSWERS for one in taken)} by {kind}" for kind in ("lowest", "median", "cpu")
+    )
+    print(f"{len(taken)} interactions, load {os.getloadavg()[0]:.1f}; above {ANSWERS} ms: {above}\n")
+    print("| control | slowest value | lowest | median | CPU |\n| --- | --- | ---: | ---: | ---: |")
+    for one in sorted(slowest.values(), key=lambda one: -one.median):
+        print(f"| {one.control} | {one.value[:50]} | {one.lowest:.0f} | {one.median:.0f} | {one.cpu:.0f} |")
+
+
+def print_profile(browser: Any, file: Path, name: str, repeats: int) -> None:
+    """Own time of functions, and that of style and layout, of one use."""
+    with _opened(browser, file) as page:
+        session = _session(page)
+        chosen = [one for one in page.evaluate(INTERACTIONS) if name in f"{one[0]}: {one[1]} {one[2]}"]
+        own: Counter[str] = Counter()
+        clocks: Counter[str] = Counter()
+        session.send("Profiler.enable")
+        session.send("Profiler.setSamplingInterval", {"interval": 200})  # microseconds
+        for interaction in chosen * repeats:
+            page.evaluate(USE, [*interaction, True])
+            before = _clocks(session)
+            session.send("Profiler.start")
+            page.evaluate(USE, [*interaction, False])
+            own.update(_own_times(session.send("Profiler.stop")["profile"]))
+            clocks.update({clock: value - before[clock] for clock, value in _clocks(session).items()})
+    uses = max(1, len(chosen) * repeats)
+    print(f"{len(chosen)} interactions; a use, in ms:")
+    for kind in (clocks, own):
+        for label, milliseconds in kind.most_common(25):
+            print(f"  {milliseconds / uses:7.2f}  {label}")
+
+
+def _own_times(profile: Any) -> Counter[str]:
+    """Function and line → milliseconds."""
+    frames = {node["id"]: node["callFrame"] for node in profile["nodes"]}
+    own: Counter[str] = Counter()
+    for identity, passed in zip(profile["samples"], profile["timeDeltas"], strict=True):
+        frame = frames[identity]
+        own[f"{frame['functionName'] or '(anonymous)'} {frame['lineNumber'] + 1}"] += passed / 1000
+    return own
+
+
+def _timed(page: Any, session: Any, interactions: list[Any], repeats: int) -> Iterator[Taken]:
+    for interaction in interactions:
+        walls, cpus = [], []
+        for _ in range(repeats):
+            if page.evaluate(USE, [*interaction, True]) is None:
+                break
+            before = _clocks(session)["TaskDuration"]
+            wall = page.evaluate(USE, [*interaction, False])
+            if wall is None:
+                break
+            walls.append(wall)
+            cpus.append(_clocks(session)["TaskDuration"] - before)
+        if walls:
+            section, control, value, *_ = interaction
+            yield Taken(f"{section}: {control}", value, min(walls), median(walls), median(cpus))
+
+
+def _session(page: Any) -> Any:
+    """Of the browser's own clocks, in CPU time of the page's thread."""
+    session = page.context.new_cdp_session(page)
+    session.send("Performance.enable", {"timeDomain": "threadTicks"})
+    return session
+
+
+def _clocks(session: Any) -> dict[str, float]:
+    """Milliseconds since the page was opened."""
+    metrics = session.send("Performance.getMetrics")["metrics"]
+    return {one["name"]: one["value"] * 1000 for one in metrics if one["name"] in CLOCKS}
+
+
+@contextmanager
+def _opened(browser: Any, file: Path) -> Iterator[Any]:
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.goto(file.absolute().as_uri())
+    page.locator("body[data-ready]").wait_for()
+    page.evaluate(PAINTED)
+    yield page
+    page.close()
+
+
+if __name__ == "__main__":
+    main()
