@@ -20,13 +20,12 @@ from sinkscope.report.sweep import open_comparison, summary_tables
 from sinkscope.report.table_formats import formatted
 from sinkscope.report.trained import Trained
 from sinkscope.results.cells import COMMAND as SWEEP
-from sinkscope.results.cells import CellFolders
-from sinkscope.results.manifest import folder_of, read_manifest
+from sinkscope.results.manifest import folder_of, read_manifest, tables_folder
 
 # command that wrote a folder of several runs → its summary tables by title
 _OF_SEVERAL: Mapping[str, Callable[[Path], Mapping[str, pd.DataFrame]]] = {
     SERIES: lambda folder: Series.open(folder).summary_tables,
-    SWEEP: lambda folder: summary_tables(open_comparison(_comparison(folder))),
+    SWEEP: lambda folder: summary_tables(open_comparison(tables_folder(folder))),
     **dict.fromkeys(("retrofit", "train"), lambda folder: Trained.open(folder).summary_tables),
     "claims": lambda folder: Scorecard.open(folder).summary_tables,
 }
@@ -51,9 +50,3 @@ def _tables_of(folder: Path) -> Mapping[str, pd.DataFrame]:
     """Of a folder that holds several runs already; empty of others."""
     command = str(read_manifest(folder, None)["command"])
     return _OF_SEVERAL[command](folder) if command in _OF_SEVERAL else {}
-
-
-def _comparison(folder: Path) -> Path:
-    """Of a sweep, whose own folder or its comparison's may be named."""
-    inside = CellFolders(folder).comparison
-    return inside if inside.is_dir() else folder

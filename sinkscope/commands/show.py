@@ -13,9 +13,7 @@ from sinkscope.options.output import OutputOptions, ShowOptions
 from sinkscope.report.claims.scorecard import Scorecard
 from sinkscope.report.page import PAGE, Contents, Page, Paged, page_of, write_page
 from sinkscope.results.folders import alone_in
-from sinkscope.results.manifest import MANIFEST, folder_of, read_manifest, register
-
-COMPARISON = "comparison"  # in a folder that holds runs alone
+from sinkscope.results.manifest import folder_of, register, tables_folder
 
 
 def command(options: ShowOptions, output: OutputOptions) -> Result:
@@ -36,7 +34,7 @@ def show(run: str | os.PathLike[str], *, anew: bool = False) -> Path:
         InputError: it is no such folder, a table in it is damaged, or it has no table.
         SinkscopeError: the page cannot be written.
     """
-    folder = _shown(folder_of(run))
+    folder = tables_folder(folder_of(run))
     page = folder / PAGE
     if page.is_file() and not anew:
         return page
@@ -65,11 +63,4 @@ def page(run: Paged | Scorecard | str | os.PathLike[str]) -> Page:
         return run.page()
     if isinstance(run, Scorecard):
         return page_of(Contents(run.manifest, run.tables, folder=run.folder))
-    return page_of(Contents.of_folder(_shown(folder_of(run))))
-
-
-def _shown(folder: Path) -> Path:
-    """The folder that has the tables: of runs side by side, that of their comparison."""
-    manifest = read_manifest(folder, None)
-    comparison = folder / COMPARISON
-    return comparison if not manifest["tables"] and (comparison / MANIFEST).is_file() else folder
+    return page_of(Contents.of_folder(tables_folder(folder_of(run))))

@@ -22,12 +22,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from sinkscope.errors import InputError, SinkscopeError, one_line
 from sinkscope.options.files import read_json
+from sinkscope.options.recipe import COMPARISON
 from sinkscope.results.folders import alone_in, check_output, new_folder
 from sinkscope.results.manifest import MANIFEST, read_manifest, write_manifest
 from sinkscope.results.swap import LOCK, NEW, OLD, PREFIX, beside, locked, new_file, put_right, remove
 
 COMMAND = "sweep"  # in the manifests
-CELLS, FAILED, COMPARISON = "cells", "failed", "comparison"
+CELLS, FAILED = "cells", "failed"
 PATIENCE = 60.0  # seconds that one process waits for another to finish a short piece of writing
 MOMENT = 2.0  # that the workers of a sweep that was killed take to end
 PAUSE = 0.1  # between two attempts

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 
 from sinkscope.errors import InputError, one_line
 from sinkscope.options.files import kind_of, read_json
+from sinkscope.options.recipe import COMPARISON
 from sinkscope.results.schema import KINDS
 from sinkscope.results.swap import PREFIX, find_again, new_file
 
@@ -116,6 +117,16 @@ def folder_of(path: str | os.PathLike[str]) -> Path:
     """A folder, named itself or by the run.json in it."""
     path = Path(path)
     return path.parent if path.name == MANIFEST else path
+
+
+def tables_folder(folder: Path) -> Path:
+    """The folder with the tables of what a command wrote: of one that holds runs alone, as a sweep's, their comparison.
+
+    Raises:
+        InputError: as `read_manifest` does.
+    """
+    comparison = folder / COMPARISON
+    return comparison if not read_manifest(folder, None)["tables"] and (comparison / MANIFEST).is_file() else folder
 
 
 def read_manifest(folder: Path, commands: Collection[str] | None = RUNS) -> dict[str, Any]:
