@@ -136,7 +136,7 @@ def selected(numbers: np.ndarray, place: int) -> np.ndarray:
     middle, reach = place * len(sample) // len(numbers), 1 + int(2 * len(sample) ** 0.5)
     low, high = sample[max(0, middle - reach)], sample[min(middle + reach, len(sample) - 1)]
     near = numbers[np.flatnonzero((numbers >= low) & (numbers <= high))]
-    at = place - np.count_nonzero(numbers < low)
+    at = place - int(np.count_nonzero(numbers < low))
     if not 0 <= at < len(near):
         near, at = numbers, place
     return np.partition(near, at)[at : at + 1]
