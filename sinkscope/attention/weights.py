@@ -5,6 +5,7 @@
 so a few columns cost O(T·d), a diagonal band O(T·W·d), and all columns one more Q·Kᵀ in row chunks.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -85,9 +86,14 @@ class AttentionRead:
 
     def logits(self, rows: slice, cols: slice) -> torch.Tensor:
         """Pre-softmax logits (B,H,R,C) in float32 or better; undefined but finite where `allowed` is False."""
-        if self.length <= ROW_CHUNK:  # the whole matrix is one chunk: computed once for all observables
-            return self._all_logits[:, :, rows, cols]
-        return self._logits(rows, cols)
+        if self._is_long:
+            return self._logits(rows, cols)
+        return self._all_logits[:, :, rows, cols]
+
+    @property
+    def _is_long(self) -> bool:
+        """Otherwise the whole matrix of logits is one chunk, computed once for all and not to be changed."""
+        return self.length > ROW_CHUNK
 
     @cached_property
     def _all_logits(self) -> torch.Tensor:
@@ -109,11 +115,14 @@ class AttentionRead:
         logits, operation = self.logits(rows, cols), self.call.operation
         log_sim = logits if operation is None else operation.log_similarity(logits)
         # Without the clamp exp would take its slow path (denormals), 30 times slower.
-        log_weights = (log_sim - self.lse[:, :, rows, None]).clamp_(SMALLEST, 0.0)
+        lse = self.lse[:, :, rows, None]
+        log_weights = (log_sim.sub_(lse) if self._is_long else log_sim - lse).clamp_(SMALLEST, 0.0)
         weights = log_weights.exp()
-        allowed = self.allowed(rows, cols)
-        if allowed is not None:
-            weights.mul_(allowed.to(weights.dtype))  # mixed types are several times slower
+        # under the plain causal mask all of these queries see the keys before them
+        hidden = slice(min(max(cols.start, rows.start), cols.stop), cols.stop) if self.is_plain else cols
+        allowed = self.allowed(rows, hidden)
+        if allowed is not None:  # mixed types are several times slower
+            weights[..., hidden.start - cols.start :].mul_(allowed.to(weights.dtype))
         if self.batch.valid is not None:  # a padding query may see nothing, and have no lse
             weights.nan_to_num_(0.0)
             log_weights.nan_to_num_(0.0)
@@ -166,11 +175,8 @@ def column_sums(read: AttentionRead, columns: int, window: int, chunk: int | Non
     if plain:
         windows = plain_window_sums(read, window, max(chunk or ROW_CHUNK, window))
         _forget_forbidden(read, windows)
-    if chunk is None:
-        chunk = rows_at_once(read, columns)
-        if not (whole or plain):  # each chunk has a band beside its columns
-            chunk = min(chunk, ROW_CHUNK)
-    for rows in row_chunks(length, chunk):
+    most = length if whole or plain else ROW_CHUNK  # where each chunk has a band beside its columns
+    for rows in row_chunks(length, chunk) if chunk else chunks_at_once(read, columns, most):
         cols = read.keys(rows, columns)
         weights, log_weights = read.weights(rows, cols)
         mass[..., cols] += weights.sum(2)
@@ -245,9 +251,17 @@ def keys_seen(read: AttentionRead) -> torch.Tensor:
     return torch.cat([count.expand(*shape, -1) for count in counts], dim=-1).to(read.lse.dtype)
 
 
-def rows_at_once(read: AttentionRead, columns: int) -> int:
-    """How many rows of so many columns, and their queries, are AT_ONCE in memory."""
-    return max(1, AT_ONCE // (read.lse[..., 0].numel() * max(columns, read.query.shape[-1])))
+def chunks_at_once(read: AttentionRead, columns: int, most: int) -> Iterator[slice]:
+    """Chunks of at most so many rows, as many as are AT_ONCE in memory: their weights to the first `columns` keys, of
+    which under a causal mask the first rows see few, and their queries.
+    """
+    room, start = AT_ONCE // read.lse[..., 0].numel(), 0
+    while start < read.length:
+        # that many rows · the start + rows keys that they see are `room`
+        that_see_few = 0 if read.call.looks_ahead else (math.isqrt(start**2 + 4 * room) - start) // 2
+        rows = max(1, min(most, max(that_see_few, room // columns), room // read.query.shape[-1]))
+        yield slice(start, min(start + rows, read.length))
+        start += rows
 
 
 def row_chunks(length: int, chunk: int = ROW_CHUNK) -> Iterator[slice]:

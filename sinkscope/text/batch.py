@@ -130,8 +130,15 @@ class Batch:
             causal: of t ≥ s alone.
             prefix: so many keys at the beginning have all queries all the same.
         """
-        place = torch.arange(positions, device=self.lengths.device)
-        within = int(self.lengths.max()) if window is None else window
-        later = (self.lengths[:, None] - place).clamp(min=1, max=within)
-        earlier = place.clamp(max=within - 1)
-        return later + earlier.where(place < (prefix if causal else positions), 0)
+        asked = (positions, window, causal, prefix)
+        if asked not in self._queries:  # the same for every layer
+            place = torch.arange(positions, device=self.lengths.device)
+            within = int(self.lengths.max()) if window is None else window
+            later = (self.lengths[:, None] - place).clamp(min=1, max=within)
+            earlier = place.clamp(max=within - 1)
+            self._queries[asked] = later + earlier.where(place < (prefix if causal else positions), 0)
+        return self._queries[asked]
+
+    @cached_property
+    def _queries(self) -> dict[tuple, torch.Tensor]:
+        return {}

@@ -20,7 +20,7 @@ from support.attention_reads import (
 
 from sinkscope.attention import weights as attention_weights
 from sinkscope.attention.kernels import AttentionCall, chunked_attention
-from sinkscope.attention.weights import AttentionRead, column_sums, row_chunks
+from sinkscope.attention.weights import AttentionRead, chunks_at_once, column_sums, row_chunks
 
 
 def dense_weights(read: AttentionRead) -> torch.Tensor:
@@ -199,6 +199,20 @@ def test_row_chunks_cover_every_row_once() -> None:
         assert chunks[-1].stop == length
         assert all(before.stop == after.start for before, after in pairwise(chunks))
         assert all(rows.stop - rows.start <= chunk for rows in chunks)
+
+
+def test_chunks_at_once_cover_every_row_once_and_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = make_read("causal")
+    heads = SEQUENCES * HEADS
+    for room in (1, 40, 100, 10_000):
+        monkeypatch.setattr(attention_weights, "AT_ONCE", heads * room)
+        for columns in (4, 23):
+            chunks = list(chunks_at_once(read, columns, 9))
+            assert [chunk.start for chunk in chunks] == [0] + [chunk.stop for chunk in chunks[:-1]]
+            assert chunks[-1].stop == read.length
+            for chunk in chunks:
+                rows = chunk.stop - chunk.start
+                assert rows == 1 or (rows <= 9 and rows * min(columns, chunk.stop) <= room)
 
 
 @pytest.mark.parametrize("kind", ["softcap", "additive", "infinite"])

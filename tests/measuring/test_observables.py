@@ -16,7 +16,14 @@ from sinkscope.measuring.observables import OBSERVABLES, geometry
 from sinkscope.measuring.observables.activation import SITES, token_norms, token_peaks, value_norms
 from sinkscope.measuring.observables.attention import Attention, mean_over_queries, window_means
 from sinkscope.measuring.observables.geometry import causal_pair_means, masked_pair_means, pair_means, sum_from
-from sinkscope.measuring.observables.massive import Massive, is_massive, largest_entries, median_magnitude
+from sinkscope.measuring.observables.massive import (
+    SAMPLED,
+    Massive,
+    is_massive,
+    largest_entries,
+    median_magnitude,
+    selected,
+)
 from sinkscope.measuring.observables.observable import ATTENTION_SITES, Mean, Reading, Settings, long_form
 from sinkscope.measuring.observables.outlier import infinity_norm, kurtosis
 from sinkscope.measuring.tables import column_names
@@ -456,6 +463,17 @@ def test_the_median_is_the_lower_of_two_and_of_magnitudes() -> None:
     x = torch.tensor([[-5.0, 1.0, -3.0], [2.0, -4.0, 0.0]])
     assert median_magnitude(x) == median_magnitude(x.bfloat16()) == 2.0
     assert x.tolist() == [[-5.0, 1.0, -3.0], [2.0, -4.0, 0.0]]  # what is read stays in its order
+
+
+def test_what_is_selected_is_exact_whatever_its_sample_says() -> None:
+    numbers = np.random.default_rng(0).integers(0, 1000, 5000)
+    misleading = numbers.copy()
+    misleading[::SAMPLED] += 2000  # all that is sampled is above the rest
+    for each in (numbers, misleading, -misleading, np.zeros_like(numbers), numbers[:7]):
+        for place in (0, len(each) // 2, len(each) - 1):
+            before = each.copy()
+            assert selected(each, place) == np.sort(each)[place]
+            assert np.array_equal(each, before)
 
 
 def test_a_planted_massive_activation_is_found_with_its_token_and_coordinate() -> None:

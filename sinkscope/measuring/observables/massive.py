@@ -16,6 +16,7 @@ from sinkscope.text.batch import Batch
 THRESHOLD = 100.0  # an entry is massive if it is above this …
 RATIO = 1000.0  # … and at least this many times the median
 TOP = 3  # entries listed for every sequence and layer, massive or not
+SAMPLED = 61  # of so many entries one tells about where the median is; no divisor of any usual width
 
 
 class Massive(Observable):
@@ -114,12 +115,28 @@ def is_massive(magnitude: torch.Tensor, median: torch.Tensor) -> torch.Tensor:
 def median_magnitude(x: torch.Tensor) -> torch.Tensor:
     """(…) → (): the (lower) median of the absolute entries, as torch.median gives it, in float32 or better.
 
-    On the CPU by numpy's selection among whole numbers, 30 times faster: numbers ≥ 0 have the order of their bits.
+    On the CPU by numpy's selection among whole numbers, far faster: numbers ≥ 0 have the order of their bits.
     """
     magnitude = upcast(x.abs()).flatten()
     if magnitude.device.type != "cpu":
         return magnitude.median()
-    place = (len(magnitude) - 1) // 2
     bits = magnitude.view(torch.int64 if magnitude.dtype == torch.float64 else torch.int32)
-    bits.numpy().partition(place)  # in place
-    return magnitude[place]
+    found = selected(bits.numpy(), (len(bits) - 1) // 2)
+    return torch.from_numpy(found).view(magnitude.dtype)[0]
+
+
+def selected(numbers: np.ndarray, place: int) -> np.ndarray:
+    """The number at this place in ascending order, (1,), as np.partition finds it.
+
+    That is slow on some processors (AVX-512 of AMD's Zen 4: 9 times slower than AVX2), so that it is looked for among
+    the few numbers between two of a sample that lie four standard deviations around it, and among all only where it is
+    not there.
+    """
+    sample = np.sort(numbers[::SAMPLED])
+    middle, reach = place * len(sample) // len(numbers), 1 + int(2 * len(sample) ** 0.5)
+    low, high = sample[max(0, middle - reach)], sample[min(middle + reach, len(sample) - 1)]
+    near = numbers[np.flatnonzero((numbers >= low) & (numbers <= high))]
+    at = place - int(np.count_nonzero(numbers < low))
+    if not 0 <= at < len(near):
+        near, at = numbers, place
+    return np.partition(near, at)[at : at + 1]

@@ -4,6 +4,7 @@ from typing import ClassVar
 
 import pandas as pd
 import torch
+import torch.nn.functional as F
 
 from sinkscope.attention.kernels import upcast
 from sinkscope.measuring.observables.activation import SITES, token_peaks
@@ -67,16 +68,11 @@ def kurtosis(x: torch.Tensor, batch: Batch) -> torch.Tensor:
     x = upcast(x)
     entries = (batch.lengths * x.shape[2]).to(x.device)
     mean = _of_real_tokens(x.sum(-1), batch).sum(1, dtype=torch.float64) / entries
-    centered = x - mean.to(x.dtype)[:, None, None]
-    second = _sum_of_squares(centered, batch)
-    fourth = _sum_of_squares(centered.mul_(centered), batch)
+    # (x-μ)² in one operation, without a copy of x-μ
+    squares = F.mse_loss(x, mean.to(x.dtype)[:, None, None].expand_as(x), reduction="none")
+    second = _of_real_tokens(squares.sum(-1), batch).sum(1, dtype=torch.float64)
+    fourth = _of_real_tokens(torch.linalg.vector_norm(squares, dim=-1), batch).double().square().sum(1)
     return entries * fourth / second.square()
-
-
-def _sum_of_squares(x: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """(B,T,D) → (B,): over the real tokens, in float64."""
-    norms = torch.linalg.vector_norm(x, dim=-1)
-    return _of_real_tokens(norms, batch).double().square().sum(1)
 
 
 def _of_real_tokens(x: torch.Tensor, batch: Batch) -> torch.Tensor:
