@@ -39,7 +39,9 @@ TRAININGS_TITLE = "Trainings at their last step, mean ± standard deviation over
 TRAININGS = (
     f"{TRAININGS_TITLE}. The sink rate is at position 0 of the first 64 tokens of held-out blocks; of other operations "
     "than softmax it is that of the proxy |sim| ÷ Σ|sim|. A sink is there at the first log with a sink rate above "
-    f"{SINK:g} %."
+    f"{SINK:g} %. The total weight is Σ|sim ÷ Z| over the tokens that a query sees, 1 of softmax: its median over the "
+    "queries behind the first token, and over those of them whose share on the first token is above ε. Where that is "
+    "close to 0 the proxy shows a share of nothing."
 )
 
 

@@ -85,6 +85,20 @@ def test_what_is_kept_of_a_training() -> None:
     assert studied(whole)["metric"].tolist() == ["loss"]
 
 
+def test_total_weights_are_those_of_the_seeds_that_have_them() -> None:
+    totals = {("a", 0): 1.0, ("a", 1): 1.0, ("b", 0): 0.2, ("b", 1): 0.4}
+    at_sink = {("a", 0): 1.0, ("a", 1): 1.0, ("b", 1): 0.001}
+    rows = [
+        ("m", arm, -1, "config=small", seed, 200, 6400, metric, value)
+        for metric, values in (("total_weight", totals), ("total_weight_at_sink", at_sink))
+        for (arm, seed), value in values.items()
+    ]
+    text = summary(pd.DataFrame(rows, columns=SCHEMES.columns)).set_index("level")
+    assert text["total weight"].to_dict() == {"a": "1 ± 0", "b": "0.3 ± 0.14"}
+    assert text["total weight at the sink"].to_dict() == {"a": "1 ± 0", "b": "0.001 (1 of 2)"}
+    assert list(text)[-2:] == ["total weight", "total weight at the sink"]
+
+
 @pytest.mark.parametrize("rows", [SCHEMES, DECAYS], ids=["schemes", "decays"])
 def test_its_figures(rows: pd.DataFrame) -> None:
     figures = draw_all(OF_SWEEP, SweepTables({TABLE: rows}, {}))
