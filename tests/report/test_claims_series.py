@@ -168,7 +168,7 @@ def test_of_several_settings_it_is_judged_in_that_with_most_sinks() -> None:
     ]
     found = judged("W-30", *trainings)
     assert (found.outcome, found.estimates[0].value) == (HOLDS, pytest.approx(50))
-    words = "learning_rate=0.0002, of 2 settings that with most plain sinks; 3 seeds, Student's t"
+    words = "learning_rate=0.0002, of 2 settings that with most plain sinks: 2.0, 50.0 %; 3 seeds, Student's t"
     assert found.estimates[0].note == f"first above 10 % at step 1; {words}"
 
 

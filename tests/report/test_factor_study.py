@@ -7,6 +7,7 @@ import pytest
 from sinkscope.report.factor_study import ONSET, TABLE, at_the_end, onsets, published, studied, summary, with_levels
 from sinkscope.report.figures import OF_SWEEP
 from sinkscope.report.figures.spec import draw_all
+from sinkscope.report.sweep import words
 from sinkscope.report.sweep_tables import SweepTables
 
 NAMES = ("sweep-factor", "sweep-training-sink", "sweep-training-loss")
@@ -93,10 +94,16 @@ def test_total_weights_are_those_of_the_seeds_that_have_them() -> None:
         for metric, values in (("total_weight", totals), ("total_weight_at_sink", at_sink))
         for (arm, seed), value in values.items()
     ]
-    text = summary(pd.DataFrame(rows, columns=SCHEMES.columns)).set_index("level")
+    table = pd.DataFrame(rows, columns=SCHEMES.columns)
+    text = summary(table).set_index("level")
     assert text["total weight"].to_dict() == {"a": "1 ± 0", "b": "0.3 ± 0.14"}
     assert text["total weight at the sink"].to_dict() == {"a": "1 ± 0", "b": "0.001 (1 of 2)"}
     assert list(text)[-2:] == ["total weight", "total weight at the sink"]
+    said = {
+        name: words(SweepTables({TABLE: of}, {}), {"content": {"title": ""}})
+        for name, of in (("new", table), ("old", SCHEMES))
+    }
+    assert ["Σ|sim ÷ Z|" in said[name] for name in ("new", "old")] == [True, False]
 
 
 @pytest.mark.parametrize("rows", [SCHEMES, DECAYS], ids=["schemes", "decays"])

@@ -158,13 +158,15 @@ def _of_one_setting(
     found = [(group, arms) for group, arms in found if len(arms) == seeds]
     if not found:
         return [], ""
-    chosen, arms = max(found, key=lambda each: _plain_sinks(each[0]))
-    return arms, _setting_of(chosen[0], [group[0] for group, _ in found])
+    sinks = [_plain_sinks(group) for group, _ in found]
+    chosen, arms = found[int(np.argmax(sinks))]
+    return arms, _setting_of(chosen[0], [group[0] for group, _ in found], sinks)
 
 
-def _setting_of(chosen: Training, among: Sequence[Training]) -> str:
-    """«learning_rate=0.002, of 3 settings that with most plain sinks»; empty where there is one setting."""
-    settings = [training.settings for training in among if training.command == chosen.command]
+def _setting_of(chosen: Training, among: Sequence[Training], sinks: Sequence[float]) -> str:
+    """«learning_rate=0.002, of 2 settings that with most plain sinks: 0.0, 59.4 %»; empty where there is one."""
+    same = [place for place, training in enumerate(among) if training.command == chosen.command]
+    settings = [among[place].settings for place in same]
     if len(settings) == 1:
         return ""
     differing: dict[tuple[str, ...], str] = {}  # one name of settings that follow each other
@@ -172,7 +174,8 @@ def _setting_of(chosen: Training, among: Sequence[Training]) -> str:
         values = tuple(str(each.get(name)) for each in settings)
         if len(set(values)) > 1:
             differing.setdefault(values, f"{name}={chosen.settings.get(name)}")
-    which = "that with most plain sinks" if chosen.command == "train" else "the first"
+    rates = ", ".join(f"{100 * sinks[place]:.1f}" for place in same)
+    which = f"that with most plain sinks: {rates} %" if chosen.command == "train" else "the first"
     return f"{', '.join(differing.values())}, of {len(settings)} settings {which}"
 
 
