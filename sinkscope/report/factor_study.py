@@ -12,9 +12,11 @@ import pandas as pd
 
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.report.claims.arms import SINK
+from sinkscope.results.metrics import METRICS
 
 TABLE = "sweep_training"
-METRICS = ("sink_rate", "loss", "bigram_risk", "backcopy_risk")
+SHOWN = ("sink_rate", "loss", "bigram_risk", "backcopy_risk")
+TOTALS = ("total_weight", "total_weight_at_sink")  # what the sink rate's shares are shares of
 LEVEL = "level"
 KEYS = [LEVEL, "seed"]
 # part of a level → WSE's sink rate of a 60M model in percent; arms as the recipes call them
@@ -42,8 +44,8 @@ ONSET = "tokens to a sink, thousands"
 
 
 def studied(training: pd.DataFrame) -> pd.DataFrame:
-    """Of the table `training` of one cell, what the study is of: the whole model's METRICS."""
-    return training[(training["layer"] == WHOLE_MODEL) & training["metric"].isin(METRICS)]
+    """Of the table `training` of one cell, what the study is of: the whole model's SHOWN and TOTALS."""
+    return training[(training["layer"] == WHOLE_MODEL) & training["metric"].isin([*SHOWN, *TOTALS])]
 
 
 def with_levels(table: pd.DataFrame) -> pd.DataFrame:
@@ -86,17 +88,20 @@ def onsets(table: pd.DataFrame) -> pd.Series:
 
 def summary(table: pd.DataFrame) -> pd.DataFrame:
     """A row for each level as text: mean ± standard deviation over seeds of each metric, after how many tokens a sink
-    was there, and WSE's sink rate.
+    was there, WSE's sink rate, and total weights; with the number of seeds where not all have one.
     """
     table = with_levels(table)
     end, begun = at_the_end(table), onsets(table)
     rows = []
     for level, own in end.groupby(level=LEVEL, sort=False):
         row = {"level": str(level), "seeds": str(len(own))}
-        row |= {_heading(metric): _spread(own[metric]) for metric in METRICS if metric in own}
+        row |= {_heading(metric): _spread(own[metric]) for metric in SHOWN if metric in own}
         row[ONSET] = _of_some(begun[begun.index.isin(own.index)] / 1000, len(own))
         rate = published(str(level))
-        rows.append(row | {"WSE, sink rate in %": "–" if np.isnan(rate) else f"{rate:.2f}"})
+        row["WSE, sink rate in %"] = "–" if np.isnan(rate) else f"{rate:.2f}"
+        totals = [metric for metric in TOTALS if metric in own]
+        row |= {METRICS[metric].short: _of_some(own[metric].dropna(), len(own)) for metric in totals}
+        rows.append(row)
     return pd.DataFrame(rows)
 
 

@@ -32,6 +32,7 @@ from sinkscope.report.sweep_tables import EPSILON, SWEEP, SweepTables
 from sinkscope.report.wse_table_1 import LENGTH, SETTING, WSE_TABLE_1
 from sinkscope.results.cells import COMMAND
 from sinkscope.results.manifest import folder_of, make_manifest, read_manifest, write_manifest
+from sinkscope.results.metrics import METRICS
 from sinkscope.results.tables import read_table, write_tables
 
 RANDOM, REPEATED = "random", "repeated"  # inputs
@@ -40,6 +41,11 @@ TRAININGS = (
     f"{TRAININGS_TITLE}. The sink rate is at position 0 of the first 64 tokens of held-out blocks; of other operations "
     "than softmax it is that of the proxy |sim| ÷ Σ|sim|. A sink is there at the first log with a sink rate above "
     f"{SINK:g} %."
+)
+TOTAL_WEIGHT = (
+    " The total weight is Σ|sim ÷ Z| over the tokens that a query sees, 1 of softmax: its median over the queries "
+    "behind the first token, and over those of them whose share on the first token is above ε. Where that is close to "
+    "0 the proxy shows a share of nothing."
 )
 
 
@@ -98,8 +104,9 @@ def words(tables: SweepTables, record: Mapping[str, Any]) -> str:
     """The title, and WSE table 1 of these models."""
     parts = [f"## {record['content']['title']}"]
     if STUDY in tables.tables:
-        parts.append(TRAININGS)
-        parts.append(as_markdown(summary(tables.tables[STUDY]), numbers=True))
+        table = summary(tables.tables[STUDY])
+        parts.append(TRAININGS + TOTAL_WEIGHT * (METRICS["total_weight"].short in table))
+        parts.append(as_markdown(table, numbers=True))
     if tables.main.empty and len(parts) > 1:
         return "\n\n".join(parts)
     if tables.main.empty:

@@ -322,6 +322,12 @@ _TRAINED = (
     Metric("gradient_norm", "gradient norm of a training step", "gradient norm of a step",
         "norm of the gradient of all trained parameters, before it is clipped",
         form="{:.3g}", whole="", tables=(TRAINING,)),
+    Metric("total_weight", "total weight that a query gives (median)", "total weight",
+        "Σ|sim ÷ Z| over the tokens that a query sees, 1 of softmax; median over queries behind the first token",
+        unit="weight", form="{:.3g}", source="WSE §7.4", whole="over queries of all layers", tables=(TRAINING,)),
+    Metric("total_weight_at_sink", "total weight of queries on the first token (median)", "total weight at the sink",
+        "total_weight of the queries that give the first token a share above ε",
+        unit="weight", form="{:.3g}", source="WSE §7.4", whole="over queries of all layers", tables=(TRAINING,)),
 )
 
 

@@ -1,15 +1,20 @@
-"""What is measured while a model is trained: the sink rate of its layers at every log, and what a task adds."""
+"""What is measured while a model is trained, at every log: sink rates, the weights that they are shares of, and what a
+task adds.
+"""
 
 import numpy as np
 import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
+from sinkscope.attention.weights import AttentionRead
 from sinkscope.measuring.observables.attention import Attention
-from sinkscope.measuring.observables.observable import Settings
+from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.family import Family
+from sinkscope.results.metrics import is_sink
+from sinkscope.retrofits.registers import registers_before
 from sinkscope.text.batch import Batch
 from sinkscope.training.history import Probe
 from sinkscope.training.sharding import is_sharded
@@ -24,24 +29,63 @@ def probe_of(task: Task | None, family: Family, held_out: np.ndarray, epsilon: f
     """
     if task is not None:
         return lambda model: pd.concat(
-            [task.probe(model, family, held_out), sink_rates(model, family, held_out, epsilon)], ignore_index=True
+            [task.probe(model, family, held_out), sinks(model, family, held_out, epsilon)], ignore_index=True
         )
-    return None if is_sharded() else lambda model: sink_rates(model, family, held_out, epsilon)
+    return None if is_sharded() else lambda model: sinks(model, family, held_out, epsilon)
 
 
 @torch.no_grad()
-def sink_rates(model: PreTrainedModel, family: Family, held_out: np.ndarray, epsilon: float) -> pd.DataFrame:
-    """The sink rate at position 0 of blocks (N,T), of a model in eval mode.
+def sinks(model: PreTrainedModel, family: Family, held_out: np.ndarray, epsilon: float) -> pd.DataFrame:
+    """The sink rate at the first token of blocks (N,T), register tokens not counted, and how much weight there is to
+    share, `TotalWeight`; of a model in eval mode.
 
     Returns:
         layer (−1: the whole model), metric, value; nothing of a model without attention.
     """
     if not family.has_attention:
         return pd.DataFrame(columns=["layer", "metric", "value"])
-    ids = torch.from_numpy(held_out[:SEQUENCES, :LENGTH])
-    attention = Attention(Settings(positions=1, window=ids.shape[1], epsilon=epsilon))
+    ids, first = torch.from_numpy(held_out[:SEQUENCES, :LENGTH]), registers_before(model)
+    settings = Settings(positions=first + 1, window=first + ids.shape[1], epsilon=epsilon)
+    attention, total = Attention(settings), TotalWeight(settings, first)
     with open_tracer(model, family) as tracer:
-        tracer.forward(Batch(ids, torch.ones_like(ids)), [attention])
-    by_layer = attention.tables()["attention"].groupby("layer")["sink_rate"].mean()
-    rows = [(layer, "sink_rate", rate) for layer, rate in (*by_layer.items(), (WHOLE_MODEL, by_layer.mean()))]
-    return pd.DataFrame(rows, columns=["layer", "metric", "value"])
+        tracer.forward(Batch(ids, torch.ones_like(ids)), [attention, total])
+    at_first = attention.tables()["attention"].query("position == @first")
+    by_layer = at_first.groupby("layer")["sink_rate"].mean()
+    rates = [(layer, "sink_rate", rate) for layer, rate in (*by_layer.items(), (WHOLE_MODEL, by_layer.mean()))]
+    return pd.DataFrame([*rates, *total.rows()], columns=["layer", "metric", "value"])
+
+
+class TotalWeight(Observable):
+    """Σ|sim ÷ Z| of a query over the tokens that it sees: by how much their values are multiplied in all.
+
+    It is 1 of softmax (less where a learned key takes part) and of every operation that is divided by its own sum. Of
+    those that are not, it may be close to 0: what the proxy |sim| ÷ Σ|sim| then shows is a share of nothing. So its
+    median is taken over the queries behind the first token, of all heads and sequences, and once more over those of
+    them that give the first token a share above ε; of the whole model over the queries of all layers.
+    """
+
+    name = "total-weight"
+    sites = ("attention",)
+
+    def __init__(self, settings: Settings, first: int) -> None:
+        super().__init__(settings)
+        self.first = first  # the column of the text's first token
+        # layer → of each query its total, and whether its share on the first token is above ε
+        self.seen: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
+        whole, behind = slice(0, read.length), slice(self.first + 1, None)
+        total = read.mix_weights(whole, whole).abs().sum(-1)[..., behind]
+        share = read.weights(whole, slice(self.first, self.first + 1))[0][..., behind, 0]
+        chosen = is_sink(share, self.settings.epsilon)
+        self.seen[layer] = (total.flatten().cpu().numpy(), chosen.flatten().cpu().numpy())
+
+    def rows(self) -> list[tuple[int, str, float]]:
+        """Layer (−1: the whole model), metric, median; none of queries of which there are none."""
+        totals, to_first = (np.concatenate(parts) for parts in zip(*self.seen.values(), strict=True))
+        return [
+            (layer, name, float(np.median(values)))
+            for layer, (total, chosen) in (*self.seen.items(), (WHOLE_MODEL, (totals, to_first)))
+            for name, values in (("total_weight", total), ("total_weight_at_sink", total[chosen]))
+            if len(values)
+        ]

@@ -159,6 +159,19 @@ def test_a_training_that_logged_its_sink_rate_needs_no_steps() -> None:
     assert judged("GS-27", made).outcome == UNMEASURED
 
 
+def test_of_several_settings_it_is_judged_in_that_with_most_sinks() -> None:
+    """And says so: in the first, which has as many seeds, there is no sink to appear."""
+    ends = {1e-4: (0.01, 0.02, 0.03), 2e-4: (0.4, 0.5, 0.6), 4e-4: (0.7, 0.8)}  # by learning rate
+    trainings = [
+        training({"none": {"sink_rate": last}}, courses={"none": {"sink_rate": [[0, end] for end in last]}}, **rate)
+        for rate, last in (({"learning_rate": rate}, last) for rate, last in ends.items())
+    ]
+    found = judged("W-30", *trainings)
+    assert (found.outcome, found.estimates[0].value) == (HOLDS, pytest.approx(50))
+    words = "learning_rate=0.0002, of 2 settings that with most plain sinks: 2.0, 50.0 %; 3 seeds, Student's t"
+    assert found.estimates[0].note == f"first above 10 % at step 1; {words}"
+
+
 # --- related models
 
 

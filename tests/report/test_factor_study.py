@@ -7,6 +7,7 @@ import pytest
 from sinkscope.report.factor_study import ONSET, TABLE, at_the_end, onsets, published, studied, summary, with_levels
 from sinkscope.report.figures import OF_SWEEP
 from sinkscope.report.figures.spec import draw_all
+from sinkscope.report.sweep import words
 from sinkscope.report.sweep_tables import SweepTables
 
 NAMES = ("sweep-factor", "sweep-training-sink", "sweep-training-loss")
@@ -83,6 +84,26 @@ def test_what_is_kept_of_a_training() -> None:
     columns = ["layer", "metric", "value"]
     whole = pd.DataFrame([(-1, "loss", 1.0), (0, "sink_rate", 0.5), (-1, "learning_rate", 0.1)], columns=columns)
     assert studied(whole)["metric"].tolist() == ["loss"]
+
+
+def test_total_weights_are_those_of_the_seeds_that_have_them() -> None:
+    totals = {("a", 0): 1.0, ("a", 1): 1.0, ("b", 0): 0.2, ("b", 1): 0.4}
+    at_sink = {("a", 0): 1.0, ("a", 1): 1.0, ("b", 1): 0.001}
+    rows = [
+        ("m", arm, -1, "config=small", seed, 200, 6400, metric, value)
+        for metric, values in (("total_weight", totals), ("total_weight_at_sink", at_sink))
+        for (arm, seed), value in values.items()
+    ]
+    table = pd.DataFrame(rows, columns=SCHEMES.columns)
+    text = summary(table).set_index("level")
+    assert text["total weight"].to_dict() == {"a": "1 ± 0", "b": "0.3 ± 0.14"}
+    assert text["total weight at the sink"].to_dict() == {"a": "1 ± 0", "b": "0.001 (1 of 2)"}
+    assert list(text)[-2:] == ["total weight", "total weight at the sink"]
+    said = {
+        name: words(SweepTables({TABLE: of}, {}), {"content": {"title": ""}})
+        for name, of in (("new", table), ("old", SCHEMES))
+    }
+    assert ["Σ|sim ÷ Z|" in said[name] for name in ("new", "old")] == [True, False]
 
 
 @pytest.mark.parametrize("rows", [SCHEMES, DECAYS], ids=["schemes", "decays"])

@@ -14,7 +14,7 @@ from sinkscope.report.claims.claim import NotDefined
 from sinkscope.report.claims.estimates import Estimate, mean_of_runs
 from sinkscope.report.claims.evidence import Evidence, Lacks
 from sinkscope.report.claims.factors import Level
-from sinkscope.report.claims.studies import ArmStudy, FactorStudy
+from sinkscope.report.claims.studies import ArmStudy, FactorStudy, Study
 from sinkscope.report.claims.trainings import PLAIN, Arm
 
 Kind = TypeVar("Kind")
@@ -41,7 +41,12 @@ def words_for(seeds: int, scale: str = "") -> str:
 def words_for_arms(study: ArmStudy, scale: str = "") -> str:
     """The same and how long was trained: «6000 steps, 3 seeds, Student's t»."""
     training = next(iter(study.by_seed[0].values())).training
-    return f"{training.settings['steps']} steps, {words_for(len(study.by_seed), scale)}"
+    return with_setting(study, f"{training.settings['steps']} steps, {words_for(len(study.by_seed), scale)}")
+
+
+def with_setting(study: Study, words: str) -> str:
+    """Behind the setting that is read, where there are several."""
+    return f"{study.setting}; {words}" if study.setting else words
 
 
 LOGARITHMS = " of logarithms"

@@ -12,7 +12,7 @@ from sinkscope.report.claims.claim import Claim, NotDefined, Part, above, at_lea
 from sinkscope.report.claims.estimates import Estimate, bootstrap, mean_of_runs, positive_jackknife
 from sinkscope.report.claims.evidence import MAIN, NULL, Evidence, Lacks
 from sinkscope.report.claims.gs import SPIKE
-from sinkscope.report.claims.over_seeds import study_of, words_for
+from sinkscope.report.claims.over_seeds import study_of, with_setting, words_for
 from sinkscope.report.claims.quantities import LATER, gradients, sink_rates
 from sinkscope.report.claims.studies import LoggedStudy, StepStudy
 from sinkscope.results.run import RunData
@@ -57,7 +57,8 @@ def _over(of: Callable[[list[int], np.ndarray], tuple[np.ndarray, str]]) -> Call
         words = ", ".join(dict.fromkeys(words for _, words in found))
         if len(found) == 1 and not isinstance(study, LoggedStudy):
             return bootstrap(found[0][0]).over(f"{words}; one training, interval over its sequences")
-        return mean_of_runs(np.array([values[0] for values, _ in found])).over(f"{words}; {words_for(len(found))}")
+        seeds = with_setting(study, words_for(len(found)))
+        return mean_of_runs(np.array([values[0] for values, _ in found])).over(f"{words}; {seeds}")
 
     return measure
 

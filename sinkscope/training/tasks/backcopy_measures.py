@@ -80,8 +80,8 @@ def example(
                 "position": range(len(sequence)),
                 "token_id": sequence,
                 "is_trigger": task.is_trigger(sequence),
-                "norm": _norms(end["value"])[0],
-                "attended_norm": _norms(end["attended"])[0],
+                "norm": _norms(end["value"], len(sequence))[0],
+                "attended_norm": _norms(end["attended"], len(sequence))[0],
             }
         )
         for layer, end in ends.items()
@@ -132,19 +132,20 @@ def _in_layers(
         tracer.forward(batch, [attention])
     yield from attention.found
     for layer, end in ends.items():
-        for name, norms in (("value", _norms(end["value"])), ("attended", _norms(end["attended"]))):
+        for name in ("value", "attended"):
+            norms = _norms(end[name], plain.shape[1])
             yield layer, f"start_{name}_norm", norms[:, 0]
             yield layer, f"trigger_{name}_norm", norms[trigger]
             yield layer, f"other_{name}_norm", norms[plain]
         before, after = (torch.linalg.vector_norm(upcast(end[name]), dim=-1).cpu() for name in ("mix", "gated"))
-        left = after / before.clamp(min=torch.finfo(before.dtype).tiny)
+        left = (after / before.clamp(min=torch.finfo(before.dtype).tiny))[:, -plain.shape[1] :]
         yield layer, "plain_output_gate", left[plain]
         yield layer, "trigger_output_gate", left[trigger]
 
 
-def _norms(value: torch.Tensor) -> torch.Tensor:
-    """(B,T,K,d) → (B,T): of all heads' values together."""
-    return torch.linalg.vector_norm(upcast(value), dim=(-2, -1)).cpu()
+def _norms(value: torch.Tensor, length: int) -> torch.Tensor:
+    """(B,n+T,K,d) → (B,T): of all heads' values together; of the T tokens behind n register tokens."""
+    return torch.linalg.vector_norm(upcast(value[:, -length:]), dim=(-2, -1)).cpu()
 
 
 class _ToStart(Observable):
@@ -159,13 +160,13 @@ class _ToStart(Observable):
         self.found: list[tuple[int, str, torch.Tensor]] = []
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
-        whole = slice(0, read.length)
-        weights = read.weights(whole, whole)[0].movedim(1, -1).cpu()  # (B,T,T,H)
+        text = slice(read.length - self.plain.shape[1], read.length)  # behind register tokens
+        weights = read.weights(text, text)[0].movedim(1, -1).cpu()  # (B,T,T,H)
         to_start = weights[:, :, 0]
         to_triggers = weights.masked_fill(~self.trigger[:, None, :, None], 0.0).sum(2)
-        allowed = read.allowed(whole, whole)
+        allowed = read.allowed(text, text)
         assert allowed is not None  # causal, of more than one token
-        lead = start_lead(read.logits(whole, whole), allowed).movedim(1, -1).cpu()
+        lead = start_lead(read.logits(text, text), allowed).movedim(1, -1).cpu()
         self.found += [
             (layer, "attention_to_start", to_start[self.plain]),
             (layer, "early_attention_to_start", to_start[self.plain & (self.trigger.cumsum(1) == 0)]),

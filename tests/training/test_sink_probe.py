@@ -1,0 +1,78 @@
+"""What is measured at every log of a training, against the same computed from a model's weights in float64."""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from support.retrofitted import plain_model
+from tiny import tiny_tokens
+from torch.nn.functional import layer_norm
+from transformers import PreTrainedModel
+
+from sinkscope.measuring.observables.attention import Attention
+from sinkscope.measuring.observables.observable import Settings
+from sinkscope.measuring.tracer import open_tracer
+from sinkscope.models.families import find_family
+from sinkscope.retrofits import retrofit_model
+from sinkscope.text.batch import Batch
+from sinkscope.training.sink_probe import sinks
+
+IDS = tiny_tokens(5, 12)
+EPSILON = 0.15
+
+
+def of(model: PreTrainedModel) -> pd.Series:
+    return sinks(model, find_family(model), IDS.numpy(), EPSILON).set_index(["layer", "metric"])["value"]
+
+
+def changed(method: str, **parameters: Any) -> PreTrainedModel:
+    return retrofit_model(plain_model("gpt2"), None, method, **parameters).requires_grad_(False)
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    """(B,H,T,T) of the first layer of GPT-2."""
+    block, heads = model.transformer.h[0], model.config.n_head
+    h = model.transformer.wte.weight[IDS] + model.transformer.wpe.weight[: IDS.shape[1]]
+    x = layer_norm(h, h.shape[-1:], block.ln_1.weight, block.ln_1.bias, model.config.layer_norm_epsilon)
+    query, key, _ = (x @ block.attn.c_attn.weight + block.attn.c_attn.bias).split(h.shape[-1], dim=-1)
+    query, key = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in (query, key))
+    return query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
+
+
+def test_the_total_weight_of_sigmoid_attention_is_its_sum() -> None:
+    model = changed("operation", kind="sigmoid")
+    weights = logits_of(model).sigmoid().tril()
+    total, share = weights.sum(-1)[..., 1:], (weights[..., 0] / weights.sum(-1))[..., 1:]
+    to_first = share > EPSILON
+    assert 0.1 < to_first.double().mean() < 0.9
+    found = of(model)
+    assert found[0, "total_weight"] == pytest.approx(np.median(total))
+    assert found[0, "total_weight_at_sink"] == pytest.approx(np.median(total[to_first]))
+    layers = [found[layer, "total_weight"] for layer in range(model.config.n_layer)]
+    assert min(layers) < found[-1, "total_weight"] < max(layers)
+
+
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid-normalized", "identity-normalized"])
+def test_what_is_divided_by_its_own_sum_has_a_total_of_1(kind: str) -> None:
+    found = of(changed("operation", kind=kind))
+    totals = found[[metric.startswith("total") for _, metric in found.index]]
+    assert (totals.sub(1).abs() < 1e-12).all() == (kind != "identity-normalized")
+
+
+def test_a_scaled_sum_and_a_learned_key_leave_less() -> None:
+    assert of(changed("operation", kind="softmax", factor=0.2))[-1, "total_weight"] == pytest.approx(0.2)
+    assert of(changed("key-bias"))[-1, "total_weight"] < 0.99
+
+
+def test_the_first_token_is_that_of_the_text() -> None:
+    """Not a register token, whose own sink rate is another metric."""
+    model, registers = changed("register-tokens", count=2), 2
+    attention = Attention(Settings(positions=4, window=64, epsilon=EPSILON))
+    with open_tracer(model, find_family(model)) as tracer:
+        tracer.forward(Batch(IDS, torch.ones_like(IDS)), [attention])
+    by_position = attention.tables()["attention"].groupby("position")["sink_rate"].mean()
+    assert of(model)[-1, "sink_rate"] == pytest.approx(by_position[registers])
+    assert by_position[0] != by_position[registers] > 0
+    assert of(model)[-1, "total_weight"] == pytest.approx(1)
