@@ -13,7 +13,7 @@ from sinkscope.attention.seam import open_seam
 from sinkscope.attention.streaming import check_applies, streaming
 from sinkscope.attention.taps import Seam
 from sinkscope.errors import InputError, SinkscopeError
-from sinkscope.measuring.tracer import CHUNK, cross_entropies
+from sinkscope.measuring.losses import CHUNK, cross_entropies
 from sinkscope.models.family import Family, input_device
 from sinkscope.results.tables import Column
 from sinkscope.text.inputs import TokenInputs

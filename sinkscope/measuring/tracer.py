@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from nnsight import NNsight, save
 from nnsight.intervention.interleaver import OutOfOrderError
 from transformers import PreTrainedModel
@@ -20,6 +19,7 @@ from sinkscope.attention.taps import NAME, Seam
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.intervention import Intervention, Target, applied
+from sinkscope.measuring.losses import loss_and_gradient, loss_in_chunks
 from sinkscope.measuring.observables.activation import token_norms
 from sinkscope.measuring.observables.observable import ATTENTION_SITES, Observable, Reading
 from sinkscope.models.beginning import Beginning, begun
@@ -28,7 +28,7 @@ from sinkscope.models.in_memory import unchanged_after
 from sinkscope.models.towers import embedding_path
 from sinkscope.retrofits.registers import RETROFIT, registers_before
 from sinkscope.retrofits.retrofit import ValuePart
-from sinkscope.text.batch import IGNORED, Batch
+from sinkscope.text.batch import Batch
 
 
 class Tracer:
@@ -282,12 +282,6 @@ def logits_of(output: Any) -> torch.Tensor:
     return logits
 
 
-def cross_entropies(logits: torch.Tensor, targets: torch.Tensor, reduction: str = "none") -> torch.Tensor:
-    """(…,V) and (…) → (N,), or (): cross-entropy in nats, in float32 or better; 0 of a token that predicts nothing."""
-    logits = upcast(logits).flatten(0, -2)
-    return F.cross_entropy(logits, targets.flatten().to(logits.device), ignore_index=IGNORED, reduction=reduction)
-
-
 def model_inputs(
     model: PreTrainedModel, batch: Batch, with_logits: bool = True, first_position: int | None = 0
 ) -> dict[str, Any]:
@@ -312,39 +306,6 @@ def model_inputs(
 def _parameters(model: PreTrainedModel) -> Container[str]:
     """Names of what the model's forward takes."""
     return inspect.signature(model.forward).parameters
-
-
-CHUNK = 8  # tokens whose loss is computed at once: few enough to stay in a CPU's cache
-
-
-def loss_in_chunks(logits: torch.Tensor, batch: Batch, chunk: int = CHUNK) -> torch.Tensor:
-    """(B,T,V) → (B,): cross-entropy summed over each sequence's predicted tokens, of each given those before it or the
-    rest of its text, in nats. A few tokens of one sequence at a time: the logits are never copied as a whole.
-    """
-    losses = torch.zeros(len(logits), dtype=torch.float64, device=logits.device)
-    for row in range(len(logits)):
-        for start in range(0, logits.shape[1], chunk):
-            part = slice(start, start + chunk)
-            losses[row] += cross_entropies(logits[row, part], batch.targets[row, part], reduction="sum")
-    return losses
-
-
-def loss_and_gradient(logits: torch.Tensor, batch: Batch, chunk: int = CHUNK) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `loss_in_chunks`, and the gradient of their sum by the logits (B,T,V), in their dtype: softmax, less 1 at
-    the token that comes. Autograd would make two more tensors as large as the logits.
-    """
-    losses = torch.zeros(len(logits), dtype=torch.float64, device=logits.device)
-    gradient = torch.empty_like(logits)
-    predicting = (batch.targets != IGNORED).to(logits.device)
-    targets = batch.targets.to(logits.device).where(predicting, 0)[..., None]
-    for row in range(len(logits)):
-        for start in range(0, logits.shape[1], chunk):
-            part = slice(start, start + chunk)
-            losses[row] += cross_entropies(logits[row, part], batch.targets[row, part], reduction="sum")
-            shares = upcast(logits[row, part]).softmax(-1)  # exp of log-softmax would be slow where it underflows
-            gradient[row, part] = shares.scatter_add_(-1, targets[row, part], -torch.ones_like(shares[:, :1]))
-    gradient[~predicting] = 0.0
-    return losses, gradient
 
 
 def _detached(call: AttentionCall) -> AttentionCall:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from peak_memory import EXACT, peak_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sinkscope.measuring.observables import OBSERVABLES
@@ -38,16 +39,8 @@ def small_model(length: int) -> LlamaForCausalLM:
 
 def seconds_and_peak(one_pass: Callable[[], None]) -> tuple[float, float]:
     """CPU seconds of one pass, and its peak of resident memory above the start in MB."""
-    with open("/proc/self/clear_refs", "w") as clear:
-        clear.write("5")  # resets the high-water mark
-    before, start = _status("VmRSS"), time.process_time()
-    one_pass()
-    return time.process_time() - start, (_status("VmHWM") - before) / 1024
-
-
-def _status(field: str) -> int:
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) for line in status if line.startswith(field))
+    start, peak = time.process_time(), peak_of(one_pass)
+    return time.process_time() - start, peak
 
 
 @torch.no_grad()
@@ -81,10 +74,7 @@ def main() -> None:
     print("| ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     for length in arguments.lengths:
         seconds, own_seconds = (_in_a_process(variant, length, {})[0] for variant in VARIANTS)
-        # every large tensor of its own mapping, so that freed memory goes back at once and the peak is exact
-        peak, own_peak = (
-            _in_a_process(variant, length, {"MALLOC_MMAP_THRESHOLD_": "65536"})[1] for variant in VARIANTS
-        )
+        peak, own_peak = (_in_a_process(variant, length, EXACT)[1] for variant in VARIANTS)
         times = f"{seconds:.1f} s | {own_seconds:.1f} s | {own_seconds / seconds:.2f}"
         print(f"| {length} | {times} | {peak:.0f} MB | {own_peak:.0f} MB | {own_peak / peak:.2f} |", flush=True)
 

@@ -13,7 +13,6 @@ the bare forward that does not either, the strictest baseline.
 
 import argparse
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -21,6 +20,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from peak_memory import EXACT, peak_of
 
 import sinkscope.models.loading
 from sinkscope.interventions import parse
@@ -194,11 +194,9 @@ def report_memory(model_name: str | None, shape: tuple[int, int], names: list[st
     peaks = {}
     for name in names:
         command = [sys.executable, __file__, "--peak-of", name, "--shape", *map(str, shape)]
-        # every tensor of its own mapping, so that freed memory goes back at once and the high-water mark is exact
-        environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
         output = subprocess.run(
             [*command, *([model_name] if model_name else [])], check=True, stdout=subprocess.PIPE, text=True,
-            env=environment,
+            env=os.environ | EXACT,
         ).stdout  # fmt: skip
         peaks[name] = float(output.split()[-1])
         print(f"  {name:<40} {peaks[name]:8.0f} MB   {peaks[name] / peaks[names[0]]:5.2f} ×", flush=True)
@@ -212,20 +210,7 @@ def all_variants(model, shape: tuple[int, int]) -> dict[str, Variant]:
 def print_peak(model, shape: tuple[int, int], name: str) -> None:
     """Peak resident memory of one pass in this process, in MB above the start; a short pass loads the libraries."""
     all_variants(model, (1, 64))[name.replace("all columns", "16 columns")]()
-    one_pass = all_variants(model, shape)[name]
-    with open("/proc/self/clear_refs", "w") as clear:
-        clear.write("5")  # resets the high-water mark
-    before = _status("VmRSS")
-    one_pass()
-    print((_status("VmHWM") - before) / 1024)
-
-
-def _status(field: str) -> int:
-    try:
-        with open("/proc/self/status") as status:
-            return next(int(line.split()[1]) for line in status if line.startswith(field))
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(peak_of(all_variants(model, shape)[name]))
 
 
 KINDS = {

@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 import transformers
+from peak_memory import EXACT, peak_of
 from torch import nn
 
 import sinkscope.models.loading
@@ -277,13 +278,12 @@ def furthest(found: Found, reference: Found) -> str:
 
 
 def print_peaks(arguments: argparse.Namespace, shape: tuple[int, int], names: list[str]) -> None:
-    """Each in a process of its own, every large tensor of its own mapping, so that freed memory goes back at once."""
+    """Each in a process of its own."""
     print("\n| | peak | ÷ bare |\n| --- | ---: | ---: |")
     model, peaks = [arguments.model] if arguments.model else [], {}
     for name in names:
         command = [sys.executable, __file__, *model, "--peak-of", name, "--shape", *map(str, shape)]
-        environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | EXACT)
         peaks[name] = float(done.stdout.split()[-1])
         print(f"| {name} | {peaks[name]:.0f} MB | {peaks[name] / peaks['bare']:.1f} |", flush=True)
 
@@ -291,17 +291,7 @@ def print_peaks(arguments: argparse.Namespace, shape: tuple[int, int], names: li
 def print_peak(loaded: Any, shape: tuple[int, int], name: str) -> None:
     """Peak resident memory of one pass above what was there before it, in MB; a short pass loads the libraries."""
     passes_of(loaded, (1, 64))[name]()
-    one_pass = passes_of(loaded, shape)[name]
-    with open("/proc/self/clear_refs", "w") as clear:
-        clear.write("5")  # resets the high-water mark
-    before = status("VmRSS")
-    one_pass()
-    print((status("VmHWM") - before) / 1024)
-
-
-def status(field: str) -> int:
-    with open("/proc/self/status") as lines:
-        return next(int(line.split()[1]) for line in lines if line.startswith(field))
+    print(peak_of(passes_of(loaded, shape)[name]))
 
 
 @torch.no_grad()

@@ -33,12 +33,13 @@ from sinkscope.attention.weights import AttentionRead
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring import tracer as tracer_module
 from sinkscope.measuring.gradient_summary import gradient_summary
+from sinkscope.measuring.losses import loss_and_gradient, loss_in_chunks
 from sinkscope.measuring.observables import OBSERVABLES, gradient, gradient_theorems
 from sinkscope.measuring.observables.gradient import Branch, Gradient, branches_of, undefined_ratios
 from sinkscope.measuring.observables.gradient_theorems import NormGain, TheoremOne, norm_gain
 from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.tables import column_names
-from sinkscope.measuring.tracer import loss_and_gradient, loss_in_chunks, open_tracer
+from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import FAMILIES, find_family
 from sinkscope.options.measuring import make_config
 from sinkscope.report.run import Run

@@ -6,14 +6,13 @@ The reference (reference.py) takes each sequence alone, so that these comparison
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 import reference
 import torch
-import torch.nn.functional as F
 from tiny import TINY, batched, measured, padded, ragged_tokens, tiny_model, tiny_tokens
 from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -23,9 +22,9 @@ from sinkscope.attention import weights as attention_weights
 from sinkscope.errors import SinkscopeError
 from sinkscope.measuring.observables import OBSERVABLES, activation, attention, geometry
 from sinkscope.measuring.observables.observable import Observable, Reading, Settings
-from sinkscope.measuring.tracer import loss_and_gradient, loss_in_chunks, model_inputs, open_tracer
+from sinkscope.measuring.tracer import model_inputs, open_tracer
 from sinkscope.models.families import FAMILIES, find_family
-from sinkscope.text.batch import IGNORED, Batch
+from sinkscope.text.batch import Batch
 
 POSITIONS, WINDOW, LENGTH = 12, 8, 24
 RAGGED = (LENGTH, 17, 5, 11)  # one shorter than WINDOW and POSITIONS
@@ -443,29 +442,3 @@ def test_the_loss_beside_the_forward_observables_is_plain_cross_entropy(name: st
         expected.append(float(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum")))
     with open_tracer(model, find_family(model)) as tracer:
         assert tracer.forward_with_loss(batch, []).tolist() == pytest.approx(expected, rel=1e-5)
-
-
-def losses_at_once(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-    return F.cross_entropy(logits.transpose(1, 2), batch.targets, ignore_index=IGNORED, reduction="none").sum(1)
-
-
-def test_the_loss_in_chunks_is_the_loss_at_once() -> None:
-    batch = padded(ragged_tokens((20, 7, 13)))
-    logits = torch.randn(3, 20, 96, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    for chunk in (1, 3, 8, 1000):
-        torch.testing.assert_close(loss_in_chunks(logits, batch, chunk), losses_at_once(logits, batch))
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_the_gradient_by_the_logits_is_that_of_autograd(side: Literal["left", "right"]) -> None:
-    batch = padded(ragged_tokens((20, 7, 13)), side)
-    drawn = 30 * torch.randn(3, 20, 96, generator=torch.Generator().manual_seed(0))
-    for dtype, tolerance in ((torch.float64, 1e-12), (torch.bfloat16, 2e-2)):
-        logits = drawn.to(dtype)
-        exact = logits.double().requires_grad_()
-        losses = losses_at_once(exact, batch)
-        (expected,) = torch.autograd.grad(losses.sum(), exact)
-        for chunk in (1, 8, 1000):
-            found, gradient = loss_and_gradient(logits, batch, chunk)
-            torch.testing.assert_close(found, losses.detach(), rtol=1e-6, atol=0)
-            torch.testing.assert_close(gradient, expected.to(dtype), rtol=tolerance, atol=tolerance)
