@@ -12,6 +12,7 @@ from support.hand_made_trainings import SHAPE, Tables, gradients, rates, steps, 
 
 from sinkscope.errors import InputError
 from sinkscope.report.claims.claim import Judgment, Outcome, judge
+from sinkscope.report.claims.estimates import Estimate
 from sinkscope.report.claims.gather import Collection
 from sinkscope.report.claims.register import CLAIMS
 from sinkscope.report.claims.relatives import base_of, family_of
@@ -87,6 +88,20 @@ def test_trainings_that_differ_in_more_are_not_compared() -> None:
 def test_weight_decays_that_the_claim_speaks_of_have_to_be_there() -> None:
     found = judged("W-38", *(plain(18, weight_decay=decay) for decay in (0.0, 0.1)))
     assert (found.outcome, "weight decays of 5 or more" in found.reason) == (UNMEASURED, True)
+
+
+def test_the_best_of_many_decays_is_no_higher_by_chance() -> None:
+    """Levels that differ by noise alone: of 40 studies one interval is above 0, and the mean is 0."""
+    rng = np.random.default_rng(0)
+    decays = (0.0, 0.1, 0.2, 0.4, 0.5, 1.0, 2.0, 5.0)
+
+    def estimate() -> Estimate:
+        trainings = [plain(30, rng.normal(0, 5, size=5), weight_decay=decay) for decay in decays]
+        return judged("W-38", *trainings).estimates[1]
+
+    found = [estimate() for _ in range(40)]
+    assert sum(each.low > 0 for each in found) <= 4
+    assert abs(np.mean([each.value for each in found])) < 1.5  # largest of six − largest of two: 3.5 on average
 
 
 def test_a_range_is_of_sinks() -> None:
