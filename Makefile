@@ -59,6 +59,8 @@ format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+SHRINK := $(BIN)/python tests/shrink_figures.py
+
 # Run `sinkscope ARGUMENTS` into runs/report/NAME, and keep of it in reports/NAME: the manifests, the texts, the figures
 # as PNG below 300 kB, and the tables below 100 kB but for those by sequence.
 # $(call report,NAME,ARGUMENTS)
@@ -69,6 +71,7 @@ define report
 	cp runs/report/$(1)/*.json runs/report/$(1)/*.md reports/$(1)/
 	find runs/report/$(1)/figures -name '*.png' -size -300k -exec cp {} reports/$(1)/figures/ \;
 	find runs/report/$(1)/tables -type f -size -100k ! -name '*_by_*' -exec cp {} reports/$(1)/tables/ \;
+	$(SHRINK) reports/$(1)
 endef
 
 report: report-models report-claims report-sweep report-training report-hybrids  ## what reports/ holds
@@ -101,6 +104,7 @@ report-claims: install models  ## what the papers say, tested on three models: a
 		--from runs/report/claims-mgm --out runs/report/claims --overwrite
 	cp runs/report/claims/run.json runs/report/claims/scorecard.md reports/claims/
 	cp runs/report/claims/figures/*.png runs/report/claims/tables/route.parquet reports/claims/
+	$(SHRINK) reports/claims
 
 SWEPT := reports/offline-models
 SWEPT_TABLES := sweep sweep_epsilon
@@ -112,6 +116,7 @@ report-sweep: install models  ## three models on five inputs: ten minutes on two
 	cp runs/report/offline-models/comparison/run.json runs/report/offline-models/comparison/sweep.md $(SWEPT)/
 	cp runs/report/offline-models/comparison/figures/*.png $(SWEPT)/figures/
 	cp $(SWEPT_TABLES:%=runs/report/offline-models/comparison/tables/%.parquet) $(SWEPT)/tables/
+	$(SHRINK) $(SWEPT)
 
 report-training: install  ## of trainings: two hours on two cores
 	$(call report,smollm2-135m-retrofit,run retrofit-in-an-hour)
@@ -131,6 +136,7 @@ define hybrid
 	find runs/report/hybrid-$(1)/none-seed0/run/figures -name '*-by-layer.png' -exec cp {} reports/hybrid-$(1)/figures/ \;
 	cp runs/report/hybrid-$(1)/none-seed0/run/figures/sink-map.png reports/hybrid-$(1)/figures/
 	find runs/report/hybrid-$(1)/tables -type f -size -60k -exec cp {} reports/hybrid-$(1)/tables/ \;
+	$(SHRINK) reports/hybrid-$(1)
 endef
 
 report-hybrids: install  ## of small hybrids and what they are compared with, three seeds each: an hour on two cores
@@ -163,6 +169,7 @@ report-when-sinks-emerge-%: install
 	grep -v '^Not measured' $(STUDY)-claims-$*/scorecard.md | cat -s > $(STUDY_REPORT)/$*/claims.md
 	find $(STUDY)-$*/comparison/tables -name sweep_training.parquet -size -60k -exec cp {} $(STUDY_REPORT)/$*/ \;
 	cp $(STUDY)-$*/comparison/figures/sweep-factor.png $(STUDY_REPORT)/$*/
+	$(SHRINK) $(STUDY_REPORT)/$*
 
 report-types: install  ## what becomes of every model type of transformers: two minutes
 	OMP_NUM_THREADS=1 $(BIN)/python tests/sweep_models.py

@@ -24,7 +24,7 @@ def test_links_lead_somewhere(document: str) -> None:
 
 def test_the_readme_and_the_reports_stay_small() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 150
-    assert sum(path.stat().st_size for path in (ROOT / "reports").rglob("*") if path.is_file()) < 12e6
+    assert sum(path.stat().st_size for path in (ROOT / "reports").rglob("*") if path.is_file()) < 8e6
 
 
 def test_modules_and_files_named_in_contributing_exist() -> None:
