@@ -48,14 +48,18 @@ def studied(training: pd.DataFrame) -> pd.DataFrame:
     return training[(training["layer"] == WHOLE_MODEL) & training["metric"].isin([*SHOWN, *TOTALS])]
 
 
-def with_levels(table: pd.DataFrame) -> pd.DataFrame:
-    """The table `sweep_training` with the column `level`."""
+def levels(table: pd.DataFrame) -> dict[tuple[str, str], str]:
+    """Settings and condition, of a table that has both → the level."""
     pairs = table[["settings", "condition"]].drop_duplicates()
     parts = {(row.settings, row.condition): _parts(row.settings, row.condition) for row in pairs.itertuples()}
     common = set.intersection(*map(set, parts.values())) if len(parts) > 1 else set()
-    named = {pair: " ".join(part for part in own if part not in common) or own[-1] for pair, own in parts.items()}
-    levels = [named[pair] for pair in zip(table["settings"], table["condition"], strict=True)]
-    return table.assign(**{LEVEL: levels})
+    return {pair: " ".join(part for part in own if part not in common) or own[-1] for pair, own in parts.items()}
+
+
+def with_levels(table: pd.DataFrame) -> pd.DataFrame:
+    """The table `sweep_training` with the column `level`."""
+    named = levels(table)
+    return table.assign(**{LEVEL: list(map(named.get, zip(table["settings"], table["condition"], strict=True)))})
 
 
 def _parts(settings: str, condition: str) -> list[str]:

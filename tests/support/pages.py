@@ -84,6 +84,15 @@ def sweep() -> Contents:
     return Contents({"command": "sweep", "config": {}, "tables": [], "cells": []}, led({"sweep": table}))
 
 
+def factors() -> Contents:
+    """Of a sweep of trainings: five weight decays, two arms, two seeds, three steps."""
+    decays = ["weight-decay=0", "weight-decay=0.5", "weight-decay=1.0", "weight-decay=2", "weight-decay=5"]
+    table = grid(settings=decays, condition=["softmax", "sigmoid"], seed=[0, 1], step=[0, 10, 20],
+                 metric=["loss", "sink_rate"])  # fmt: skip
+    table = table.assign(layer=-1, cell=table["settings"], tokens=32 * table["step"], value=np.arange(len(table)) / 200)
+    return Contents({"command": "sweep", "config": {}, "tables": [], "cells": []}, led({"sweep_training": table}))
+
+
 def side_by_side() -> Contents:
     """Of two analyses."""
     runs = {
@@ -98,7 +107,7 @@ def side_by_side() -> Contents:
 
 
 KINDS = {"analysis": analysis, "experiment": experiment, "training": training, "claims": claims, "sweep": sweep,
-         "side by side": side_by_side}  # fmt: skip
+         "factors": factors, "side by side": side_by_side}  # fmt: skip
 
 
 # --- reading

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import isnan
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import quote
@@ -11,6 +12,7 @@ from urllib.parse import quote
 import pandas as pd
 
 from sinkscope.errors import InputError
+from sinkscope.report import factor_study
 from sinkscope.report.page.compact import BY_SEQUENCE
 from sinkscope.report.retrofit_table import UNTOUCHED, gates_moved
 from sinkscope.report.tables import written_tables
@@ -78,6 +80,14 @@ class Contents:
         names = dict.fromkeys(name for run in self.parts.values() for name in run.tables)
         shared = [name for name in names if name not in self.tables and not _is_by_sequence(name)]
         return dict(sorted({**self.tables, **{name: self._side_by_side(name) for name in shared}}.items()))
+
+    @property
+    def levels(self) -> list[tuple[str, str, str, float | None]]:
+        """Of a sweep of trainings: settings, condition, the level of the factor study, and WSE's sink rate."""
+        training = self.tables.get(factor_study.TABLE, pd.DataFrame())
+        named = {} if training.empty else factor_study.levels(training)
+        rates = {level: factor_study.published(level) / 100 for level in named.values()}
+        return [(*pair, level, None if isnan(rates[level]) else rates[level]) for pair, level in named.items()]
 
     @property
     def columns(self) -> dict[str, Columns]:

@@ -36,6 +36,7 @@ SCRIPTS = (
     "layers.js",
     "quantization.js",
     "arms.js",
+    "study.js",
     "claims.js",
     "explore.js",
     "tables.js",
@@ -121,6 +122,7 @@ def page_data(contents: Contents) -> str:
         "papers": PAPERS,
         "parts": [str(label) for label in contents.parts],
         "part": contents.named_by.name,
+        "levels": contents.levels,
         "links": {str(label): page for label, page in contents.links.items()},
     }
     return f'{as_json(rest)[:-1]},"tables":{compact_tables(contents.all_tables, contents.columns)}}}'

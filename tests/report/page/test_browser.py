@@ -140,6 +140,17 @@ def test_the_slider_reads_the_values_at_a_step(page_of_kind: Callable[[str], Any
     assert shown == " / ".join(f"{value:.3f}" for value in rows["value"])
 
 
+def test_trainings_that_differ_in_one_thing_are_told_apart_by_it(page_of_kind: Callable[[str], Any]) -> None:
+    table = KINDS["factors"]().tables["sweep_training"].query("settings == 'weight-decay=0.5' and step == 20")
+    own = table[table["condition"] == "softmax"].set_index("metric")["value"]
+    page = page_of_kind("factors")
+    row = page.locator("#study tbody tr", has_text="weight_decay=0.5 softmax").locator("td").all_text_contents()
+    assert row[1:] == [f"{own['sink_rate'].mean():.1%} ± {own['sink_rate'].std():.1%}", "2", "41.1%"]
+    shown = page.locator("#training tbody tr", has_text="weight_decay=0.5 softmax").locator("td").all_text_contents()
+    assert " / ".join(f"{value:.3f}" for value in own["loss"]) in shown
+    assert page.locator("#training legend", has_text="Shown, of 10").count() == 1
+
+
 def test_hostile_texts_do_nothing(browser: Any, tmp_path: Path) -> None:
     evil = "</script><img src=x onerror=alert(1)><script>alert(2)</script>"
     contents = analysis(model=evil, condition=evil)

@@ -104,7 +104,7 @@ S.byStep = (table) => {
   const layers = table.distinct("layer");
   const metrics = table.distinct("metric");
   const steps = table.distinct("step");
-  const state = { step: steps.at(-1), layer: layers.includes(-1) ? -1 : layers[0], metric: metrics[0] };
+  const state = { step: steps.at(-1), layer: layers.includes(-1) ? -1 : layers[0], metric: S.usual("metric", metrics) };
   const chart = S.element("div"), values = S.element("div", { "aria-live": "polite" });
 
   const points = (metric) => {
@@ -113,27 +113,33 @@ S.byStep = (table) => {
       ({ ...point, line: table.varies("seed") ? `seed ${table.get("seed")[rows[at]]}` : "" }));
   };
   const arms = [...new Set(metrics.flatMap((metric) => points(metric).map(({ group }) => group)))];
+  state.arms = arms.slice(0, S.MOST_COLORS);
   const redraw = () => {
     const about = S.aboutMetric(state.metric);
-    chart.replaceChildren(S.lines({ points: points(state.metric), x: { label: "step" }, y: about,
-      rule: state.step, title: `${S.withUnit(about)} by step: ${about.meaning}` }));
+    chart.replaceChildren(S.lines({ points: points(state.metric).filter(({ group }) => state.arms.includes(group)), x: { label: "step" },
+      y: about, rule: state.step, title: `${S.withUnit(about)} by step: ${about.meaning}` }));
     read();
   };
   const read = () => {
-    const rows = metrics.map((metric) => {
-      const about = S.aboutMetric(metric);
-      const now = points(metric).filter((point) => point.x === state.step && point.y !== null);
-      return [S.withUnit(about), ...arms.map((arm) =>
-        now.filter(({ group }) => group === arm).map((point) => about.text(point.y)).join(" / ") || "–")];
-    });
-    values.replaceChildren(S.plainTable([{ label: "Metric" }, ...arms.map((arm) => ({ label: arm || "Value", number: true }))],
-      rows.filter((row) => row.slice(1).some((text) => text !== "–")),
-      `${table.name} at step ${S.number(state.step)}${table.varies("seed") ? ", seeds between strokes" : ""}`));
+    const now = new Map(metrics.map((metric) => [metric, points(metric).filter((point) => point.x === state.step && point.y !== null)]));
+    const cell = (metric, arm) => now.get(metric).filter(({ group }) => group === arm)
+      .map((point) => S.aboutMetric(metric).text(point.y)).join(" / ") || "–";
+    const known = metrics.filter((metric) => now.get(metric).length);
+    const label = (metric) => S.withUnit(S.aboutMetric(metric));
+    const numbers = (labels) => labels.map((one) => ({ label: one || "Value", number: true }));
+    const caption = `${table.name} at step ${S.number(state.step)}${table.varies("seed") ? ", seeds between strokes" : ""}`;
+    const isLong = state.arms.length > known.length; // more arms than metrics: a row for each arm
+    values.replaceChildren(isLong
+      ? S.plainTable([{ label: "Arm" }, ...numbers(known.map(label))],
+        state.arms.map((arm) => [arm, ...known.map((metric) => cell(metric, arm))]), caption)
+      : S.plainTable([{ label: "Metric" }, ...numbers(state.arms)],
+        known.map((metric) => [label(metric), ...state.arms.map((arm) => cell(metric, arm))]), caption));
   };
   redraw();
   return S.element("div", {}, S.element("h3", {}, `Table ${table.name}`), S.element("div.controls", {},
     S.pick("Metric", metrics, state.metric, (metric) => { state.metric = metric; redraw(); }, (name) => S.aboutMetric(name).label),
     layers.length > 1 ? S.pick("Layer", layers, state.layer, (layer) => { state.layer = layer; redraw(); },
       (layer) => (layer < 0 ? "whole model" : String(layer))) : "",
-    S.slider("Step", steps, state.step, (step) => { state.step = step; redraw(); })), chart, values, S.leftOut(table) ?? "");
+    S.slider("Step", steps, state.step, (step) => { state.step = step; redraw(); })),
+  arms.length > S.MOST_COLORS ? S.several(`Shown, of ${arms.length}`, arms, state.arms, (now) => { state.arms = now; redraw(); }) : "", chart, values, S.leftOut(table) ?? "");
 };

@@ -41,6 +41,11 @@ S.Table = class {
     return this.codedColumns.get(name);
   }
 
+  /** A column that the parquet file lacks, made of those that it has. */
+  derive(name, about, values) {
+    this.byName.set(name, { name, about, unit: "", kind: "text", values, isDerived: true });
+  }
+
   get length() {
     return this.get(this.columns[0].name).length;
   }
@@ -76,7 +81,7 @@ S.Table = class {
 
   /** Columns that say which observation a row is, and those that say what was observed. */
   get keys() {
-    return this.columns.filter(({ name, kind }) => kind === "text" || kind === "whole" || S.NUMBERED.has(name));
+    return [...this.byName.values()].filter(({ name, kind }) => kind === "text" || kind === "whole" || S.NUMBERED.has(name));
   }
 
   get values() {
@@ -87,12 +92,18 @@ S.Table = class {
 // numbers that say which observation a row is
 S.NUMBERED = new Set(["seed", "epsilon"]);
 // columns that tell runs or arms apart
-S.ARMS = ["run", "model", "condition"];
+S.ARMS = ["run", "model", "level", "condition"];
 
 S.load = (text) => {
   S.data = JSON.parse(text);
   S.tables = new Map(S.data.tables.map((raw) => [raw.name, new S.Table(raw)]));
   S.manifest = S.data.manifest;
+  const levels = new Map(S.data.levels.map(([settings, condition, level]) => [`${settings}\n${condition}`, level]));
+  for (const table of S.tables.values()) {
+    if (!levels.size || !table.has("settings", "condition")) continue;
+    const [settings, condition] = ["settings", "condition"].map((name) => table.get(name));
+    table.derive("level", "what this training has and another has not", settings.map((own, at) => levels.get(`${own}\n${condition[at]}`) ?? null));
+  }
 };
 
 /** A table that has rows; null if the run has none of that name. */

@@ -6,7 +6,7 @@ S.IN_WORDS = new Set(["finding", "claim", "route"]);
 S.MOST_COLORS = 8; // that differ; of more values the first are shown, until the user chooses
 // columns that are put across where they vary, the first before the others
 S.ACROSS_LAYERS = ["layer", "position", "bucket", "coordinate", "sequence"];
-S.ACROSS_MODELS = ["step", "seq_len", "epsilon", "input", "condition", "name", "model"];
+S.ACROSS_MODELS = ["step", "seq_len", "epsilon", "input", "level", "condition", "name", "model"];
 
 /** Columns that can be put across. */
 S.crossable = (table) => table.keys.map(({ name }) => name).filter((name) => name !== "metric" && table.varies(name));
@@ -26,7 +26,7 @@ S.explore = () => {
     const across = [...(isWhole ? [] : S.ACROSS_LAYERS), ...S.ACROSS_MODELS, ...(isWhole ? S.ACROSS_LAYERS : [])];
     const x = across.find((name) => keys.includes(name)) ?? keys[0];
     const isText = (name) => table.byName.get(name).kind === "text";
-    const color = ["run", "model", "condition", "site", "pathway"].find((name) => keys.includes(name) && name !== x) ??
+    const color = ["run", "level", "model", "condition", "site", "pathway"].find((name) => keys.includes(name) && name !== x) ??
       keys.find((name) => name !== x && isText(name)) ?? "";
     const values = table.values.map(({ name }) => name);
     Object.assign(state, { table, keys, values, x, color, y: values.includes("value") ? "value" : values[0], chosen: {} });

@@ -1,7 +1,7 @@
 "use strict";
 // The page: its sections in their order, those that the tables allow.
 
-S.SECTIONS = () => [S.findings, S.claims, S.effects, S.routes, S.training, S.heads, S.text, S.layers, S.massive,
+S.SECTIONS = () => [S.findings, S.claims, S.effects, S.routes, S.study, S.training, S.heads, S.text, S.layers, S.massive,
   S.gradients, S.quantization, S.explore, S.tablesSection, S.runSection];
 
 S.title = () => {

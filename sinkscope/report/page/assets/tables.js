@@ -25,7 +25,7 @@ S.tableView = (table) => {
   // in a narrow window the columns are left out in which all rows are alike, and stand in a sentence
   const alike = table.columns.filter(({ name, kind }) => kind === "text" && !table.varies(name));
   const narrow = alike.length && table.length > 1 ? S.element("p.note.narrow", {},
-    `In all rows: ${alike.map(({ name }) => `${S.visible(name)} ${texts(0)[table.columns.findIndex((one) => one.name === name)]}`).join(", ")}.`) : "";
+    `In all rows: ${alike.filter(({ name }) => table.get(name)[0]).map(({ name }) => `${S.visible(name)} ${texts(0)[table.columns.findIndex((one) => one.name === name)]}`).join(", ")}.`) : "";
   const classes = table.columns.map((column) =>
     [["number", "whole"].includes(column.kind) ? ".number" : "", narrow && alike.includes(column) ? ".alike" : ""].join(""));
 

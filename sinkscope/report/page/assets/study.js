@@ -1,0 +1,66 @@
+"use strict";
+// Trainings that differ in one thing: a metric at the end of each, by level, beside what the paper has.
+
+S.study = () => {
+  const table = S.table("sweep_training");
+  if (!table || !table.varies("level")) return null;
+  const whole = table.where({ layer: -1 });
+  const metrics = table.distinct("metric", whole);
+  const state = { metric: metrics.includes("sink_rate") ? "sink_rate" : metrics[0] };
+  const place = S.element("div"), controls = S.element("div.controls");
+  const [level, seed, step, value] = ["level", "seed", "step", "value"].map((name) => table.get(name));
+  const paper = new Map(S.data.levels.map(([, , name, rate]) => [name, rate]));
+
+  const redraw = () => {
+    const about = S.aboutMetric(state.metric);
+    const trainings = d3.groups(table.where({ metric: state.metric }, whole), (row) => `${level[row]}\n${seed[row]}`);
+    const ends = trainings.map(([, own]) => d3.greatest(own, (row) => step[row]));
+    const points = ends.map((row) => ({ level: level[row], seed: seed[row], value: value[row] ?? NaN }));
+    S.setControls(controls,
+      S.pick("Metric", metrics, state.metric, (metric) => { state.metric = metric; redraw(); }, (name) => S.aboutMetric(name).label));
+    place.replaceChildren(...S.levels(points, about, state.metric === "sink_rate" ? paper : new Map()));
+  };
+  redraw();
+  return S.section("study", "At the end of each training", "A row for each thing in which the trainings differ.", controls, place);
+};
+
+/** A chart and a table. points: [{level, seed, value}]; paper: level → published value, null where there is none. */
+S.levels = (points, about, paper) => {
+  const names = [...new Set(points.map((point) => point.level))];
+  const means = names.map((level) => {
+    const own = points.filter((point) => point.level === level).map(({ value }) => value).filter(Number.isFinite);
+    return { level, value: d3.mean(own) ?? NaN, deviation: d3.deviation(own), seeds: own.length };
+  });
+  const published = names.map((level) => ({ level, value: paper.get(level) ?? NaN })).filter(({ value }) => Number.isFinite(value));
+  const shown = points.filter(({ value }) => Number.isFinite(value));
+  const isLog = S.isLog(shown.map(({ value }) => value));
+  const title = `${S.withUnit(about)} at the last step: ${about.meaning}`;
+  const key = `strokes seeds, dots their means${published.length ? ", rings WSE’s models of 60 million parameters" : ""}`;
+  const height = 64 + names.length * 24;
+  const short = (name, most) => (name.length > most ? `${name.slice(0, most - 1)}…` : name);
+  const draw = (width) => {
+    const narrow = width < 560, at = { x: "value", y: "level" };
+    return S.plot({
+      width, height, marginLeft: narrow ? 165 : 270, marginTop: 10, marginBottom: 44, ariaLabel: title,
+      x: { label: S.withUnit(about), labelOffset: 36, grid: true, type: isLog ? "log" : "linear", zero: !isLog && S.isShare(about),
+        tickFormat: S.tick(about), ticks: narrow ? 3 : 6 },
+      y: { domain: names, label: null, tickFormat: (name) => short(name, narrow ? 24 : 40) },
+      marks: [
+        Plot.tickX(shown, { ...at, stroke: "var(--series-1)", strokeWidth: 1.5, insetTop: 4, insetBottom: 4 }),
+        Plot.dot(means.filter(({ value }) => Number.isFinite(value)), { ...at, r: 4, fill: "var(--series-1)" }),
+        Plot.dot(published, { ...at, r: 5, stroke: "var(--series-2)", strokeWidth: 2 }),
+        Plot.tip(shown, Plot.pointer({ ...at, fill: "var(--panel)", stroke: "var(--line)",
+          title: (point) => `${point.level}\nseed ${point.seed}: ${about.text(point.value)}` })),
+      ],
+    });
+  };
+  const rows = means.map(({ level, value, deviation, seeds }) => [level,
+    `${about.text(value)}${deviation === undefined ? "" : ` ± ${about.text(deviation)}`}`, S.number(seeds),
+    ...(published.length ? [Number.isFinite(paper.get(level)) ? about.text(paper.get(level)) : "–"] : [])]);
+  return [
+    S.element("figure", { role: "group", "aria-label": title },
+      S.element("figcaption", {}, ...S.sentence(title), `; ${key}`), S.drawn(draw, { height })),
+    S.plainTable([{ label: "Level" }, { label: "Mean ± standard deviation", number: true }, { label: "Seeds", number: true },
+      ...(published.length ? [{ label: "WSE", number: true }] : [])], rows, S.withUnit(about)),
+  ];
+};
