@@ -16,8 +16,14 @@ pytest.register_assert_rewrite("gradient_reference", "reference", "support", "ti
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of real models first: side by side, so that with several workers one of them loads each model."""
+    """Tests of real models first: side by side, so that with several workers one of them loads each model. Those of a
+    GPU are skipped where there is none.
+    """
     items.sort(key=lambda item: item.get_closest_marker("real_model") is None)
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("cuda"):
+                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
 @pytest.fixture(scope="module", autouse=True)

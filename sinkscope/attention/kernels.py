@@ -83,13 +83,26 @@ def fused_attention(
             query, key, value, is_causal=causal, attn_mask=mask, scale=call.scaling
         )
     if query.device.type == "cuda" and call.mask is None:
-        # One kernel for all dtypes; the flash kernel has no float32. Its lse is padded to a multiple of 32.
-        key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
-        mix, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            query, key, value, None, True, is_causal=causal, scale=call.scaling
-        )
-        return mix, lse[..., : query.shape[2]]
+        return _on_cuda(query, key, value, causal, call.scaling)
     return chunked_attention(query, key, value, call)
+
+
+def _on_cuda(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """By the flash kernel where it serves (half precision, grouped heads as they are), else by the memory-efficient one."""
+    grouped = key.shape[1] != query.shape[1]
+    asked = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, causal, grouped)
+    if query.shape[-1] % 8 == 0 and torch.backends.cuda.can_use_flash_attention(asked):
+        mix, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, is_causal=causal, scale=scaling
+        )
+        return mix, lse
+    key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
+    mix, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, None, True, is_causal=causal, scale=scaling
+    )
+    return mix, lse[..., : query.shape[2]]  # it is padded to a multiple of 32
 
 
 PENALTY = 1e4  # on a logit: e^-10000 is 0, and half precision holds its square root

@@ -206,7 +206,7 @@ def test_wrong_arguments(saved: Path) -> None:
     assert "no model" in refusal(None, revision="main")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
 def test_cuda(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "half", settings=LLAMA | {"dtype": "bfloat16"})
     loaded = load(str(folder))

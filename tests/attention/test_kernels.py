@@ -1,0 +1,60 @@
+"""The fused kernels, on a GPU beside chunks in float64, and without one as far as their signatures go."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from sinkscope.attention.kernels import AttentionCall, chunked_attention, fused_attention
+
+HEADS, CALL = 6, AttentionCall(mask=None, scaling=0.3)
+WIDTHS, LENGTHS = (64, 36), (1, 33, 200)  # 36: no multiple of 8, which the flash kernel wants
+ERRORS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # relative to the largest entry
+
+
+@pytest.mark.parametrize("kv_heads", [HEADS, 2])
+def test_the_flash_kernel_takes_grouped_heads(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By tensors without numbers, which need no GPU."""
+    monkeypatch.setattr(torch.backends.cuda, "SDPAParams", lambda *given: given)
+    monkeypatch.setattr(torch.backends.cuda, "can_use_flash_attention", lambda asked: True)
+    with FakeTensorMode():
+        query, key, value = (
+            torch.empty(2, heads, 33, 64, device="cuda", dtype=torch.bfloat16) for heads in (HEADS, kv_heads, kv_heads)
+        )
+        mix, lse = fused_attention(query, key, value, CALL)
+    assert (mix.shape, mix.dtype) == (query.shape, query.dtype)
+    assert (lse.shape, lse.dtype) == ((2, HEADS, 33), torch.float32)
+
+
+def drawn(length: int, width: int, kv_heads: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Query, key and value on the GPU."""
+    generator = torch.Generator().manual_seed(length + width)
+    shapes = ((2, heads, length, width) for heads in (HEADS, kv_heads, kv_heads))
+    return [torch.randn(shape, generator=generator).to("cuda", dtype) for shape in shapes]
+
+
+def furthest(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """The largest difference ÷ the largest entry."""
+    return float((found.double().cpu() - exact).abs().max() / exact.abs().max())
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", ERRORS)
+@pytest.mark.parametrize("kv_heads", [HEADS, 2])
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_mix_and_log_sum_exp_on_cuda(length: int, width: int, kv_heads: int, dtype: torch.dtype) -> None:
+    given = drawn(length, width, kv_heads, dtype)
+    exact = chunked_attention(*(x.double().cpu() for x in given), CALL)
+    for found, wanted in zip(fused_attention(*given, CALL), exact, strict=True):
+        assert furthest(found, wanted) < ERRORS[dtype]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", ERRORS)
+def test_gradients_on_cuda(dtype: torch.dtype) -> None:
+    given = [x.requires_grad_() for x in drawn(33, 64, 2, dtype)]
+    copies = [x.detach().double().cpu().requires_grad_() for x in given]
+    found = torch.autograd.grad(fused_attention(*given, CALL)[0].float().square().sum(), given)
+    exact = torch.autograd.grad(chunked_attention(*copies, CALL)[0].square().sum(), copies)
+    for own, wanted in zip(found, exact, strict=True):
+        assert furthest(own, wanted) < 4 * ERRORS[dtype]
