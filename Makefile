@@ -145,7 +145,7 @@ report-hybrids: install  ## of small hybrids and what they are compared with, th
 	$(call hybrid,control-gated)
 	$(call hybrid,control-plain)
 
-STUDIES := positions learning-rate weight-decay data blocks operations
+STUDIES := positions learning-rate weight-decay data blocks windows operations
 # QUICK=--quick runs the small forms: twenty minutes on two cores
 QUICK ?=
 STUDY := runs/report/when-sinks-emerge$(QUICK)
@@ -153,8 +153,8 @@ STUDY_REPORT := reports/when-sinks-emerge$(QUICK)
 # what claims read besides a part: another part, where it is there, and the runs of models that are judged by themselves
 WITH_learning-rate := $(STUDY)-weight-decay
 WITH_weight-decay := $(STUDY)-learning-rate
-WITH_blocks := $(STUDY)-blocks/cells/*norm_placement*/none-seed0/run $(STUDY)-blocks/cells/*sliding_window*/none-seed0/run \
-	$(STUDY)-blocks/cells/*prefix_length*/none-seed0/run
+WITH_blocks := $(STUDY)-blocks/cells/*norm_placement*/none-seed0/run $(STUDY)-blocks/cells/*prefix_length*/none-seed0/run
+WITH_windows := $(STUDY)-windows/cells/*sliding_window=16*/none-seed0/run
 
 report-when-sinks-emerge: $(STUDIES:%=report-when-sinks-emerge-%)  ## trainings that differ in one thing: a night on two cores
 

@@ -90,7 +90,7 @@ def fused_attention(
 def _on_cuda(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """By the flash kernel where it serves (half precision, grouped heads as they are), else by the memory-efficient one."""
+    """By the flash kernel where it serves (half precision; heads may be grouped), else by the memory-efficient one."""
     grouped = key.shape[1] != query.shape[1]
     asked = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, causal, grouped)
     if query.shape[-1] % 8 == 0 and torch.backends.cuda.can_use_flash_attention(asked):

@@ -38,9 +38,9 @@ from sinkscope.results.tables import read_table, write_tables
 RANDOM, REPEATED = "random", "repeated"  # inputs
 TRAININGS_TITLE = "Trainings at their last step, mean ± standard deviation over seeds"
 TRAININGS = (
-    f"{TRAININGS_TITLE}. The sink rate is at position 0 of the first 64 tokens of held-out blocks; of other operations "
-    "than softmax it is that of the proxy |sim| ÷ Σ|sim|. A sink is there at the first log with a sink rate above "
-    f"{SINK:g} %."
+    f"{TRAININGS_TITLE}. The sink rate is at position 0 of the first 64 tokens of held-out blocks, or of as many as a "
+    "sliding window holds; of other operations than softmax it is that of the proxy |sim| ÷ Σ|sim|. A sink is there at "
+    f"the first log with a sink rate above {SINK:g} %."
 )
 TOTAL_WEIGHT = (
     " The total weight is Σ|sim ÷ Z| over the tokens that a query sees, 1 of softmax: its median over the queries "

@@ -37,14 +37,16 @@ def probe_of(task: Task | None, family: Family, held_out: np.ndarray, epsilon: f
 @torch.no_grad()
 def sinks(model: PreTrainedModel, family: Family, held_out: np.ndarray, epsilon: float) -> pd.DataFrame:
     """The sink rate at the first token of blocks (N,T), register tokens not counted, and how much weight there is to
-    share, `TotalWeight`; of a model in eval mode.
+    share, `TotalWeight`; of a model in eval mode. Of a sliding window only as many tokens as see the first one.
 
     Returns:
         layer (−1: the whole model), metric, value; nothing of a model without attention.
     """
     if not family.has_attention:
         return pd.DataFrame(columns=["layer", "metric", "value"])
-    ids, first = torch.from_numpy(held_out[:SEQUENCES, :LENGTH]), registers_before(model)
+    first = registers_before(model)
+    seen = getattr(model.config.get_text_config(), "sliding_window", None) or LENGTH
+    ids = torch.from_numpy(held_out[:SEQUENCES, : min(LENGTH, max(1, seen - first))])
     settings = Settings(positions=first + 1, window=first + ids.shape[1], epsilon=epsilon)
     attention, total = Attention(settings), TotalWeight(settings, first)
     with open_tracer(model, family) as tracer:

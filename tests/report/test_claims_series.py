@@ -40,7 +40,7 @@ VARIED: dict[str, tuple[list[dict[str, Any]], Sequence[float], Sequence[float]]]
     "W-33": ([{"batch_size": size} for size in (2, 4, 8)], (16, 17, 16), (5, 17, 30)),
     "W-34": ([{"text": "short.txt", "blocks": 5}, {"text": "long.txt", "blocks": 500}], (0.0, 40), (40, 40)),
     "W-38": ([{"weight_decay": decay} for decay in (0, 0.1, 0.5, 5)], (15, 18, 41, 0), (41, 18, 15, 20)),
-    "W-40": ([{"shape": SHAPE | {"sliding_window": size}} for size in (8, None)], (0.0, 30), (30, 30)),
+    "W-40": ([{"shape": SHAPE | {"sliding_window": size}} for size in (64, None)], (0.0, 30), (30, 30)),
     "W-45": ([{"shape": SHAPE | {"hidden_act": act}} for act in ("silu", "gelu", "relu")], (18, 18, 17), (18, 2, 40)),
     "W-46": ([{"shape": SHAPE | {"num_attention_heads": n}} for n in (1, 4, 8)], (18, 16, 18), (2, 18, 40)),
 }
@@ -88,6 +88,11 @@ def test_trainings_that_differ_in_more_are_not_compared() -> None:
 def test_weight_decays_that_the_claim_speaks_of_have_to_be_there() -> None:
     found = judged("W-38", *(plain(18, weight_decay=decay) for decay in (0.0, 0.1)))
     assert (found.outcome, "weight decays of 5 or more" in found.reason) == (UNMEASURED, True)
+
+
+def test_a_window_is_as_long_as_what_the_sink_rate_is_averaged_over() -> None:
+    found = judged("W-40", *(plain(18, shape=SHAPE | {"sliding_window": size}) for size in (8, None)))
+    assert (found.outcome, "lets only the first 8 see" in found.reason) == (UNMEASURED, True)
 
 
 def test_the_best_of_many_decays_is_no_higher_by_chance() -> None:

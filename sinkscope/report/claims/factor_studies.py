@@ -6,9 +6,11 @@ import numpy as np
 
 from sinkscope.report.claims.arms import SINK
 from sinkscope.report.claims.claim import Claim, NotDefined, Part, above, at_most, below
-from sinkscope.report.claims.evidence import Lacks
-from sinkscope.report.claims.over_seeds import over_levels, slope, spread
+from sinkscope.report.claims.estimates import Estimate
+from sinkscope.report.claims.evidence import Evidence, Lacks
+from sinkscope.report.claims.over_seeds import Measure, over_levels, slope, spread, study_of
 from sinkscope.report.claims.published import published
+from sinkscope.report.claims.studies import FactorStudy
 
 RATE, RATE_AND_STEPS, BATCH, DATA = (
     f"factor:{name}" for name in ("learning-rate", "learning-rate-and-steps", "batch-size", "data")
@@ -59,6 +61,26 @@ def _highest_elsewhere(rates: np.ndarray) -> np.ndarray:
     return np.take_along_axis(rates, others.argmax(1)[:, None], 1)[:, 0]
 
 
+def _over_windows(of: Numbers) -> Measure:
+    """As `over_levels`. Raises Lacks where a window is shorter than what the sink rate is averaged over: queries that
+    do not see the first token count as those that do not attend to it.
+    """
+    measure = over_levels(WINDOW, of)
+
+    def within(evidence: Evidence) -> Estimate:
+        by_level = study_of(evidence, WINDOW, FactorStudy).by_level
+        smallest = min(map(float, by_level))
+        counted = max(run.manifest["config"]["window"] for runs in by_level.values() for run in runs.values())
+        if smallest < counted:
+            raise Lacks(
+                f"the sink rate is an average over {counted} queries, of which a sliding window of {smallest:g} tokens "
+                f"lets only the first {smallest:g} see the first token: --window {smallest:g}"
+            )
+        return measure(evidence)
+
+    return within
+
+
 def _among(chosen: np.ndarray, rates: np.ndarray, what: str) -> np.ndarray:
     if not chosen.any():
         raise Lacks(f"no training has {what}: sinkscope train --weight-decay W")
@@ -92,8 +114,8 @@ CLAIMS = (
         published=published("WSE table 2", {"at 5": 0.01},
             "60M model: 15.20, 15.39, 15.23, 18.18, 41.08, 37.71, 6.13 % at 0, 0.001, 0.01, 0.1, 0.5, 1, 2")),
     Claim("W-40", "fig. 6", "A small window has no sink, a large one has.",
-        (Part("sink rate in %, smallest window", over_levels(WINDOW, _at(0)), below(1.0)),
-         Part("rise to the largest, in points", over_levels(WINDOW, _rise), above(SINK))), (WINDOW,)),
+        (Part("sink rate in %, smallest window", _over_windows(_at(0)), below(1.0)),
+         Part("rise to the largest, in points", _over_windows(_rise), above(SINK))), (WINDOW,)),
     Claim("W-45", "table 11", "The feed-forward design hardly matters.",
         (Part(RANGE, over_levels(FEED_FORWARD, _range), at_most(5.0)),), (FEED_FORWARD,),
         published=published("WSE table 11", {"range": 4.30},
