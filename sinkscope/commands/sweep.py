@@ -32,6 +32,7 @@ from sinkscope.options.option import checked
 from sinkscope.options.output import OutputOptions
 from sinkscope.options.sweep import SweepOptions
 from sinkscope.options.sweep_file import TRAINING, Cell, Sweep, read_sweep
+from sinkscope.report import factor_study
 from sinkscope.report.figures import FIGURES, is_of
 from sinkscope.report.page import Contents, Paged
 from sinkscope.report.sweep import summary_tables, write_comparison
@@ -108,8 +109,14 @@ def command(options: SweepOptions, output: OutputOptions) -> Result:
     done = sweep(options.file, **output.where, **given)
     if done.tables is None:
         return Result(done, tables={"cells": table_of(done.plan)})
-    tables = {"cells": done.summary, METRICS["sink_rate"].short: done.tables.overview}
-    return Result(done, tables=tables, folder=done.folder, failure=done.failure)
+    trainings = done.tables.tables.get(factor_study.TABLE, pd.DataFrame())
+    tables = {
+        "cells": done.summary,
+        METRICS["sink_rate"].short: done.tables.overview,
+        "trainings at their last step": pd.DataFrame() if trainings.empty else factor_study.at_a_glance(trainings),
+    }
+    shown = {name: table for name, table in tables.items() if not table.empty}
+    return Result(done, tables=shown, folder=done.folder, failure=done.failure)
 
 
 def sweep(

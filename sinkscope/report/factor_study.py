@@ -41,6 +41,7 @@ PUBLISHED = {
 PLAIN = ("none", "softmax")  # arms of which the published rates of other factors are
 SIZES = ("num_hidden_layers=", "n_layer=", "num_attention_heads=")  # which make another study of the same factor
 ONSET = "tokens to a sink, thousands"
+PAPER = "WSE, sink rate in %"
 
 
 def studied(training: pd.DataFrame) -> pd.DataFrame:
@@ -102,11 +103,17 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
         row |= {_heading(metric): _spread(own[metric]) for metric in SHOWN if metric in own}
         row[ONSET] = _of_some(begun[begun.index.isin(own.index)] / 1000, len(own))
         rate = published(str(level))
-        row["WSE, sink rate in %"] = "–" if np.isnan(rate) else f"{rate:.2f}"
+        row[PAPER] = "–" if np.isnan(rate) else f"{rate:.2f}"
         totals = [metric for metric in TOTALS if metric in own]
         row |= {METRICS[metric].short: _of_some(own[metric].dropna(), len(own)) for metric in totals}
         rows.append(row)
     return pd.DataFrame(rows)
+
+
+def at_a_glance(table: pd.DataFrame) -> pd.DataFrame:
+    """`summary` without what a terminal has no room for."""
+    whole = summary(table)
+    return whole[[name for name in whole if name in ("level", "seeds", _heading("sink_rate"), "loss", PAPER)]]
 
 
 def _heading(metric: str) -> str:
@@ -122,4 +129,9 @@ def _spread(values: pd.Series) -> str:
     known: Sequence[float] = values.dropna().to_list()
     if not known:
         return "–"
-    return f"{np.mean(known):.3g}" + (f" ± {np.std(known, ddof=1):.2g}" if len(known) > 1 else "")
+    return _digits(np.mean(known), 3) + (f" ± {_digits(np.std(known, ddof=1), 2)}" if len(known) > 1 else "")
+
+
+def _digits(x: float, count: int) -> str:
+    """So many significant digits: 200, where `.2g` writes 2e+02."""
+    return f"{float(f'{x:.{count}g}'):g}"

@@ -80,6 +80,12 @@ def test_after_how_many_tokens_a_sink_is_there() -> None:
     assert summary(some).set_index("level")[ONSET].to_dict() == {"a": "3.2 (1 of 2)", "b": "3.2 ± 0"}
 
 
+def test_large_numbers_have_no_exponent() -> None:
+    rows = [("m", "a", -1, "config=small", seed, 200, 6400, "loss", value) for seed, value in enumerate((1000, 4000))]
+    text = summary(pd.DataFrame(rows, columns=SCHEMES.columns)).set_index("level")
+    assert text["loss"].to_dict() == {"small a": "2500 ± 2100"}
+
+
 def test_what_is_kept_of_a_training() -> None:
     columns = ["layer", "metric", "value"]
     whole = pd.DataFrame([(-1, "loss", 1.0), (0, "sink_rate", 0.5), (-1, "learning_rate", 0.1)], columns=columns)
