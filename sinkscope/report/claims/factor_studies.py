@@ -8,7 +8,7 @@ from sinkscope.report.claims.arms import SINK
 from sinkscope.report.claims.claim import Claim, NotDefined, Part, above, at_most, below
 from sinkscope.report.claims.estimates import Estimate
 from sinkscope.report.claims.evidence import Evidence, Lacks
-from sinkscope.report.claims.over_seeds import Measure, over_levels, slope, spread, study_of
+from sinkscope.report.claims.over_seeds import Measure, over_levels, slope, study_of
 from sinkscope.report.claims.published import published
 from sinkscope.report.claims.studies import FactorStudy
 
@@ -36,10 +36,13 @@ def _at_large_decay(levels: np.ndarray, rates: np.ndarray) -> np.ndarray:
 
 
 def _range(levels: np.ndarray, rates: np.ndarray) -> np.ndarray:
-    """(seeds,): the largest sink rate − the smallest. Raises NotDefined where there is no sink that could differ."""
+    """(seeds,): the sink rate at the level that has most − at that with least, both found on the other seeds: the
+    largest less the smallest of one seed is above 0 by chance alone. Raises NotDefined where there is no sink that
+    could differ.
+    """
     if rates.mean(0).max() <= SINK:
         raise NotDefined(f"no level has a sink rate above {SINK:g} %")
-    return spread(levels, rates)
+    return _highest_elsewhere(rates) + _highest_elsewhere(-rates)
 
 
 def _best_decay(levels: np.ndarray, rates: np.ndarray) -> np.ndarray:
@@ -88,7 +91,7 @@ def _among(chosen: np.ndarray, rates: np.ndarray, what: str) -> np.ndarray:
 
 
 POINTS = "slope of the sink rate on log₂ of the learning rate, in points"
-RANGE = "range of sink rates in points"
+RANGE = "most − least in points, at levels that the other seeds choose"
 
 CLAIMS = (
     Claim("W-31", "table 9", "More sink with a larger learning rate, equal steps.",

@@ -197,8 +197,3 @@ def slope(levels: np.ndarray, rates: np.ndarray) -> np.ndarray:
     x = np.log2(levels.astype(float))
     x = x - x.mean()
     return rates @ x / (x**2).sum()
-
-
-def spread(levels: np.ndarray, rates: np.ndarray) -> np.ndarray:
-    """(seeds,): the largest sink rate − the smallest."""
-    return np.ptp(rates, axis=1)
