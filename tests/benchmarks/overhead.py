@@ -7,7 +7,8 @@ at the longer shapes too, and the memory of every row: half an hour on such a ma
 Every variant runs once a round in turn, so that a machine whose speed drifts drifts for all of them alike; time is
 the median over rounds of each variant ÷ the bare SDPA forward of the same round. Peak memory is measured apart,
 one variant a subprocess: the high-water mark of resident memory during the pass above what was resident before it.
-The bare forward is `model(input_ids)`. The forward observables need no logits and compute none; the row "no logits" is
+On a GPU (`--device cuda`) the clock stops when the device has finished, and memory is the device's, in this process;
+`--random` takes a model of Llama-2-7B's shape with random weights. The bare forward is `model(input_ids)`. The forward observables need no logits and compute none; the row "no logits" is
 the bare forward that does not either, the strictest baseline.
 """
 
@@ -21,6 +22,7 @@ from collections.abc import Callable
 
 import torch
 from peak_memory import EXACT, peak_of
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import sinkscope.models.loading
 from sinkscope.interventions import parse
@@ -53,10 +55,22 @@ QUICK = (
 )
 
 
+def finish() -> None:
+    """Wait until the device has done what it was given."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def seconds_of(one_pass: Callable[[], None]) -> float:
+    finish()
     start = time.perf_counter()
     one_pass()
+    finish()
     return time.perf_counter() - start
+
+
+def random_ids(model, shape: tuple[int, int]) -> torch.Tensor:
+    return torch.randint(100, 30_000, shape, generator=torch.Generator().manual_seed(0)).to(model.device)
 
 
 def bare(one_pass: Callable[[], None]) -> Variant:
@@ -76,7 +90,7 @@ def traced(model, one_pass: Callable[[Tracer], None]) -> Variant:
 def variants(model, shape: tuple[int, int]) -> dict[str, Variant]:
     """Name → one timed pass."""
     length = shape[1]
-    ids = torch.randint(100, 40_000, shape, generator=torch.Generator().manual_seed(0))
+    ids = random_ids(model, shape)
     batch = Batch(ids, torch.ones_like(ids))
 
     def with_logits() -> None:
@@ -113,7 +127,7 @@ def variants(model, shape: tuple[int, int]) -> dict[str, Variant]:
 
 def backward_variants(model, shape: tuple[int, int]) -> dict[str, Variant]:
     """Name → one forward and backward pass of the frozen model, gradients flowing from the embeddings."""
-    ids = torch.randint(100, 40_000, shape, generator=torch.Generator().manual_seed(0))
+    ids = random_ids(model, shape)
     batch = Batch(ids, torch.ones_like(ids))
     family = find_family(model)
     settings = Settings(positions=16, window=64)
@@ -150,7 +164,7 @@ ARMS = (
 
 def arm_variants(model, shape: tuple[int, int]) -> dict[str, Variant]:
     """Name → one pass of an arm of `intervene`: attention, massive activations, maps and the loss."""
-    ids = torch.randint(100, 40_000, shape, generator=torch.Generator().manual_seed(0))
+    ids = random_ids(model, shape)
     batch = Batch(ids, torch.ones_like(ids))
     family = find_family(model)
     settings = Settings(positions=16, window=64)
@@ -188,6 +202,19 @@ def report_times(passes: dict[str, Variant], shape: tuple[int, int], rounds: int
     return ratios
 
 
+def report_device_memory(passes: dict[str, Variant], shape: tuple[int, int]) -> dict[str, float]:
+    """Name → peak memory of the GPU ÷ the first variant's."""
+    print(f"\n{shape[0]} × {shape[1]} tokens: peak memory of the device above what is allocated before the pass")
+    peaks = {}
+    for name, one_pass in passes.items():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        one_pass()
+        peaks[name] = (torch.cuda.max_memory_allocated() - before) / 1e6
+        print(f"  {name:<40} {peaks[name]:8.0f} MB   {peaks[name] / next(iter(peaks.values())):5.2f} ×", flush=True)
+    return {name: peak / next(iter(peaks.values())) for name, peak in peaks.items()}
+
+
 def report_memory(model_name: str | None, shape: tuple[int, int], names: list[str]) -> dict[str, float]:
     """Name → peak memory ÷ the first variant's."""
     print(f"\n{shape[0]} × {shape[1]} tokens: peak memory above what is resident before the pass")
@@ -221,6 +248,15 @@ KINDS = {
 }
 
 
+def the_model(arguments: argparse.Namespace):
+    if not arguments.random:
+        where = {"device_map": arguments.device, "dtype": arguments.dtype}
+        return sinkscope.models.loading.load(arguments.model, **where).model
+    with torch.device(arguments.device or "cpu"):
+        model = LlamaForCausalLM._from_config(LlamaConfig(), dtype=getattr(torch, arguments.dtype or "float32"))
+    return model.eval().requires_grad_(False)
+
+
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -229,13 +265,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--shape", type=int, nargs=2)
     parser.add_argument("--only", choices=KINDS)
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, …")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--random", action="store_true", help="Llama-2-7B's shape, random weights")
     parser.add_argument("--peak-of", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    model = sinkscope.models.loading.load(arguments.model).model
+    model = the_model(arguments)
     if arguments.peak_of:
         print_peak(model, tuple(arguments.shape), arguments.peak_of)
         return
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {model.config._attn_implementation}")
+    where = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else "CPU"
+    print(
+        f"torch {torch.__version__}, {where}, {model.dtype}, {torch.get_num_threads()} threads, "
+        f"{model.config._attn_implementation}"
+    )
     found = []
     for kind in [arguments.only] if arguments.only else KINDS:
         make, quick, thorough = KINDS[kind]
@@ -253,7 +296,11 @@ def report(model, arguments: argparse.Namespace, passes: dict[str, Variant], sha
     times = report_times(passes, shape, arguments.rounds, seconds)
     names = list(passes)
     last = names[-1]
-    memory = report_memory(arguments.model, shape, names if arguments.thorough else [names[0], last])
+    shown = names if arguments.thorough else [names[0], last]
+    if model.device.type == "cuda":
+        memory = report_device_memory({name: passes[name] for name in shown}, shape)
+    else:
+        memory = report_memory(arguments.model, shape, shown)
     return f"{last} at {shape[0]} × {shape[1]}: {times[last]:.2f} × time, {memory[last]:.2f} × memory"
 
 
