@@ -8,8 +8,9 @@ Every variant runs once a round in turn, so that a machine whose speed drifts dr
 the median over rounds of each variant ÷ the bare SDPA forward of the same round. Peak memory is measured apart,
 one variant a subprocess: the high-water mark of resident memory during the pass above what was resident before it.
 On a GPU (`--device cuda`) the clock stops when the device has finished, and memory is the device's, in this process;
-`--random` takes a model of Llama-2-7B's shape with random weights. The bare forward is `model(input_ids)`. The forward observables need no logits and compute none; the row "no logits" is
-the bare forward that does not either, the strictest baseline.
+`--random` takes a model of Llama-2-7B's shape with random weights. The bare forward is `model(input_ids)`. The forward
+observables need no logits and compute none; the row "no logits" is the bare forward that does not either, the strictest
+baseline.
 """
 
 import argparse
