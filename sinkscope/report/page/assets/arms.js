@@ -107,10 +107,14 @@ S.byStep = (table) => {
   const state = { step: steps.at(-1), layer: layers.includes(-1) ? -1 : layers[0], metric: S.usual("metric", metrics) };
   const chart = S.element("div"), values = S.element("div", { "aria-live": "polite" });
 
+  const found = new Map(); // of each metric and layer
   const points = (metric) => {
-    const rows = rowsOf(metric);
-    return S.points(table, rows, "step", "value").map((point, at) =>
-      ({ ...point, line: table.varies("seed") ? `seed ${table.get("seed")[rows[at]]}` : "" }));
+    const key = `${metric} ${state.layer}`;
+    if (!found.has(key)) {
+      const rows = rowsOf(metric), seeds = table.varies("seed") ? table.get("seed") : null;
+      found.set(key, S.points(table, rows, "step", "value").map((point, at) => ({ ...point, line: seeds ? `seed ${seeds[rows[at]]}` : "" })));
+    }
+    return found.get(key);
   };
   const arms = [...new Set(metrics.flatMap((metric) => points(metric).map(({ group }) => group)))];
   state.arms = arms.slice(0, S.MOST_COLORS);

@@ -31,10 +31,13 @@ S.isOfSeveral = (table) => S.armColumns(table).length > 0 || table.varies("step"
 /** What lines of a chart are told apart by: of several arms those, else another column's values. */
 S.toldBy = (table, name) => (S.armColumns(table).length ? S.armColumns(table) : [name]);
 
-/** Label of the arm of each row. */
+/** Label of the arm of each row; found once. */
 S.armLabels = (table) => {
-  const columns = S.armColumns(table).map((name) => table.get(name));
-  return d3.range(table.length).map((row) => columns.map((values) => values[row]).join(" · "));
+  if (!table.labels) {
+    const columns = S.armColumns(table).map((name) => table.get(name));
+    table.labels = d3.range(table.length).map((row) => columns.map((values) => values[row]).join(" · "));
+  }
+  return table.labels;
 };
 
 /** Different labels of arms, random controls behind the others. */
