@@ -33,7 +33,6 @@ S.effectChart = (points, about) => {
   const title = `${S.withUnit(about)} of the whole model, by intervention`;
   const shown = points.filter(({ value }) => Number.isFinite(value));
   const names = [...new Set(points.map(({ name }) => name))];
-  const short = (name) => (name.length > 34 ? `${name.slice(0, 33)}…` : name);
   const draw = (width) => {
     const narrow = width < 560;
     const isLog = S.isLog(shown.map(({ value }) => value));
@@ -43,7 +42,7 @@ S.effectChart = (points, about) => {
       width, marginLeft: narrow ? 160 : 240, marginTop: 10, marginBottom: 44, height: 64 + names.length * 26, ariaLabel: title,
       x: { labelOffset: 36, label: S.withUnit(about), grid: true, type: isLog ? "log" : "linear", tickFormat: S.tick(about),
         ticks: narrow ? 3 : 6 },
-      y: { domain: names, label: null, tickFormat: (name) => short(narrow && name.length > 24 ? `${name.slice(0, 23)}…` : name) },
+      y: { domain: names, label: null, tickFormat: (name) => S.shorten(name, narrow ? 24 : 34) },
       marks: [
         Plot.link(d3.groups(shown.filter(({ arm }) => arm !== "control"), ({ name }) => name).flatMap(([name, own]) => {
           const [before, after] = ["before", "after"].map((arm) => own.find((point) => point.arm === arm)?.value);

@@ -81,10 +81,11 @@ S.lines = ({ points, x, y, title, rule = null, log = null, dots = false, height 
     const series = d3.groups(shown, ({ group, line }) => `${group} ${line ?? ""}`).map(([, own]) => [own[0].group, own]);
     const names = ordinal ? [...new Set(shown.map((point) => String(point.x)))] : [];
     const isTight = names.length * (d3.max(names, ({ length }) => length) ?? 0) * 6.5 > width - 60; // they would overlap
+    const short = (name) => (isTight ? S.shorten(String(name), 18) : name);
     return S.plot({
-      width, height: height + (isTight ? 62 : 12), marginLeft: 56, marginTop: 28, marginBottom: isTight ? 92 : 42, ariaLabel: plain,
-      x: { label: S.withUnit(x), labelOffset: isTight ? 84 : 34, tickRotate: isTight ? -35 : 0, type: ordinal ? "point" : undefined, domain: x.all ? [first, last] : undefined, grid: false, inset: 5,
-        tickFormat: ordinal ? undefined : (value) => S.number(value), ticks: Math.min(10, Math.floor(width / 60), steps) },
+      width, height: height + (isTight ? 74 : 12), marginLeft: isTight ? 80 : 56, marginTop: 28, marginBottom: isTight ? 104 : 42, ariaLabel: plain,
+      x: { label: S.withUnit(x), labelOffset: isTight ? 96 : 34, tickRotate: isTight ? -35 : 0, type: ordinal ? "point" : undefined, domain: x.all ? [first, last] : undefined, grid: false, inset: 5,
+        tickFormat: ordinal ? short : (value) => S.number(value), ticks: Math.min(10, Math.floor(width / 60), steps) },
       y: { label: S.withUnit(y), type: isLog ? "log" : "linear", grid: true, nice: true, zero: !isLog && S.isShare(y),
         ticks: isLog ? S.decades(shown.map(({ y: value }) => value)) : Math.max(3, Math.round(height / 50)), tickFormat: S.tick(y) },
       marks: [

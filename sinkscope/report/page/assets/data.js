@@ -92,7 +92,7 @@ S.Table = class {
 // numbers that say which observation a row is
 S.NUMBERED = new Set(["seed", "epsilon"]);
 // columns that tell runs or arms apart
-S.ARMS = ["run", "model", "level", "condition"];
+S.ARMS = ["run", "level", "model", "condition"];
 
 S.load = (text) => {
   S.data = JSON.parse(text);
@@ -162,6 +162,13 @@ S.value = (value) => (typeof value === "number" ? S.number(value) : value === nu
 S.visible = (text) => {
   const shown = String(text ?? "").replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll("\r", "␍");
   return shown === "" ? "∅" : shown.replace(/[\u0000-\u001f\u007f-\u009f\u202a-\u202e\u2066-\u2069]/g, "�");
+};
+
+/** A name of at most so many characters; what tells names apart is mostly at an end, so that the middle is left out. */
+S.shorten = (name, most) => {
+  if (name.length <= most) return name;
+  const behind = Math.floor((most - 1) * 0.6);
+  return `${name.slice(0, most - 1 - behind)}…${name.slice(name.length - behind)}`;
 };
 
 S.withUnit = ({ label, unit }) => (unit && unit !== "share" ? `${label} (${unit})` : label);

@@ -25,9 +25,10 @@ S.explore = () => {
     const isWhole = table.has("layer", "metric") && table.distinct("layer").includes(-1);
     const across = [...(isWhole ? [] : S.ACROSS_LAYERS), ...S.ACROSS_MODELS, ...(isWhole ? S.ACROSS_LAYERS : [])];
     const x = across.find((name) => keys.includes(name)) ?? keys[0];
-    const isText = (name) => table.byName.get(name).kind === "text";
-    const color = ["run", "level", "model", "condition", "site", "pathway"].find((name) => keys.includes(name) && name !== x) ??
-      keys.find((name) => name !== x && isText(name)) ?? "";
+    const all = d3.range(table.length);
+    const tells = (name) => name !== x && S.tellsApart(table, name, [x], all);
+    const color = ["run", "level", "model", "condition", "site", "pathway"].find((name) => keys.includes(name) && tells(name)) ??
+      keys.find((name) => table.byName.get(name).kind === "text" && tells(name)) ?? "";
     const values = table.values.map(({ name }) => name);
     Object.assign(state, { table, keys, values, x, color, y: values.includes("value") ? "value" : values[0], chosen: {} });
     redraw();

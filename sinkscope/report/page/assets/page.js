@@ -5,6 +5,8 @@ S.SECTIONS = () => [S.findings, S.claims, S.effects, S.routes, S.study, S.traini
   S.gradients, S.quantization, S.explore, S.tablesSection, S.runSection];
 
 S.title = () => {
+  const recipe = S.manifest.command === "sweep" ? S.manifest.config?.content?.title : null;
+  if (recipe) return S.visible(recipe);
   if (typeof S.manifest.model === "string") return S.visible(S.manifest.model);
   const models = [...new Set([...S.tables.values()].flatMap((table) => (table.has("model") ? table.distinct("model") : [])))];
   return S.visible(models.length > 3 ? `${models.length} models` : models.join(", ") || S.manifest.command);

@@ -37,14 +37,14 @@ S.levels = (points, about, paper) => {
   const title = `${S.withUnit(about)} at the last step: ${about.meaning}`;
   const key = `strokes seeds, dots their means${published.length ? ", rings WSE’s models of 60 million parameters" : ""}`;
   const height = 64 + names.length * 24;
-  const short = (name, most) => (name.length > most ? `${name.slice(0, most - 1)}…` : name);
   const draw = (width) => {
     const narrow = width < 560, at = { x: "value", y: "level" };
+    const characters = Math.min(d3.max(names, ({ length }) => length), narrow ? 20 : 44);
     return S.plot({
-      width, height, marginLeft: narrow ? 165 : 270, marginTop: 10, marginBottom: 44, ariaLabel: title,
+      width, height, marginLeft: 24 + 6.8 * characters, marginTop: 10, marginBottom: 44, ariaLabel: title,
       x: { label: S.withUnit(about), labelOffset: 36, grid: true, type: isLog ? "log" : "linear", zero: !isLog && S.isShare(about),
         tickFormat: S.tick(about), ticks: narrow ? 3 : 6 },
-      y: { domain: names, label: null, tickFormat: (name) => short(name, narrow ? 24 : 40) },
+      y: { domain: names, label: null, tickFormat: (name) => S.shorten(name, characters) },
       marks: [
         Plot.tickX(shown, { ...at, stroke: "var(--series-1)", strokeWidth: 1.5, insetTop: 4, insetBottom: 4 }),
         Plot.dot(means.filter(({ value }) => Number.isFinite(value)), { ...at, r: 4, fill: "var(--series-1)" }),
