@@ -129,7 +129,9 @@ def _spread(values: pd.Series) -> str:
     known: Sequence[float] = values.dropna().to_list()
     if not known:
         return "–"
-    return _digits(np.mean(known), 3) + (f" ± {_digits(np.std(known, ddof=1), 2)}" if len(known) > 1 else "")
+    return _digits(float(np.mean(known)), 3) + (
+        f" ± {_digits(float(np.std(known, ddof=1)), 2)}" if len(known) > 1 else ""
+    )
 
 
 def _digits(x: float, count: int) -> str:
