@@ -203,32 +203,32 @@ def report_times(passes: dict[str, Variant], shape: tuple[int, int], rounds: int
     return ratios
 
 
-def report_device_memory(passes: dict[str, Variant], shape: tuple[int, int]) -> dict[str, float]:
-    """Name → peak memory of the GPU ÷ the first variant's."""
-    print(f"\n{shape[0]} × {shape[1]} tokens: peak memory of the device above what is allocated before the pass")
-    peaks = {}
-    for name, one_pass in passes.items():
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        one_pass()
-        peaks[name] = (torch.cuda.max_memory_allocated() - before) / 1e6
-        print(f"  {name:<40} {peaks[name]:8.0f} MB   {peaks[name] / next(iter(peaks.values())):5.2f} ×", flush=True)
-    return {name: peak / next(iter(peaks.values())) for name, peak in peaks.items()}
-
-
-def report_memory(model_name: str | None, shape: tuple[int, int], names: list[str]) -> dict[str, float]:
-    """Name → peak memory ÷ the first variant's."""
-    print(f"\n{shape[0]} × {shape[1]} tokens: peak memory above what is resident before the pass")
+def report_memory(peak: Callable[[str], float], shape: tuple[int, int], names: list[str]) -> dict[str, float]:
+    """Name → peak memory in MB by `peak` ÷ the first variant's."""
+    print(f"\n{shape[0]} × {shape[1]} tokens: peak memory above what is taken before the pass")
     peaks = {}
     for name in names:
-        command = [sys.executable, __file__, "--peak-of", name, "--shape", *map(str, shape)]
-        output = subprocess.run(
-            [*command, *([model_name] if model_name else [])], check=True, stdout=subprocess.PIPE, text=True,
-            env=os.environ | EXACT,
-        ).stdout  # fmt: skip
-        peaks[name] = float(output.split()[-1])
+        peaks[name] = peak(name)
         print(f"  {name:<40} {peaks[name]:8.0f} MB   {peaks[name] / peaks[names[0]]:5.2f} ×", flush=True)
     return {name: peak / peaks[names[0]] for name, peak in peaks.items()}
+
+
+def device_peak(one_pass: Variant) -> float:
+    """Peak memory of the GPU above what is allocated before the pass, in MB."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    one_pass()
+    return (torch.cuda.max_memory_allocated() - before) / 1e6
+
+
+def resident_peak(model_name: str | None, shape: tuple[int, int], name: str) -> float:
+    """Peak resident memory of a pass in a process of its own, see `print_peak`."""
+    command = [sys.executable, __file__, "--peak-of", name, "--shape", *map(str, shape)]
+    output = subprocess.run(
+        [*command, *([model_name] if model_name else [])], check=True, stdout=subprocess.PIPE, text=True,
+        env=os.environ | EXACT,
+    ).stdout  # fmt: skip
+    return float(output.split()[-1])
 
 
 def all_variants(model, shape: tuple[int, int]) -> dict[str, Variant]:
@@ -298,10 +298,10 @@ def report(model, arguments: argparse.Namespace, passes: dict[str, Variant], sha
     names = list(passes)
     last = names[-1]
     shown = names if arguments.thorough else [names[0], last]
-    if model.device.type == "cuda":
-        memory = report_device_memory({name: passes[name] for name in shown}, shape)
-    else:
-        memory = report_memory(arguments.model, shape, shown)
+    on_gpu = model.device.type == "cuda"
+    memory = report_memory(
+        lambda name: device_peak(passes[name]) if on_gpu else resident_peak(arguments.model, shape, name), shape, shown
+    )
     return f"{last} at {shape[0]} × {shape[1]}: {times[last]:.2f} × time, {memory[last]:.2f} × memory"
 
 
