@@ -51,7 +51,7 @@ def draw(arms: Arms) -> Figure:
     axes[0, 0].set_ylabel("query")
     axes[1, 0].set_ylabel("value, L2 norm")
     figure.colorbar(image, ax=axes[0], label="attention weight", aspect=20, pad=0.01)
-    figure.supxlabel("token, triggers in red (bars: values as projected; lines: as attended to, behind a gate)")
+    figure.supxlabel("token, triggers bold and red (bars: values as projected; lines: as attended to, behind a gate)")
     figure.suptitle(arms.title("one sequence", arms.seeds_text(of_runs=True)))
     return figure
 
@@ -72,9 +72,10 @@ def _bars(ax: Axes, norms: pd.DataFrame) -> None:
 
 
 def _name_tokens(axis: Axis, norms: pd.DataFrame) -> None:
-    """The tokens along an axis, triggers in color."""
+    """The tokens along an axis; triggers stand out, in print without color too."""
     axis.set_ticks(norms["position"], token_labels(norms["token"], norms["token_id"]), fontsize=SMALL)
     axis.set_tick_params(length=0)
     for label, is_trigger in zip(axis.get_ticklabels(), norms["is_trigger"], strict=True):
-        label.set_color(VERMILION if is_trigger else "black")
+        if is_trigger:
+            label.set(color=VERMILION, fontweight="bold")
     axis.get_ticklabels()[0].set_horizontalalignment("right")  # <s> is wider than the others

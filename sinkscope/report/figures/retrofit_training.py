@@ -25,7 +25,7 @@ def draw(arms: Arms) -> Figure:
     gates = training[training["metric"] == "gate_displacement_mean"]
     panels = [("training loss", "nats per token", loss)]
     if len(gates):
-        panels.append(("distance of new parameters from their start", "mean over heads of ‖p − p₀‖", gates))
+        panels.append(("distance of new parameters from their start", "‖p − p₀‖,\nmean over heads", gates))
     figure = new_figure(WIDE if len(panels) > 1 else TEXT, 2.6)
     axes = figure.subplots(1, len(panels), sharex=True, squeeze=False)[0]
     for ax, (name, label, table) in zip(axes, panels, strict=True):
