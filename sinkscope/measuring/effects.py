@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pandas as pd
 
+from sinkscope.measuring.losses import perplexity
 from sinkscope.measuring.summary import WHOLE_MODEL, attention_by_layer
 from sinkscope.results.tables import METRIC, VALUE, Column
 
@@ -47,7 +48,5 @@ def arm_metrics(tables: Mapping[str, pd.DataFrame], watched: Sequence[int], loss
         rows += [(int(layer), metric, NO_POSITION, float(value)) for layer, value in series.items()]
         rows.append((WHOLE_MODEL, metric, NO_POSITION, float(whole)))
     if not np.isnan(loss):
-        rows += [
-            (WHOLE_MODEL, name, NO_POSITION, x) for name, x in (("loss", loss), ("perplexity", float(np.exp(loss))))
-        ]
+        rows += [(WHOLE_MODEL, name, NO_POSITION, x) for name, x in (("loss", loss), ("perplexity", perplexity(loss)))]
     return pd.DataFrame(rows, columns=["layer", "metric", "position", "value"])

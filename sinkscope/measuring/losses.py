@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -9,6 +10,12 @@ from sinkscope.attention.kernels import upcast
 from sinkscope.text.batch import IGNORED, Batch
 
 CHUNK = 8  # tokens whose loss is computed at once: few enough to stay in a CPU's cache
+
+
+def perplexity(loss: float) -> float:
+    """exp of a loss per token in nats; infinite where that is beyond float64."""
+    with np.errstate(over="ignore"):
+        return float(np.exp(loss))
 
 
 def cross_entropies(logits: torch.Tensor, targets: torch.Tensor, reduction: str = "none") -> torch.Tensor:

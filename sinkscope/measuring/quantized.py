@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-import numpy as np
 from rich.console import Console
 
 from sinkscope.interventions import Intervention
 from sinkscope.measuring.calibration import measured_ranges, measured_roundings
+from sinkscope.measuring.losses import perplexity
 from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.observables.outlier import Outlier
 from sinkscope.measuring.parity import ParityCheck
@@ -36,8 +36,7 @@ class Measured:
 
     @property
     def perplexity(self) -> float:
-        with np.errstate(over="ignore"):
-            return float(np.exp(self.loss))
+        return perplexity(self.loss)
 
 
 @dataclass

@@ -1,6 +1,5 @@
 """Perplexity when only the last tokens are cached, with or without the first (attention/streaming.py)."""
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ from sinkscope.attention.seam import open_seam
 from sinkscope.attention.streaming import check_applies, streaming
 from sinkscope.attention.taps import Seam
 from sinkscope.errors import InputError, SinkscopeError
-from sinkscope.measuring.losses import CHUNK, cross_entropies
+from sinkscope.measuring.losses import CHUNK, cross_entropies, perplexity
 from sinkscope.models.family import Family, input_device
 from sinkscope.results.tables import Column
 from sinkscope.text.inputs import TokenInputs
@@ -137,5 +136,5 @@ def _rows(method: Method, losses: torch.Tensor, sequences: int) -> Iterator[dict
                 "bucket": bucket,
                 "tokens": len(part) * sequences,
                 "loss": loss,
-                "perplexity": math.exp(loss),
+                "perplexity": perplexity(loss),
             }

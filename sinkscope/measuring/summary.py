@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.measuring.gradient_summary import gradient_summary
+from sinkscope.measuring.losses import perplexity
 from sinkscope.measuring.observables.outlier import OF_BONDARENKO
 from sinkscope.measuring.observables.query_bias import ALL_HEADS
 from sinkscope.measuring.uniform_attention import uniform_gradient_ratio
@@ -61,7 +62,7 @@ def summarize(
     """
     given = Measured(tables, inputs, family, scaling, outside)
     by_layer: dict[str, pd.Series] = {}
-    whole: dict[str, float] = {} if loss is None else {"loss": loss, "perplexity": float(np.exp(loss))}
+    whole: dict[str, float] = {} if loss is None else {"loss": loss, "perplexity": perplexity(loss)}
     for name, metrics_of in METRICS_OF.items():
         if name in tables:
             metrics, of_model = metrics_of(given)
