@@ -156,7 +156,7 @@ report-hybrids: install  ## of small hybrids and what they are compared with, th
 	$(call hybrid,control-gated)
 	$(call hybrid,control-plain)
 
-STUDIES := positions learning-rate weight-decay data blocks windows operations
+STUDIES := positions learning-rate weight-decay data blocks windows operations mixed-positions mixed-operations
 # QUICK=--quick runs the small forms: twenty minutes on two cores
 QUICK ?=
 STUDY := runs/report/when-sinks-emerge$(QUICK)

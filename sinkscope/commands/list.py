@@ -48,6 +48,13 @@ def architectures() -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["architecture", "model type", "configuration"])
 
 
+def tasks() -> pd.DataFrame:
+    """What `train --text` knows by name."""
+    from sinkscope.training.tasks import TASKS
+
+    return pd.DataFrame([(name, task.about) for name, task in TASKS.items()], columns=["task", "what is learned"])
+
+
 def _told(fields: dict) -> str:
     return ", ".join(f"{name}={value}" for name, value in fields.items() if not name.endswith("_token_id"))
 
@@ -151,6 +158,7 @@ KINDS: dict[str, Callable[[], pd.DataFrame]] = {
     "interventions": interventions,
     "retrofits": retrofits,
     "architectures": architectures,
+    "tasks": tasks,
     "figures": figures,
     "families": families,
     "recipes": recipes,

@@ -182,6 +182,12 @@ class TrainOptions(ArmOptions):
         "See `sinkscope list architectures`, with fields of its configuration behind it; or a config.json.",
         metavar="NAME[:K=V,…]",
     )
+    text: str = option(
+        "natural",
+        "Training",
+        "natural, a file (.txt, .jsonl with `text`, .npy of token ids), or one of `sinkscope list tasks`.",
+        metavar="FILE",
+    )
     tokenizer: str | None = option(
         None,
         "Model",

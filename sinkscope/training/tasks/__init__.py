@@ -1,7 +1,6 @@
 """Synthetic tasks that `train` takes in place of a text, one a file; a new one is a file here and a line in TASKS."""
 
-from collections.abc import Callable
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import pandas as pd
@@ -9,16 +8,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sinkscope.models.family import Family
 from sinkscope.training.blocks import Blocks
-from sinkscope.training.tasks.backcopy import BackcopyTask
+from sinkscope.training.tasks.backcopy import BackcopyTask, BackcopyWithTextTask
 
 
 class Task(Protocol):
-    """A source of blocks with a tokenizer of its own, and with measurements that only make sense for it."""
+    """A source of blocks with a tokenizer of its own, and with measurements that only make sense for it.
 
-    @property
-    def name(self) -> str:
-        """What --text calls it."""
-        ...
+    `name` is what --text calls it, `about` what its blocks are.
+    """
+
+    name: ClassVar[str]
+    about: ClassVar[str]
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase: ...
@@ -36,4 +36,4 @@ class Task(Protocol):
         ...
 
 
-TASKS: dict[str, Callable[[], Task]] = {BackcopyTask.name: BackcopyTask}
+TASKS: dict[str, type[Task]] = {task.name: task for task in (BackcopyTask, BackcopyWithTextTask)}

@@ -1,10 +1,16 @@
-"""The Bigram-Backcopy task as `train` uses it (VGA §4.1): its blocks, and what is measured besides the loss."""
+"""The Bigram-Backcopy task as `train` uses it (VGA §4.1), alone and mixed with text: its blocks, and what is measured
+besides the loss.
+"""
+
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
+from numpy.lib.stride_tricks import sliding_window_view
 from transformers import PreTrainedModel
 
 from sinkscope.models.family import Family
+from sinkscope.text.sources import documents
 from sinkscope.training.blocks import Blocks
 from sinkscope.training.tasks.backcopy_measures import example, measure
 from sinkscope.training.tasks.bigram_backcopy import NAME, bigram_backcopy
@@ -14,7 +20,8 @@ SHOWN = 20  # tokens of the one sequence that is drawn
 
 
 class BackcopyTask:
-    name = NAME
+    name: ClassVar = NAME
+    about: ClassVar = "characters that depend on the last one, and triggers after which the one before them is repeated"
 
     def __init__(self) -> None:
         self.chain = bigram_backcopy()
@@ -29,3 +36,17 @@ class BackcopyTask:
 
     def tables(self, model: PreTrainedModel, family: Family, held_out: np.ndarray) -> dict[str, pd.DataFrame]:
         return example(self.chain, model, family, held_out[0, :SHOWN])
+
+
+class BackcopyWithTextTask(BackcopyTask):
+    """Passages begin at random places. In text a token depends on more than the last one, and triggers copy nothing."""
+
+    name: ClassVar = f"{NAME}-with-text"
+    about: ClassVar = f"{NAME}, every second block a passage of the text that its pairs are of; held out is the task"
+
+    def blocks(self, length: int, train: int, held_out: int, seed: int) -> Blocks:
+        drawn = super().blocks(length, train, held_out, seed)
+        text = self.tokenizer("".join(documents("natural")[1]), add_special_tokens=False)["input_ids"]
+        starts = np.random.default_rng([seed, 2]).integers(len(text) - length + 2, size=train // 2)
+        drawn.train[1::2, 1:] = sliding_window_view(np.array(text), length - 1)[starts]
+        return Blocks(drawn.train, drawn.held_out, self.name)

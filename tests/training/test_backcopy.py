@@ -1,0 +1,38 @@
+"""The task's blocks as `train` reads them, alone and mixed with text."""
+
+import numpy as np
+
+from sinkscope.text.sources import documents
+from sinkscope.training.tasks import TASKS, Task
+from sinkscope.training.tasks.bigram_backcopy import NAME
+
+LENGTH = 40
+
+
+def follows_the_chain(task: Task, block: np.ndarray) -> bool:
+    """By the rule of triggers: behind one comes what stood before it."""
+    trigger = task.chain.is_trigger(block[1:-1])  # type: ignore[attr-defined]
+    return bool((block[2:] == block[:-2])[trigger].all())
+
+
+def test_every_second_block_is_a_passage_of_the_text() -> None:
+    task, alone = TASKS[f"{NAME}-with-text"](), TASKS[NAME]()
+    mixed, plain = (each.blocks(LENGTH, 9, 6, seed=3) for each in (task, alone))
+    assert (mixed.train[::2] == plain.train[::2]).all()
+    assert (mixed.held_out == plain.held_out).all()
+    text = task.tokenizer.decode(
+        task.tokenizer("".join(documents("natural")[1]), add_special_tokens=False)["input_ids"]
+    )
+    passages = [task.tokenizer.decode(block[1:]) for block in mixed.train[1::2]]
+    assert (mixed.train[:, 0] == task.chain.start).all()
+    assert len(set(passages)) == 4
+    assert all(len(passage) == LENGTH - 1 and passage in text for passage in passages)
+    assert all(follows_the_chain(task, block) for block in mixed.train[::2])
+    assert not any(follows_the_chain(task, block) for block in mixed.train[1::2])
+
+
+def test_its_passages_are_drawn_by_the_seed() -> None:
+    task = TASKS[f"{NAME}-with-text"]()
+    first, again, other = (task.blocks(LENGTH, 8, 2, seed).train[1::2] for seed in (0, 0, 1))
+    assert (first == again).all()
+    assert (first != other).any()
