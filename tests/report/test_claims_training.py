@@ -186,23 +186,30 @@ def test_gates_on_outputs_sever_nothing() -> None:
 def test_the_sink_moves_to_a_register_in_front_of_the_text() -> None:
     """Position 0 is the register, and the first token of the text stands at 2."""
 
-    def outcome(outside: float, of_text: float) -> Outcome:
+    def outcome(outside: float, of_text: float, plain_rate: float = 0.5) -> Outcome:
         register = [
             {"attention_by_sequence": rates(0.9, behind=(0.9, of_text)), "attention_outside": pd.DataFrame()}
             for _ in range(3)
         ]
-        arms = {"none": {"loss": LOW}, "register-tokens:count=2": {"sink_rate_outside": [outside] * 3}}
-        plain = [{"attention_by_sequence": rates(0.5)}] * 3
+        arms = {
+            "none": {"sink_rate": [plain_rate] * 3},
+            "register-tokens:count=2": {"sink_rate_outside": [outside] * 3},
+        }
+        plain = [{"attention_by_sequence": rates(plain_rate)}] * 3
         return judged("W-47", training(arms, tables={"none": plain, "register-tokens:count=2": register})).outcome
 
     assert outcome(0.8, 0.1) == HOLDS
     assert outcome(0.1, 0.8) == FAILS
+    assert outcome(0.1, 0.0, plain_rate=0.05) == Outcome.DOES_NOT_APPLY  # there is no sink to take
 
 
 def test_key_biases_move_it_at_no_cost() -> None:
     def outcome(outside: float, loss: Sequence[float]) -> Outcome:
         biased = [{"attention_by_sequence": rates(0.05), "attention_outside": pd.DataFrame()}] * 3
-        arms = {"none": {"loss": LOW}, "key-bias": {"loss": loss, "sink_rate_outside": [outside] * 3}}
+        arms = {
+            "none": {"loss": LOW, "sink_rate": [0.5] * 3},
+            "key-bias": {"loss": loss, "sink_rate_outside": [outside] * 3},
+        }
         plain = [{"attention_by_sequence": rates(0.5)}] * 3
         return judged("W-48", training(arms, tables={"none": plain, "key-bias": biased})).outcome
 
@@ -215,7 +222,7 @@ def test_biases_of_one_method_are_told_apart() -> None:
     """Key biases of value zero and learned ones are arms of one method; each claim reads its own."""
     moved = {"attention_by_sequence": rates(0.05), "attention_outside": pd.DataFrame()}
     arms: dict[str, Numbers] = {
-        "none": {"loss": LOW, "massive_count": LOW},
+        "none": {"loss": LOW, "sink_rate": [0.5] * 3, "massive_count": LOW},
         "key-bias:value=learned": {"loss": LOW, "sink_rate_outside": [0.7] * 3, "massive_count": [0.0] * 3},
         "key-bias": {"loss": HIGH, "sink_rate_outside": [0.0] * 3},
     }
@@ -246,7 +253,11 @@ def test_operations_without_normalization_have_no_sink() -> None:
     kinds = [f"operation:kind={kind}" for kind in ("sigmoid", "elu", "identity", "mlp-kernel")]
     assert judged("W-54", operations({"none": 0.2} | dict.fromkeys(kinds, 0.004))).outcome == HOLDS
     assert judged("W-54", operations({"none": 0.2} | dict.fromkeys(kinds, 0.004) | {kinds[2]: 0.3})).outcome == FAILS
-    assert judged("W-54", operations({"none": 0.004} | dict.fromkeys(kinds, 0.004))).outcome == FAILS  # nor has softmax
+    nowhere = judged("W-54", operations({"none": 0.004} | dict.fromkeys(kinds, 0.004)))  # nor has softmax
+    assert (nowhere.outcome, nowhere.reason) == (
+        Outcome.DOES_NOT_APPLY,
+        "plain training has no sink: its sink rate in % is 0.4, not above 10",
+    )
     missing = judged("W-54", operations({"none": 0.2} | dict.fromkeys(kinds[:2], 0.004)))
     assert f"--method none,{','.join(kinds)}" in missing.reason
 
@@ -255,6 +266,18 @@ def test_operations_without_normalization_have_no_sink() -> None:
 def test_operations_with_sums_have_one(rate: float, expected: Outcome) -> None:
     kinds = [f"operation:kind={kind}" for kind in ("sigmoid-normalized", "elu-kernel")]
     assert judged("W-55", operations({"none": 0.2} | dict.fromkeys(kinds, rate))).outcome == expected
+
+
+@pytest.mark.parametrize(
+    ("norms", "expected"), [((5.0, 1.0), HOLDS), ((5.0, 3.0), FAILS), ((1.0, 1.0), Outcome.DOES_NOT_APPLY)]
+)
+def test_an_end_of_massive_activations_needs_some_in_plain_training(norms: Sequence[float], expected: Outcome) -> None:
+    plain, sigmoid = (
+        [{"summary": pd.DataFrame({"metric": "norm_ratio", "layer": [0], "value": norm})}] * 3 for norm in norms
+    )
+    arms = {"none": {"loss": LOW}, "operation:kind=sigmoid": {"loss": LOW}}
+    found = judged("W-56", training(arms, tables={"none": plain, "operation:kind=sigmoid": sigmoid}))
+    assert found.outcome == expected
 
 
 @pytest.mark.parametrize(("step", "expected"), [(0.1, HOLDS), (-0.1, FAILS)])

@@ -11,9 +11,9 @@ from scipy import stats
 from sinkscope.report.claims.arms import SINK
 from sinkscope.report.claims.claim import Claim, Part, above, at_most, below
 from sinkscope.report.claims.evidence import Evidence
-from sinkscope.report.claims.over_seeds import difference, metric, of_one, over_levels, together
+from sinkscope.report.claims.over_seeds import Measure, difference, metric, of_one, over_levels, together
 from sinkscope.report.claims.published import published
-from sinkscope.report.claims.sink_outside_training import LOSS, MASSIVE, norm_ratio
+from sinkscope.report.claims.sink_outside_training import LOSS, MASSIVE, norm_ratio, where_norms_are, where_sinks_are
 from sinkscope.report.claims.trainings import PLAIN, Arm
 
 NONE = 1.0  # percent: less is no sink
@@ -46,6 +46,11 @@ def _largest(levels: np.ndarray, rates: np.ndarray) -> np.ndarray:
     return rates.max(1)
 
 
+def _rate(role: str, method: str) -> Measure:
+    """The sink rate of an arm, beside softmax's."""
+    return where_sinks_are(role, of_one(role, RATE, method, PLAIN))
+
+
 def _of_a_billion(evidence: Evidence) -> str | None:
     count = evidence.any_run.manifest["model"].get("parameters") or 0
     return None if count >= BILLION else f"it has {count / 1e6:,.0f} M parameters, fewer than a billion"
@@ -57,19 +62,18 @@ def _with_scale(arms: Mapping[str, Arm]) -> float:
 
 CLAIMS = (
     Claim("W-54", "table 6", "Without normalization there is no sink, at no cost.",
-        (*(Part(f"sink rate of the proxy in %, {name}", of_one(OPEN, RATE, arm, PLAIN), below(NONE))
+        (*(Part(f"sink rate of the proxy in %, {name}", _rate(OPEN, arm), below(NONE))
             for name, arm in WITHOUT_SUM.items()),
-         Part("softmax", of_one(OPEN, RATE, PLAIN), above(SINK)),
          Part("held-out loss, sigmoid − softmax", difference(OPEN, metric("loss"), SIGMOID), at_most(LOSS))), (OPEN,),
         published=published("WSE table 6", {"sigmoid": 0.44, "ELU+1": 0.80, "identity": 0.0, "MLP kernel": 0.74,
             "loss, sigmoid − softmax": -0.03}, "60M model: softmax 18.18 %")),
     Claim("W-55", "table 6", "With sum normalization there is one.",
-        tuple(Part(f"sink rate of the proxy in %, {name}", of_one(SUMMED, RATE, arm, PLAIN), above(SINK))
+        tuple(Part(f"sink rate of the proxy in %, {name}", _rate(SUMMED, arm), above(SINK))
             for name, arm in WITH_SUM.items()), (SUMMED,),
         published=published("WSE table 6", {"sigmoid": 30.24, "ELU kernel": 53.65}, "60M model: softmax 18.18 %")),
     Claim("W-56", "fig. 8", "Without normalization no massive activations either.",
-        (Part("norm at 0 ÷ others, layer with the largest, sigmoid", of_one(ONE, norm_ratio, SIGMOID, PLAIN),
-            below(MASSIVE)),), (ONE,)),
+        (Part("norm at 0 ÷ others, layer with the largest, sigmoid",
+            where_norms_are(ONE, of_one(ONE, norm_ratio, SIGMOID, PLAIN)), below(MASSIVE)),), (ONE,)),
     Claim("W-57", "table 14", "Scaling the normalizer down weakens the sink.",
         (Part("rank correlation of the sink rate and α", together(SCALES, _with_scale, *SCALED.values()), above(0.0)),),
         (SCALES,), published=published("WSE table 14", {"correlation": 0.9},

@@ -132,6 +132,20 @@ def together(role: str, of: Callable[[Mapping[str, Arm]], float], *methods: str)
     return measure
 
 
+def where_plain_has(what: str, of: OfArm, least: float, role: str, measure: Measure) -> Measure:
+    """A measure of arms that end or move what plain training has. Raises NotDefined where plain training has none of
+    it: on average over seeds no more than `least`.
+    """
+
+    def within(evidence: Evidence) -> Estimate:
+        found = _values(study_of(evidence, role, ArmStudy), of, PLAIN).mean()
+        if found <= least:
+            raise NotDefined(f"plain training has no {what} is {found:.3g}, not above {least:g}")
+        return measure(evidence)
+
+    return within
+
+
 def _values(study: ArmStudy, of: OfArm, method: str) -> np.ndarray:
     return np.array([of(arms[method]) for arms in study.by_seed])
 
