@@ -179,8 +179,10 @@ report-when-sinks-emerge-%: install
 	cp $(STUDY)-$*/comparison/sweep.md $(STUDY_REPORT)/$*/
 	grep -v '^Not measured' $(STUDY)-claims-$*/scorecard.md | cat -s > $(STUDY_REPORT)/$*/claims.md
 	find $(STUDY)-$*/comparison/tables -name sweep_training.parquet -size -60k -exec cp {} $(STUDY_REPORT)/$*/ \;
-	cp $(STUDY)-$*/comparison/figures/sweep-factor.png $(STUDY_REPORT)/$*/
+	cp $(STUDY)-$*/comparison/figures/sweep-factor.png $(STUDY)-$*/comparison/figures/sweep-training-sink.png $(STUDY_REPORT)/$*/
 	$(SHRINK) $(STUDY_REPORT)/$*
+
+report-when-sinks-emerge-text-data: corpus  ## of natural text, one seed: forty minutes on two cores
 
 report-types: install  ## what becomes of every model type of transformers: two minutes
 	OMP_NUM_THREADS=1 $(BIN)/python tests/sweep_models.py

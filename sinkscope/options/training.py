@@ -76,7 +76,8 @@ class ArmOptions(TrainingConfig, SequenceOptions, ObservableOptions, DeviceOptio
     text: str = option(
         "natural",
         "Training",
-        "natural, a file (.txt, .jsonl with `text`, .npy of token ids), or sampled by the model itself.",
+        "natural, a file (.txt, .jsonl with `text`, .npy of token ids), sampled by the model itself, or of `sinkscope "
+        "list tasks`.",
         metavar="FILE",
     )
 
@@ -181,12 +182,6 @@ class TrainOptions(ArmOptions):
         "Model",
         "See `sinkscope list architectures`, with fields of its configuration behind it; or a config.json.",
         metavar="NAME[:K=V,…]",
-    )
-    text: str = option(
-        "natural",
-        "Training",
-        "natural, a file (.txt, .jsonl with `text`, .npy of token ids), or one of `sinkscope list tasks`.",
-        metavar="FILE",
     )
     tokenizer: str | None = option(
         None,

@@ -251,7 +251,7 @@ def test_observables_are_looked_up_before_anything_is_trained(command: str, tiny
         (["list", "figurs"], "'figurs' is unknown; did you mean 'figures'?"),
         (
             ["list", "nothing"],
-            "known: observables, interventions, retrofits, architectures, figures, families, recipes",
+            "known: observables, interventions, retrofits, architectures, tasks, figures, families, recipes",
         ),
         (["run"], "Missing argument 'RECIPE'"),
         (

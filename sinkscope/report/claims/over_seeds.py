@@ -200,7 +200,7 @@ def over_levels(role: str, of: Callable[[np.ndarray, np.ndarray], np.ndarray]) -
 def by_level(levels: Iterable[Level], rates: np.ndarray) -> str:
     """«0.001: 2.1, 0.01: 18.3 %; 3 seeds, Student's t»."""
     means = ", ".join(
-        f"{level if isinstance(level, str) else format(level, '.6g')}: {rate:.1f}"
+        f"{level if isinstance(level, str) else format(level, '.10g')}: {rate:.1f}"
         for level, rate in zip(levels, rates.mean(0), strict=True)
     )
     return f"{means} %; {words_for(len(rates))}"

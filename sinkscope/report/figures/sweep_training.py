@@ -1,18 +1,20 @@
 """Trainings of a sweep by step, a panel for each level of what differs: sink rate and loss (WSE figures 4 to 8)."""
 
 import pandas as pd
+from matplotlib.axes import Axes
 
+from sinkscope.report.claims.arms import SINK as SINK_RATE
 from sinkscope.report.factor_study import LEVEL, TABLE, with_levels
 from sinkscope.report.figures.axes import curve, panel_grid, value_axis
-from sinkscope.report.figures.labels import escape, shorten
+from sinkscope.report.figures.labels import escape, heading, shorten
 from sinkscope.report.figures.spec import declare
 from sinkscope.report.figures.steps import step_axis
 from sinkscope.report.figures.style import OTHERS, SINK, WIDE, Figure, Look, new_figure
 from sinkscope.report.sweep_tables import SweepTables
 from sinkscope.results.metrics import METRICS
 
-ACROSS, HEIGHT = 4, 1.05  # panels in a row, and inches of each
-NAME_LENGTH = 24  # characters of a level
+ACROSS, HEIGHT, LINE = 4, 0.92, 0.13  # panels in a row, and inches of each and of a line of its title
+NAME_LENGTH = 24  # characters of a line
 
 
 def _rows(tables: SweepTables, metric: str) -> pd.DataFrame:
@@ -30,26 +32,43 @@ def lacking_loss(tables: SweepTables) -> str | None:
 
 @declare("sweep-training-sink", "sink rate of each training by step, mean and range over seeds", TABLE, lacking=lacking)
 def draw(tables: SweepTables) -> Figure:
-    return _panels(_rows(tables, "sink_rate"), METRICS["sink_rate"].short, SINK, share=True)
+    rows = _rows(tables, "sink_rate")
+    figure, axes = _panels(rows.assign(value=100 * rows["value"]), "sink rate at\nposition 0 in %", SINK)
+    for ax in axes:
+        ax.axhline(SINK_RATE, color="0.55", linestyle="--", linewidth=0.8)
+    top = max(1.5 * SINK_RATE, 100 * rows["value"].max())
+    axes[0].set_ylim(-0.03 * top, 1.03 * top)  # of all panels
+    figure.suptitle(heading(_seeds(rows), f"above {SINK_RATE:g} % (dashed) a sink is there"))
+    return figure
 
 
 @declare("sweep-training-loss", "loss of each training by step, the same", TABLE, lacking=lacking_loss)
 def draw_loss(tables: SweepTables) -> Figure:
-    return _panels(_rows(tables, "loss"), METRICS["loss"].short, OTHERS, share=False)
+    rows = _rows(tables, "loss")
+    figure, _ = _panels(rows, METRICS["loss"].label, OTHERS)
+    figure.suptitle(_seeds(rows))
+    return figure
 
 
-def _panels(rows: pd.DataFrame, name: str, look: Look, share: bool) -> Figure:
+def _panels(rows: pd.DataFrame, name: str, look: Look) -> tuple[Figure, list[Axes]]:
     levels = list(dict.fromkeys(rows[LEVEL]))
     across = min(ACROSS, len(levels))
-    figure = new_figure(WIDE, 0.7 + HEIGHT * -(-len(levels) // across))
+    titles = ["\n".join(escape(shorten(part, NAME_LENGTH)) for part in level.split()) for level in levels]
+    panel = HEIGHT + LINE * max(title.count("\n") + 1 for title in titles)
+    figure = new_figure(WIDE, 0.9 + panel * -(-len(levels) // across))
     axes, lowest = panel_grid(figure, len(levels), across)
-    for ax, level in zip(axes, levels, strict=True):
+    for ax, level, title in zip(axes, levels, titles, strict=True):
         by_step = rows[rows[LEVEL] == level].groupby("step")["value"].agg(["mean", "min", "max"])
         curve(ax, by_step["mean"], 5, **look)
         ax.fill_between(by_step.index, by_step["min"], by_step["max"], color=look["color"], alpha=0.25, linewidth=0)
-        ax.set_title(escape(shorten(level, NAME_LENGTH)))
-        value_axis(ax, share=share)
+        ax.set_title(title)
+        value_axis(ax)
     step_axis(lowest[0], sorted(rows["step"].unique()))
     figure.supxlabel("training step")
     figure.supylabel(name)
-    return figure
+    return figure, axes
+
+
+def _seeds(rows: pd.DataFrame) -> str:
+    count = rows.groupby(LEVEL)["seed"].nunique().max()
+    return "one seed" if count == 1 else f"mean of {count} seeds · bands: lowest to highest"
