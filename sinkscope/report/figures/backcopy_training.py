@@ -15,7 +15,7 @@ from sinkscope.report.figures.arms import Arms
 from sinkscope.report.figures.axes import curve, value_axis
 from sinkscope.report.figures.labels import escape, shorten
 from sinkscope.report.figures.spec import declare
-from sinkscope.report.figures.steps import step_label
+from sinkscope.report.figures.steps import seeds_words, step_label
 from sinkscope.report.figures.style import HIGHEST, OTHERS, SINK, WIDE, Figure, Look, new_figure
 
 NAME_LENGTH = 20  # characters of an arm's name
@@ -62,12 +62,8 @@ def draw(arms: Arms) -> Figure:
     _finish(axes)
     figure.supxlabel("training step")
     layers, seeds = table.loc[table["layer"] != WHOLE_MODEL, "layer"].nunique(), table["seed"].nunique()
-    figure.suptitle(arms.title(f"layer {layer}" if layers > 1 else "", _seeds(seeds)))
+    figure.suptitle(arms.title(f"layer {layer}" if layers > 1 else "", seeds_words(seeds)))
     return figure
-
-
-def _seeds(count: int) -> str:
-    return f"{count} seeds, bands: lowest to highest" if count > 1 else "1 seed"
 
 
 def _measures(training: pd.DataFrame) -> pd.DataFrame:

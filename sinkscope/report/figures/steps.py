@@ -54,6 +54,11 @@ def step_label(step: float) -> str:
     return f"{step:g}"
 
 
+def seeds_words(count: int) -> str:
+    """What curves by step, which are means, and their bands are over."""
+    return f"{count} seeds, bands: lowest to highest" if count > 1 else "1 seed"
+
+
 def steps_title(runs: Checkpoints, *more: str) -> str:
     """«model · condition · steps 0–1000». Checkpoints in one folder have the folder's name."""
     names = {model_name(run.model) for _, run in runs}

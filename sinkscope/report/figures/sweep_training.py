@@ -8,7 +8,7 @@ from sinkscope.report.factor_study import LEVEL, TABLE, with_levels
 from sinkscope.report.figures.axes import curve, panel_grid, value_axis
 from sinkscope.report.figures.labels import escape, heading, shorten
 from sinkscope.report.figures.spec import declare
-from sinkscope.report.figures.steps import step_axis
+from sinkscope.report.figures.steps import seeds_words, step_axis
 from sinkscope.report.figures.style import OTHERS, SINK, WIDE, Figure, Look, new_figure
 from sinkscope.report.sweep_tables import SweepTables
 from sinkscope.results.metrics import METRICS
@@ -70,5 +70,4 @@ def _panels(rows: pd.DataFrame, name: str, look: Look) -> tuple[Figure, list[Axe
 
 
 def _seeds(rows: pd.DataFrame) -> str:
-    count = rows.groupby(LEVEL)["seed"].nunique().max()
-    return "one seed" if count == 1 else f"mean of {count} seeds · bands: lowest to highest"
+    return seeds_words(rows.groupby(LEVEL)["seed"].nunique().max())
