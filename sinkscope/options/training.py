@@ -76,8 +76,8 @@ class ArmOptions(TrainingConfig, SequenceOptions, ObservableOptions, DeviceOptio
     text: str = option(
         "natural",
         "Training",
-        "natural, a file (.txt, .jsonl with `text`, .npy of token ids), sampled by the model itself, or of `sinkscope "
-        "list tasks`.",
+        "natural, a file (.txt, .jsonl with `text`, .npy of token ids), sampled by the model itself, or a task "
+        "(`sinkscope list tasks`).",
         metavar="FILE",
     )
 

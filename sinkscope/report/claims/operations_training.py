@@ -64,6 +64,7 @@ CLAIMS = (
     Claim("W-54", "table 6", "Without normalization there is no sink, at no cost.",
         (*(Part(f"sink rate of the proxy in %, {name}", _rate(OPEN, arm), below(NONE))
             for name, arm in WITHOUT_SUM.items()),
+         Part("softmax", of_one(OPEN, RATE, PLAIN), above(SINK)),
          Part("held-out loss, sigmoid − softmax", difference(OPEN, metric("loss"), SIGMOID), at_most(LOSS))), (OPEN,),
         published=published("WSE table 6", {"sigmoid": 0.44, "ELU+1": 0.80, "identity": 0.0, "MLP kernel": 0.74,
             "loss, sigmoid − softmax": -0.03}, "60M model: softmax 18.18 %")),

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from scipy import stats
 
 from sinkscope.report.claims.arms import SINK
-from sinkscope.report.claims.claim import Claim, Part, above, at_most, below
+from sinkscope.report.claims.claim import Claim, Part, above, at_least, at_most, below
 from sinkscope.report.claims.evidence import Lacks, table_of
 from sinkscope.report.claims.over_seeds import Measure, OfArm, difference, metric, of_one, together, where_plain_has
 from sinkscope.report.claims.published import published
@@ -69,7 +69,8 @@ CLAIMS = (
         (WITH_BIAS,), published=published("WSE table 4", {"difference": 73.34}, "60M model: S* 73.34, S₀ 0.00 %")),
     Claim("W-52", "fig. 7", "Key biases end massive activations.",
         (Part("norm at 0 ÷ others, layer with the largest",
-            where_norms_are(WITH_BIAS, of_one(WITH_BIAS, norm_ratio, BIAS, PLAIN)), below(MASSIVE)),), (WITH_BIAS,)),
+            where_norms_are(WITH_BIAS, of_one(WITH_BIAS, norm_ratio, BIAS, PLAIN)), below(MASSIVE)),
+         Part("of plain training", of_one(WITH_BIAS, norm_ratio, PLAIN), at_least(MASSIVE))), (WITH_BIAS,)),
     Claim("W-49", "table 4", "And key-value biases.",
         (Part("S* − S₀ in points", _moves(WITH_BIASES, BIASES), above(SINK)),), (WITH_BIASES,),
         published=published("WSE table 4", {"difference": 72.72}, "60M model: S* 72.76, S₀ 0.04 %; shared by heads "
