@@ -111,7 +111,7 @@ def _train(
     length, count = training.block_length, training.blocks_wanted(PartialState().num_processes)
     with spinner(plan.console, "reading the text"):
         if task:
-            blocks = task.blocks(length, count, options.num_seqs, training.seed)
+            blocks = task.blocks(length, count, options.num_seqs, training.seed, bos=options.bos != "never")
         else:
             source = (options.text, options.dataset, length, count, training.eval_share)
             blocks = read_blocks(loaded, *source, bos=options.bos)

@@ -1,9 +1,12 @@
-"""What the Bigram-Backcopy task shows at the end of a training, in Markdown: from the table `training` alone."""
+"""What the Bigram-Backcopy task shows at the end of a training, in Markdown."""
+
+from collections.abc import Iterable
 
 import pandas as pd
 
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.report.markdown import as_markdown, table_with_spread
+from sinkscope.results.run import RunData
 
 COLUMNS = (
     "bigram_risk",
@@ -17,9 +20,9 @@ COLUMNS = (
 )
 
 
-def backcopy_markdown(training: pd.DataFrame) -> str:
+def backcopy_markdown(training: pd.DataFrame, note: str = "") -> str:
     """The metrics of the last step, a row for each arm: mean ± standard deviation (n − 1) over seeds, in the layer of
-    `sinking_layer`. `training` is the table of that name, of all arms.
+    `sinking_layer`. `training` is the table of that name, of all arms; `note` stands behind the title.
     """
     layers = (WHOLE_MODEL, sinking_layer(training))
     last = training[(training["step"] == training["step"].max()) & training["layer"].isin(layers)]
@@ -29,7 +32,14 @@ def backcopy_markdown(training: pd.DataFrame) -> str:
     arms = training["condition"].unique()
     mean, spread = (wide.groupby("condition").agg(how).reindex(arms) for how in ("mean", "std"))
     table = as_markdown(table_with_spread(mean, spread, COLUMNS), numbers=True)
-    return f"## Non-trigger queries at step {last['step'].iloc[0]} (VGA figures 4 to 6)\n\n{table}\n"
+    title = f"## Non-trigger queries at step {last['step'].iloc[0]} (VGA figures 4 to 6)"
+    return f"{title}{note and f'; {note}'}\n\n{table}\n"
+
+
+def without_start(runs: Iterable[RunData]) -> str:
+    """What is to be said of trainings without <s> in front, whose metrics are named after it; empty of others."""
+    begin_with_it = all(run.manifest["input"]["token_zero"].startswith("bos") for run in runs)
+    return "" if begin_with_it else "no <s>: the first token in its place"
 
 
 def sinking_layer(table: pd.DataFrame) -> int:

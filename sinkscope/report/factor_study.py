@@ -1,7 +1,8 @@
 """A factor study: the trainings of a sweep by what differs between them, over seeds and steps, beside WSE's numbers.
 
 A level is what one training has and another has not: parts of the cells' settings, as `position_scheme=alibi` of
-`config=llama-1m:position_scheme=alibi`, and the arm.
+`config=llama-1m:position_scheme=alibi`, and the arm. Seeds are repetitions of a level, also where the sweep's file has
+them as a setting, so that each is a cell of its own.
 """
 
 import re
@@ -33,6 +34,7 @@ PUBLISHED = {
     **{f"num_attention_heads={heads}": rate for heads, rate in (("4", 10.68), ("2", 12.95), ("1", 19.50))},
     "norm_placement=post": 13.54, "head_mix=summed": 21.76,
     "random_tokens=1": 27.03, "random_tokens=2": 1.98, "fixed_position=0": 74.11,
+    "bos=auto": 74.11, "bos=never": 18.18,  # a BOS is a fixed token at position 0, which its default does without
     "softmax": 18.18, "sigmoid": 0.44, "sigmoid-normalized": 30.24, "elu": 0.80, "elu-kernel": 53.65, "identity": 0.0,
     "mlp-kernel": 0.74, "alpha-2": 29.10, "alpha-0.2": 9.41, "alpha-0.1": 3.59, "alpha-0.05": 4.53,
     "sink-token": 0.0, "K-bias": 0.0, "KV-bias": 0.04, "V-bias": 17.53, "K-bias-m1": 0.06, "K-bias-m5": 3.71,
@@ -64,8 +66,9 @@ def with_levels(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _parts(settings: str, condition: str) -> list[str]:
-    """`config=a:b=c,d-e=1.0` and an arm → a, b=c, d_e=1, the arm."""
-    found = [part.removeprefix("config=") for part in re.split(r"[:,]", settings) if part]
+    """`config=a:b=c,d-e=1.0,seed=2` and an arm → a, b=c, d_e=1, the arm."""
+    given = [part for part in re.split(r"[:,]", settings) if part and not part.startswith("seed=")]
+    found = [part.removeprefix("config=") for part in given]
     named = [re.sub(r"^[^=]*=", lambda name: name[0].replace("-", "_"), part) for part in found]
     return [re.sub(r"(=\d+)\.0$", r"\1", part) for part in named] + [condition]
 

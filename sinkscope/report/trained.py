@@ -12,7 +12,7 @@ from accelerate import PartialState
 from sinkscope.errors import InputError
 from sinkscope.measuring.tables import all_tables
 from sinkscope.report.analysis import quantized_source
-from sinkscope.report.backcopy_table import backcopy_markdown
+from sinkscope.report.backcopy_table import backcopy_markdown, without_start
 from sinkscope.report.comparison import Comparison
 from sinkscope.report.figures import OF_ARMS
 from sinkscope.report.figures.arms import Arms
@@ -83,7 +83,7 @@ class Trained(Paged, Tabular):
         if UNTOUCHED in self.runs:
             parts += [f"{say(finding)}\n" for finding in quantized_source(self.runs[UNTOUCHED], "W8A8")]
         if "value_norms" in self.tables:
-            parts.append(backcopy_markdown(self.tables["training"]))
+            parts.append(backcopy_markdown(self.tables["training"], without_start(self.runs.values())))
         return "\n".join(parts)
 
     @property

@@ -333,7 +333,7 @@ _TRAINED = (
 def _task(
     name: str, label: str, short: str, definition: str, unit: str = "", form: str = "{:.3f}", whole: str = ""
 ) -> Metric:
-    """A metric of the Bigram-Backcopy task. Queries are those from position 1 on: <s> sees only itself."""
+    """A metric of the Bigram-Backcopy task. Queries are those from position 1 on: the first token sees only itself."""
     source = "VGA §4.1, figures 4–6"
     return Metric(name, label, short, definition, unit, form, source, whole, _TASK, tables=(TRAINING,))
 
@@ -348,7 +348,7 @@ BACKCOPY: dict[str, Metric] = {
             "loss above the optimum, 0, at triggers",
             unit="nats", form="{:.4f}"),
         _task("attention_to_start", "attention of non-trigger queries to <s>", "attention on <s>",
-            "weight that queries which are no triggers give to <s>",
+            "weight that queries which are no triggers give to <s>, or with --bos never to the first token",
             unit="attention", whole="by layer"),
         _task("attention_to_start_max", "attention of non-trigger queries to <s>, highest head", "on <s>, highest head",
             "as attention_to_start, of the head that gives most",

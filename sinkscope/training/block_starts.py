@@ -14,9 +14,10 @@ from sinkscope.training.blocks import Blocks
 
 def check_starts(options: ArmOptions, task: str | None) -> None:
     """Raise InputError for blocks that cannot be made so. Cheap: to be called before a model is loaded."""
-    changed = (options.random_tokens, options.fixed_position, options.bos) != (0, None, "auto")
-    if task is not None and changed:
-        raise InputError(f"--text {task}: its blocks begin as the task says; leave out what changes their beginning")
+    if task is not None and (options.random_tokens, options.fixed_position) != (0, None):
+        raise InputError(
+            f"--text {task}: its tokens follow each other by a rule; leave out what changes the first ones"
+        )
     length = options.block_length
     if options.random_tokens >= length or (options.fixed_position or 0) >= length:
         raise InputError(f"--random-tokens and --fixed-position are within the --block-length of {length} tokens")

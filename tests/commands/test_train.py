@@ -215,6 +215,15 @@ def test_a_task(tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(done.model("VGA-seed1")).decode([0]) == "<s>"
 
 
+def test_a_task_without_a_bos(tmp_path: Path) -> None:
+    small = SMALL | {"block_length": 24, "batch_size": 4, "log_every": 2}
+    done = train("bigram-backcopy", "none", text="bigram-backcopy", bos="never", out="out", **small, num_seqs=4)
+    held_out = np.load("out/held-out.npy")
+    assert held_out.shape == (4, 24)
+    assert (held_out != 0).all()  # <s>
+    assert "no <s>: the first token in its place" in done.verdict
+
+
 # --- architectures
 
 

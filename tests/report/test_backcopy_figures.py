@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from sinkscope.errors import InputError
-from sinkscope.report.backcopy_table import sinking_layer
+from sinkscope.report.backcopy_table import backcopy_markdown, sinking_layer, without_start
 from sinkscope.report.figures import OF_ARMS
 from sinkscope.report.figures.arms import Arms
 from sinkscope.report.figures.backcopy_maps import sinking_head
@@ -17,11 +17,17 @@ from sinkscope.results.metrics import BACKCOPY
 from sinkscope.results.run import RunData
 
 STEPS = range(0, 101, 10)
-RUNS = {"arm 0": RunData({"model": {"name": "tiny"}}, {})}
 
 
-def draw_backcopy_training(training: pd.DataFrame) -> Figure:
-    return OF_ARMS["backcopy-training"](Arms({"training": training}, RUNS))
+def run(token_zero: str) -> RunData:
+    return RunData({"model": {"name": "tiny"}, "input": {"token_zero": token_zero}}, {})
+
+
+RUNS = {"arm 0": run("bos <s> (id 0)")}
+
+
+def draw_backcopy_training(training: pd.DataFrame, runs: dict[str, RunData] = RUNS) -> Figure:
+    return OF_ARMS["backcopy-training"](Arms({"training": training}, runs))
 
 
 def draw_backcopy_maps(attention_maps: pd.DataFrame, value_norms: pd.DataFrame) -> Figure:
@@ -69,6 +75,15 @@ def maps(arms: int = 2, layers: int = 1, heads: int = 1, tokens: int = 6) -> tup
             ],
         ),
     )  # fmt: skip
+
+
+def test_where_no_start_is_in_front_it_is_said() -> None:
+    note = "no <s>: the first token in its place"
+    without = draw_backcopy_training(training(), {"arm 0": run("varies")})
+    for figure, known in ((draw_backcopy_training(training()), False), (without, True)):
+        assert (note in figure.get_suptitle()) == known
+    assert without_start(RUNS.values()) == ""
+    assert note in backcopy_markdown(training(), without_start([run("varies")])).splitlines()[0]
 
 
 def test_lines_are_means_over_seeds_and_bands_reach_the_extremes() -> None:

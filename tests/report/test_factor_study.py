@@ -46,6 +46,16 @@ def test_levels_are_what_differs() -> None:
     assert set(with_levels(alone)["level"]) == {"small none"}
 
 
+def test_seeds_in_cells_of_their_own_are_repetitions_of_a_level() -> None:
+    together = table({(f"tokens={tokens}", "none"): [0.2, 0.4] for tokens in (64, 128)})
+    seed = together["seed"].astype(str)
+    apart = together.assign(settings=together["settings"] + ",seed=" + seed)
+    pd.testing.assert_frame_equal(summary(apart), summary(together))
+    assert set(with_levels(apart)["level"]) == {"tokens=64", "tokens=128"}
+    alone = table({("seed=3", "none"): [0.1]})
+    assert set(with_levels(alone)["level"]) == {"none"}
+
+
 def test_published_rates_are_of_one_factor_alone() -> None:
     assert published("position_scheme=alibi") == 20.78
     assert published("weight_decay=5 softmax") == 0.01

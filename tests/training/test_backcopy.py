@@ -31,6 +31,16 @@ def test_every_second_block_is_a_passage_of_the_text() -> None:
     assert not any(follows_the_chain(task, block) for block in mixed.train[1::2])
 
 
+def test_passages_without_a_bos_are_as_long_as_blocks() -> None:
+    task = TASKS[f"{NAME}-with-text"]()
+    text = task.tokenizer("".join(documents("natural")[1]), add_special_tokens=False)["input_ids"]
+    blocks = task.blocks(LENGTH, 9, 6, seed=3, bos=False)
+    known = task.tokenizer.decode(text)
+    assert all(task.tokenizer.decode(block) in known for block in blocks.train[1::2])
+    assert all(follows_the_chain(task, block) for block in (*blocks.train[::2], *blocks.held_out))
+    assert not (blocks.train == task.chain.start).any()  # type: ignore[attr-defined]
+
+
 def test_its_passages_are_drawn_by_the_seed() -> None:
     task = TASKS[f"{NAME}-with-text"]()
     first, again, other = (task.blocks(LENGTH, 8, 2, seed).train[1::2] for seed in (0, 0, 1))

@@ -89,6 +89,13 @@ def test_a_seed_repeats_and_another_does_not() -> None:
     assert blocks.sha256 != SMALL.blocks(20, 6, 4, seed=4).sha256
 
 
+def test_without_a_bos_the_first_character_is_first() -> None:
+    with_it, without = SMALL.blocks(20, 6, 4, seed=3), SMALL.blocks(19, 6, 4, seed=3, bos=False)
+    for one, other in ((with_it.train, without.train), (with_it.held_out, without.held_out)):
+        assert np.array_equal(one[:, 1:], other)
+    assert not SMALL.is_trigger(without.train[:, 0]).any()
+
+
 def test_the_chain_is_that_of_the_text() -> None:
     task = bigram_backcopy("aabbbbccccc ddd" + "eee")  # c, b, then d and e: before a and the space
     assert task.tokens == ("<s>", "c", "b", "d", "e", "a", " ")

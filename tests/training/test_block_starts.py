@@ -62,8 +62,8 @@ def test_one_token_stands_at_the_fixed_position_of_every_block() -> None:
         ({"random_tokens": LENGTH}, None, "within the --block-length"),
         ({"fixed_position": LENGTH}, None, "within the --block-length"),
         ({"tokens": LENGTH - 1}, None, "less than one block"),
-        ({"bos": "never"}, "bigram-backcopy", "its blocks begin as the task says"),
-        ({"random_tokens": 1}, "bigram-backcopy", "its blocks begin as the task says"),
+        ({"fixed_position": 0}, "bigram-backcopy", "its tokens follow each other by a rule"),
+        ({"random_tokens": 1}, "bigram-backcopy", "its tokens follow each other by a rule"),
     ],
 )
 def test_what_cannot_be_is_refused(given: dict[str, Any], task: str | None, message: str) -> None:

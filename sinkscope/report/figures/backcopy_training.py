@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from sinkscope.measuring.summary import WHOLE_MODEL
-from sinkscope.report.backcopy_table import sinking_layer
+from sinkscope.report.backcopy_table import sinking_layer, without_start
 from sinkscope.report.figures.arms import Arms
 from sinkscope.report.figures.axes import curve, value_axis
 from sinkscope.report.figures.labels import escape, shorten
@@ -62,7 +62,8 @@ def draw(arms: Arms) -> Figure:
     _finish(axes)
     figure.supxlabel("training step")
     layers, seeds = table.loc[table["layer"] != WHOLE_MODEL, "layer"].nunique(), table["seed"].nunique()
-    figure.suptitle(arms.title(f"layer {layer}" if layers > 1 else "", seeds_words(seeds)))
+    where = f"layer {layer}" if layers > 1 else ""
+    figure.suptitle(arms.title(where, seeds_words(seeds), without_start(arms.runs.values())))
     return figure
 
 

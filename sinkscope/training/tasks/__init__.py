@@ -23,8 +23,10 @@ class Task(Protocol):
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase: ...
 
-    def blocks(self, length: int, train: int, held_out: int, seed: int) -> Blocks:
-        """Draw that many blocks of `length` tokens to train on, and others to measure by."""
+    def blocks(self, length: int, train: int, held_out: int, seed: int, bos: bool = True) -> Blocks:
+        """Draw that many blocks of `length` tokens to train on, with a BOS in front or without, and others to measure
+        by.
+        """
         ...
 
     def probe(self, model: PreTrainedModel, family: Family, held_out: np.ndarray) -> pd.DataFrame:

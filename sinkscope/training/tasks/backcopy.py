@@ -27,9 +27,9 @@ class BackcopyTask:
         self.chain = bigram_backcopy()
         self.tokenizer = self.chain.tokenizer()
 
-    def blocks(self, length: int, train: int, held_out: int, seed: int) -> Blocks:
+    def blocks(self, length: int, train: int, held_out: int, seed: int, bos: bool = True) -> Blocks:
         """No block is read twice: the chain has no end."""
-        return self.chain.blocks(length, train, held_out, seed)
+        return self.chain.blocks(length, train, held_out, seed, bos)
 
     def probe(self, model: PreTrainedModel, family: Family, held_out: np.ndarray) -> pd.DataFrame:
         return measure(self.chain, model, family, held_out[:MEASURED])
@@ -44,9 +44,10 @@ class BackcopyWithTextTask(BackcopyTask):
     name: ClassVar = f"{NAME}-with-text"
     about: ClassVar = f"{NAME}, every second block a passage of the text that its pairs are of; held out is the task"
 
-    def blocks(self, length: int, train: int, held_out: int, seed: int) -> Blocks:
-        drawn = super().blocks(length, train, held_out, seed)
+    def blocks(self, length: int, train: int, held_out: int, seed: int, bos: bool = True) -> Blocks:
+        drawn = super().blocks(length, train, held_out, seed, bos)
         text = self.tokenizer("".join(documents("natural")[1]), add_special_tokens=False)["input_ids"]
-        starts = np.random.default_rng([seed, 2]).integers(len(text) - length + 2, size=train // 2)
-        drawn.train[1::2, 1:] = sliding_window_view(np.array(text), length - 1)[starts]
+        passage = length - bos
+        starts = np.random.default_rng([seed, 2]).integers(len(text) - passage + 1, size=train // 2)
+        drawn.train[1::2, -passage:] = sliding_window_view(np.array(text), passage)[starts]
         return Blocks(drawn.train, drawn.held_out, self.name)

@@ -2,10 +2,11 @@
 
     <s> h t h i s a t a n …      t, e and the space are triggers: after one comes what stood before it
 
-Every sequence begins with <s>. After a token that is no trigger, the next one is drawn by the frequencies of character
-pairs in the text that `--input natural` reads: it depends on that token alone, so attention is not needed. After a
-trigger, the token before the trigger is repeated: there attention is needed. The first character is drawn by its
-frequency among those that are no triggers, so that every trigger has something to copy that is no trigger.
+Every sequence begins with <s>, or where none is wanted with the first character. After a token that is no trigger, the
+next one is drawn by the frequencies of character pairs in the text that `--input natural` reads: it depends on that
+token alone, so attention is not needed. After a trigger, the token before the trigger is repeated: there attention is
+needed. The first character is drawn by its frequency among those that are no triggers, so that every trigger has
+something to copy that is no trigger.
 
 As in the paper's code, the triggers are the three most frequent characters, and there are 64 characters; its text is
 tiny Shakespeare.
@@ -47,8 +48,10 @@ class BigramBackcopy:
         """V."""
         return len(self.tokens)
 
-    def sample(self, count: int, length: int, seed: int | list[int] = 0) -> np.ndarray:
-        """Sequences (count, length) of token ids, int64."""
+    def sample(self, count: int, length: int, seed: int | list[int] = 0, bos: bool = True) -> np.ndarray:
+        """Sequences (count, length) of token ids, int64; without `bos` the <s> in front is cut off."""
+        if not bos:
+            return self.sample(count, length + 1, seed)[:, 1:]
         rng = np.random.default_rng(seed)
         ids = np.full((count, length), self.start, dtype=np.int64)
         for place in range(1, length):
@@ -57,9 +60,9 @@ class BigramBackcopy:
             ids[:, place] = np.where(self.is_trigger(last), ids[:, place - 2], drawn)
         return ids
 
-    def blocks(self, length: int, train: int, held_out: int, seed: int = 0) -> Blocks:
+    def blocks(self, length: int, train: int, held_out: int, seed: int = 0, bos: bool = True) -> Blocks:
         """Sequences to train on and others to measure by."""
-        return Blocks(self.sample(train, length, [seed, 0]), self.sample(held_out, length, [seed, 1]), NAME)
+        return Blocks(self.sample(train, length, [seed, 0], bos), self.sample(held_out, length, [seed, 1], bos), NAME)
 
     def is_trigger(self, ids: np.ndarray) -> np.ndarray:
         return np.isin(ids, self.triggers)
