@@ -13,6 +13,8 @@ import pandas as pd
 
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.report.claims.arms import SINK
+from sinkscope.report.wse_trainings import WSE_TRAININGS
+from sinkscope.results.findings import Published
 from sinkscope.results.metrics import METRICS
 
 TABLE = "sweep_training"
@@ -20,26 +22,6 @@ SHOWN = ("sink_rate", "loss", "bigram_risk", "backcopy_risk")
 TOTALS = ("total_weight", "total_weight_at_sink")  # what the sink rate's shares are shares of
 LEVEL = "level"
 KEYS = [LEVEL, "seed"]
-# part of a level → WSE's sink rate of a 60M model in percent; arms as the recipes call them
-PUBLISHED = {
-    **{f"position_scheme={name}": rate for name, rate in (
-        ("none", 20.35), ("absolute", 32.73), ("learned", 33.13), ("bucket-number", 35.53), ("alibi", 20.78),
-        ("rotary", 18.18))},
-    **{f"weight_decay={decay}": rate for decay, rate in (
-        ("0", 15.20), ("0.001", 15.39), ("0.01", 15.23), ("0.1", 18.18), ("0.5", 41.08), ("1", 37.71), ("2", 6.13),
-        ("5", 0.01))},
-    **{f"learning_rate={rate}": sink for rate, sink in (("0.0001", 2.90), ("0.0002", 11.21), ("0.0004", 18.18))},
-    **{f"feed_forward={name}": rate for name, rate in (
-        ("swiglu", 18.18), ("geglu", 17.86), ("reglu", 13.88), ("relu", 16.90), ("gelu", 14.76), ("swish", 17.89))},
-    **{f"num_attention_heads={heads}": rate for heads, rate in (("4", 10.68), ("2", 12.95), ("1", 19.50))},
-    "norm_placement=post": 13.54, "head_mix=summed": 21.76,
-    "random_tokens=1": 27.03, "random_tokens=2": 1.98, "fixed_position=0": 74.11,
-    "bos=auto": 74.11, "bos=never": 18.18,  # a BOS is a fixed token at position 0, which its default does without
-    "softmax": 18.18, "sigmoid": 0.44, "sigmoid-normalized": 30.24, "elu": 0.80, "elu-kernel": 53.65, "identity": 0.0,
-    "mlp-kernel": 0.74, "alpha-2": 29.10, "alpha-0.2": 9.41, "alpha-0.1": 3.59, "alpha-0.05": 4.53,
-    "sink-token": 0.0, "K-bias": 0.0, "KV-bias": 0.04, "V-bias": 17.53, "K-bias-m1": 0.06, "K-bias-m5": 3.71,
-    "K-bias-m20": 25.88,
-}  # fmt: skip
 PLAIN = ("none", "softmax")  # arms of which the published rates of other factors are
 SIZES = ("num_hidden_layers=", "n_layer=", "num_attention_heads=")  # which make another study of the same factor
 ONSET = "tokens to a sink, thousands"
@@ -73,12 +55,12 @@ def _parts(settings: str, condition: str) -> list[str]:
     return [re.sub(r"(=\d+)\.0$", r"\1", part) for part in named] + [condition]
 
 
-def published(level: str) -> float:
-    """WSE's sink rate in percent; NaN where it has none of this level, or several of its parts are factors."""
+def published(level: str) -> Published | None:
+    """WSE's sink rate in percent; None where it has none of this level, or several of its parts are factors."""
     every = level.split()
     parts = [part for part in every if part not in PLAIN and not part.startswith(SIZES)]
-    known = [PUBLISHED[part] for part in (parts or every) if part in PUBLISHED]
-    return known[0] if len(known) == 1 and len(parts) <= 1 else float("nan")
+    known = [WSE_TRAININGS[part] for part in (parts or every) if part in WSE_TRAININGS]
+    return known[0] if len(known) == 1 and len(parts) <= 1 else None
 
 
 def at_the_end(table: pd.DataFrame) -> pd.DataFrame:
@@ -106,7 +88,7 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
         row |= {_heading(metric): _spread(own[metric]) for metric in SHOWN if metric in own}
         row[ONSET] = _of_some(begun[begun.index.isin(own.index)] / 1000, len(own))
         rate = published(str(level))
-        row[PAPER] = "–" if np.isnan(rate) else f"{rate:.2f}"
+        row[PAPER] = "–" if rate is None else f"{rate.value:.2f}{rate.mark}"
         totals = [metric for metric in TOTALS if metric in own]
         row |= {METRICS[metric].short: _of_some(own[metric].dropna(), len(own)) for metric in totals}
         rows.append(row)

@@ -22,14 +22,15 @@ from sinkscope.report.claims.arms import SINK
 from sinkscope.report.claims.routes import TABLE as ROUTES
 from sinkscope.report.claims.scorecard import TABLE as CLAIMS
 from sinkscope.report.claims.scorecard import Scorecard
+from sinkscope.report.factor_study import PAPER, summary
 from sinkscope.report.factor_study import TABLE as STUDY
-from sinkscope.report.factor_study import summary
 from sinkscope.report.figures import OF_CLAIMS, OF_ROUTES, OF_SWEEP, save_figures
 from sinkscope.report.figures.spec import draw_all
 from sinkscope.report.markdown import as_markdown
 from sinkscope.report.page import Contents, write_page
 from sinkscope.report.sweep_tables import EPSILON, SWEEP, SweepTables
 from sinkscope.report.wse_table_1 import LENGTH, SETTING, WSE_TABLE_1
+from sinkscope.report.wse_trainings import TRANSCRIBED
 from sinkscope.results.cells import COMMAND
 from sinkscope.results.manifest import folder_of, make_manifest, read_manifest, write_manifest
 from sinkscope.results.metrics import METRICS
@@ -47,6 +48,7 @@ TOTAL_WEIGHT = (
     "behind the first token, and over those of them whose share on the first token is above ε. Where that is close to "
     "0 the proxy shows a share of nothing."
 )
+MARKED = f" {TRANSCRIBED}: from a transcription of the paper."
 
 
 def write_comparison(
@@ -105,7 +107,8 @@ def words(tables: SweepTables, record: Mapping[str, Any]) -> str:
     parts = [f"## {record['content']['title']}"]
     if STUDY in tables.tables:
         table = summary(tables.tables[STUDY])
-        parts.append(TRAININGS + TOTAL_WEIGHT * (METRICS["total_weight"].short in table))
+        has_weight, is_marked = METRICS["total_weight"].short in table, TRANSCRIBED in "".join(table[PAPER])
+        parts.append(TRAININGS + TOTAL_WEIGHT * has_weight + MARKED * is_marked)
         parts.append(as_markdown(table, numbers=True))
     if tables.main.empty and len(parts) > 1:
         return "\n\n".join(parts)

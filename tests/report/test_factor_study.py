@@ -1,14 +1,26 @@
 """Trainings of a sweep by what differs between them, on tables made by hand."""
 
-import numpy as np
 import pandas as pd
 import pytest
 
-from sinkscope.report.factor_study import ONSET, TABLE, at_the_end, onsets, published, studied, summary, with_levels
+from sinkscope.report.claims.register import CLAIMS
+from sinkscope.report.factor_study import (
+    ONSET,
+    PAPER,
+    TABLE,
+    at_the_end,
+    onsets,
+    published,
+    studied,
+    summary,
+    with_levels,
+)
 from sinkscope.report.figures import OF_SWEEP
 from sinkscope.report.figures.spec import draw_all
 from sinkscope.report.sweep import words
 from sinkscope.report.sweep_tables import SweepTables
+from sinkscope.report.wse_trainings import SOFTMAX, WSE_TRAININGS
+from sinkscope.results.findings import Published
 
 NAMES = ("sweep-factor", "sweep-training-sink", "sweep-training-loss")
 
@@ -24,6 +36,11 @@ def table(rates: dict[tuple[str, str], list[float]]) -> pd.DataFrame:
     ]
     columns = ["model", "condition", "layer", "settings", "seed", "step", "tokens", "metric", "value"]
     return pd.DataFrame(rows, columns=columns)
+
+
+def rate(level: str) -> float | None:
+    found = published(level)
+    return None if found is None else found.value
 
 
 SCHEMES = table({
@@ -57,15 +74,42 @@ def test_seeds_in_cells_of_their_own_are_repetitions_of_a_level() -> None:
 
 
 def test_published_rates_are_of_one_factor_alone() -> None:
-    assert published("position_scheme=alibi") == 20.78
-    assert published("weight_decay=5 softmax") == 0.01
-    assert published("sigmoid") == 0.44
-    assert np.isnan(published("weight_decay=5 sigmoid"))  # table 14 has other weight decays
-    assert published("num_hidden_layers=3 position_scheme=alibi") == 20.78
-    assert np.isnan(published("position_scheme=alibi norm_placement=post"))
-    assert published("softmax") == 18.18
-    assert published("num_attention_heads=4 feed_forward=gelu") == 14.76
-    assert published("num_attention_heads=2 none") == 12.95
+    assert rate("position_scheme=alibi") == 20.78
+    assert rate("weight_decay=5 softmax") == 0.01
+    assert rate("sigmoid") == 0.44
+    assert rate("weight_decay=5 sigmoid") is None  # table 14 has other weight decays
+    assert rate("num_hidden_layers=3 position_scheme=alibi") == 20.78
+    assert rate("position_scheme=alibi norm_placement=post") is None
+    assert rate("softmax") == 18.18
+    assert rate("num_attention_heads=4 feed_forward=gelu") == 14.76
+    assert rate("num_attention_heads=2 none") == 12.95
+    assert rate("bos=never softmax") == 18.18
+
+
+def test_what_was_transcribed_is_marked_wherever_it_is_shown() -> None:
+    rows = table({(f"config=llama-1m:feed_forward={name}", "none"): [0.2] for name in ("gelu", "swiglu")})
+    assert summary(rows)[PAPER].tolist() == ["14.76†", "18.18"]
+    tables = SweepTables({TABLE: rows}, {})
+    assert "†: from a transcription" in words(tables, {"content": {"title": "Designs"}})
+    assert "†" not in words(SweepTables({TABLE: SCHEMES}, {}), {"content": {"title": "Schemes"}})
+    names = [text.get_text() for text in draw_all(OF_SWEEP, tables)["sweep-factor"].axes[0].get_legend().get_texts()]
+    assert names == ["each seed", "mean", "WSE, 60M", "WSE, 60M†"]
+
+
+def test_claims_say_the_same() -> None:
+    """Each rate, with its mark, stands among the published values of the claims on the same table."""
+    known = [value for claim in CLAIMS.values() for value in claim.published]
+    for own in WSE_TRAININGS.values():
+        if own.value != SOFTMAX and not own.name.startswith("bos="):
+            assert any(says_the_same(value, own) for value in known), own
+
+
+def says_the_same(value: Published, own: Published) -> bool:
+    if value.source != own.source:
+        return False
+    text = f"{own.value:.2f}"
+    is_there = value.value == own.value or text in value.setting
+    return f"{text}{own.mark}" in value.setting or (is_there and value.mark == own.mark)
 
 
 def test_the_end_of_each_training() -> None:

@@ -62,7 +62,7 @@ def _with_norm(of: OfArm) -> Callable[[Mapping[str, Arm]], float]:
 CLAIMS = (
     Claim("W-47", "table 4", "A sink token takes the sink.",
         (Part("S* − S₀ in points", _moves(WITH_TOKEN, TOKEN), above(SINK)),), (WITH_TOKEN,),
-        published=published("WSE table 4", {"difference": 74.12}, "60M model: S* 74.12, S₀ 0.00 %")),
+        published=published("WSE table 4", {"difference": 74.12}, "60M model: S* 74.12, S₀ 0.00† %")),
     Claim("W-48", "table 4", "So do key biases, at no cost.",
         (Part("S* − S₀ in points", _moves(WITH_BIAS, BIAS), above(SINK)),
          Part("held-out loss, key biases − plain", difference(WITH_BIAS, metric("loss"), BIAS), at_most(LOSS))),

@@ -1,6 +1,5 @@
 """The sink rate at the end of each training of a sweep, a row for each level of what differs, beside WSE's."""
 
-import numpy as np
 import pandas as pd
 
 from sinkscope.report.factor_study import LEVEL, TABLE, at_the_end, published, with_levels
@@ -9,9 +8,11 @@ from sinkscope.report.figures.labels import escape, shorten
 from sinkscope.report.figures.spec import declare
 from sinkscope.report.figures.style import HIGHEST, SINK, WIDE, Figure, new_figure
 from sinkscope.report.sweep_tables import SweepTables
+from sinkscope.report.wse_trainings import TRANSCRIBED
 
 NAME_LENGTH = 40  # characters of a level
 ROW = 0.17  # inches
+MARKERS = {"": "D", TRANSCRIBED: "s"}  # of published rates
 
 
 def _ends(tables: SweepTables) -> pd.DataFrame:
@@ -35,11 +36,12 @@ def draw(tables: SweepTables) -> Figure:
     ax.plot(end["sink_rate"], rows, "|", color=SINK["color"], markersize=7, label="each seed")
     means = end.groupby(level=LEVEL, sort=False)["sink_rate"].mean()
     ax.plot(means, [place[level] for level in means.index], "o", color=SINK["color"], markersize=3.5, label="mean")
-    known = np.array([published(level) for level in levels])
-    if np.isfinite(known).any():
-        ax.plot(
-            known, range(len(levels)), "D", color=HIGHEST["color"], markersize=4, fillstyle="none", label="WSE, 60M"
-        )
+    known = [(rate, row) for row, level in enumerate(levels) if (rate := published(level))]
+    for mark, shape in MARKERS.items():
+        points = [(rate.value, row) for rate, row in known if rate.mark == mark]
+        if points:
+            look = {"color": HIGHEST["color"], "markersize": 4, "fillstyle": "none", "label": f"WSE, 60M{mark}"}
+            ax.plot(*zip(*points, strict=True), shape, **look)
     name_rows(ax, [escape(shorten(level, NAME_LENGTH)) for level in levels])
     ax.set_xlim(-3, 103)
     ax.set_xlabel("sink rate at position 0 in %")

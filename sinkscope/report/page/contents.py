@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import isnan
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import quote
@@ -82,12 +81,13 @@ class Contents:
         return dict(sorted({**self.tables, **{name: self._side_by_side(name) for name in shared}}.items()))
 
     @property
-    def levels(self) -> list[tuple[str, str, str, float | None]]:
-        """Of a sweep of trainings: settings, condition, the level of the factor study, and WSE's sink rate."""
+    def levels(self) -> list[tuple[str, str, str, float | None, str]]:
+        """Of a sweep of trainings: settings, condition, the level of the factor study, WSE's sink rate and its mark."""
         training = self.tables.get(factor_study.TABLE, pd.DataFrame())
         named = {} if training.empty else factor_study.levels(training)
-        rates = {level: factor_study.published(level) / 100 for level in named.values()}
-        return [(*pair, level, None if isnan(rates[level]) else rates[level]) for pair, level in named.items()]
+        rates = {level: factor_study.published(level) for level in named.values()}
+        shown = {level: (rate.value / 100, rate.mark) if rate else (None, "") for level, rate in rates.items()}
+        return [(*pair, level, *shown[level]) for pair, level in named.items()]
 
     @property
     def columns(self) -> dict[str, Columns]:

@@ -9,7 +9,7 @@ S.study = () => {
   const state = { metric: metrics.includes("sink_rate") ? "sink_rate" : metrics[0] };
   const place = S.element("div"), controls = S.element("div.controls");
   const [level, seed, step, value] = ["level", "seed", "step", "value"].map((name) => table.get(name));
-  const paper = new Map(S.data.levels.map(([, , name, rate]) => [name, rate]));
+  const paper = new Map(S.data.levels.map(([, , name, rate, mark]) => [name, { value: rate, mark }]));
 
   const redraw = () => {
     const about = S.aboutMetric(state.metric);
@@ -24,18 +24,20 @@ S.study = () => {
   return S.section("study", "At the end of each training", "A row for each thing in which the trainings differ.", controls, place);
 };
 
-/** A chart and a table. points: [{level, seed, value}]; paper: level → published value, null where there is none. */
+/** A chart and a table. points: [{level, seed, value}]; paper: level → published value, null where there is none, and † or "". */
 S.levels = (points, about, paper) => {
   const names = [...new Set(points.map((point) => point.level))];
   const means = names.map((level) => {
     const own = points.filter((point) => point.level === level).map(({ value }) => value).filter(Number.isFinite);
     return { level, value: d3.mean(own) ?? NaN, deviation: d3.deviation(own), seeds: own.length };
   });
-  const published = names.map((level) => ({ level, value: paper.get(level) ?? NaN })).filter(({ value }) => Number.isFinite(value));
+  const published = names.map((level) => ({ level, value: NaN, mark: "", ...paper.get(level) })).filter(({ value }) => Number.isFinite(value));
   const shown = points.filter(({ value }) => Number.isFinite(value));
   const isLog = S.isLog(shown.map(({ value }) => value));
   const title = `${S.withUnit(about)} at the last step: ${about.meaning}`;
-  const key = `strokes seeds, dots their means${published.length ? ", rings WSE’s models of 60 million parameters" : ""}`;
+  const isMarked = published.some(({ mark }) => mark);
+  const key = `strokes seeds, dots their means${published.length ? ", rings WSE’s models of 60 million parameters" : ""}` +
+    (isMarked ? "; †: from a transcription of the paper" : "");
   const height = 64 + names.length * 24;
   const draw = (width) => {
     const narrow = width < 560, at = { x: "value", y: "level" };
@@ -54,9 +56,10 @@ S.levels = (points, about, paper) => {
       ],
     });
   };
+  const inPaper = new Map(published.map(({ level, value, mark }) => [level, `${about.text(value)}${mark}`]));
   const rows = means.map(({ level, value, deviation, seeds }) => [level,
     `${about.text(value)}${deviation === undefined ? "" : ` ± ${about.text(deviation)}`}`, S.number(seeds),
-    ...(published.length ? [Number.isFinite(paper.get(level)) ? about.text(paper.get(level)) : "–"] : [])]);
+    ...(published.length ? [inPaper.get(level) ?? "–"] : [])]);
   return [
     S.element("figure", { role: "group", "aria-label": title },
       S.element("figcaption", {}, ...S.sentence(title), `; ${key}`), S.drawn(draw, { height })),
