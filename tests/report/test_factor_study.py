@@ -93,7 +93,7 @@ def test_what_was_transcribed_is_marked_wherever_it_is_shown() -> None:
     assert "†: from a transcription" in words(tables, {"content": {"title": "Designs"}})
     assert "†" not in words(SweepTables({TABLE: SCHEMES}, {}), {"content": {"title": "Schemes"}})
     names = [text.get_text() for text in draw_all(OF_SWEEP, tables)["sweep-factor"].axes[0].get_legend().get_texts()]
-    assert names == ["each seed", "mean", "WSE, 60M", "WSE, 60M†"]
+    assert names == ["each seed", "mean", "WSE, 60M", "WSE, 60M, transcribed"]
 
 
 def test_claims_say_the_same() -> None:

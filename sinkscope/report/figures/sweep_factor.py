@@ -12,7 +12,7 @@ from sinkscope.report.wse_trainings import TRANSCRIBED
 
 NAME_LENGTH = 40  # characters of a level
 ROW = 0.17  # inches
-MARKERS = {"": "D", TRANSCRIBED: "s"}  # of published rates
+PUBLISHED = {"": ("D", "WSE, 60M"), TRANSCRIBED: ("s", "WSE, 60M, transcribed")}  # by the mark of a rate
 
 
 def _ends(tables: SweepTables) -> pd.DataFrame:
@@ -37,13 +37,13 @@ def draw(tables: SweepTables) -> Figure:
     means = end.groupby(level=LEVEL, sort=False)["sink_rate"].mean()
     ax.plot(means, [place[level] for level in means.index], "o", color=SINK["color"], markersize=3.5, label="mean")
     known = [(rate, row) for row, level in enumerate(levels) if (rate := published(level))]
-    for mark, shape in MARKERS.items():
+    for mark, (shape, name) in PUBLISHED.items():
         points = [(rate.value, row) for rate, row in known if rate.mark == mark]
         if points:
-            look = {"color": HIGHEST["color"], "markersize": 4, "fillstyle": "none", "label": f"WSE, 60M{mark}"}
-            ax.plot(*zip(*points, strict=True), shape, **look)
+            look = {"color": HIGHEST["color"], "markersize": 4, "fillstyle": "none"}
+            ax.plot(*zip(*points, strict=True), shape, label=name, **look)
     name_rows(ax, [escape(shorten(level, NAME_LENGTH)) for level in levels])
     ax.set_xlim(-3, 103)
     ax.set_xlabel("sink rate at position 0 in %")
-    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
+    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4)
     return figure
