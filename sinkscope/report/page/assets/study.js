@@ -43,7 +43,7 @@ S.levels = (points, about, paper) => {
     const narrow = width < 560, at = { x: "value", y: "level" };
     const characters = Math.min(d3.max(names, ({ length }) => length), narrow ? 20 : 44);
     return S.plot({
-      width, height, marginLeft: 24 + 6.8 * characters, marginTop: 10, marginBottom: 44, ariaLabel: title,
+      width, height, marginLeft: 24 + 7.5 * characters, marginTop: 10, marginBottom: 44, ariaLabel: title,
       x: { label: S.withUnit(about), labelOffset: 36, grid: true, type: isLog ? "log" : "linear", zero: !isLog && S.isShare(about),
         tickFormat: S.tick(about), ticks: narrow ? 3 : 6 },
       y: { domain: names, label: null, tickFormat: (name) => S.shorten(name, characters) },
