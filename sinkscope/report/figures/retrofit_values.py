@@ -49,7 +49,8 @@ def draw(arms: Arms) -> Figure:
     if has_gates and rows > 1:
         handles.append(Line2D([], [], color="0.3", label="gate, mean over later positions", **FAINT))
     figure.legend(handles=handles, loc="outside lower center", ncols=4 if columns > 2 else 2)
-    figure.suptitle(arms.title(arms.seeds_text(of_runs=True)))
+    over = "by position: median and quartiles over layers" if rows > 1 else ""
+    figure.suptitle(arms.title(arms.seeds_text(of_runs=True), over))
     return figure
 
 
