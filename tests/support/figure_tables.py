@@ -127,6 +127,12 @@ def make_run(
         "model": {"name": model, "layer_types": None, "sliding_window": None},
         "condition": condition,
         "config": {"epsilon": 0.3},
-        "input": {"sequences": sequences, "tokens": sequences * length, "shortest": length, "longest": length},
+        "input": {
+            "sequences": sequences,
+            "tokens": sequences * length,
+            "shortest": length,
+            "longest": length,
+            "token_zero": "bos <s> (id 0)",
+        },
     }
     return Run(manifest, tables_of(layers, heads, kv_heads, positions, sequences, length) | replaced)
