@@ -72,6 +72,36 @@ def test_a_head_opens_by_keyboard_and_by_click(page: Any) -> None:
     assert float(cell.get_attribute("aria-label").split(": ")[1].split()[0]) == pytest.approx(weight, abs=6e-4)
 
 
+def test_a_head_shows_the_gradients_of_the_key_value_head_that_it_reads(browser: Any, tmp_path: Path) -> None:
+    contents = analysis()  # four heads share two key/value heads
+    gradient = (
+        contents.tables["gradient"].query("layer == 1 and position == 0").set_index(["pathway", "head"])["grad_norm"]
+    )
+    with opened(browser, contents, tmp_path) as page:
+        page.evaluate("S.openHead(1, 3)")
+        shown = {
+            name: float(value)
+            for name, value, _ in page.locator(".head details tbody tr").evaluate_all(
+                "rows => rows.map((row) => [...row.children].map((cell) => cell.textContent))"
+            )
+            if name.startswith("grad norm")
+        }
+        assert shown == pytest.approx(
+            {
+                "grad norm, query": gradient["query", 3],
+                "grad norm, key, key/value head 1": gradient["key", 1],
+                "grad norm, value, key/value head 1": gradient["value", 1],
+            },
+            rel=1e-3,
+        )
+        page.get_by_label("Metric").first.select_option(label="grad norm")
+        page.get_by_label("pathway", exact=True).first.select_option(label="value")
+        cells = page.locator(".panels [role=gridcell]")
+        assert page.locator(".panels [aria-selected=true]").get_attribute("data-column") == "1"
+        cells.and_(page.locator("[data-row='2'][data-column='1']")).click()
+        assert page.locator("#head-name").text_content() == "Layer 2, head 2"  # the first that reads it
+
+
 def test_a_token_shows_how_many_heads_it_is_a_sink_of(page: Any) -> None:
     contents = analysis()
     counts = contents.tables["sink_positions"].query("sequence == 0").groupby("position").size()

@@ -66,17 +66,18 @@ S.plot = (options) => {
  * Lines of values: one for each group.
  * points: [{x, y, group, line, low, high}], a line of each `line` of a group if it has several, and a stroke from low to high;
  * x: {label}, and `all` values if the axis is to be longer than the points; y: {label, unit, text}; rule: an x to mark;
- * ordinal: x is no number; toldBy: the column by which they are told apart, whose meaning stands below the chart.
+ * ordinal: x is no number; toldBy: the column by which they are told apart, whose meaning stands below the chart;
+ * order: all groups that there are, also those without a point here, which have the same look in every chart.
  */
-S.lines = ({ points, x, y, title, rule = null, log = null, dots = false, height = 260, ordinal = false, toldBy = null }) => {
-  const groups = [...new Set(points.map(({ group }) => group))];
+S.lines = ({ points, x, y, title, rule = null, log = null, dots = false, height = 260, ordinal = false, toldBy = null, order = null }) => {
+  const groups = [...new Set(points.map(({ group }) => group))], places = new Map((order ?? groups).map((group, at) => [group, at]));
   const finite = points.filter(({ y: value }) => Number.isFinite(value));
   const isLog = log ?? S.isLog(finite.map(({ y: value }) => value));
   const shown = finite.filter(({ y: value }) => value > 0 || !isLog); // a logarithmic axis has no 0
   const text = y.text;
   const draw = (width) => {
     if (!shown.length) return S.element("p.note", {}, "No values.");
-    const look = (list) => (group) => list[groups.indexOf(group) % list.length];
+    const look = (list) => (group) => list[places.get(group) % list.length];
     const styles = { x: "x", y: "y" };
     const series = d3.groups(shown, ({ group, line }) => `${group} ${line ?? ""}`).map(([, own]) => [own[0].group, own]);
     const names = ordinal ? [...new Set(shown.map((point) => String(point.x)))] : [];
@@ -112,7 +113,7 @@ S.lines = ({ points, x, y, title, rule = null, log = null, dots = false, height 
   const [first, last] = d3.extent([...shown.map((point) => point.x), ...(x.all ?? [])]);
   const steps = shown.every((point) => Number.isInteger(point.x)) ? Math.max(1, last - first) : Infinity; // no half layers
   const plain = title.replaceAll("`", "");
-  const legend = groups.length > 1 ? S.legend(groups, dots) : null;
+  const legend = groups.length > 1 ? S.legend(groups, dots, places) : null;
   const table = () => S.plainTable(
     [{ label: S.withUnit(x) }, ...groups.map((group) => ({ label: group || S.withUnit(y), number: true }))],
     d3.groups(finite, (point) => point.x).map(([at, own]) => [
@@ -125,9 +126,9 @@ S.lines = ({ points, x, y, title, rule = null, log = null, dots = false, height 
 };
 
 /** What each color, dash and symbol stands for; of dots alone there is no dash. */
-S.legend = (groups, dots = false) =>
-  S.element("ul.legend", {}, ...groups.map((group, at) => {
-    const color = S.COLORS[at % S.COLORS.length];
+S.legend = (groups, dots, places) =>
+  S.element("ul.legend", {}, ...groups.map((group) => {
+    const at = places.get(group), color = S.COLORS[at % S.COLORS.length];
     const line = d3.create("svg").attr("width", 34).attr("height", 12).attr("aria-hidden", "true");
     if (!dots) line.append("line").attr("x1", 0).attr("x2", 34).attr("y1", 6).attr("y2", 6).style("stroke", color)
       .attr("stroke-width", 2).attr("stroke-dasharray", S.DASHES[at % S.DASHES.length]);

@@ -4,12 +4,12 @@
 S.FAINTEST = 1e-3; // weight that a map tells from none: beside a sink all others are small
 S.shownArms = null; // labels of the runs or arms that are side by side
 S.head = null; // [layer, head] that is shown
-S.headMaps = []; // maps in which it is marked
+S.headMaps = []; // functions that mark it in the maps
 S.headListeners = []; // sections that follow it
 
 S.openHead = (layer, head) => {
   S.head = [layer, head];
-  S.headMaps.forEach((map) => map.mark(S.head));
+  S.headMaps.forEach((mark) => mark(S.head));
   S.headListeners.forEach((listener) => listener(layer, head));
 };
 
@@ -17,6 +17,48 @@ S.openHead = (layer, head) => {
 S.byHeadAndPosition = () =>
   [...S.tables.values()].filter((table) => table.length && table.has("layer", "head", "position") &&
     !table.has("token") && !table.has("sequence") && !table.has("group"));
+
+// pathways of the gradient whose heads are key/value heads, which under GQA several query heads share
+S.KV_PATHWAYS = new Set(["key", "value", "raw_value"]);
+
+/** Whether a row's head is a key/value head: of gradients of keys and values, and where every head is its own. */
+S.isOfKvHead = (table, row) => {
+  if (table.has("pathway")) return S.KV_PATHWAYS.has(table.get("pathway")[row]);
+  table.ofKvHeads ??= table.has("kv_head") && table.get("kv_head").every((kv, at) => kv === table.get("head")[at]);
+  return table.ofKvHeads;
+};
+
+/** Of models with fewer key/value heads: "model layer head" → key/value head, and the other way → its first head. */
+S.groups = () => {
+  if (!S.foundGroups) {
+    const [kvOf, firstOf] = [new Map(), new Map()];
+    for (const table of S.tables.values()) {
+      if (!table.length || !table.has("model", "layer", "head", "kv_head") || S.isOfKvHead(table, 0)) continue;
+      const [model, layer, head, kv] = ["model", "layer", "head", "kv_head"].map((name) => table.get(name));
+      for (let row = 0; row < table.length; row++) {
+        const [place, group] = [head, kv].map((of) => `${model[row]} ${layer[row]} ${of[row]}`);
+        kvOf.set(place, kv[row]);
+        firstOf.set(group, Math.min(firstOf.get(group) ?? Infinity, head[row]));
+      }
+    }
+    S.foundGroups = { kvOf, firstOf };
+  }
+  return S.foundGroups;
+};
+
+S.kvHead = (model, layer, head) => S.groups().kvOf.get(`${model} ${layer} ${head}`) ?? head;
+S.firstHead = (model, layer, kv) => S.groups().firstOf.get(`${model} ${layer} ${kv}`) ?? kv;
+
+/** Rows of a query head, and of the key/value head that it reads. */
+S.rowsOfHead = (table, layer, head) => {
+  const [model, own] = [table.get("model"), table.get("head")];
+  return table.where({ layer }).filter((row) =>
+    own[row] === (S.isOfKvHead(table, row) ? S.kvHead(model[row], layer, head) : head));
+};
+
+/** "key/value head 2" where the row's head is one that query heads share. */
+S.ofKvHead = (table, row) =>
+  S.groups().kvOf.size && S.isOfKvHead(table, row) ? `key/value head ${table.get("head")[row]}` : "";
 
 /** Heads of which the run keeps a whole map, as [layer, head]. */
 S.mapped = () => [...S.rowsOfMaps().values()].map(({ pair }) => pair);
@@ -102,11 +144,11 @@ S.headNumbers = (layer, head) => {
       continue;
     const at = table.has("position") ? { position: 0 } : {};
     const labels = S.runLabels(table);
-    for (const row of S.ofShownArms(table, table.where({ layer, head, ...at })))
+    for (const row of S.ofShownArms(table, table.where(at, S.rowsOfHead(table, layer, head))))
       for (const column of table.values) {
         const about = S.aboutColumn(column);
         const keys = ["pathway", "parameter"].filter((name) => table.has(name)).map((name) => table.get(name)[row]);
-        rows.push([[S.withUnit(about), ...keys, labels[row]].filter(Boolean).join(", "),
+        rows.push([[S.withUnit(about), ...keys, S.ofKvHead(table, row), labels[row]].filter(Boolean).join(", "),
           about.text(Number(table.get(column.name)[row] ?? NaN)), about.meaning]);
       }
   }
@@ -168,20 +210,29 @@ S.layerMaps = (layer) => {
   return S.element("div", {}, S.element("p.about", {}, about), S.weightLegend(scale), S.element("div.maps", {}, ...figures), S.leftOut(table) ?? "");
 };
 
-/** Every column by position, a chart each. */
+/** Every column by position, a chart each; of gradients one for each pathway. */
 S.headLines = (tables, layer, head) => {
   const charts = [];
   for (const table of tables) {
-    const rows = S.ofShownArms(table, table.where({ layer, head }));
-    const labels = S.runLabels(table);
-    const group = (row) => [table.has("pathway") ? table.get("pathway")[row] : "", labels[row]].filter(Boolean).join(", ");
-    for (const column of table.values.filter(({ kind }) => kind === "number")) {
-      const about = S.aboutColumn(column);
-      const points = rows.map((row) => ({ x: table.get("position")[row], y: table.get(column.name)[row], group: group(row) }));
-      if (points.some(({ y }) => Number.isFinite(y)))
-        charts.push(S.lines({ points, x: { label: "position" }, y: about, height: 190, toldBy: table.byName.get("pathway"),
-          title: `${about.label}: ${about.meaning}` }));
-    }
+    const rows = S.ofShownArms(table, S.rowsOfHead(table, layer, head));
+    const pathway = table.has("pathway") ? table.get("pathway") : null;
+    for (const [of, own] of d3.groups(rows, (row) => pathway?.[row].replace("_measured", "")))
+      for (const column of table.values.filter(({ kind }) => kind === "number"))
+        charts.push(S.headLine(table, column, own, of));
   }
-  return S.element("div.grid", {}, ...charts);
+  return S.element("div", {}, S.element("div.grid", {}, ...charts.filter(Boolean)),
+    ...tables.map((table) => S.leftOut(table)).filter(Boolean));
+};
+
+/** One column by position, of rows of one pathway where there are several. */
+S.headLine = (table, column, rows, of) => {
+  const about = S.aboutColumn(column), labels = S.runLabels(table);
+  const pathway = of && new Set(rows.map((row) => table.get("pathway")[row])).size > 1 ? table.get("pathway") : null;
+  const points = rows.map((row) => ({ x: table.get("position")[row], y: table.get(column.name)[row],
+    group: [pathway?.[row], labels[row]].filter(Boolean).join(", ") }));
+  if (!points.some(({ y }) => Number.isFinite(y))) return null;
+  const whose = [of?.replaceAll("_", " "), S.ofKvHead(table, rows[0])].filter(Boolean).join(" of ");
+  const isOfArms = points.every(({ group }) => S.shownArms?.includes(group)); // also of fewer than other charts have
+  return S.lines({ points, x: { label: "position" }, y: about, height: 190, order: isOfArms ? S.shownArms : null,
+    toldBy: pathway && table.byName.get("pathway"), title: `${about.label}${whose && ` (${whose})`}: ${about.meaning}` });
 };

@@ -144,17 +144,25 @@ S.sideBySide = ({ table, column, across }, rows, labels, about) => {
   const values = table.get(column.name).map((value) => (value === null ? null : Number(value)));
   const scale = S.colorScale(rows.filter((row) => arms.includes(labels[row])).map((row) => values[row]));
   const [layerOf, placeOf] = [table.get("layer"), table.get(across)];
-  const isOfHeads = across === "head";
+  const isOfHeads = across === "head", isOfKv = isOfHeads && rows.length > 0 && S.isOfKvHead(table, rows[0]);
+  const marks = [];
   const maps = arms.map((arm) => {
-    const found = new Map(rows.filter((row) => labels[row] === arm).map((row) => [`${layerOf[row]} ${placeOf[row]}`, values[row]]));
-    return S.heatmap({
-      rows: table.distinct("layer", rows), columns: table.distinct(across, rows), rowName: "layer", columnName: across,
+    const own = rows.filter((row) => labels[row] === arm);
+    const found = new Map(own.map((row) => [`${layerOf[row]} ${placeOf[row]}`, values[row]]));
+    const model = own.length ? table.get("model")[own[0]] : "";
+    const inMap = ([layer, head]) => [layer, isOfKv ? S.kvHead(model, layer, head) : head];
+    const open = (layer, at) => S.openHead(layer, isOfKv ? S.firstHead(model, layer, at) : at);
+    const panel = S.heatmap({
+      rows: table.distinct("layer", rows), columns: table.distinct(across, rows), rowName: "layer",
+      columnName: isOfKv && S.groups().kvOf.size ? "key/value head" : across,
       scale, text: about.text, title: [S.withUnit(about), S.visible(arm)].filter((text) => text !== "∅").join(", "), caption: arm && S.visible(arm),
       value: (layer, at) => found.get(`${layer} ${at}`) ?? null,
-      pick: isOfHeads ? S.openHead : null, chosen: isOfHeads ? S.head : null,
+      pick: isOfHeads ? open : null, chosen: isOfHeads && S.head ? inMap(S.head) : null,
       hover: (layer, at) => maps.forEach(({ map }) => map.outline(layer, at)),
     });
+    marks.push((head) => panel.map.mark(inMap(head)));
+    return panel;
   });
-  S.headMaps = isOfHeads ? maps.map(({ map }) => map) : [];
+  S.headMaps = isOfHeads ? marks : [];
   return [S.colorLegend(scale, about), S.element("div.maps", {}, ...maps)];
 };
