@@ -5,7 +5,7 @@ A name is a part of a level of a factor study (`factor_study.py`); arms are call
 
 from collections.abc import Mapping
 
-from sinkscope.report.claims.published import SCRATCH
+from sinkscope.report.claims.published import published
 from sinkscope.results.findings import Published
 
 TRANSCRIBED = "†"  # from a transcription of the paper
@@ -13,7 +13,8 @@ SOFTMAX = 18.18  # WSE's default
 
 
 def _table(source: str, of: str, rates: Mapping[str, float], mark: str = "") -> dict[str, Published]:
-    return {f"{of}{name}": Published(f"{of}{name}", rate, SCRATCH, source, mark) for name, rate in rates.items()}
+    values = published(source, {f"{of}{name}": rate for name, rate in rates.items()}, mark=mark)
+    return {value.name: value for value in values}
 
 
 WSE_TRAININGS: dict[str, Published] = {

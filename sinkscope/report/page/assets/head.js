@@ -21,7 +21,7 @@ S.byHeadAndPosition = () =>
 // pathways of the gradient whose heads are key/value heads, which under GQA several query heads share
 S.KV_PATHWAYS = new Set(["key", "value", "raw_value"]);
 
-/** Whether a row's head is a key/value head: of gradients of keys and values, and where every head is its own. */
+/** Whether a row's head is a key/value head: of gradients of keys and values, and of a table with no other heads. */
 S.isOfKvHead = (table, row) => {
   if (table.has("pathway")) return S.KV_PATHWAYS.has(table.get("pathway")[row]);
   table.ofKvHeads ??= table.has("kv_head") && table.get("kv_head").every((kv, at) => kv === table.get("head")[at]);
@@ -33,7 +33,8 @@ S.groups = () => {
   if (!S.foundGroups) {
     const [kvOf, firstOf] = [new Map(), new Map()];
     for (const table of S.tables.values()) {
-      if (!table.length || !table.has("model", "layer", "head", "kv_head") || S.isOfKvHead(table, 0)) continue;
+      if (!table.length || !table.has("model", "layer", "head", "kv_head") || table.has("sequence")) continue;
+      if (S.isOfKvHead(table, 0)) continue;
       const [model, layer, head, kv] = ["model", "layer", "head", "kv_head"].map((name) => table.get(name));
       for (let row = 0; row < table.length; row++) {
         const [place, group] = [head, kv].map((of) => `${model[row]} ${layer[row]} ${of[row]}`);
