@@ -19,7 +19,7 @@
       analyze: {options: {observables: [attention, gradient]}}
       claims: {inputs: [natural], settings: {}}
       retrofit: {options: {method: [vga, none], steps: 500}, settings: {seed: [0, 1]}}
-      train: {settings: {config: [tiny-llama, tiny-gpt2]}}
+      train: {settings: {config: [tiny-llama, tiny-gpt2], method: [none, {sigmoid: "operation:kind=sigmoid"}]}}
       benchmark: {options: {tasks: [hellaswag], limit: 1000}}
     options: {num-seqs: 100}       # of all of them
     quick: {num-seqs: 8}           # with --quick, in the place of all other options
@@ -344,7 +344,9 @@ def _cell(
 
 
 def _label(setting: Named) -> str:
-    return ",".join(f"{option}={value}" for option, value in setting.items())
+    """Of values that are called something, as methods can be, what they are called."""
+    called = {option: "+".join(value) if isinstance(value, dict) else value for option, value in setting.items()}
+    return ",".join(f"{option}={value}" for option, value in called.items())
 
 
 def _resolved(path: Path, draft: Cell, options: Named) -> Any:

@@ -2,7 +2,7 @@
 
 A level is what one training has and another has not: parts of the cells' settings, as `position_scheme=alibi` of
 `config=llama-1m:position_scheme=alibi`, and the arm. Seeds are repetitions of a level, also where the sweep's file has
-them as a setting, so that each is a cell of its own.
+them as a setting, so that each is a cell of its own; so may arms be.
 """
 
 import re
@@ -21,6 +21,7 @@ TABLE = "sweep_training"
 SHOWN = ("sink_rate", "loss", "bigram_risk", "backcopy_risk")
 TOTALS = ("total_weight", "total_weight_at_sink")  # what the sink rate's shares are shares of
 LEVEL = "level"
+SAID_OTHERWISE = ("seed=", "method=")  # settings that are the column `seed` and the arm
 KEYS = [LEVEL, "seed"]
 PLAIN = ("none", "softmax")  # arms of which the published rates of other factors are
 SIZES = ("num_hidden_layers=", "n_layer=", "num_attention_heads=")  # which make another study of the same factor
@@ -49,7 +50,7 @@ def with_levels(table: pd.DataFrame) -> pd.DataFrame:
 
 def _parts(settings: str, condition: str) -> list[str]:
     """`config=a:b=c,d-e=1.0,seed=2` and an arm → a, b=c, d_e=1, the arm."""
-    given = [part for part in re.split(r"[:,]", settings) if part and not part.startswith("seed=")]
+    given = [part for part in re.split(r"[:,]", settings) if part and not part.startswith(SAID_OTHERWISE)]
     found = [part.removeprefix("config=") for part in given]
     named = [re.sub(r"^[^=]*=", lambda name: name[0].replace("-", "_"), part) for part in found]
     return [re.sub(r"(=\d+)\.0$", r"\1", part) for part in named] + [condition]
@@ -57,7 +58,7 @@ def _parts(settings: str, condition: str) -> list[str]:
 
 def published(level: str) -> Published | None:
     """WSE's sink rate in percent; None where it has none of this level, or several of its parts are factors."""
-    every = level.split()
+    every = ["softmax"] if level == "none" else level.split()
     parts = [part for part in every if part not in PLAIN and not part.startswith(SIZES)]
     known = [WSE_TRAININGS[part] for part in (parts or every) if part in WSE_TRAININGS]
     return known[0] if len(known) == 1 and len(parts) <= 1 else None

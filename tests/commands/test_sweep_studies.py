@@ -52,3 +52,11 @@ def test_what_has_no_small_form_says_so() -> None:
         read_sweep("offline-models", {}, quick=True)
     given = read_sweep("when-sinks-emerge-data", {"dtype": "float32"}, quick=True).cells[0].options
     assert (given.dtype, given.steps) == ("float32", 200)
+
+
+def test_methods_as_a_setting_are_called_as_they_are_labeled() -> None:
+    cells = read_sweep("when-sinks-emerge-text-operations", {}).cells
+    assert [cell.setting for cell in cells[2:4]] == ["method=none,seed=2", "method=sigmoid,seed=0"]
+    assert all(parse_methods(cell.options.method)[0].label == cell.setting.split(",")[0][7:] for cell in cells)
+    plain = [cell for cell in read_sweep("when-sinks-emerge-text-data", {}).cells if cell.options.tokens == 10240000]
+    assert [cell.config for cell in plain] == [cell.config for cell in cells[:3]]  # the recipe says so

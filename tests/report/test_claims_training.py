@@ -89,6 +89,15 @@ def test_seeds_are_pooled_over_folders_that_differ_in_nothing_else() -> None:
     assert judged("V-14", *alike, other).estimates == judged("V-14", *alike).estimates
 
 
+def test_arms_of_a_seed_may_stand_in_folders_of_their_own() -> None:
+    plain, own = {"none": {"perplexity": HIGH}}, {"vga": {"perplexity": LOW}}
+    together = judged("V-14", training({**plain, **own}))
+    assert judged("V-14", training(plain), training(own)).estimates == together.estimates
+    assert judged("V-14", training(plain), training(own, steps=7)).outcome == Outcome.NOT_MEASURED
+    other = training({"vga": {"perplexity": WIDE}})
+    assert judged("V-14", other, training({**plain, **own})).estimates == together.estimates  # those that have both
+
+
 def test_a_kept_sink_has_to_have_been_there() -> None:
     def outcome(own: Sequence[float], plain: Sequence[float]) -> Outcome:
         return judged("GS-21", training({"none": {"sink_rate": plain}, "vscale": {"sink_rate": own}})).outcome

@@ -73,6 +73,13 @@ def test_seeds_in_cells_of_their_own_are_repetitions_of_a_level() -> None:
     assert set(with_levels(alone)["level"]) == {"none"}
 
 
+def test_arms_in_cells_of_their_own_are_levels_as_arms_of_one_cell_are() -> None:
+    together = table({("tokens=64", arm): [0.2, 0.4] for arm in ("none", "sigmoid")})
+    apart = together.assign(settings="method=" + together["condition"] + ",tokens=64")
+    pd.testing.assert_frame_equal(summary(apart), summary(together))
+    assert summary(apart)[PAPER].tolist() == ["18.18", "0.44"]
+
+
 def test_published_rates_are_of_one_factor_alone() -> None:
     assert rate("position_scheme=alibi") == 20.78
     assert rate("weight_decay=5 softmax") == 0.01

@@ -182,7 +182,7 @@ def wanted_arms(text: str) -> list[str]:
 def arms_by_seed(
     trainings: Iterable[Training], wanted: Iterable[str], meant: Mapping[str, str] | None = None
 ) -> list[dict[str, Arm]]:
-    """For each seed that has all these arms, the arms as they are wanted; of each seed those of one folder.
+    """For each seed that has all these arms, the arms as they are wanted, of one folder where one has all of them.
 
     Args:
         trainings: With the same settings.
@@ -191,7 +191,8 @@ def arms_by_seed(
         meant: Method → the variant that is meant where no parameters are wanted; without it only plain arms are.
     """
     wanted = list(wanted)
-    found: dict[int, dict[str, Arm]] = {}
+    of_one_folder: dict[int, dict[str, Arm]] = {}
+    of_several: dict[int, dict[str, Arm]] = {}
     for training in trainings:
         by_seed: dict[int, dict[str, Arm]] = {}
         for arm in training.arms:
@@ -202,8 +203,10 @@ def arms_by_seed(
             if UNTOUCHED in training.runs:
                 arms[UNTOUCHED] = Arm(training, UNTOUCHED, seed, training.runs[UNTOUCHED])
             if set(wanted) <= arms.keys():
-                found.setdefault(seed, arms)
-    return [found[seed] for seed in sorted(found)]
+                of_one_folder.setdefault(seed, arms)
+            of_several[seed] = arms | of_several.get(seed, {})
+    whole = {seed: arms for seed, arms in of_several.items() if set(wanted) <= arms.keys()} | of_one_folder
+    return [whole[seed] for seed in sorted(whole)]
 
 
 def _is_wanted(arm: Arm, typed: str, meant: Mapping[str, str]) -> bool:
