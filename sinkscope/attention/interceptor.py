@@ -11,7 +11,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.hooks import RemovableHandle
 
-from sinkscope.attention.kernels import MASKED, AttentionCall, repeat_heads, row_lse, upcast
+from sinkscope.attention.kernels import AttentionCall, repeat_heads, row_lse, upcast
+from sinkscope.attention.operations import MASKED
 from sinkscope.attention.taps import NAME, Denominator, Seam, denominator_of
 from sinkscope.models.attention_functions import MATMULS, SOFTMAXES
 

@@ -9,7 +9,6 @@ from torch.utils.checkpoint import checkpoint
 
 from sinkscope.attention.operations import Operation
 
-MASKED = torch.finfo(torch.float16).min / 2  # a logit below this was put there by a mask
 ROW_CHUNK = 64  # rows of attention weights in memory at once; more fall out of a CPU's cache
 
 
@@ -162,7 +161,7 @@ def _attend_rows(
         lse = row_lse(logits, sink_rows(call, rows))
         weights = (logits - lse.unsqueeze(-1)).exp()
     else:
-        weights, lse = call.operation.weights(logits, logits > MASKED, call.reads_lse)
+        weights, lse = call.operation.weights(logits, call.reads_lse)
     return grouped_matmul(F.dropout(weights.to(value.dtype), call.dropout), value), lse
 
 

@@ -13,7 +13,8 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 
-from sinkscope.attention.kernels import MASKED, ROW_CHUNK, AttentionCall, causal, raw_logits, sink_rows, upcast
+from sinkscope.attention.kernels import ROW_CHUNK, AttentionCall, causal, raw_logits, sink_rows, upcast
+from sinkscope.attention.operations import MASKED
 from sinkscope.text.batch import Batch
 
 SHORT = 256  # up to this length all columns are read, whatever was asked for: it costs little
@@ -135,8 +136,9 @@ class AttentionRead:
         keys = self.keys(rows)  # Z is over all of them
         logits = self.logits(rows, keys)
         allowed = self.allowed(rows, keys)
-        seen = torch.ones_like(logits, dtype=torch.bool) if allowed is None else allowed.expand_as(logits)
-        return self.call.operation.weights(logits, seen)[0][..., cols]
+        if allowed is not None:
+            logits = logits.masked_fill(~allowed, torch.finfo(logits.dtype).min)
+        return self.call.operation.weights(logits)[0][..., cols]
 
     @cached_property
     def missing_mass(self) -> torch.Tensor:

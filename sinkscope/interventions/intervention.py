@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from torch import nn
 from transformers import PreTrainedModel
 
-from sinkscope.attention.kernels import MASKED
+from sinkscope.attention.operations import MASKED
 from sinkscope.attention.taps import Seam
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.models.edits import edited_output
