@@ -156,7 +156,8 @@ report-hybrids: install  ## of small hybrids and what they are compared with, th
 	$(call hybrid,control-gated)
 	$(call hybrid,control-plain)
 
-STUDIES := positions learning-rate weight-decay data bos blocks windows operations mixed-positions mixed-operations text-data text-operations
+STUDIES := positions learning-rate steps batches weight-decay data bos fixed-token random-tokens blocks windows operations \
+	mixed-positions mixed-operations text-data text-operations
 # QUICK=--quick runs the small forms: twenty minutes on two cores
 QUICK ?=
 STUDY := runs/report/when-sinks-emerge$(QUICK)
@@ -182,7 +183,7 @@ report-when-sinks-emerge-%: install
 	cp $(STUDY)-$*/comparison/figures/sweep-factor.png $(STUDY)-$*/comparison/figures/sweep-training-sink.png $(STUDY_REPORT)/$*/
 	$(SHRINK) $(STUDY_REPORT)/$*
 
-report-when-sinks-emerge-text-data report-when-sinks-emerge-text-operations: corpus  ## of natural text, three seeds: two hours and seven on two cores
+$(addprefix report-when-sinks-emerge-text-,data operations fixed-token random-tokens): corpus  ## of natural text, three seeds: two hours and seven on two cores
 
 report-types: install  ## what becomes of every model type of transformers: two minutes
 	OMP_NUM_THREADS=1 $(BIN)/python tests/sweep_models.py

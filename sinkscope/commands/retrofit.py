@@ -22,7 +22,7 @@ from sinkscope.options.output import OutputOptions
 from sinkscope.options.training import RetrofitOptions
 from sinkscope.report.trained import Trained
 from sinkscope.training.arms import Methods, arms_of, parse_methods
-from sinkscope.training.block_starts import as_asked, check_starts
+from sinkscope.training.block_starts import begun, check_starts, limited
 from sinkscope.training.blocks import check_text, read_blocks
 from sinkscope.training.sharding import launched
 
@@ -102,6 +102,7 @@ def _retrofit(
         count = training.blocks_wanted(PartialState().num_processes)
         with spinner(plan.console, "reading the text"):
             source = (config.text, config.dataset, training.block_length, count, training.eval_share)
-            blocks = as_asked(read_blocks(loaded, *source, seed=training.seed, bos=config.bos), loaded, config)
+            read = read_blocks(loaded, *source, seed=training.seed, bos=config.bos)
+            blocks = limited(begun(read, loaded, config), config)
         arms = TrainingArms(plan, loaded, family, blocks, begin=lambda arm: copy.deepcopy(loaded.model))
         return arms.finish(arms_of(wanted, training.seed, config.seeds), untouched=True)

@@ -28,10 +28,11 @@ from sinkscope.report.trained import Trained
 from sinkscope.text.sources import documents
 from sinkscope.training.architectures import architecture, fresh_model
 from sinkscope.training.arms import Methods, arms_of, parse_methods
-from sinkscope.training.block_starts import as_asked, check_starts
+from sinkscope.training.block_starts import begun, check_starts, limited
 from sinkscope.training.blocks import check_text, is_written, read_blocks
 from sinkscope.training.sharding import launched
 from sinkscope.training.tasks import TASKS, Task
+from sinkscope.training.tasks.opening import Opening
 from sinkscope.training.tokenizer import tokenizer_of
 
 
@@ -111,11 +112,11 @@ def _train(
     length, count = training.block_length, training.blocks_wanted(PartialState().num_processes)
     with spinner(plan.console, "reading the text"):
         if task:
-            blocks = task.blocks(length, count, options.num_seqs, training.seed, bos=options.bos != "never")
+            blocks = task.blocks(length, count, options.num_seqs, training.seed)
         else:
             source = (options.text, options.dataset, length, count, training.eval_share)
-            blocks = read_blocks(loaded, *source, bos=options.bos)
-        blocks = as_asked(blocks, loaded, options)
+            blocks = begun(read_blocks(loaded, *source, bos=options.bos), loaded, options)
+        blocks = limited(blocks, options)
     arms = TrainingArms(plan, loaded, family, blocks, lambda arm: fresh_model(shape, arm.seed), True, task)
     return arms.finish(arms_of(wanted, training.seed, options.seeds), untouched=False)
 
@@ -150,7 +151,7 @@ def _task(options: TrainOptions, tokenizer: object) -> Task | None:
     for name, given in (("dataset", options.dataset), ("tokenizer", tokenizer or options.tokenizer)):
         if given is not None:
             raise InputError(f"--text {options.text} has its own {name}: leave --{name} out")
-    return TASKS[options.text]()
+    return TASKS[options.text](Opening(options.bos != "never", options.random_tokens, options.fixed_position))
 
 
 def _tokenizer(

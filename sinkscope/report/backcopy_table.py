@@ -39,7 +39,7 @@ def backcopy_markdown(training: pd.DataFrame, note: str = "") -> str:
 def without_start(runs: Iterable[RunData]) -> str:
     """What is to be said of trainings without <s> in front, whose metrics are named after it; empty of others."""
     begin_with_it = all(run.manifest["input"]["token_zero"].startswith("bos") for run in runs)
-    return "" if begin_with_it else "no <s>: the first token in its place"
+    return "" if begin_with_it else "the first token stands in the place of <s>"
 
 
 def sinking_layer(table: pd.DataFrame) -> int:

@@ -14,10 +14,8 @@ from sinkscope.training.blocks import Blocks
 
 def check_starts(options: ArmOptions, task: str | None) -> None:
     """Raise InputError for blocks that cannot be made so. Cheap: to be called before a model is loaded."""
-    if task is not None and (options.random_tokens, options.fixed_position) != (0, None):
-        raise InputError(
-            f"--text {task}: its tokens follow each other by a rule; leave out what changes the first ones"
-        )
+    if task is not None and options.random_tokens and options.fixed_position is not None:
+        raise InputError(f"--text {task}: give one of --random-tokens and --fixed-position")
     length = options.block_length
     if options.random_tokens >= length or (options.fixed_position or 0) >= length:
         raise InputError(f"--random-tokens and --fixed-position are within the --block-length of {length} tokens")
@@ -25,16 +23,20 @@ def check_starts(options: ArmOptions, task: str | None) -> None:
         raise InputError(f"--tokens {options.tokens} are less than one block of {length}")
 
 
-def as_asked(blocks: Blocks, loaded: LoadedModel, options: ArmOptions) -> Blocks:
-    """The blocks that are asked for, of those that were read.
+def limited(blocks: Blocks, options: ArmOptions) -> Blocks:
+    """As many tokens to train on as are asked for; all other amounts are measured on the same held-out blocks."""
+    if options.tokens is None:
+        return blocks
+    return replace(blocks, train=blocks.train[: options.tokens // options.block_length])
 
-    Only training is limited to `tokens`, so that other amounts are measured on the same held-out blocks. Tokens are
-    drawn uniformly from the vocabulary without special tokens. The fixed one is the BOS, or else the padding token:
-    with `--bos never` it stands nowhere else.
+
+def begun(blocks: Blocks, loaded: LoadedModel, options: ArmOptions) -> Blocks:
+    """Blocks of text with the first tokens that are asked for; a task makes its own (`Opening`).
+
+    Tokens are drawn uniformly from the vocabulary without special tokens. The fixed one is the BOS, or else the padding
+    token: with `--bos never` it stands nowhere else.
     """
     train, held_out = blocks.train, blocks.held_out
-    if options.tokens is not None:
-        train = train[: options.tokens // options.block_length]
     if options.random_tokens:
         special = special_token_ids(loaded.tokenizer)
         ordinary = np.setdiff1d(np.arange(vocabulary(loaded.model)), list(special))

@@ -5,6 +5,7 @@ import numpy as np
 from sinkscope.text.sources import documents
 from sinkscope.training.tasks import TASKS, Task
 from sinkscope.training.tasks.bigram_backcopy import NAME
+from sinkscope.training.tasks.opening import Opening
 
 LENGTH = 40
 
@@ -32,13 +33,22 @@ def test_every_second_block_is_a_passage_of_the_text() -> None:
 
 
 def test_passages_without_a_bos_are_as_long_as_blocks() -> None:
-    task = TASKS[f"{NAME}-with-text"]()
+    task = TASKS[f"{NAME}-with-text"](Opening(bos=False))
     text = task.tokenizer("".join(documents("natural")[1]), add_special_tokens=False)["input_ids"]
-    blocks = task.blocks(LENGTH, 9, 6, seed=3, bos=False)
+    blocks = task.blocks(LENGTH, 9, 6, seed=3)
     known = task.tokenizer.decode(text)
     assert all(task.tokenizer.decode(block) in known for block in blocks.train[1::2])
     assert all(follows_the_chain(task, block) for block in (*blocks.train[::2], *blocks.held_out))
     assert not (blocks.train == task.chain.start).any()  # type: ignore[attr-defined]
+
+
+def test_passages_stand_behind_the_same_opening() -> None:
+    task = TASKS[f"{NAME}-with-text"](Opening(fixed_position=2))
+    text = task.tokenizer("".join(documents("natural")[1]), add_special_tokens=False)["input_ids"]
+    known = task.tokenizer.decode(text)
+    blocks = task.blocks(LENGTH, 9, 6, seed=3)
+    assert (blocks.train[:, 2] == task.chain.start).all()  # type: ignore[attr-defined]
+    assert all(task.tokenizer.decode(block[3:]) in known for block in blocks.train[1::2])
 
 
 def test_its_passages_are_drawn_by_the_seed() -> None:

@@ -168,6 +168,21 @@ def test_the_tasks_own_probabilities_risk_nothing() -> None:
     assert even["backcopy_risk"].numpy() == pytest.approx(np.log(TASK.vocabulary), rel=1e-6)
 
 
+@pytest.mark.parametrize("opening", [0, 1, 4])
+def test_an_opening_is_not_measured(opening: int) -> None:
+    model = built("gpt2", GPT2, "vanilla")
+    ids = torch.from_numpy(HELD_OUT)
+    with torch.no_grad():
+        log_q, weights = model(ids).logits.log_softmax(-1), model(ids, output_attentions=True).attentions[0]
+    measured = torch.arange(ids.shape[1]) >= max(1, opening)
+    trigger = torch.from_numpy(TASK.is_trigger(HELD_OUT)) & measured
+    plain = ~torch.from_numpy(TASK.is_trigger(HELD_OUT)) & measured
+    found = as_series(measure(TASK, model, find_family(model), HELD_OUT, opening))
+    copied = -log_q.gather(-1, ids.roll(1, dims=1)[..., None])[..., 0][trigger].mean()
+    assert found[-1, "backcopy_risk"] == pytest.approx(copied.item())
+    assert found[0, "attention_to_start"] == pytest.approx(weights[..., 0].movedim(1, -1)[plain].mean().item())
+
+
 def test_register_tokens_are_no_tokens_of_the_task() -> None:
     model = built("gpt2", GPT2 | {"n_positions": 14}, "vanilla")
     retrofit_model(model, None, "register-tokens", count=2)

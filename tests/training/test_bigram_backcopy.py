@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from sinkscope.training.tasks.bigram_backcopy import CHARACTERS, BigramBackcopy, bigram_backcopy
+from sinkscope.training.tasks.opening import Opening
 
 # <s>, two triggers, three other characters
 SMALL = BigramBackcopy(
@@ -90,10 +91,41 @@ def test_a_seed_repeats_and_another_does_not() -> None:
 
 
 def test_without_a_bos_the_first_character_is_first() -> None:
-    with_it, without = SMALL.blocks(20, 6, 4, seed=3), SMALL.blocks(19, 6, 4, seed=3, bos=False)
+    with_it, without = SMALL.blocks(20, 6, 4, seed=3), SMALL.blocks(19, 6, 4, seed=3, opening=Opening(bos=False))
     for one, other in ((with_it.train, without.train), (with_it.held_out, without.held_out)):
         assert np.array_equal(one[:, 1:], other)
     assert not SMALL.is_trigger(without.train[:, 0]).any()
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_a_start_at_a_fixed_position_stands_between_two_chains(bos: bool) -> None:
+    opening = Opening(bos=bos, fixed_position=5)
+    assert opening.length == 6
+    blocks = SMALL.blocks(20, 600, 400, seed=3, opening=opening)
+    for ids, part in ((blocks.train, 0), (blocks.held_out, 1)):
+        assert (ids[:, 5] == 0).all()
+        assert (ids[:, 0] == 0).all() == bos
+        assert (ids[:, 1:5] != 0).all()
+        assert np.array_equal(ids[:, 5:], SMALL.sample(len(ids), 15, [3, part]))  # as where nothing is in front
+        after = SMALL.is_trigger(ids[:, 1:4])
+        assert (ids[:, 2:5] == ids[:, :3])[after].all()
+        assert 0 < (ids[:, 6:9] == ids[:, 1:4]).mean() < 0.5  # drawn apart from what stands in front
+
+
+def test_at_position_0_it_is_the_bos() -> None:
+    fixed = SMALL.blocks(20, 6, 4, seed=3, opening=Opening(bos=False, fixed_position=0))
+    assert fixed.sha256 == SMALL.blocks(20, 6, 4, seed=3).sha256
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_random_tokens_are_all_characters_and_nothing_follows_from_them(count: int) -> None:
+    opening = Opening(random_tokens=count)
+    assert opening.length == count
+    ids = SMALL.blocks(20, 4000, 400, seed=3, opening=opening).train
+    shares = np.bincount(ids[:, :count].ravel(), minlength=6) / (4000 * count)
+    assert shares[0] == 0
+    assert shares[1:] == pytest.approx([0.2] * 5, abs=0.03)  # triggers, too
+    assert np.array_equal(ids[:, count:], SMALL.sample(4000, 20 - count, [3, 0], bos=False))
 
 
 def test_the_chain_is_that_of_the_text() -> None:

@@ -9,24 +9,25 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sinkscope.models.family import Family
 from sinkscope.training.blocks import Blocks
 from sinkscope.training.tasks.backcopy import BackcopyTask, BackcopyWithTextTask
+from sinkscope.training.tasks.opening import WITH_BOS, Opening
 
 
 class Task(Protocol):
     """A source of blocks with a tokenizer of its own, and with measurements that only make sense for it.
 
-    `name` is what --text calls it, `about` what its blocks are.
+    `name` is what --text calls it, `about` what its blocks are, `opening` how each of them begins.
     """
 
     name: ClassVar[str]
     about: ClassVar[str]
 
+    def __init__(self, opening: Opening = WITH_BOS) -> None: ...
+
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase: ...
 
-    def blocks(self, length: int, train: int, held_out: int, seed: int, bos: bool = True) -> Blocks:
-        """Draw that many blocks of `length` tokens to train on, with a BOS in front or without, and others to measure
-        by.
-        """
+    def blocks(self, length: int, train: int, held_out: int, seed: int) -> Blocks:
+        """Draw that many blocks of `length` tokens to train on, and others to measure by."""
         ...
 
     def probe(self, model: PreTrainedModel, family: Family, held_out: np.ndarray) -> pd.DataFrame:

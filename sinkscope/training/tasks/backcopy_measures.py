@@ -1,6 +1,7 @@
 """What is measured on the Bigram-Backcopy task at one step of a training (VGA §4.1, figures 4–6).
 
-Queries are those from position 1 on: <s> sees only itself. Every number is a mean over them in the held-out
+Queries are those from position 1 on, for the first token sees only itself, and behind an opening that the chain does
+not follow. "Start" is the first token, mostly <s>. Every number is a mean over them in the held-out
 sequences; of attention, by layer, over heads too.
 """
 
@@ -31,8 +32,11 @@ AT_ONCE = 64  # sequences
 
 
 @torch.no_grad()
-def measure(task: BigramBackcopy, model: PreTrainedModel, family: Family, held_out: np.ndarray) -> pd.DataFrame:
-    """Measure the metrics `BACKCOPY` of results/metrics.py on sequences (N,T) of the task, of a model in eval mode.
+def measure(
+    task: BigramBackcopy, model: PreTrainedModel, family: Family, held_out: np.ndarray, opening: int = 1
+) -> pd.DataFrame:
+    """Measure the metrics `BACKCOPY` of results/metrics.py on sequences (N,T) of the task, whose first `opening` tokens
+    are no part of the chain, of a model in eval mode.
 
     Returns:
         layer (−1: the whole model), metric, value.
@@ -40,7 +44,7 @@ def measure(task: BigramBackcopy, model: PreTrainedModel, family: Family, held_o
     seen: dict[tuple[int, str], list[torch.Tensor]] = defaultdict(list)
     with open_tracer(model, family) as tracer:
         for first in range(0, len(held_out), AT_ONCE):
-            batch = _batch(held_out[first : first + AT_ONCE], family)
+            batch = _batch(held_out[first : first + AT_ONCE], family, opening)
             kinds = _kinds(task, batch)
             for metric, values in risks(task, tracer.logits(batch), batch).items():
                 seen[WHOLE_MODEL, metric].append(values)
@@ -67,7 +71,7 @@ def example(
     → `attention_maps`, every head's weights as that table has them elsewhere, and `value_norms`: layer, sequence,
     position, token_id, is_trigger, norm as the projection makes it, attended_norm behind a gate on the values.
     """
-    batch = _batch(sequence[None], family)
+    batch = _batch(sequence[None], family, 1)
     heads = range(model.config.get_text_config().num_attention_heads)
     maps = AttentionMaps(Settings(), [(layer, head) for layer in family.attentions(model) for head in heads])
     with open_tracer(model, family) as tracer, _watched(tracer) as ends:
@@ -89,16 +93,18 @@ def example(
     return maps.tables() | {"value_norms": pd.concat(frames, ignore_index=True)}
 
 
-def _batch(sequences: np.ndarray, family: Family) -> Batch:
+def _batch(sequences: np.ndarray, family: Family, opening: int) -> Batch:
     ids = torch.from_numpy(sequences)
-    return Batch(ids, torch.ones_like(ids), first_predicted=max(1, family.prefix))
+    return Batch(ids, torch.ones_like(ids), first_predicted=max(1, opening, family.prefix))
 
 
 # -------------------------------------------------------------------------------------------------- which queries
 
 
 def _kinds(task: BigramBackcopy, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which queries are no triggers, and which are triggers, (B,T) bool each; position 0 and a prefix are neither."""
+    """Which queries are no triggers, and which are triggers, (B,T) bool each; those of an opening and of a prefix are
+    neither.
+    """
     trigger = torch.from_numpy(task.is_trigger(batch.token_ids.numpy()))
     counted = torch.arange(trigger.shape[1]) >= batch.first_predicted
     return ~trigger & counted, trigger & counted
@@ -114,7 +120,7 @@ def risks(task: BigramBackcopy, logits: torch.Tensor, batch: Batch) -> dict[str,
     plain, trigger = _kinds(task, batch)
     p = torch.from_numpy(task.transitions)[ids[plain]]
     bigram = (torch.xlogy(p, p) - p * log_q[plain]).sum(-1)
-    before = ids.roll(1, dims=1)  # a trigger never stands at position 0
+    before = ids.roll(1, dims=1)  # a trigger is never the first of a chain
     backcopy = -log_q.gather(-1, before[..., None]).squeeze(-1)[trigger]
     return {"bigram_risk": bigram, "backcopy_risk": backcopy}
 

@@ -2,7 +2,7 @@
 
     <s> h t h i s a t a n …      t, e and the space are triggers: after one comes what stood before it
 
-Every sequence begins with <s>, or where none is wanted with the first character. After a token that is no trigger, the
+Every sequence begins with <s>, or as an `Opening` says. After a token that is no trigger, the
 next one is drawn by the frequencies of character pairs in the text that `--input natural` reads: it depends on that
 token alone, so attention is not needed. After a trigger, the token before the trigger is repeated: there attention is
 needed. The first character is drawn by its frequency among those that are no triggers, so that every trigger has
@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from sinkscope.text.sources import documents
 from sinkscope.training.blocks import Blocks
+from sinkscope.training.tasks.opening import WITH_BOS, Opening
 
 NAME = "bigram-backcopy"
 START = "<s>"
@@ -60,9 +61,20 @@ class BigramBackcopy:
             ids[:, place] = np.where(self.is_trigger(last), ids[:, place - 2], drawn)
         return ids
 
-    def blocks(self, length: int, train: int, held_out: int, seed: int = 0, bos: bool = True) -> Blocks:
+    def begin(self, opening: Opening, count: int, length: int, seed: list[int]) -> np.ndarray:
+        """Sequences (count, length) as `sample` draws them, behind an opening."""
+        if opening.random_tokens:
+            rng = np.random.default_rng([*seed, 1])
+            front = rng.integers(1, self.vocabulary, (count, opening.in_front))
+        else:
+            front = self.sample(count, opening.in_front, [*seed, 1], opening.bos)
+        chain = self.sample(count, length - opening.in_front, seed, opening.has_start)
+        return np.concatenate([front, chain], axis=1)
+
+    def blocks(self, length: int, train: int, held_out: int, seed: int = 0, opening: Opening = WITH_BOS) -> Blocks:
         """Sequences to train on and others to measure by."""
-        return Blocks(self.sample(train, length, [seed, 0], bos), self.sample(held_out, length, [seed, 1], bos), NAME)
+        to_train = self.begin(opening, train, length, [seed, 0])
+        return Blocks(to_train, self.begin(opening, held_out, length, [seed, 1]), NAME)
 
     def is_trigger(self, ids: np.ndarray) -> np.ndarray:
         return np.isin(ids, self.triggers)
