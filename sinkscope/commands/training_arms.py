@@ -174,7 +174,7 @@ class TrainingArms:
         if self.keep_checkpoints and self.is_main:
             with failures(folder), no_bars():
                 self._save(model, folder / "checkpoints" / "checkpoint-0")
-        epsilon = self.plan.measuring.epsilon
+        where = (self.plan.measuring.epsilon, self.plan.options["config"]["fixed_position"] or 0)
         history = train(
             model,
             self.blocks,
@@ -183,7 +183,7 @@ class TrainingArms:
             keep_all=self.keep_checkpoints,
             cpu=self.plan.measuring.device_map == "cpu",
             console=self.console,
-            probe=probe_of(self.task, self.family, self.blocks.held_out, epsilon) if self.keep_checkpoints else None,
+            probe=probe_of(self.task, self.family, self.blocks.held_out, *where) if self.keep_checkpoints else None,
         )
         if not self.is_main:
             return

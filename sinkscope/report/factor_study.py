@@ -77,6 +77,11 @@ def onsets(table: pd.DataFrame) -> pd.Series:
     return sinks.groupby(KEYS, sort=False)["tokens"].min()
 
 
+def measured_at(table: pd.DataFrame) -> str:
+    """Where the sink rate was logged: at the first token, or at the one that is fixed."""
+    return "the fixed token" if table["settings"].str.contains("fixed-position=").any() else "position 0"
+
+
 def summary(table: pd.DataFrame) -> pd.DataFrame:
     """A row for each level as text: mean ± standard deviation over seeds of each metric, after how many tokens a sink
     was there, WSE's sink rate, and total weights; with the number of seeds where not all have one.

@@ -39,14 +39,14 @@ from sinkscope.results.tables import read_table, write_tables
 RANDOM, REPEATED = "random", "repeated"  # inputs
 TRAININGS_TITLE = "Trainings at their last step, mean ± standard deviation over seeds"
 TRAININGS = (
-    f"{TRAININGS_TITLE}. The sink rate is at position 0 of the first 64 tokens of held-out blocks, or of as many as a "
-    "sliding window holds; of other operations than softmax it is that of the proxy |sim| ÷ Σ|sim|. A sink is there at "
-    f"the first log with a sink rate above {SINK:g} %."
+    f"{TRAININGS_TITLE}. The sink rate is at position 0, or at the fixed token, in the first 64 tokens of held-out "
+    "blocks, or in as many as a sliding window holds; of other operations than softmax it is that of the proxy "
+    f"|sim| ÷ Σ|sim|. A sink is there at the first log with a sink rate above {SINK:g} %."
 )
 TOTAL_WEIGHT = (
     " The total weight is Σ|sim ÷ Z| over the tokens that a query sees, 1 of softmax: its median over the queries "
-    "behind the first token, and over those of them whose share on the first token is above ε. Where that is close to "
-    "0 the proxy shows a share of nothing."
+    "behind that token, and over those of them whose share on it is above ε. Where that is close to 0 the proxy shows "
+    "a share of nothing."
 )
 MARKED = f" {TRANSCRIBED}: from a transcription of the paper."
 

@@ -29,7 +29,7 @@ WSE_TRAININGS: dict[str, Published] = {
         "sigmoid": 0.44, "sigmoid-normalized": 30.24, "elu": 0.80, "elu-kernel": 53.65, "identity": 0.0,
         "mlp-kernel": 0.74}),
     **_table("WSE table 9", "learning_rate=", {"0.0001": 2.90, "0.0002": 11.21, "0.0004": SOFTMAX}),
-    **_table("WSE table 10", "fixed_position=", {"0": 74.11}),
+    **_table("WSE table 10", "fixed_position=", {"0": 74.11, "1": 69.03, "2": 69.64}),
     **_table("WSE table 10", "bos=", {"auto": 74.11, "never": SOFTMAX}),  # its default has none, a BOS is a fixed token
     **_table("WSE table 11", "feed_forward=", {"swiglu": SOFTMAX}),
     **_table("WSE table 11", "feed_forward=", {

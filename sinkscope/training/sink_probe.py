@@ -23,20 +23,24 @@ from sinkscope.training.tasks import Task
 SEQUENCES, LENGTH = 32, 64  # that are measured: the beginnings of held-out blocks; WSE's length
 
 
-def probe_of(task: Task | None, family: Family, held_out: np.ndarray, epsilon: float) -> Probe | None:
-    """What is measured at step 0 and at every log of a training: sink rates on held-out blocks, and what a task
-    measures. None of a model that FSDP has sharded, which a task refuses.
+def probe_of(
+    task: Task | None, family: Family, held_out: np.ndarray, epsilon: float, position: int = 0
+) -> Probe | None:
+    """What is measured at step 0 and at every log of a training: sink rates at a position of held-out blocks, and what
+    a task measures. None of a model that FSDP has sharded, which a task refuses.
     """
     if task is not None:
         return lambda model: pd.concat(
-            [task.probe(model, family, held_out), sinks(model, family, held_out, epsilon)], ignore_index=True
+            [task.probe(model, family, held_out), sinks(model, family, held_out, epsilon, position)], ignore_index=True
         )
-    return None if is_sharded() else lambda model: sinks(model, family, held_out, epsilon)
+    return None if is_sharded() else lambda model: sinks(model, family, held_out, epsilon, position)
 
 
 @torch.no_grad()
-def sinks(model: PreTrainedModel, family: Family, held_out: np.ndarray, epsilon: float) -> pd.DataFrame:
-    """The sink rate at the first token of blocks (N,T), register tokens not counted, and how much weight there is to
+def sinks(
+    model: PreTrainedModel, family: Family, held_out: np.ndarray, epsilon: float, position: int = 0
+) -> pd.DataFrame:
+    """The sink rate at one position of blocks (N,T), register tokens not counted, and how much weight there is to
     share, `TotalWeight`; of a model in eval mode. Of a sliding window only as many tokens as see the first one.
 
     Returns:
@@ -44,15 +48,15 @@ def sinks(model: PreTrainedModel, family: Family, held_out: np.ndarray, epsilon:
     """
     if not family.has_attention:
         return pd.DataFrame(columns=["layer", "metric", "value"])
-    first = registers_before(model)
+    before = registers_before(model)
     seen = getattr(model.config.get_text_config(), "sliding_window", None) or LENGTH
-    ids = torch.from_numpy(held_out[:SEQUENCES, : min(LENGTH, max(1, seen - first))])
-    settings = Settings(positions=first + 1, window=first + ids.shape[1], epsilon=epsilon)
-    attention, total = Attention(settings), TotalWeight(settings, first)
+    ids = torch.from_numpy(held_out[:SEQUENCES, : min(LENGTH, max(1, seen - before))])
+    at = before + position
+    settings = Settings(positions=at + 1, window=before + ids.shape[1], epsilon=epsilon)
+    attention, total = Attention(settings), TotalWeight(settings, at)
     with open_tracer(model, family) as tracer:
         tracer.forward(Batch(ids, torch.ones_like(ids)), [attention, total])
-    at_first = attention.tables()["attention"].query("position == @first")
-    by_layer = at_first.groupby("layer")["sink_rate"].mean()
+    by_layer = attention.tables()["attention"].query("position == @at").groupby("layer")["sink_rate"].mean()
     rates = [(layer, "sink_rate", rate) for layer, rate in (*by_layer.items(), (WHOLE_MODEL, by_layer.mean()))]
     return pd.DataFrame([*rates, *total.rows()], columns=["layer", "metric", "value"])
 
@@ -62,32 +66,32 @@ class TotalWeight(Observable):
 
     It is 1 of softmax (less where a learned key takes part) and of every operation that is divided by its own sum. Of
     those that are not, it may be close to 0: what the proxy |sim| ÷ Σ|sim| then shows is a share of nothing. So its
-    median is taken over the queries behind the first token, of all heads and sequences, and once more over those of
-    them that give the first token a share above ε; of the whole model over the queries of all layers.
+    median is taken over the queries behind one token, mostly the first, of all heads and sequences, and once more over
+    those of them that give it a share above ε; of the whole model over the queries of all layers.
     """
 
     name = "total-weight"
     sites = ("attention",)
 
-    def __init__(self, settings: Settings, first: int) -> None:
+    def __init__(self, settings: Settings, at: int) -> None:
         super().__init__(settings)
-        self.first = first  # the column of the text's first token
-        # layer → of each query its total, and whether its share on the first token is above ε
+        self.at = at  # the token's column
+        # layer → of each query its total, and whether its share on the token is above ε
         self.seen: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
-        whole, behind = slice(0, read.length), slice(self.first + 1, None)
+        whole, behind = slice(0, read.length), slice(self.at + 1, None)
         total = read.mix_weights(whole, whole).abs().sum(-1)[..., behind]
-        share = read.weights(whole, slice(self.first, self.first + 1))[0][..., behind, 0]
+        share = read.weights(whole, slice(self.at, self.at + 1))[0][..., behind, 0]
         chosen = is_sink(share, self.settings.epsilon)
         self.seen[layer] = (total.flatten().cpu().numpy(), chosen.flatten().cpu().numpy())
 
     def rows(self) -> list[tuple[int, str, float]]:
         """Layer (−1: the whole model), metric, median; none of queries of which there are none."""
-        totals, to_first = (np.concatenate(parts) for parts in zip(*self.seen.values(), strict=True))
+        totals, to_token = (np.concatenate(parts) for parts in zip(*self.seen.values(), strict=True))
         return [
             (layer, name, float(np.median(values)))
-            for layer, (total, chosen) in (*self.seen.items(), (WHOLE_MODEL, (totals, to_first)))
+            for layer, (total, chosen) in (*self.seen.items(), (WHOLE_MODEL, (totals, to_token)))
             for name, values in (("total_weight", total), ("total_weight_at_sink", total[chosen]))
             if len(values)
         ]

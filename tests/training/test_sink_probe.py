@@ -66,6 +66,18 @@ def test_a_scaled_sum_and_a_learned_key_leave_less() -> None:
     assert of(changed("key-bias"))[-1, "total_weight"] < 0.99
 
 
+@pytest.mark.parametrize(("method", "before"), [("none", 0), ("register-tokens", 2)])
+def test_a_fixed_token_is_measured_where_it_stands(method: str, before: int) -> None:
+    model = changed(method, **({"count": before} if before else {}))
+    found = sinks(model, find_family(model), IDS.numpy(), EPSILON, position=3).set_index(["layer", "metric"])["value"]
+    attention = Attention(Settings(positions=before + 4, window=64, epsilon=EPSILON))
+    with open_tracer(model, find_family(model)) as tracer:
+        tracer.forward(Batch(IDS, torch.ones_like(IDS)), [attention])
+    by_position = attention.tables()["attention"].groupby("position")["sink_rate"].mean()
+    assert found[-1, "sink_rate"] == pytest.approx(by_position[before + 3])
+    assert by_position[before + 3] != by_position[before]
+
+
 def test_the_first_token_is_that_of_the_text() -> None:
     """Not a register token, whose own sink rate is another metric."""
     model, registers = changed("register-tokens", count=2), 2

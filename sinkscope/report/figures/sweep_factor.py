@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from sinkscope.report.factor_study import LEVEL, TABLE, at_the_end, published, with_levels
+from sinkscope.report.factor_study import LEVEL, TABLE, at_the_end, measured_at, published, with_levels
 from sinkscope.report.figures.axes import name_rows
 from sinkscope.report.figures.labels import escape, shorten
 from sinkscope.report.figures.spec import declare
@@ -44,6 +44,6 @@ def draw(tables: SweepTables) -> Figure:
             ax.plot(*zip(*points, strict=True), shape, label=name, **look)
     name_rows(ax, [escape(shorten(level, NAME_LENGTH)) for level in levels])
     ax.set_xlim(-3, 103)
-    ax.set_xlabel("sink rate at position 0 in %")
+    ax.set_xlabel(f"sink rate at {measured_at(tables.tables[TABLE])} in %")
     ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4)
     return figure

@@ -4,7 +4,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from sinkscope.report.claims.arms import SINK as SINK_RATE
-from sinkscope.report.factor_study import LEVEL, TABLE, with_levels
+from sinkscope.report.factor_study import LEVEL, TABLE, measured_at, with_levels
 from sinkscope.report.figures.axes import curve, panel_grid, value_axis
 from sinkscope.report.figures.labels import escape, heading, shorten
 from sinkscope.report.figures.spec import declare
@@ -33,7 +33,7 @@ def lacking_loss(tables: SweepTables) -> str | None:
 @declare("sweep-training-sink", "sink rate of each training by step, mean and range over seeds", TABLE, lacking=lacking)
 def draw(tables: SweepTables) -> Figure:
     rows = _rows(tables, "sink_rate")
-    figure, axes = _panels(rows.assign(value=100 * rows["value"]), "sink rate at\nposition 0 in %", SINK)
+    figure, axes = _panels(rows.assign(value=100 * rows["value"]), f"sink rate at\n{measured_at(rows)} in %", SINK)
     for ax in axes:
         ax.axhline(SINK_RATE, color="0.55", linestyle="--", linewidth=0.8)
     top = max(1.5 * SINK_RATE, 100 * rows["value"].max())
