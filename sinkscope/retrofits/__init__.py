@@ -43,7 +43,7 @@ def retrofit_model(model: PreTrainedModel, family: Family | None, method: str, *
     """Change a loaded model, in place, into the retrofitted one.
 
     Its new parameters are at their start, and they are the only ones whose `requires_grad` this sets. With `none` the
-    model stays as it is.
+    model stays as it is, also one that has been retrofitted, which is then fine-tuned with what is in it.
 
     Args:
         model: one of transformers' own causal language models.
@@ -55,11 +55,11 @@ def retrofit_model(model: PreTrainedModel, family: Family | None, method: str, *
         The same model.
 
     Raises:
-        InputError: the method or a parameter does not exist or does not apply to this model, the model has been
-            retrofitted before, or a tracer is open on it. The model is then as it was.
+        InputError: the method or a parameter does not exist or does not apply to this model, the model has another
+            retrofit, or a tracer is open on it. The model is then as it was.
     """
     chosen = make_retrofit(method, parameters)
-    if is_retrofitted(model.config):
+    if is_retrofitted(model.config) and method != "none":
         before = model.config.retrofit["method"]
         raise InputError(
             f"this model has been retrofitted with {before} already: apply {method} to the model it was made from"

@@ -31,7 +31,7 @@ from sinkscope.report.page.html import page_data
 from sinkscope.report.run import Run
 from sinkscope.report.trained import Trained
 from sinkscope.results.tables import LEADING
-from sinkscope.retrofits import retrofit_model
+from sinkscope.retrofits import new_parameters, retrofit_model
 from sinkscope.training.arms import parse_methods
 from sinkscope.training.blocks import read_blocks
 
@@ -317,6 +317,18 @@ def test_a_retrofitted_model_is_refused(text: Path) -> None:
     with pytest.raises(InputError, match="has been retrofitted with iga already: apply vga to the model it was made"):
         retrofit("iga", "vga", text=text, out="out", **SMALL)
     assert not Path("out").exists()
+
+
+def test_a_retrofitted_model_is_fine_tuned_with_what_is_in_it(text: Path) -> None:
+    before = retrofit_model(tiny_model("llama"), None, "iga")
+    before.save_pretrained("iga")
+    words_tokenizer().save_pretrained("iga")
+    done = retrofit("iga", "none", text=text, out="out", **SMALL)
+    after = AutoModelForCausalLM.from_pretrained(done.model("none"))
+    assert after.config.retrofit["method"] == "iga"
+    moved = {name for name, weight in after.state_dict().items() if not torch.equal(weight, before.state_dict()[name])}
+    assert set(new_parameters(after)) <= moved
+    assert any("embed_tokens" in name for name in moved)
 
 
 def test_a_folder_with_something_else_is_refused(tiny: Path, text: Path) -> None:
