@@ -45,6 +45,11 @@ def test_a_random_first_token() -> None:
     assert outcome("W-36", plain, more) == Outcome.NOT_MEASURED  # none has two
 
 
+def test_random_tokens_where_there_is_no_sink() -> None:
+    none = [trained([0.05, 0.02], random_tokens=count) for count in (0, 1, 2)]
+    assert outcome("W-35", *none) == outcome("W-36", *none) == INAPPLICABLE
+
+
 @pytest.mark.parametrize(("second", "expected"), [(0.7, HOLDS), (0.02, FAILS)])
 def test_a_fixed_token(second: float, expected: Outcome) -> None:
     first = trained([0.7, 0.0], fixed_position=0)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from sinkscope.report.claims.arms import SINK
-from sinkscope.report.claims.claim import Claim, Part, above
+from sinkscope.report.claims.claim import Claim, NotDefined, Part, above
 from sinkscope.report.claims.estimates import Estimate, mean_of_runs
 from sinkscope.report.claims.evidence import Evidence, Lacks, table_of
 from sinkscope.report.claims.over_seeds import by_level, common_seeds, study_of
@@ -30,16 +30,23 @@ def _rates(study: FactorStudy, level: int, position: int) -> np.ndarray:
     return np.array([rate_at(study.by_level[level][seed], position) for seed in common_seeds(study)])
 
 
+def _with_a_sink(rates: np.ndarray) -> np.ndarray:
+    """Rates in percent (seeds, …) as they are. Raises NotDefined where none is a sink that could differ or move."""
+    if rates.mean(0).max() <= SINK:
+        raise NotDefined(f"no sink rate is above {SINK:g} %")
+    return rates
+
+
 def _one_random(evidence: Evidence) -> Estimate:
     study = study_of(evidence, RANDOM, FactorStudy)
-    plain, random = (_rates(study, level, 0) for level in (0, 1))
-    return mean_of_runs(random - plain).over(by_level((0, 1), np.stack([plain, random], axis=1)))
+    rates = _with_a_sink(np.stack([_rates(study, level, 0) for level in (0, 1)], axis=1))
+    return mean_of_runs(rates[:, 1] - rates[:, 0]).over(by_level((0, 1), rates))
 
 
 def _two_random(evidence: Evidence) -> Estimate:
     study = study_of(evidence, RANDOM, FactorStudy)
-    first, second = (_rates(study, 2, position) for position in (0, 1))
-    return mean_of_runs(second - first).over(by_level(("S₀", "S₁"), np.stack([first, second], axis=1)))
+    rates = _with_a_sink(np.stack([_rates(study, 2, position) for position in (0, 1)], axis=1))
+    return mean_of_runs(rates[:, 1] - rates[:, 0]).over(by_level(("S₀", "S₁"), rates))
 
 
 def _fixed(evidence: Evidence) -> Estimate:
