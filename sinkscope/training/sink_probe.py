@@ -44,13 +44,14 @@ def sinks(
     share, `TotalWeight`; of a model in eval mode. Of a sliding window only as many tokens as see the first one.
 
     Returns:
-        layer (−1: the whole model), metric, value; nothing of a model without attention.
+        layer (−1: the whole model), metric, value; nothing of a model without attention, or of a position behind the
+        tokens that are measured.
     """
-    if not family.has_attention:
-        return pd.DataFrame(columns=["layer", "metric", "value"])
     before = registers_before(model)
     seen = getattr(model.config.get_text_config(), "sliding_window", None) or LENGTH
     ids = torch.from_numpy(held_out[:SEQUENCES, : min(LENGTH, max(1, seen - before))])
+    if not family.has_attention or position >= ids.shape[1]:
+        return pd.DataFrame(columns=["layer", "metric", "value"])
     at = before + position
     settings = Settings(positions=at + 1, window=before + ids.shape[1], epsilon=epsilon)
     attention, total = Attention(settings), TotalWeight(settings, at)

@@ -78,6 +78,12 @@ def test_a_fixed_token_is_measured_where_it_stands(method: str, before: int) -> 
     assert by_position[before + 3] != by_position[before]
 
 
+@pytest.mark.parametrize(("position", "rows"), [(11, True), (12, False)])
+def test_a_token_behind_those_that_are_measured_has_no_rate(position: int, rows: bool) -> None:
+    model = changed("none")
+    assert sinks(model, find_family(model), IDS.numpy(), EPSILON, position)["metric"].eq("sink_rate").any() == rows
+
+
 def test_the_first_token_is_that_of_the_text() -> None:
     """Not a register token, whose own sink rate is another metric."""
     model, registers = changed("register-tokens", count=2), 2
