@@ -168,7 +168,7 @@ WITH_weight-decay := $(STUDY)-learning-rate
 WITH_blocks := $(STUDY)-blocks/cells/*norm_placement*/none-seed0/run $(STUDY)-blocks/cells/*prefix_length*/none-seed0/run
 WITH_windows := $(STUDY)-windows/cells/*sliding_window=16*/none-seed0/run
 
-report-when-sinks-emerge: $(STUDIES:%=report-when-sinks-emerge-%)  ## trainings that differ in one thing: a night on two cores
+report-when-sinks-emerge: $(STUDIES:%=report-when-sinks-emerge-%)  ## trainings that differ in one thing: a night and a morning on two cores
 
 # one part, of at most two hours; the same command goes on where it was interrupted
 report-when-sinks-emerge-%: install
