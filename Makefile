@@ -161,7 +161,7 @@ STUDIES := positions learning-rate steps batches weight-decay data bos fixed-tok
 # QUICK=--quick runs the small forms: twenty minutes on two cores
 QUICK ?=
 STUDY := runs/report/when-sinks-emerge$(QUICK)
-STUDY_REPORT := reports/when-sinks-emerge$(QUICK)
+STUDY_REPORT := $(if $(QUICK),runs/report/when-sinks-emerge-quick,reports/when-sinks-emerge)
 # what claims read besides a part: another part, where it is there, and the runs of models that are judged by themselves
 WITH_learning-rate := $(STUDY)-weight-decay
 WITH_weight-decay := $(STUDY)-learning-rate
