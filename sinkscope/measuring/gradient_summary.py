@@ -48,7 +48,8 @@ def _pathways(gradient: pd.DataFrame, longest: int) -> tuple[dict[str, pd.Series
     value = norms["raw_value"].combine_first(norms["value"])[0]  # in front of a gate or scale, where there is one
     key = norms["key"][0]
     per_layer = {"value_gradient_norm": value, "value_over_key_gradient": value / key}
-    totals = {"value_over_key_gradient": float(value.mean() / key.mean())}
+    with np.errstate(invalid="ignore", divide="ignore"):  # no gradient at all: 0 ÷ 0
+        totals = {"value_over_key_gradient": float(value.mean() / key.mean())}
     for pathway, by_position in norms.items():
         if len(by_position):
             ratio = f"{pathway}_gradient_ratio"

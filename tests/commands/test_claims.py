@@ -113,6 +113,11 @@ def test_several_models_stand_side_by_side(measured: Scorecard, text: Path, tmp_
     assert list(card.by_model.columns) == sorted(card.models, key=card.models.index)
     assert len(card.models) == 2
     assert card.outcome("W-2", other.model) == Outcome.NOT_MEASURED
+    reasons = card.markdown.split("Why claims do not apply:")[1]
+    lines = {model: reasons.split(f"- {model}: ")[1].splitlines()[0] for model in card.models}
+    for row in card.table[card.table["outcome"] == Outcome.DOES_NOT_APPLY].itertuples():
+        assert row.claim in lines[row.model]
+        assert f"({row.note})" in lines[row.model]
     alone = sinkscope.claims(runs=[other], num_seqs=7)
     compared = sinkscope.compare(measured, alone, out=tmp_path / "both")
     assert isinstance(compared, Scorecard)

@@ -43,8 +43,7 @@ def _within_prefix(evidence: Evidence) -> Estimate:
     every, inside = (
         np.bincount(rows["sequence"], minlength=count) for rows in (sinks, sinks[sinks["position"] < prefix])
     )
-    with np.errstate(invalid="ignore"):
-        return bootstrap((sequences.weights @ inside) / (sequences.weights @ every))
+    return bootstrap((sequences.weights @ inside) / (sequences.weights @ every))
 
 
 def _at_the_edge(evidence: Evidence) -> Estimate:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import inf, isnan
 
+import numpy as np
+
 from sinkscope.report.claims.estimates import Estimate
 from sinkscope.report.claims.evidence import MAIN, NULL, Evidence, Lacks
 from sinkscope.results import metrics
@@ -175,7 +177,8 @@ def judge(claim: Claim, evidence: Evidence) -> Judgment:
     if missing:
         return Judgment(claim, Outcome.NOT_MEASURED, reason=evidence.command(missing[0]))
     try:
-        estimates = tuple(_beside_null(part, claim, evidence) for part in claim.parts)
+        with np.errstate(divide="ignore", invalid="ignore"):  # what is 0 ÷ 0 is NaN, of which nothing is said
+            estimates = tuple(_beside_null(part, claim, evidence) for part in claim.parts)
     except NotDefined as reason:
         return Judgment(claim, Outcome.DOES_NOT_APPLY, reason=str(reason))
     except Lacks as reason:

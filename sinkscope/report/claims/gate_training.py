@@ -44,8 +44,7 @@ def _gated_gradients(arm: Arm) -> pd.DataFrame:
     if "raw_value" not in wide:
         raise NotDefined(f"the gates of {arm.label} are on heads' outputs, not on values")
     gates = table_of(arm.run, "gate").set_index(["layer", "head", "position"])["gate"]
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return pd.DataFrame({"gate": gates, "left": wide["raw_value"] / wide["value"]}).dropna()
+    return pd.DataFrame({"gate": gates, "left": wide["raw_value"] / wide["value"]}).dropna()
 
 
 def _follows_gate(arm: Arm) -> float:

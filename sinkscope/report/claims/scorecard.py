@@ -248,6 +248,11 @@ def _side_by_side(card: Scorecard) -> str:
     parts = [f"## Claims, {len(card.models)} models"]
     parts += [f"- {model}: {_counts(card.table[card.table['model'] == model])}" for model in card.models]
     parts += [as_markdown(_outcomes(decided)), f"Decided by no model: {others}."]
+    reasons = {
+        model: _by_reason(card.table[card.table["model"] == model], Outcome.DOES_NOT_APPLY) for model in card.models
+    }
+    if any(reasons.values()):
+        parts += ["Why claims do not apply:", *(f"- {model}: {text}." for model, text in reasons.items() if text)]
     return "\n\n".join([*parts, *_numbers_of_studies(card), *_gamma_lines(card), *_routes_lines(card)])
 
 
@@ -318,10 +323,15 @@ def _published_lines(rows: pd.DataFrame) -> list[str]:
 
 
 def _others(rows: pd.DataFrame, outcome: Outcome) -> str:
-    """Those without a number, together by their reason."""
+    """Those without a number."""
+    text = _by_reason(rows, outcome)
+    return f"{str(outcome).capitalize()}: {text}." if text else ""
+
+
+def _by_reason(rows: pd.DataFrame, outcome: Outcome) -> str:
+    """«W-3, W-5 (its positions are learned); W-12 (…)»: claims with an outcome, together by their reason."""
     chosen = rows[(rows["outcome"] == outcome) & (rows["part"] == 0)]
-    by_reason = [f"{', '.join(group['claim'])} ({reason})" for reason, group in chosen.groupby("note", sort=False)]
-    return f"{str(outcome).capitalize()}: {'; '.join(by_reason)}." if by_reason else ""
+    return "; ".join(f"{', '.join(group['claim'])} ({reason})" for reason, group in chosen.groupby("note", sort=False))
 
 
 def legend() -> str:
