@@ -70,7 +70,7 @@ format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-SHRINK := $(BIN)/python tests/shrink_figures.py
+SHRINK := $(BIN)/python tests/shrink.py
 
 # Run `sinkscope ARGUMENTS` into runs/report/NAME, and keep of it in reports/NAME: the manifests, the texts, the figures
 # as PNG below 300 kB, and the tables below 100 kB but for those by sequence.
@@ -179,7 +179,7 @@ report-when-sinks-emerge-%: install
 	mkdir -p $(STUDY_REPORT)/$*
 	cp $(STUDY)-$*/comparison/sweep.md $(STUDY_REPORT)/$*/
 	grep -v '^Not measured' $(STUDY)-claims-$*/scorecard.md | cat -s > $(STUDY_REPORT)/$*/claims.md
-	find $(STUDY)-$*/comparison/tables -name sweep_training.parquet -size -60k -exec cp {} $(STUDY_REPORT)/$*/ \;
+	cp $(STUDY)-$*/comparison/tables/sweep_training.parquet $(STUDY_REPORT)/$*/
 	cp $(STUDY)-$*/comparison/figures/sweep-factor.png $(STUDY)-$*/comparison/figures/sweep-training-sink.png $(STUDY_REPORT)/$*/
 	$(SHRINK) $(STUDY_REPORT)/$*
 

@@ -27,8 +27,8 @@ WSE_TRAININGS: dict[str, Published] = {
     **_table("WSE table 5", "", {"K-bias-m1": 0.06, "K-bias-m5": 3.71, "K-bias-m20": 25.88}),
     **_table("WSE table 6", "", {
         "sigmoid": 0.44, "sigmoid-normalized": 30.24, "elu": 0.80, "elu-kernel": 53.65, "identity": 0.0,
-        "mlp-kernel": 0.74}),
-    **_table("WSE table 9", "learning_rate=", {"0.0001": 2.90, "0.0002": 11.21, "0.0004": SOFTMAX}),
+        "mlp-kernel": 0.74, "mlp-kernel-normalized": 0.19}),
+    **_table("WSE table 9", "learning_rate=", {"0.0001": 2.90, "0.0002": 11.21, "0.0004": SOFTMAX, "0.0008": 32.23}),
     **_table("WSE table 10", "fixed_position=", {"0": 74.11, "1": 69.03, "2": 69.64}),
     **_table("WSE table 10", "bos=", {"auto": 74.11, "never": SOFTMAX}),  # its default has none, a BOS is a fixed token
     **_table("WSE table 11", "feed_forward=", {"swiglu": SOFTMAX}),
@@ -38,6 +38,6 @@ WSE_TRAININGS: dict[str, Published] = {
     **_table("WSE table 12", "head_mix=", {"summed": 21.76}, TRANSCRIBED),
     **_table("WSE table 14", "", {"alpha-2": 29.10, "alpha-0.2": 9.41, "alpha-0.1": 3.59, "alpha-0.05": 4.53},
         TRANSCRIBED),
-    **_table("WSE §5", "random_tokens=", {"1": 27.03, "2": 1.98}),
+    **_table("WSE §5", "random_tokens=", {"0": SOFTMAX, "1": 27.03, "2": 1.98}),
     **_table("WSE §7.2", "norm_placement=", {"post": 13.54}),
 }  # fmt: skip

@@ -113,6 +113,11 @@ def test_several_models_stand_side_by_side(measured: Scorecard, text: Path, tmp_
     assert list(card.by_model.columns) == sorted(card.models, key=card.models.index)
     assert len(card.models) == 2
     assert card.outcome("W-2", other.model) == Outcome.NOT_MEASURED
+    decided = card.table[~card.table["outcome"].isin([Outcome.DOES_NOT_APPLY, Outcome.NOT_MEASURED])]
+    counts = decided.groupby("claim")["model"].nunique()
+    numbers = card.markdown.split(f"### {measured.models[0]}\n")[1].split("\n###")[0]
+    alone = {line.split("|")[1].strip() for line in numbers.splitlines() if line.startswith("| ")}
+    assert alone - {"claim", "---", ""} == set(counts[counts == 1].index)
     reasons = card.markdown.split("Why claims do not apply:")[1]
     lines = {model: reasons.split(f"- {model}: ")[1].splitlines()[0] for model in card.models}
     for row in card.table[card.table["outcome"] == Outcome.DOES_NOT_APPLY].itertuples():

@@ -130,8 +130,9 @@ class Scorecard(Tabular):
         if len(self.models) > 1:
             tables = {"Claims": _outcomes(_decided(self))}
         else:
-            known = self.table[~self.table["outcome"].isin([Outcome.DOES_NOT_APPLY, Outcome.NOT_MEASURED])]
-            tables = {str(paper): _printed(rows) for paper, rows in known.groupby("paper", sort=False)}
+            tables = {
+                str(paper): _printed(own) for paper, own in _with_numbers(self.table).groupby("paper", sort=False)
+            }
         return tables | ({ROUTES_TITLE: routes_text(self.routes)} if measured_models(self.routes) else {})
 
     @property
@@ -208,7 +209,7 @@ def scorecard_markdown(card: Scorecard) -> str:
         return _side_by_side(card)
     parts = [f"## Claims, {card.models[0]}", _counts(card.table)]
     for paper, rows in card.table.groupby("paper", sort=False):
-        decided = rows[~rows["outcome"].isin([Outcome.DOES_NOT_APPLY, Outcome.NOT_MEASURED])]
+        decided = _with_numbers(rows)
         parts += [f"### {paper}"]
         if len(decided):
             parts += [as_markdown(_printed(decided)), *_published_lines(decided)]
@@ -253,7 +254,7 @@ def _side_by_side(card: Scorecard) -> str:
     }
     if any(reasons.values()):
         parts += ["Why claims do not apply:", *(f"- {model}: {text}." for model, text in reasons.items() if text)]
-    return "\n\n".join([*parts, *_numbers_of_studies(card), *_gamma_lines(card), *_routes_lines(card)])
+    return "\n\n".join([*parts, *_numbers_of_some(card), *_gamma_lines(card), *_routes_lines(card)])
 
 
 def _decided(card: Scorecard) -> pd.DataFrame:
@@ -262,18 +263,25 @@ def _decided(card: Scorecard) -> pd.DataFrame:
     return wide[~wide.isin([str(Outcome.NOT_MEASURED), str(Outcome.DOES_NOT_APPLY)]).all(axis=1)]
 
 
+def _with_numbers(rows: pd.DataFrame) -> pd.DataFrame:
+    """Those of claims that were judged."""
+    return rows[~rows["outcome"].isin([Outcome.DOES_NOT_APPLY, Outcome.NOT_MEASURED])]
+
+
 def _outcomes(decided: pd.DataFrame) -> pd.DataFrame:
     table = decided.reset_index()
     table.insert(1, "what it says", [CLAIMS[name].statement for name in decided.index])
     return table
 
 
-def _numbers_of_studies(card: Scorecard) -> list[str]:
-    """What trainings, steps or related models decide: a single model's scorecard may not have that. What is the same of
-    several models, as of a setting in which they differ, stands there once.
+def _numbers_of_some(card: Scorecard) -> list[str]:
+    """What trainings, steps or related models decide, as a single model's scorecard may not have that, and what one of
+    the models decides alone. What is the same of several, as of a setting in which they differ, stands there once.
     """
     of_studies = [name for name, claim in CLAIMS.items() if claim.needs[0].partition(":")[0] in STUDIES]
-    rows = card.table[card.table["claim"].isin(of_studies) & card.table["value"].notna()]
+    decided = _with_numbers(card.table)
+    counts = decided.groupby("claim")["model"].nunique()
+    rows = decided[decided["claim"].isin([*of_studies, *counts[counts == 1].index])]
     shared: dict[tuple[str, str], list[str]] = {}
     for (model, claim), own in rows.groupby(["model", "claim"], sort=False):
         shared.setdefault((claim, as_markdown(_printed(own))), []).append(model)
