@@ -56,6 +56,16 @@ def _parts(settings: str, condition: str) -> list[str]:
     return [re.sub(r"(=\d+)\.0$", r"\1", part) for part in named] + [condition]
 
 
+def without_key(levels: Sequence[str]) -> tuple[str, list[str]]:
+    """`position_scheme`, and the levels without it, where all have this one setting; otherwise nothing and the same."""
+    keys = [[part.partition("=")[0] for part in level.split() if "=" in part] for level in levels]
+    common = set.intersection(*map(set, keys))
+    if len(common) != 1:
+        return "", list(levels)
+    (key,) = common
+    return key, [" ".join(part.removeprefix(f"{key}=") for part in level.split()) for level in levels]
+
+
 def published(level: str) -> Published | None:
     """WSE's sink rate in percent; None where it has none of this level, or several of its parts are factors."""
     every = ["softmax"] if level == "none" else level.split()

@@ -14,6 +14,7 @@ from sinkscope.report.factor_study import (
     studied,
     summary,
     with_levels,
+    without_key,
 )
 from sinkscope.report.figures import OF_SWEEP
 from sinkscope.report.figures.spec import draw_all
@@ -91,6 +92,13 @@ def test_published_rates_are_of_one_factor_alone() -> None:
     assert rate("num_attention_heads=4 feed_forward=gelu") == 14.76
     assert rate("num_attention_heads=2 none") == 12.95
     assert rate("bos=never softmax") == 18.18
+
+
+def test_a_setting_of_all_levels_is_named_once() -> None:
+    assert without_key(["rate=1 softmax", "rate=2 sigmoid"]) == ("rate", ["1 softmax", "2 sigmoid"])
+    assert without_key(["n_layer=3 scheme=none", "scheme=alibi"]) == ("scheme", ["n_layer=3 none", "alibi"])
+    for several in (["softmax", "sigmoid"], ["rate=1 steps=4", "rate=1 steps=8"], ["rate=1", "softmax"]):
+        assert without_key(several) == ("", several)
 
 
 def test_what_was_transcribed_is_marked_wherever_it_is_shown() -> None:

@@ -56,7 +56,7 @@ def step_label(step: float) -> str:
 
 def seeds_words(count: int) -> str:
     """What curves by step, which are means, and their bands are over."""
-    return f"mean of {count} seeds, bands: lowest to highest" if count > 1 else "1 seed"
+    return f"mean and range of {count} seeds" if count > 1 else "1 seed"
 
 
 def steps_title(runs: Checkpoints, *more: str) -> str:

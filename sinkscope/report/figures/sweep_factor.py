@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 from pandas.core.groupby import DataFrameGroupBy
 
-from sinkscope.report.factor_study import LEVEL, TABLE, at_the_end, measured_at, published, with_levels
+from sinkscope.report.factor_study import LEVEL, TABLE, at_the_end, measured_at, published, with_levels, without_key
 from sinkscope.report.figures.axes import name_rows
 from sinkscope.report.figures.labels import escape, shorten
 from sinkscope.report.figures.spec import declare
@@ -48,7 +48,9 @@ def draw(tables: SweepTables) -> Figure:
         if points:
             look = {"color": HIGHEST["color"], "markersize": 4, "fillstyle": "none"}
             ax.plot(*zip(*points, strict=True), shape, label=name, **look)
-    name_rows(ax, [escape(shorten(level, NAME_LENGTH)) for level in levels])
+    key, names = without_key(levels)
+    name_rows(ax, [escape(shorten(name, NAME_LENGTH)) for name in names])
+    ax.set_ylabel(escape(key))
     ax.set_xlim(-3, 103)
     ax.set_xlabel(f"sink rate at {measured_at(tables.tables[TABLE])} in %{_by_proxy(end)}")
     ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4)

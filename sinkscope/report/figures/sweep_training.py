@@ -4,7 +4,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from sinkscope.report.claims.arms import SINK as SINK_RATE
-from sinkscope.report.factor_study import LEVEL, TABLE, measured_at, with_levels
+from sinkscope.report.factor_study import LEVEL, TABLE, measured_at, with_levels, without_key
 from sinkscope.report.figures.axes import curve, panel_grid, value_axis
 from sinkscope.report.figures.labels import escape, heading, shorten
 from sinkscope.report.figures.spec import declare
@@ -38,7 +38,7 @@ def draw(tables: SweepTables) -> Figure:
         ax.axhline(SINK_RATE, color="0.55", linestyle="--", linewidth=0.8)
     top = max(1.5 * SINK_RATE, 100 * rows["value"].max())
     axes[0].set_ylim(-0.03 * top, 1.03 * top)  # of all panels
-    figure.suptitle(heading(_seeds(rows), f"above {SINK_RATE:g} % (dashed) a sink is there"))
+    figure.suptitle(heading(*_said_of_all(rows), f"above {SINK_RATE:g} % (dashed) a sink is there"))
     return figure
 
 
@@ -46,14 +46,15 @@ def draw(tables: SweepTables) -> Figure:
 def draw_loss(tables: SweepTables) -> Figure:
     rows = _rows(tables, "loss")
     figure, _ = _panels(rows, METRICS["loss"].label, OTHERS)
-    figure.suptitle(_seeds(rows))
+    figure.suptitle(heading(*_said_of_all(rows)))
     return figure
 
 
 def _panels(rows: pd.DataFrame, name: str, look: Look) -> tuple[Figure, list[Axes]]:
     levels = list(dict.fromkeys(rows[LEVEL]))
     across = min(ACROSS, len(levels))
-    titles = ["\n".join(escape(shorten(part, NAME_LENGTH)) for part in level.split()) for level in levels]
+    _, names = without_key(levels)
+    titles = ["\n".join(escape(shorten(part, NAME_LENGTH)) for part in name.split()) for name in names]
     panel = HEIGHT + LINE * max(title.count("\n") + 1 for title in titles)
     figure = new_figure(WIDE, 0.9 + panel * -(-len(levels) // across))
     axes, lowest = panel_grid(figure, len(levels), across)
@@ -69,5 +70,8 @@ def _panels(rows: pd.DataFrame, name: str, look: Look) -> tuple[Figure, list[Axe
     return figure, axes
 
 
-def _seeds(rows: pd.DataFrame) -> str:
-    return seeds_words(rows.groupby(LEVEL)["seed"].nunique().max())
+def _said_of_all(rows: pd.DataFrame) -> list[str]:
+    """The setting that titles are values of, if it is one, and what curves are over."""
+    key, _ = without_key(list(rows[LEVEL].unique()))
+    seeds = seeds_words(rows.groupby(LEVEL)["seed"].nunique().max())
+    return [f"by {key}", seeds] if key else [seeds]
