@@ -1,6 +1,7 @@
 """The attention of one layer from query, key and value, in several ways that agree: fused, chunked and eager."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -156,12 +157,7 @@ def _attend_rows(
     """Mix (B,H,R,d) and log-sum-exp (B,H,R) of these queries."""
     if call.causal and call.mask is None and not call.forbidden and key.shape[2] == query.shape[2]:
         key, value = key[:, :, : rows.stop], value[:, :, : rows.stop]  # they see no others
-    logits = masked_logits(query, key, call, rows)
-    if call.operation is None:
-        lse = row_lse(logits, sink_rows(call, rows))
-        weights = (logits - lse.unsqueeze(-1)).exp()
-    else:
-        weights, lse = call.operation.weights(logits, call.reads_lse)
+    weights, lse = row_weights(masked_logits(query, key, call, rows), call, rows)
     return grouped_matmul(F.dropout(weights.to(value.dtype), call.dropout), value), lse
 
 
@@ -203,8 +199,17 @@ def masked(logits: torch.Tensor, call: AttentionCall, rows: slice, queries: int)
 
 def raw_logits(query: torch.Tensor, key: torch.Tensor, call: AttentionCall) -> torch.Tensor:
     """scaling · q·k with the softcap applied and no mask: query (B,H,R,d), key (B,K,C,d) → (B,H,R,C), float32+."""
-    logits = grouped_matmul(upcast(query), upcast(key).transpose(-1, -2)).mul_(call.scaling)
+    with without_autocast(query):
+        logits = grouped_matmul(upcast(query), upcast(key).transpose(-1, -2)).mul_(call.scaling)
     return logits if call.softcap is None else call.softcap * (logits / call.softcap).tanh()
+
+
+def row_weights(logits: torch.Tensor, call: AttentionCall, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Masked logits (B,H,R,C) of these rows → what the values are multiplied by, and the log-sum-exp (B,H,R)."""
+    if call.operation is not None:
+        return call.operation.weights(logits, call.reads_lse)
+    lse = row_lse(logits, sink_rows(call, rows))
+    return (logits - lse.unsqueeze(-1)).exp(), lse
 
 
 def row_lse(logits: torch.Tensor, sink_logits: torch.Tensor | None) -> torch.Tensor:
@@ -238,6 +243,13 @@ def causal(rows: slice, cols: slice, offset: int, device: torch.device) -> torch
     """(R,C) bool: query row + offset may see key column."""
     row = torch.arange(rows.start, rows.stop, device=device)[:, None] + offset
     return row >= torch.arange(cols.start, cols.stop, device=device)
+
+
+def without_autocast(x: torch.Tensor) -> AbstractContextManager:
+    """Until the end of the block products of float32 stay float32, where a training in bf16 has autocast on."""
+    kind = x.device.type
+    is_on = kind != "meta" and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if is_on else nullcontext()
 
 
 def upcast(x: torch.Tensor) -> torch.Tensor:

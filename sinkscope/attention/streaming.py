@@ -27,7 +27,7 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from sinkscope.attention.kernels import AttentionCall, grouped_matmul, raw_logits, row_lse, sink_rows
+from sinkscope.attention.kernels import AttentionCall, grouped_matmul, raw_logits, row_weights
 from sinkscope.attention.seam import attend, attention_implementation
 from sinkscope.attention.taps import Seam, denominator_of
 from sinkscope.errors import InputError, SinkscopeError, described
@@ -75,7 +75,7 @@ def streamed_attention(
     sees: Sees,
     block: int = BLOCK,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of every token over its cache, as one softmax over the first tokens and the window.
+    """Attention of every token over its cache, as one row over the first tokens and the window.
 
     Args:
         query: (B,H,T,d), rotated to t: for the keys of the window.
@@ -96,9 +96,8 @@ def streamed_attention(
         visible = cache.visible(tokens[rows], torch.cat([tokens[first], tokens[band]]), sees)
         logits = torch.cat([to_first, to_band], dim=-1)
         logits = logits.masked_fill(~visible, torch.finfo(logits.dtype).min)
-        lse = row_lse(logits, sink_rows(call, rows))
-        weights = (logits - lse.unsqueeze(-1)).exp().to(value.dtype)
-        mixes.append(grouped_matmul(weights, torch.cat([value[:, :, first], value[:, :, band]], dim=2)))
+        weights, lse = row_weights(logits, call, rows)
+        mixes.append(grouped_matmul(weights.to(value.dtype), torch.cat([value[:, :, first], value[:, :, band]], dim=2)))
         lses.append(lse)
     return torch.cat(mixes, dim=2), torch.cat(lses, dim=2)
 
@@ -268,9 +267,17 @@ def inapplicable(model: PreTrainedModel, family: Family) -> str | None:
         return "it has attention code of its own, where sinkscope can put no other window"
     if family.blocks:
         return "its layers are not all attention of one kind"
+    if "rotary" in family.kinds_of_positions and any(map(_mixes_by_query, family.attentions(model).values())):
+        return "its key biases have values, whose weights are those of queries at their places in the text"
     if told_of_text(model):
         return "what its tokens see depends on what it is told of each"
     return None
+
+
+def _mixes_by_query(attention: nn.Module) -> bool:
+    """Whether a term of its denominator has a value, with a weight that depends on the query."""
+    term = denominator_of(attention)
+    return term is not None and term.reads_query and term.values() is not None
 
 
 def check_applies(model: PreTrainedModel, family: Family) -> None:

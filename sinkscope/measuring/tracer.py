@@ -13,7 +13,7 @@ from nnsight import NNsight, save
 from nnsight.intervention.interleaver import OutOfOrderError
 from transformers import PreTrainedModel
 
-from sinkscope.attention.kernels import AttentionCall, upcast
+from sinkscope.attention.kernels import AttentionCall, upcast, without_autocast
 from sinkscope.attention.seam import open_seam
 from sinkscope.attention.taps import NAME, Seam
 from sinkscope.attention.weights import AttentionRead
@@ -185,7 +185,8 @@ class Tracer:
         self._finite.append((layer, _all_finite(plain.lse, batch)))
         for observable in watching:
             if not observable.backward:
-                observable.see_attention(layer, plain, batch)
+                with without_autocast(plain.query):
+                    observable.see_attention(layer, plain, batch)
         backward = [observable for observable in watching if observable.backward]
         if backward or self.family.gated:
             mix = self._taps(layer).mix.output

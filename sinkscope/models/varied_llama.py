@@ -316,6 +316,14 @@ class VariedLlamaForCausalLM(VariedLlamaPreTrainedModel, LlamaForCausalLM):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    def create_masks_for_generate(
+        self, attention_mask: torch.Tensor | None = None, **kwargs: Any
+    ) -> torch.Tensor | None:
+        """That of padding as it is, of which generate would make a whole one for a static cache: the model makes its
+        own, with the prefix and what the scheme adds.
+        """
+        return attention_mask
+
 
 AutoConfig.register(MODEL_TYPE, VariedLlamaConfig)
 AutoModel.register(VariedLlamaConfig, VariedLlamaModel)

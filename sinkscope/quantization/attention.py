@@ -12,8 +12,7 @@ from sinkscope.attention.kernels import (
     grouped_matmul,
     masked,
     raw_logits,
-    row_lse,
-    sink_rows,
+    row_weights,
 )
 from sinkscope.attention.taps import Seam
 
@@ -41,9 +40,8 @@ def changed_attention(change: Change, chunk: int = ROW_CHUNK) -> Kernel:
             rows = slice(start, min(start + chunk, query.shape[2]))
             scores = change(SCORES, raw_logits(query[:, :, rows], key, call))
             logits = masked(scores, call, rows, query.shape[2])
-            lse = row_lse(logits, sink_rows(call, rows))
-            weights = change(SOFTMAX, (logits - lse.unsqueeze(-1)).exp())
-            mixes.append(grouped_matmul(weights.to(value.dtype), value))
+            weights, lse = row_weights(logits, call, rows)
+            mixes.append(grouped_matmul(change(SOFTMAX, weights).to(value.dtype), value))
             lses.append(lse)
         return torch.cat(mixes, dim=2), torch.cat(lses, dim=2)
 

@@ -6,6 +6,8 @@ from sinkscope.results.run import RunData
 ADDED = {"learned", "sinusoidal"}  # to the embeddings, where they tell equal tokens apart
 WITHIN_ATTENTION = {"rotary", "alibi", "relative", NO_POSITIONS}  # which alone tells nothing apart
 
+SUM_TO_ONE = {"scaled softmax", "sigmoid-normalized", "elu-kernel"}  # or to another constant
+
 
 def kinds_of_positions(run: RunData) -> set[str]:
     family = run.manifest["family"]
@@ -16,6 +18,11 @@ def mixing_layers(run: RunData) -> list[str]:
     """The kinds of those layers that mix tokens, and not by attention."""
     kinds = run.manifest["family"].get("kinds") or ()
     return [kind.replace("_", " ") for kind in kinds if kind not in (ATTENTION, NOT_RUN, *FEED_FORWARD)]
+
+
+def unequal_weights(run: RunData) -> list[str]:
+    """The attention operations whose weights sum to more the more tokens a query sees, though all are equal."""
+    return [name for name in run.manifest["model"].get("operations") or () if name not in SUM_TO_ONE]
 
 
 def outside(run: RunData) -> list[str]:

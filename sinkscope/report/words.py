@@ -79,8 +79,9 @@ TEMPLATES: dict[tuple[str, Outcome], str] = {
     ("repeated", PRESENT): "This model's positions are {positions}, for which WSE expects the sink to survive "
         "repeated tokens.",
     ("repeated", UNDECIDED): "WSE's propositions on repeated tokens do not cover this model: its positions are "
-        "{positions}[, and tokens are also mixed by {others}][; attention also goes to {outside}, the more the fewer "
-        "tokens a query sees, so that equal tokens do not stay equal].",
+        "{positions}[, and tokens are also mixed by {others}][, its attention is {operations}, whose weights do not "
+        "sum to 1][; attention also goes to {outside}, the more the fewer tokens a query sees, so that equal tokens do "
+        "not stay equal].",
     ("repeated", ABSENT): "This model's positions are {positions}, for which WSE expects the sink to vanish on "
         "repeated tokens.",
     ("massive", PRESENT): "In the layer with most, {value:.3g} entries per sequence[ (95 % interval {low:.3g} to "

@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from torch import nn
 from transformers import PreTrainedModel
 
-from sinkscope.attention.kernels import AttentionCall, upcast
+from sinkscope.attention.kernels import AttentionCall, upcast, without_autocast
 from sinkscope.models.family import Family
 from sinkscope.retrofits.retrofit import DenominatorPart, Layer, Retrofit
 
@@ -26,7 +26,8 @@ Value = Literal["zero", "learned", "axis", "uniform"]
 def bias_logits(query: torch.Tensor, key: torch.Tensor, scaling: float, softcap: float | None = None) -> torch.Tensor:
     """scaling · q_t·k* of each head: query (B,H,T,d), key (H,d) → (B,H,T), float32 or better."""
     query = upcast(query)
-    logits = scaling * torch.einsum("bhtd,hd->bht", query, key.to(query.dtype))
+    with without_autocast(query):
+        logits = scaling * torch.einsum("bhtd,hd->bht", query, key.to(query.dtype))
     return logits if softcap is None else softcap * (logits / softcap).tanh()
 
 

@@ -35,6 +35,9 @@ KINDS: dict[str, tuple[str, Operation]] = {
 }
 
 
+BIASES = {"alibi", "relative"}  # kinds of positions that are added to the logits
+
+
 class AttendBy(AttentionPart, OtherOperation):
     """The operation of one attention layer; of an MLP kernel with `weights` (2,K,d,d), two matrices for each key head.
 
@@ -97,9 +100,12 @@ class AttentionOperation(Retrofit):
             return "its own code computes softmax: it does not call transformers' attention interface"
         if any(hasattr(attention, "sinks") for attention in family.attentions(model).values()):
             return "it has learnable sinks of its own, which are of softmax"
+        if KINDS[self.kind][1].similarity == "identity" and family.kinds_of_positions & BIASES:
+            return f"its positions are a bias on the logits, and {self.kind} is a product of features alone"
         return super().inapplicable(model, family)
 
     def part(self, layer: Layer) -> AttendBy:
         features, operation = KINDS[self.kind]
         operation = replace(operation, factor=self.factor, power=self.power)
-        return AttendBy(layer, self.kind, operation, features)
+        changed = "p-norm softmax" if self.power != 1.0 else "scaled softmax" if self.factor != 1.0 else self.kind
+        return AttendBy(layer, changed, operation, features)

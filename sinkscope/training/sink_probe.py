@@ -7,6 +7,7 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
+from sinkscope.attention.kernels import upcast
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.measuring.observables.attention import Attention
 from sinkscope.measuring.observables.observable import Observable, Settings
@@ -85,7 +86,7 @@ class TotalWeight(Observable):
         total = read.mix_weights(whole, whole).abs().sum(-1)[..., behind]
         share = read.weights(whole, slice(self.at, self.at + 1))[0][..., behind, 0]
         chosen = is_sink(share, self.settings.epsilon)
-        self.seen[layer] = (total.flatten().cpu().numpy(), chosen.flatten().cpu().numpy())
+        self.seen[layer] = (upcast(total).flatten().cpu().numpy(), chosen.flatten().cpu().numpy())
 
     def rows(self) -> list[tuple[int, str, float]]:
         """Layer (−1: the whole model), metric, median; none of queries of which there are none."""

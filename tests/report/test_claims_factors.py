@@ -54,6 +54,7 @@ def test_random_tokens_where_there_is_no_sink() -> None:
 def test_a_fixed_token(second: float, expected: Outcome) -> None:
     first = trained([0.7, 0.0], fixed_position=0)
     assert outcome("W-37", first, trained([0.0, second], fixed_position=1)) == expected
+    assert outcome("W-37", first, trained([0.9, second], fixed_position=1)) == FAILS  # the sink stays where it was
 
 
 @pytest.mark.parametrize(("least", "expected"), [(0.2, HOLDS), (0.05, FAILS)])
@@ -76,10 +77,34 @@ def test_sigmoid_attention_at_every_rate_and_decay(worst: float, expected: Outco
     def sigmoid(rate: float, **given: Any) -> Training:
         return trained([rate, 0], SIGMOID, seeds, **given)
 
+    def softmax(rate: float) -> list[Training]:
+        return [trained([rate, 0], "none", seeds, learning_rate=each) for each in (1e-3, 1e-4)]
+
     by_rate = [sigmoid(0.001, learning_rate=1e-3), sigmoid(0.001, learning_rate=1e-4)]
     by_decay = [sigmoid(worst, weight_decay=1.0), sigmoid(0.001, weight_decay=0.5)]
-    assert outcome("W-58", *by_rate, *by_decay) == expected
-    assert outcome("W-58", *by_rate) == Outcome.NOT_MEASURED
+    assert outcome("W-58", *by_rate, *by_decay, *softmax(0.4)) == expected
+    assert outcome("W-58", *by_rate, *by_decay, *softmax(0.05)) == INAPPLICABLE  # there is no sink to be without
+    assert outcome("W-58", *by_rate, *softmax(0.4)) == Outcome.NOT_MEASURED
+
+
+def test_learning_rates_where_there_is_no_sink() -> None:
+    assert outcome("W-31", *(trained([0.05, 0], learning_rate=rate) for rate in (1e-3, 1e-4))) == INAPPLICABLE
+
+
+def test_of_several_groups_of_levels_the_one_with_most_sinks_is_read_and_named() -> None:
+    """Whatever their order is."""
+    rising = [trained([share, 0], steps=800, learning_rate=rate) for rate, share in ((1e-4, 0.2), (1e-3, 0.6))]
+    falling = [trained([share, 0], steps=400, learning_rate=rate) for rate, share in ((1e-4, 0.3), (1e-3, 0.1))]
+    for given in (rising + falling, falling + rising):
+        found = judge(CLAIMS["W-31"], Collection(trainings=tuple(given)).evidence({})["made"])
+        assert found.outcome == HOLDS
+        assert "steps=800, of 2 settings that with most plain sinks" in found.estimates[0].note
+
+
+def test_amounts_of_data_are_of_one_text() -> None:
+    little, much = (trained([share, 0], text=name, blocks=count) for share, name, count in (
+        (0.001, "a.txt", 10), (0.5, "b.txt", 1000)))  # fmt: skip
+    assert outcome("W-34", little, much) == Outcome.NOT_MEASURED
 
 
 @pytest.mark.parametrize(("parameters", "expected"), [(1.1e9, HOLDS), (6e7, INAPPLICABLE)])
@@ -97,11 +122,13 @@ def of_run(claim: str, tables: Mapping[str, pd.DataFrame], **given: Any) -> Judg
 
 @pytest.mark.parametrize(("position", "expected"), [(2, HOLDS), (3, FAILS)])
 def test_the_sinks_of_a_prefix_lm(position: int, expected: Outcome) -> None:
-    sinks = pd.DataFrame({"layer": 0, "head": 0, "sequence": range(40), "position": position})
+    sinks = pd.DataFrame({"layer": 0, "head": 0, "sequence": range(40), "position": position, "queries": 30})
     prefix = family("rotary", prefix=3)
     assert of_run("W-39", {"sink_positions": sinks}, family=prefix).outcome == expected
     assert of_run("W-39", {"sink_positions": sinks}).outcome == INAPPLICABLE
     assert of_run("W-39", {"sink_positions": sinks[:0]}, family=prefix).outcome not in (HOLDS, FAILS)
+    late = sinks.assign(position=60, queries=2)  # of a key that two queries see, which says nothing
+    assert of_run("W-39", {"sink_positions": pd.concat([sinks, late])}, family=prefix).outcome == expected
 
 
 @pytest.mark.parametrize(("mass", "expected"), [(0.01, HOLDS), (0.2, FAILS)])

@@ -5,10 +5,10 @@ from collections.abc import Callable
 import numpy as np
 
 from sinkscope.report.claims.arms import SINK
-from sinkscope.report.claims.claim import Claim, NotDefined, Part, above, at_most, below
+from sinkscope.report.claims.claim import Claim, Part, above, at_most, below
 from sinkscope.report.claims.estimates import Estimate
 from sinkscope.report.claims.evidence import Evidence, Lacks
-from sinkscope.report.claims.over_seeds import Measure, over_levels, slope, study_of
+from sinkscope.report.claims.over_seeds import Measure, over_levels, slope, study_of, with_a_sink
 from sinkscope.report.claims.published import published
 from sinkscope.report.claims.studies import FactorStudy
 
@@ -40,8 +40,7 @@ def _range(levels: np.ndarray, rates: np.ndarray) -> np.ndarray:
     largest less the smallest of one seed is above 0 by chance alone. Raises NotDefined where there is no sink that
     could differ.
     """
-    if rates.mean(0).max() <= SINK:
-        raise NotDefined(f"no level has a sink rate above {SINK:g} %")
+    with_a_sink(rates)
     return _highest_elsewhere(rates) + _highest_elsewhere(-rates)
 
 

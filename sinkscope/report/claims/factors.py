@@ -64,7 +64,7 @@ FACTORS = {
         _rate_times_steps,
     ),
     "batch-size": Factor(("batch_size", "accumulation", "processes"), _tokens_a_step, "--batch-size N, with several N"),
-    "data": Factor(("text", "dataset", "tokens"), _tokens, "--tokens N, with a small N and a large one"),
+    "data": Factor(("tokens",), _tokens, "--tokens N, with a small N and a large one"),
     "random-tokens": Factor(("random_tokens",), _setting("random_tokens"), "--random-tokens N, with N = 0, 1 and 2"),
     "fixed-position": Factor(
         ("fixed_position",), _setting("fixed_position"), "--fixed-position K, with K = 0, 1 and 2"

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from sinkscope.report.claims.arms import SINK
 from sinkscope.report.claims.claim import NotDefined
 from sinkscope.report.claims.estimates import Estimate, mean_of_runs
 from sinkscope.report.claims.evidence import Evidence, Lacks
@@ -191,8 +192,9 @@ def over_levels(role: str, of: Callable[[np.ndarray, np.ndarray], np.ndarray]) -
     """
 
     def measure(evidence: Evidence) -> Estimate:
-        levels, rates = sink_rates(study_of(evidence, role, FactorStudy))
-        return mean_of_runs(of(np.array(levels), rates)).over(by_level(levels, rates))
+        study = study_of(evidence, role, FactorStudy)
+        levels, rates = sink_rates(study)
+        return mean_of_runs(of(np.array(levels), rates)).over(with_setting(study, by_level(levels, rates)))
 
     return measure
 
@@ -206,8 +208,15 @@ def by_level(levels: Iterable[Level], rates: np.ndarray) -> str:
     return f"{means} %; {words_for(len(rates))}"
 
 
+def with_a_sink(rates: np.ndarray) -> np.ndarray:
+    """Rates in percent (seeds, levels) as they are. Raises NotDefined where no level has a sink, on average."""
+    if rates.mean(0).max() <= SINK:
+        raise NotDefined(f"no sink rate is above {SINK:g} %")
+    return rates
+
+
 def slope(levels: np.ndarray, rates: np.ndarray) -> np.ndarray:
-    """(seeds,): least-squares slopes of the sink rate on log₂ of the level."""
+    """(seeds,): least-squares slopes of the sink rate on log₂ of the level. Raises NotDefined: there is no sink."""
     x = np.log2(levels.astype(float))
     x = x - x.mean()
-    return rates @ x / (x**2).sum()
+    return with_a_sink(rates) @ x / (x**2).sum()

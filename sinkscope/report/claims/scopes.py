@@ -3,7 +3,14 @@
 from collections.abc import Callable
 
 from sinkscope.report.claims.evidence import Evidence
-from sinkscope.report.positions import ADDED, WITHIN_ATTENTION, kinds_of_positions, mixing_layers, outside
+from sinkscope.report.positions import (
+    ADDED,
+    WITHIN_ATTENTION,
+    kinds_of_positions,
+    mixing_layers,
+    outside,
+    unequal_weights,
+)
 
 
 def _positions(evidence: Evidence) -> str:
@@ -38,6 +45,8 @@ def equal_tokens_stay_equal(evidence: Evidence) -> str | None:
     run = evidence.any_run
     if besides := outside(run):
         return f"attention also goes to {besides[0]}, the more the fewer tokens a query sees"
+    if others := unequal_weights(run):
+        return f"its attention is {others[0]}, whose weights do not sum to 1"
     if mixing := mixing_layers(run):
         return f"{mixing[0]} layers mix tokens, too"
     found = kinds_of_positions(run) <= WITHIN_ATTENTION

@@ -67,10 +67,14 @@ CLAIMS = (
         (Part("S* − S₀ in points", _moves(WITH_BIAS, BIAS), above(SINK)),
          Part("held-out loss, key biases − plain", difference(WITH_BIAS, metric("loss"), BIAS), at_most(LOSS))),
         (WITH_BIAS,), published=published("WSE table 4", {"difference": 73.34}, "60M model: S* 73.34, S₀ 0.00 %")),
-    Claim("W-52", "fig. 7", "Key biases end massive activations.",
-        (Part("norm at 0 ÷ others, layer with the largest",
-            where_norms_are(WITH_BIAS, of_one(WITH_BIAS, norm_ratio, BIAS, PLAIN)), below(MASSIVE)),
-         Part("of plain training", of_one(WITH_BIAS, norm_ratio, PLAIN), at_least(MASSIVE))), (WITH_BIAS,)),
+    Claim("W-52", "fig. 7", "Key and key-value biases end massive activations, value biases do not.",
+        (*(Part(f"norm at 0 ÷ others, layer with the largest, {name}",
+            where_norms_are(role, of_one(role, norm_ratio, arm, PLAIN)), test)
+            for name, role, arm, test in (("key biases", WITH_BIAS, BIAS, below(MASSIVE)),
+                ("key-value biases", WITH_BIASES, BIASES, below(MASSIVE)),
+                ("value biases", WITH_VALUE, VALUE, at_least(MASSIVE)))),
+         Part("of plain training", of_one(WITH_BIAS, norm_ratio, PLAIN), at_least(MASSIVE))),
+        (WITH_BIAS, WITH_BIASES, WITH_VALUE)),
     Claim("W-49", "table 4", "And key-value biases.",
         (Part("S* − S₀ in points", _moves(WITH_BIASES, BIASES), above(SINK)),), (WITH_BIASES,),
         published=published("WSE table 4", {"difference": 72.72}, "60M model: S* 72.76, S₀ 0.04 %; shared by heads "

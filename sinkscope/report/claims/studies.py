@@ -9,7 +9,7 @@ Each is found among everything that was given; where it is not, the command is n
 are of trainings with the same settings; where several settings were trained, those of one, which claims name.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -163,14 +163,18 @@ def _of_one_setting(
     return arms, _setting_of(chosen[0], [group[0] for group, _ in found], sinks)
 
 
-def _setting_of(chosen: Training, among: Sequence[Training], sinks: Sequence[float]) -> str:
-    """«learning_rate=0.002, of 2 settings that with most plain sinks: 0.0, 59.4 %»; empty where there is one."""
+def _setting_of(chosen: Training, among: Sequence[Training], sinks: Sequence[float], but: Container[str] = ()) -> str:
+    """«learning_rate=0.002, of 2 settings that with most plain sinks: 0.0, 59.4 %»; empty where there is one.
+
+    Args:
+        but: Settings that differ within each, too.
+    """
     same = [place for place, training in enumerate(among) if training.command == chosen.command]
     settings = [among[place].settings for place in same]
     if len(settings) == 1:
         return ""
     differing: dict[tuple[str, ...], str] = {}  # one name of settings that follow each other
-    for name in dict.fromkeys(name for each in settings for name in each):
+    for name in dict.fromkeys(name for each in settings for name in each if name not in but):
         values = tuple(str(each.get(name)) for each in settings)
         if len(set(values)) > 1:
             differing.setdefault(values, f"{name}={chosen.settings.get(name)}")
@@ -209,7 +213,7 @@ def _named(of: str) -> tuple[str, str]:
 
 
 def _find_factor(given: Given, of: str) -> FactorStudy | None:
-    """Of those among which this model is, the one with most levels."""
+    """Of those among which this model is the one with most levels; of several, as `_of_one_setting` has it."""
     name, arm = _named(of)
     factor = FACTORS[name]
     fresh = [training for training in given.trainings if training.command == "train"]
@@ -217,8 +221,15 @@ def _find_factor(given: Given, of: str) -> FactorStudy | None:
     for group in alike(fresh, factor.settings, factor.fixed):
         by_level = _by_level(group, factor.level, arm)
         if len(by_level) > 1 and given.name in {training.model for training in group}:
-            found.append(FactorStudy(_folders(group), by_level))
-    return max(found, key=lambda study: len(study.by_level), default=None)
+            found.append((group, by_level))
+    most = max((len(by_level) for _, by_level in found), default=0)
+    found = [(group, by_level) for group, by_level in found if len(by_level) == most]
+    if not found:
+        return None
+    sinks = [_plain_sinks(group) for group, _ in found]
+    group, by_level = found[int(np.argmax(sinks))]
+    setting = _setting_of(group[0], [group[0] for group, _ in found], sinks, factor.settings)
+    return FactorStudy(_folders(group), by_level, setting=setting)
 
 
 def _by_level(

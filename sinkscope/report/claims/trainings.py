@@ -143,6 +143,9 @@ class Steps:
         return Path(self.manifest["config"]["model"])
 
 
+OF_THE_START = {"deviation"}  # parameters of methods that say where a training begins, not what is trained
+
+
 def alike(
     trainings: Iterable[Training], but: Iterable[str] = (), fixed: Callable[[Training], Any] = lambda training: None
 ) -> list[list[Training]]:
@@ -186,8 +189,8 @@ def arms_by_seed(
 
     Args:
         trainings: With the same settings.
-        wanted: Methods as the folders name them, with parameters where only arms with these are wanted, and
-            "untouched": the model that all arms of a `retrofit` began from.
+        wanted: Methods as the folders name them, with parameters where only arms with these are wanted, and others at
+            their defaults but for their start's, and "untouched": the model that all arms of a `retrofit` began from.
         meant: Method → the variant that is meant where no parameters are wanted; without it only plain arms are.
     """
     wanted = list(wanted)
@@ -218,4 +221,4 @@ def _is_wanted(arm: Arm, typed: str, meant: Mapping[str, str]) -> bool:
     own = make_retrofit(arm.method, arm.parameters)
     named = dict(part.split("=") for part in given.split(","))
     asked = make_retrofit(method, named)
-    return all(getattr(own, name) == getattr(asked, name) for name in named)
+    return own.model_dump(exclude=OF_THE_START) == asked.model_dump(exclude=OF_THE_START)
