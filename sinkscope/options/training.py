@@ -31,9 +31,12 @@ class TrainingConfig(SeedOptions):
     accumulation: int = option(1, "Training", "Batches in a step.", metavar="N", ge=1)
     learning_rate: float = option(5e-5, "Training", "Of the model's own weights, by AdamW.", metavar="R", gt=0)
     new_learning_rate: float = option(1e-3, "Training", "Of the parameters that a method adds.", metavar="R", gt=0)
-    weight_decay: float = option(0.01, "Training", "Of the model's own weights.", metavar="W", ge=0)
+    weight_decay: float = option(0.01, "Training", "Weight decay, of what --decay says.", metavar="W", ge=0)
     decay: Literal["matrices", "all"] = option(
-        "matrices", "Training", "What is decayed: matrices alone, or also norms and biases.", metavar="WHAT"
+        "matrices",
+        "Training",
+        "What is decayed: matrices alone, or also norms, biases and what the method adds.",
+        metavar="WHAT",
     )
     beta1: float = option(0.9, "Training", "Of AdamW.", metavar="B", ge=0, lt=1)
     beta2: float = option(0.999, "Training", "Of AdamW; WSE has .95.", metavar="B", ge=0, lt=1)

@@ -1,5 +1,8 @@
 """n learned embeddings before the sequence (Darcet et al. 2023; VGA §1): tokens that every later one may attend to.
 
+They start at the mean of the vocabulary, which in a trained model is a token like others; in one with random weights
+it is much smaller, and `deviation=0.02` starts them at N(0, .02²), as WSE does.
+
 They stand directly before each sequence's first token, behind any padding on the left, so that a padded batch gives
 what each sequence gives alone. What goes in and what comes out keeps the text's own length: masks and positions are
 widened on the way in, logits cut on the way out, and the first token is not a target, as nothing predicts it in the
@@ -106,10 +109,13 @@ def _refuse(inputs: dict[str, Any]) -> None:
 
 class RegisterTokens(Retrofit):
     name: ClassVar[str] = "register-tokens"
-    about: ClassVar[str] = "learned embeddings before the sequence (count: 4), at first the vocabulary's mean"
+    about: ClassVar[str] = (
+        "learned embeddings before the sequence (count: 4), at first the vocabulary's mean (deviation of another start)"
+    )
     paper: ClassVar[str] = "VGA §1, Darcet 2023"
 
     count: int = Field(default=4, ge=1, le=10_000)
+    deviation: float = Field(default=0.0, ge=0, allow_inf_nan=False)  # of a start at N(0, deviation²), as WSE's
 
     def inapplicable(self, model: PreTrainedModel, family: Family) -> str | None:
         if family.prefix:
@@ -119,9 +125,10 @@ class RegisterTokens(Retrofit):
 
     def install(self, model: PreTrainedModel, family: Family) -> None:
         part = Registers(model, self.count, known_positions(model, family))
-        mean = mean_embedding(model)
+        first = part.get_buffer("first")
+        start = torch.randn_like(first) * self.deviation if self.deviation else mean_embedding(model)
         with torch.no_grad():
-            part.get_buffer("first").copy_(mean.expand(self.count, -1))
+            first.copy_(start.expand(self.count, -1))
         part.reset()
         model.add_module(RETROFIT, part)
 

@@ -98,7 +98,7 @@ def read_blocks(
     if is_written(text, dataset):
         name, rows = _packed(loaded, text, dataset, length, needed, bos)
     else:
-        config = make_config(input=text, seq_len=length, num_seqs=needed, seed=seed)
+        config = make_config(input=text, seq_len=length, num_seqs=needed, seed=seed, bos=bos)
         inputs = inputs_for(loaded, config)
         name, rows = inputs.condition, list(inputs.sequences)
     if len(rows) < 2:

@@ -272,18 +272,19 @@ def _arguments(config: TrainingConfig, folder: Path, kept: int, cpu: bool) -> Tr
 
 def parameter_groups(model: PreTrainedModel, config: TrainingConfig) -> list[dict[str, Any]]:
     """The parameters that require a gradient, for the optimizer: the model's own with and without weight decay, and
-    the new ones. Norms and biases are decayed only where all are asked for. What a retrofit has added never is: decay
-    would pull it back to 0, where most of it started.
+    the new ones. Norms and biases, and what a retrofit has added, are decayed only where all are asked for: decay would
+    pull it back to 0, where most of it started.
     """
-    new = new_parameters(model)
+    new = set(new_parameters(model))
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     matrices = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
-    decayed = (set(trained) if config.decay == "all" else matrices) - set(new)
-    rest = {"weight_decay": 0.0}
+    decayed = set(trained) if config.decay == "all" else matrices - new
+    of_all = config.weight_decay if config.decay == "all" else 0.0
+    of_new = {"lr": config.new_learning_rate, "weight_decay": of_all}
     groups = [
-        {"params": [p for name, p in trained.items() if name in decayed], "weight_decay": config.weight_decay},
-        {"params": [p for name, p in trained.items() if name not in decayed | set(new)], **rest},
-        {"params": [p for name, p in trained.items() if name in new], "lr": config.new_learning_rate, **rest},
+        {"params": [p for name, p in trained.items() if name in decayed - new], "weight_decay": config.weight_decay},
+        {"params": [p for name, p in trained.items() if name not in decayed | new], "weight_decay": 0.0},
+        {"params": [p for name, p in trained.items() if name in new], **of_new},
     ]
     return [group for group in groups if group["params"]]
 

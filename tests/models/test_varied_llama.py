@@ -253,6 +253,18 @@ def test_generates_the_same_with_the_cache_and_without(label: str) -> None:
         assert_close(ours, expected)
 
 
+@EACH
+def test_generates_the_same_with_a_static_cache(label: str) -> None:
+    model = made(label, torch.float32)
+    batch = padded(ragged_tokens((LENGTH, LENGTH - 3)), "left")
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    options |= {"attention_mask": batch.attention_mask, "output_logits": True, "return_dict_in_generate": True}
+    static = model.generate(batch.token_ids, cache_implementation="static", **options)
+    whole = model.generate(batch.token_ids, use_cache=False, **options)
+    for ours, expected in zip(static.logits, whole.logits, strict=True):
+        assert_close(ours, expected, 1e-5)
+
+
 def test_a_prefix_in_two_parts_is_refused() -> None:
     with pytest.raises(InputError, match="reads its 4 first tokens at once, and the cache holds 3"):
         shared("prefix").generate(IDS[:, :3], max_new_tokens=3, eos_token_id=None)

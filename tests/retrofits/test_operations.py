@@ -18,9 +18,14 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 import sinkscope
 from sinkscope.attention import kernels
+from sinkscope.attention.seam import open_seam
+from sinkscope.attention.streaming import streaming
+from sinkscope.attention.taps import OtherOperation
 from sinkscope.errors import InputError
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
+from sinkscope.models.varied_llama import VariedLlamaConfig
+from sinkscope.quantization.attention import attending_with
 from sinkscope.retrofits import retrofit_model
 from sinkscope.retrofits.operation import KINDS
 from sinkscope.text.batch import Batch
@@ -302,3 +307,43 @@ def test_what_cannot_be_is_refused() -> None:
         retrofit_model(plain_model("llama"), None, "key-bias", norm=2.0)
     with pytest.raises(InputError, match="it would be left out"):
         copy.deepcopy(shared("llama", "sigmoid")).set_attn_implementation("sdpa")
+
+
+@pytest.mark.parametrize("label", OPERATIONS)
+def test_other_kernels_compute_the_same_operation(label: str) -> None:
+    """That of a cache which holds everything, and that whose scores and weights may be quantized, here by nothing."""
+    model = shared("llama", label)
+    family = find_family(model)
+    with torch.no_grad(), in_double(model), open_seam(model, family) as seams:
+        expected = model(IDS, use_cache=False).logits
+        with streaming(model, family, seams, 1, IDS.shape[1]):
+            assert_close(model(IDS, use_cache=False).logits, expected)
+        with attending_with(seams, dict.fromkeys(seams, lambda part, x: x)):
+            assert_close(model(IDS, use_cache=False).logits, expected)
+
+
+@pytest.mark.parametrize("label", OPERATIONS)
+def test_logits_stay_float32_under_autocast(label: str) -> None:
+    model = shared("llama", label)
+    operation = next(module for module in model.modules() if isinstance(module, OtherOperation)).operation
+    drawn = torch.randn(3, 2, 4, 30, 8, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    call = kernels.AttentionCall(mask=None, scaling=0.3, operation=operation)
+    mix, lse = kernels.chunked_attention(*drawn, call)
+    with torch.autocast("cpu", torch.bfloat16):
+        mix_of_training, lse_of_training = kernels.chunked_attention(*drawn, call)
+    assert lse_of_training.dtype == torch.float32
+    assert torch.equal(lse_of_training, lse)
+    assert torch.equal(mix_of_training, mix)
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "relative", "bucket-number"])
+def test_a_product_of_features_has_no_room_for_a_bias_by_position(scheme: str) -> None:
+    for kind, (_, operation) in KINDS.items():
+        shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+        config = VariedLlamaConfig(vocab_size=50, position_scheme=scheme, **shape)
+        model = AutoModelForCausalLM.from_config(config)
+        if operation.similarity == "identity":
+            with pytest.raises(InputError, match="is a product of features alone"):
+                retrofit_model(model, None, "operation", kind=kind)
+        else:
+            retrofit_model(model, None, "operation", kind=kind)

@@ -1,5 +1,6 @@
 """What is measured at every log of a training, against the same computed from a model's weights in float64."""
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,23 @@ def test_a_fixed_token_is_measured_where_it_stands(method: str, before: int) -> 
 def test_a_token_behind_those_that_are_measured_has_no_rate(position: int, rows: bool) -> None:
     model = changed("none")
     assert sinks(model, find_family(model), IDS.numpy(), EPSILON, position)["metric"].eq("sink_rate").any() == rows
+
+
+@pytest.mark.parametrize("method", ["operation", "key-bias", "none"])
+def test_under_autocast_it_is_what_the_model_says_in_float32(method: str) -> None:
+    """As the Trainer wraps the model of a training in bf16."""
+    model = retrofit_model(plain_model("gpt2", torch.float32), None, method).requires_grad_(False)
+    exact, forward = of(model), model.forward
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return forward(*args, **kwargs)
+
+    model.forward = functools.wraps(forward)(wrapped)
+    found = of(model)
+    assert found.index.equals(exact.index)
+    total = [metric == "total_weight" for _, metric in exact.index]
+    np.testing.assert_allclose(found[total], exact[total], rtol=0.01)
 
 
 def test_the_first_token_is_that_of_the_text() -> None:

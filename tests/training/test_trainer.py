@@ -65,7 +65,7 @@ def test_the_history_says_how_far_the_gates_have_moved(tmp_path: Path) -> None:
     assert (moved.max() > 0).all()
 
 
-def test_new_parameters_have_a_learning_rate_of_their_own_and_no_decay(tmp_path: Path) -> None:
+def test_new_parameters_have_a_learning_rate_of_their_own_and_are_decayed_with_all_or_not(tmp_path: Path) -> None:
     changed = model("gpt2").requires_grad_(True)
     decayed, plain, new = parameter_groups(changed, config(weight_decay=0.1, new_learning_rate=1e-2))
     assert {id(p) for p in new["params"]} == {id(p) for p in new_parameters(changed).values()}
@@ -78,7 +78,7 @@ def test_new_parameters_have_a_learning_rate_of_their_own_and_no_decay(tmp_path:
     every, of_method = parameter_groups(changed, config(weight_decay=0.1, decay="all"))
     assert [id(p) for p in of_method["params"]] == [id(p) for p in new["params"]]
     assert sorted(id(p) for p in every["params"]) == sorted(id(p) for p in decayed["params"] + plain["params"])
-    assert every["weight_decay"] == 0.1
+    assert every["weight_decay"] == of_method["weight_decay"] == 0.1
 
 
 def test_one_step_of_adam_is_as_long_as_its_learning_rate(tmp_path: Path) -> None:
