@@ -257,6 +257,12 @@ def test_blocks_of_text_need_no_bos() -> None:
 BOS = ("auto", "never")
 
 
+def test_sampled_blocks_need_no_bos() -> None:
+    with_it, without = (read_blocks(loaded(), "sampled", None, 8, wanted=6, share=0.2, bos=bos) for bos in BOS)
+    assert (with_it.train[:, 0] == 1).all()
+    assert not (without.train[:, 0] == 1).all()
+
+
 def test_documents_end_with_an_eos() -> None:
     lines = [json.dumps({"text": "the drain"}), json.dumps({"text": "of"})] * 20
     blocks = read_blocks_of("\n".join(lines), Path("lines.jsonl"))

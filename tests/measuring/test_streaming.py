@@ -30,6 +30,7 @@ from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
 from sinkscope.report.figures import draw
 from sinkscope.report.run import Run
+from sinkscope.retrofits import retrofit_model
 from sinkscope.retrofits.key_bias import KeyBias
 from sinkscope.retrofits.registers import RETROFIT, registers_before
 from sinkscope.text.batch import Batch
@@ -247,6 +248,14 @@ def test_a_key_bias_reads_the_query_at_its_place_in_the_cache(monkeypatch: pytes
     right = streamed(model, ids, 0, 5)
     monkeypatch.setattr(KeyBias, "reads_query", False)
     assert (streamed(model, ids, 0, 5) - right)[:, 5:].abs().max() > 1e-3 * right.abs().max()
+
+
+def test_a_key_bias_with_a_value_is_refused_where_the_query_turns() -> None:
+    """Its weight would be that of the query at its place in the text."""
+    ids = tiny_tokens(2, 20)
+    with pytest.raises(InputError, match="its key biases have values"):
+        streamed(retrofit_model(smooth("llama"), None, "key-bias", value="learned"), ids, 0, 5)
+    streamed(retrofit_model(smooth("gpt2"), None, "key-bias", value="learned"), ids, 0, 5)
 
 
 # ------------------------------------------------------------- learned positions: transformers' own cache

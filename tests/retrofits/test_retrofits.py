@@ -317,6 +317,19 @@ def test_register_tokens_are_embeddings_before_the_text(name: str) -> None:
     torch.testing.assert_close(start.detach(), every.expand(2, -1))
 
 
+def test_register_tokens_start_where_they_are_asked_to() -> None:
+    """As WSE's do, of the seed's random state."""
+
+    def start(seed: int) -> torch.Tensor:
+        model = tiny_model("llama")
+        torch.manual_seed(seed)
+        return retrofit_model(model, None, "register-tokens", count=200, deviation=0.02).retrofit.embeddings.detach()
+
+    assert float(start(0).std()) == pytest.approx(0.02, rel=0.05)
+    assert torch.equal(start(0), start(0))
+    assert not torch.equal(start(0), start(1))
+
+
 @EACH_FAMILY
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
