@@ -11,6 +11,7 @@ from sinkscope.report.claims.evidence import Evidence
 from sinkscope.report.claims.quantities import sink_rates
 
 SINK = 10.0  # percent: a sink rate above this is a sink (W-1)
+LARGE_NORM = 2.0  # times that of later positions
 
 
 def before_and_after(evidence: Evidence, role: str, position: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -3,10 +3,7 @@
 Their sink rates are of the proxy |sim| ÷ Σ|sim|.
 """
 
-from collections.abc import Mapping
-
 import numpy as np
-from scipy import stats
 
 from sinkscope.report.claims.arms import SINK
 from sinkscope.report.claims.claim import Claim, Part, above, at_most, below
@@ -18,15 +15,15 @@ from sinkscope.report.claims.over_seeds import (
     metric,
     of_one,
     over_levels,
+    ranked,
     sink_rates,
     study_of,
-    together,
     with_a_sink,
 )
 from sinkscope.report.claims.published import published
-from sinkscope.report.claims.sink_outside_training import LOSS, MASSIVE, norm_ratio, where_norms_are, where_sinks_are
+from sinkscope.report.claims.sink_outside_training import LARGE_NORM, LOSS, norm_ratio, where_norms_are, where_sinks_are
 from sinkscope.report.claims.studies import FactorStudy
-from sinkscope.report.claims.trainings import PLAIN, Arm
+from sinkscope.report.claims.trainings import PLAIN
 
 NONE = 1.0  # percent: less is no sink
 RATE = metric("sink_rate", 100)
@@ -75,10 +72,6 @@ def _of_a_billion(evidence: Evidence) -> str | None:
     return None if count >= BILLION else f"it has {count / 1e6:,.0f} M parameters, fewer than a billion"
 
 
-def _with_scale(arms: Mapping[str, Arm]) -> float:
-    return float(stats.spearmanr(list(SCALED), [RATE(arms[arm]) for arm in SCALED.values()])[0])
-
-
 CLAIMS = (
     Claim("W-54", "table 6", "Without normalization there is no sink, at no cost.",
         (*(Part(f"sink rate of the proxy in %, {name}", _rate(OPEN, arm), below(NONE))
@@ -94,9 +87,9 @@ CLAIMS = (
             "60M model: softmax 18.18 %")),
     Claim("W-56", "fig. 8", "Without normalization no massive activations either.",
         (Part("norm at 0 ÷ others, layer with the largest, sigmoid",
-            where_norms_are(ONE, of_one(ONE, norm_ratio, SIGMOID, PLAIN)), below(MASSIVE)),), (ONE,)),
+            where_norms_are(ONE, of_one(ONE, norm_ratio, SIGMOID, PLAIN)), below(LARGE_NORM)),), (ONE,)),
     Claim("W-57", "table 14", "Scaling the normalizer down weakens the sink.",
-        (Part("rank correlation of the sink rate and α", together(SCALES, _with_scale, *SCALED.values()), above(0.0)),),
+        (Part("rank correlation of the sink rate and α", ranked(SCALES, RATE, SCALED), above(0.0)),),
         (SCALES,), published=published("WSE table 14", {"correlation": 0.9},
             "60M model: 29.10, 18.18, 9.41, 3.59, 4.53 % at α = 2, 1, 0.2, 0.1, 0.05", "†"), is_ours=False),
     Claim("W-58", "table 14", "Sigmoid attention has none at any learning rate and weight decay.",

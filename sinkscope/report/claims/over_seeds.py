@@ -9,6 +9,7 @@ from math import exp, nan
 from typing import TypeVar
 
 import numpy as np
+from scipy import stats
 
 from sinkscope.report.claims.arms import SINK
 from sinkscope.report.claims.claim import NotDefined
@@ -159,6 +160,15 @@ def _both(study: ArmStudy, method: str, first: np.ndarray, against: str, second:
     pairs = ((method, first), (against, second))
     means = ", ".join(f"{_label(study, name)} {values.mean():.3g}" for name, values in pairs)
     return f"{means}; {words_for_arms(study, scale)}"
+
+
+def ranked(role: str, of: OfArm, levels: Mapping[float, str]) -> Measure:
+    """The mean over seeds of the rank correlation of arms' numbers and their levels. `levels`: level → arm."""
+
+    def found(arms: Mapping[str, Arm]) -> float:
+        return float(stats.spearmanr(list(levels), [of(arms[arm]) for arm in levels.values()])[0])
+
+    return together(role, found, *levels.values())
 
 
 # --- plain trainings that differ in one setting

@@ -1,6 +1,6 @@
 """Claims of When Attention Sink Emerges (WSE §7.2) on models whose norms stand behind the residual sum."""
 
-from sinkscope.report.claims.arms import SINK
+from sinkscope.report.claims.arms import LARGE_NORM, SINK
 from sinkscope.report.claims.claim import Claim, Part, above, at_least, below
 from sinkscope.report.claims.estimates import Estimate, bootstrap
 from sinkscope.report.claims.evidence import Evidence
@@ -9,7 +9,6 @@ from sinkscope.report.claims.quantities import norm_ratios, sink_rates
 from sinkscope.report.claims.scopes import causal
 
 WIRING = "post-norm"
-MASSIVE = 2.0  # times the later positions' norm
 
 
 def _post_norm(evidence: Evidence) -> str | None:
@@ -34,6 +33,6 @@ CLAIMS = (
         (Part("sink rate at position 0 in %", _rate, above(SINK)),), scope=(causal, _post_norm),
         published=published("WSE §7.2", {"post-norm": 13.54})),
     Claim("W-44", "fig. 7", "There, states are massive before the norm, not behind it.",
-        (Part("norm at 0 ÷ later in front of the norm, layer with the largest", _in_front, at_least(MASSIVE)),
-         Part("behind it", _behind, below(MASSIVE))), scope=(causal, _post_norm)),
+        (Part("norm at 0 ÷ later in front of the norm, layer with the largest", _in_front, at_least(LARGE_NORM)),
+         Part("behind it", _behind, below(LARGE_NORM))), scope=(causal, _post_norm)),
 )  # fmt: skip

@@ -1,13 +1,9 @@
 """Claims of When Attention Sink Emerges (WSE §7) on trained sink tokens and biases, to which the sink moves or not."""
 
-from collections.abc import Callable, Mapping
-
-from scipy import stats
-
-from sinkscope.report.claims.arms import SINK
+from sinkscope.report.claims.arms import LARGE_NORM, SINK
 from sinkscope.report.claims.claim import Claim, Part, above, at_least, at_most, below
 from sinkscope.report.claims.evidence import Lacks, table_of
-from sinkscope.report.claims.over_seeds import Measure, OfArm, difference, metric, of_one, together, where_plain_has
+from sinkscope.report.claims.over_seeds import Measure, difference, metric, of_one, ranked, where_plain_has
 from sinkscope.report.claims.published import published
 from sinkscope.report.claims.trainings import PLAIN, Arm
 from sinkscope.retrofits import make_retrofit
@@ -19,7 +15,6 @@ WITH_TOKEN, WITH_BIAS, WITH_BIASES, WITH_VALUE = (f"train:{PLAIN},{arm}" for arm
 FIXED = {0.0: BIAS} | {float(norm): f"key-bias:value=axis,norm={norm}" for norm in (1, 5, 20)}
 WITH_FIXED = f"train:{','.join(FIXED.values())}"
 LOSS = 0.02  # nats: less is no cost
-MASSIVE = 2.0  # times the later positions' norm
 
 
 def _moved(arm: Arm) -> float:
@@ -46,17 +41,12 @@ def where_sinks_are(role: str, measure: Measure) -> Measure:
 
 def where_norms_are(role: str, measure: Measure) -> Measure:
     """Raises NotDefined where plain training has no token of a large norm."""
-    return where_plain_has("token of a large norm: that of position 0 ÷ others", norm_ratio, MASSIVE, role, measure)
+    return where_plain_has("token of a large norm: that of position 0 ÷ others", norm_ratio, LARGE_NORM, role, measure)
 
 
 def _moves(role: str, method: str) -> Measure:
     """S* − S₀ of an arm, beside that of plain training."""
     return where_sinks_are(role, of_one(role, _moved, method, PLAIN))
-
-
-def _with_norm(of: OfArm) -> Callable[[Mapping[str, Arm]], float]:
-    """The rank correlation of an arm's number and the norm of its fixed value."""
-    return lambda arms: float(stats.spearmanr(list(FIXED), [of(arms[arm]) for arm in FIXED.values()])[0])
 
 
 CLAIMS = (
@@ -70,10 +60,10 @@ CLAIMS = (
     Claim("W-52", "fig. 7", "Key and key-value biases end massive activations, value biases do not.",
         (*(Part(f"norm at 0 ÷ others, layer with the largest, {name}",
             where_norms_are(role, of_one(role, norm_ratio, arm, PLAIN)), test)
-            for name, role, arm, test in (("key biases", WITH_BIAS, BIAS, below(MASSIVE)),
-                ("key-value biases", WITH_BIASES, BIASES, below(MASSIVE)),
-                ("value biases", WITH_VALUE, VALUE, at_least(MASSIVE)))),
-         Part("of plain training", of_one(WITH_BIAS, norm_ratio, PLAIN), at_least(MASSIVE))),
+            for name, role, arm, test in (("key biases", WITH_BIAS, BIAS, below(LARGE_NORM)),
+                ("key-value biases", WITH_BIASES, BIASES, below(LARGE_NORM)),
+                ("value biases", WITH_VALUE, VALUE, at_least(LARGE_NORM)))),
+         Part("of plain training", of_one(WITH_BIAS, norm_ratio, PLAIN), at_least(LARGE_NORM))),
         (WITH_BIAS, WITH_BIASES, WITH_VALUE)),
     Claim("W-49", "table 4", "And key-value biases.",
         (Part("S* − S₀ in points", _moves(WITH_BIASES, BIASES), above(SINK)),), (WITH_BIASES,),
@@ -84,9 +74,9 @@ CLAIMS = (
             above(SINK)),),
         (WITH_VALUE,), published=published("WSE table 4", {"S₀": 17.53}, "60M model: 18.18 % without")),
     Claim("W-51", "table 5", "With a fixed value of the bias, S* falls and S₀ rises with its norm.",
-        (Part("rank correlation of S₀ and m", together(WITH_FIXED, _with_norm(metric("sink_rate")), *FIXED.values()),
+        (Part("rank correlation of S₀ and m", ranked(WITH_FIXED, metric("sink_rate"), FIXED),
             above(0.0)),
-         Part("of S* and m", together(WITH_FIXED, _with_norm(metric("sink_rate_outside")), *FIXED.values()),
+         Part("of S* and m", ranked(WITH_FIXED, metric("sink_rate_outside"), FIXED),
             below(0.0))), (WITH_FIXED,),
         published=published("WSE table 5", {"S₀ and m": 1.0, "S* and m": -1.0}, "60M model: S* 73.34, 70.03, 44.43, "
             "1.51 % and S₀ 0, 0.06, 3.71, 25.88 % with m = 0, 1, 5, 20"), is_ours=False),
