@@ -84,6 +84,17 @@ def test_a_learned_sink_takes_more_from_the_first_tokens() -> None:
     assert judged("W-5", run).outcome == judged("W-9", run).outcome == NOT_APPLIES
 
 
+@pytest.mark.parametrize(
+    ("operation", "applies"), [("sigmoid", False), ("p-norm softmax", False), ("elu-kernel", True)]
+)
+def test_equal_tokens_stay_equal_where_weights_have_one_sum(operation: str, applies: bool) -> None:
+    run = repeated("rotary", equal("rotary"))
+    run.manifest["model"]["operations"] = [operation]
+    found = judged("W-5", run)
+    assert (found.outcome == NOT_APPLIES) == (not applies)
+    assert applies or found.reason == f"its attention is {operation}, whose weights do not sum to 1"
+
+
 def test_something_in_front_of_the_repeated_token_leaves_nothing_to_judge() -> None:
     run = analysis({}, "repeated", family=family("rotary"))
     assert judged("W-5", run).outcome == judged("W-9", run).outcome == NOT_APPLIES

@@ -241,6 +241,43 @@ def test_biases_of_one_method_are_told_apart() -> None:
     assert [judged(claim, given).outcome for claim in ("W-48", "W-49", "S-14")] == [FAILS, HOLDS, HOLDS]
 
 
+def test_an_arm_with_further_parameters_is_another_one() -> None:
+    """Whatever their order in the folder is; where a bias starts is no difference."""
+    moved = {"attention_by_sequence": rates(0.05), "attention_outside": pd.DataFrame()}
+    meant, other = "key-bias:value=zero,deviation=0.02", "key-bias:value=zero,dimensions=1"
+    numbers: dict[str, Numbers] = {
+        meant: {"loss": LOW, "sink_rate_outside": [0.7] * 3},
+        other: {"loss": LOW, "sink_rate_outside": [0.0] * 3},
+    }
+    plain = {"none": {"loss": LOW, "sink_rate": [0.5] * 3}}
+
+    def outcome(*labels: str) -> Outcome:
+        arms = plain | {label: numbers[label] for label in labels}
+        tables = {label: [moved] * 3 for label in labels} | {"none": [{"attention_by_sequence": rates(0.5)}] * 3}
+        return judged("W-48", training(arms, tables=tables)).outcome
+
+    assert outcome(meant, other) == outcome(other, meant) == HOLDS
+    assert outcome(other) == Outcome.NOT_MEASURED
+
+
+@pytest.mark.parametrize(
+    ("norms", "expected"),
+    [
+        ((9, 1.1, 1.2, 8), HOLDS),
+        ((9, 1.1, 5, 8), FAILS),
+        ((9, 1.1, 1.2, 1.3), FAILS),
+        ((1.5, 1, 1, 1), Outcome.DOES_NOT_APPLY),
+    ],
+)
+def test_which_biases_end_massive_activations(norms: Sequence[float], expected: Outcome) -> None:
+    labels = ("none", "key-bias:value=zero,deviation=0.02", "key-bias:value=learned,deviation=0.02", "value-bias")
+    tables = {
+        label: [{"summary": pd.DataFrame({"metric": "norm_ratio", "layer": [0], "value": [norm]})}] * 3
+        for label, norm in zip(labels, norms, strict=True)
+    }
+    assert judged("W-52", training({label: {"loss": LOW} for label in labels}, tables=tables)).outcome == expected
+
+
 @pytest.mark.parametrize(("rates_at", "expected"), [((0.0, 0.01, 0.04, 0.26), HOLDS), ((0.3, 0.2, 0.1, 0.0), FAILS)])
 def test_a_fixed_value_drives_the_sink_back(rates_at: Sequence[float], expected: Outcome) -> None:
     labels = ["key-bias:deviation=0.02", *(f"key-bias:value=axis,norm={norm}" for norm in (1, 5, 20))]
