@@ -4,7 +4,7 @@ from collections.abc import Callable
 from math import inf, isclose, isfinite
 from typing import Any
 
-from sinkscope.report.claims.claim import NotDefined
+from sinkscope.report.claims.claim import NotDefined, estimated
 from sinkscope.report.claims.claim import Outcome as Judged
 from sinkscope.report.claims.estimates import Estimate
 from sinkscope.report.claims.evidence import MAIN, Evidence, Lacks
@@ -27,7 +27,7 @@ def evidence_of(run: RunData) -> Evidence:
 def measured(measure: Callable[[Evidence], Estimate], evidence: Evidence) -> Estimate | None:
     """None where the quantity does not exist, or the run lacks its table."""
     try:
-        return measure(evidence)
+        return estimated(measure, evidence)
     except (NotDefined, Lacks):
         return None
 

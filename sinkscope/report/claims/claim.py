@@ -177,8 +177,7 @@ def judge(claim: Claim, evidence: Evidence) -> Judgment:
     if missing:
         return Judgment(claim, Outcome.NOT_MEASURED, reason=evidence.command(missing[0]))
     try:
-        with np.errstate(divide="ignore", invalid="ignore"):  # what is 0 ÷ 0 is NaN, of which nothing is said
-            estimates = tuple(_beside_null(part, claim, evidence) for part in claim.parts)
+        estimates = tuple(_beside_null(part, claim, evidence) for part in claim.parts)
     except NotDefined as reason:
         return Judgment(claim, Outcome.DOES_NOT_APPLY, reason=str(reason))
     except Lacks as reason:
@@ -186,13 +185,19 @@ def judge(claim: Claim, evidence: Evidence) -> Judgment:
     return Judgment(claim, _together(Judgment(claim, Outcome.HOLDS, estimates).outcomes), estimates)
 
 
+def estimated(measure: Callable[[Evidence], Estimate], evidence: Evidence) -> Estimate:
+    """What is measured; of 0 ÷ 0 NaN, of which nothing is said."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return measure(evidence)
+
+
 def _beside_null(part: Part, claim: Claim, evidence: Evidence) -> Estimate:
     """What is measured of the model as it is, beside the same of random weights."""
-    estimate = part.measure(evidence)
+    estimate = estimated(part.measure, evidence)
     if set(claim.needs) != {MAIN} or not evidence.has(NULL) or not isnan(estimate.null):
         return estimate
     try:
-        return estimate.against(part.measure(evidence.null).value)
+        return estimate.against(estimated(part.measure, evidence.null).value)
     except (NotDefined, Lacks):
         return estimate
 
