@@ -194,5 +194,11 @@ def test_its_figures(rows: pd.DataFrame) -> None:
     assert sorted(drawn.values()) == pytest.approx(sorted(means))
 
 
+def test_curves_say_how_many_seeds_they_are_of() -> None:
+    both = {("learning_rate=1", "none"): [0.1, 0.2], ("learning_rate=2", "none"): [0.3]}
+    title = draw_all(OF_SWEEP, SweepTables({TABLE: table(both)}, {}))["sweep-training-sink"].get_suptitle()
+    assert "mean and range of 1 to 2 seeds" in title
+
+
 def test_without_trainings_there_are_none() -> None:
     assert not set(draw_all(OF_SWEEP, SweepTables({}, {}))) & set(NAMES)

@@ -54,9 +54,11 @@ def step_label(step: float) -> str:
     return f"{step:g}"
 
 
-def seeds_words(count: int) -> str:
-    """What curves by step, which are means, and their bands are over."""
-    return f"mean and range of {count} seeds" if count > 1 else "1 seed"
+def seeds_words(count: int, least: int | None = None) -> str:
+    """What curves by step, which are means, and their bands are over; where some have fewer seeds, of `least` on."""
+    if count == 1:
+        return "1 seed"
+    return f"mean and range of {count if least in (None, count) else f'{least} to {count}'} seeds"
 
 
 def steps_title(runs: Checkpoints, *more: str) -> str:

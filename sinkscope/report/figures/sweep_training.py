@@ -73,5 +73,6 @@ def _panels(rows: pd.DataFrame, name: str, look: Look) -> tuple[Figure, list[Axe
 def _said_of_all(rows: pd.DataFrame) -> list[str]:
     """The setting that titles are values of, if it is one, and what curves are over."""
     key, _ = without_key(list(rows[LEVEL].unique()))
-    seeds = seeds_words(rows.groupby(LEVEL)["seed"].nunique().max())
+    counts = rows.groupby(LEVEL)["seed"].nunique()
+    seeds = seeds_words(counts.max(), counts.min())
     return [f"by {key}", seeds] if key else [seeds]
