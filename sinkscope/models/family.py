@@ -27,6 +27,7 @@ RESIDUAL_SITES = ("layer_in", "attn_norm", "attn_out", "mid", "mlp_norm", "mlp_o
 
 ATTENTION, NOT_RUN = "attention", "not run"  # kinds of a layer; the second stands aside when text is read alone
 NO_POSITIONS, UNKNOWN_POSITIONS = "none", "unknown"  # kinds of positions
+ON_LOGITS = {"alibi", "relative"}  # kinds of positions that are a bias on the logits
 FEED_FORWARD = ("mlp", "moe", "feed_forward")  # kinds of layers that mix no tokens, as configurations name them
 
 

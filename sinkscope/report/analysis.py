@@ -18,14 +18,7 @@ from sinkscope.report.claims.nu import delta_gaps
 from sinkscope.report.claims.quantities import gradient_ratio, sink_heads
 from sinkscope.report.claims.register import CLAIMS
 from sinkscope.report.markdown import Report
-from sinkscope.report.positions import (
-    ADDED,
-    WITHIN_ATTENTION,
-    kinds_of_positions,
-    mixing_layers,
-    outside,
-    unequal_weights,
-)
+from sinkscope.report.positions import ADDED, WITHIN_ATTENTION, kinds_of_positions, unequal
 from sinkscope.report.wse_table_1 import LENGTH, SETTING
 from sinkscope.results.findings import (
     ALMOST_NO_SINK,
@@ -205,10 +198,10 @@ def _repeated(run: RunData, evidence: Evidence) -> Iterator[Finding]:
 
 def _expected_on_repeated(run: RunData) -> Finding:
     positions = run.manifest["family"]["positions"]
-    kinds, mixing = kinds_of_positions(run), _counted(mixing_layers(run))
-    besides, operations = " and ".join(outside(run)), " and ".join(unequal_weights(run))
-    if mixing or besides or operations or not kinds <= ADDED | WITHIN_ATTENTION:
-        numbers = {"positions": positions, "others": mixing, "outside": besides, "operations": operations}
+    kinds, reasons = kinds_of_positions(run), unequal(run)
+    if any(reasons.values()) or not kinds <= ADDED | WITHIN_ATTENTION:
+        mixing = _counted(reasons.pop("others"))
+        numbers = {"positions": positions, "others": mixing} | {name: " and ".join(of) for name, of in reasons.items()}
         return Finding("repeated", SINK, Outcome.UNDECIDED, numbers=numbers)
     outcome = Outcome.PRESENT if kinds & ADDED else Outcome.ABSENT
     return Finding("repeated", SINK, outcome, numbers={"positions": positions})

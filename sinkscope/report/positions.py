@@ -1,12 +1,11 @@
 """What a run says of its model's positions, and whether equal tokens stay equal under them (WSE §3.3)."""
 
-from sinkscope.models.family import ATTENTION, FEED_FORWARD, NO_POSITIONS, NOT_RUN
+from sinkscope.models.family import ATTENTION, FEED_FORWARD, NO_POSITIONS, NOT_RUN, ON_LOGITS
 from sinkscope.results.run import RunData
+from sinkscope.retrofits.operation import SUM_TO_ONE
 
 ADDED = {"learned", "sinusoidal"}  # to the embeddings, where they tell equal tokens apart
-WITHIN_ATTENTION = {"rotary", "alibi", "relative", NO_POSITIONS}  # which alone tells nothing apart
-
-SUM_TO_ONE = {"scaled softmax", "sigmoid-normalized", "elu-kernel"}  # or to another constant
+WITHIN_ATTENTION = {"rotary", *ON_LOGITS, NO_POSITIONS}  # which alone tells nothing apart
 
 
 def kinds_of_positions(run: RunData) -> set[str]:
@@ -18,6 +17,11 @@ def mixing_layers(run: RunData) -> list[str]:
     """The kinds of those layers that mix tokens, and not by attention."""
     kinds = run.manifest["family"].get("kinds") or ()
     return [kind.replace("_", " ") for kind in kinds if kind not in (ATTENTION, NOT_RUN, *FEED_FORWARD)]
+
+
+def unequal(run: RunData) -> dict[str, list[str]]:
+    """Why equal tokens do not stay equal, whatever their positions are: of each of three reasons what it is of."""
+    return {"outside": outside(run), "operations": unequal_weights(run), "others": mixing_layers(run)}
 
 
 def unequal_weights(run: RunData) -> list[str]:

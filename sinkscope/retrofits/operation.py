@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from sinkscope.attention.operations import Operation
 from sinkscope.attention.taps import NAME, OtherOperation
 from sinkscope.errors import unknown
-from sinkscope.models.family import Family
+from sinkscope.models.family import ON_LOGITS, Family
 from sinkscope.models.towers import text_tower
 from sinkscope.retrofits.retrofit import AttentionPart, Layer, Retrofit
 
@@ -35,7 +35,9 @@ KINDS: dict[str, tuple[str, Operation]] = {
 }
 
 
-BIASES = {"alibi", "relative"}  # kinds of positions that are added to the logits
+SCALED = "scaled softmax"  # by α
+# of which a query's weights have one sum, however many tokens it sees
+SUM_TO_ONE = {SCALED, *(kind for kind, (_, operation) in KINDS.items() if operation.divisor == "sum")}
 
 
 class AttendBy(AttentionPart, OtherOperation):
@@ -100,12 +102,12 @@ class AttentionOperation(Retrofit):
             return "its own code computes softmax: it does not call transformers' attention interface"
         if any(hasattr(attention, "sinks") for attention in family.attentions(model).values()):
             return "it has learnable sinks of its own, which are of softmax"
-        if KINDS[self.kind][1].similarity == "identity" and family.kinds_of_positions & BIASES:
+        if KINDS[self.kind][1].similarity == "identity" and family.kinds_of_positions & ON_LOGITS:
             return f"its positions are a bias on the logits, and {self.kind} is a product of features alone"
         return super().inapplicable(model, family)
 
     def part(self, layer: Layer) -> AttendBy:
         features, operation = KINDS[self.kind]
         operation = replace(operation, factor=self.factor, power=self.power)
-        changed = "p-norm softmax" if self.power != 1.0 else "scaled softmax" if self.factor != 1.0 else self.kind
+        changed = "p-norm softmax" if self.power != 1.0 else SCALED if self.factor != 1.0 else self.kind
         return AttendBy(layer, changed, operation, features)

@@ -85,7 +85,8 @@ def test_a_learned_sink_takes_more_from_the_first_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("operation", "applies"), [("sigmoid", False), ("p-norm softmax", False), ("elu-kernel", True)]
+    ("operation", "applies"),
+    [("sigmoid", False), ("p-norm softmax", False), ("elu-kernel", True), ("softmax", True), ("scaled softmax", True)],
 )
 def test_equal_tokens_stay_equal_where_weights_have_one_sum(operation: str, applies: bool) -> None:
     run = repeated("rotary", equal("rotary"))

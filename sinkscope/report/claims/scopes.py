@@ -3,14 +3,13 @@
 from collections.abc import Callable
 
 from sinkscope.report.claims.evidence import Evidence
-from sinkscope.report.positions import (
-    ADDED,
-    WITHIN_ATTENTION,
-    kinds_of_positions,
-    mixing_layers,
-    outside,
-    unequal_weights,
-)
+from sinkscope.report.positions import ADDED, WITHIN_ATTENTION, kinds_of_positions, unequal
+
+UNEQUAL = {  # why equal tokens do not stay equal, by the names of `unequal`
+    "outside": "attention also goes to {}, the more the fewer tokens a query sees",
+    "operations": "its attention is {}, whose weights do not sum to 1",
+    "others": "{} layers mix tokens, too",
+}
 
 
 def _positions(evidence: Evidence) -> str:
@@ -43,12 +42,9 @@ def some_positions(kind: str) -> Callable[[Evidence], str | None]:
 def equal_tokens_stay_equal(evidence: Evidence) -> str | None:
     """Attention alone mixes tokens, gives them all its weight, and nothing tells equal ones apart (WSE §3.3)."""
     run = evidence.any_run
-    if besides := outside(run):
-        return f"attention also goes to {besides[0]}, the more the fewer tokens a query sees"
-    if others := unequal_weights(run):
-        return f"its attention is {others[0]}, whose weights do not sum to 1"
-    if mixing := mixing_layers(run):
-        return f"{mixing[0]} layers mix tokens, too"
+    for reason, of in unequal(run).items():
+        if of:
+            return UNEQUAL[reason].format(of[0])
     found = kinds_of_positions(run) <= WITHIN_ATTENTION
     return None if found else f"its positions are {_positions(evidence)}"
 
