@@ -183,9 +183,9 @@ class Tracer:
         read = self._attention(layer, batch)
         plain = read.detached()
         self._finite.append((layer, _all_finite(plain.lse, batch)))
-        for observable in watching:
-            if not observable.backward:
-                with without_autocast(plain.query):
+        with without_autocast(plain.query):
+            for observable in watching:
+                if not observable.backward:
                     observable.see_attention(layer, plain, batch)
         backward = [observable for observable in watching if observable.backward]
         if backward or self.family.gated:

@@ -278,11 +278,11 @@ def parameter_groups(model: PreTrainedModel, config: TrainingConfig) -> list[dic
     new = set(new_parameters(model))
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     matrices = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
-    decayed = set(trained) if config.decay == "all" else matrices - new
-    of_all = config.weight_decay if config.decay == "all" else 0.0
-    of_new = {"lr": config.new_learning_rate, "weight_decay": of_all}
+    decays_all, decay = config.decay == "all", config.weight_decay
+    decayed = set(trained) if decays_all else matrices
+    of_new = {"lr": config.new_learning_rate, "weight_decay": decay if decays_all else 0.0}
     groups = [
-        {"params": [p for name, p in trained.items() if name in decayed - new], "weight_decay": config.weight_decay},
+        {"params": [p for name, p in trained.items() if name in decayed - new], "weight_decay": decay},
         {"params": [p for name, p in trained.items() if name not in decayed | new], "weight_decay": 0.0},
         {"params": [p for name, p in trained.items() if name in new], **of_new},
     ]

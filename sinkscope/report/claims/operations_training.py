@@ -9,6 +9,7 @@ from sinkscope.report.claims.arms import SINK
 from sinkscope.report.claims.claim import Claim, Part, above, at_most, below
 from sinkscope.report.claims.estimates import Estimate
 from sinkscope.report.claims.evidence import Evidence
+from sinkscope.report.claims.factor_studies import RATE as PLAIN_RATE
 from sinkscope.report.claims.over_seeds import (
     Measure,
     difference,
@@ -47,7 +48,6 @@ SCALES = _role(*(arm for arm in SCALED.values() if arm != PLAIN))
 
 
 RATES, DECAYS = (f"factor:{name},{SIGMOID}" for name in ("learning-rate", "weight-decay"))
-PLAIN_RATES = "factor:learning-rate"
 BILLION = 0.9e9  # parameters
 
 
@@ -58,7 +58,7 @@ def _largest(levels: np.ndarray, rates: np.ndarray) -> np.ndarray:
 
 def _largest_without(evidence: Evidence) -> Estimate:
     """Over learning rates. Raises NotDefined where softmax has no sink at any, which sigmoid could lack."""
-    with_a_sink(sink_rates(study_of(evidence, PLAIN_RATES, FactorStudy))[1])
+    with_a_sink(sink_rates(study_of(evidence, PLAIN_RATE, FactorStudy))[1])
     return over_levels(RATES, _largest)(evidence)
 
 
@@ -94,7 +94,7 @@ CLAIMS = (
             "60M model: 29.10, 18.18, 9.41, 3.59, 4.53 % at α = 2, 1, 0.2, 0.1, 0.05", "†"), is_ours=False),
     Claim("W-58", "table 14", "Sigmoid attention has none at any learning rate and weight decay.",
         (Part("sink rate of the proxy in %, rate with the most", _largest_without, below(NONE)),
-         Part("weight decay with the most", over_levels(DECAYS, _largest), below(NONE))), (RATES, DECAYS, PLAIN_RATES),
+         Part("weight decay with the most", over_levels(DECAYS, _largest), below(NONE))), (RATES, DECAYS, PLAIN_RATE),
         published=published("WSE table 14", {"lowest": 0.18, "highest": 0.81})),
     Claim("W-59", "§7.4", "Nor has it at 1 B.",
         (Part("sink rate of the proxy, sigmoid − softmax, in points", difference(ONE, RATE, SIGMOID), below(-SINK)),),

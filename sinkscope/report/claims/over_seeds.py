@@ -204,18 +204,18 @@ def over_levels(role: str, of: Callable[[np.ndarray, np.ndarray], np.ndarray]) -
     def measure(evidence: Evidence) -> Estimate:
         study = study_of(evidence, role, FactorStudy)
         levels, rates = sink_rates(study)
-        return mean_of_runs(of(np.array(levels), rates)).over(with_setting(study, by_level(levels, rates)))
+        return mean_of_runs(of(np.array(levels), rates)).over(by_level(study, levels, rates))
 
     return measure
 
 
-def by_level(levels: Iterable[Level], rates: np.ndarray) -> str:
-    """«0.001: 2.1, 0.01: 18.3 %; 3 seeds, Student's t»."""
+def by_level(study: FactorStudy, levels: Iterable[Level], rates: np.ndarray) -> str:
+    """«0.001: 2.1, 0.01: 18.3 %; 3 seeds, Student's t», behind the setting that is read, where there are several."""
     means = ", ".join(
         f"{level if isinstance(level, str) else format(level, '.10g')}: {rate:.1f}"
         for level, rate in zip(levels, rates.mean(0), strict=True)
     )
-    return f"{means} %; {words_for(len(rates))}"
+    return with_setting(study, f"{means} %; {words_for(len(rates))}")
 
 
 def with_a_sink(rates: np.ndarray) -> np.ndarray:

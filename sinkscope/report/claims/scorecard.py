@@ -40,6 +40,7 @@ from sinkscope.results.tables import LEADING_COLUMNS, Column, names_of, read_tab
 Measured = TypeVar("Measured", bound=RunData)
 
 COMMAND = "claims"
+NOT_JUDGED = (Outcome.DOES_NOT_APPLY, Outcome.NOT_MEASURED)
 NEEDS = tuple(need for claim in CLAIMS.values() for need in claim.needs)
 TABLE = "claim"
 COLUMNS = (
@@ -213,9 +214,7 @@ def scorecard_markdown(card: Scorecard) -> str:
         parts += [f"### {paper}"]
         if len(decided):
             parts += [as_markdown(_printed(decided)), *_published_lines(decided)]
-        parts += [
-            text for outcome in (Outcome.DOES_NOT_APPLY, Outcome.NOT_MEASURED) if (text := _others(rows, outcome))
-        ]
+        parts += [text for outcome in NOT_JUDGED if (text := _others(rows, outcome))]
     return "\n\n".join([*parts, *_gamma_lines(card), *_routes_lines(card)])
 
 
@@ -247,11 +246,10 @@ def _side_by_side(card: Scorecard) -> str:
     decided = _decided(card)
     others = ", ".join(name for name in card.by_model.index if name not in decided.index)
     parts = [f"## Claims, {len(card.models)} models"]
-    parts += [f"- {model}: {_counts(card.table[card.table['model'] == model])}" for model in card.models]
+    by_model = {model: card.table[card.table["model"] == model] for model in card.models}
+    parts += [f"- {model}: {_counts(rows)}" for model, rows in by_model.items()]
     parts += [as_markdown(_outcomes(decided)), f"Decided by no model: {others}."]
-    reasons = {
-        model: _by_reason(card.table[card.table["model"] == model], Outcome.DOES_NOT_APPLY) for model in card.models
-    }
+    reasons = {model: _by_reason(rows, Outcome.DOES_NOT_APPLY) for model, rows in by_model.items()}
     if any(reasons.values()):
         parts += ["Why claims do not apply:", *(f"- {model}: {text}." for model, text in reasons.items() if text)]
     return "\n\n".join([*parts, *_numbers_of_some(card), *_gamma_lines(card), *_routes_lines(card)])
@@ -260,12 +258,12 @@ def _side_by_side(card: Scorecard) -> str:
 def _decided(card: Scorecard) -> pd.DataFrame:
     """Rows claims that at least one model decides, columns models: outcomes."""
     wide = card.by_model.fillna(str(Outcome.NOT_MEASURED))
-    return wide[~wide.isin([str(Outcome.NOT_MEASURED), str(Outcome.DOES_NOT_APPLY)]).all(axis=1)]
+    return wide[~wide.isin(NOT_JUDGED).all(axis=1)]
 
 
 def _with_numbers(rows: pd.DataFrame) -> pd.DataFrame:
     """Those of claims that were judged."""
-    return rows[~rows["outcome"].isin([Outcome.DOES_NOT_APPLY, Outcome.NOT_MEASURED])]
+    return rows[~rows["outcome"].isin(NOT_JUDGED)]
 
 
 def _outcomes(decided: pd.DataFrame) -> pd.DataFrame:

@@ -8,7 +8,7 @@ from sinkscope.report.claims.arms import SINK
 from sinkscope.report.claims.claim import Claim, Part, above
 from sinkscope.report.claims.estimates import Estimate, mean_of_runs
 from sinkscope.report.claims.evidence import Evidence, Lacks, table_of
-from sinkscope.report.claims.over_seeds import by_level, common_seeds, study_of, with_a_sink, with_setting
+from sinkscope.report.claims.over_seeds import Measure, by_level, common_seeds, study_of, with_a_sink
 from sinkscope.report.claims.published import published
 from sinkscope.report.claims.studies import FactorStudy
 from sinkscope.results.run import RunData
@@ -35,39 +35,32 @@ def _rates(study: FactorStudy, level: int, position: int) -> np.ndarray:
 def _one_random(evidence: Evidence) -> Estimate:
     study = study_of(evidence, RANDOM, FactorStudy)
     rates = with_a_sink(np.stack([_rates(study, level, 0) for level in (0, 1)], axis=1))
-    return mean_of_runs(rates[:, 1] - rates[:, 0]).over(with_setting(study, by_level((0, 1), rates)))
+    return mean_of_runs(rates[:, 1] - rates[:, 0]).over(by_level(study, (0, 1), rates))
 
 
 def _two_random(evidence: Evidence) -> Estimate:
     study = study_of(evidence, RANDOM, FactorStudy)
     rates = with_a_sink(np.stack([_rates(study, 2, position) for position in (0, 1)], axis=1))
-    return mean_of_runs(rates[:, 1] - rates[:, 0]).over(with_setting(study, by_level(("S₀", "S₁"), rates)))
+    return mean_of_runs(rates[:, 1] - rates[:, 0]).over(by_level(study, ("S₀", "S₁"), rates))
 
 
-def _fixed(evidence: Evidence) -> Estimate:
-    """The smallest of the S_k, k the position of the fixed token."""
-    study = study_of(evidence, FIXED, FactorStudy)
-    rates = _by_fixed_token(study, rate_at)
-    return mean_of_runs(rates.min(1)).over(with_setting(study, by_level(study.by_level, rates)))
+def _at_fixed(of: Callable[[RunData, int], float]) -> Measure:
+    """The smallest over levels of a number of each run and the position k of its fixed token."""
+
+    def measure(evidence: Evidence) -> Estimate:
+        study = study_of(evidence, FIXED, FactorStudy)
+        seeds, levels = common_seeds(study), study.by_level
+        found = np.array([[of(runs[seed], int(level)) for level, runs in levels.items()] for seed in seeds])
+        return mean_of_runs(found.min(1)).over(by_level(study, levels, found))
+
+    return measure
 
 
-def _above_others(evidence: Evidence) -> Estimate:
-    """The smallest S_k less the largest sink rate at another position."""
-    study = study_of(evidence, FIXED, FactorStudy)
-    leads = _by_fixed_token(study, lambda run, at: rate_at(run, at) - _highest_beside(run, at))
-    return mean_of_runs(leads.min(1)).over(with_setting(study, by_level(study.by_level, leads)))
-
-
-def _by_fixed_token(study: FactorStudy, of: Callable[[RunData, int], float]) -> np.ndarray:
-    """(seeds, levels): a number of each run and the position of its fixed token."""
-    seeds = common_seeds(study)
-    return np.array([[of(runs[seed], int(level)) for level, runs in study.by_level.items()] for seed in seeds])
-
-
-def _highest_beside(run: RunData, position: int) -> float:
-    """The largest S_k in percent of the other positions that the run reports."""
+def _above_others(run: RunData, position: int) -> float:
+    """S_k less the largest sink rate in percent at another position that the run reports."""
     table = table_of(run, "attention_by_sequence")
-    return 100 * float(table[table["position"] != position].groupby("position")["sink_rate"].mean().max())
+    others = table[table["position"] != position].groupby("position")["sink_rate"].mean()
+    return rate_at(run, position) - 100 * float(others.max())
 
 
 CLAIMS = (
@@ -78,7 +71,8 @@ CLAIMS = (
         (Part("S₁ − S₀ in points, two tokens random", _two_random, above(0.0)),), (RANDOM,),
         published=published("WSE §5", {"difference": 12.10}, "60M model: S₀ 1.98, S₁ 14.08 %"), is_ours=False),
     Claim("W-37", "table 10", "A fixed token at position k makes k the sink.",
-        (Part("S_k in %, k with the least", _fixed, above(SINK)),
-         Part("S_k − the largest elsewhere in points, k with the least", _above_others, above(0.0))), (FIXED,),
+        (Part("S_k in %, k with the least", _at_fixed(rate_at), above(SINK)),
+         Part("S_k − the largest elsewhere in points, k with the least", _at_fixed(_above_others), above(0.0))),
+        (FIXED,),
         published=published("WSE table 10", {"k = 0": 74.11, "k = 1": 69.03, "k = 2": 69.64})),
 )  # fmt: skip

@@ -9,10 +9,10 @@ Each is found among everything that was given; where it is not, the command is n
 are of trainings with the same settings; where several settings were trained, those of one, which claims name.
 """
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,8 @@ from sinkscope.results.run import RunData
 
 SEEDS = 3  # that a command which is named trains with: two give hardly any interval
 TASK = "bigram-backcopy"
+
+Found = TypeVar("Found", bound=Sized)
 
 
 @dataclass(frozen=True)
@@ -154,16 +156,26 @@ def _of_one_setting(
     seen where there are some. Fine-tuned models have theirs from before: there it is the first.
     """
     found = [(group, arms) for group in alike(trainings) if (arms := arms_of(group))]
-    seeds = max((len(arms) for _, arms in found), default=0)
-    found = [(group, arms) for group, arms in found if len(arms) == seeds]
     if not found:
         return [], ""
+    _, arms, setting = _with_most(found)
+    return arms, setting
+
+
+def _with_most(
+    found: Sequence[tuple[list[Training], Found]], but: Container[str] = ()
+) -> tuple[list[Training], Found, str]:
+    """Of groups of trainings, each with what was found in it, those in which most was found, and of these the one whose
+    plain models end with most sinks; and which setting that is, in words. `but`: settings that differ within each.
+    """
+    most = max(len(own) for _, own in found)
+    found = [(group, own) for group, own in found if len(own) == most]
     sinks = [_plain_sinks(group) for group, _ in found]
-    chosen, arms = found[int(np.argmax(sinks))]
-    return arms, _setting_of(chosen[0], [group[0] for group, _ in found], sinks)
+    group, own = found[int(np.argmax(sinks))]
+    return group, own, _setting_of(group[0], [group[0] for group, _ in found], sinks, but)
 
 
-def _setting_of(chosen: Training, among: Sequence[Training], sinks: Sequence[float], but: Container[str] = ()) -> str:
+def _setting_of(chosen: Training, among: Sequence[Training], sinks: Sequence[float], but: Container[str]) -> str:
     """«learning_rate=0.002, of 2 settings that with most plain sinks: 0.0, 59.4 %»; empty where there is one.
 
     Args:
@@ -222,13 +234,9 @@ def _find_factor(given: Given, of: str) -> FactorStudy | None:
         by_level = _by_level(group, factor.level, arm)
         if len(by_level) > 1 and given.name in {training.model for training in group}:
             found.append((group, by_level))
-    most = max((len(by_level) for _, by_level in found), default=0)
-    found = [(group, by_level) for group, by_level in found if len(by_level) == most]
     if not found:
         return None
-    sinks = [_plain_sinks(group) for group, _ in found]
-    group, by_level = found[int(np.argmax(sinks))]
-    setting = _setting_of(group[0], [group[0] for group, _ in found], sinks, factor.settings)
+    group, by_level, setting = _with_most(found, factor.settings)
     return FactorStudy(_folders(group), by_level, setting=setting)
 
 
