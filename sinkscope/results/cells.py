@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from sinkscope.errors import InputError, SinkscopeError, one_line
 from sinkscope.options.files import read_json
 from sinkscope.options.recipe import COMPARISON
-from sinkscope.results.folders import alone_in, check_output, new_folder
+from sinkscope.results.folders import alone_in, check_no_link, check_output, new_folder
 from sinkscope.results.manifest import MANIFEST, read_manifest, write_manifest
 from sinkscope.results.swap import LOCK, NEW, OLD, PREFIX, beside, locked, new_file, put_right, remove
 
@@ -80,6 +80,7 @@ class CellFolders:
                     check_output(self.folder, overwrite, (COMMAND,))
                 else:
                     read_manifest(self.folder, (COMMAND,))
+                    check_no_link(self.folder)
                 stack.enter_context(self._part("-".join(map(str, part))))
                 self._claim({**manifest, "files": [f"{name}/" for name in (CELLS, COMPARISON, FAILED)]}, is_new)
             yield

@@ -120,13 +120,15 @@ def folder_of(path: str | os.PathLike[str]) -> Path:
 
 
 def tables_folder(folder: Path) -> Path:
-    """The folder with the tables of what a command wrote: of one that holds runs alone, as a sweep's, their comparison.
+    """The folder with the tables of what a command wrote: of one that holds runs alone, as a sweep's, their comparison,
+    unless a link leads to it.
 
     Raises:
         InputError: as `read_manifest` does.
     """
     comparison = folder / COMPARISON
-    return comparison if not read_manifest(folder, None)["tables"] and (comparison / MANIFEST).is_file() else folder
+    is_here = (comparison / MANIFEST).is_file() and not comparison.is_symlink()
+    return comparison if is_here and not read_manifest(folder, None)["tables"] else folder
 
 
 def read_manifest(folder: Path, commands: Collection[str] | None = RUNS) -> dict[str, Any]:
