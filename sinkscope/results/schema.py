@@ -40,6 +40,7 @@ class Manifest(Part):
     """What every run.json has."""
 
     sinkscope: str
+    format: Annotated[int, Field(ge=1, le=2**31)] = 1
     command: str
     config: dict[str, Any]
     tables: list[Name]
