@@ -129,19 +129,22 @@ class CellFolders:
 
     # --- what is there
 
-    def manifest(self, name: str, command: str, config: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The manifest of a cell that is done; None where it is not, or was measured with other options, which can be
-        by an older version's defaults. Commands that can go on write their tables last.
+    def manifest(self, name: str, command: str, config: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
+        """The manifest of a cell, and why the cell is measured again although it has one; "" where it is not.
+
+        The manifest is None where there is none, or where it cannot be read. It lists no tables while a command that
+        can be resumed is not finished.
         """
+        if not (self.run(name) / MANIFEST).exists():
+            return None, ""
         try:
             found = read_manifest(self.run(name), (command,))
         except InputError:
-            return None
+            return None, "what is there cannot be read"
         recorded = found["config"]
-        if not found["tables"]:
-            return None
+        # options may differ by an older version's defaults
         same = all(recorded[option] == value for option, value in config.items() if option in recorded)
-        return found if same else None
+        return found, "" if same else "it was measured with other options"
 
     def failure(self, name: str) -> Failure | None:
         """Of a cell that failed; None where it did not, or its file is damaged."""

@@ -12,6 +12,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import version
@@ -33,6 +35,17 @@ MANIFEST = "run.json"
 FORMAT = 2
 LIBRARIES = ("torch", "transformers", "nnsight", "accelerate", "pandas")
 RUNS = ("analyze", "intervene", "quantize")  # commands whose folder is one run, with tables of its own
+_NOTED: ContextVar[Mapping[str, Any]] = ContextVar("noted", default={})  # noqa: B039 (nothing changes it)
+
+
+@contextmanager
+def noting(**facts: Any) -> Iterator[None]:
+    """Give every run.json that is made in the block further entries."""
+    before = _NOTED.set(facts)
+    try:
+        yield
+    finally:
+        _NOTED.reset(before)
 
 
 def make_manifest(
@@ -53,6 +66,7 @@ def make_manifest(
         "command": command,
         "config": dict(config),
         **facts,
+        **_NOTED.get(),
         "versions": {name: version(name) for name in LIBRARIES},
         "python": platform.python_version(),
         "git_commit": _git_commit(),

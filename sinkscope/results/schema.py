@@ -45,6 +45,7 @@ class Manifest(Part):
     config: dict[str, Any]
     tables: list[Name]
     files: list[Annotated[str, AfterValidator(_inside)]] | None = None
+    read: dict[str, str] | None = None  # of a cell of a sweep: what it read → digest
 
 
 class Config(Part):
