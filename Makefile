@@ -102,9 +102,9 @@ report-models: install models  ## of pretrained models: 40 minutes on two cores
 define claims
 	$(BIN)/sinkscope claims $(2) --out runs/report/claims-$(1) --overwrite
 	rm -rf reports/claims/$(1)
-	mkdir -p reports/claims/$(1)
-	cp runs/report/claims-$(1)/run.json runs/report/claims-$(1)/scorecard.md reports/claims/$(1)/
-	cp runs/report/claims-$(1)/tables/claim.parquet runs/report/claims-$(1)/figures/scorecard.pdf reports/claims/$(1)/
+	mkdir -p reports/claims/$(1)/tables
+	cp $(addprefix runs/report/claims-$(1)/,run.json scorecard.md figures/scorecard.pdf) reports/claims/$(1)/
+	cp runs/report/claims-$(1)/tables/claim.parquet reports/claims/$(1)/tables/
 endef
 
 report-claims: install models  ## what the papers say, tested on three models: an hour on two cores
@@ -113,8 +113,9 @@ report-claims: install models  ## what the papers say, tested on three models: a
 	$(call claims,mgm,$(MGM))
 	$(BIN)/sinkscope claims --from runs/report/claims-smollm2-135m --from runs/report/claims-gemma3-270m \
 		--from runs/report/claims-mgm --out runs/report/claims --overwrite
-	cp runs/report/claims/run.json runs/report/claims/scorecard.md reports/claims/
-	cp runs/report/claims/figures/*.png runs/report/claims/tables/route.parquet reports/claims/
+	mkdir -p reports/claims/tables
+	cp runs/report/claims/run.json runs/report/claims/scorecard.md runs/report/claims/figures/*.png reports/claims/
+	cp runs/report/claims/tables/*.parquet reports/claims/tables/
 	$(SHRINK) reports/claims
 
 SWEPT := reports/offline-models

@@ -3,14 +3,17 @@
 PNG files get a palette of 256 colors in place of 16 million. Figures have few colors, and shades between them where
 lines are smoothed: no channel of a pixel of the figures in `reports/` changes by more than 16 of 255, and they take
 40 % of the space. Parquet files are compressed harder; of trainings by step that take more than LARGEST all the same,
-the last step is left.
+the last step is left. run.json lists the tables and files that are left.
 """
 
+import json
 import sys
 from pathlib import Path
 
 import pandas as pd
 from PIL import Image
+
+from sinkscope.results.manifest import files_in
 
 COLORS = 256
 LARGEST = 100_000  # bytes
@@ -34,7 +37,16 @@ def shrink_table(path: Path) -> None:
         table[table["step"] == table["step"].max()].to_parquet(path, index=False, **HARDER)
 
 
+def shrink_manifest(path: Path) -> None:
+    """Rewrite one run.json with the tables and files that are there."""
+    content, folder = json.loads(path.read_text(encoding="utf-8")), path.parent
+    content["tables"] = [name for name in content["tables"] if (folder / "tables" / f"{name}.parquet").is_file()]
+    if "files" in content:
+        content["files"] = files_in(folder)
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
 if __name__ == "__main__":
-    for kind, smaller in (("png", shrink_figure), ("parquet", shrink_table)):
-        for found in sorted(Path(sys.argv[1]).rglob(f"*.{kind}")):
+    for kind, smaller in (("*.png", shrink_figure), ("*.parquet", shrink_table), ("run.json", shrink_manifest)):
+        for found in sorted(Path(sys.argv[1]).rglob(kind)):
             smaller(found)

@@ -1,6 +1,6 @@
 """`compare`: runs or scorecards side by side, from their folders alone: no model is loaded.
 
-A single folder that holds several runs already, as of a sweep, has its own tables printed.
+Of a single folder that compares something itself, as of a sweep or of interventions, its own tables are printed.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,40 +13,50 @@ from sinkscope.errors import InputError
 from sinkscope.options.output import CompareOptions, OutputOptions
 from sinkscope.report.claims.scorecard import Scorecard
 from sinkscope.report.comparison import Comparison, differing_lines
+from sinkscope.report.retrofit_table import retrofit_summaries
+from sinkscope.report.run import Run
 from sinkscope.report.series import COMMAND as SERIES
 from sinkscope.report.series import Series
 from sinkscope.report.side_by_side import compare
 from sinkscope.report.sweep import open_comparison, summary_tables
 from sinkscope.report.table_formats import formatted
-from sinkscope.report.trained import Trained
+from sinkscope.report.trained import tables_of_arms
 from sinkscope.results.cells import COMMAND as SWEEP
-from sinkscope.results.manifest import folder_of, read_manifest, tables_folder
+from sinkscope.results.manifest import FORMAT, folder_of, format_of, older, read_manifest, tables_folder
 
-# command that wrote a folder of several runs → its summary tables by title
-_OF_SEVERAL: Mapping[str, Callable[[Path], Mapping[str, pd.DataFrame]]] = {
+# command that wrote a folder which compares something itself → its summary tables by title
+_OF_ONE: Mapping[str, Callable[[Path], Mapping[str, pd.DataFrame]]] = {
     SERIES: lambda folder: Series.open(folder).summary_tables,
     SWEEP: lambda folder: summary_tables(open_comparison(tables_folder(folder))),
-    **dict.fromkeys(("retrofit", "train"), lambda folder: Trained.open(folder).summary_tables),
+    **dict.fromkeys(("retrofit", "train"), lambda folder: retrofit_summaries(tables_of_arms(folder)[1]["retrofit"])),
+    **dict.fromkeys(("intervene", "quantize"), lambda folder: Run.open(folder).summary_tables),
     "claims": lambda folder: Scorecard.open(folder).summary_tables,
 }
 
 
 def command(options: CompareOptions, output: OutputOptions) -> Result:
+    old = [line for run in options.runs if (line := _older(folder_of(run)))]
     if len(options.runs) == 1 and (tables := _tables_of(folder_of(options.runs[0]))):
         if output.out is not None:
             raise InputError(f"--out: {options.runs[0]} has its tables and figures already")
         parts = [formatted(table, options.format, title) for title, table in tables.items()]
-        return Result(tables, text="\n\n".join(parts))
+        return Result(tables, text="\n\n".join(parts), notes=old)
     found = compare(*options.runs, out=output.out, overwrite=output.overwrite, page=not output.no_page)
     text = "" if options.format == "text" else found.formatted(options.format)
     if isinstance(found, Comparison):
         numbers = None if text else found.table
-        return Result(found, text=text, numbers=numbers, notes=found.warnings, folder=output.out)
-    notes = differing_lines(found.manifest["differing"])
+        return Result(found, text=text, numbers=numbers, notes=[*old, *found.warnings], folder=output.out)
+    notes = [*old, *differing_lines(found.manifest["differing"])]
     return Result(found, "" if text else found.markdown, text, notes=notes, folder=output.out)
 
 
+def _older(folder: Path) -> str:
+    """A line on a folder of an older format; "" of others."""
+    manifest = read_manifest(folder, None)
+    return "" if format_of(manifest) == FORMAT else f"{folder} is of {older(manifest)}"
+
+
 def _tables_of(folder: Path) -> Mapping[str, pd.DataFrame]:
-    """Of a folder that holds several runs already; empty of others."""
+    """Of a folder that compares something itself; empty of others."""
     command = str(read_manifest(folder, None)["command"])
-    return _OF_SEVERAL[command](folder) if command in _OF_SEVERAL else {}
+    return _OF_ONE[command](folder) if command in _OF_ONE else {}

@@ -22,8 +22,18 @@ from sinkscope.commands.run import check_figures
 from sinkscope.commands.sweeping.engine import Pool, run_groups, split
 from sinkscope.commands.sweeping.evicting import Leaving
 from sinkscope.commands.sweeping.launched import Launched, check_launched, follow
-from sinkscope.commands.sweeping.plan import Planned, check_disk, groups_of, part_of, planned, sized, table_of
+from sinkscope.commands.sweeping.plan import (
+    Planned,
+    check_disk,
+    done_cell,
+    groups_of,
+    part_of,
+    planned,
+    sized,
+    table_of,
+)
 from sinkscope.commands.sweeping.progress import Progress, say, shown
+from sinkscope.commands.sweeping.reads import Reads
 from sinkscope.commands.sweeping.worker import Group, State, Task
 from sinkscope.errors import InputError, unknown
 from sinkscope.measuring.console import print_line
@@ -42,6 +52,7 @@ from sinkscope.report.wse_table_1 import WSE_TABLE_1
 from sinkscope.results.cells import COMMAND, CellFolders
 from sinkscope.results.manifest import make_manifest
 from sinkscope.results.metrics import METRICS
+from sinkscope.text.sequences import counted
 
 OF_THE_RUN = {
     "file",
@@ -155,7 +166,7 @@ def sweep(
         raise InputError("--overwrite removes the cells of all shards: delete the folder before they are started")
     mine = part_of(found.cells, asked.part)
     if asked.dry_run:
-        return SweepRun(found, sized(planned(mine, folders)), None, folders.folder)
+        return SweepRun(found, sized(planned(mine, folders, Reads())), None, folders.folder)
     with together(asked.device_map) as members:
         if not members.is_first:
             return follow(members)
@@ -180,7 +191,10 @@ def _swept(
     # the pool before anything is written: Ray may be missing
     with closing(_pool(asked, found.content.commands)) as pool, folders.begun(manifest, overwrite, asked.part):
         folders.put_right({cell.name for cell in mine})
-        plan = planned(mine, folders)
+        plan = planned(mine, folders, reads := Reads())
+        for why, count in Counter(each.message for each in plan if each.state == State.WAITING).items():
+            if why:
+                print_line(console, f"{counted(count, 'cell')} measured again: {why}")
         for each in plan:
             if each.state == State.DONE:  # a kill may have come between that and this
                 folders.forget(each.cell.name)
@@ -188,12 +202,12 @@ def _swept(
         todo = sized(wanted, pool.share)
         if asked.address is None:  # other machines have other disks
             check_disk(todo, pool.workers if asked.evict else None)
-        tasks = {each.cell.name: _task(found, each.cell, folders) for each in todo}
-        leaving = Leaving(found.cells, folders, tasks) if asked.evict else None
+        tasks = {each.cell.name: _task(found, each.cell, folders, reads) for each in todo}
+        leaving = Leaving(found.cells, folders, tasks, reads) if asked.evict else None
         failed = _measure(split(groups_of(todo, tasks), pool.workers), folders, pool, console, leaving)
         folders.put_right({cell.name for cell in mine})  # what a worker that was killed has left
-        plan = [_ended(each, failed) for each in planned(mine, folders)]
-        tables = compared(found, folders, start, page)
+        plan = [_ended(each, failed) for each in planned(mine, folders, reads)]
+        tables = compared(found, folders, start, page, reads)
     return SweepRun(found, plan, tables, folders.folder)
 
 
@@ -241,9 +255,9 @@ def _pool(asked: SweepOptions, commands: Iterable[str]) -> Pool:
     return Processes(default_workers() if asked.workers == "auto" else asked.workers, commands)
 
 
-def _task(found: Sweep, cell: Cell, folders: CellFolders) -> Task:
+def _task(found: Sweep, cell: Cell, folders: CellFolders, reads: Reads) -> Task:
     folder = folders.run(cell.name).absolute()
-    return Task(cell.name, cell.command, cell.options, folder, _figures(found, cell.command))
+    return Task(cell.name, cell.command, cell.options, folder, _figures(found, cell.command), reads.of(cell.options))
 
 
 def _measure(
@@ -276,14 +290,17 @@ def _ended(each: Planned, failed: Mapping[str, str]) -> Planned:
     return replace(each, state=State.FAILED, message=failed.get(each.cell.name, "it was not measured"))
 
 
-def compared(found: Sweep, folders: CellFolders, start: float, page: bool = True) -> SweepTables:
+def compared(
+    found: Sweep, folders: CellFolders, start: float, page: bool = True, reads: Reads | None = None
+) -> SweepTables:
     """Compare all cells of the sweep that are done, of all shards, and write the comparison."""
-    done = [
+    reads = reads or Reads()
+    measured = [
         Measured(cell, folders.run(cell.name), manifest)
         for cell in found.cells
-        if (manifest := folders.manifest(cell.name, cell.command, cell.config)) is not None
+        if (manifest := done_cell(cell, folders, reads)[0]) is not None
     ]
-    tables = sweep_tables(done)
+    tables = sweep_tables(measured)
     with folders.new_comparison() as fresh:
         write_comparison(tables, fresh, _record(found), start, page)
     return tables

@@ -40,6 +40,7 @@ from sinkscope.measuring.quantized import w8a8
 from sinkscope.measuring.subject import Subject, inputs_for, open_subject
 from sinkscope.measuring.tables import all_tables
 from sinkscope.models.family import Family
+from sinkscope.models.fingerprint import fingerprint
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.measuring import RunConfig, make_config
 from sinkscope.report.comparison import compare, write_comparison
@@ -92,6 +93,7 @@ class TrainingArms:
     def __post_init__(self) -> None:
         self.folder, self.console = self.plan.folder, self.plan.console
         self.held_out = self.folder / "held-out.npy"
+        self.read = {"text_sha256": self.blocks.sha256, "weights_sha256": fingerprint(self.loaded.model)}
         self.arms: dict[str, Any] = {}  # label → its record in the manifest
         self.files = FileList(self.folder, [self.held_out.name], lambda: write_manifest(self.folder, self._manifest()))
 
@@ -120,7 +122,7 @@ class TrainingArms:
 
     def _claim(self, wanted: Iterable[Arm]) -> None:
         """Make the folder this command's, and note its arms."""
-        options = self.plan.options | {"text_sha256": self.blocks.sha256}
+        options = self.plan.options | self.read
         found = None if self.plan.overwrite else resumable(self.folder, self.plan.command, options, self.plan.defaults)
         if found is not None:
             self.arms, self.files.names = found["arms"], found.get("files")
@@ -141,8 +143,8 @@ class TrainingArms:
         PartialState().wait_for_everyone()
 
     def _manifest(self, tables: Iterable[str] = ()) -> dict[str, Any]:
-        text = {"text_sha256": self.blocks.sha256, "text_blocks": len(self.blocks.train)}
-        facts = self.plan.options | text | {"arms": self.arms, "files": self.files.names}
+        read = self.read | {"text_blocks": len(self.blocks.train)}
+        facts = self.plan.options | read | {"arms": self.arms, "files": self.files.names}
         if self.plan.record is not None:
             facts |= {"recipe": self.plan.record}
         return make_manifest(self.plan.command, start=self.plan.start, tables=tables, **facts)

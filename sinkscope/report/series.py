@@ -26,7 +26,7 @@ from sinkscope.report.outputs import write_run
 from sinkscope.report.page import STEP, Contents, Paged, write_page
 from sinkscope.report.run import Run
 from sinkscope.report.table_formats import Tabular
-from sinkscope.results.manifest import folder_of, make_manifest, read_manifest, write_manifest
+from sinkscope.results.manifest import folder_of, format_of, make_manifest, read_manifest, write_manifest
 from sinkscope.results.tables import LEADING_COLUMNS, METRIC, VALUE, Column, read_table, write_tables
 
 COMMAND = "analyze_steps"  # in the manifest
@@ -62,7 +62,7 @@ class Series(Paged, Tabular):
         manifest = read_manifest(folder, (COMMAND,))
         try:
             runs = {int(at["step"]): Run.open(folder / at["folder"]) for at in manifest["steps"]}
-            table = read_table(folder / "tables" / "series.parquet", _SCHEMA)
+            table = read_table(folder / "tables" / "series.parquet", _SCHEMA, format_of(manifest))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(f"{folder} is damaged: {one_line(error)}") from error
         return cls(manifest, runs, table, folder)

@@ -144,6 +144,8 @@ def _write_routes(routes: Routes, folder: Path, page: bool) -> None:
 def _scorecards(given: Sequence[Given], start: float) -> tuple[Scorecard, Callable[[Scorecard, Path, bool], None]]:
     """One of all their models; those of one model are told apart by their folders."""
     cards = [one if isinstance(one, Scorecard) else Scorecard.open(one) for one in given]  # type: ignore[arg-type]
+    if empty := [card.folder for card in cards if not card.models]:
+        raise InputError(f"{empty[0]} has no claims to compare")
     labels = iter(_distinct(
         [model for card in cards for model in card.models], [card.folder for card in cards for _ in card.models]
     ))  # fmt: skip

@@ -28,7 +28,7 @@ from sinkscope.report.figures import OF_CLAIMS, OF_ROUTES, OF_SWEEP, save_figure
 from sinkscope.report.figures.spec import draw_all
 from sinkscope.report.markdown import as_markdown
 from sinkscope.report.page import Contents, write_page
-from sinkscope.report.sweep_tables import EPSILON, SWEEP, SweepTables
+from sinkscope.report.sweep_tables import EPSILON, SweepTables
 from sinkscope.report.wse_table_1 import LENGTH, SETTING, WSE_TABLE_1
 from sinkscope.report.wse_trainings import TRANSCRIBED
 from sinkscope.results.cells import COMMAND
@@ -63,7 +63,7 @@ def write_comparison(
             figures |= draw_all(OF_CLAIMS, card) | draw_all(OF_ROUTES, card.routes)
     save_figures(figures, folder / "figures")
     (folder / "sweep.md").write_text(words(tables, record) + "\n", encoding="utf-8")
-    cells = tables.tables[SWEEP]["cell"].unique().tolist() if SWEEP in tables.tables else []
+    cells = list(dict.fromkeys(cell for table in tables.tables.values() for cell in table["cell"]))
     manifest = make_manifest(COMMAND, record, start, tables.tables, cells=cells)
     if page:
         write_page(Contents(manifest, tables.tables, folder=folder), folder)

@@ -30,7 +30,7 @@ from sinkscope.report.run import Run
 from sinkscope.report.table_formats import Tabular
 from sinkscope.report.words import say
 from sinkscope.results.findings import Finding
-from sinkscope.results.manifest import MANIFEST, folder_of, read_manifest
+from sinkscope.results.manifest import MANIFEST, folder_of, format_of, read_manifest
 from sinkscope.results.tables import LEADING_COLUMNS, read_table
 
 COMMANDS = ("retrofit", "train")
@@ -62,18 +62,11 @@ class Trained(Paged, Tabular):
             InputError: it is no such folder, unfinished, or damaged.
         """
         folder = folder_of(folder)
-        manifest = read_manifest(folder, COMMANDS)
-        if not manifest["tables"]:
-            raise InputError(f"{folder} is not finished: the same `sinkscope {manifest['command']}` goes on with it")
+        manifest, tables = tables_of_arms(folder)
         labels = [label for label in (UNTOUCHED, *manifest["arms"]) if (folder / label / "run" / MANIFEST).exists()]
-        lacking = [name for name in ("training", "gates", "retrofit") if name not in manifest["tables"]]
-        if lacking or not set(labels) & manifest["arms"].keys():
-            raise InputError(f"{folder} is damaged: it has no {lacking[0] if lacking else 'arm with a run'}")
+        if not set(labels) & manifest["arms"].keys():
+            raise InputError(f"{folder} is damaged: it has no arm with a run")
         runs = {label: Run.open(folder / label / "run") for label in labels}
-        tables = {
-            name: read_table(folder / "tables" / f"{name}.parquet", (*LEADING_COLUMNS, *all_tables().get(name, ())))
-            for name in manifest["tables"]
-        }
         return cls(folder, manifest, runs, None, tables)
 
     @property
@@ -120,6 +113,25 @@ class Trained(Paged, Tabular):
 
     def _repr_markdown_(self) -> str:  # what a notebook shows
         return self.verdict
+
+
+def tables_of_arms(folder: Path) -> tuple[dict[str, Any], dict[str, pd.DataFrame]]:
+    """What `retrofit` or `train` wrote of all arms together: the manifest and the tables.
+
+    Raises:
+        InputError: it is no such folder, unfinished, or damaged.
+    """
+    manifest = read_manifest(folder, COMMANDS)
+    if not manifest["tables"]:
+        raise InputError(f"{folder} is not finished: the same `sinkscope {manifest['command']}` goes on with it")
+    lacking = [name for name in ("training", "gates", "retrofit") if name not in manifest["tables"]]
+    if lacking:
+        raise InputError(f"{folder} is damaged: it has no {lacking[0]}")
+    tables = {}
+    for name in manifest["tables"]:
+        columns = (*LEADING_COLUMNS, *all_tables().get(name, ()))
+        tables[name] = read_table(folder / "tables" / f"{name}.parquet", columns, format_of(manifest))
+    return manifest, tables
 
 
 def by_seed(manifest: Mapping[str, Any], runs: Mapping[str, Run]) -> Iterator[tuple[int, dict[str, Run]]]:

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from sinkscope.errors import InputError, SinkscopeError, one_line
 from sinkscope.options.files import read_json
 from sinkscope.options.recipe import COMPARISON
-from sinkscope.results.folders import alone_in, check_output, new_folder
+from sinkscope.results.folders import alone_in, check_no_link, check_output, new_folder
 from sinkscope.results.manifest import MANIFEST, read_manifest, write_manifest
 from sinkscope.results.swap import LOCK, NEW, OLD, PREFIX, beside, locked, new_file, put_right, remove
 
@@ -80,6 +80,7 @@ class CellFolders:
                     check_output(self.folder, overwrite, (COMMAND,))
                 else:
                     read_manifest(self.folder, (COMMAND,))
+                    check_no_link(self.folder)
                 stack.enter_context(self._part("-".join(map(str, part))))
                 self._claim({**manifest, "files": [f"{name}/" for name in (CELLS, COMPARISON, FAILED)]}, is_new)
             yield
@@ -128,19 +129,22 @@ class CellFolders:
 
     # --- what is there
 
-    def manifest(self, name: str, command: str, config: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The manifest of a cell that is done; None where it is not, or was measured with other options, which can be
-        by an older version's defaults. Commands that can go on write their tables last.
+    def manifest(self, name: str, command: str, config: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
+        """The manifest of a cell, and why the cell is measured again although it has one; "" where it is not.
+
+        The manifest is None where there is none, or where it cannot be read. It lists no tables while a command that
+        can be resumed is not finished.
         """
+        if not (self.run(name) / MANIFEST).exists():
+            return None, ""
         try:
             found = read_manifest(self.run(name), (command,))
         except InputError:
-            return None
+            return None, "what is there cannot be read"
         recorded = found["config"]
-        if not found["tables"]:
-            return None
+        # options may differ by an older version's defaults
         same = all(recorded[option] == value for option, value in config.items() if option in recorded)
-        return found if same else None
+        return found, "" if same else "it was measured with other options"
 
     def failure(self, name: str) -> Failure | None:
         """Of a cell that failed; None where it did not, or its file is damaged."""

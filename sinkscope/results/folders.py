@@ -98,7 +98,7 @@ def check_output(
         reads: names of a model, an input, …: where one is a file or folder, nothing that holds it is replaced.
 
     Raises:
-        InputError: it holds something else, or cannot be replaced.
+        InputError: it holds something else, or a link, or cannot be replaced.
     """
     real = folder.resolve()
     try:
@@ -112,6 +112,20 @@ def check_output(
         raise InputError(f"--out {folder} cannot be used: {error.strerror}") from None
     if os.path.ismount(real) or Path.cwd().is_relative_to(real):
         raise _not_replaceable(folder)
+    check_no_link(real)
+
+
+def check_no_link(folder: Path) -> None:
+    """Refuse a folder that holds a link to anything but a file: a command would write where the link leads. A link to
+    a file is replaced when that name is written.
+
+    Raises:
+        InputError: there is such a link.
+    """
+    for parent, folders, files in os.walk(folder):
+        for path in (Path(parent, name) for name in (*folders, *files)):
+            if path.is_symlink() and not path.is_file():
+                raise InputError(f"{path} is a link, and nothing is written through links: put what it leads to there")
 
 
 def _check_replaceable(folder: Path, commands: Collection[str], reads: Iterable[str | os.PathLike[str] | None]) -> None:

@@ -12,6 +12,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import version
@@ -20,15 +22,30 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from sinkscope.errors import InputError, one_line
+from sinkscope.errors import LONGEST, InputError, one_line
 from sinkscope.options.files import kind_of, read_json
 from sinkscope.options.recipe import COMPARISON
 from sinkscope.results.schema import KINDS
 from sinkscope.results.swap import PREFIX, find_again, new_file
 
 MANIFEST = "run.json"
+# Of run.json and of the tables that it lists. Raise it when an entry or a column that readers need is added, renamed or
+# gets another meaning. What older folders lack is filled in where that is possible: entries by `_completed`, columns by
+# their `since`. Folders that do not say their format have format 1.
+FORMAT = 2
 LIBRARIES = ("torch", "transformers", "nnsight", "accelerate", "pandas")
 RUNS = ("analyze", "intervene", "quantize")  # commands whose folder is one run, with tables of its own
+_NOTED: ContextVar[Mapping[str, Any]] = ContextVar("noted", default={})  # noqa: B039 (nothing changes it)
+
+
+@contextmanager
+def noting(**facts: Any) -> Iterator[None]:
+    """Give every run.json that is made in the block further entries."""
+    before = _NOTED.set(facts)
+    try:
+        yield
+    finally:
+        _NOTED.reset(before)
 
 
 def make_manifest(
@@ -45,9 +62,11 @@ def make_manifest(
     """
     return {
         "sinkscope": version("sinkscope"),
+        "format": FORMAT,
         "command": command,
         "config": dict(config),
         **facts,
+        **_NOTED.get(),
         "versions": {name: version(name) for name in LIBRARIES},
         "python": platform.python_version(),
         "git_commit": _git_commit(),
@@ -120,13 +139,15 @@ def folder_of(path: str | os.PathLike[str]) -> Path:
 
 
 def tables_folder(folder: Path) -> Path:
-    """The folder with the tables of what a command wrote: of one that holds runs alone, as a sweep's, their comparison.
+    """The folder with the tables of what a command wrote: of one that holds runs alone, as a sweep's, their comparison,
+    unless a link leads to it.
 
     Raises:
         InputError: as `read_manifest` does.
     """
     comparison = folder / COMPARISON
-    return comparison if not read_manifest(folder, None)["tables"] and (comparison / MANIFEST).is_file() else folder
+    is_here = (comparison / MANIFEST).is_file() and not comparison.is_symlink()
+    return comparison if is_here and not read_manifest(folder, None)["tables"] else folder
 
 
 def read_manifest(folder: Path, commands: Collection[str] | None = RUNS) -> dict[str, Any]:
@@ -137,10 +158,11 @@ def read_manifest(folder: Path, commands: Collection[str] | None = RUNS) -> dict
         commands: those that may have written it; by default those whose folder is one run. None: any.
 
     Raises:
-        InputError: there is no run.json, it cannot be read, it is another file, or another command wrote it.
+        InputError: there is no run.json, it cannot be read, it is another file, another command wrote it, it has a
+            newer format, or an older one and lacks what is needed.
     """
     path = folder / MANIFEST
-    manifest = _parsed(path)
+    manifest = _completed(_parsed(path))
     if not isinstance(manifest, dict) or not manifest.keys() >= {"command", "config", "tables"}:
         raise InputError(f"{path} is not the manifest of a run: it is another JSON file")
     by = manifest["command"]
@@ -149,13 +171,58 @@ def read_manifest(folder: Path, commands: Collection[str] | None = RUNS) -> dict
         raise InputError(f"{path} is not the manifest of a run: no command is called {one_line(by, 40)}")
     if commands is not None and by not in commands:
         raise InputError(f"{path} is of `sinkscope {by}`, not of `{'`, `'.join(commands)}`{_runs_inside(folder)}")
+    found = manifest.get("format", 1)
+    if isinstance(found, int) and found > FORMAT:
+        raise InputError(f"{path} is of a newer sinkscope (format {found}, this one reads up to {FORMAT}): update it")
     try:
         kind.model_validate(manifest)
     except ValidationError as error:
+        if "sinkscope" in manifest and found in range(1, FORMAT):
+            raise InputError(of_an_older_format(path, manifest)) from None
         wrong = error.errors()[0]
         where, what = one_line(".".join(map(str, wrong["loc"])), 80), one_line(wrong["msg"])
         raise InputError(f"{path} is not the manifest of a run: it is damaged (`{where}`: {what})") from None
     return manifest
+
+
+def format_of(manifest: Mapping[str, Any]) -> int:
+    """The format of a folder: 1 where it does not say."""
+    return int(manifest.get("format", 1))
+
+
+def of_an_older_format(path: Path, manifest: Mapping[str, Any]) -> str:
+    """The message for a file of a folder of an older format that lacks what is needed.
+
+    Args:
+        path: of the file.
+        manifest: the folder's.
+    """
+    from sinkscope.results.command_line import command_lines  # here: few readers need it
+
+    try:
+        lines = command_lines(manifest, None)
+    except (AttributeError, KeyError, TypeError):  # also of format 1, or damaged
+        lines = []
+    again = f"measure again with `{one_line(lines[0], LONGEST)}`" if lines else "measure again"
+    return f"{path} is of {older(manifest)}: {again}"
+
+
+def older(manifest: Mapping[str, Any]) -> str:
+    """What made a folder of an older format, in words."""
+    return f"an older sinkscope (format {format_of(manifest)}, this one writes {FORMAT})"
+
+
+def _completed(manifest: Any) -> Any:
+    """A manifest of format 1 with what it says only indirectly: lengths of sequences that are all as long as asked for.
+    Others are returned unchanged.
+    """
+    try:
+        read, length = manifest["input"], manifest["config"]["seq_len"]
+        if "format" in manifest or read["tokens"] != read["sequences"] * length:
+            return manifest
+        return {**manifest, "input": {"shortest": length, "longest": length, **read}}
+    except (KeyError, TypeError):
+        return manifest
 
 
 def _parsed(path: Path) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sinkscope.errors import InputError, SinkscopeError, one_line
-from sinkscope.results.folders import check_output, new_folder
+from sinkscope.results.folders import check_no_link, check_output, new_folder
 from sinkscope.results.manifest import MANIFEST, files_in, read_manifest, strangers, write_manifest
 from sinkscope.results.swap import put_right_within, remove
 
@@ -81,7 +81,9 @@ def check_resumable(
     found = None if overwrite else resumable(folder, command, options, defaults)
     if found is None:
         check_output(folder, overwrite, (command,), reads)
-    elif found.get("files") is not None:
+        return
+    check_no_link(folder)
+    if found.get("files") is not None:
         for path in strangers(folder):
             if path.relative_to(folder).parts[0] in renewed:
                 raise InputError(f"{path} is none of `{command}`'s files, and their folder is renewed: move it away")

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Self
 import pandas as pd
 
 from sinkscope.errors import InputError, unknown
-from sinkscope.results.manifest import MANIFEST, folder_of, read_manifest
+from sinkscope.results.manifest import MANIFEST, folder_of, format_of, read_manifest
 from sinkscope.results.tables import LEADING_COLUMNS, Columns, read_table
 
 
@@ -45,7 +45,7 @@ class RunData:
         """
         folder = folder_of(folder)
         manifest = read_manifest(folder)
-        tables = _TablesOnDisk(folder, manifest["tables"], cls.columns)
+        tables = _TablesOnDisk(folder, manifest, cls.columns)
         missing = [str(path) for path in tables.paths if not path.is_file()]
         if missing:
             raise InputError(f"{folder} is incomplete: {missing[0]} is missing")
@@ -103,9 +103,9 @@ class NoTable(InputError, KeyError):
 class _TablesOnDisk(Mapping[str, pd.DataFrame]):
     """Tables read when they are first asked for, and then checked against their declared columns."""
 
-    def __init__(self, folder: Path, names: Iterable[str], columns: Mapping[str, Columns]) -> None:
-        self._folder, self._columns = folder, columns
-        self._paths = {name: folder / "tables" / f"{name}.parquet" for name in names}
+    def __init__(self, folder: Path, manifest: Mapping[str, Any], columns: Mapping[str, Columns]) -> None:
+        self._folder, self._format, self._columns = folder, format_of(manifest), columns
+        self._paths = {name: folder / "tables" / f"{name}.parquet" for name in manifest["tables"]}
         self._read: dict[str, pd.DataFrame] = {}
 
     @property
@@ -116,7 +116,8 @@ class _TablesOnDisk(Mapping[str, pd.DataFrame]):
         if name not in self._read:
             if name not in self._paths:
                 raise NoTable(f"{self._folder} has no table '{name}', by its {MANIFEST}")
-            self._read[name] = read_table(self._paths[name], (*LEADING_COLUMNS, *self._columns.get(name, ())))
+            columns = (*LEADING_COLUMNS, *self._columns.get(name, ()))
+            self._read[name] = read_table(self._paths[name], columns, self._format)
         return self._read[name]
 
     def __iter__(self) -> Iterator[str]:

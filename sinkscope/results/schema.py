@@ -40,10 +40,12 @@ class Manifest(Part):
     """What every run.json has."""
 
     sinkscope: str
+    format: Annotated[int, Field(ge=1, le=2**31)] = 1
     command: str
     config: dict[str, Any]
     tables: list[Name]
     files: list[Annotated[str, AfterValidator(_inside)]] | None = None
+    read: dict[str, str] | None = None  # of a cell of a sweep: what it read → digest
 
 
 class Config(Part):

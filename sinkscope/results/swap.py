@@ -1,8 +1,12 @@
 """What makes writing safe: one process at a time, temporary names that are found again, and renames.
 
-A folder or file NAME is written as .sinkscope-NAME-new and renamed. What stands in its way is .sinkscope-NAME-old for
-the time between two renames. Since these names follow from NAME, whoever comes next to NAME finds what a kill has left
-and puts it right. The lock is the file .sinkscope-NAME-lock, which the system releases when its process ends.
+A folder or file NAME is written as .sinkscope-NAME-new and renamed. An earlier NAME is .sinkscope-NAME-old for the time
+between two renames. Since these names follow from NAME, the next command on NAME finds what a kill has left and puts it
+right. The lock is the file .sinkscope-NAME-lock. The system releases it when its process ends; a killed process leaves
+the file, which the next command on NAME takes over and removes.
+
+Folders may come from anywhere, and links may have been planted in them under these names: they are removed and not
+followed.
 """
 
 import os
@@ -12,11 +16,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from sinkscope.results.locks import acquire, release
+from filelock import FileLock, Timeout
 
 PREFIX = ".sinkscope-"  # how the names of all that is unfinished begin
 NEW, OLD, LOCK = "new", "old", "lock"
-MOMENT = 0.1  # seconds: more than the time between two renames
+MOMENT = 0.1  # seconds: more than the time between two renames, and than a lock file needs to be made again
 
 
 def beside(path: Path, what: str) -> Path:
@@ -34,12 +38,17 @@ def locked(path: Path) -> Iterator[None]:
         BlockingIOError: another has it.
         OSError: the lock file cannot be made.
     """
-    file = beside(path, LOCK)
-    handle = acquire(file)
+    lock = FileLock(beside(path, LOCK), timeout=MOMENT, poll_interval=MOMENT / 20)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise BlockingIOError from None
     try:
         yield
     finally:
-        release(file, handle)
+        with suppress(OSError):  # Windows removes no open file, and filelock does so there itself
+            os.unlink(lock.lock_file)  # while it is held: a process that waits for it sees that its file was removed
+        lock.release()
 
 
 def put_in_place(path: Path) -> None:
@@ -53,9 +62,11 @@ def put_in_place(path: Path) -> None:
 
 
 def put_right(path: Path) -> None:
-    """Finish or undo what was broken off while a folder or file was written; whoever calls has it to itself."""
+    """Finish or undo what was interrupted while a folder or file was written; the caller has it to itself."""
     new, old = beside(path, NEW), beside(path, OLD)
     remove(new)
+    if old.is_symlink():  # not ours, and it would become `path`
+        remove(old)
     if not old.exists():
         return
     if path.exists():
@@ -102,11 +113,16 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """A temporary file that becomes `path` when the block ends well, and vanishes when it does not."""
+    """A temporary file, made by this process, that becomes `path` when the block ends without an error.
+
+    A link at either name is replaced and never followed.
+    """
     fresh = beside(path, NEW)
     try:
+        remove(fresh)
+        os.close(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
         yield fresh
         os.replace(fresh, path)
     except BaseException:
-        fresh.unlink(missing_ok=True)
+        remove(fresh)
         raise

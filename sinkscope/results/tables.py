@@ -7,9 +7,11 @@ from typing import Any, Literal, NamedTuple
 import pandas as pd
 
 from sinkscope.errors import InputError, one_line
+from sinkscope.results.manifest import FORMAT, of_an_older_format, read_manifest
 from sinkscope.results.swap import new_file
 
 Kind = Literal["text", "whole", "number", "truth"]
+EMPTY: dict[Kind, Any] = {"text": "", "whole": float("nan"), "number": float("nan"), "truth": False}
 
 
 class Column(NamedTuple):
@@ -19,6 +21,7 @@ class Column(NamedTuple):
     about: str  # one line for `sinkscope list tables`
     unit: str = ""
     kind: Kind = "number"  # of its values; a number may be whole
+    since: int = 1  # the first format (results/manifest.py) with it; in older folders it is empty: "", NaN or False
 
 
 Columns = tuple[Column, ...]
@@ -87,26 +90,40 @@ def write_tables(tables: Mapping[str, pd.DataFrame], folder: Path) -> None:
         write_table(table, folder / "tables" / f"{name}.parquet")
 
 
-def read_table(path: Path, columns: Columns = ()) -> pd.DataFrame:
+def read_table(path: Path, columns: Columns = (), form: int = FORMAT) -> pd.DataFrame:
     """Read one table.
 
     Args:
         path: of its file.
         columns: that it needs, with values of their kinds.
+        form: format of its folder.
+
+    Returns:
+        The table. In a folder of an older format its newer columns are empty.
 
     Raises:
-        InputError: the file is damaged, or holds another table.
+        InputError: the file is damaged, holds another table, or is of another format.
     """
     import pyarrow.parquet  # here: declaring a column needs none of it
 
+    newer = newer_columns(columns, form)
+    needed = [column for column in columns if column not in newer]
     try:
         metadata = pyarrow.parquet.read_metadata(path)
-        lacking = [column.name for column in columns if not _has(metadata, column)]
+        lacking = [column.name for column in needed if not _has(metadata, column)]
         if not lacking:
-            return pd.read_parquet(path)
+            table = pd.read_parquet(path)
+            return table.assign(**{column.name: EMPTY[column.kind] for column in newer if column.name not in table})
     except Exception as error:  # a damaged file can fail in about any way
         raise InputError(f"{path} is damaged: {one_line(error)}") from error
+    if form < FORMAT:
+        raise InputError(of_an_older_format(path, read_manifest(path.parents[1], None)))
     raise InputError(f"{path} is not the table '{path.stem}': it has no column {lacking[0]}, or of other values")
+
+
+def newer_columns(columns: Columns, form: int) -> list[Column]:
+    """The columns that a format does not have yet."""
+    return [column for column in columns if column.since > form]
 
 
 def _has(metadata: Any, column: Column) -> bool:

@@ -14,6 +14,7 @@ import sinkscope
 from sinkscope.commands.sweep import _task, check, compared
 from sinkscope.commands.sweeping.plan import groups_of, planned, sized
 from sinkscope.commands.sweeping.processes import Processes
+from sinkscope.commands.sweeping.reads import Reads
 from sinkscope.commands.sweeping.worker import State, measured
 from sinkscope.options.sweep_file import read_sweep
 from sinkscope.results.cells import CellFolders
@@ -32,7 +33,7 @@ def main(cells: int = 3, sequences: int = 24) -> None:
     found = read_sweep(str(file), {})
     check(found)
     folders = CellFolders(folder / "out")
-    todo = sized(planned(found.cells, folders), Processes(2).share)
+    todo = sized(planned(found.cells, folders, Reads()), Processes(2).share)
     groups = groups_of(todo, {cell.name: _task(found, cell, folders) for cell in found.cells})
     planning = time.process_time() - start
 
@@ -54,7 +55,7 @@ def main(cells: int = 3, sequences: int = 24) -> None:
     loading = time.process_time() - start
 
     start = time.process_time()
-    sized(planned(found.cells, folders))
+    sized(planned(found.cells, folders, Reads()))
     sizing = time.process_time() - start
 
     overhead = (planning + comparing) / sum(times)

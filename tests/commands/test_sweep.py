@@ -29,17 +29,19 @@ from sinkscope.cli.app import app
 from sinkscope.commands.sweep import SweepRun, check, compared
 from sinkscope.commands.sweeping import processes, worker
 from sinkscope.commands.sweeping.plan import planned, sized
+from sinkscope.commands.sweeping.reads import Reads
 from sinkscope.commands.sweeping.worker import State, Task
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.processes import Team
 from sinkscope.options.recipe import SWEEPS, shipped_recipes
 from sinkscope.options.sweep_file import read_sweep
+from sinkscope.options.training import RetrofitOptions
 from sinkscope.report.outputs import finished
 from sinkscope.report.sweep_tables import EPSILON, SWEEP, SWEEP_TABLES
 from sinkscope.results import cells
 from sinkscope.results.cells import CellFolders
 from sinkscope.results.folders import own_folder
-from sinkscope.results.manifest import strangers
+from sinkscope.results.manifest import make_manifest, noting, read_manifest, strangers, write_manifest
 from sinkscope.results.tables import LEADING, names_of
 
 SMALL = "options: {num-seqs: 2, seq-len: 12, observables: [attention]}"
@@ -385,6 +387,105 @@ def test_two_at_once(models: Path, whole: SweepRun, tmp_path: Path, monkeypatch:
     assert_same(out, whole)
 
 
+# --- what has changed since it was measured
+
+
+def measured_again(folder: Path, before: SweepRun, told: str) -> set[str]:
+    """The cells that the same sweep measures again; what it says of them is checked."""
+    started = {each.cell.name: cell_of(before, each.cell.name)["started"] for each in before.plan}
+    for name in started:  # times are in seconds
+        path = before.folder / "cells" / name / "run.json"
+        path.write_text(path.read_text().replace(started[name], "before"))
+    result = CliRunner().invoke(app, ["sweep", str(before.sweep.path), "--out", str(folder), "--workers", "1"])
+    assert result.exit_code == 0, result.output
+    lines = [line for line in result.stderr.splitlines() if "measured again" in line]
+    assert lines == ([told] if told else [])
+    return {name for name in started if cell_of(before, name)["started"] != "before"}
+
+
+def cell_of(run: SweepRun, name: str) -> dict[str, Any]:
+    return read_manifest(run.folder / "cells" / name)
+
+
+def names_of_model(run: SweepRun, model: str) -> set[str]:
+    return {each.cell.name for each in run.plan if each.cell.model == model}
+
+
+def test_a_model_that_changes_is_measured_again(models: Path, tmp_path: Path) -> None:
+    """Its weights in the last bytes of a file that stays as long, or its settings; and no other cell."""
+    own = tmp_path / "models"
+    shutil.copytree(models, own)
+    done = sinkscope.sweep(grid(own, tmp_path), out=tmp_path / "out", workers=1)
+    assert measured_again(done.folder, done, "") == set()
+    weights = own / "llama" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-4:] = bytes(4)
+    times = weights.stat().st_mtime_ns
+    weights.write_bytes(content)
+    os.utime(weights, ns=(times, times))
+    told = f"2 cells measured again: model {own / 'llama'} changed since"
+    assert measured_again(done.folder, done, told) == names_of_model(done, "llama")
+    settings = own / "gpt2" / "config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"layer_norm_epsilon": 1e-3}))
+    told = f"2 cells measured again: model {own / 'gpt2'} changed since"
+    assert measured_again(done.folder, done, told) == names_of_model(done, "gpt2")
+    shutil.rmtree(own / "gpt2")  # nothing can be measured again, and what was is kept
+    assert measured_again(done.folder, done, "") == set()
+
+
+def test_a_text_that_changes_is_measured_again(models: Path, tmp_path: Path) -> None:
+    text = tmp_path / "ids.jsonl"
+    text.write_text('{"input_ids": [1, 2, 3, 4, 5, 6, 7, 8]}\n' * 2)
+    inputs = f"inputs: {{random: , mine: {{input: {text}}}}}"
+    file = written(tmp_path, f"models: [{models / 'llama'}]\n{inputs}\n{SMALL}")
+    done = sinkscope.sweep(file, out=tmp_path / "out", workers=1)
+    before = pd.read_parquet(done.folder / "comparison" / "tables" / "sweep.parquet")
+    text.write_text('{"input_ids": [9, 2, 3, 4, 5, 6, 7, 8]}\n' * 2)
+    mine = {each.cell.name for each in done.plan if each.cell.input == "mine"}
+    assert measured_again(done.folder, done, f"1 cell measured again: input {text} changed since") == mine
+    after = pd.read_parquet(done.folder / "comparison" / "tables" / "sweep.parquet")
+    changed = (before["value"] != after["value"]) & ~(before["value"].isna() & after["value"].isna())
+    assert set(before["cell"][changed]) == mine
+
+
+def test_a_cell_that_changed_and_fails_is_not_compared(models: Path, tmp_path: Path) -> None:
+    own = tmp_path / "models"
+    shutil.copytree(models, own)
+    done = sinkscope.sweep(grid(own, tmp_path), out=tmp_path / "out", workers=1)
+    (own / "gpt2" / "model.safetensors").write_bytes(b"cut")
+    again = sinkscope.sweep(done.sweep.path, out=done.folder, workers=1)
+    assert "2 of 4 cells failed" in again.failure
+    table = pd.read_parquet(done.folder / "comparison" / "tables" / "sweep.parquet")
+    assert set(table["cell"]) == names_of_model(done, "llama")
+    assert set(read_manifest(done.folder / "comparison", ("sweep",))["cells"]) == names_of_model(done, "llama")
+
+
+def test_what_an_older_sweep_measured_is_measured_again(models: Path, whole: SweepRun, tmp_path: Path) -> None:
+    """It did not record what it read."""
+    out = Path(shutil.copytree(whole.folder, tmp_path / "out"))
+    for path in (out / "cells").glob("*/run.json"):
+        content = json.loads(path.read_text())
+        del content["read"]
+        path.write_text(json.dumps(content))
+    plan = sinkscope.sweep(grid(models, tmp_path), out=out, dry_run=True).plan
+    assert {(each.state, each.message) for each in plan} == {
+        (State.WAITING, "it was made by an older sinkscope, which did not record what it read")
+    }
+
+
+def test_an_interrupted_training_is_resumed_only_on_the_same_text(models: Path, tmp_path: Path) -> None:
+    text, out = tmp_path / "ids.jsonl", tmp_path / "out"
+    text.write_text('{"text": "the of and drain"}\n')
+    task = Task("vga", "retrofit", RetrofitOptions(model=str(models / "llama"), text=str(text)), out)
+    task = replace(task, read=Reads().of(task.options))
+    with noting(read=task.read):
+        out.mkdir()
+        write_manifest(out, make_manifest("retrofit", worker._recorded(task.options), 0.0, arms={}))
+    assert worker._goes_on(task)
+    text.write_text('{"text": "the of and drains"}\n')
+    assert not worker._goes_on(replace(task, read=Reads().of(task.options)))
+
+
 # --- before anything runs
 
 
@@ -522,13 +623,14 @@ def test_five_hundred_cells_are_planned_in_seconds(models: Path, tmp_path: Path)
     found = read_sweep(str(path), {})
     folders = CellFolders(tmp_path / "out")
     first, *others = found.cells
-    sinkscope.analyze(first.options.model, config=first.options, out=folders.run(first.name), figures=())
+    with noting(read=Reads().of(first.options)):
+        sinkscope.analyze(first.options.model, config=first.options, out=folders.run(first.name), figures=())
     manifest = json.loads((folders.run(first.name) / "run.json").read_text())
     for cell in others:
         shutil.copytree(folders.run(first.name), folders.run(cell.name), copy_function=os.link)
         (folders.run(cell.name) / "run.json").unlink()
         (folders.run(cell.name) / "run.json").write_text(json.dumps(manifest | {"config": cell.config}))
-    assert {(each.state, each.size.parameters) for each in sized(planned(found.cells, folders))} == {
+    assert {(each.state, each.size.parameters) for each in sized(planned(found.cells, folders, Reads()))} == {
         (State.DONE, 29408)
     }
     assert time.monotonic() - start < 10  # 2 s on an idle core

@@ -20,6 +20,7 @@ import sinkscope
 from sinkscope.commands.sweep import SweepRun
 from sinkscope.commands.sweeping import plan, processes
 from sinkscope.commands.sweeping.plan import Size, planned, sized
+from sinkscope.commands.sweeping.reads import Reads
 from sinkscope.commands.sweeping.worker import State, load_key
 from sinkscope.errors import InputError
 from sinkscope.measuring.processes import Team
@@ -204,7 +205,7 @@ def test_sizes_of_what_is_trained(folder: Path, tmp_path: Path) -> None:
 
 
 def sized_of(found: Any) -> Any:
-    return sized(planned(found.cells, CellFolders(Path(os.devnull))))
+    return sized(planned(found.cells, CellFolders(Path(os.devnull)), Reads()))
 
 
 @pytest.mark.parametrize(
@@ -258,5 +259,5 @@ def test_a_small_gguf_file_is_not_read_for_its_size(
     (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(100 << 20))
     file = written(tmp_path / "sweep.yaml", {"title": "One", "models": [str(tmp_path / "model.gguf")]})
     monkeypatch.setattr(plan, "size_of", lambda options: Size(1))
-    (each,) = sized(planned(read_sweep(str(file), {}).cells, CellFolders(tmp_path / "out")), share)
+    (each,) = sized(planned(read_sweep(str(file), {}).cells, CellFolders(tmp_path / "out"), Reads()), share)
     assert each.size == (Size(1) if is_read else Size())

@@ -15,9 +15,9 @@ from support.manifests import run_manifest
 
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.results.folders import alone_in, check_output, new_folder, own_folder
-from sinkscope.results.manifest import read_manifest, strangers, write_manifest
-from sinkscope.results.resume import FileList
-from sinkscope.results.swap import NEW, OLD, beside, locked
+from sinkscope.results.manifest import make_manifest, read_manifest, strangers, write_manifest
+from sinkscope.results.resume import FileList, check_resumable
+from sinkscope.results.swap import LOCK, NEW, OLD, beside, locked, new_file
 
 
 @pytest.fixture(autouse=True)
@@ -311,3 +311,73 @@ def test_a_disk_that_refuses_even_the_repair(tmp_path: Path, monkeypatch: pytest
             run_in(folder, condition="new")
     assert not folder.exists()
     assert read_manifest(folder)["condition"] == "old"
+
+
+# --- links in a folder from elsewhere
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Path:
+    folder = tmp_path / "foreign"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("days of work")
+    return folder
+
+
+def untouched(foreign: Path) -> bool:
+    return [path.name for path in foreign.iterdir()] == ["notes.txt"] and (
+        (foreign / "notes.txt").read_text() == "days of work"
+    )
+
+
+@pytest.mark.parametrize("what", [NEW, "itself"])
+def test_a_file_is_never_written_through_a_link(what: str, tmp_path: Path, foreign: Path) -> None:
+    path = tmp_path / "run.json"
+    (path if what == "itself" else beside(path, what)).symlink_to(foreign / "notes.txt")
+    with new_file(path) as fresh:
+        fresh.write_text("{}")
+    assert path.read_text() == "{}"
+    assert not path.is_symlink()
+    assert untouched(foreign)
+
+
+def test_a_file_under_the_temporary_name_is_not_kept(tmp_path: Path) -> None:
+    """Another process may still have it open, or it may be a hard link."""
+    path = tmp_path / "run.json"
+    beside(path, NEW).write_text("another's")
+    os.link(beside(path, NEW), tmp_path / "hard")
+    with new_file(path) as fresh:
+        fresh.write_text("{}")
+    assert (tmp_path / "hard").read_text() == "another's"
+
+
+@pytest.mark.parametrize("what", [NEW, OLD])
+def test_a_folder_is_never_written_through_a_link(what: str, tmp_path: Path, foreign: Path) -> None:
+    beside(tmp_path / "run", what).symlink_to(foreign)
+    run_in(tmp_path / "run")
+    assert untouched(foreign)
+    assert not (tmp_path / "run").is_symlink()
+
+
+def test_a_lock_is_never_a_link(tmp_path: Path, foreign: Path) -> None:
+    for target in (foreign / "notes.txt", foreign / "none"):
+        beside(tmp_path / "run", LOCK).symlink_to(target)
+        with pytest.raises(InputError, match="cannot be written"), alone_in(tmp_path / "run"):
+            pass
+        beside(tmp_path / "run", LOCK).unlink()
+    assert untouched(foreign)
+
+
+@pytest.mark.parametrize("name", ["figures", "tables", "runs/natural", "vga/checkpoints/checkpoint-0"])
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_folder_with_links_is_not_gone_on_with(name: str, is_there: bool, tmp_path: Path, foreign: Path) -> None:
+    folder = tmp_path / "out"
+    link = folder / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(foreign if is_there else foreign / "none")
+    write_manifest(folder, make_manifest("claims", {}, 0.0))
+    with pytest.raises(InputError, match=f"{name} is a link"):
+        check_resumable(folder, "claims", {"config": {}}, overwrite=False)
+    with pytest.raises(InputError, match=f"{name} is a link|{name}, which no run wrote"):
+        check_output(folder, overwrite=True, commands=("claims",))
+    assert untouched(foreign)

@@ -2,11 +2,14 @@
 
 from typing import Any
 
+from sinkscope.results.manifest import FORMAT
+
 
 def run_manifest(**changes: Any) -> dict[str, Any]:
     """Of a run of `analyze`; `changes` take the place of whole entries."""
     return {
         "sinkscope": "0.1.0",
+        "format": FORMAT,
         "command": "analyze",
         "condition": "natural",
         "config": {"seq_len": 64, "window": 64, "positions": 16, "epsilon": 0.3},

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 from rich.console import Console
 
 from sinkscope.commands.sweeping.plan import state_of
+from sinkscope.commands.sweeping.reads import Reads
 from sinkscope.commands.sweeping.worker import State
 from sinkscope.measuring.console import print_line
 from sinkscope.models.cache import evict, gigabytes
@@ -23,10 +24,11 @@ class Leaving:
         cells: all of the sweep, also those of other shards, which may read the same files.
         folders: where it is written.
         todo: names of the cells that are measured now.
+        reads: what the cells read.
     """
 
-    def __init__(self, cells: Iterable[Cell], folders: CellFolders, todo: Collection[str]) -> None:
-        self._folders, self._todo = folders, set(todo)
+    def __init__(self, cells: Iterable[Cell], folders: CellFolders, todo: Collection[str], reads: Reads) -> None:
+        self._folders, self._todo, self._reads = folders, set(todo), reads
         self._waiting: dict[Source, list[Cell]] = defaultdict(list)  # cells that were not settled when last seen
         self._sources: dict[str, Source] = {}
         for cell in cells:
@@ -49,4 +51,4 @@ class Leaving:
             print_line(console, f"{source[0]}: {gigabytes(freed)} removed from the hub's cache")
 
     def _is_waiting(self, cell: Cell) -> bool:
-        return cell.name in self._todo or state_of(cell, self._folders)[0] == State.WAITING
+        return cell.name in self._todo or state_of(cell, self._folders, self._reads)[0] == State.WAITING

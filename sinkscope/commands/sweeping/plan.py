@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 
+from sinkscope.commands.sweeping.reads import Reads, changes
 from sinkscope.commands.sweeping.worker import Group, State, Task, load_key
 from sinkscope.errors import InputError, SinkscopeError, described, one_line
 from sinkscope.measuring.passes import TOKENS_PER_BATCH
@@ -70,7 +71,7 @@ class Planned:
 
     cell: Cell
     state: State
-    message: str = ""  # of a cell that failed, or of parts of one that is done
+    message: str = ""  # why a cell failed, parts of one that is done failed, or it is measured again
     size: Size = Size()
 
     def is_wanted(self, retry: bool) -> bool:
@@ -82,9 +83,9 @@ class Planned:
         return self.size.memory(self.cell.options)
 
 
-def planned(cells: Iterable[Cell], folders: CellFolders) -> list[Planned]:
+def planned(cells: Iterable[Cell], folders: CellFolders, reads: Reads) -> list[Planned]:
     """All cells with their states."""
-    return [Planned(cell, *state_of(cell, folders)) for cell in cells]
+    return [Planned(cell, *state_of(cell, folders, reads)) for cell in cells]
 
 
 def sized(plan: Iterable[Planned], share: float = 0.0) -> list[Planned]:
@@ -124,13 +125,25 @@ def surely_fits(options: Any, share: float) -> bool:
     return Size(most, most * BYTES["float32"], LARGEST_VOCABULARY).memory(options) <= share
 
 
-def state_of(cell: Cell, folders: CellFolders) -> tuple[State, str]:
-    """Whether a cell is done or has failed, and what was said of it then."""
-    manifest = folders.manifest(cell.name, cell.command, cell.config)
+def state_of(cell: Cell, folders: CellFolders, reads: Reads) -> tuple[State, str]:
+    """Whether a cell is done or has failed, and what was said of it then; or why it is measured again."""
+    manifest, why = done_cell(cell, folders, reads)
     if manifest is not None:
         return State.DONE, partly_failed(manifest)
     failure = folders.failure(cell.name)
-    return (State.WAITING, "") if failure is None else (State.FAILED, failure.error)
+    return (State.WAITING, why) if failure is None else (State.FAILED, failure.error)
+
+
+def done_cell(cell: Cell, folders: CellFolders, reads: Reads) -> tuple[dict[str, Any] | None, str]:
+    """The manifest of a cell that is done: it was measured with the same options, and what it read has not changed.
+
+    Returns:
+        The manifest, and ""; or None, and why what is there is measured again, "" where nothing is there.
+    """
+    found, why = folders.manifest(cell.name, cell.command, cell.config)
+    if found is None or why or (why := changes(found.get("read"), reads.of(cell.options))):
+        return None, why
+    return (found, "") if found["tables"] else (None, "")
 
 
 def partly_failed(manifest: Mapping[str, Any]) -> str:

@@ -4,16 +4,18 @@ import gc
 import logging
 import time
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from sinkscope.commands.sweeping.reads import changes
 from sinkscope.errors import LONGEST, InputError, SinkscopeError, described, is_out_of_memory, one_line, was_interrupted
 from sinkscope.measuring.processes import team
 from sinkscope.options.training import ArmOptions
+from sinkscope.results.manifest import noting
 from sinkscope.results.resume import resumable
 
 
@@ -35,6 +37,7 @@ class Task:
     options: Any
     folder: Path
     figures: tuple[str, ...] = ()
+    read: Mapping[str, str] = field(default_factory=dict)  # what it reads → digest, found before it is measured
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ def measured(group: Group) -> Iterator[Event]:
         yield Event(task.name, State.RUNNING)
         start = time.monotonic()
         try:
-            with team().agreeing():
+            with team().agreeing(), noting(read=dict(task.read)):
                 _measure(task, models)
         except Exception as error:  # also what nobody has foreseen: the other cells go on
             if was_interrupted(error):
@@ -125,8 +128,8 @@ class _Models:
 
 
 def _measure(task: Task, models: _Models) -> None:
-    """Run the command of a cell, which writes its folder: it goes on with what it has left there; what was made with
-    other options, by an older version's defaults, is replaced.
+    """Run the command of a cell, which writes its folder. It resumes what it has left there; what was made with other
+    options, by an older version's defaults, or of what has changed since, is replaced.
     """
     function = getattr(import_module(f"sinkscope.commands.{task.command}"), task.command)
     # a sweep may have hundreds of cells: their pages are made when they are looked at, by `show`
@@ -142,11 +145,12 @@ def _measure(task: Task, models: _Models) -> None:
 
 
 def _goes_on(task: Task) -> bool:
-    """Whether a command that was interrupted goes on in its folder."""
+    """Whether a command that was interrupted is resumed in its folder."""
     if not type(task.options).resumable:
         return False
     try:
-        return resumable(task.folder, task.command, {"config": _recorded(task.options)}) is not None
+        found = resumable(task.folder, task.command, {"config": _recorded(task.options)})
+        return found is not None and not changes(found.get("read"), task.read)
     except InputError:
         return False
 

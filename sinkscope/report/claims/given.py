@@ -8,6 +8,7 @@ from typing import Any
 
 from sinkscope.errors import InputError
 from sinkscope.options.option import checked
+from sinkscope.options.recipe import COMPARISON
 from sinkscope.report.claims.gather import Collection
 from sinkscope.report.claims.scorecard import COMMAND
 from sinkscope.report.claims.trainings import OPTIONS, Steps, Training
@@ -45,6 +46,9 @@ def judged_folders(folders: Iterable[Path]) -> list[Path]:
         if manifest["command"] != SWEEP:
             found[folder] = None
             continue
+        comparison = folder / COMPARISON
+        if (comparison / MANIFEST).is_file():  # cells that have to be measured again are not in it
+            manifest = read_manifest(comparison, (SWEEP,))
         cells = [folder / CELLS / name for name in manifest["cells"]]
         done = [cell for cell in cells if (cell / MANIFEST).is_file() and _is_done(read_manifest(cell, None))]
         if not done:

@@ -32,7 +32,7 @@ from sinkscope.report.claims.studies import Given, studies_of
 from sinkscope.report.markdown import as_markdown
 from sinkscope.report.paper_tables import NEEDS_GPT2, gamma_table, printed_gamma
 from sinkscope.report.table_formats import Tabular
-from sinkscope.results.manifest import folder_of, read_manifest
+from sinkscope.results.manifest import folder_of, format_of, read_manifest
 from sinkscope.results.metrics import MISSING
 from sinkscope.results.run import RunData
 from sinkscope.results.tables import LEADING_COLUMNS, Column, names_of, read_table
@@ -90,7 +90,7 @@ class Scorecard(Tabular):
         folder = folder_of(folder)
         manifest = read_manifest(folder, (COMMAND,))
         table, routes = (
-            read_table(folder / "tables" / f"{name}.parquet", schema)
+            read_table(folder / "tables" / f"{name}.parquet", schema, format_of(manifest))
             if name in manifest["tables"]
             else pd.DataFrame(columns=names_of(schema))  # of a version without it
             for name, schema in TABLES.items()

@@ -17,9 +17,9 @@ from sinkscope.report.retrofit_table import UNTOUCHED, gates_moved
 from sinkscope.report.tables import written_tables
 from sinkscope.report.verdict import REPORTS
 from sinkscope.results.findings import Finding
-from sinkscope.results.manifest import folder_of, read_manifest
+from sinkscope.results.manifest import folder_of, format_of, read_manifest
 from sinkscope.results.run import RunData
-from sinkscope.results.tables import LEADING_COLUMNS, Column, Columns, names_of, read_table
+from sinkscope.results.tables import LEADING_COLUMNS, Column, Columns, names_of, newer_columns, read_table
 
 PAGE = "index.html"
 RUN = Column("run", "which of the runs side by side", kind="text")
@@ -40,7 +40,8 @@ class Contents:
         parts: What a run is called → the run, of those that are shown side by side.
         findings: Of the verdict; empty of a folder that has none.
         folder: Where the page is to be; None for one that is shown in a notebook.
-        absent: What run.json lists and the folder lacks: tables, and runs that are not where they were.
+        absent: What run.json lists and the folder lacks: tables, runs that are not where they were, and columns, as
+            TABLE.COLUMN, that its format does not have yet.
         named_by: What the names of `parts` are, as a column of their tables.
     """
 
@@ -61,13 +62,15 @@ class Contents:
         """
         folder = folder_of(path)
         manifest = read_manifest(folder, None)
+        form = format_of(manifest)
         files = {name: folder / "tables" / f"{name}.parquet" for name in manifest["tables"]}
-        tables = {name: read_table(file, _schema(name)) for name, file in files.items() if file.is_file()}
+        tables = {name: read_table(file, _schema(name), form) for name, file in files.items() if file.is_file()}
         places = _places_of_parts(folder, manifest)
         parts = {label: run for label, place in places.items() if (run := _opened(place)) is not None}
         absent = (
             *(f"table {name}" for name in files if name not in tables),
             *(f"run {label}" for label in places if label not in parts),
+            *(f"{name}.{each.name}" for name in tables for each in newer_columns(_schema(name), form)),
         )
         named_by = STEP if manifest["command"] == "analyze_steps" else RUN
         findings = [] if len(tables) < len(files) else _findings(RunData(manifest, tables, folder))

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from sinkscope.report.claims.register import CLAIMS
-from sinkscope.report.page.command_line import command_lines
 from sinkscope.report.page.compact import DIGITS, as_json, compact_tables
 from sinkscope.report.page.contents import PAGE, Contents
 from sinkscope.report.words import say, say_published
+from sinkscope.results.command_line import command_lines
 from sinkscope.results.findings import Finding
 from sinkscope.results.metrics import METRICS, PAPERS
 from sinkscope.results.resume import FileList

@@ -10,7 +10,7 @@ import pytest
 from support.pages import KINDS, analysis, data_of, table_of
 
 from sinkscope.report.page import Contents, page_of, write_page
-from sinkscope.report.page.command_line import command_lines
+from sinkscope.results.command_line import command_lines
 from sinkscope.results.metrics import METRICS
 
 HOSTILE = "</script><script>document.title='run'</script><img src=x onerror=\"alert(1)\">'\"&\u2028"

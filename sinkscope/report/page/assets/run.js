@@ -9,7 +9,7 @@ S.runSection = () => {
         S.element("pre", { tabindex: 0 }, S.element("code", {}, S.visible(line)))])) : "",
     Object.keys(links).length ? S.element("div", {}, S.element("h3", {}, "Pages of its runs"), S.element("ul", {},
       ...Object.entries(links).map(([label, page]) => S.element("li", {}, S.element("a", { href: page }, S.visible(label)))))) : "",
-    absent.length ? S.element("p.note", {}, `What run.json lists and is not there: ${absent.map(S.visible).join(", ")}.`) : "",
+    absent.length ? S.element("p.note", {}, `Not in this folder: ${absent.map(S.visible).join(", ")}.`) : "",
     S.element("h3", {}, "run.json"), S.tree(manifest));
 };
 

@@ -1,0 +1,142 @@
+"""What a cell reads, as digests that are found without loading a model: a cell is done while they stay the same."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import constants, dataset_info
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.models.adapters import ADAPTER_CONFIG, find_adapter
+from sinkscope.models.files import SMALL_FILES, fetch, find_settings, is_on_hub, quiet
+from sinkscope.options.files import kind_of, names_in, user_path
+from sinkscope.options.measuring import DEMO_NAME
+from sinkscope.results.manifest import MANIFEST
+from sinkscope.text.sources import TEXTS
+
+
+class Reads:
+    """Digests of what cells read; each file is read once, so that all cells are judged by the same state of it."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], str | None] = {}
+
+    def of(self, options: Any) -> dict[str, str]:
+        """What a command with these options reads → its digest, or its commit on the hub.
+
+        What cannot be found now is left out: nothing could be measured with it either. Neither is what is drawn from a
+        seed, which the options hold.
+        """
+
+        def given(name: str) -> Any:
+            return getattr(options, name, None)
+
+        asked: dict[str, tuple[Any, ...]] = {}
+        if hasattr(options, "model"):
+            source = (given("model"), given("revision"), given("gguf_file"))
+            asked[f"model {given('model') or DEMO_NAME}"] = (_of_model, *source)
+        if given("dataset") is not None:
+            asked[f"dataset {given('dataset')}"] = (_of_dataset, given("dataset"))
+        for name in ("input", "text"):
+            if given(name) is not None and given("dataset") is None:
+                asked[f"{name} {given(name)}"] = (_of_text, given(name))
+        for name, digest in _OTHERS.items():
+            if given(name) is not None:
+                asked[f"{name} {given(name)}"] = (digest, given(name))
+        for folder in given("from_") or ():
+            asked[f"run {folder}"] = (_of_files, (Path(folder) / MANIFEST,))
+        return {what: digest for what, source in asked.items() if (digest := self._digest(*source)) is not None}
+
+    def _digest(self, find: Callable[..., str | None], *source: Any) -> str | None:
+        key = (find, *source)
+        if key not in self._known:
+            try:
+                with quiet():
+                    self._known[key] = find(*source)
+            except (SinkscopeError, OSError):  # it is said of the cell when it is measured
+                self._known[key] = None
+        return self._known[key]
+
+
+def changes(before: Mapping[str, str] | None, now: Mapping[str, str]) -> str:
+    """Why what was measured before is not what would be measured now; "" where it is."""
+    if before is None:
+        return "it was made by an older sinkscope, which did not record what it read"
+    changed = [what for what, digest in now.items() if before.get(what) != digest]
+    return f"{', '.join(changed)} changed since" if changed else ""
+
+
+def _of_files(paths: Iterable[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(paths):
+        with path.open("rb") as file:
+            digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _of_model(model: str | None, revision: str | None, gguf_file: str | None) -> str:
+    if is_on_hub(model):
+        return fetch(str(model), revision, ["config.json"])[0].name
+    files = find_settings(model, revision, gguf_file)
+    if files.commit is not None:
+        return files.commit
+    is_folder = model is not None and kind_of(user_path(model)) == "folder"
+    return _of_files([*_small(files.folder if is_folder else None), *(files.folder / name for name in files.weights)])
+
+
+def _small(folder: Path | None) -> list[Path]:
+    """Settings, tokenizer and code of a model."""
+    return [] if folder is None else [folder / name for name in names_in(folder) if name.endswith(SMALL_FILES)]
+
+
+def _of_adapter(adapter: str) -> str:
+    files = find_adapter(adapter, allow_pickle=True)
+    return files.commit or _of_files([files.folder / ADAPTER_CONFIG, files.folder / files.weights])
+
+
+def _of_tokenizer(source: str) -> str:
+    if kind_of(user_path(source)) == "folder":
+        return _of_files(_small(user_path(source)))
+    return fetch(source, None, [f"*{ending}" for ending in SMALL_FILES])[0].name
+
+
+def _of_text(source: str) -> str | None:
+    """None for what is drawn from a seed, and for tasks."""
+    if source in TEXTS:
+        return hashlib.sha256(TEXTS[source]().encode()).hexdigest()
+    return _of_path(source)
+
+
+def _of_path(source: str) -> str | None:
+    """Of a file, or of all files of a folder; None where there is neither."""
+    path = user_path(source)
+    kind = kind_of(path)
+    if kind is None:
+        return None
+    return _of_files([path] if kind == "file" else [each for each in path.rglob("*") if each.is_file()])
+
+
+def _of_dataset(spec: str) -> str | None:
+    name = spec.partition(":")[0]
+    if kind_of(user_path(name)) is not None:
+        return _of_path(name)
+    try:
+        return None if constants.is_offline_mode() else dataset_info(name).sha
+    except Exception:  # of the hub or the network
+        return None
+
+
+def _of_config(source: str) -> str | None:
+    """None for the name of an architecture."""
+    path = user_path(source)
+    return _of_path(str(path / "config.json" if kind_of(path) == "folder" else path))
+
+
+# option → how the digest of what it names is found
+_OTHERS: dict[str, Callable[[str], str | None]] = {
+    "adapter": _of_adapter,
+    "tokenizer": _of_tokenizer,
+    "config": _of_config,
+    "task_path": _of_path,
+}

@@ -1,0 +1,120 @@
+"""Folders of older versions: they are read, or called so with the command that measures again; never damaged."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from support.made_up_runs import made_up, save
+from support.pages import data_of
+from typer.testing import CliRunner
+
+import sinkscope
+from sinkscope.cli.app import app
+from sinkscope.errors import InputError
+from sinkscope.report.claims import scorecard
+from sinkscope.report.claims.scorecard import Scorecard
+from sinkscope.report.run import Run
+from sinkscope.results.manifest import FORMAT, read_manifest
+from sinkscope.results.tables import Column
+
+REPORTS = Path(__file__).parents[2] / "reports"
+FOLDERS = sorted(path.parent.relative_to(REPORTS).as_posix() for path in REPORTS.rglob("run.json"))
+
+
+def done(*args: object) -> Any:
+    return CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_every_report_opens(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "report"
+    shutil.copytree(REPORTS / name, folder, ignore=shutil.ignore_patterns("*.png", "*.pdf"))
+    page = data_of(sinkscope.show(folder).read_text(encoding="utf-8"))
+    manifest = read_manifest(folder, None)
+    assert set(manifest["tables"]) <= {table["name"] for table in page["tables"]}
+    several = [folder, folder] if manifest["command"] == "analyze" else [folder]
+    result = done("compare", *several)
+    assert result.exit_code == 0, result.output
+    assert len(result.stdout.splitlines()) > 2
+    older = f"{folder} is of an older sinkscope (format 1, this one writes {FORMAT})"
+    assert (older in result.stderr) == (manifest.get("format", 1) < FORMAT)
+
+
+def of_format(number: int | None, folder: Path, **changes: Any) -> Path:
+    """A made-up run of a format; None: of before there were formats."""
+    save(made_up(**changes), folder)
+    content = json.loads((folder / "run.json").read_text())
+    content.pop("format", None)
+    (folder / "run.json").write_text(json.dumps(content | ({} if number is None else {"format": number})))
+    return folder
+
+
+def without(folder: Path, part: str, entry: str) -> None:
+    content = json.loads((folder / "run.json").read_text())
+    del content[part][entry]
+    (folder / "run.json").write_text(json.dumps(content))
+
+
+def test_what_is_written_says_its_format(tmp_path: Path) -> None:
+    sinkscope.compare(made_up(), made_up("random"), out=tmp_path / "both", page=False)
+    assert read_manifest(tmp_path / "both", ("compare",))["format"] == FORMAT
+
+
+def test_lengths_that_format_1_did_not_record_follow_from_its_numbers(tmp_path: Path) -> None:
+    folder = of_format(None, tmp_path / "run")
+    for name in ("shortest", "longest"):
+        without(folder, "input", name)
+    found = Run.open(folder).manifest["input"]
+    assert found["tokens"] == found["sequences"] * found["longest"]
+    assert found["shortest"] == found["longest"] == Run.open(folder).manifest["config"]["seq_len"]
+
+
+@pytest.mark.parametrize("number", [None, 1, FORMAT, FORMAT + 1])
+def test_an_entry_that_is_missing_is_damage_in_this_format_alone(number: int | None, tmp_path: Path) -> None:
+    folder = of_format(number, tmp_path / "run", config={"model": "org/model", "num_seqs": 7})
+    without(folder, "input", "token_zero")
+    with pytest.raises(InputError) as caught:
+        Run.open(folder)
+    told = str(caught.value)
+    assert ("damaged" in told) == (number == FORMAT)
+    if number == FORMAT + 1:
+        assert f"run.json is of a newer sinkscope (format {number}, this one reads up to {FORMAT}): update it" in told
+    elif number != FORMAT:
+        again = "measure again with `sinkscope analyze org/model --num-seqs 7"
+        assert f"run.json is of an older sinkscope (format 1, this one writes {FORMAT}): {again}" in told
+
+
+def test_a_newer_format_is_not_read_even_if_nothing_is_missing(tmp_path: Path) -> None:
+    Run.open(of_format(FORMAT, tmp_path / "run"))
+    with pytest.raises(InputError, match="is of a newer sinkscope"):
+        Run.open(of_format(FORMAT + 1, tmp_path / "newer"))
+
+
+@pytest.mark.parametrize("number", [None, FORMAT])
+def test_a_column_that_is_missing_is_damage_in_this_format_alone(number: int | None, tmp_path: Path) -> None:
+    folder = of_format(number, tmp_path / "run")
+    path = folder / "tables" / "summary.parquet"
+    pd.read_parquet(path).drop(columns="value").to_parquet(path)
+    with pytest.raises(InputError) as caught:
+        Run.open(folder).tables["summary"]
+    assert ("it has no column value" in str(caught.value)) == (number == FORMAT)
+    assert ("is of an older sinkscope" in str(caught.value)) == (number != FORMAT)
+
+
+def test_newer_columns_of_an_older_scorecard_are_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    newer = (Column("power", "", since=FORMAT), Column("kind", "", kind="text", since=FORMAT))
+    newer += (Column("is_identity", "", kind="truth", since=FORMAT),)
+    monkeypatch.setitem(scorecard.TABLES, "claim", (*scorecard.TABLES["claim"], *newer))
+    folder = Path(shutil.copytree(REPORTS / "claims" / "mgm", tmp_path / "mgm"))
+    content = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({name: value for name, value in content.items() if name != "format"}))
+    table = Scorecard.open(folder).table
+    assert table["power"].isna().all()
+    assert set(table["kind"]) == {""}
+    assert not table["is_identity"].any()
+    (folder / "run.json").write_text(json.dumps(content | {"format": FORMAT}))
+    with pytest.raises(InputError, match="it has no column power"):
+        Scorecard.open(folder)
