@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from sinkscope.commands.train import train as train
     from sinkscope.errors import InputError as InputError
     from sinkscope.errors import SinkscopeError as SinkscopeError
-    from sinkscope.interventions import intervening as intervening
     from sinkscope.measuring.calibration import calibrate_ranges as calibrate_ranges
+    from sinkscope.measuring.intervening import intervening as intervening
     from sinkscope.quantization.simulation import quantized as quantized
     from sinkscope.report.claims.scorecard import Scorecard as Scorecard
     from sinkscope.report.run import Run as Run
@@ -51,7 +51,7 @@ _MODULES = {
     "gate_displacement": "retrofits",
     "InputError": "errors",
     "intervene": "commands.intervene",
-    "intervening": "interventions",
+    "intervening": "measuring.intervening",
     "load": "commands.load",
     "new_parameters": "retrofits",
     "page": "commands.show",

@@ -2,6 +2,7 @@
 
 import math
 import sys
+import threading
 from types import FrameType
 from typing import Any
 
@@ -17,9 +18,10 @@ from sinkscope.attention.taps import NAME, Denominator, Seam, denominator_of
 from sinkscope.models.attention_functions import MATMULS, SOFTMAXES
 
 
-class Interceptor(TorchFunctionMode):
+class Interceptor(TorchFunctionMode, threading.local):
     """Recognizes attention in one module's own code: F.scaled_dot_product_attention, or matmul (q, kᵀ) → softmax →
-    matmul (weights, v).
+    matmul (weights, v). Several threads may run the module at once: each has its own attributes, as torch has its own
+    stack of modes for each.
 
     Torch runs `__torch_function__` with the mode off, so what an observer computes at a tap is not intercepted.
     """
@@ -35,6 +37,10 @@ class Interceptor(TorchFunctionMode):
         self.query, self.key = torch.empty(0), torch.empty(0)  # of the call under way
         self.awaited = "logits"  # then "softmax", "mix" and, for the rest of the call, "nothing"
         self.caller: FrameType | None = None  # that calls the module's forward
+
+    def __reduce__(self) -> tuple[type["Interceptor"], tuple[()]]:
+        """A copy of a model gets a new one."""
+        return Interceptor, ()
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}

@@ -36,6 +36,7 @@ from sinkscope.models.family import (
     input_device,
     number_of_positions,
 )
+from sinkscope.models.in_memory import weight_in_memory
 
 TOKENS = 24  # T5's buckets are as wide as one token up to a distance of 15
 CLOSE = 1e-3  # vectors are the same up to this relative difference …
@@ -234,7 +235,8 @@ def _described(model: PreTrainedModel, path: str, table: torch.Tensor, registers
     """Learned positions or sinusoidal ones, of a module that gives the text `table` (T,D) whatever its tokens are."""
     if _is_sinusoidal(table, table):
         return Added("sinusoidal")
-    weight = getattr(model.get_submodule(path), "weight", None)
+    module = model.get_submodule(path)
+    weight = weight_in_memory(module) if hasattr(module, "weight") else None
     if weight is None or weight.shape[1:] != table.shape[1:]:
         return Added(UNKNOWN_POSITIONS)
     starts = (weight == table[0]).all(-1).nonzero().flatten().tolist()

@@ -10,6 +10,7 @@ after any rotary rotation. `lse` is the log-sum-exp of each row of logits: any r
 exp(logit - lse) (weights.py), so the weights themselves are never kept.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -25,8 +26,12 @@ from sinkscope.attention.interceptor import Interceptor
 from sinkscope.attention.kernels import AttentionCall, fused_attention
 from sinkscope.attention.taps import NAME, Seam, attends_by_us, denominator_of, operation_of
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.attention_functions import KEPT, Attend, attending_by
+from sinkscope.models.attention_functions import Attend, attending_by
 from sinkscope.models.family import Family
+from sinkscope.models.in_memory import own_configurations
+
+KEPT = ("sdpa", "eager")  # names of implementations whose masks are understood here
+_lock = threading.Lock()  # two threads may open seams on one model
 
 
 def attend(
@@ -107,15 +112,17 @@ def open_seam(model: PreTrainedModel, family: Family, kernel: str = "sdpa") -> I
         SinkscopeError: the model has seams already.
     """
     attentions = family.attentions(model)
-    if any(hasattr(attention, NAME) for attention in attentions.values()):
-        raise SinkscopeError("this model has its seams in already: close the tracer that is open on it first")
     seams = {layer: Seam(kernel, family.door, family.causal, family.prefix) for layer in attentions}
     door = _interface(model) if family.door == "interface" else nullcontext()
     with ExitStack() as stack:
-        for layer, attention in attentions.items():
-            attention.add_module(NAME, seams[layer])
-            stack.callback(attention._modules.pop, NAME, None)
-            if family.door == "interceptor" and denominator_of(attention) is None:  # with a term it is watched already
+        with _lock:
+            if any(hasattr(attention, NAME) for attention in attentions.values()):
+                raise SinkscopeError("this model has its seams in already: close the tracer that is open on it first")
+            for layer, attention in attentions.items():
+                attention.add_module(NAME, seams[layer])
+                stack.callback(attention._modules.pop, NAME, None)
+        for attention in attentions.values() if family.door == "interceptor" else ():
+            if denominator_of(attention) is None:  # with a term it is watched already
                 interceptor = Interceptor()
                 stack.callback(interceptor.leave)  # behind an interrupt
                 for handle in interceptor.watch(attention):
@@ -127,7 +134,8 @@ def open_seam(model: PreTrainedModel, family: Family, kernel: str = "sdpa") -> I
 @contextmanager
 def _interface(model: PreTrainedModel) -> Iterator[None]:
     """`attend` in place of the function that the model's own implementation names, until the end of the block."""
-    names = {implementation for _, implementation in _implementations(model)}
+    configs = (vars(module).get("config") for module in model.modules())
+    names = {config._attn_implementation for config in configs if isinstance(config, PreTrainedConfig)}
     with ExitStack() as stack:
         if not names <= {*KEPT, NAME}:  # flash attention's masks are of other kinds
             stack.enter_context(attention_implementation(model, "sdpa"))
@@ -144,25 +152,6 @@ def _attend_or_else(own: Attend, module: nn.Module, *args: Any, **kwargs: Any) -
 @contextmanager
 def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
     """The model with a registered attention function until the end of the block."""
-    before = _implementations(model)
-    try:
+    with own_configurations(model):
         model.set_attn_implementation(name)
         yield
-    finally:
-        for config, implementation in before:
-            config._attn_implementation = implementation
-
-
-def _implementations(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str]]:
-    """Every configuration that `set_attn_implementation` writes to, with its implementation. A configuration comes
-    before its parts: writing to it changes them too.
-    """
-    waiting = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
-    found: dict[int, PreTrainedConfig] = {}
-    while waiting:
-        config = waiting.pop(0)
-        if id(config) not in found:
-            found[id(config)] = config
-            parts = (getattr(config, name, None) for name in config.sub_configs)
-            waiting += [part for part in parts if part is not None]
-    return [(config, config._attn_implementation) for config in found.values()]

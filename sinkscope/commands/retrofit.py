@@ -16,6 +16,7 @@ from sinkscope.commands.training_arms import TrainingArms
 from sinkscope.commands.training_plan import Plan
 from sinkscope.measuring.console import print_notices, spinner
 from sinkscope.measuring.observables import check_names
+from sinkscope.measuring.parity import check_beforehand
 from sinkscope.measuring.subject import ModelLike, family_of, load_model, options_of
 from sinkscope.models.in_memory import undisturbed
 from sinkscope.options.output import OutputOptions
@@ -97,6 +98,7 @@ def _retrofit(
         loaded = load_model(model, tokenizer, plan.measuring.model_copy(update={"device_map": "cpu"}))
     with undisturbed(loaded.model):
         family, notices = family_of(loaded.model)
+        check_beforehand(loaded.model, family, is_calibrated=bool(notices))
         print_notices(plan.console, (*loaded.notices, *notices))
         plan.check_methods(wanted, loaded.model, family)
         count = training.blocks_wanted(PartialState().num_processes)

@@ -1,15 +1,7 @@
-"""Changes of a model for the length of a block, one mechanism a file. A new one is a file here and a line below.
+"""Changes of a model for the length of a block, one mechanism a file. A new one is a file here and a line below."""
 
-with intervening(model, "zero-massive:layers=11,coordinates=507"):
-    model.generate(…)
-"""
+from collections.abc import Iterable
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-
-from transformers import PreTrainedModel
-
-from sinkscope.attention.seam import open_seam
 from sinkscope.errors import InputError, unknown
 from sinkscope.interventions.first_embedding import NullifyFirstEmbedding
 from sinkscope.interventions.intervention import Intervention, Known, Target, applied
@@ -21,7 +13,6 @@ from sinkscope.interventions.rescale_norm import RescaleNorm
 from sinkscope.interventions.sink_mask import MaskSink
 from sinkscope.interventions.sink_value import ScaleSinkValue
 from sinkscope.interventions.streaming_window import StreamingWindow
-from sinkscope.models.families import find_family
 from sinkscope.options.option import filled_in
 
 INTERVENTIONS: dict[str, type[Intervention]] = {
@@ -77,24 +68,4 @@ def parse_all(do: str | Intervention | Iterable[str | Intervention]) -> tuple[In
     return tuple(parse(part) if isinstance(part, str) else part for part in parts)
 
 
-@contextmanager
-def intervening(model: PreTrainedModel, *do: str | Intervention) -> Iterator[None]:
-    """Change a loaded model until the end of the block: calls, `generate` and gradients are those of the changed model.
-
-    Interventions are applied in their order; afterwards the model is bit for bit as it was.
-
-    Raises:
-        InputError: one does not apply, names what the model does not have, or would change nothing.
-        SinkscopeError: at the end, no forward pass had the position that was to be changed.
-    """
-    family = find_family(model)
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1
-    with open_seam(model, family) as seams:
-        target = Target(model, family, seams)
-        known = Known(target, longest)
-        parts = [part if part.inapplicable(target) else part.resolved(known) for part in parse_all(do)]
-        with applied(target, parts):
-            yield
-
-
-__all__ = ["INTERVENTIONS", "Intervention", "Known", "Target", "applied", "intervening", "parse", "parse_all"]
+__all__ = ["INTERVENTIONS", "Intervention", "Known", "Target", "applied", "parse", "parse_all"]

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -20,12 +21,13 @@ from sinkscope.attention.taps import Seam
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.models.edits import edited_output
 from sinkscope.models.family import Family
+from sinkscope.models.origin import check_parameters
 from sinkscope.models.projections import Projection, Role, check_plain, lacking, projections
 from sinkscope.retrofits.registers import registers_before
 
 
-class Layout:
-    """Where each sequence of the current batch begins: recorded by a hook on the model."""
+class Layout(threading.local):
+    """Where each sequence of the current batch begins: recorded by a hook on the model, in each thread for its own."""
 
     def __init__(self) -> None:
         self.mask: torch.Tensor | None = None
@@ -109,7 +111,9 @@ class Target:
             return reason
         try:
             for layer in self.attending():
-                check_plain(self.projection(layer, role).module)
+                module = self.projection(layer, role).module
+                check_plain(module)
+                check_parameters(module)
         except InputError as error:
             return str(error)
         return None

@@ -5,7 +5,7 @@ One sequence at a time, so that there is no padding, and reduced at once: no ten
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -18,11 +18,12 @@ from transformers import PreTrainedModel
 from sinkscope.attention.kernels import upcast
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.observables.massive import is_massive, median_magnitude
+from sinkscope.measuring.parity import check_beforehand
 from sinkscope.measuring.subject import family_of
 from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.models.edits import first_argument
 from sinkscope.models.family import first_tensor
-from sinkscope.models.in_memory import undisturbed
+from sinkscope.models.in_memory import undisturbed, unwrapped
 from sinkscope.quantization.arithmetic import Grid
 from sinkscope.quantization.attention import CACHED, IN_ATTENTION, attending_with
 from sinkscope.quantization.ranges import Precision, Range, Rounding
@@ -45,18 +46,20 @@ def calibrate_ranges(
 
     Raises:
         InputError: there is no sequence, weights cannot be quantized, or the scheme does not apply.
-        SinkscopeError: the model gives NaN.
+        SinkscopeError: the model gives NaN, or attends by code that computes something else than sinkscope does.
     """
-    with undisturbed(model), open_tracer(model, family_of(model)[0]) as tracer:
-        return measured_ranges(tracer, sequences, scheme, has_cache)
+    model = unwrapped(model)
+    with undisturbed(model):
+        family, notices = family_of(model)
+        check_beforehand(model, family, is_calibrated=bool(notices))
+        sites = sites_of(model, family, scheme, has_cache)
+        with open_tracer(model, family) as tracer:
+            return measured_ranges(tracer, sites, sequences)
 
 
-def measured_ranges(
-    tracer: Tracer, sequences: Iterable[Any], scheme: str = LINEAR_SCHEME, has_cache: bool = False
-) -> dict[Site, Range]:
-    """As `calibrate_ranges`."""
+def measured_ranges(tracer: Tracer, sites: Sequence[Site], sequences: Iterable[Any]) -> dict[Site, Range]:
+    """As `calibrate_ranges`, of these sites."""
     seen: dict[Site, _Seen] = defaultdict(_Seen)
-    sites = sites_of(tracer.model, tracer.family, scheme, has_cache)
     _read(tracer, sites, sequences, lambda site, x: seen[site].add(site, x))
     if not seen:
         raise InputError("static ranges need at least one sequence to calibrate by")

@@ -11,12 +11,16 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
+from sinkscope.attention.seam import open_seam
 from sinkscope.errors import SinkscopeError, is_out_of_memory
 from sinkscope.measuring.observables.observable import Observable, Reading, Settings
 from sinkscope.measuring.passes import batches_of, first_size
 from sinkscope.measuring.processes import team
-from sinkscope.measuring.subject import Subject
+from sinkscope.measuring.subject import Subject, position_limit
 from sinkscope.measuring.tracer import model_inputs
+from sinkscope.models.attention_functions import unknown_code
+from sinkscope.models.family import Family, embedding_weight
+from sinkscope.models.in_memory import undisturbed
 from sinkscope.models.quantized import is_quantized
 from sinkscope.models.wiring import layer_output
 from sinkscope.options.measuring import RunConfig
@@ -24,6 +28,7 @@ from sinkscope.text.batch import Batch
 
 # How far an output may differ by the order of sums, relative to the norm of its token
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
+FEW = 64  # tokens of a check beforehand
 ROUNDED = 5e-2  # where activations are rounded to 8 bits: one step more or less
 
 
@@ -134,3 +139,39 @@ def _at_their_places(outputs: list[torch.Tensor], batch: Batch) -> torch.Tensor:
     width = batch.token_ids.shape[1]
     rows = zip(outputs, batch.start.tolist(), strict=True)
     return torch.cat([F.pad(x, (0, 0, start, width - start - x.shape[1])) for x, start in rows])
+
+
+@torch.no_grad()
+def check_beforehand(model: PreTrainedModel, family: Family, is_calibrated: bool = False) -> None:
+    """Compare a model with itself under the seams on few tokens, where its attention is not transformers' own code.
+
+    For uses of a model that measure no text. transformers' own code of a known family is compared by the tests, so that
+    such a model does not run here, and hooks of the user see nothing of it.
+
+    Args:
+        model: that is to be changed or trained.
+        family: its row.
+        is_calibrated: whether the row is not in the table of families.
+
+    Raises:
+        SinkscopeError: it computes something else under the seams, or not through them.
+    """
+    code = unknown_code(family.attentions(model).values())
+    if code is None and not is_calibrated:
+        return
+    what = f"this model attends by {code or 'code of its own'}"
+    ids = torch.arange(3, 3 + min(FEW, position_limit(model, family) or FEW))[None] % len(embedding_weight(model))
+    batch, layer = Batch(ids, torch.ones_like(ids)), family.last_layer(model)
+    with undisturbed(model):
+        inputs = model_inputs(model, batch, False, family.first_position)
+        bare = layer_output(model, family, layer, inputs)
+        with open_seam(model, family) as seams:
+            seamed = layer_output(model, family, layer, inputs)
+    if any(seam.call is None for seam in seams.values()):
+        raise SinkscopeError(f"{what}, in which sinkscope does not recognize one softmax of q·k")
+    error = largest_difference(seamed, bare, batch.attention_mask)
+    if error > tolerance(model, next(model.parameters()).dtype):
+        raise SinkscopeError(
+            f"{what}, and under the tracer it computes something else than by itself (the last layer's output differs "
+            f"by {error:.1e} of its norm): what is changed or trained would be another model"
+        )

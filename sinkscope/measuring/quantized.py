@@ -22,7 +22,7 @@ from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.models.beginning import Beginning
 from sinkscope.quantization.ranges import Precision, Range, Rounding
 from sinkscope.quantization.simulation import quantized_attention, quantized_sites
-from sinkscope.quantization.sites import LINEAR_SCHEME, Site
+from sinkscope.quantization.sites import LINEAR_SCHEME, Site, sites_of
 from sinkscope.text.inputs import TokenInputs
 
 
@@ -54,9 +54,10 @@ class Bench:
     used_batch_size: int = field(default=0, init=False)
 
     def ranges(self, calibration: TokenInputs) -> dict[Site, Range]:
+        model, family = self.subject.loaded.model, self.subject.family
+        sites = sites_of(model, family, self.scheme, has_cache=self.precision.kv_cache_per is not None)
         with self._tracer() as tracer:
-            has_cache = self.precision.kv_cache_per is not None
-            return measured_ranges(tracer, calibration.sequences, self.scheme, has_cache)
+            return measured_ranges(tracer, sites, calibration.sequences)
 
     def roundings(self, calibration: TokenInputs, ranges: Mapping[Site, Range]) -> dict[Site, Rounding]:
         with self._tracer() as tracer:

@@ -137,13 +137,14 @@ def load_model(model: ModelLike, tokenizer: PreTrainedTokenizerBase | None, conf
 
 def family_of(model: PreTrainedModel) -> tuple[Family, list[str]]:
     """The model's row in the table of families, or a row calibrated for it, with a notice that says so."""
-    family, notices = _row_or_calibrated(model)
+    family, notices = row_or_calibrated(model)
     check_reads_text(model, family.layers)
     with unchanged_after(model):
         return with_positions(model, family), notices
 
 
-def _row_or_calibrated(model: PreTrainedModel) -> tuple[Family, list[str]]:
+def row_or_calibrated(model: PreTrainedModel) -> tuple[Family, list[str]]:
+    """As `family_of`, without the kinds of positions, for which a model of a known family has to run."""
     try:
         return find_family(model), []
     except InputError as missing:

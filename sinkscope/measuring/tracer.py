@@ -9,8 +9,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from nnsight import NNsight, save
-from nnsight.intervention.interleaver import OutOfOrderError
 from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import AttentionCall, upcast, without_autocast
@@ -20,6 +18,7 @@ from sinkscope.attention.weights import AttentionRead
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.intervention import Intervention, Target, applied
 from sinkscope.measuring.losses import loss_and_gradient, loss_in_chunks
+from sinkscope.measuring.nnsight import NNsight, OutOfOrderError, save
 from sinkscope.measuring.observables.activation import token_norms
 from sinkscope.measuring.observables.observable import ATTENTION_SITES, Observable, Reading
 from sinkscope.models.beginning import Beginning, begun

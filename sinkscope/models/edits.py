@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from sinkscope.errors import InputError
+from sinkscope.models.origin import check_own_map, check_parameters
 
 ACCELERATE = "_hf_hook"  # where accelerate keeps what moves a module's inputs and weights
 Edit = tuple[nn.Module, str, torch.Tensor]  # module, name of its parameter, the tensor that stands in for it
@@ -30,8 +31,13 @@ def replaced(edits: Iterable[Edit]) -> Iterator[None]:
 
 
 def check_changes(name: str, edits: list[Edit]) -> None:
-    """Raise InputError where weights are not in memory, or where all would stay as they are."""
+    """Raise InputError where weights are not in memory or are computed, or where all would stay as they are."""
     for module, parameter, _ in edits:
+        try:
+            check_own_map(module)
+            check_parameters(module)
+        except InputError as error:
+            raise InputError(f"{name} does not apply to this model: {error}") from None
         if module.get_parameter(parameter).is_meta:
             raise InputError(
                 f"{name}: these weights are offloaded and cannot be edited: load without --device-map auto"

@@ -1,13 +1,15 @@
 """Models that the caller has already loaded: found inside their wrappers, and measured without a lasting change."""
 
+import copy
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from accelerate.utils import align_module_device
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from sinkscope.errors import InputError
 from sinkscope.models.quantized import is_packed
@@ -15,6 +17,8 @@ from sinkscope.models.towers import reading_text
 
 WRAPPERS = ("torch.compile", "DataParallel", "DistributedDataParallel", "PEFT")
 COMPILED = "_compiled_call_impl"  # where `module.compile()` puts its own `__call__`
+BEFORE_COMPILING = "_torchdynamo_orig_callable"  # of a function that torch.compile has made: the function it was
+ADAPTION_PROMPT = "peft.tuners.adaption_prompt"
 
 Attributes = list[tuple[str, Any, dict[Any, Any] | None]]  # name, value, and what a dict held
 
@@ -42,6 +46,11 @@ def unwrapped(model: Any) -> PreTrainedModel:
                 f"(also behind {', '.join(WRAPPERS)})"
             )
         model = inner
+    if any(type(module).__module__.startswith(ADAPTION_PROMPT) for module in model.modules()):
+        raise InputError(
+            "PEFT's AdaptionPrompt adds a second attention to the model's own, which is not measured: give the model "
+            "without it"
+        )
     if is_packed(model):
         raise InputError(f"the weights of {type(model).__name__} are unpacked at its first run: run it once before")
     if any(parameter.is_inference() for parameter in model.parameters()):
@@ -61,29 +70,115 @@ def _inner(model: Any) -> Any:
         return None
     peft: Any = model
     if hasattr(peft, "get_base_model"):  # adapters are modules of that model
-        if peft.active_peft_config.is_prompt_learning:
+        if getattr(getattr(peft, "active_peft_config", None), "is_prompt_learning", False):
             raise InputError("a model behind PEFT's prompts cannot be measured with them: give the model itself")
         return peft.get_base_model()
     return getattr(model, "_orig_mod", None)
+
+
+def check_called_itself(model: Any) -> None:
+    """Raise InputError for a wrapper that calls copies of the model, which know nothing of what is put into it."""
+    while model is not None and not isinstance(model, PreTrainedModel):
+        if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
+            raise InputError(
+                "DataParallel on several devices calls copies of the model, which cannot be changed: give it its module"
+            )
+        model = _inner(model)
+
+
+def weight_in_memory(module: Any) -> torch.Tensor:
+    """The weight of a module; where accelerate has offloaded it, a copy."""
+    if not module.weight.is_meta:
+        return module.weight
+    with align_module_device(module):
+        return module.weight.detach().clone()
 
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Within it, the model computes what it computes when it is deployed; afterwards it is as it was.
 
-    It is in eval mode, without what `module.compile()` has compiled, and outside of the caller's autocast and
-    inference mode.
+    It is in eval mode, without what torch.compile has made of it, gives outputs with names, and is outside of the
+    caller's autocast and inference mode.
     """
     with ExitStack() as stack:
         stack.enter_context(unchanged_after(model))
         for module in model.modules():
             module.training = False
-            vars(module)[COMPILED] = None
+            vars(module).update(_uncompiled(module), **{COMPILED: None})
+        stack.enter_context(_giving_names(model))
         stack.enter_context(reading_text(model))
         stack.enter_context(torch.inference_mode(False))
         for device in {"cpu", *(parameter.device.type for parameter in model.parameters())} - {"meta"}:
             stack.enter_context(torch.autocast(device, enabled=False))
         yield
+
+
+@contextmanager
+def _giving_names(model: nn.Module) -> Iterator[None]:
+    """The model gives outputs with names, also where its configuration asks for tuples."""
+    configs = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    if all(config.return_dict for config in configs):
+        yield
+        return
+    with own_configurations(model):
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel):
+                module.config.return_dict = True
+        yield
+
+
+@contextmanager
+def own_configurations(model: nn.Module) -> Iterator[None]:
+    """The model's modules hold copies of their configurations until the end of the block: other models may share the
+    originals.
+    """
+    held = [
+        (module, name, value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, PreTrainedConfig)
+    ]
+    copies: dict[int, Any] = {}  # one of each, whether it is held by itself or within another
+    try:
+        for module, name, value in held:
+            vars(module)[name] = copy.deepcopy(value, copies)
+        yield
+    finally:
+        for module, name, value in held:
+            vars(module)[name] = value
+
+
+@contextmanager
+def called_uncompiled(model: PreTrainedModel) -> Iterator[None]:
+    """Every call of the model runs its Python code until the end of the block, also a call of what torch.compile has
+    made of it before: compiled code would not notice all that is put into the model meanwhile.
+    """
+    with ExitStack() as stack:
+        for module in model.modules():
+            changed = _uncompiled(module)
+            if isinstance(module, PreTrainedModel) or vars(module).get(COMPILED) is not None:
+                changed[COMPILED] = torch.compiler.disable(module._call_impl)
+            for name, value in changed.items():
+                stack.callback(_put_back, vars(module), name, vars(module).get(name, _MISSING))
+                vars(module)[name] = value
+        yield
+
+
+def _uncompiled(module: nn.Module) -> dict[str, Any]:
+    """The module's forward as `module.forward = torch.compile(module.forward)` has found it; {} for any other."""
+    before = getattr(vars(module).get("forward"), BEFORE_COMPILING, None)
+    return {} if before is None else {"forward": before}
+
+
+_MISSING: Any = object()
+
+
+def _put_back(attributes: dict[str, Any], name: str, value: Any) -> None:
+    if value is _MISSING:
+        attributes.pop(name, None)
+    else:
+        attributes[name] = value
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from sinkscope.errors import InputError
 from sinkscope.models.family import Family
+from sinkscope.models.in_memory import weight_in_memory
 
 # Massive coordinates (NU appendix C): a gap is looked for among this many largest entries …
 FIRST_PLACES = 16
@@ -35,8 +36,7 @@ def position_vectors(model: PreTrainedModel, family: Family, count: int) -> torc
 
 
 def _all_vectors(model: PreTrainedModel, family: Family) -> torch.Tensor:
-    rows: torch.Tensor = model.get_submodule(family.position_embedding).weight  # type: ignore[assignment]
-    return rows[family.position_offset :]
+    return weight_in_memory(model.get_submodule(family.position_embedding))[family.position_offset :]
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from sinkscope.errors import InputError
 from sinkscope.models.family import Family, Outputs, Role
+from sinkscope.models.origin import check_own_map
 from sinkscope.models.quantized import is_ordinary
 
 ROLES: tuple[Role, ...] = ("query", "key", "value")
@@ -86,6 +87,7 @@ def check_plain(module: Any) -> None:
     if not isinstance(module, nn.Linear | Conv1D):  # an adapter's layer has more weights than `weight`
         package, kind = type(module).__module__.partition(".")[0], type(module).__name__
         raise InputError(f"it projects by {package}'s {kind}, not by one matrix: merge its adapter first")
+    check_own_map(module)
 
 
 def projections(model: PreTrainedModel, family: Family, layer: int) -> dict[Role, Projection]:
@@ -121,7 +123,13 @@ def _named(model: PreTrainedModel, family: Family, layer: int) -> dict[Role, Pro
     """As a row says it."""
     config: Any = model.config.get_text_config()
     attention = family.attentions(model)[layer]
-    modules = [attention.get_submodule(name) for name in family.qkv]
+    try:
+        modules = [attention.get_submodule(name) for name in family.qkv]
+    except AttributeError:
+        kind = type(attention)
+        raise InputError(
+            f"layer {layer} attends by {kind.__module__}.{kind.__qualname__}, which has no {' and '.join(family.qkv)}"
+        ) from None
     heads = config.num_attention_heads
     if not family.fused:
         width = _outputs(modules[0]) // heads

@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from sinkscope.errors import InputError, unknown
 from sinkscope.models.adapters import check_no_adapter
 from sinkscope.models.family import NOT_RUN, Family
+from sinkscope.models.origin import check_own_map, check_parameters
 from sinkscope.models.quantized import check_not_quantized
 from sinkscope.models.towers import reached_by_text
 from sinkscope.quantization.attention import CACHED, SCORES, SOFTMAX
@@ -193,6 +194,10 @@ def _place(path: str, family: Family) -> tuple[int, str]:
 
 
 def _check_weight(path: str, module: Any) -> None:
-    weight: torch.Tensor = module.weight
-    if weight.is_meta:
+    if module.weight.is_meta:
         raise InputError(f"{path}: its weights are offloaded and cannot be edited: load without --device-map auto")
+    try:
+        check_own_map(module)
+        check_parameters(module)
+    except InputError as error:
+        raise InputError(f"{path} cannot be quantized: {error}") from None

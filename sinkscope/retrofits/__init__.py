@@ -16,8 +16,10 @@ from transformers import PreTrainedModel
 
 from sinkscope.attention.taps import NAME
 from sinkscope.errors import InputError, unknown
+from sinkscope.models.attention_functions import unknown_code
 from sinkscope.models.families import FAMILIES, find_family
 from sinkscope.models.family import Family
+from sinkscope.models.in_memory import unwrapped
 from sinkscope.models.model_types import base_type, is_retrofitted
 from sinkscope.models.towers import WITH_TOWERS
 from sinkscope.options.option import filled_in
@@ -59,6 +61,8 @@ def retrofit_model(model: PreTrainedModel, family: Family | None, method: str, *
             retrofit, or a tracer is open on it. The model is then as it was.
     """
     chosen = make_retrofit(method, parameters)
+    if unwrapped(model) is not model:
+        raise InputError(f"a {type(model).__name__} is around the model: give retrofit_model the model itself")
     if is_retrofitted(model.config) and method != "none":
         before = model.config.retrofit["method"]
         raise InputError(
@@ -70,6 +74,9 @@ def retrofit_model(model: PreTrainedModel, family: Family | None, method: str, *
             f"'{model.config.model_type}' has no row in the table of families: with {method} built in, it could not be "
             "loaded again"
         )
+    code = unknown_code(family.attentions(model).values())
+    if method != "none" and code is not None:
+        raise InputError(f"this model attends by {code}: with {method} built in, it would be loaded again without that")
     reason = chosen.inapplicable(model, family)
     if reason is not None:
         raise InputError(f"{method} does not apply to this model: {reason}")

@@ -28,10 +28,9 @@ from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
 )
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from sinkscope.attention.seam import attend
-from sinkscope.attention.taps import attends_by_us
+import sinkscope.attention.seam  # noqa: F401  # registers the attention function that retrofitted models name
+from sinkscope.attention.taps import NAME, attends_by_us
 from sinkscope.errors import InputError
 from sinkscope.models.classes import AUTO_CLASSES
 from sinkscope.models.model_types import PREFIX, base_type
@@ -136,8 +135,7 @@ def _model_class(parent: Any, config: type[PreTrainedConfig], build_in: BuildIn)
 
         def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
             """Refuse (InputError) a function that would leave the retrofit out."""
-            wanted = ALL_ATTENTION_FUNCTIONS.get(attn_implementation) if isinstance(attn_implementation, str) else None
-            if wanted is not attend and any(map(attends_by_us, self.modules())):
+            if attn_implementation != NAME and any(map(attends_by_us, self.modules())):
                 raise InputError(
                     f"attention '{attn_implementation}' knows nothing of this model's {self.config.retrofit['method']}"
                     ": it would be left out"

@@ -26,6 +26,7 @@ from sinkscope.attention.seam import attend, open_seam
 from sinkscope.attention.taps import NAME, Seam
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.errors import SinkscopeError
+from sinkscope.measuring.nnsight import save
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.tracer import model_inputs, open_tracer
@@ -122,7 +123,7 @@ def test_a_seam_that_could_not_be_put_in_leaves_nothing(monkeypatch: pytest.Monk
     def refuse(*args: Any) -> None:
         raise ValueError("not this one")
 
-    monkeypatch.setattr("sinkscope.attention.seam._implementations", refuse)
+    monkeypatch.setattr("sinkscope.attention.seam.attending_by", refuse)
     with pytest.raises(ValueError, match="not this one"), open_seam(model, find_family(model)):
         pass
     monkeypatch.undo()
@@ -528,7 +529,7 @@ def test_a_value_overwritten_at_its_tap_is_what_is_mixed(name: str) -> None:
             taps = tracer.traced.get(family.layers)[0].get(f"{family.attention}.{NAME}")
             with tracer.traced.trace(**model_inputs(tracer.model, batch())):
                 taps.value.output = factor * taps.value.output
-                mix = taps.mix.output.save()
+                mix = save(taps.mix.output)
             mixes.append(mix)
     assert mixes[0].abs().max() > 0.1
     torch.testing.assert_close(mixes[1], 3 * mixes[0])
@@ -545,7 +546,7 @@ def test_a_query_or_key_overwritten_at_its_tap_is_what_attends(name: str, tap: s
         with tracer.traced.trace(**model_inputs(tracer.model, batch())):
             overwritten = getattr(taps, tap)
             overwritten.output = 0 * overwritten.output
-            lse = taps.lse.output.save()
+            lse = save(taps.lse.output)
     expected = torch.arange(1, 10).log().expand(2, lse.shape[1], 9)
     torch.testing.assert_close(lse, expected, rtol=1e-6, atol=1e-6)
 

@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 from sinkscope.attention.seam import open_seam
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.errors import InputError, SinkscopeError
-from sinkscope.interventions import INTERVENTIONS, Intervention, Known, Target, applied, intervening, parse
+from sinkscope.interventions import INTERVENTIONS, Intervention, Known, Target, applied, parse
+from sinkscope.measuring.intervening import intervening
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Observable, Reading, Settings
 from sinkscope.measuring.tracer import open_tracer

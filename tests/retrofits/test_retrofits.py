@@ -43,7 +43,7 @@ from sinkscope.attention.taps import NAME, Seam
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.commands.list import listing
 from sinkscope.errors import InputError, SinkscopeError
-from sinkscope.interventions import intervening
+from sinkscope.measuring.intervening import intervening
 from sinkscope.measuring.observables.observable import Observable
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family

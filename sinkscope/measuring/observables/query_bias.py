@@ -100,6 +100,7 @@ class QueryBias(Observable):
         norm = next((path for path, _ in attentions[0].named_modules() if QUERY_OR_KEY_NORM.search(path)), None)
         if norm is not None:
             return f"a norm ({norm}) stands between the projection of queries or keys and the logits"
+        modules += [attention.get_submodule(path) for attention in attentions for path in family.qkv[1:2]]  # of keys
         try:
             for module in modules:
                 check_plain(module)

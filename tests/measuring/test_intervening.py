@@ -1,0 +1,393 @@
+"""`intervening` for any use of a model: several blocks at once, wrappers, attention functions and hooks of the user."""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import peft
+import pytest
+import torch
+from support.everything import differences, snapshot
+from tiny import tiny_model, tiny_tokens
+from torch import nn
+from torch.nn.utils import parametrize, prune
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import sinkscope
+from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.measuring.intervening import intervening
+from sinkscope.models.in_memory import check_called_itself
+
+IDS = tiny_tokens(2, 9)
+SMALL: dict[str, Any] = {"input": "random", "num_seqs": 3, "seq_len": 10}
+DO = {"llama": "mask-sink", "qwen2": "scale-sink-value:factor=3", "bloom": "mask-sink", "falcon": "mask-sink:heads=1"}
+
+
+@torch.no_grad()
+def logits(model: Any, ids: torch.Tensor = IDS) -> torch.Tensor:
+    return model(ids, use_cache=False).logits
+
+
+def under(model: Any, *do: Any, ids: torch.Tensor = IDS) -> torch.Tensor:
+    with intervening(model, *do):
+        return logits(model, ids)
+
+
+# ------------------------------------------------------------------------------------------- several blocks at once
+
+
+@pytest.mark.parametrize("names", [("llama", "qwen2"), ("llama", "bloom"), ("bloom", "falcon")])
+def test_blocks_that_end_in_any_order_change_their_own_models(names: tuple[str, str]) -> None:
+    """The block that begins first ends first, and the other's model is still changed."""
+    one, other = (tiny_model(name) for name in names)
+    plain, changed = [logits(one), logits(other)], [under(one, DO[names[0]]), under(other, DO[names[1]])]
+    assert not any(map(torch.equal, plain, changed))
+    first, second = intervening(one, DO[names[0]]), intervening(other, DO[names[1]])
+    first.__enter__()
+    assert torch.equal(logits(other), plain[1])
+    second.__enter__()
+    assert torch.equal(logits(one), changed[0])
+    assert torch.equal(logits(other), changed[1])
+    first.__exit__(None, None, None)
+    assert torch.equal(logits(one), plain[0])
+    assert torch.equal(logits(other), changed[1])
+    second.__exit__(None, None, None)
+    assert torch.equal(logits(other), plain[1])
+    assert type(ALL_ATTENTION_FUNCTIONS) is AttentionInterface
+
+
+def test_models_that_share_a_configuration_are_changed_by_themselves() -> None:
+    """One of them attends by a function that needs another name meanwhile."""
+    one = tiny_model("llama")
+    other = type(one)(one.config).eval()
+    other.load_state_dict(one.state_dict())
+    AttentionInterface.register("plain-elsewhere", sdpa_attention_forward)
+    one.config._attn_implementation = "plain-elsewhere"
+    plain = logits(one)
+    with intervening(one, "mask-sink"), intervening(other, "scale-sink-value:factor=3"):
+        assert other.config._attn_implementation == "sdpa"
+    assert one.config is other.config
+    assert one.config._attn_implementation == "plain-elsewhere"
+    assert torch.equal(logits(one), plain)
+
+
+def in_threads(count: int, work: Callable[[int], Any]) -> list[Any]:
+    """What `work` returns in each of several threads that begin together."""
+    results: list[Any] = [None] * count
+    together = threading.Barrier(count)
+
+    def run(at: int) -> None:
+        together.wait()
+        try:
+            results[at] = work(at)
+        except BaseException as error:
+            results[at] = error
+
+    threads = [threading.Thread(target=run, args=(at,)) for at in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_threads_change_their_own_models() -> None:
+    names = [*DO, *DO]
+    models = [tiny_model(name) for name in names]
+    expected = [under(model, DO[name]) for model, name in zip(models, names, strict=True)]
+
+    def work(at: int) -> list[torch.Tensor]:
+        return [under(models[at], DO[names[at]]) for _ in range(10)]
+
+    for found, wanted in zip(in_threads(len(names), work), expected, strict=True):
+        assert not isinstance(found, BaseException), found
+        assert all(torch.equal(x, wanted) for x in found)
+    assert type(ALL_ATTENTION_FUNCTIONS) is AttentionInterface
+
+
+@pytest.mark.parametrize("name", DO)
+def test_threads_call_one_changed_model(name: str) -> None:
+    model = tiny_model(name)
+    texts = [tiny_tokens(2, 9 + at) for at in range(4)]
+    expected = [under(model, DO[name], ids=ids) for ids in texts]
+    with intervening(model, DO[name]):
+        found = in_threads(4, lambda at: [logits(model, texts[at]) for _ in range(10)])
+    for mine, wanted in zip(found, expected, strict=True):
+        assert not isinstance(mine, BaseException), mine
+        assert all(torch.equal(x, wanted) for x in mine)
+
+
+def test_threads_that_analyze_measure_what_each_measures_alone() -> None:
+    names = ["llama", "bloom", "qwen2"]
+    measure = partial(sinkscope.analyze, observables=("attention",), **SMALL)
+    alone = [measure(tiny_model(name)) for name in names]
+    models = [tiny_model(name) for name in names]
+    for run, expected in zip(in_threads(3, lambda at: measure(models[at])), alone, strict=True):
+        assert not isinstance(run, BaseException), run
+        assert all(run.tables[name].equals(table) for name, table in expected.tables.items())
+
+
+def test_what_the_user_registers_meanwhile_serves_the_other_models() -> None:
+    model, other = tiny_model("llama"), tiny_model("llama")
+    changed = under(model, "mask-sink")
+    before = snapshot(other)
+    with intervening(model, "mask-sink"):
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = warmer
+        try:
+            assert torch.equal(logits(model), changed)
+            warm = logits(other)
+        finally:
+            del ALL_ATTENTION_FUNCTIONS["sdpa"]
+        assert torch.equal(logits(model), changed)
+    assert not torch.allclose(warm, logits(other), rtol=0.1)
+    assert not differences(before, snapshot(other))
+
+
+# ------------------------------------------------------------------------------------------- functions of the user
+
+
+def warmer(module: Any, query: Any, *rest: Any, **options: Any) -> Any:
+    return sdpa_attention_forward(module, query / 2, *rest, **options)
+
+
+def logged(module: Any, *rest: Any, **options: Any) -> Any:
+    return sdpa_attention_forward(module, *rest, **options)
+
+
+def named(function: Any, model: PreTrainedModel, stack: ExitStack) -> None:
+    AttentionInterface.register("users_own", function)
+    model.config._attn_implementation = "users_own"
+
+
+def overridden(function: Any, model: PreTrainedModel, stack: ExitStack) -> None:
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = function
+    stack.callback(ALL_ATTENTION_FUNCTIONS.__delitem__, "sdpa")
+
+
+def eager(function: Any, model: PreTrainedModel, stack: ExitStack) -> None:
+    model.set_attn_implementation("eager")
+    patch = pytest.MonkeyPatch()
+    stack.callback(patch.undo)
+    patch.setattr("transformers.models.llama.modeling_llama.eager_attention_forward", function)
+
+
+USES: dict[str, Callable[[PreTrainedModel], Any]] = {
+    "intervening": lambda model: under(model, "scale-sink-value:factor=1"),
+    "intervene": lambda model: sinkscope.intervene(model, "mask-sink", draws=0, **SMALL),
+    "quantize": lambda model: sinkscope.quantize(model, calibration=2, **SMALL),
+    "calibrate_ranges": lambda model: sinkscope.calibrate_ranges(model, [IDS[0]]),
+    "retrofit": lambda model: sinkscope.retrofit(model, "none", out="never-made", text="natural", steps=1),
+    "retrofit_model": lambda model: sinkscope.retrofit_model(model, None, "learnable-sink"),
+}
+
+
+@pytest.mark.parametrize("how", [named, overridden, eager])
+@pytest.mark.parametrize("use", USES)
+def test_a_function_of_the_users_that_attends_otherwise_is_refused(use: str, how: Any) -> None:
+    model = tiny_model("llama")
+    with ExitStack() as stack:
+        how(warmer, model, stack)
+        before = snapshot(model)
+        with pytest.raises((SinkscopeError, InputError), match="something else than by itself|would be loaded again"):
+            USES[use](model)
+        assert not differences(before, snapshot(model))
+
+
+@pytest.mark.parametrize("how", [named, overridden, eager])
+def test_a_function_of_the_users_that_attends_alike_is_accepted(how: Any) -> None:
+    changed, model = under(tiny_model("llama"), "mask-sink"), tiny_model("llama")
+    with ExitStack() as stack:
+        how(logged, model, stack)
+        assert torch.equal(under(model, "mask-sink"), changed)
+
+
+def test_attention_that_asks_for_no_function_is_refused() -> None:
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        attention.forward = lambda hidden_states, of=attention, **rest: (of.o_proj(hidden_states), None)
+    with pytest.raises(SinkscopeError, match="does not recognize one softmax"):
+        under(model, "mask-sink")
+
+
+def test_a_model_of_known_code_does_not_run_beforehand() -> None:
+    model = tiny_model("llama")
+    ran: list[int] = []
+    model.model.layers[0].register_forward_hook(lambda *_: ran.append(1))
+    with intervening(model, "mask-sink"):
+        assert not ran
+        logits(model)
+    assert len(ran) == 1
+
+
+# ------------------------------------------------------------------------------------------- hooks of the user
+
+
+def lora(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return output * 1.5
+
+
+def on_input(module: Any, args: Any) -> Any:
+    return (args[0].flip(-1),)
+
+
+def with_hook(projection: Any) -> None:
+    projection.register_forward_hook(lora)
+
+
+def with_pre_hook(projection: Any) -> None:
+    projection.register_forward_pre_hook(on_input)
+
+
+def with_forward(projection: Any) -> None:
+    own = projection.forward
+    projection.forward = lambda x: 1.5 * own(x)
+
+
+def pruned(projection: Any) -> None:
+    prune.l1_unstructured(projection, "weight", amount=0.5)
+
+
+def parametrized(projection: Any) -> None:
+    parametrize.register_parametrization(projection, "weight", nn.Tanh())
+
+
+CHANGED = {
+    "hook": (with_hook, "forward hook, .*lora"),
+    "pre-hook": (with_pre_hook, "forward hook, .*on_input"),
+    "forward": (with_forward, "its forward is"),
+    "prune": (pruned, "is no parameter"),
+    "parametrize": (parametrized, "is no parameter"),
+}
+
+
+@pytest.mark.parametrize("how", CHANGED)
+def test_a_projection_that_is_more_than_its_weight_is_not_edited(how: str) -> None:
+    change, message = CHANGED[how]
+    model = tiny_model("qwen2")
+    change(model.model.layers[1].self_attn.k_proj)
+    before = snapshot(model)
+    keys = "zero-key-columns:coordinates=3"
+    with pytest.raises(InputError, match=message):
+        under(model, keys)
+    with pytest.raises(InputError, match=message):
+        sinkscope.intervene(model, keys, draws=0, **SMALL)
+    with pytest.raises(InputError, match=rf"layers.1.self_attn.k_proj .*{message}"):
+        sinkscope.quantize(model, calibration=2, **SMALL)
+    under(model, "nullify-query-bias", "mask-sink")  # what does not edit it
+    run = sinkscope.analyze(model, **SMALL)
+    assert ("query_bias" in run.tables) == (message == "is no parameter")  # read from the weights
+    assert not [name for name in differences(before, snapshot(model)) if "weight: attributes" not in name]
+
+
+@pytest.mark.parametrize("how", ["hook", "pre-hook", "forward"])
+def test_position_vectors_that_are_more_than_their_table_are_not_exchanged(how: str) -> None:
+    change, message = CHANGED[how]
+    model = tiny_model("gpt2")
+    change(model.transformer.wpe)
+    with pytest.raises(InputError, match=message):
+        under(model, "replace-epe")
+
+
+@pytest.mark.parametrize("method", ["vga", "vscale"])
+def test_values_that_are_more_than_a_weight_are_not_gated(method: str) -> None:
+    model = tiny_model("llama")
+    model.model.layers[0].self_attn.v_proj.register_forward_hook(lora)
+    with pytest.raises(InputError, match="forward hook"):
+        sinkscope.retrofit_model(model, None, method)
+
+
+# ------------------------------------------------------------------------------------------- what the model is given as
+
+
+def with_adapter(model: PreTrainedModel) -> Any:
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return peft.get_peft_model(model, config).eval()
+
+
+def with_compiled_forward(model: PreTrainedModel) -> PreTrainedModel:
+    model.forward = torch.compile(model.forward, backend="eager")
+    return model
+
+
+def compiled_in_place(model: PreTrainedModel) -> PreTrainedModel:
+    model.compile(backend="eager")
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    return model
+
+
+GIVEN: dict[str, Callable[[PreTrainedModel], Any]] = {
+    "DataParallel": nn.DataParallel,
+    "torch.compile": partial(torch.compile, backend="eager"),
+    "a compiled forward": with_compiled_forward,
+    "compiled in place": compiled_in_place,
+}
+
+
+@pytest.mark.parametrize("text", ["mask-sink", "zero-key-columns:coordinates=3", "rescale-norm:layers=1"])
+@pytest.mark.parametrize("kind", GIVEN)
+def test_a_wrapped_model_is_changed_as_the_plain_one(kind: str, text: str) -> None:
+    expected, plain = under(tiny_model("llama"), text), logits(tiny_model("llama"))
+    given = GIVEN[kind](tiny_model("llama"))
+    before = logits(given)  # compiles
+    assert torch.equal(under(given, text), expected)
+    assert torch.equal(logits(given), before)
+    assert torch.equal(before, plain)
+    sinkscope.analyze(given, observables=("attention",), **SMALL)
+
+
+def test_a_model_with_an_adapter_is_changed_as_the_merged_one() -> None:
+    expected = under(with_adapter(tiny_model("llama")).merge_and_unload(), "mask-sink")
+    assert torch.allclose(under(with_adapter(tiny_model("llama")), "mask-sink"), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_copies_on_several_devices_are_refused() -> None:
+    wrapped = nn.DataParallel(tiny_model("llama"))
+    wrapped.device_ids = [0, 1]
+    for call in (check_called_itself, lambda model: under(model, "mask-sink")):
+        with pytest.raises(InputError, match="DataParallel on several devices"):
+            call(wrapped)
+
+
+def test_interventions_may_be_given_in_lists() -> None:
+    both = ["mask-sink", "scale-sink-value:positions=1,factor=3"]
+    assert torch.equal(under(tiny_model("llama"), both), under(tiny_model("llama"), *both))
+
+
+def test_adaption_prompts_are_refused_in_one_line() -> None:
+    config = peft.AdaptionPromptConfig(adapter_len=3, adapter_layers=2, task_type="CAUSAL_LM")
+    wrapped = peft.get_peft_model(tiny_model("llama"), config)
+    for model in (wrapped, wrapped.model):
+        for use in (sinkscope.analyze, sinkscope.doctor, lambda model: under(model, "mask-sink")):
+            with pytest.raises(InputError, match="AdaptionPrompt"):
+                use(model)
+
+
+def test_a_family_that_is_calibrated_is_changed_too() -> None:
+    """As `analyze` measures it: hidden behind another name, its row is found numerically."""
+    expected, model = under(tiny_model("llama"), "mask-sink"), tiny_model("llama")
+    model.config.model_type = "of_nobody"
+    assert torch.equal(under(model, "mask-sink"), expected)
+
+
+# ------------------------------------------------------------------------------------------- the process
+
+
+def test_builtins_are_as_they_were() -> None:
+    script = "import sinkscope.measuring.tracer; assert not hasattr(5, 'save'), 'mounted'"
+    subprocess.run([sys.executable, "-c", script], check=True)
+    first = "import nnsight; import sinkscope.measuring.tracer; assert hasattr(5, 'save')"
+    subprocess.run([sys.executable, "-c", first], check=True)
+    kept = (
+        "import sinkscope.measuring.tracer; from nnsight.schema.config import CONFIG; import nnsight;"
+        "assert CONFIG.APP.PYMOUNT and nnsight.CONFIG is CONFIG"
+    )
+    subprocess.run([sys.executable, "-c", kept], check=True)
