@@ -3,8 +3,9 @@ denominator, and another operation than softmax.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -87,7 +88,7 @@ class Denominator(nn.Module, ABC):
 
 def denominator_of(attention: nn.Module) -> Denominator | None:
     """The further term of this attention module; None where it has none."""
-    return next((child for child in attention.children() if isinstance(child, Denominator)), None)
+    return next((child for child in _children(attention) if isinstance(child, Denominator)), None)
 
 
 class OtherOperation(nn.Module):
@@ -103,7 +104,7 @@ class OtherOperation(nn.Module):
 
 def operation_of(attention: nn.Module) -> OtherOperation | None:
     """What this attention module attends by; None for softmax."""
-    return next((child for child in attention.children() if isinstance(child, OtherOperation)), None)
+    return next((child for child in _children(attention) if isinstance(child, OtherOperation)), None)
 
 
 def operations_of(model: nn.Module) -> list[str]:
@@ -113,4 +114,18 @@ def operations_of(model: nn.Module) -> list[str]:
 
 def attends_by_us(module: nn.Module) -> bool:
     """Whether this is an attention module that transformers' own functions would not compute as it is meant."""
-    return any(isinstance(child, Denominator | OtherOperation) for child in module.children())
+    return any(isinstance(child, Denominator | OtherOperation) for child in _children(module))
+
+
+def _children(module: nn.Module) -> Iterator[nn.Module]:
+    """A module's own parts. PEFT keeps one that it trains as a whole (`modules_to_save`) inside a module of its own,
+    as a copy of the original for each adapter.
+    """
+    for child in module.children():
+        wrapper: Any = child
+        if "original_module" not in child._modules:
+            yield child
+        elif wrapper.disable_adapters or not wrapper.active_adapters:
+            yield wrapper.original_module
+        else:
+            yield wrapper.modules_to_save[wrapper.active_adapters[0]]

@@ -1,30 +1,29 @@
 """`doctor`: how sinkscope sees a model, and whether what it would measure is right, before a long run."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from sinkscope.attention.seam import attention_implementation
 from sinkscope.attention.taps import attends_by_us
-from sinkscope.attention.weights import AttentionRead
 from sinkscope.commands.result import Result
 from sinkscope.interventions import INTERVENTIONS, Target
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.gradient import undefined_ratios
-from sinkscope.measuring.observables.observable import ATTENTION_SITES, NO_ATTENTION, Observable, Settings
-from sinkscope.measuring.parity import largest_difference, tolerance
+from sinkscope.measuring.observables.observable import ATTENTION_SITES, NO_ATTENTION, Observable
+from sinkscope.measuring.parity import Parity, round_off
+from sinkscope.measuring.same_attention import Comparison, comparing
 from sinkscope.measuring.subject import ModelLike, family_of, load_model, options_of
-from sinkscope.measuring.tracer import logits_of, open_tracer
-from sinkscope.models.attention_functions import Attend, attending_by
+from sinkscope.measuring.tracer import model_inputs, open_tracer
 from sinkscope.models.family import RESIDUAL_SITES, Block, Family, embedding_weight, input_device
 from sinkscope.models.in_memory import undisturbed
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.towers import tower_notice
-from sinkscope.models.wiring import check_wiring, read_sites
+from sinkscope.models.wiring import check_wiring, layer_output, read_sites
 from sinkscope.options.measuring import DoctorOptions, RunConfig
 from sinkscope.options.output import OutputOptions
 from sinkscope.report.words import layers_text
@@ -89,11 +88,13 @@ def _examined(loaded: LoadedModel) -> Report:
         *_not_applicable(loaded.model, family),
     ]
     batch = _tokens(loaded.model)
-    report.checks = [
-        _wiring(loaded.model, family, batch),
-        _logits(loaded.model, family, batch, "sdpa"),
-        _logits(loaded.model, family, batch, "eager"),
-    ]
+    inputs = model_inputs(loaded.model, batch, False, family.first_position)
+    bare = layer_output(loaded.model, family, family.last_layer(loaded.model), inputs)
+    own = round_off(loaded.model, family, batch, bare)
+    report.checks = [_wiring(loaded.model, family, batch)]
+    report.checks += [_output(loaded.model, family, batch, kernel, bare, own.tolerance) for kernel in ("sdpa", "eager")]
+    if own.attention:
+        report.checks.append(_attention("each layer attends as the bare model's does", own.attention))
     if any(map(attends_by_us, loaded.model.modules())):
         report.notes.append("attention weights: transformers' eager attention knows nothing of what is built in")
     elif not family.has_attention:
@@ -192,59 +193,37 @@ def _wiring(model: PreTrainedModel, family: Family, batch: Batch) -> tuple[str, 
     return ("residual stream", worst < tolerance, f"the {family.wiring} equation holds to {worst:.1e} at every layer")
 
 
+class _Noted(Parity):
+    """A difference is noted, and refused by nobody."""
+
+    def refuse(self, batch: Batch) -> None:
+        pass
+
+
 @torch.no_grad()
-def _logits(model: PreTrainedModel, family: Family, batch: Batch, kernel: str) -> tuple[str, bool, str]:
-    bare = logits_of(model(batch.token_ids.to(input_device(model)), use_cache=False))
+def _output(
+    model: PreTrainedModel, family: Family, batch: Batch, kernel: str, bare: torch.Tensor, tolerance: float
+) -> tuple[str, bool, str]:
+    """By the comparison that every run makes in its first batch."""
+    parity = _Noted(family.last_layer(model), bare, tolerance)
     with open_tracer(model, family, kernel) as tracer:
-        traced = tracer.logits(batch)
-    error = largest_difference(traced, bare, batch.attention_mask)
-    detail = "bit for bit" if torch.equal(traced, bare) else f"within {error:.1e}"
-    return (f"logits through the seam ({kernel}) are the bare model's", error < tolerance(model, bare.dtype), detail)
+        tracer.forward(batch, [parity])
+    assert parity.error is not None
+    detail = "bit for bit" if parity.error == 0 else f"within {parity.error:.1e}, by round-off at most {tolerance:.1e}"
+    what = f"the last layer's output through the seam ({kernel}) is the bare model's"
+    return (what, parity.error <= tolerance, detail)
 
 
-class _FirstColumn(Observable):
-    """Attention that each query pays to position 0, by layer: (H,T)."""
-
-    sites = ("attention",)
-
-    def __init__(self) -> None:
-        super().__init__(Settings())
-        self.weights: list[torch.Tensor] = []
-
-    def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
-        weights, _ = read.weights(slice(0, read.length), slice(0, 1))
-        self.weights.append(weights[0, :, :, 0].float().cpu())
+def _attention(what: str, found: Sequence[Comparison]) -> tuple[str, bool, str]:
+    """Attention of all layers against a function of transformers, each on the same queries, keys and values."""
+    worst = max(found, key=lambda one: one.excess)
+    within = f"within {worst.difference:.1e} of its values' norm on the same queries and keys"
+    return (what, worst.excess <= 1, f"{within}, {worst.excess:.1g} times what round-off explains")
 
 
 @torch.no_grad()
 def _weights(model: PreTrainedModel, family: Family, batch: Batch) -> tuple[str, bool, str]:
     """Compare our weights with those by which transformers' eager attention mixes values."""
-    observable = _FirstColumn()
-    with open_tracer(model, family) as tracer:
-        tracer.forward(batch, [observable])
-    eager = _eager_first_column(model, batch)
-    theirs = [eager[attention] for attention in family.attentions(model).values()]
-    pairs = zip(observable.weights, theirs, strict=True)
-    worst = max(float((mine - other[0].float().cpu()).abs().max()) for mine, other in pairs)
-    allowed = tolerance(model, theirs[0].dtype)
-    return ("attention to position 0 is transformers' eager", worst < allowed, f"within {worst:.1e}")
-
-
-def _eager_first_column(model: PreTrainedModel, batch: Batch) -> dict[nn.Module, torch.Tensor]:
-    """Attention module → the weight on position 0 that its eager attention gives values with, (1,H,T).
-
-    Read off the mix of values that are 1 at position 0 and 0 elsewhere. The weights that eager attention returns are
-    not always these: some families scale the mix afterwards, by what a learned sink leaves.
-    """
-    columns: dict[nn.Module, torch.Tensor] = {}
-
-    def reading(own: Attend, module: nn.Module, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        marked = torch.zeros_like(value)
-        marked[:, :, 0] = 1.0
-        mix = own(module, query, key, marked, *args, **kwargs)[0]  # (1,T,H,d)
-        columns[module] = mix[..., 0].transpose(1, 2)
-        return own(module, query, key, value, *args, **kwargs)
-
-    with attention_implementation(model, "eager"), attending_by(model, reading):
+    with attention_implementation(model, "eager"), comparing(model, family, batch) as found:
         model(batch.token_ids.to(input_device(model)), use_cache=False)
-    return columns
+    return _attention("attention to position 0 is transformers' eager", found)

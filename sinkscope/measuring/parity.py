@@ -2,23 +2,34 @@
 
 Code that treats our attention otherwise than its own (a mask left out, a scale not applied) would give wrong numbers
 without an error. A short check beforehand would not find all: attention to the 2048 best keys is dense below that.
+
+There are two comparisons. Each layer's attention is compared with the model's own on the same queries, keys and values
+(same_attention.py), which round-off of other layers does not blur. The last layer's output is compared with that of the
+bare model, which finds what is not attention's own function: padding, or a seam that does not take part. How far
+round-off may move that output is measured on the model itself (`round_off`).
 """
 
+import math
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
+from sinkscope.attention.kernels import upcast
 from sinkscope.attention.seam import open_seam
 from sinkscope.errors import SinkscopeError, is_out_of_memory
 from sinkscope.measuring.observables.observable import Observable, Reading, Settings
 from sinkscope.measuring.passes import batches_of, first_size
 from sinkscope.measuring.processes import team
+from sinkscope.measuring.same_attention import Comparison, comparing
 from sinkscope.measuring.subject import Subject, position_limit
 from sinkscope.measuring.tracer import model_inputs
 from sinkscope.models.attention_functions import unknown_code
+from sinkscope.models.edits import edited_input
 from sinkscope.models.family import Family, embedding_weight
 from sinkscope.models.in_memory import undisturbed
 from sinkscope.models.quantized import is_quantized
@@ -26,15 +37,67 @@ from sinkscope.models.wiring import layer_output
 from sinkscope.options.measuring import RunConfig
 from sinkscope.text.batch import Batch
 
-# How far an output may differ by the order of sums, relative to the norm of its token
-TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 FEW = 64  # tokens of a check beforehand
+MARGIN = 4.0  # rounding errors are drawn so many times larger than they are
 ROUNDED = 5e-2  # where activations are rounded to 8 bits: one step more or less
 
 
-def tolerance(model: PreTrainedModel, dtype: torch.dtype) -> float:
-    """How far an output of this dtype may differ from the bare model's."""
-    return max(TOLERANCE[dtype], ROUNDED if is_quantized(model) else 0.0)
+@dataclass(frozen=True)
+class RoundOff:
+    """What a model's own arithmetic leaves open.
+
+    Attributes:
+        tolerance: how far the last layer's output may differ from the bare model's, relative to the norm of its token.
+        attention: each layer's attention against the model's own; empty where it attends by code of its own.
+    """
+
+    tolerance: float
+    attention: tuple[Comparison, ...]
+
+    @property
+    def other_attention(self) -> Comparison | None:
+        """The layer whose attention is furthest from the model's own; None where all are the same but for round-off."""
+        worst = max(self.attention, key=lambda found: found.excess, default=None)
+        return worst if worst is not None and worst.excess > 1 else None
+
+
+def round_off(model: PreTrainedModel, family: Family, batch: Batch, bare: torch.Tensor) -> RoundOff:
+    """Run the model once more, with the input of every layer rounded otherwise, and compare its attention meanwhile.
+
+    A layer that is computed with rounding errors gives what an exact one would give for an input with a small relative
+    error (Higham, "Accuracy and Stability of Numerical Algorithms", 2002, sections 1.5 and 1.8). How much of that
+    arrives at the last layer depends on the model, and is estimated by drawing such errors, of a random sign each, at
+    the input of every layer (statistical condition estimation: Kenney and Laub, 1994). Their size is one unit in the
+    last place, or that of a sum over D channels in float32, √D u (Higham and Mary, 2019), where that is more (code
+    for float64 computes norms and softmax in float32); times MARGIN. They are drawn so large, and not their effect
+    multiplied, because routers of experts jump: one that rounding may turn over is then turned over here too.
+
+    Args:
+        batch: without padding.
+        bare: (B,T,D), the last layer's output on it.
+    """
+    layer = family.last_layer(model)
+    inputs = model_inputs(model, batch, False, family.first_position)
+    with comparing(model, family, batch) as attention, ExitStack() as edits:
+        draw: dict[torch.device, torch.Generator] = {}
+        for module in family.layer_modules(model):
+            edits.enter_context(edited_input(module, lambda _, x: _rounded_otherwise(x, draw)))
+        moved = layer_output(model, family, layer, inputs)
+    tolerance = largest_difference(moved, bare, torch.ones(bare.shape[:2]))
+    if math.isnan(tolerance):  # half precision has overflowed; where the bare model's has too, the tracer says so
+        tolerance = 1.0
+    return RoundOff(max(tolerance, ROUNDED if is_quantized(model) else 0.0), tuple(attention))
+
+
+def _rounded_otherwise(x: Any, draw: dict[torch.device, torch.Generator]) -> Any:
+    """Every number of a layer's input up or down by its rounding error."""
+    if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+        return x
+    if x.device not in draw:
+        draw[x.device] = torch.Generator(x.device).manual_seed(0)
+    size = MARGIN * max(torch.finfo(x.dtype).eps, math.sqrt(x.shape[-1]) * torch.finfo(torch.float32).eps / 2)
+    up = torch.randint(0, 2, x.shape, generator=draw[x.device], device=x.device, dtype=torch.bool)
+    return torch.where(up, x * (1 + size), x * (1 - size))
 
 
 class Parity(Observable):
@@ -46,11 +109,11 @@ class Parity(Observable):
 
     sites = ("layer_out",)
 
-    def __init__(self, model: PreTrainedModel, layer: int, bare: torch.Tensor) -> None:
+    def __init__(self, layer: int, bare: torch.Tensor, tolerance: float) -> None:
         super().__init__(Settings())
-        self.model = model
         self.layer = layer
         self.bare = bare  # (B,T,D), of the run's first sequences
+        self.tolerance = tolerance
         self.error: float | None = None
 
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
@@ -60,20 +123,41 @@ class Parity(Observable):
         self.error = largest_difference(
             reading.tensor[:rows, :columns], self.bare[:rows, :columns], batch.attention_mask[:rows, :columns]
         )
-        if self.error > tolerance(self.model, reading.tensor.dtype):
-            padded = "" if batch.valid is None else "in a padded batch "
-            advice = "" if batch.valid is None else "take --batch-size 1, which pads nothing; "
-            raise SinkscopeError(
-                f"{padded}under the tracer this model computes something else than by itself (the last layer's output "
-                f"differs by {self.error:.1e} of its norm), and numbers would be wrong; {advice}--skip-parity measures "
-                "all the same"
-            )
+        if self.error > self.tolerance:
+            self.refuse(batch)
+
+    def refuse(self, batch: Batch) -> None:
+        padded = "" if batch.valid is None else "in a padded batch "
+        advice = "" if batch.valid is None else "take --batch-size 1, which pads nothing; "
+        raise _other(
+            f"the last layer's output differs by {self.error:.1e} of its norm, by round-off at most "
+            f"{self.tolerance:.1e}",
+            padded,
+            advice,
+        )
+
+
+def _other(how: str, padded: str = "", advice: str = "") -> SinkscopeError:
+    return SinkscopeError(
+        f"{padded}under the tracer this model computes something else than by itself ({how}), and numbers would be "
+        f"wrong; {advice}--skip-parity measures all the same"
+    )
+
+
+def check_attention(found: RoundOff) -> None:
+    """Raise SinkscopeError where a layer's attention is another function than the model's own."""
+    worst = found.other_attention
+    if worst is not None:
+        raise _other(
+            f"layer {worst.layer} attends otherwise: on the same queries and keys by {worst.difference:.1e} of its "
+            f"values' norm, {worst.excess:.0f} times what round-off explains"
+        )
 
 
 def largest_difference(found: torch.Tensor, expected: torch.Tensor, mask: torch.Tensor) -> float:
     """The largest ‖a - b‖ ÷ ‖b‖ of any real token, for a and b of shape (B,T,D); NaN where one of them holds a NaN."""
-    found, expected = found.float(), expected.to(found.device).float()
-    sizes = expected.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+    found, expected = upcast(found), upcast(expected.to(found.device))
+    sizes = expected.norm(dim=-1).clamp(min=torch.finfo(expected.dtype).tiny)
     return float(((found - expected).norm(dim=-1) / sizes)[mask.bool().to(found.device)].max())
 
 
@@ -82,16 +166,17 @@ class ParityCheck:
     """The bare model's output on the first batch, and the observables that a pass compares with it.
 
     expected: (B,T,D) of the layer; None with --skip-parity.
+    tolerance: how far it may differ.
     """
 
-    model: PreTrainedModel
     layer: int
     expected: torch.Tensor | None
+    tolerance: float = 0.0
     _used: list[Parity] = field(default_factory=list)
 
     def fresh(self) -> list[Observable]:
         """Observables for one pass; none with --skip-parity."""
-        self._used = [] if self.expected is None else [Parity(self.model, self.layer, self.expected)]
+        self._used = [] if self.expected is None else [Parity(self.layer, self.expected, self.tolerance)]
         return list(self._used)
 
     @property
@@ -102,29 +187,36 @@ class ParityCheck:
 
 def parity_check(subject: Subject, config: RunConfig, costs: int = 1) -> ParityCheck:
     """Run the bare model on the first batch; where that is padded, on each sequence alone: some models let padding
-    change what they give.
+    change what they give. Compare its attention, and find the tolerance, on the same sequences.
 
     Args:
         costs: memory of the pass that is to be compared, as for `pass_over`.
+
+    Raises:
+        SinkscopeError: a layer attends otherwise under the tracer.
     """
     model, family = subject.loaded.model, subject.family
     layer, size = family.last_layer(model), first_size(subject.inputs, model, config.batch_size, costs)
     if config.skip_parity or not team().is_first:  # the first of several processes reads the first batch
-        return ParityCheck(model, layer, None)
+        return ParityCheck(layer, None)
 
-    def bare(size: int) -> torch.Tensor:
+    def bare(size: int) -> ParityCheck:
         batch = next(batches_of(subject.inputs, size))
-        alone = [batch] if batch.valid is None else _each_alone(batch)
+        alone = [batch] if batch.valid is None else list(_each_alone(batch))
         given = [model_inputs(model, each, False, family.first_position) for each in alone]
         outputs = [layer_output(model, family, layer, inputs) for inputs in given]
-        return outputs[0] if batch.valid is None else _at_their_places(outputs, batch)
+        found = [round_off(model, family, each, output) for each, output in zip(alone, outputs, strict=True)]
+        for one in found:
+            check_attention(one)
+        expected = outputs[0] if batch.valid is None else _at_their_places(outputs, batch)
+        return ParityCheck(layer, expected, max(one.tolerance for one in found))
 
     try:
-        return ParityCheck(model, layer, bare(size))
+        return bare(size)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        return ParityCheck(model, layer, bare(1))
+        return bare(1)
 
 
 def _each_alone(batch: Batch) -> Iterator[Batch]:
@@ -165,12 +257,14 @@ def check_beforehand(model: PreTrainedModel, family: Family, is_calibrated: bool
     with undisturbed(model):
         inputs = model_inputs(model, batch, False, family.first_position)
         bare = layer_output(model, family, layer, inputs)
+        own = round_off(model, family, batch, bare)
         with open_seam(model, family) as seams:
             seamed = layer_output(model, family, layer, inputs)
+    check_attention(own)
     if any(seam.call is None for seam in seams.values()):
         raise SinkscopeError(f"{what}, in which sinkscope does not recognize one softmax of q·k")
     error = largest_difference(seamed, bare, batch.attention_mask)
-    if error > tolerance(model, next(model.parameters()).dtype):
+    if error > own.tolerance:
         raise SinkscopeError(
             f"{what}, and under the tracer it computes something else than by itself (the last layer's output differs "
             f"by {error:.1e} of its norm): what is changed or trained would be another model"

@@ -130,7 +130,8 @@ def with_adapter(model: PreTrainedModel, files: AdapterFiles) -> tuple[PreTraine
 
 def check_no_adapter(model: PreTrainedModel, purpose: str) -> None:
     """Raise InputError for a model with an adapter beside its weights, which `purpose` would take for its own."""
-    beside = next((path for path, _ in model.named_modules() if path.endswith(".base_layer")), None)  # PEFT's name
+    kept = (".base_layer", ".original_module")  # PEFT's names for what its own modules hold
+    beside = next((path for path, _ in model.named_modules() if path.endswith(kept)), None)
     if beside is not None:
         raise InputError(f"{purpose} needs weights without an adapter beside them ({beside}): merge it first")
 

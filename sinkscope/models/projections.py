@@ -28,10 +28,12 @@ class Projection:
     module: a Linear, a Conv1D or what stands in for one (an adapter's layer, one of quantized weights), which may hold
         the other two as well. `weight` and `bias` are of the first two alone, and an InputError of others.
     places: (heads, d), the indices of the module's outputs that belong to each head.
+    path: of the module within the attention module.
     """
 
     module: Any
     places: torch.Tensor
+    path: str
 
     @property
     def heads(self) -> int:
@@ -82,12 +84,17 @@ class Projection:
 
 def check_plain(module: Any) -> None:
     """Raise InputError unless a module computes with its `weight` and `bias` alone, in ordinary numbers."""
-    if not hasattr(module, "weight") or not is_ordinary(module.weight):
-        raise InputError("its weights are quantized: load it in float32, bfloat16 or float16")
+    check_ordinary(module)
     if not isinstance(module, nn.Linear | Conv1D):  # an adapter's layer has more weights than `weight`
         package, kind = type(module).__module__.partition(".")[0], type(module).__name__
         raise InputError(f"it projects by {package}'s {kind}, not by one matrix: merge its adapter first")
     check_own_map(module)
+
+
+def check_ordinary(module: Any) -> None:
+    """Raise InputError where a module's weight, which an adapter may be beside, is quantized."""
+    if not hasattr(module, "weight") or not is_ordinary(module.weight):
+        raise InputError("its weights are quantized: load it in float32, bfloat16 or float16")
 
 
 def projections(model: PreTrainedModel, family: Family, layer: int) -> dict[Role, Projection]:
@@ -116,7 +123,7 @@ def lacking(family: Family, layers: Iterable[int], role: Role) -> str | None:
 
 
 def _found(attention: nn.Module, outputs: Outputs) -> Projection:
-    return Projection(attention.get_submodule(outputs.module), torch.tensor(outputs.places))
+    return Projection(attention.get_submodule(outputs.module), torch.tensor(outputs.places), outputs.module)
 
 
 def _named(model: PreTrainedModel, family: Family, layer: int) -> dict[Role, Projection]:
@@ -134,13 +141,14 @@ def _named(model: PreTrainedModel, family: Family, layer: int) -> dict[Role, Pro
     if not family.fused:
         width = _outputs(modules[0]) // heads
         return {
-            role: Projection(module, torch.arange(_outputs(module)).view(-1, width))
-            for role, module in zip(ROLES, modules, strict=True)
+            role: Projection(module, torch.arange(_outputs(module)).view(-1, width), path)
+            for role, module, path in zip(ROLES, modules, family.qkv, strict=True)
         }
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     key_heads = (_outputs(modules[0]) // width - heads) // 2
     places = torch.arange(_outputs(modules[0])).view(-1, width)
-    return {role: Projection(modules[0], places[rows]) for role, rows in _FUSED[family.fused](heads, key_heads).items()}
+    by_role = _FUSED[family.fused](heads, key_heads)
+    return {role: Projection(modules[0], places[rows], family.qkv[0]) for role, rows in by_role.items()}
 
 
 def _blocks(heads: int, key_heads: int) -> dict[Role, torch.Tensor]:

@@ -1,12 +1,14 @@
 """What every retrofit is, and the places at which it can act on attention.
 
-    values       behind the value projection, before anything is cached: `ValuePart`
-    output       in front of the output projection, on every head's mix: `OutputPart`
+    values       after the value projection, before anything is cached: `ValuePart`
+    output       before the output projection, on every head's mix: `OutputPart`
     denominator  inside the softmax, a further logit: `taps.Denominator`
     operation    in place of the softmax: `taps.OtherOperation`
 
-The first two are hooks on modules that every family has, so the model keeps its own attention kernel and its own cache
-of whatever kind: what is cached is the changed value. The others need the attention function of seam.py.
+The first two are hooks at the places of modules that every family has, so the model keeps its own attention kernel and
+its own kind of cache: what is cached is the changed value. They act on what a projection gives or reads together with
+its adapter, if PEFT has put one there, so that merging the adapter changes nothing. The others need the attention
+function of seam.py.
 
 What the taps of seam.py show: `value` is what is attended to, after V-scale or a gate, so that ∇v_s = Σ_t a[t,s] g_t
 holds there; `mix` is the heads' output before an output gate; the raw value is what the projection gives out.
@@ -25,8 +27,9 @@ from sinkscope.attention.interceptor import Interceptor
 from sinkscope.attention.taps import NAME, Denominator
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.family import Family
-from sinkscope.models.projections import Projection, check_plain, projections
+from sinkscope.models.projections import Projection, check_ordinary, projections
 from sinkscope.models.towers import text_tower
+from sinkscope.retrofits.placed_hook import PlacedHook
 from sinkscope.retrofits.registers import RETROFIT
 
 
@@ -36,7 +39,7 @@ class Layer:
 
     attention: nn.Module
     value: Projection
-    output: nn.Module  # its input is every head's mix, (B,T,H·d)
+    output: str  # path of the output projection in the attention module; its input is every head's mix, (B,T,H·d)
     heads: int  # H, query heads
     scaling: float  # of q·k
     is_biased: bool  # ALiBi
@@ -68,13 +71,13 @@ def layers_of(model: PreTrainedModel, family: Family) -> list[Layer]:
     for index, attention in family.attentions(model).items():
         with torch.device("cpu"):  # `from_pretrained` builds the model on meta, where indices would have no values
             value = projections(model, family, index)["value"]
-        check_plain(value.module)
+        check_ordinary(value.module)
         head_dim = value.places.shape[1]
         layers.append(
             Layer(
                 attention,
                 value,
-                attention.get_submodule(family.output),
+                family.output,
                 config.num_attention_heads,
                 head_dim**-0.5 if family.scaling is None else family.scaling,
                 family.positions_at(index) == "alibi",
@@ -164,16 +167,17 @@ class ValuePart(GatePart):
         self.is_whole = layer.value.is_whole
 
     def attach(self, layer: Layer, model: PreTrainedModel, family: Family) -> None:
-        layer.value.module.register_forward_hook(self._changed)
+        PlacedHook(layer.value.path, _changed).watch(layer.attention)
 
-    def _changed(self, module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
-        if self.is_whole:
-            value = output.unflatten(-1, self.places.shape)
-            return gated(value, self(args[0], value)).flatten(-2)
-        if self.places.device != output.device:
-            self.places = self.places.to(output.device)
-        value = output[..., self.places]
-        return output.index_copy(-1, self.places.flatten(), gated(value, self(args[0], value)).flatten(-2))
+
+def _changed(part: Any, args: tuple, output: torch.Tensor) -> torch.Tensor:
+    """The value projection's output with each head's values times their factor."""
+    if part.is_whole:
+        value = output.unflatten(-1, part.places.shape)
+        return gated(value, part(args[0], value)).flatten(-2)
+    places = _on(output.device, part)
+    value = output[..., places]
+    return output.index_copy(-1, places.flatten(), gated(value, part(args[0], value)).flatten(-2))
 
 
 class OutputPart(GatePart):
@@ -184,24 +188,33 @@ class OutputPart(GatePart):
         self.awaited: torch.Tensor | None = None  # the factors (B,T,H) between the value and the output projection
 
     def attach(self, layer: Layer, model: PreTrainedModel, family: Family) -> None:
-        layer.value.module.register_forward_hook(self._made)
-        layer.output.register_forward_pre_hook(self._gated)
-        layer.attention.register_forward_hook(self._was_used)
+        PlacedHook(layer.value.path, _made).watch(layer.attention)
+        PlacedHook(layer.output, _gated, before=True).watch(layer.attention)
+        layer.attention.register_forward_hook(_was_used)
 
-    def _made(self, module: nn.Module, args: tuple, output: torch.Tensor) -> None:
-        if self.places.device != output.device:
-            self.places = self.places.to(output.device)
-        self.awaited = self(args[0], output[..., self.places])
 
-    def _gated(self, module: nn.Module, args: tuple) -> tuple:
-        factor, self.awaited = self.awaited, None
-        assert factor is not None
-        return (gated(args[0].unflatten(-1, (factor.shape[-1], -1)), factor).flatten(-2), *args[1:])
+def _made(part: Any, args: tuple, output: torch.Tensor) -> None:
+    part.awaited = part(args[0], output[..., _on(output.device, part)])
 
-    def _was_used(self, module: nn.Module, args: tuple, output: Any) -> None:
-        """BLOOM with `slow_but_exact` multiplies by slices of its projection's weight and never calls it."""
-        if self.awaited is not None:
-            raise SinkscopeError("the attention's output projection was not called: its gates would be without effect")
+
+def _gated(part: Any, args: tuple, output: None) -> tuple:
+    factor, part.awaited = part.awaited, None
+    return (gated(args[0].unflatten(-1, (factor.shape[-1], -1)), factor).flatten(-2), *args[1:])
+
+
+def _was_used(attention: nn.Module, args: tuple, output: Any) -> None:
+    """BLOOM with `slow_but_exact` multiplies by slices of its projection's weight and never calls it."""
+    part: Any = getattr(attention, RETROFIT)
+    if part.awaited is not None:
+        raise SinkscopeError("the attention's output projection was not called: its gates would be without effect")
+
+
+def _on(device: torch.device, part: Any) -> torch.Tensor:
+    """Where the values are among the value projection's outputs, on the device of those."""
+    if part.places.device != device:
+        part.places = part.places.to(device)
+    places: torch.Tensor = part.places
+    return places
 
 
 class DenominatorPart(AttentionPart, Denominator):

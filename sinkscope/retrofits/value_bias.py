@@ -2,11 +2,13 @@
 
 from typing import ClassVar
 
+import torch
 from pydantic import Field
 from torch import nn
 from transformers import PreTrainedModel
 
 from sinkscope.models.family import Family
+from sinkscope.retrofits.placed_hook import PlacedHook
 from sinkscope.retrofits.retrofit import AttentionPart, Layer, Retrofit
 
 
@@ -21,11 +23,15 @@ class ValueBias(AttentionPart):
             self.draw_start(layer, deviation)
 
     def attach(self, layer: Layer, model: PreTrainedModel, family: Family) -> None:
-        layer.output.register_forward_pre_hook(self._added)
+        PlacedHook(layer.output, _added, before=True).watch(layer.attention)
 
-    def _added(self, module: nn.Module, args: tuple) -> tuple:
-        mix = args[0]
-        return (mix + self.bias.expand(self.heads, -1).flatten().to(mix.dtype), *args[1:])
+    def forward(self, mix: torch.Tensor) -> torch.Tensor:
+        """Every head's mix (B,T,H·d) with its bias."""
+        return mix + self.bias.expand(self.heads, -1).flatten().to(mix.dtype)
+
+
+def _added(part: nn.Module, args: tuple, output: None) -> tuple:
+    return (part(args[0]), *args[1:])
 
 
 class ValueBiases(Retrofit):

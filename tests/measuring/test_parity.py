@@ -1,20 +1,25 @@
 """A model that computes something else under the tracer than by itself is refused, at the run's own length."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tiny import TINY, ragged_tokens, tiny_model
+from tiny import TINY, padded, ragged_tokens, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import sinkscope
-from sinkscope.attention import interceptor, seam
+from sinkscope.attention import interceptor, seam, weights
+from sinkscope.attention.kernels import AttentionCall
 from sinkscope.attention.taps import NAME
+from sinkscope.attention.weights import AttentionRead
+from sinkscope.commands.doctor import doctor
 from sinkscope.errors import SinkscopeError
 from sinkscope.measuring.parity import largest_difference
+from sinkscope.measuring.same_attention import round_off
 from sinkscope.measuring.subject import inputs_for
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.measuring import make_config
@@ -105,6 +110,108 @@ def test_a_broken_interceptor_is_noticed(name: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(interceptor.Interceptor, "_own_heads", lambda self, x: plain(self, x).flip(1) * 1.1)
     with pytest.raises(SinkscopeError, match="something else than by itself"):
         sinkscope.analyze(tiny_model(name, spread=4.0), **OPTIONS)
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+PASSES: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 24, "observables": ("attention",)}
+
+
+def with_key_biases(size: float, dtype: torch.dtype, implementation: str = "sdpa") -> PreTrainedModel:
+    """A tiny Qwen2 whose logits are large: for the most part by what is the same for all keys."""
+    model = tiny_model("qwen2", dtype=dtype, spread=6.0)
+    draw = torch.Generator().manual_seed(0)
+    for layer in model.model.layers:
+        bias = layer.self_attn.k_proj.bias
+        bias.data.copy_(size * torch.randn(bias.shape, generator=draw).sign())
+    model.set_attn_implementation(implementation)
+    return model
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("size", [50.0, 200.0])
+@EACH_DTYPE
+def test_large_key_biases_are_no_fault(dtype: torch.dtype, size: float, implementation: str) -> None:
+    """The doctor and a run agree, as they make the same comparison."""
+    report = doctor(with_key_biases(size, dtype, implementation))
+    assert report.ok, str(report)
+    assert sinkscope.analyze(with_key_biases(size, dtype, implementation), **PASSES).manifest["parity"] is not None
+
+
+@pytest.mark.parametrize("name", TINY)
+@EACH_DTYPE
+def test_no_family_is_refused_for_its_round_off(name: str, dtype: torch.dtype) -> None:
+    model = tiny_model(name, dtype=dtype, spread=4.0)
+    run = sinkscope.analyze(model, attn="eager", **PASSES)
+    assert run.manifest["parity"] < {torch.float32: 1e-5}.get(dtype, 0.5)
+    assert doctor(model).ok
+
+
+def test_a_model_in_float64_may_compute_its_softmax_in_float32() -> None:
+    model = tiny_model("llama", dtype=torch.float64)
+    model.set_attn_implementation("eager")
+    assert sinkscope.analyze(model, **PASSES).manifest["parity"] < 1e-5
+
+
+def at_another_temperature(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def attend(module: Any, query: Any, *rest: Any, scaling: float | None = None, **options: Any) -> Any:
+        return plain(module, query, *rest, scaling=(scaling or query.shape[-1] ** -0.5) / 1.1, **options)
+
+    return attend
+
+
+def without(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return lambda plain: lambda *tensors, **options: plain(*tensors, **options | {name: None})
+
+
+FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "a temperature of 1.1": ("llama", at_another_temperature),
+    "that with key biases of 50": ("qwen2", at_another_temperature),
+    "a mask left out": ("mistral", without_mask),
+    "a sink logit missing": ("gpt_oss", without("s_aux")),
+    "a softcap ignored": ("gemma2", without("softcap")),
+}
+
+
+@pytest.mark.parametrize("what", FAULTS)
+@EACH_DTYPE
+def test_a_fault_is_noticed_in_every_dtype(
+    what: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    name, broken = FAULTS[what]
+    model = with_key_biases(50.0, dtype) if name == "qwen2" else tiny_model(name, dtype=dtype, spread=4.0)
+    monkeypatch.setattr(seam, "attend", broken(seam.attend))
+    with pytest.raises(SinkscopeError, match="something else than by itself"):
+        sinkscope.analyze(model, **PASSES)
+    assert not doctor(model).ok
+
+
+def test_weights_that_are_read_otherwise_than_they_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = weights.raw_logits
+    monkeypatch.setattr(weights, "raw_logits", lambda q, k, call: plain(q, k, replace(call, softcap=None)))
+    with pytest.raises(SinkscopeError, match="attends otherwise: on the same queries and keys"):
+        sinkscope.analyze(tiny_model("gemma2", spread=4.0), **PASSES)
+
+
+@pytest.mark.parametrize("bias", [0.0, 100.0, 3000.0])
+def test_round_off_is_within_its_bound_and_no_fault_is(bias: float) -> None:
+    """Softmax attention in float32 against float64, also with logits in the thousands that are nearly equal."""
+    draw = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, 3, 40, 16, generator=draw) for _ in range(3))
+    key = key + bias
+    read = AttentionRead(query, key, value, query[..., 0], AttentionCall(None, 0.25), padded([np.arange(40)] * 2))
+
+    def mix(dtype: torch.dtype, scaling: float) -> torch.Tensor:
+        q, k, v = (x.to(dtype) for x in (query, key, value))
+        logits = (scaling * q @ k.mT).masked_fill(~torch.ones(40, 40, dtype=torch.bool).tril(), -torch.inf)
+        return logits.softmax(-1) @ v
+
+    largest = value.norm(dim=-1).amax(-1, keepdim=True)
+    exact = mix(torch.float64, 0.25)
+    rounded = (mix(torch.float32, 0.25) - exact).norm(dim=-1) / largest / round_off(read)
+    other = (mix(torch.float32, 0.25 / 1.1) - exact).norm(dim=-1) / largest / round_off(read)
+    assert rounded.max() < 0.5
+    assert other.max() > 5
 
 
 def test_it_may_be_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
