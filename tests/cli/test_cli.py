@@ -658,6 +658,42 @@ def test_from_a_run_that_cannot_be_repeated(
     assert message in refused(2, "analyze", "--from", "old")
 
 
+@pytest.mark.usefixtures("no_figures")
+@pytest.mark.parametrize(
+    "permissions", [["trust_remote_code"], ["allow_pickle"], ["trust_remote_code", "allow_pickle"]]
+)
+def test_from_takes_no_permission_out_of_a_file(finished: tuple[Result, Path], permissions: list[str]) -> None:
+    """Code that comes with a model runs only where the person says so, and never because a run.json does."""
+    Path("old").mkdir()
+    manifest = json.loads((finished[1] / "run.json").read_text(encoding="utf-8"))
+    manifest["config"] |= dict.fromkeys(permissions, True)
+    Path("old/run.json").write_text(json.dumps(manifest))
+    flags = [f"--{name.replace('_', '-')}" for name in permissions]
+    for given in ([], flags[1:]):
+        message = refused(2, "analyze", "--from", "old", *given)
+        assert message.endswith(f"add {' and '.join(flags[: len(flags) - len(given)])}")
+    result = command_line("analyze", "--from", "old", *flags, "--out", "again")
+    assert result.exit_code == 0, result.output
+    config = Run.open("again").manifest["config"]
+    assert [name for name in ("trust_remote_code", "allow_pickle") if config[name]] == permissions
+
+
+def test_from_runs_no_code_that_a_file_allows(
+    finished: tuple[Result, Path], tiny: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    shutil.copytree(tiny, "model")
+    settings = json.loads(Path("model/config.json").read_text())
+    auto_map = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}
+    Path("model/config.json").write_text(json.dumps(settings | {"model_type": "own", "auto_map": auto_map}))
+    Path("model/own.py").write_text("open('ran', 'w')")
+    Path("old").mkdir()
+    manifest = json.loads((finished[1] / "run.json").read_text(encoding="utf-8"))
+    manifest["config"] |= {"model": "model", "trust_remote_code": True}
+    Path("old/run.json").write_text(json.dumps(manifest))
+    assert "if you trust the maker of model, add --trust-remote-code" in refused(2, "analyze", "--from", "old")
+
+
 def test_from_a_damaged_run_is_refused_before_a_model_is_loaded(
     finished: tuple[Result, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
