@@ -44,7 +44,7 @@ def calibrate_ranges(
     weight only.
 
     Raises:
-        InputError: there is no sequence, weights cannot be quantized, or the scheme does not apply.
+        InputError: there is no sequence, weights cannot be quantized, or the scheme is unknown or does not apply.
         SinkscopeError: the model gives NaN.
     """
     with undisturbed(model), open_tracer(model, family_of(model)[0]) as tracer:

@@ -46,7 +46,7 @@ def quantized(
         weights_per, activations_per, kv_cache_per: what has a grid of its own; see `Precision`.
 
     Raises:
-        InputError: a site that does not exist, or bits out of range.
+        InputError: a site or a grid that does not exist, or bits out of range.
     """
     kept = chosen_sites(ranges.keys(), except_sites)
     rest = {site: known for site, known in ranges.items() if site not in kept}
