@@ -71,6 +71,11 @@ def one_line(error: object, longest: int = 200) -> str:
     return text if len(text) <= longest else text[: longest - 1] + "…"
 
 
+def counted(number: object, noun: str, nouns: str = "") -> str:
+    """For example "1 document", "2 documents"; `nouns` is the plural, where that is not the noun with an s."""
+    return f"{number} {noun if str(number) == '1' else nouns or f'{noun}s'}"
+
+
 def described(error: BaseException) -> str:
     """The type and text of another library's error on one line, to end one of our messages."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}".removesuffix(": ")

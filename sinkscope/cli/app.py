@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from sinkscope.cli.ending import WRONG_INPUT, Commands, interruption
+from sinkscope.cli.ending import WRONG_INPUT, Commands, interruption, printing
 from sinkscope.cli.parameters import parameters_of
 from sinkscope.cli.printing import print_result
 from sinkscope.errors import InputError, SinkscopeError
@@ -70,7 +70,8 @@ def _command(name: str, kind: type[Options]) -> Callable[..., None]:
             module = import_module(f"sinkscope.commands.{name}")
             result = module.command(asked, output.model_copy(update={"out": folder}))
         if not output.quiet and _prints():
-            print_result(result)
+            with printing(result.folder):
+                print_result(result)
         if result.failure:
             raise SinkscopeError(result.failure)
 
@@ -101,7 +102,7 @@ def _repeated(name: str, kind: type[Options], output: OutputOptions, typed: dict
     from sinkscope.commands.repeat import options_of_run  # torch is not far below
 
     assert output.from_ is not None
-    return options_of_run(output.from_, name, kind, typed)
+    return options_of_run(output.from_, name, kind, [name for name in PERMISSIONS if typed.get(name)])
 
 
 for _name, _kind in COMMANDS.items():

@@ -1,7 +1,7 @@
 """--from RUN: the options of a run, read back from its run.json."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection
 from typing import Any
 
 from sinkscope.errors import InputError, one_line
@@ -13,7 +13,7 @@ from sinkscope.results.manifest import MANIFEST, folder_of, read_manifest
 
 
 def options_of_run(
-    path: str | os.PathLike[str], command: str, kind: type[Options], permitted: Mapping[str, bool]
+    path: str | os.PathLike[str], command: str, kind: type[Options], permitted: Collection[str] = ()
 ) -> Options:
     """The options of a command's run. Its permissions are not among them: run.json may come from anywhere.
 
@@ -44,14 +44,14 @@ def options_of_run(
             f"{folder / MANIFEST} cannot be repeated: its model was handed over in Python, not named. "
             f"Analyze that again, or name a model instead of --from (it called itself {source})"
         )
-    lacking = [flag(name) for name in PERMISSIONS if getattr(options, name) and not permitted.get(name)]
+    lacking = [flag(name) for name in PERMISSIONS if getattr(options, name) and name not in permitted]
     if lacking:
         flags = " and ".join(lacking)
         raise InputError(
             f"{folder / MANIFEST} is of a run with {flags}, by which code that comes with a model may run: "
             f"if you trust the maker of {one_line(getattr(options, 'model', None) or source, 80)}, add {flags}"
         )
-    return options.model_copy(update={name: bool(permitted.get(name)) for name in PERMISSIONS})
+    return options.model_copy(update={name: name in permitted for name in PERMISSIONS})
 
 
 def differences(path: str | os.PathLike[str] | None, now: dict[str, Any]) -> list[str]:

@@ -70,6 +70,14 @@ class RunData:
         return self.manifest["condition"]
 
     @property
+    def reads(self) -> str:
+        """What distinguishes it from other runs of its model, for a title: its input, or which arm it is."""
+        text = self.manifest["input"].get("text")  # of an arm of a training
+        if text or "arms" in self.manifest:
+            return f"arm {self.condition}" + (f" on {text}" if text else "")
+        return f"{self.condition} input"
+
+    @property
     def command(self) -> str:
         """The command that made it."""
         return self.manifest.get("command", "analyze")

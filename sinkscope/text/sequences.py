@@ -5,7 +5,7 @@ from itertools import chain, islice
 
 import numpy as np
 
-from sinkscope.errors import InputError, SinkscopeError, one_line
+from sinkscope.errors import InputError, SinkscopeError, counted, one_line
 from sinkscope.text.chats import ChatTemplate, Messages
 from sinkscope.text.readers import Document
 from sinkscope.text.request import Request, Selection
@@ -25,7 +25,7 @@ def windows(documents: Iterator[Document], label: str, request: Request) -> Sele
     count = min(len(ids) // step, request.num_seqs)
     if count == 0:
         raise InputError(
-            f"{label} has {len(request.framed(ids))} tokens, fewer than one sequence of {request.seq_len}: "
+            f"{label} has {counted(len(request.framed(ids)), 'token')}, fewer than one sequence of {request.seq_len}: "
             "give a longer text or a smaller --seq-len"
         )
     check_ids(ids, request.vocab_size, f"{label} through this tokenizer")
@@ -197,8 +197,3 @@ def _in_frame(drawn: np.ndarray, token_zero: str, request: Request) -> Selection
     prefix, suffix = request.drawn_frame
     sequences = [[*prefix, *row, *suffix] for row in drawn.tolist()]
     return Selection(sequences, request.described(prefix[0]) if prefix else token_zero, [])
-
-
-def counted(number: int, noun: str) -> str:
-    """For example "1 document", "2 documents"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -583,7 +583,41 @@ def test_compare_with_a_damaged_table(finished: tuple[Result, Path], how: str) -
     assert ("is damaged" in message) == (how in ("truncated", "empty"))
 
 
-# --- folders that cannot be written ---
+# --- streams and folders that cannot be written ---
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the device that is always full is Linux's")
+@pytest.mark.usefixtures("no_figures")
+@pytest.mark.parametrize("command", [["list", "metrics"], ["analyze", "--help"], ["--version"], ["analyze"]])
+def test_standard_output_that_is_full(
+    command: list[str], bare: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = command == ["analyze"]
+    given = [str(bare), *SMALL, "--input", "random", "--observables", "massive", "--out", "run"] if measured else []
+    with Path("/dev/full").open("w", encoding="utf-8") as full, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", full)
+        with pytest.raises(SystemExit) as ended:
+            app(command + given)
+    assert ended.value.code == 1
+    left = ", but the result is complete in run" if measured else ""
+    *_, message = capsys.readouterr().err.splitlines()
+    assert message == f"sinkscope: standard output cannot be written (No space left on device){left}"
+    assert Path("run/run.json").exists() == measured
+
+
+def test_show_on_a_disk_that_cannot_be_written(finished: tuple[Result, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says what can be done, and names no option that `show` lacks."""
+    shutil.copytree(finished[1], "run")
+    Path("run/index.html").unlink()
+
+    def refuse(path: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("sinkscope.results.swap.acquire", refuse)
+    message = refused(2, "show", "run")
+    assert "sinkscope: run cannot be written: writing in" in message
+    assert message.endswith("fails (Read-only file system): copy it to where that can be done")
+    assert "--" not in message
 
 
 def test_out_under_a_file(tiny: Path) -> None:
