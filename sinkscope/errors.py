@@ -4,7 +4,11 @@ Both exceptions carry one or two lines for a person; neither needs a traceback.
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import NoReturn, TypeVar
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 LONGEST = 2000  # characters of a message's line
 
@@ -22,7 +26,25 @@ class InputError(SinkscopeError):
     """Wrong arguments or input (exit status 2): nothing was computed and nothing was written."""
 
 
-def unknown(name: str, known: Iterable[str]) -> str:
+class UnknownKey(InputError, KeyError):
+    """A key that a mapping does not have; KeyError is what mappings raise."""
+
+    __str__ = InputError.__str__
+
+
+class Known(dict[Key, Value]):
+    """A dict whose unknown keys are answered with the closest known one, and all of them."""
+
+    def __init__(self, what: str, entries: Mapping[Key, Value]) -> None:
+        """`what` a key names, such as "table", begins the message."""
+        super().__init__(entries)
+        self.what = what
+
+    def __missing__(self, key: object) -> NoReturn:
+        raise UnknownKey(f"{self.what} {unknown(key, self)}")
+
+
+def unknown(name: object, known: Iterable[object]) -> str:
     """Say that a name is unknown, with the closest known one and the whole list.
 
     Args:
@@ -32,10 +54,10 @@ def unknown(name: str, known: Iterable[str]) -> str:
     Returns:
         "'x' is unknown; did you mean 'y'? known: …"
     """
-    known = list(known)
-    close = closest(name, known)
+    names = [str(one) for one in known]
+    close = closest(str(name), names)
     hint = f"did you mean '{close}'? " if close is not None else ""
-    return f"'{name}' is unknown; {hint}known: {', '.join(known)}"
+    return f"'{name}' is unknown; {hint}known: {', '.join(names)}"
 
 
 def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
@@ -47,6 +69,11 @@ def one_line(error: object, longest: int = 200) -> str:
     """The text of an error (its type's name where it has none) on one line of at most `longest` characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= longest else text[: longest - 1] + "…"
+
+
+def counted(number: object, noun: str, nouns: str = "") -> str:
+    """For example "1 document", "2 documents"; `nouns` is the plural, where that is not the noun with an s."""
+    return f"{number} {noun if str(number) == '1' else nouns or f'{noun}s'}"
 
 
 def described(error: BaseException) -> str:

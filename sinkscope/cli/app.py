@@ -14,11 +14,12 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from sinkscope.cli.ending import WRONG_INPUT, Commands, interruption
+from sinkscope.cli.ending import WRONG_INPUT, Commands, interruption, printing
 from sinkscope.cli.parameters import parameters_of
 from sinkscope.cli.printing import print_result
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.options import COMMANDS
+from sinkscope.options.measuring import PERMISSIONS
 from sinkscope.options.option import Options, checked, flag
 from sinkscope.options.output import OutputOptions
 
@@ -69,7 +70,8 @@ def _command(name: str, kind: type[Options]) -> Callable[..., None]:
             module = import_module(f"sinkscope.commands.{name}")
             result = module.command(asked, output.model_copy(update={"out": folder}))
         if not output.quiet and _prints():
-            print_result(result)
+            with printing(result.folder):
+                print_result(result)
         if result.failure:
             raise SinkscopeError(result.failure)
 
@@ -90,17 +92,17 @@ def _was_typed(ctx: typer.Context, name: str) -> bool:
 
 
 def _repeated(name: str, kind: type[Options], output: OutputOptions, typed: dict[str, Any]) -> Options:
-    """The options of the run that --from names."""
-    for given, value in typed.items():
-        what = f"{given.upper()} {value}" if given in kind.arguments else flag(given)
+    """The options of the run that --from names, but its permissions: those are the ones that were typed."""
+    for given in [name for name in typed if name not in PERMISSIONS]:
+        what = f"{given.upper()} {typed[given]}" if given in kind.arguments else flag(given)
         raise InputError(
             f"--from repeats a run with all its options, so {what} does not go with it: "
-            "leave one of the two out (--out, --overwrite and --quiet may stay)"
+            f"leave one of the two out (--out, --overwrite, --quiet, {', '.join(map(flag, PERMISSIONS))} may stay)"
         )
     from sinkscope.commands.repeat import options_of_run  # torch is not far below
 
     assert output.from_ is not None
-    return options_of_run(output.from_, name, kind)
+    return options_of_run(output.from_, name, kind, [name for name in PERMISSIONS if typed.get(name)])
 
 
 for _name, _kind in COMMANDS.items():

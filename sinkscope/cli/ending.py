@@ -7,7 +7,8 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 from typer.core import TyperGroup
 
@@ -28,15 +29,17 @@ class Commands(TyperGroup):
         try:
             with contextlib.nullcontext() if debug else _silent_libraries():
                 status = super().main(args, *rest, **extra | {"standalone_mode": False})
-                sys.stdout.flush()  # here, where a closed pipe can still be caught
+                with printing():  # what was printed is in a buffer still, also the text of --help
+                    pass
         except BrokenPipeError:  # `sinkscope list | head`: the reader has what it wanted
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, sys.stdout.fileno())  # or Python complains when it flushes for the last time
+            _discard(sys.stdout)
             sys.exit(FAILED)
-        except Exception as error:
-            if debug:
-                traceback.print_exception(error)
-            print("sinkscope:", _message(error), file=sys.stderr)
+        except Exception as raised:
+            error = _of_printing(raised)
+            with contextlib.suppress(OSError):  # nobody can be told where standard error is full, too
+                if debug:
+                    traceback.print_exception(error)
+                print("sinkscope:", _message(error), file=sys.stderr)
             sys.exit(_exit_status(error))
         sys.exit(status if isinstance(status, int) else DONE)
 
@@ -60,6 +63,45 @@ def interruption(kind: type[Options]) -> Iterator[None]:
         else:
             left = ": nothing was written" if kind.writes else ""
         raise SinkscopeError(f"interrupted{left}") from None
+
+
+@contextlib.contextmanager
+def printing(folder: Path | None = None) -> Iterator[None]:
+    """Say what is left of a result that standard output does not take, as on a disk that is full.
+
+    Args:
+        folder: where the result was written before.
+
+    Raises:
+        SinkscopeError: not all was printed.
+        BrokenPipeError: the reader has ended.
+    """
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _discard(sys.stdout)
+        left = f", but the result is complete in {folder}" if folder is not None else ""
+        raise SinkscopeError(f"standard output cannot be written ({error.strerror}){left}") from error
+
+
+def _of_printing(error: Exception) -> Exception:
+    """The error itself, or that of `printing` where standard output did not take what is in its buffer still."""
+    if isinstance(error, OSError):
+        try:
+            with printing():
+                pass
+        except (SinkscopeError, BrokenPipeError) as own:
+            return own
+    return error
+
+
+def _discard(stream: TextIO) -> None:
+    """Let what a stream still holds vanish: Python would complain when it flushes for the last time."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
 
 
 def _exit_status(error: Exception) -> int:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from sinkscope.attention.seam import attention_implementation
 from sinkscope.attention.taps import attends_by_us
 from sinkscope.commands.result import Result
+from sinkscope.errors import counted
 from sinkscope.interventions import INTERVENTIONS, Target
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.gradient import undefined_ratios
@@ -156,7 +157,8 @@ def _facts(loaded: LoadedModel, family: Family) -> dict[str, str]:
     target = Target(loaded.model, family, seams={})
     changes = {name: kind for name, kind in INTERVENTIONS.items() if not kind.is_control}
     return {
-        "architecture": f"{type(loaded.model).__name__}, {len(layers)} layers{_kinds(family)}, family '{family.name}'",
+        "architecture": f"{type(loaded.model).__name__}, {counted(len(layers), 'layer')}{_kinds(family)}, "
+        f"family '{family.name}'",
         "wiring": f"{family.wiring}, positions {_positions(family)}",
         "attention": f"{loaded.model.config._attn_implementation} by itself; seam through the {family.door}"
         + (f"; {sliding} layers slide a window of {text.sliding_window}" if sliding else ""),

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from sinkscope.commands.repeat import differences
 from sinkscope.commands.result import Result
-from sinkscope.errors import InputError
+from sinkscope.errors import InputError, counted
 from sinkscope.measuring.console import print_line
 from sinkscope.measuring.manifest import Facts, make_manifest
 from sinkscope.measuring.parity import parity_check
@@ -107,7 +107,7 @@ def _split(subject: Subject, config: QuantizeOptions) -> tuple[Subject, TokenInp
     if len(inputs) < wanted:
         what = f"--dataset {config.dataset}" if config.dataset else f"--input {config.input}"
         raise InputError(
-            f"{what} holds {len(inputs)} sequences, fewer than the {config.num_seqs} to evaluate and "
+            f"{what} holds {counted(len(inputs), 'sequence')}, fewer than the {config.num_seqs} to evaluate and "
             f"{config.calibration} to calibrate by: take a smaller --num-seqs or --calibration"
         )
     evaluated = Subject(subject.loaded, subject.family, inputs.part(0, config.num_seqs))

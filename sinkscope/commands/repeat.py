@@ -1,25 +1,31 @@
 """--from RUN: the options of a run, read back from its run.json."""
 
 import os
+from collections.abc import Collection
 from typing import Any
 
-from sinkscope.errors import InputError
+from sinkscope.errors import InputError, one_line
 from sinkscope.models.files import is_demo
-from sinkscope.options.option import Options, checked
+from sinkscope.options.measuring import PERMISSIONS
+from sinkscope.options.option import Options, checked, flag
 from sinkscope.report.comparison import differing_settings
 from sinkscope.results.manifest import MANIFEST, folder_of, read_manifest
 
 
-def options_of_run(path: str | os.PathLike[str], command: str, kind: type[Options]) -> Options:
-    """The whole options of a command's run.
+def options_of_run(
+    path: str | os.PathLike[str], command: str, kind: type[Options], permitted: Collection[str] = ()
+) -> Options:
+    """The options of a command's run. Its permissions are not among them: run.json may come from anywhere.
 
     Args:
         path: the run's folder or its run.json.
         command: which must have made it.
         kind: the command's options.
+        permitted: the PERMISSIONS that the person gives.
 
     Raises:
-        InputError: it is no run, another command's, or its model was handed over in Python.
+        InputError: it is no run, another command's, its model was handed over in Python, or it was made with a
+            permission that is not given.
     """
     folder = folder_of(path)
     manifest = read_manifest(folder)
@@ -38,7 +44,14 @@ def options_of_run(path: str | os.PathLike[str], command: str, kind: type[Option
             f"{folder / MANIFEST} cannot be repeated: its model was handed over in Python, not named. "
             f"Analyze that again, or name a model instead of --from (it called itself {source})"
         )
-    return options
+    lacking = [flag(name) for name in PERMISSIONS if getattr(options, name) and name not in permitted]
+    if lacking:
+        flags = " and ".join(lacking)
+        raise InputError(
+            f"{folder / MANIFEST} is of a run with {flags}, by which code that comes with a model may run: "
+            f"if you trust the maker of {one_line(getattr(options, 'model', None) or source, 80)}, add {flags}"
+        )
+    return options.model_copy(update={name: name in permitted for name in PERMISSIONS})
 
 
 def differences(path: str | os.PathLike[str] | None, now: dict[str, Any]) -> list[str]:

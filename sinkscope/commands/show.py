@@ -41,7 +41,7 @@ def show(run: str | os.PathLike[str], *, anew: bool = False) -> Path:
     contents = Contents.of_folder(folder)
     if not contents.all_tables:
         raise InputError(f"{folder} has no table to show: the command that writes it has not finished")
-    with alone_in(folder):
+    with alone_in(folder, option=""):
         try:
             register(folder, PAGE)
             write_page(contents, folder)

@@ -35,7 +35,7 @@ from sinkscope.commands.sweeping.plan import (
 from sinkscope.commands.sweeping.progress import Progress, say, shown
 from sinkscope.commands.sweeping.reads import Reads
 from sinkscope.commands.sweeping.worker import Group, State, Task
-from sinkscope.errors import InputError, unknown
+from sinkscope.errors import InputError, counted, unknown
 from sinkscope.measuring.console import print_line
 from sinkscope.measuring.processes import team, together
 from sinkscope.options.option import checked
@@ -267,7 +267,7 @@ def _measure(
     total = sum(len(group.tasks) for group in groups)
     progress, failed = Progress(total), {}
     if total:
-        print_line(console, f"{total} cells to measure, in {len(groups)} groups that share a load")
+        print_line(console, f"{counted(total, 'cell')} to measure, with {counted(len(groups), 'load')} of a model")
     with shown(progress, console):
         for event in run_groups(groups, pool):
             progress.hear(event)

@@ -45,7 +45,7 @@ def calibrate_ranges(
     weight only.
 
     Raises:
-        InputError: there is no sequence, weights cannot be quantized, or the scheme does not apply.
+        InputError: there is no sequence, weights cannot be quantized, or the scheme is unknown or does not apply.
         SinkscopeError: the model gives NaN, or attends by code that computes something else than sinkscope does.
     """
     model = unwrapped(model)

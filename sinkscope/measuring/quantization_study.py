@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 from rich.console import Console
 
+from sinkscope.errors import counted
 from sinkscope.measuring.console import print_line
 from sinkscope.measuring.quantized import Bench, Measured
 from sinkscope.quantization import settings
@@ -70,9 +71,9 @@ class Study:
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def tables(self) -> dict[str, pd.DataFrame]:
-        print_line(self.console, f"{self.bench.precision} on {len(self.inputs)} sequences")
+        print_line(self.console, f"{self.bench.precision} on {counted(len(self.inputs), 'sequence')}")
         self._whole_model()
-        print_line(self.console, f"looking for the sites that cost most on {len(self.probes)} sequences")
+        print_line(self.console, f"looking for the sites that cost most on {counted(len(self.probes), 'sequence')}")
         self._keep_costliest(self._costliest_sites(self._costly_kinds()))
         return {"quantization": pd.DataFrame(self.rows), "quantization_sites": self._sites()}
 

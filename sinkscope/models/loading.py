@@ -136,10 +136,10 @@ def _adapted(loaded: LoadedModel, change: AdapterFiles) -> LoadedModel:
 
 
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer alone of a folder or of a hub repository.
+    """Load the tokenizer alone of a folder or of a hub repository. Python code that comes with it is not run.
 
     Raises:
-        InputError: there is no tokenizer, or it does not load.
+        InputError: there is no tokenizer, it does not load, or it needs code of its own.
         SinkscopeError: the network fails.
     """
     path = user_path(source)
@@ -151,8 +151,13 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
         if not _has_tokenizer(folder):
             raise InputError(f"{source} has no tokenizer")
         try:
-            return _tokenizer_in(folder)
+            return _tokenizer_in(folder, trust_remote_code=False)
         except Exception as error:
+            if _asks_for_trust(error):
+                raise InputError(
+                    f"the tokenizer of {source} runs only with the Python code that comes with it, which is not run "
+                    "here: name one without code"
+                ) from error
             raise InputError(f"the tokenizer of {source} does not load [{described(error)}]") from error
 
 
@@ -167,7 +172,9 @@ def read_config(files: ModelFiles, trust_remote_code: bool) -> PreTrainedConfig:
     """The configuration of a model whose settings are on disk. Raises InputError."""
     if files.gguf:
         try:
-            config: PreTrainedConfig = AutoConfig.from_pretrained(files.folder, gguf_file=files.gguf)
+            config: PreTrainedConfig = AutoConfig.from_pretrained(
+                files.folder, gguf_file=files.gguf, trust_remote_code=False
+            )
         except Exception as error:
             raise _gguf_error(files, error) from error
         check_settings(config.to_dict(), files.source)
@@ -182,7 +189,7 @@ def read_config(files: ModelFiles, trust_remote_code: bool) -> PreTrainedConfig:
             f"config.json ({kind}); --trust-remote-code would not help, as it brings no code of its own"
         )
     if kind not in CONFIG_MAPPING and not trust_remote_code:
-        raise _needs_trust(files)
+        raise _needs_trust(files.source)
     if raw.get("transformers_weights"):
         raise InputError(f"{files.source}: weights under another name (transformers_weights) are not read")
     try:
@@ -196,7 +203,7 @@ def read_config(files: ModelFiles, trust_remote_code: bool) -> PreTrainedConfig:
 def _check_class(files: ModelFiles, config: PreTrainedConfig, trust_remote_code: bool) -> None:
     """Raise InputError unless there is a class for the model, and its code may be run."""
     if type(config) not in class_for(config, files.source)._model_mapping and not trust_remote_code:
-        raise _needs_trust(files)
+        raise _needs_trust(files.source)
 
 
 def _check_size(files: ModelFiles, config: PreTrainedConfig) -> None:
@@ -225,11 +232,16 @@ def count_parameters(config: PreTrainedConfig) -> int:
         return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _needs_trust(files: ModelFiles) -> InputError:
+def _needs_trust(source: str) -> InputError:
     return InputError(
-        f"{files.source} runs only with the Python code that comes with it: read that code, and if you trust "
+        f"{source} runs only with the Python code that comes with it: read that code, and if you trust "
         "it add --trust-remote-code"
     )
+
+
+def _asks_for_trust(error: Exception) -> bool:
+    """Whether transformers refused to run code because `trust_remote_code` was not given."""
+    return isinstance(error, ValueError) and "trust_remote_code" in str(error)
 
 
 def _build(
@@ -359,14 +371,19 @@ def _read_tokenizer(
     try:
         return _tokenizer_in(files.folder, trust_remote_code=trust_remote_code, **options)
     except Exception as error:
+        if _asks_for_trust(error):
+            raise _needs_trust(f"the tokenizer of {files.source}") from error
         raise InputError(
             f"{files.source}: the model loads, but its tokenizer does not; repair its files or remove them "
             f"[{described(error)}]"
         ) from error
 
 
-def _tokenizer_in(folder: Path, **options: Any) -> PreTrainedTokenizerBase:
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, **options)
+def _tokenizer_in(folder: Path, *, trust_remote_code: bool, **options: Any) -> PreTrainedTokenizerBase:
+    """Permission is always said: where it is left open (None), transformers asks on the terminal."""
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        folder, trust_remote_code=trust_remote_code, **options
+    )
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ValueError("its vocabulary is empty")  # some classes make do without their files
     return tokenizer

@@ -21,6 +21,9 @@ from sinkscope.options.option import (
 POSITIONS, WINDOW = 16, 64  # where the sequences are long enough; GS fig. 1 and WSE
 PROMPT = "prompt"  # the condition of a run on --prompt
 DEMO_NAME = "SmolLM2-135M-Instruct"  # the model of a run that names none
+# Options by which code from elsewhere may run: the person who types the command or calls Python gives them, and no
+# file does. They decide no number.
+PERMISSIONS = ("trust_remote_code", "allow_pickle")
 
 
 class ModelOptions(Options):

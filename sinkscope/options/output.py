@@ -13,7 +13,10 @@ class OutputOptions(Options):
     out: UserPath | None = option(None, "Output", "Folder to write.", metavar="DIR")
     overwrite: bool = option(False, "Output", "Replace what an earlier run wrote to --out.")
     from_: UserPath | None = option(
-        None, "Output", "Repeat a run, by its folder or run.json, with all its options.", metavar="RUN"
+        None,
+        "Output",
+        "Repeat a run, by its folder or run.json, with all its options but permissions to run code.",
+        metavar="RUN",
     )
     quiet: bool = option(False, "Output", "Print nothing but errors.")
     no_page: bool = option(False, "Output", "Write no index.html, the page to look at in a browser.")

@@ -27,7 +27,8 @@ from pydantic import BaseModel, ConfigDict, field_validator
 from sinkscope.errors import InputError, closest, one_line, unknown
 from sinkscope.options import COMMANDS
 from sinkscope.options.files import kind_of, names_in, user_path
-from sinkscope.options.option import Options, checked, split_names
+from sinkscope.options.measuring import PERMISSIONS
+from sinkscope.options.option import Options, checked, flag, split_names
 from sinkscope.options.yaml_file import ENDINGS, read_yaml
 
 COMPARISON = "comparison"  # the folder beside those of several runs
@@ -39,8 +40,7 @@ LONGEST_NAME = 200  # bytes: file systems allow 255, and temporary names are lon
 # what a recipe, which may come from anywhere, cannot decide, and why
 NOT_OPTIONS = {
     "model": "belongs beside `options`, not among them",
-    "trust_remote_code": "is for you to give, on the command line: --trust-remote-code",
-    "allow_pickle": "is for you to give, on the command line: --allow-pickle",
+    **{name: f"is for you to give, on the command line: {flag(name)}" for name in PERMISSIONS},
 }
 
 

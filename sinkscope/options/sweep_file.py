@@ -45,7 +45,7 @@ from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 from sinkscope.errors import InputError, one_line, unknown
 from sinkscope.options import COMMANDS
 from sinkscope.options.files import kind_of, user_path
-from sinkscope.options.measuring import DEMO_NAME
+from sinkscope.options.measuring import DEMO_NAME, PERMISSIONS
 from sinkscope.options.option import Options, as_folder_name, checked
 from sinkscope.options.recipe import find_recipe, named
 from sinkscope.options.yaml_file import read_yaml
@@ -58,7 +58,6 @@ CELLS = (*MEASURING, *BY_THEMSELVES)  # commands that a cell may be of
 LONGEST_NAME = 120  # characters of a cell's name in front of its checksum
 CHECKSUM = 10  # its characters
 MOST_CELLS = 100_000
-PERMISSIONS = {"trust_remote_code", "allow_pickle"}  # they decide no number
 
 Named = dict[str, Any]  # options, as their fields are named
 
@@ -213,7 +212,7 @@ class Cell:
     @property
     def config(self) -> dict[str, Any]:
         """The options that decide its numbers, as run.json holds them."""
-        return self.options.model_dump(mode="json", exclude=PERMISSIONS)
+        return self.options.model_dump(mode="json", exclude=set(PERMISSIONS))
 
 
 @dataclass(frozen=True)
@@ -377,7 +376,7 @@ def _model(entry: ModelEntry, revision: str | None) -> Named:
 def _name(cell: Cell, options: Options) -> str:
     """Readable, and with a checksum of what decides the numbers."""
     said = json.dumps(
-        [cell.command, options.model_dump(mode="json", exclude_defaults=True, exclude=PERMISSIONS)], sort_keys=True
+        [cell.command, options.model_dump(mode="json", exclude_defaults=True, exclude=set(PERMISSIONS))], sort_keys=True
     )
     command = cell.command if cell.command != "analyze" else None
     readable = as_folder_name(cell.model, cell.revision, cell.input, cell.setting, command)[:LONGEST_NAME]

@@ -1,9 +1,11 @@
 """What a site holds, and the grid that is made for it."""
 
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 
+from sinkscope.errors import InputError, unknown
 from sinkscope.options.measuring import PerActivation, PerCache, PerWeight
 from sinkscope.quantization.arithmetic import Grid, RowGrids, asymmetric_grid, asymmetric_grids, symmetric_grid
 from sinkscope.quantization.attention import CACHED, SCORES, SOFTMAX
@@ -44,6 +46,12 @@ class Precision:
     weights_per: PerWeight = "tensor"
     activations_per: PerActivation = "tensor"
     kv_cache_per: PerCache | None = None  # None: it is not quantized
+
+    def __post_init__(self) -> None:
+        for name, choices in (("weights", PerWeight), ("activations", PerActivation), ("kv_cache", PerCache)):
+            per = getattr(self, f"{name}_per")
+            if per is not None and per not in get_args(choices):
+                raise InputError(f"{name}_per {unknown(per, get_args(choices))}")
 
     def __str__(self) -> str:
         cache = "" if self.kv_cache_per is None else f"KV{self.kv_cache}"

@@ -47,7 +47,7 @@ def quantized(
         weights_per, activations_per, kv_cache_per: what has a grid of its own; see `Precision`.
 
     Raises:
-        InputError: a site that does not exist, or bits out of range.
+        InputError: a site or a grid that does not exist, or bits out of range.
     """
     check_called_itself(model)
     model = unwrapped(model)

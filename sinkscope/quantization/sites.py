@@ -65,8 +65,10 @@ def sites_of(
 
     Raises:
         InputError: there are none, weights are offloaded or quantized already, an adapter is beside them, or the scheme
-            does not apply.
+            is unknown or does not apply.
     """
+    if scheme not in SCHEMES:
+        raise InputError(f"scheme {unknown(scheme, SCHEMES)}")
     check_not_quantized(model, "simulated quantization")
     check_no_adapter(model, "simulated quantization")
     sites = []

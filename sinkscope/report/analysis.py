@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.measuring.observables.massive import THRESHOLD
+from sinkscope.measuring.observables.observable import LATER
 from sinkscope.measuring.summary import WHOLE_MODEL, later_sinks
 from sinkscope.models.family import ATTENTION
 from sinkscope.report.claimed import evidence_of, finding, interval, is_known, measured, of_claim, threshold_of
@@ -58,7 +59,7 @@ EIGHT_BITS = 255  # steps of an 8-bit grid
 
 def report(run: RunData) -> Report:
     """The verdict on a run of `analyze`, as data."""
-    return Report(f"{run.model}, {run.condition} input", settings(run), overview(run), findings(run))
+    return Report(f"{run.model}, {run.reads}", settings(run), overview(run), findings(run))
 
 
 def overview(run: RunData) -> pd.DataFrame:
@@ -87,8 +88,14 @@ def settings(run: RunData, **more: int | str) -> list[Finding]:
     first = f"the first register token, the text's own first {given['token_zero']}"
     has_registers = REGISTERS in (run.manifest.get("outside") or {})
     numbers |= {"token_zero": first if has_registers else given["token_zero"], "dtype": run.manifest["dtype"]} | more
+    alone = [Finding("one-sequence", "")] if given["sequences"] == 1 else []
     both_ways = [] if run.is_causal else [Finding("both-ways", "", numbers={"masked": given["masked"]})]
-    return [Finding("setting", "", numbers=numbers), *both_ways, *quantized_source(run)]
+    return [Finding("setting", "", numbers=numbers), *alone, *both_ways, *quantized_source(run)]
+
+
+def _alone(run: RunData) -> dict[str, str]:
+    """What the sentence of a finding that an interval decides says where a single sequence has none."""
+    return {"alone": ", as a single sequence has no interval"} if run.manifest["input"]["sequences"] == 1 else {}
 
 
 def quantized_source(run: RunData, scheme: str = "") -> list[Finding]:
@@ -121,7 +128,7 @@ def _sink(run: RunData, evidence: Evidence) -> Iterator[Finding]:
     lengths = {"shortest": LENGTH, "longest": LENGTH}
     comparable = run.is_causal and (SETTING | lengths).items() <= (config | run.manifest["input"]).items()
     numbers = {"epsilon": config["epsilon"], "strong": STRONG, "layers": strong, "none": None if strong else STRONG}
-    numbers |= {"few": ALMOST_NO_SINK, "weak_layers": _where(rates < ALMOST_NO_SINK) if strong else ()}
+    numbers |= {"few": ALMOST_NO_SINK, "weak_layers": _where(rates < ALMOST_NO_SINK) if strong else ()} | _alone(run)
     published = CLAIMS[WSE[run.condition]].published if comparable and run.condition in WSE else ()
     yield finding("sink", SINK, rate, "W-1", published=published, numbers=numbers, is_headline=True)
     yield from _outside(run)
@@ -265,7 +272,7 @@ def _values(run: RunData, evidence: Evidence) -> Iterator[Finding]:
         yield finding("value-drain", VALUES, drain, "GS-20", outcome=Outcome.MEASURED)
         return
     chosen, _ = sink_heads(evidence)
-    numbers = {"heads": int(chosen.sum()), "total": round(chosen.sum() / having.value)}
+    numbers = {"heads": int(chosen.sum()), "total": round(chosen.sum() / having.value)} | _alone(run)
     yield finding("value-drain", VALUES, drain, "GS-20", numbers=numbers)
 
 
@@ -304,9 +311,10 @@ def _query_bias(run: RunData, evidence: Evidence) -> Iterator[Finding]:
     numbers = {"layers": tuple(layers[delta_gaps(evidence)[0] > OUTLIER]), "total": len(layers), "outlier": OUTLIER}
     yield finding("query-bias", BIAS, apart, "N-1", outcome=Outcome.MEASURED, numbers=numbers)
     alignment, later = of_claim(evidence, "N-2"), of_claim(evidence, "N-2", part=1)
-    if alignment is None or later is None or not is_known(alignment):
+    if alignment is None or not is_known(alignment):
         return
-    yield finding("key-alignment", BIAS, alignment, "N-2", outcome=Outcome.MEASURED, numbers={"later": later.value})
+    numbers = {"later": None if later is None else later.value}
+    yield finding("key-alignment", BIAS, alignment, "N-2", outcome=Outcome.MEASURED, numbers=numbers)
     ratio = run.metric("gamma_ratio")
     if np.isfinite(ratio):
         gamma = run.tables["gamma"]
@@ -346,7 +354,8 @@ def _not_applicable(run: RunData) -> Iterator[Finding]:
     if "attention" in run.tables and not np.isfinite(run.metric("attention_entropy")):
         reasons[METRICS["attention_entropy"].short] = "needs all columns: --positions as long as --seq-len"
     if np.isnan(run.metric("value_gradient_ratio")) and not np.isnan(run.metric("value_over_key_gradient")):
-        reasons[METRICS["value_gradient_ratio"].short] = "needs positions 5–15: --positions 16 or more"
+        option = "--positions" if run.manifest["input"]["longest"] > LATER.start else "--seq-len"
+        reasons[METRICS["value_gradient_ratio"].short] = f"needs positions 5–15: {option} 16 or more"
     for what, reason in reasons.items():
         yield Finding("not-measured", NOT_HERE, numbers={"what": what, "reason": reason})
 

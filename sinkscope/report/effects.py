@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from sinkscope.interventions import parse
 from sinkscope.interventions.intervention import Expectation
+from sinkscope.interventions.massive import MeanMassive, ZeroMassive
 from sinkscope.measuring.effects import NO_POSITION
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.report.analysis import settings
@@ -157,6 +159,7 @@ def findings_of(run: RunData, label: str) -> list[Finding]:
     perplexity = effect_of(run, label, "perplexity")
     numbers = {"before": perplexity.before, "control": perplexity.control}
     found.append(Finding("perplexity", section, value=perplexity.after, spread=perplexity.spread, numbers=numbers))
+    found += _largest_elsewhere(run, label, section)
     if arm["expects"]:
         found.append(_expected(run, label, section, Expectation(arm["expects"])))
     return found
@@ -186,6 +189,30 @@ def _most_changed(run: RunData, label: str, position: int) -> tuple[int, ...]:
     change = by_arm["after"] - by_arm["before"]
     change = (change * np.sign(change.sum())).sort_values(ascending=False, kind="stable")
     return tuple(sorted(change.index[:MOST_CHANGED])) if len(change) > MOST_CHANGED else ()
+
+
+def _largest_elsewhere(run: RunData, label: str, section: str) -> Iterator[Finding]:
+    """Of an arm that sets massive activations and with which the largest one rises: which that is, and what of its
+    place is not among those that are set.
+    """
+    change = effect_of(run, label, "massive_magnitude")
+    names = (ZeroMassive.name, MeanMassive.name)
+    done: list[Any] = [parse(one) for one in arms(run)[label]["do"] if one.partition(":")[0] in names]
+    if not done or not change.after > change.before:
+        return
+    table = run.tables["massive"]
+    table = table[table["condition"] == label].assign(magnitude=lambda rows: rows["value"].abs())
+    largest = table.loc[table.groupby(["layer", "sequence"])["magnitude"].idxmax()]
+    layer = largest.groupby("layer")["magnitude"].mean().idxmax()
+    coordinate, position = largest[largest["layer"] == layer][["coordinate", "position"]].value_counts().idxmax()
+    where = {"layer": int(layer), "position": int(position), "coordinate": int(coordinate)}
+    set_there = [{"layer": one.layers, "position": one.positions, "coordinate": one.coordinates} for one in done]
+    for place, value in where.items():
+        if not any(value in (chosen[place] or ()) for chosen in set_there):
+            what = " and ".join(one.name for one in done)
+            numbers = {"before": change.before, "place": place, "what": what} | where
+            yield Finding("largest-rises", section, value=change.after, numbers=numbers)
+            return
 
 
 def _streaming(run: RunData, label: str, section: str) -> Iterator[Finding]:

@@ -60,7 +60,7 @@ def report(run: RunData) -> Report:
     numbers = {"calibration": given["calibration"], "linear_layers": given["linear_layers"]}
     setting = settings(run, **numbers, further=further, grids=grids(run))
     setting = [finding for finding in setting if finding.name != "quantized-source"]
-    title = f"{run.model}: simulated {bits(run)}, {run.condition} input"
+    title = f"{run.model}: simulated {bits(run)}, {run.reads}"
     return Report(title, setting + quantized_source(run, bits(run)), overview(run), findings(run))
 
 

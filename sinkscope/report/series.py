@@ -14,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 
-from sinkscope.errors import InputError, one_line, unknown
+from sinkscope.errors import InputError, Known, one_line
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.models.steps import Checkpoint
 from sinkscope.options.option import Options
@@ -51,6 +51,9 @@ class Series(Paged, Tabular):
     table: pd.DataFrame = field(repr=False)
     folder: Path | None = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "runs", Known("step", self.runs))
+
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> "Series":
         """Open what `analyze_steps` wrote.
@@ -73,10 +76,7 @@ class Series(Paged, Tabular):
 
     def figure(self, name: str) -> Figure:
         """One of them; InputError if it is unknown."""
-        figures = self.figures()
-        if name not in figures:
-            raise InputError(f"figure {unknown(name, figures)}")
-        return figures[name]
+        return self.figures()[name]
 
     @property
     def headlines(self) -> pd.DataFrame:

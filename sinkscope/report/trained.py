@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 from accelerate import PartialState
 
-from sinkscope.errors import InputError
+from sinkscope.errors import InputError, Known, unknown
 from sinkscope.measuring.tables import all_tables
 from sinkscope.report.analysis import quantized_source
 from sinkscope.report.backcopy_table import backcopy_markdown, without_start
@@ -53,6 +53,10 @@ class Trained(Paged, Tabular):
     runs: dict[str, Run] = field(repr=False)
     comparison: Comparison | None
     tables: Mapping[str, pd.DataFrame] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "runs", Known("arm", self.runs))
+        object.__setattr__(self, "tables", Known("table", self.tables))
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> "Trained":
@@ -108,7 +112,9 @@ class Trained(Paged, Tabular):
         return PartialState().is_main_process
 
     def model(self, label: str) -> Path:
-        """The folder of a trained model."""
+        """The folder of a trained model. Raises InputError: there is no such arm."""
+        if label not in self.manifest["arms"]:
+            raise InputError(f"arm {unknown(label, self.manifest['arms'])}")
         return self.folder / label / "model"
 
     def _repr_markdown_(self) -> str:  # what a notebook shows

@@ -4,6 +4,7 @@ A template is a format string over the finding's numbers, its `value`, `low`, `h
 
     {value:sink_rate}     a number in the format of that metric
     {layers:layers}       in words, by one of the functions of `_WAYS`
+    {count:|site}         with the noun in the number that fits; {x:.3g|entry|entries} where the plural is no added s
     {label.sink_rate}     the label of a metric
     {metric:short}        the short label of the metric that a number names
     [, in {layers:layers}]    left out where one of its numbers is missing: None, NaN or empty
@@ -17,6 +18,7 @@ from string import Formatter
 from types import SimpleNamespace
 from typing import Any
 
+from sinkscope.errors import counted
 from sinkscope.results.findings import Finding, Outcome, Published
 from sinkscope.results.metrics import METRICS
 
@@ -43,10 +45,12 @@ _IN_LAYERS = (
 # fmt: off
 TEMPLATES: dict[tuple[str, Outcome], str] = {
     # analyze
-    ("setting", MEASURED): "Measured on {sequences} sequences of {lengths:span} tokens ({condition}), position 0 being "
-        "{token_zero}, in {dtype}[; static ranges from the {calibration} sequences behind them. Quantized: input, "
-        "weight and output of {linear_layers} linear layers, but not the LM head][; besides them {further}]"
+    ("setting", MEASURED): "Measured on {sequences:|sequence} of {lengths:span} tokens ({condition}), position 0 "
+        "being {token_zero}, in {dtype}[; static ranges from the {calibration:|sequence} after them. Quantized: input, "
+        "weight and output of {linear_layers:|linear layer}, but not the LM head][; besides them {further}]"
         "[; {grids}].",
+    ("one-sequence", MEASURED): "A single sequence has no 95 % interval: what an interval decides is not decided. "
+        "Several sequences have one.",
     ("both-ways", MEASURED): "The model attends both ways: attention to a position is from queries on both sides of it"
         "[; loss, perplexity and gradients are of {masked} masked tokens, all else is of the text as it is].",
     ("control", MEASURED): "Controls are random changes of the same kind, at most {value:g} for each arm; of several, "
@@ -56,8 +60,8 @@ TEMPLATES: dict[tuple[str, Outcome], str] = {
     ("sink", PRESENT): f"The {{label.sink_rate}} is {_RATE}{_IN_LAYERS}",
     ("sink", ABSENT): f"There is no sink at position 0: the {{label.sink_rate}} is {_RATE} That is not more than "
         f"{{threshold:g}}%.{_IN_LAYERS}",
-    ("sink", UNDECIDED): f"Whether there is a sink at position 0 is not decided: the {{label.sink_rate}} is {_RATE} "
-        f"A sink has more than {{threshold:g}}%.{_IN_LAYERS}",
+    ("sink", UNDECIDED): f"Whether there is a sink at position 0 is not decided[{{alone}}]: the {{label.sink_rate}} is "
+        f"{_RATE} A sink has more than {{threshold:g}}%.{_IN_LAYERS}",
     ("sink-outside", PRESENT): "There is a sink outside the text: more than {epsilon:g} of the attention goes to "
         "{what} in {value:sink_rate_outside} of heads and sequences[ of {having:layers}], in at least {threshold:.0%} "
         "of them in {layers:layers}.",
@@ -84,9 +88,9 @@ TEMPLATES: dict[tuple[str, Outcome], str] = {
         "not stay equal].",
     ("repeated", ABSENT): "This model's positions are {positions}, for which WSE expects the sink to vanish on "
         "repeated tokens.",
-    ("massive", PRESENT): "In the layer with most, {value:.3g} entries per sequence[ (95 % interval {low:.3g} to "
-        "{high:.3g})] are massive activations (Sun et al. 2024), most often at {coordinates:coordinates}; the largest "
-        "of all sequences is {largest:,.0f}.",
+    ("massive", PRESENT): "In the layer with most, a sequence has {value:.3g|massive activation} (Sun et al. 2024)"
+        "[, 95 % interval {low:.3g} to {high:.3g}], most often at {coordinates:coordinates}; the largest of all "
+        "sequences is {largest:,.0f}.",
     ("massive-coordinate", PRESENT): "Coordinate {coordinate} is massive[ in the output of {layers:layers}][ in less "
         "than {usual:.0%} of the sequences], at [position {position}][{places} positions]; the largest of all "
         "sequences is {value:,.0f}.",
@@ -100,8 +104,8 @@ TEMPLATES: dict[tuple[str, Outcome], str] = {
     ("value-drain", PRESENT): f"Value states at position 0 are drained where the sink is: {_DRAIN}.",
     ("value-drain", ABSENT): f"Value states at position 0 are not drained where the sink is: {_DRAIN}, no less than "
         "{threshold:g}.",
-    ("value-drain", UNDECIDED): "Whether value states at position 0 are drained where the sink is, is not decided: "
-        f"{_DRAIN}, against {{threshold:g}}.",
+    ("value-drain", UNDECIDED): "Whether value states at position 0 are drained where the sink is, is not decided"
+        f"[{{alone}}]: {_DRAIN}, against {{threshold:g}}.",
     ("value-drain", MEASURED): f"No head has its sink at position 0. The value norm there is {{value:.2f}}{_INTERVAL} "
         "of that at positions 5–15, median over all heads.",
     ("value-gradient", MEASURED): "The value gradient at position 0 is {value:.1f} ×[ (95 % interval {low:.1f} to "
@@ -123,7 +127,7 @@ TEMPLATES: dict[tuple[str, Outcome], str] = {
         "deviations above those of later tokens in {value:.0%}[ (95 % interval {low:.0%} to {high:.0%})] of the second "
         "half of the layers[; of all {total} in {layers:layers}].",
     ("key-alignment", MEASURED): "The key of position 0 alone, W_k EPE₀, has cosine {value:.2f} with the query bias, "
-        "mean over the second half of the layers (positions 5–15: {later:.2f} in magnitude).",
+        "mean over the second half of the layers[ (positions 5–15: {later:.2f} in magnitude)].",
     ("massive-epe", MEASURED): "EPE₀ is massive at {coordinates:coordinates}, where |γ| is {value:gamma_ratio} × its "
         "mean.",
     ("8-bit-step", PRESENT): "One step of per-tensor 8-bit activations at the output of layer {layer} is {value:.1f} "
@@ -140,10 +144,10 @@ TEMPLATES: dict[tuple[str, Outcome], str] = {
     ("attention-layers", MEASURED): "Attention is in {layers:layers} alone, and means over layers are over these; the "
         "other layers are {others}.",
     ("proxy", MEASURED): "Its attention is no softmax ({what}): weights are |sim| ÷ Σ|sim|, a proxy.",
-    ("sliding-window", ABSENT): "The window of {value:g} tokens that {layers:layers} attend to is never reached: "
+    ("sliding-window", ABSENT): "The window of {value:g|token} that {layers:layers} attend to is never reached: "
         "sequences have at most {longest} tokens.",
-    ("sliding-window", PRESENT): "Only the last {value:g} tokens are attended to in {layers:layers}.",
-    ("window-both-ways", ABSENT): "The window of {value:g} tokens to either side that {layers:layers} attend to is "
+    ("sliding-window", PRESENT): "Attention reaches back over {value:g|token} in {layers:layers}.",
+    ("window-both-ways", ABSENT): "The window of {value:g|token} to either side that {layers:layers} attend to is "
         "never reached: sequences have at most {longest} tokens.",
     ("window-both-ways", PRESENT): "Only tokens at most {value:g} away are attended to in {layers:layers}.",
     ("not-measured", MEASURED): "{what} ({reason})",
@@ -157,7 +161,10 @@ TEMPLATES: dict[tuple[str, Outcome], str] = {
     ("change", UNDECIDED): _CHANGE.replace("…", "has too few controls to judge by"),
     ("perplexity", MEASURED): "Perplexity {before:perplexity} → {value:perplexity}[, control {control:perplexity}][ ± "
         "{spread:perplexity}].",
-    ("streaming", MEASURED): "The last {window} tokens[ and the first {keep}]: perplexity {value:perplexity}; with "
+    ("largest-rises", MEASURED): "The largest |activation| rises, {before:massive_magnitude} → "
+        "{value:massive_magnitude}: it is now at coordinate {coordinate} of layer {layer}'s output and position "
+        "{position}, a {place} that `{what}` leaves as it is.",
+    ("streaming", MEASURED): "The last {window:|token}[ and the first {keep}]: perplexity {value:perplexity}; with "
         "dense attention {dense:perplexity}.",
     ("sink-falls", UNDECIDED): "{paper} found that the sink falls. Here there are too few controls to judge by.",
     ("sink-falls", CONFIRMED): "{paper} found that the sink falls. Here it does: {before:sink_rate} → "
@@ -193,17 +200,17 @@ TEMPLATES: dict[tuple[str, Outcome], str] = {
     ("cost", PRESENT): "{scheme} multiplies perplexity by {value:,.4g}: {before:perplexity} → {after:perplexity}.",
     ("cost-parts", MEASURED): "Weights alone cost {weights:cost} nats per token, activations alone "
         "{activations:cost}, both {value:cost}.",
-    ("kind", PRESENT): "`{kind}` quantized alone costs {value:cost} nats per token (all layers, first {sequences} "
-        "sequences).",
+    ("kind", PRESENT): "`{kind}` quantized alone costs {value:cost} nats per token (all layers, first "
+        "{sequences:|sequence}).",
     ("kind", ABSENT): "No kind of site costs {threshold:g} nats per token when it is quantized alone (first "
-        "{sequences} sequences).",
+        "{sequences:|sequence}).",
     ("kept", MEASURED): "Left in full precision alone, `{kind}` saves most: {before:cost} → {value:cost} nats per "
         "token.",
     ("site", PRESENT): "`{kind}` of layer {layer} quantized alone costs {value:cost} nats per token; in "
         "calibration its largest entry is {largest:,.0f}, the median {median:.2g}, and {zeroed:.0%} round to zero.",
     ("massive-sites", PRESENT): "Massive activations are held by {sites:sites}.",
     ("massive-sites", ABSENT): "Nothing that is quantized holds massive activations.",
-    ("costliest", MEASURED): "The {count} costliest of {total} sites[, {massive} of which hold massive activations]: "
+    ("costliest", MEASURED): "The {count:|costliest site} of {total}[, {massive} of which hold massive activations]: "
         "{sites:sites}.",
     ("restored", ABSENT): "Leaving {which} in full precision wins nothing back: perplexity {perplexity:perplexity}.",
     ("restored", PARTLY): "Leaving {which} in full precision wins {value:.0%} of the cost back: perplexity "
@@ -255,6 +262,9 @@ class _Words(Formatter):
             return METRICS[format_spec].text(value)
         if format_spec in _WAYS:
             return _WAYS[format_spec](value)
+        if "|" in format_spec:
+            form, *nouns = format_spec.split("|")
+            return counted(format(value, form), *nouns)
         return str(format(value, format_spec))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from sinkscope.models.files import is_demo
 from sinkscope.options import COMMANDS
+from sinkscope.options.measuring import PERMISSIONS
 from sinkscope.options.option import Options, as_folder_name, flag
 
 NAMES = {"analyze_steps": "analyze"}  # functions that another command calls
@@ -29,7 +30,8 @@ def command_lines(manifest: Mapping[str, Any], folder: Path | None) -> list[str]
     config = manifest["config"] | _methods(manifest.get("arms") or {})
     lines = [shlex.join(["sinkscope", name, *words])] if (words := _words(kind, config)) is not None else []
     if kind.repeatable and folder is not None and command == name:
-        lines.insert(0, shlex.join(["sinkscope", name, "--from", folder.name]))
+        permissions = [flag(name) for name in PERMISSIONS if config.get(name)]
+        lines.insert(0, shlex.join(["sinkscope", name, "--from", folder.name, *permissions]))
     return lines
 
 

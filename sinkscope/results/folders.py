@@ -39,13 +39,18 @@ def own_folder(
 
 
 @contextmanager
-def alone_in(folder: str | os.PathLike[str]) -> Iterator[Path]:
+def alone_in(folder: str | os.PathLike[str], option: str = "--out") -> Iterator[Path]:
     """Keep other processes out of a folder, which need not exist, and put right what a kill has left of it.
+
+    Args:
+        folder: to be written.
+        option: by which another folder can be named; "": the command writes this one only.
 
     Raises:
         InputError: another process writes it, or nobody can.
     """
     path = Path(folder)
+    named, instead = (f"{option} {path}", ", or name another folder") if option else (str(path), "")
     real, parent = _place(path)
     with ExitStack() as stack:
         stack.callback(_remove_empty, _missing_parents(real))
@@ -54,11 +59,10 @@ def alone_in(folder: str | os.PathLike[str]) -> Iterator[Path]:
             stack.enter_context(locked(real))
             put_right(real)
         except BlockingIOError:
-            raise InputError(
-                f"--out {path} is being written by another process: wait for it, or name another folder"
-            ) from None
+            raise InputError(f"{named} is being written by another process: wait for it{instead}") from None
         except OSError as error:  # permission bits do not tell: root passes them, read-only file systems do not ask
-            raise InputError(f"--out {path} cannot be written: writing in {parent} fails ({error.strerror})") from None
+            hint = "" if option else ": copy it to where that can be done"
+            raise InputError(f"{named} cannot be written: writing in {parent} fails ({error.strerror}){hint}") from None
         yield path
 
 

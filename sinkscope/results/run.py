@@ -15,8 +15,9 @@ from typing import Any, ClassVar, Self
 
 import pandas as pd
 
-from sinkscope.errors import InputError, unknown
-from sinkscope.results.manifest import MANIFEST, folder_of, format_of, read_manifest
+from sinkscope.errors import InputError, Known, UnknownKey, unknown
+from sinkscope.results.manifest import folder_of, format_of, read_manifest
+from sinkscope.results.metrics import METRICS
 from sinkscope.results.tables import LEADING_COLUMNS, Columns, read_table
 
 
@@ -35,6 +36,10 @@ class RunData:
     manifest: dict[str, Any]
     tables: Mapping[str, pd.DataFrame] = field(repr=False)
     folder: Path | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.tables) is dict:
+            object.__setattr__(self, "tables", Known("table", self.tables))
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> Self:
@@ -65,6 +70,14 @@ class RunData:
         return self.manifest["condition"]
 
     @property
+    def reads(self) -> str:
+        """What distinguishes it from other runs of its model, for a title: its input, or which arm it is."""
+        text = self.manifest["input"].get("text")  # of an arm of a training
+        if text or "arms" in self.manifest:
+            return f"arm {self.condition}" + (f" on {text}" if text else "")
+        return f"{self.condition} input"
+
+    @property
     def command(self) -> str:
         """The command that made it."""
         return self.manifest.get("command", "analyze")
@@ -88,16 +101,27 @@ class RunData:
         return type(self)(self.manifest | {"command": "analyze", "condition": condition}, tables, self.folder)
 
     def metric(self, name: str, layer: int = -1) -> float:
-        """One value of the table `summary`, of a layer or of the whole model (−1); NaN if it was not measured."""
+        """One value of the table `summary`.
+
+        Args:
+            name: a key of METRICS.
+            layer: counted from 0; −1 for the whole model.
+
+        Returns:
+            NaN if this run, or this layer, has not measured the metric.
+
+        Raises:
+            InputError: there is no such metric or layer, or the run has no summary.
+        """
         summary = self.tables["summary"]
+        if name not in METRICS:
+            raise InputError(f"metric {unknown(name, METRICS)}")
+        kinds = self.manifest.get("family", {}).get("kinds") or ()  # of every layer, also of those without a metric
+        last = int(max([*summary["layer"], len(kinds) - 1], default=-1))
+        if layer not in range(-1, last + 1):
+            raise InputError(f"there is no layer {layer}: this run has 0 to {last}, and -1 for the whole model")
         found = summary[(summary["metric"] == name) & (summary["layer"] == layer)]["value"]
         return float(found.iloc[0]) if len(found) else float("nan")
-
-
-class NoTable(InputError, KeyError):
-    """Of a run that was opened; KeyError is what mappings raise."""
-
-    __str__ = InputError.__str__
 
 
 class _TablesOnDisk(Mapping[str, pd.DataFrame]):
@@ -115,7 +139,7 @@ class _TablesOnDisk(Mapping[str, pd.DataFrame]):
     def __getitem__(self, name: str) -> pd.DataFrame:
         if name not in self._read:
             if name not in self._paths:
-                raise NoTable(f"{self._folder} has no table '{name}', by its {MANIFEST}")
+                raise UnknownKey(f"{self._folder}: table {unknown(name, self._paths)}")
             columns = (*LEADING_COLUMNS, *self._columns.get(name, ()))
             self._read[name] = read_table(self._paths[name], columns, self._format)
         return self._read[name]

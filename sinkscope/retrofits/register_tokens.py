@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import nn
 from transformers import PreTrainedModel
 
-from sinkscope.errors import InputError
+from sinkscope.errors import InputError, counted
 from sinkscope.models.family import Family, embedding_weight
 from sinkscope.models.positions import known_positions
 from sinkscope.models.towers import told_of_text
@@ -76,7 +76,8 @@ class Registers(Part):
             return embeds
         if self.limit is not None and self.count + embeds.shape[1] > self.limit:
             raise InputError(
-                f"{embeds.shape[1]} tokens and {self.count} registers are beyond the model's {self.limit} positions"
+                f"{embeds.shape[1]} tokens and {counted(self.count, 'register')} are beyond the model's "
+                f"{self.limit} positions"
             )
         if positions is not None:
             places = torch.arange(self.count, device=positions.device)

@@ -29,12 +29,12 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from sinkscope.errors import InputError
+from sinkscope.errors import InputError, counted
 from sinkscope.options.measuring import PROMPT
 from sinkscope.text.batch import IGNORED
 from sinkscope.text.masking import Masked
 from sinkscope.text.request import Request, Sampler
-from sinkscope.text.sequences import counted, prompted
+from sinkscope.text.sequences import prompted
 from sinkscope.text.sources import DRAWN, open_source
 from sinkscope.text.tokens import special_token_ids
 

@@ -5,7 +5,8 @@ from itertools import chain, islice
 
 import numpy as np
 
-from sinkscope.errors import InputError, one_line
+from sinkscope.errors import InputError, SinkscopeError, counted, one_line
+from sinkscope.text.chats import ChatTemplate, Messages
 from sinkscope.text.readers import Document
 from sinkscope.text.request import Request, Selection
 from sinkscope.text.tokens import check_ids, encode, first_tokens
@@ -24,7 +25,7 @@ def windows(documents: Iterator[Document], label: str, request: Request) -> Sele
     count = min(len(ids) // step, request.num_seqs)
     if count == 0:
         raise InputError(
-            f"{label} has {len(request.framed(ids))} tokens, fewer than one sequence of {request.seq_len}: "
+            f"{label} has {counted(len(request.framed(ids)), 'token')}, fewer than one sequence of {request.seq_len}: "
             "give a longer text or a smaller --seq-len"
         )
     check_ids(ids, request.vocab_size, f"{label} through this tokenizer")
@@ -87,14 +88,18 @@ def _take(
     """Documents with their token ids, as many as were asked for, and how many were skipped as too short."""
     taken: list[tuple[Document, list[int]]] = []
     skipped = 0
-    for document in documents:
-        ids = _text_ids(document, request) if document.ids is None else _given_ids(document, document.ids, request)
-        if len(ids) < shortest:
-            skipped += 1
-            continue
-        taken.append((document, ids))
-        if len(taken) == request.num_seqs:
-            break
+    with ChatTemplate(request.tokenizer) as template:
+        for document in documents:
+            if document.ids is None:
+                ids = _text_ids(document, request, template)
+            else:
+                ids = _given_ids(document, document.ids, request)
+            if len(ids) < shortest:
+                skipped += 1
+                continue
+            taken.append((document, ids))
+            if len(taken) == request.num_seqs:
+                break
     return taken, skipped
 
 
@@ -118,22 +123,25 @@ def rows(documents: Iterator[Document], label: str, request: Request) -> Selecti
     return Selection(sequences, request.common_first(sequences), notices)
 
 
-def _text_ids(document: Document, request: Request) -> list[int]:
+def _text_ids(document: Document, request: Request, template: ChatTemplate) -> list[int]:
     """The first tokens of one document, at most seq_len, BOS included."""
     request.need_tokenizer(document.where)
     if document.messages is not None:
-        return _chat_ids(document.where, document.messages, request)[: request.seq_len]
+        return _chat_ids(document.where, document.messages, request, template)
     ids = first_tokens(request.tokenizer, document.text, request.room)
     check_ids(ids, request.vocab_size, f"{document.where}, through this tokenizer")
     return request.framed(ids)
 
 
-def _chat_ids(where: str, messages: list[dict[str, str]], request: Request) -> list[int]:
-    """A chat as the tokenizer's template writes it, which decides what stands in front."""
+def _chat_ids(where: str, messages: Messages, request: Request, template: ChatTemplate) -> list[int]:
+    """The first seq_len tokens of a chat as the tokenizer's template writes it, which decides what is in front."""
     try:
-        ids = list(request.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))  # type: ignore[union-attr]
+        text = template.text(messages)
+    except SinkscopeError:
+        raise
     except Exception as error:  # a template is a program
         raise InputError(f"{where}: the tokenizer's chat template does not write it: {one_line(error)}") from error
+    ids = first_tokens(request.tokenizer, text, request.seq_len)
     check_ids(ids, request.vocab_size, f"{where}, through this tokenizer")
     return ids
 
@@ -189,8 +197,3 @@ def _in_frame(drawn: np.ndarray, token_zero: str, request: Request) -> Selection
     prefix, suffix = request.drawn_frame
     sequences = [[*prefix, *row, *suffix] for row in drawn.tolist()]
     return Selection(sequences, request.described(prefix[0]) if prefix else token_zero, [])
-
-
-def counted(number: int, noun: str) -> str:
-    """For example "1 document", "2 documents"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

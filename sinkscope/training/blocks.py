@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sinkscope.errors import InputError
+from sinkscope.errors import InputError, counted
 from sinkscope.measuring.subject import inputs_for, position_limit
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.towers import vocabulary
@@ -104,8 +104,8 @@ def read_blocks(
     if len(rows) < 2:
         what = f"--dataset {dataset}" if dataset else f"--text {text}"
         raise InputError(
-            f"{what} holds {len(rows)} blocks of {length} tokens, and at least 2 are needed, one to train on and one "
-            "to measure by: give a longer text or a smaller --block-length"
+            f"{what} holds {counted(len(rows), 'block')} of {length} tokens, and at least 2 are needed, one to train "
+            "on and one to measure by: give a longer text or a smaller --block-length"
         )
     blocks = np.stack(rows)
     held_out = min(len(blocks) - 1, max(1, round(len(blocks) * share)))

@@ -583,7 +583,41 @@ def test_compare_with_a_damaged_table(finished: tuple[Result, Path], how: str) -
     assert ("is damaged" in message) == (how in ("truncated", "empty"))
 
 
-# --- folders that cannot be written ---
+# --- streams and folders that cannot be written ---
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the device that is always full is Linux's")
+@pytest.mark.usefixtures("no_figures")
+@pytest.mark.parametrize("command", [["list", "metrics"], ["analyze", "--help"], ["--version"], ["analyze"]])
+def test_standard_output_that_is_full(
+    command: list[str], bare: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = command == ["analyze"]
+    given = [str(bare), *SMALL, "--input", "random", "--observables", "massive", "--out", "run"] if measured else []
+    with Path("/dev/full").open("w", encoding="utf-8") as full, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", full)
+        with pytest.raises(SystemExit) as ended:
+            app(command + given)
+    assert ended.value.code == 1
+    left = ", but the result is complete in run" if measured else ""
+    *_, message = capsys.readouterr().err.splitlines()
+    assert message == f"sinkscope: standard output cannot be written (No space left on device){left}"
+    assert Path("run/run.json").exists() == measured
+
+
+def test_show_on_a_disk_that_cannot_be_written(finished: tuple[Result, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says what can be done, and names no option that `show` lacks."""
+    shutil.copytree(finished[1], "run")
+    Path("run/index.html").unlink()
+
+    def refuse(path: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("sinkscope.results.swap.acquire", refuse)
+    message = refused(2, "show", "run")
+    assert "sinkscope: run cannot be written: writing in" in message
+    assert message.endswith("fails (Read-only file system): copy it to where that can be done")
+    assert "--" not in message
 
 
 def test_out_under_a_file(tiny: Path) -> None:
@@ -656,6 +690,42 @@ def test_from_a_run_that_cannot_be_repeated(
     manifest["config"] |= changes
     Path("old/run.json").write_text(json.dumps(manifest | {"sinkscope": "0.0"}))
     assert message in refused(2, "analyze", "--from", "old")
+
+
+@pytest.mark.usefixtures("no_figures")
+@pytest.mark.parametrize(
+    "permissions", [["trust_remote_code"], ["allow_pickle"], ["trust_remote_code", "allow_pickle"]]
+)
+def test_from_takes_no_permission_out_of_a_file(finished: tuple[Result, Path], permissions: list[str]) -> None:
+    """Code that comes with a model runs only where the person says so, and never because a run.json does."""
+    Path("old").mkdir()
+    manifest = json.loads((finished[1] / "run.json").read_text(encoding="utf-8"))
+    manifest["config"] |= dict.fromkeys(permissions, True)
+    Path("old/run.json").write_text(json.dumps(manifest))
+    flags = [f"--{name.replace('_', '-')}" for name in permissions]
+    for given in ([], flags[1:]):
+        message = refused(2, "analyze", "--from", "old", *given)
+        assert message.endswith(f"add {' and '.join(flags[: len(flags) - len(given)])}")
+    result = command_line("analyze", "--from", "old", *flags, "--out", "again")
+    assert result.exit_code == 0, result.output
+    config = Run.open("again").manifest["config"]
+    assert [name for name in ("trust_remote_code", "allow_pickle") if config[name]] == permissions
+
+
+def test_from_runs_no_code_that_a_file_allows(
+    finished: tuple[Result, Path], tiny: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    shutil.copytree(tiny, "model")
+    settings = json.loads(Path("model/config.json").read_text())
+    auto_map = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}
+    Path("model/config.json").write_text(json.dumps(settings | {"model_type": "own", "auto_map": auto_map}))
+    Path("model/own.py").write_text("open('ran', 'w')")
+    Path("old").mkdir()
+    manifest = json.loads((finished[1] / "run.json").read_text(encoding="utf-8"))
+    manifest["config"] |= {"model": "model", "trust_remote_code": True}
+    Path("old/run.json").write_text(json.dumps(manifest))
+    assert "if you trust the maker of model, add --trust-remote-code" in refused(2, "analyze", "--from", "old")
 
 
 def test_from_a_damaged_run_is_refused_before_a_model_is_loaded(

@@ -909,6 +909,25 @@ def test_a_tokenizer_comes_without_its_weights(hub: Hub, tmp_path: Path) -> None
     assert not any("safetensors" in request and "resolve" in request for request in map(str, hub.requests))
 
 
+@pytest.mark.parametrize("of", ["tokenizer_config.json", "config.json"])
+def test_code_of_a_tokenizer_is_not_run(model: Path, monkeypatch: pytest.MonkeyPatch, of: str) -> None:
+    """Nor is anybody asked whether it may be: transformers asks where the permission is left open."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked a question"))
+    save_tokenizer(model)
+    edit_json(model / "tokenizer_config.json", tokenizer_class="OwnTokenizer")
+    edit_json(model / of, auto_map={"AutoConfig": "own.Own", "AutoTokenizer": ["own.Own", None]})
+    (model / "own.py").write_text("raise AssertionError('ran')")
+    if of == "config.json":  # that is the model's; the tokenizer needs none
+        edit_json(model / of, model_type="own")
+        assert load_tokenizer(str(model))("sinks drain")["input_ids"] == [2, 3]
+        return
+    with pytest.raises(InputError, match="runs only with the Python code that comes with it, which is not run here"):
+        load_tokenizer(str(model))
+    message = refusal(model)
+    assert "the tokenizer of" in message
+    assert "if you trust it add --trust-remote-code" in message
+
+
 def test_no_tokenizer_there(hub: Hub, tmp_path: Path) -> None:
     save_model(tmp_path / "tiny")
     hub.repos["org/tiny"] = Repo({"main": tmp_path / "tiny"})

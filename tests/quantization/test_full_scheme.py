@@ -112,6 +112,11 @@ def outputs(model: PreTrainedModel, family: Family, ranges: dict[Site, Range]) -
     return {place: x.view(*tiny_tokens().shape, -1) for place, x in found.items()}
 
 
+def test_a_scheme_that_does_not_exist_is_not_the_linear_one() -> None:
+    with pytest.raises(InputError, match="scheme 'ful' is unknown; did you mean 'full'"):
+        calibrate_ranges(tiny_model("llama"), list(tiny_tokens(1)), "ful")
+
+
 @pytest.mark.parametrize("name", ["bloom", "gptj"])
 def test_attention_code_of_its_own_is_refused(name: str) -> None:
     with pytest.raises(InputError, match=r"--scheme full does not apply to .* its attention code is its own"):

@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 from support.figure_tables import gradient_tables
+from support.made_up_runs import made_up
 from support.summarized_runs import summarized
 from tiny import tiny_model
 from transformers import AutoModelForCausalLM, MambaConfig
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, MambaConfig
 import sinkscope
 from sinkscope.attention.seam import open_seam
 from sinkscope.commands.training_arms import TrainingArms
+from sinkscope.errors import counted
 from sinkscope.interventions import INTERVENTIONS, Target
 from sinkscope.interventions.expectations import expectation
 from sinkscope.measuring.gradient_summary import gradient_summary
@@ -29,6 +31,7 @@ from sinkscope.report import analysis
 from sinkscope.report.retrofit_table import ROWS
 from sinkscope.report.run import Run
 from sinkscope.report.words import say, say_published
+from sinkscope.results.findings import Finding, Outcome
 from sinkscope.retrofits import retrofit_model
 from sinkscope.training.blocks import Blocks
 
@@ -36,6 +39,39 @@ from sinkscope.training.blocks import Blocks
 def sentences(run: Run) -> dict[str, str]:
     """Name of a finding → its words."""
     return {finding.name: say(finding) for finding in analysis.findings(run)}
+
+
+# --- few and short sequences
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_one_sequence_of_two_tokens(name: str) -> None:
+    """There is no interval, no position 5 and, of the query bias, no deviation of a single later token."""
+    run = sinkscope.analyze(tiny_model(name), input="random", num_seqs=1, seq_len=2)
+    assert "Measured on 1 sequence of 2 tokens" in run.verdict
+    assert "A single sequence has no 95 % interval" in run.verdict
+    assert "sink at position 0 is not decided, as a single sequence has no interval" in sentences(run)["sink"]
+    assert "needs positions 5–15: --seq-len 16 or more" in run.verdict
+    assert "nan" not in run.verdict
+    several = sinkscope.analyze(tiny_model(name), input="random", num_seqs=2, seq_len=2, observables=("attention",))
+    assert "single sequence" not in several.verdict
+
+
+def test_numbers_and_their_nouns() -> None:
+    for count, words in ((1.0, "has 1 massive activation (Sun"), (1.57, "has 1.57 massive activations (Sun")):
+        numbers = {"coordinates": (3,), "largest": 500.0}
+        found = Finding("massive", "", Outcome.PRESENT, count, numbers=numbers)
+        assert words in say(found)
+    assert (counted(1, "entry", "entries"), counted(0, "entry", "entries")) == ("1 entry", "0 entries")
+
+
+def test_titles_say_what_was_read() -> None:
+    """The condition of an arm of a training, or of an intervention, is no input."""
+    run = made_up("natural")
+    assert run.reads == "natural input"
+    assert made_up("none", input={"text": "natural, held out"}).reads == "arm none on natural, held out"
+    assert Run(run.manifest | {"arms": {}}, run.tables).reads == "arm natural"
 
 
 # --- gradients

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 from importlib.util import find_spec
 
@@ -851,6 +852,50 @@ def test_chats_that_cannot_be_used(messages, match, tmp_path):
     (tmp_path / "x.jsonl").write_text(json.dumps({"messages": messages}))
     with pytest.raises(InputError, match=f"x.jsonl, line 1: .*{match}"):
         build_inputs(tmp_path / "x.jsonl", vocab_size=VOCAB, tokenizer=chat_tokenizer())
+
+
+def test_a_chat_is_what_transformers_makes_of_it(tmp_path):
+    """Of several chats, with special tokens, characters beyond ASCII and a function of the template's environment."""
+    tokenizer = word_tokenizer("<s> $A")
+    tokenizer.chat_template = (
+        "{{ bos_token }} {% for m in messages %}{{ m['content'] | trim }} w4 {% endfor %}{{ eos_token }}"
+    )
+    chats = [
+        [{"role": "user", "content": text}, {"role": "assistant", "content": " w2 "}] for text in ("w1", "é\u2028w3")
+    ]
+    (tmp_path / "x.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
+    inputs = build_inputs(tmp_path / "x.jsonl", vocab_size=VOCAB, tokenizer=tokenizer, num_seqs=2)
+    assert lists(inputs) == [tokenizer.apply_chat_template(chat, return_dict=False) for chat in chats]
+
+
+@pytest.mark.parametrize(
+    ("template", "match"),
+    [
+        (
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            "does not end within 1 seconds",
+        ),
+        (
+            "{{ 9 ** (9 ** 9) }}",
+            "does not end within 1 seconds",
+        ),  # in C, where nothing interrupts it
+        ("{{ raise_exception('no such role') }}", "no such role"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+    ],
+)
+def test_templates_that_fail_or_never_end(template, match, tmp_path, monkeypatch):
+    """Also away from the main thread, where no signal helps."""
+    if "end" in match:
+        monkeypatch.setattr("sinkscope.text.chats.SECONDS", 1.0)
+    tokenizer = word_tokenizer("<s> $A")
+    tokenizer.chat_template = template
+    (tmp_path / "x.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "w1"}]}))
+    with ThreadPoolExecutor() as threads:
+        made = threads.submit(build_inputs, tmp_path / "x.jsonl", vocab_size=VOCAB, tokenizer=tokenizer)
+        with pytest.raises(
+            InputError, match=f"x.jsonl, line 1: the tokenizer's chat template does not write it.*{match}"
+        ):
+            made.result()
 
 
 def test_chats_need_a_template(plain, tmp_path):

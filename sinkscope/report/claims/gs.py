@@ -29,6 +29,7 @@ from sinkscope.report.claims.quantities import (
     gradients,
     in_front_of_valves,
     in_sink_heads,
+    later_positions,
     norm_ratios,
     norms,
 )
@@ -161,7 +162,7 @@ def _ratios(evidence: Evidence, column: str, branch: str = "attn", role: str = "
 
 def _bloat_by_branch(evidence: Evidence) -> Estimate:
     attn, mlp = (_ratios(evidence, "bloat", branch) for branch in ("attn", "mlp"))
-    ratios = [np.nanmedian(x[..., 0] / np.nanmedian(x[..., LATER], axis=-1), axis=1) for x in (attn, mlp)]
+    ratios = [np.nanmedian(x[..., 0] / np.nanmedian(later_positions(x), axis=-1), axis=1) for x in (attn, mlp)]
     return bootstrap(ratios[0] / ratios[1])
 
 

@@ -6,14 +6,13 @@ import pandas as pd
 from sinkscope.measuring.experiment import BEFORE
 from sinkscope.measuring.observables.epe import WHOLE_RUN
 from sinkscope.measuring.observables.logit_terms import DELTA
-from sinkscope.measuring.observables.observable import LATER
 from sinkscope.measuring.observables.query_bias import ALL_HEADS, NO_QUERY_BIAS
 from sinkscope.report.claims.arms import SINK, falls, had_a_sink, of_arm, rate_after, share_left
 from sinkscope.report.claims.arms import controls as rates_under_controls
 from sinkscope.report.claims.claim import Claim, NotDefined, Part, above, at_least, at_most, below, between
 from sinkscope.report.claims.estimates import Estimate, bootstrap, exact, jackknife, mean_of_runs, weighted_means
 from sinkscope.report.claims.evidence import Evidence
-from sinkscope.report.claims.quantities import sink_rates
+from sinkscope.report.claims.quantities import later_positions, sink_rates
 from sinkscope.report.claims.scopes import causal, learned_positions, query_bias
 from sinkscope.report.paper_tables import GPT2_MASSIVE, PRINTED
 from sinkscope.results.findings import OUTLIER, Published
@@ -58,8 +57,8 @@ def delta_gaps(evidence: Evidence) -> np.ndarray:
     first, later = (sequences.means(BY_SEQUENCE, column) for column in ("delta", "delta_later"))
     mean, spread = (sequences.values(BY_SEQUENCE, column) for column in ("delta_later", "delta_later_std"))
     deviation = np.sqrt(weighted_means(spread**2 + mean**2, sequences.weights) - later**2)
-    with np.errstate(invalid="ignore"):  # a bias of zeros has no Δ
-        return (first - later) / deviation
+    # a bias of zeros has no Δ, and a single later token no deviation
+    return (first - later) / np.where(deviation > 0, deviation, np.nan)
 
 
 def _stands_out(evidence: Evidence) -> Estimate:
@@ -80,7 +79,7 @@ def _first_alignment(evidence: Evidence) -> Estimate:
 
 
 def _later_alignment(evidence: Evidence) -> Estimate:
-    return exact(np.abs(_deep(_alignment(evidence))[LATER]).mean())
+    return exact(np.abs(later_positions(_deep(_alignment(evidence)).T)).mean())
 
 
 def _gamma(evidence: Evidence) -> pd.DataFrame:

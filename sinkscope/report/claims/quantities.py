@@ -124,4 +124,11 @@ def gradient_ratio(evidence: Evidence, pathway: str, role: str = "natural") -> E
     by_position = gradients(evidence, pathway, role).mean(1)
     if by_position.shape[1] < min(LATER.stop, evidence.runs[role].manifest["input"]["longest"]):
         raise Lacks("needs positions 5–15: --positions 16 or more")
-    return positive_jackknife(by_position[:, 0] / by_position[:, LATER].mean(1))
+    return positive_jackknife(by_position[:, 0] / later_positions(by_position).mean(1))
+
+
+def later_positions(x: np.ndarray) -> np.ndarray:
+    """(…, positions) → (…, those of positions 5–15 that there are). Raises Lacks: there is none."""
+    if x.shape[-1] <= LATER.start:
+        raise Lacks("needs positions 5–15: longer sequences, and --positions 16 or more")
+    return x[..., LATER]

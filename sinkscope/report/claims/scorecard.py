@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import pandas as pd
 
-from sinkscope.errors import InputError
+from sinkscope.errors import InputError, Known, unknown
 from sinkscope.measuring.random_weights import AT_RANDOM
 from sinkscope.report.claims.claim import Claim, Judgment, Outcome, Part, judge
 from sinkscope.report.claims.estimates import Estimate
@@ -112,10 +112,13 @@ class Scorecard(Tabular):
         return list(dict.fromkeys(self.table["model"]))
 
     def outcome(self, claim: str, model: str | None = None) -> Outcome:
-        """Of one claim. Raises InputError: it is unknown."""
-        found = self.table[(self.table["claim"] == claim) & (self.table["model"] == (model or self.models[0]))]
-        if found.empty:
-            raise InputError(f"claim '{claim}' of {model or self.models[0]} is not in the scorecard")
+        """Of one claim, of the first model if none is named. Raises InputError: it or the model is unknown."""
+        if model is not None and model not in self.models:
+            raise InputError(f"model {unknown(model, self.models)}")
+        found = self.table[self.table["model"] == (model or self.models[0])]
+        if claim not in set(found["claim"]):
+            raise InputError(f"claim {unknown(claim, found['claim'].unique())}")
+        found = found[found["claim"] == claim]
         return Outcome(found["outcome"].iloc[0])
 
     @property
@@ -139,7 +142,7 @@ class Scorecard(Tabular):
     @property
     def tables(self) -> dict[str, pd.DataFrame]:
         """As its folder has them."""
-        return {TABLE: self.table, ROUTES: self.routes}
+        return Known("table", {TABLE: self.table, ROUTES: self.routes})
 
     @property
     def markdown(self) -> str:

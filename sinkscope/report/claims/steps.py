@@ -13,7 +13,7 @@ from sinkscope.report.claims.estimates import Estimate, bootstrap, mean_of_runs,
 from sinkscope.report.claims.evidence import MAIN, NULL, Evidence, Lacks
 from sinkscope.report.claims.gs import SPIKE
 from sinkscope.report.claims.over_seeds import study_of, with_setting, words_for
-from sinkscope.report.claims.quantities import LATER, gradients, sink_rates
+from sinkscope.report.claims.quantities import gradients, later_positions, sink_rates
 from sinkscope.report.claims.studies import LoggedStudy, StepStudy
 from sinkscope.results.run import RunData
 
@@ -66,7 +66,7 @@ def _over(of: Callable[[list[int], np.ndarray], tuple[np.ndarray, str]]) -> Call
 def _gradient_ratios(run: RunData) -> np.ndarray:
     """(1 + groups,): the value gradient at position 0 ÷ later ones."""
     by_position = gradients(Evidence({MAIN: run}), "value").mean(1)
-    return by_position[:, 0] / by_position[:, LATER].mean(1)
+    return by_position[:, 0] / later_positions(by_position).mean(1)
 
 
 def _least_spike(evidence: Evidence) -> Estimate:

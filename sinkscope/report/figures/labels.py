@@ -7,6 +7,7 @@ from functools import cache
 import pandas as pd
 from matplotlib import font_manager
 
+from sinkscope.errors import counted
 from sinkscope.report.figures.style import FONT
 from sinkscope.results.run import RunData
 
@@ -45,7 +46,7 @@ def _size(run: RunData) -> list[str]:
         return []
     if tokens % sequences == 0:
         return [f"{sequences} × {tokens // sequences} tokens"]
-    return [f"{sequences} sequences, {tokens} tokens"]
+    return [f"{counted(sequences, 'sequence')}, {tokens} tokens"]
 
 
 def places(first: int, last: int) -> str:

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.typing import HashableList
 
+from sinkscope.errors import counted
 from sinkscope.quantization.attention import KEYS, SCORES, SOFTMAX, VALUES
 from sinkscope.quantization.settings import ALL_LAYERS, ALONE, FULL
 from sinkscope.quantization.sites import INPUT, NO_LAYER, OUTPUT, SUM, WEIGHT
@@ -64,7 +65,7 @@ def draw(run: RunData) -> Figure:
         values = drawn(ax, "x")
         values = values[np.isfinite(values)]  # infinite ones lie beyond the axis
         wide_x_axis(ax, values.min(), values.max(), room=1.02)
-        ax.set_xlabel(f"{METRICS['perplexity'].short}, {table['sequences'].max()} sequences")
+        ax.set_xlabel(f"{METRICS['perplexity'].short}, {counted(table['sequences'].max(), 'sequence')}")
     shown = {str(part) for part in alone["part"]}
     marks = [Line2D([], [], linestyle="none", label=part, **look) for part, look in MARKS.items() if part in shown]
     marks.append(Line2D([], [], label="full precision", **FULL_PRECISION))

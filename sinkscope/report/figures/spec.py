@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from sinkscope.errors import InputError
+from sinkscope.errors import InputError, Known
 from sinkscope.report.figures.style import Figure, in_style
 
 # What a figure is drawn from: a run, several runs, runs by training step, or the arms of a training.
@@ -54,4 +54,4 @@ def declare(
 
 def draw_all(specs: Mapping[str, FigureSpec[Data_contra]], data: Data_contra) -> dict[str, Figure]:
     """The figures that the data allow, by name."""
-    return {name: spec(data) for name, spec in specs.items() if spec.lacking(data) is None}
+    return Known("figure", {name: spec(data) for name, spec in specs.items() if spec.lacking(data) is None})

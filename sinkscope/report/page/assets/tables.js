@@ -12,7 +12,7 @@ S.tablesSection = () => {
   const first = preferred.map((name) => S.table(name)).find(Boolean) ?? tables[0];
   open(first);
   return S.section("tables", "Tables", `Numbers have ${S.data.digits} significant digits here; the parquet files have all.`,
-    S.element("div.controls", {}, S.pick("Table", tables, first, open, ({ name, rows }) => `${name} (${S.number(rows)} rows)`)), place);
+    S.element("div.controls", {}, S.pick("Table", tables, first, open, ({ name, rows }) => `${name} (${S.number(rows)} ${rows === 1 ? "row" : "rows"})`)), place);
 };
 
 S.tableView = (table) => {

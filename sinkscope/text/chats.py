@@ -1,0 +1,128 @@
+"""Chats as a tokenizer's chat template writes them, in a process of its own.
+
+A chat template is a program that comes with a model. Jinja's sandbox keeps it away from files and code, but lets it
+run forever: in nested loops, or in one power of large numbers, which no thread or signal can interrupt. Its process can
+be killed at any time, on every platform. This file run as a module is that process.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from threading import Timer
+from typing import TYPE_CHECKING, Any, Self
+
+from sinkscope.errors import SinkscopeError, one_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SECONDS = 10.0  # that a template may take to write one chat; an ordinary one takes milliseconds
+LONGEST = 1 << 26  # characters of a chat
+
+Messages = Sequence[Mapping[str, str]]
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer. As a context manager it ends its process, which the first chat starts."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase | None") -> None:
+        self._tokenizer = tokenizer
+        self._process: subprocess.Popen[str] | None = None
+        self._is_late = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+
+    def text(self, messages: Messages) -> str:
+        """What `tokenizer.apply_chat_template(messages, tokenize=False)` returns.
+
+        Raises:
+            ValueError: there is no template, it fails, or it takes longer than SECONDS.
+            SinkscopeError: its process does not start.
+        """
+        tokenizer: Any = self._tokenizer
+        if not _is_written_by_jinja(tokenizer):
+            return str(tokenizer.apply_chat_template(list(messages), tokenize=False))
+        template, tokens = tokenizer.get_chat_template(), tokenizer.special_tokens_map
+        answer = self._answer(json.dumps([template, tokens, list(messages)], default=str))
+        if "error" in answer:
+            raise ValueError(answer["error"])
+        return str(answer["text"])
+
+    def _answer(self, request: str) -> dict[str, str]:
+        process = self._process = self._process or _started()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        timer = Timer(SECONDS, self._end)
+        timer.start()
+        try:
+            process.stdin.write(f"{request}\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except OSError:  # it is not there any more
+            line = ""
+        finally:
+            timer.cancel()
+        if not line:
+            raise ValueError(f"it does not end within {SECONDS:g} seconds" if self._is_late else "its process ended")
+        answer: dict[str, str] = json.loads(line)
+        return answer
+
+    def _end(self) -> None:
+        assert self._process is not None
+        self._is_late = True
+        self._process.kill()
+
+
+def _is_written_by_jinja(tokenizer: "PreTrainedTokenizerBase") -> bool:
+    """Whether a tokenizer's chats are written by its template, and not by code of its class, as Mistral's are."""
+    from transformers import PreTrainedTokenizerBase
+
+    return type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
+
+
+def _started() -> subprocess.Popen[str]:
+    """The process, once it is ready: it finds the same packages as this one."""
+    paths = os.pathsep.join(path for path in sys.path if path)
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "sinkscope.text.chats"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": paths},
+        encoding="utf-8",
+    )
+    assert process.stdout is not None
+    if not process.stdout.readline():
+        process.communicate()
+        raise SinkscopeError("the process that writes chats did not start: give `text` in place of `messages`")
+    return process
+
+
+def _serve() -> None:
+    """Answer each line of standard input, a template with what it is given, by a line with its text or error."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    answers, sys.stdout = sys.stdout, sys.stderr
+    print("ready", file=answers, flush=True)
+    for line in sys.stdin:
+        template, tokens, messages = json.loads(line)
+        try:
+            text: str = render_jinja_template([messages], chat_template=template, **tokens)[0][0]
+            if len(text) > LONGEST:
+                raise ValueError(f"it writes more than {LONGEST} characters")
+            answer = {"text": text}
+        except Exception as error:
+            answer = {"error": one_line(error)}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    _serve()

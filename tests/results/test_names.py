@@ -1,0 +1,82 @@
+"""A name that a result does not have gives an InputError with the closest one that it has, and never a number."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.made_up_runs import made_up, save
+
+from sinkscope.errors import InputError
+from sinkscope.quantization.ranges import Precision
+from sinkscope.report.claims.scorecard import Scorecard
+from sinkscope.report.run import Run
+from sinkscope.report.series import Series
+from sinkscope.report.trained import Trained
+from sinkscope.results.run import RunData
+
+
+@pytest.fixture(params=["in memory", "opened"])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
+    made = made_up(layers=2)
+    return made if request.param == "in memory" else Run.open(save(made, tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda run: run.metric("sinkrate"), "metric 'sinkrate' is unknown; did you mean 'sink_rate'"),
+        (lambda run: run.metric("sink_rate", 99), "no layer 99: this run has 0 to 1, and -1 for the whole model"),
+        (lambda run: run.metric("sink_rate", -2), "no layer -2"),
+        (lambda run: run.tables["sumary"], "table 'sumary' is unknown; did you mean 'summary'"),
+        (lambda run: run.at("naturel"), "arm 'naturel' is unknown; did you mean 'natural'"),
+    ],
+)
+def test_names_in_a_run(run: Run, ask: Callable[[Run], object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        ask(run)
+
+
+def test_a_metric_that_was_not_measured_is_nan(run: Run) -> None:
+    assert run.metric("sink_rate", 1) == run.metric("sink_rate", np.int64(1))
+    assert np.isnan(run.metric("compress_slope"))
+
+
+def test_a_layer_without_the_metric_is_nan() -> None:
+    """Of a model that attends in some layers only, the summary may lack the last ones."""
+    run = made_up(layers=2)
+    hybrid = RunData(run.manifest | {"family": {"kinds": ["attention", "attention", "mamba"]}}, run.tables)
+    assert np.isnan(hybrid.metric("sink_rate", 2))
+    with pytest.raises(InputError, match="no layer 3"):
+        hybrid.metric("sink_rate", 3)
+
+
+def test_tables_are_mappings_all_the_same(run: Run) -> None:
+    assert run.tables.get("sumary") is None
+    assert "sumary" not in run.tables
+    with pytest.raises(KeyError):
+        run.tables["sumary"]
+
+
+def test_names_in_what_holds_several_runs() -> None:
+    run = made_up()
+    trained = Trained(Path("out"), {"arms": {"vga": {}}}, {"vga": run}, None, {"gates": run.tables["summary"]})
+    series = Series({}, {512: run}, run.tables["summary"])
+    card: Any = Scorecard({}, run.tables["summary"].assign(claim="GS-1"), run.tables["summary"])
+    for ask, message in (
+        (lambda: trained.runs["vgaa"], "arm 'vgaa' is unknown; did you mean 'vga'"),
+        (lambda: trained.model("vgaa"), "arm 'vgaa' is unknown; did you mean 'vga'"),
+        (lambda: trained.tables["gate"], "table 'gate' is unknown; did you mean 'gates'"),
+        (lambda: series.runs[511], "step '511' is unknown; did you mean '512'"),
+        (lambda: card.outcome("GS1"), "claim 'GS1' is unknown; did you mean 'GS-1'"),
+        (lambda: card.outcome("GS-1", "other"), "model 'other' is unknown"),
+    ):
+        with pytest.raises(InputError, match=message):
+            ask()
+
+
+def test_grids() -> None:
+    """Of `quantized`, which takes them as text."""
+    with pytest.raises(InputError, match="weights_per 'chanel' is unknown; did you mean 'channel'"):
+        Precision(weights_per="chanel")  # type: ignore[arg-type]
