@@ -19,7 +19,7 @@ from sinkscope.interventions.positional_encoding import ReplaceEpe, TransplantEp
 from sinkscope.interventions.query_bias import NullifyQueryBias, PerturbQueryBias
 from sinkscope.interventions.rescale_norm import RescaleNorm
 from sinkscope.interventions.sink_mask import MaskSink
-from sinkscope.interventions.sink_value import ScaleSinkValue
+from sinkscope.interventions.sink_value import MeanSinkValue, ScaleSinkValue
 from sinkscope.interventions.streaming_window import StreamingWindow
 from sinkscope.models.families import find_family
 from sinkscope.options.option import filled_in
@@ -37,6 +37,7 @@ INTERVENTIONS: dict[str, type[Intervention]] = {
         PerturbQueryBias,
         MaskSink,
         ScaleSinkValue,
+        MeanSinkValue,
         RescaleNorm,
         StreamingWindow,
     )

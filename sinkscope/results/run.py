@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Self
 import pandas as pd
 
 from sinkscope.errors import InputError, unknown
+from sinkscope.results.bos import policy_of
 from sinkscope.results.manifest import MANIFEST, folder_of, read_manifest
 from sinkscope.results.tables import LEADING_COLUMNS, Columns, read_table
 
@@ -63,6 +64,11 @@ class RunData:
     @property
     def condition(self) -> str:
         return self.manifest["condition"]
+
+    @property
+    def bos(self) -> str:
+        """Whether its sequences begin with a BOS (`results/bos.py`)."""
+        return policy_of(self.manifest.get("input", {}).get("token_zero", ""))
 
     @property
     def command(self) -> str:
