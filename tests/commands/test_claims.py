@@ -143,7 +143,7 @@ def test_scorecards_of_one_model_are_told_apart_by_their_folders(measured: Score
 def test_all_routes_are_cut_whatever_claims_speak_of(measured: Scorecard) -> None:
     """A rotary model has no claim of NU's; what its sink hangs on is measured all the same."""
     found = measured.routes.set_index("route")["effect"]
-    assert found["query bias"] == found["position vector"] == "does not apply"
+    assert found["query bias"] == found["position vector"] == found["effective position"] == "does not apply"
     assert found["first embedding"] == "no sink"
 
 
