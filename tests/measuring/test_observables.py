@@ -481,7 +481,8 @@ def test_what_is_selected_is_exact_whatever_its_sample_says() -> None:
 def test_what_other_tokens_have_at_the_coordinate_of_the_largest_entry(side: str, size: int) -> None:
     """Of every sequence, whatever the padding and the batches, from plain hidden states."""
     model, sequences = tiny_model("llama", spread=1.0), ragged_tokens((9, 6, 2))
-    table = measured(model, batched(sequences, size, side), Massive(Settings()))["massive_elsewhere"]
+    given = (Settings(positions=4, window=4), ("massive",))
+    table = measured(model, batched(sequences, size, side), *given)["massive_elsewhere"]
     assert len(table) == 3 * model.config.num_hidden_layers
     for row in table.itertuples():
         ids = torch.tensor(sequences[row.sequence])[None]

@@ -87,28 +87,61 @@ def test_interventions_on_repeated_tokens_after_a_bos_are_another_experiment() -
 # --- lengths
 
 
-def of_length(length: int, mass: float) -> RunData:
-    """Window masses of one layer's ten heads around `mass`, from 0.15 below to 0.15 above it."""
-    heads = np.linspace(mass - 0.15, mass + 0.15, 10)
-    table = by_sequence({"window_mass": heads[None]}, 1, 1e-3, head=range(10))
+def of_length(length: int, *shares: float) -> RunData:
+    """A hundred heads of one layer; of these so large shares have a window mass above 0.2, 0.3 and 0.4."""
+    heads = np.array([0.1 + 0.1 * sum(place < 100 * share for share in shares) + 0.01 for place in range(100)])
+    table = by_sequence({"window_mass": heads[None]}, 1, 1e-3, head=range(100))
     config = {"epsilon": 0.3, "seq_len": length, "window": length}
     tables = {"attention_heads_by_sequence": table} | ({"attention": table} if length == 64 else {})
     return RunData(manifest() | {"config": config}, tables)
 
 
+def by_length(*shares: tuple[float, float, float]) -> Judgment:
+    return judged("W-20", *(of_length(length, *own) for length, own in zip((16, 32, 64, 128), shares, strict=True)))
+
+
 def test_a_rate_near_0_cannot_fall() -> None:
-    """At ε = 0.4 the sink is gone from T = 64 on: that its slope is less steep over all lengths says nothing."""
-    floor = judged(
-        "W-20", *(of_length(length, mass) for length, mass in ((16, 0.42), (32, 0.3), (64, 0.2), (128, 0.12)))
-    )
-    assert floor.outcome != FAILS
-    gone = judged("W-20", *(of_length(length, mass) for length, mass in ((16, 0.3), (32, 0.2), (64, 0.1), (128, 0.05))))
-    assert gone.outcome == NOT_APPLIES
-    assert "a floor" in gone.reason
-    steady = [of_length(length, mass) for length, mass in ((16, 0.5), (32, 0.48), (64, 0.46), (128, 0.44))]
-    assert judged("W-20", *steady).outcomes[1] == HOLDS
-    rising = [of_length(length, mass) for length, mass in ((16, 0.3), (32, 0.35), (64, 0.4), (128, 0.45))]
-    assert judged("W-20", *rising).outcomes[0] == FAILS
+    """The same share of a smaller rate is fewer points, which is no flatter fall."""
+    held = by_length((0.90, 0.78, 0.65), (0.72, 0.58, 0.42), (0.58, 0.43, 0.35), (0.44, 0.31, 0.24))
+    assert held.outcomes == (HOLDS, HOLDS)
+    assert held.estimates[1].note == "ε = 0.2: 90.0, 72.0, 58.0, 44.0 %; ε = 0.4: 65.0, 42.0, 35.0, 24.0 %"
+    assert by_length((0.90, 0.8, 0.5), (0.6, 0.5, 0.48), (0.4, 0.35, 0.3), (0.3, 0.28, 0.26)).outcomes == (HOLDS, FAILS)
+    assert by_length((0.3, 0.3, 0.3), (0.4, 0.4, 0.35), (0.5, 0.5, 0.4), (0.6, 0.6, 0.5)).outcomes[0] == FAILS
+    floor = by_length((0.9, 0.5, 0.12), (0.8, 0.3, 0.05), (0.7, 0.1, 0.0), (0.6, 0.0, 0.0))
+    assert (floor.outcome, "which is a floor" in floor.reason) == (NOT_APPLIES, True)
+    assert by_length(*[(0.05, 0.0, 0.0)] * 4).outcome == NOT_APPLIES
+
+
+# --- what the sink adds
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_a_no_op_is_set_against_a_constant(bos: bool) -> None:
+    """Zeros do harm and the mean over sequences does not: the sink's values are a bias."""
+    losses = {
+        "before": 2.0,
+        "scale-sink-value": 2.5,
+        "scale-sink-value control 0": 2.0,
+        "scale-sink-value control 1": 2.0,
+    }
+    zero, mean = (_with_losses(own) for own in (losses, {"before": 2.0, "mean-sink-value": 2.01}))
+    mass = by_sequence({"window_mass": [[0.9, 0.9]] * 4}, head=range(2))
+    natural = analysis({"attention_heads_by_sequence": mass}, input=BOS if bos else NO_BOS)
+    found = judged("V-24", natural, zero, mean)
+    assert found.outcome == FAILS
+    assert found.estimates[0].value == pytest.approx(np.exp(0.5))
+    assert "with their mean over sequences in place of zero ×1.01 [1.01, 1.01]" in found.estimates[0].note
+    assert ("constant anyway" in found.estimates[0].note) == bos
+
+
+def _with_losses(losses: Mapping[str, float]) -> RunData:
+    name = list(losses)[1]
+    parts = [
+        pd.DataFrame({"layer": -1, "sequence": range(SEQUENCES), "loss": loss, "predicted": 63, "condition": condition})
+        for condition, loss in losses.items()
+    ]
+    arms = {name: {"asked": [name], "do": [name], "watched": [0], "controls": [[name]] * (len(losses) - 2)}}
+    return RunData(manifest("natural", "intervene", arms=arms), {"loss_by_sequence": pd.concat(parts)})
 
 
 # --- outlier features

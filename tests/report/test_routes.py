@@ -139,7 +139,7 @@ def test_the_picture_has_a_cell_for_each_model_and_route_below_what_nu_says() ->
     wanted = [[shown[f"{name}_low"], shown[f"{name}_high"]] for name in ("control", "after", "before")]
     assert np.allclose(spans, wanted)
 
-    shades = [to_hex(ax.get_facecolor()) for ax in (learned[0], rotary[4], rotary[0])]
+    shades = [to_hex(ax.get_facecolor()) for ax in (learned[0], rotary[5], rotary[0])]
     assert shades == [SHADES[Effect.FALLS], SHADES[Effect.GOES], "#ffffff"]
 
 

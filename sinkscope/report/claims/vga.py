@@ -7,7 +7,7 @@ from sinkscope.measuring.observables.observable import LATER
 from sinkscope.report.claims.arms import perplexity_of_controls, perplexity_ratio
 from sinkscope.report.claims.claim import Claim, NotDefined, Part, above, at_most, below
 from sinkscope.report.claims.estimates import Estimate, bootstrap, exact, positive_jackknife, rank_correlation
-from sinkscope.report.claims.evidence import Evidence
+from sinkscope.report.claims.evidence import MAIN, Evidence
 from sinkscope.report.claims.quantities import (
     HAS_SINK_HEADS,
     by_head,
@@ -16,6 +16,7 @@ from sinkscope.report.claims.quantities import (
     norm_ratios,
 )
 from sinkscope.report.claims.scopes import causal, gated
+from sinkscope.results.bos import WITH
 
 TO_ZERO, TO_MEAN = "loss-do:scale-sink-value", "loss-do-alone:mean-sink-value"
 STRONG = 0.9  # mean attention to position 0 in the heads of V-3
@@ -65,6 +66,8 @@ def _no_op(evidence: Evidence) -> Estimate:
         constant = perplexity_ratio(evidence, TO_MEAN)
         note += f"; with their mean over sequences in place of zero ×{constant.value:.3g}"
         note += f" [{constant.low:.3g}, {constant.high:.3g}]"
+        if evidence.runs[MAIN].bos == WITH:
+            note += ", the same BOS in every sequence: its values are constant anyway"
     return (perplexity_ratio(evidence, TO_ZERO) / controls).over(note)
 
 

@@ -32,7 +32,7 @@ from sinkscope.results.findings import Published
 from sinkscope.results.metrics import is_sink
 
 LENGTHS = (16, 32, 128)  # of the sequences, besides the run's own
-EPSILONS = (0.2, 0.3, 0.4)
+EPSILON, AROUND = 0.3, (0.2, 0.4)
 DOMAINS = ("code", "documentation")  # besides natural text
 
 SCRATCH = "T = 64 and ε = 0.3, trained from scratch"
@@ -136,40 +136,49 @@ def _domains(evidence: Evidence) -> Estimate:
     return bootstrap(np.ptp(rates, axis=0)).over(note)
 
 
-def _slopes(evidence: Evidence, epsilons: tuple[int, ...]) -> np.ndarray:
-    """(R, ε): of the sink rate in percent on log₂ T, window = T, at some of EPSILONS. Of several ε over the lengths at
-    which all have a sink: where a rate is near 0 it cannot fall, and its slope says nothing.
-
-    Raises:
-        NotDefined: at fewer than two lengths there is a sink; at a single ε, at the shortest there is none.
-    """
+def _by_length(evidence: Evidence, *epsilons: float) -> tuple[np.ndarray, np.ndarray]:
+    """log₂ T (lengths,), and the sink rate in percent (R, ε, lengths), window = T."""
     own = evidence.runs["natural"].manifest["config"]["seq_len"]
     roles = {own: "natural"} | {length: f"length:{length}" for length in LENGTHS}
     rates = []
     for role in roles.values():
         sequences = evidence.sequences(role)
         mass = sequences.values("attention_heads_by_sequence", "window_mass", ("layer", "head"))
-        sinks = np.stack([np.where(np.isfinite(mass), is_sink(mass, epsilon), np.nan) for epsilon in EPSILONS], axis=-1)
+        sinks = np.stack([np.where(np.isfinite(mass), is_sink(mass, epsilon), np.nan) for epsilon in epsilons], axis=-1)
         rates.append(100 * weighted_means(np.nanmean(sinks, axis=(1, 2)), sequences.weights))
-    found = np.stack(rates, axis=-1)[:, list(epsilons)]  # (R, ε, T)
-    x = np.log2(list(roles))
-    has_sink = (found[0] > SINK).all(axis=0)
-    if len(epsilons) == 1 and has_sink.any():
-        has_sink[:] = True  # from a sink to none is a fall
-    if has_sink.sum() < 2:
-        at = " and ".join(f"{EPSILONS[place]:g}" for place in epsilons)
-        raise NotDefined(f"at fewer than two lengths a sink rate above {SINK:g} % is left at ε = {at}: a floor")
-    x = x[has_sink] - x[has_sink].mean()
-    return np.tensordot(found[..., has_sink], x, axes=1) / (x**2).sum()
+    return np.log2(list(roles)), np.stack(rates, axis=-1)
+
+
+def _slope_on(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """(…,): least-squares slopes of y (…, lengths) on x (lengths,)."""
+    x = x - x.mean()
+    return y @ x / (x**2).sum()
 
 
 def _slope(evidence: Evidence) -> Estimate:
-    return bootstrap(_slopes(evidence, (1,))[:, 0])
+    """Raises NotDefined where no length has a sink that a longer text could lose."""
+    x, rates = _by_length(evidence, EPSILON)
+    if rates[0].max() <= SINK:
+        raise NotDefined(f"at no length is a sink rate above {SINK:g} %")
+    return bootstrap(_slope_on(x, rates[:, 0]))
 
 
 def _steeper(evidence: Evidence) -> Estimate:
-    slopes = _slopes(evidence, (0, 2))
-    return bootstrap(slopes[:, 1] - slopes[:, 0])
+    """How much more of the rate is lost with each doubling of the length, over lengths with a sink at both ε. In points
+    a rate at a larger ε could lose less for no other reason than that it is smaller.
+
+    Raises:
+        NotDefined: fewer than two lengths have a sink at both.
+    """
+    x, rates = _by_length(evidence, *AROUND)
+    has_sink = (rates[0] > SINK).all(axis=0)
+    words = "; ".join(f"ε = {epsilon:g}: {', '.join(f'{rate:.1f}' for rate in own)} %"
+                      for epsilon, own in zip(AROUND, rates[0][:, np.argsort(x)], strict=True))  # fmt: skip
+    if has_sink.sum() < 2:
+        raise NotDefined(f"at fewer than two lengths a sink is left at both, which is a floor ({words})")
+    with np.errstate(divide="ignore", invalid="ignore"):
+        slopes = _slope_on(x[has_sink], np.log2(rates[..., has_sink]))
+    return bootstrap(slopes[:, 1] - slopes[:, 0]).over(words)
 
 
 CLAIMS = (
@@ -215,7 +224,8 @@ CLAIMS = (
         ("natural", *(f"domain:{name}" for name in DOMAINS)), (causal, with_tokenizer)),
     Claim("W-20", "fig. 3", "The sink rate falls with the length of the text, more at larger ε (window = length).",
         (Part("slope on log₂ T at ε = 0.3, in points", _slope, below(0.0)),
-         Part("slope at ε = 0.4 − at ε = 0.2, over lengths with a sink at both", _steeper, below(0.0))),
+         Part("slope of log₂ sink rate at ε = 0.4 − at ε = 0.2, over lengths with a sink at both", _steeper,
+            below(0.0))),
         ("natural", *(f"length:{length}" for length in LENGTHS)), (causal,), is_ours=False),
     Claim("W-21", "fig. 4", "Small models have a sink, too.",
         (Part("sink rate at position 0 in %", _sink_rate, above(SINK)),), scope=(causal, small)),
