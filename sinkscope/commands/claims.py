@@ -37,7 +37,7 @@ from sinkscope.models.fingerprint import fingerprint
 from sinkscope.options.claims import ClaimsOptions
 from sinkscope.options.measuring import AnalyzeOptions, InterveneOptions, RunConfig
 from sinkscope.options.output import OutputOptions
-from sinkscope.report.claims.evidence import LONG, MAIN, NULL, Evidence
+from sinkscope.report.claims.evidence import LONG, MAIN, NULL, POLICIES, RANDOM, REPEATED, Evidence
 from sinkscope.report.claims.folder import ScorecardFolder, scorecard_folder
 from sinkscope.report.claims.gather import Collection
 from sinkscope.report.claims.given import collected, judged_folders, merged, skipped_in
@@ -46,6 +46,8 @@ from sinkscope.report.claims.routes import ROLES as ROUTE_ROLES
 from sinkscope.report.claims.routes import routes_of_models
 from sinkscope.report.claims.scorecard import COMMAND, TABLES, Scorecard, evidence_of, judged, models_of
 from sinkscope.report.run import Run
+from sinkscope.results.bos import OPTIONS as BOS_OPTIONS
+from sinkscope.results.bos import WITHOUT
 from sinkscope.results.manifest import make_manifest as make_folder_manifest
 from sinkscope.results.run import RunData
 from sinkscope.retrofits.registers import registers_before
@@ -53,7 +55,9 @@ from sinkscope.retrofits.registers import registers_before
 STREAMED, KEPT = "streaming-window:window=64", (0, 1, 2, 4)  # first tokens
 STREAM = 512  # tokens of a text that is streamed, where the model takes so many
 STREAMS = 4  # such texts; intervals are over 32 parts of them
-REPEATED = ("attention", "geometry", "activation", "equal-tokens")
+# what claims read of each input besides the model as it is; of equal tokens more where no BOS is in front
+OF_INPUTS = {MAIN: ("attention", "activation", "massive"), RANDOM: ("attention",), REPEATED: ("attention",)}
+OF_EQUAL_TOKENS = ("attention", "geometry", "activation", "equal-tokens")
 
 
 def command(options: ClaimsOptions, output: OutputOptions) -> Result:
@@ -226,7 +230,7 @@ class Bench:
         """Way → the roles that no run plays and that routes need, or claims which speak of this model."""
         speaking = (claim for claim in CLAIMS.values() if not any(scope(evidence) for scope in claim.scope))
         found: dict[str, list[str]] = defaultdict(list)
-        for role in dict.fromkeys((*(need for claim in speaking for need in claim.needs), *ROUTE_ROLES)):
+        for role in dict.fromkeys((*(need for claim in speaking for need in claim.reads), *ROUTE_ROLES)):
             kind = role.partition(":")[0]
             way = WITH.get(kind, kind)
             if way in WAYS and not (evidence.has(role) or evidence.inapplicable(role) or role in self.skipped):
@@ -236,7 +240,7 @@ class Bench:
     def _inapplicable(self) -> dict[str, str]:
         """Role → why its intervention cannot be done to this model, known before a text is made for it."""
         target = Target(self.subject.loaded.model, self.subject.family, seams={})
-        needs = {need for claim in CLAIMS.values() for need in claim.needs} | set(ROUTE_ROLES)
+        needs = {need for claim in CLAIMS.values() for need in claim.reads} | set(ROUTE_ROLES)
         roles = {need for need in needs if need.partition(":")[0] in ARMS}
         done = {role: parse(_behind_colon(role)) for role in roles} | {"streaming": parse(STREAMED)}
         return {role: why for role, part in done.items() if (why := part.inapplicable(target))}
@@ -252,6 +256,20 @@ class Bench:
         checked = self.config.skip_parity or self.analyzed is not None
         other: dict[str, Any] = {"dataset": None, "prompt": None, "observables": applying, "skip_parity": checked}
         return self._analyzed(None, {**other, **given})
+
+    def under_policy(self, policy: str, name: str) -> Run:
+        """The model's own text, or drawn tokens, with a BOS in front of every sequence or without.
+
+        Raises:
+            InputError: there is no BOS, or the text is token ids, which are taken as they are.
+        """
+        of_text = {key: getattr(self.config, key) for key in ("input", "dataset", "prompt")}
+        given = {**(of_text if name == MAIN else {"input": name}), "bos": BOS_OPTIONS[policy]}
+        equal = name == REPEATED and policy == WITHOUT
+        run = self.input(given, OF_EQUAL_TOKENS if equal else OF_INPUTS[name])
+        if run.bos != policy:
+            raise InputError(f"its text is token ids, which begin with {run.manifest['input']['token_zero']}")
+        return run
 
     def length(self, tokens: int) -> Run:
         positions = min(self.config.positions, tokens)
@@ -335,20 +353,23 @@ def _each(run: Callable[[Bench, str], Run]) -> Callable[[Bench, list[str]], Runs
     return lambda bench, roles: ((partial(run, bench, _behind_colon(role)), [role]) for role in roles)
 
 
+def _under_policy(policy: str, bench: Bench, name: str) -> Run:
+    return bench.under_policy(policy, name)
+
+
 def _together(**given: Any) -> Callable[[Bench, list[str]], Runs]:
     return lambda bench, roles: iter([(partial(bench.arms, roles, **given), roles)])
 
 
 # kind of role → how its runs are measured; roles of other kinds are played by models that are trained for them
 WAYS: dict[str, Callable[[Bench, list[str]], Runs]] = {
-    "random": _one(lambda bench: bench.input({"input": "random"})),
-    "repeated": _one(lambda bench: bench.input({"input": "repeated", "bos": "never"}, REPEATED)),
+    **{kind: _each(partial(_under_policy, policy)) for policy, kind in POLICIES.items()},
     NULL: _one(Bench.null),
     "length": _each(lambda bench, tokens: bench.length(int(tokens))),
     "domain": _each(lambda bench, name: bench.input({"input": name})),
     "do": _together(),
     "gradient-do": _together(observables=("gradient",), draws=2),
-    "repeated-do": _together(input="repeated", dataset=None, prompt=None, bos="never"),
+    "repeated-do": _together(input=REPEATED, dataset=None, prompt=None, bos="never"),
     "streaming": _one(Bench.streamed),
 }
 # kinds of roles that are measured together with others

@@ -52,7 +52,6 @@ from sinkscope.report.wse_table_1 import WSE_TABLE_1
 from sinkscope.results.cells import COMMAND, CellFolders
 from sinkscope.results.manifest import make_manifest
 from sinkscope.results.metrics import METRICS
-from sinkscope.text.sequences import counted
 
 OF_THE_RUN = {
     "file",

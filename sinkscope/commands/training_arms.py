@@ -176,6 +176,7 @@ class TrainingArms:
         if self.keep_checkpoints and self.is_main:
             with failures(folder), no_bars():
                 self._save(model, folder / "checkpoints" / "checkpoint-0")
+        is_whole, begun = not checkpoints(folder / "training"), time.perf_counter()
         where = (self.plan.measuring.epsilon, self.plan.options["config"]["fixed_position"] or 0)
         history = train(
             model,
@@ -187,13 +188,17 @@ class TrainingArms:
             console=self.console,
             probe=probe_of(self.task, self.family, self.blocks.held_out, *where) if self.keep_checkpoints else None,
         )
+        seconds = time.perf_counter() - begun
         if not self.is_main:
             return
         gates = gate_displacement(model)
         raw = {"training": history.assign(seed=arm.seed), "gates": gates.assign(seed=arm.seed)}
         if self.task is not None:
             raw |= self.task.tables(model, self.family, self.blocks.held_out)
-        self.arms[arm.label] |= {"moved": float(gates["displacement"].max()) if len(gates) else 0.0}
+        self.arms[arm.label] |= {
+            "moved": float(gates["displacement"].max()) if len(gates) else 0.0,
+            "step_seconds": seconds / self.plan.training.steps if is_whole else None,  # of what was resumed not known
+        }
         with failures(folder / "training"), no_bars():
             self._write_tables(publish(raw, self.loaded, arm.method.label), folder)
             write_manifest(self.folder, self._manifest())

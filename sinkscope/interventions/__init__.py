@@ -11,7 +11,7 @@ from sinkscope.interventions.positional_encoding import ReplaceEpe, TransplantEp
 from sinkscope.interventions.query_bias import NullifyQueryBias, PerturbQueryBias
 from sinkscope.interventions.rescale_norm import RescaleNorm
 from sinkscope.interventions.sink_mask import MaskSink
-from sinkscope.interventions.sink_value import ScaleSinkValue
+from sinkscope.interventions.sink_value import MeanSinkValue, ScaleSinkValue
 from sinkscope.interventions.streaming_window import StreamingWindow
 from sinkscope.options.option import filled_in
 
@@ -28,6 +28,7 @@ INTERVENTIONS: dict[str, type[Intervention]] = {
         PerturbQueryBias,
         MaskSink,
         ScaleSinkValue,
+        MeanSinkValue,
         RescaleNorm,
         StreamingWindow,
     )

@@ -185,6 +185,7 @@ class Known:
     length: int  # of the shortest sequence
     tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)  # of the arm `before`
     hidden_means: Callable[[int, int], torch.Tensor] | None = None  # (layer, position) → (D,) mean over sequences
+    value_means: Callable[[int, int], torch.Tensor] | None = None  # likewise → (heads · d,) of the value projection
 
 
 class Expectation(StrEnum):

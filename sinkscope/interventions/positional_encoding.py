@@ -78,7 +78,9 @@ class _PositionVectors(Intervention):
 
 class ReplaceEpe(_PositionVectors):
     name: ClassVar[str] = "replace-epe"
-    about: ClassVar[str] = "position 0 gets another position's vector (positions, source: whose; at=epe: its EPE)"
+    about: ClassVar[str] = (
+        "position 0 gets another position's vector p (positions, source: whose; at=epe: its EPE instead)"
+    )
     paper: ClassVar[str] = "NU intervention 2"
     control_about: ClassVar[str] = "the same at another position"
     expects: ClassVar[Expectation] = Expectation.SINK_FALLS

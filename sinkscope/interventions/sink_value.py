@@ -1,9 +1,13 @@
-"""The value state at the sink scaled, its key kept (VGA §1: does the drained value matter?)."""
+"""The value state at the sink scaled, or a constant, its key kept (VGA §1: does what the sink adds matter?)."""
 
-from contextlib import AbstractContextManager
-from typing import ClassVar
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import ClassVar, Self
 
 import torch
+from pydantic import PrivateAttr
 from torch import nn
 
 from sinkscope.errors import InputError
@@ -13,16 +17,19 @@ from sinkscope.interventions.intervention import (
     Intervention,
     Known,
     Real,
+    Reals,
     Target,
     chosen,
     edited_positions,
 )
 from sinkscope.models.projections import Role
 
+Edit = Callable[[torch.Tensor], torch.Tensor]  # (n, heads · d) value states at one position → what stands there
 
-class ScaleSinkValue(Intervention):
-    name: ClassVar[str] = "scale-sink-value"
-    about: ClassVar[str] = "value states at the sink times a factor (layers, key/value heads, positions, factor: 0)"
+
+class _AtValues(Intervention):
+    """Value states of the chosen layers and heads become others at the chosen positions."""
+
     paper: ClassVar[str] = "VGA §1"
     control_about: ClassVar[str] = "another position"
     heads_of: ClassVar[Role] = "value"
@@ -30,7 +37,6 @@ class ScaleSinkValue(Intervention):
     layers: Chosen = None
     heads: Chosen = None
     positions: Indices = (0,)
-    factor: Real = 0.0
 
     @classmethod
     def inapplicable(cls, target: Target) -> str | None:
@@ -39,20 +45,110 @@ class ScaleSinkValue(Intervention):
     def begins_at(self, target: Target) -> int:
         return min(target.attending(self.layers))
 
-    def applied(self, target: Target) -> AbstractContextManager[None]:
-        if self.factor == 1.0:
-            raise InputError(f"{self.name} would change nothing: its factor is 1")
-        places: dict[nn.Module, torch.Tensor] = {}
+    @abstractmethod
+    def edits(self, target: Target) -> dict[tuple[int, int], Edit]:
+        """The change at each layer and position. Raises InputError."""
+
+    @contextmanager
+    def applied(self, target: Target) -> Iterator[None]:
+        edits = self.edits(target)
+        places: dict[nn.Module, tuple[int, torch.Tensor]] = {}
         for layer in target.attending(self.layers):
             projection = target.projection(layer, "value")
-            heads = chosen(self.heads, projection.heads)
-            places[projection.module] = projection.places[heads].flatten()
+            places[projection.module] = layer, projection.places[chosen(self.heads, projection.heads)].flatten()
 
         def edit(module: nn.Module, position: int, x: torch.Tensor) -> torch.Tensor:
-            x[:, places[module]] *= self.factor
+            layer, columns = places[module]
+            x[:, columns] = edits[layer, position](x[:, columns]).to(x)
             return x
 
-        return edited_positions(self.name, target, places, self.positions, edit)
+        with edited_positions(self.name, target, places, self.positions, edit):
+            yield
 
     def control(self, known: Known, draw: torch.Generator) -> Intervention:
         return self.at_other_positions(known, draw)
+
+
+class ScaleSinkValue(_AtValues):
+    name: ClassVar[str] = "scale-sink-value"
+    about: ClassVar[str] = "value states at the sink times a factor (layers, key/value heads, positions, factor: 0)"
+
+    factor: Real = 0.0
+
+    def edits(self, target: Target) -> dict[tuple[int, int], Edit]:
+        if self.factor == 1.0:
+            raise InputError(f"{self.name} would change nothing: its factor is 1")
+        layers = target.attending(self.layers)
+        return {(layer, at): lambda x: x * self.factor for layer in layers for at in self.positions}
+
+
+class MeanSinkValue(_AtValues):
+    """The value state at the sink no longer depends on the sequence: what it adds is then a constant bias. A model that
+    is harmed by values of zero and not by these needs its sink for a bias: it is no no-op, and it tells nothing of the
+    text.
+    """
+
+    name: ClassVar[str] = "mean-sink-value"
+    about: ClassVar[str] = (
+        "value states at the sink = their mean over sequences (layers, key/value heads, positions; means)"
+    )
+
+    # by layer, position, head and dimension, or one for all; None: measured, and kept out of run.json, as they are many
+    means: Reals | None = None
+    _measured: Callable[[int, int], torch.Tensor] | None = PrivateAttr(None)
+
+    @classmethod
+    def inapplicable(cls, target: Target) -> str | None:
+        if (reason := super().inapplicable(target)) is not None:
+            return reason
+        modules = [target.projection(layer, "value").module for layer in target.attending()]
+        return None if len(set(modules)) == len(modules) else "its layers share a value projection"
+
+    def resolved(self, known: Known) -> Self:
+        if self.means is not None:
+            return self
+        if known.value_means is None:
+            raise InputError(f"{self.name}: name the means, one for every layer, position, head and dimension")
+        for layer in known.target.attending(self.layers):
+            for position in self.positions:
+                known.value_means(layer, position)  # now, while the model is as it is
+        decided = self.model_copy()
+        decided._measured = known.value_means
+        return decided
+
+    def edits(self, target: Target) -> dict[tuple[int, int], Edit]:
+        return {at: partial(torch.Tensor.expand_as, mean) for at, mean in self._means(target).items()}
+
+    def _means(self, target: Target) -> dict[tuple[int, int], torch.Tensor]:
+        """By layer and position, (chosen heads · d,). Raises InputError."""
+        places = {
+            (layer, position): target.projection(layer, "value").places
+            for layer in target.attending(self.layers)
+            for position in self.positions
+        }
+        heads = {at: chosen(self.heads, len(of)) for at, of in places.items()}
+        if self._measured is not None:
+            return {at: self._measured(*at).view(of.shape)[heads[at]].flatten() for at, of in places.items()}
+        sizes = [of[heads[at]].numel() for at, of in places.items()]
+        means = self.means or ()
+        if len(means) not in (1, sum(sizes)):
+            raise InputError(f"{self.name}: {sum(sizes)} means are needed, one by layer, position, head and dimension")
+        parts = torch.tensor(means, dtype=torch.float64).expand(sum(sizes)).split(sizes)
+        return dict(zip(places, parts, strict=True))
+
+
+class ReadValues(_AtValues):
+    """Changes nothing: what the value projections give at the positions is handed on."""
+
+    name: ClassVar[str] = "read-values"
+    about: ClassVar[str] = "what mean-sink-value is measured by"
+
+    seen: Callable[[int, torch.Tensor], None]  # layer, (n, heads · d)
+
+    def edits(self, target: Target) -> dict[tuple[int, int], Edit]:
+        def read(x: torch.Tensor, layer: int) -> torch.Tensor:
+            self.seen(layer, x)
+            return x
+
+        layers = target.attending(self.layers)
+        return {(layer, at): partial(read, layer=layer) for layer in layers for at in self.positions}

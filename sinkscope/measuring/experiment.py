@@ -12,16 +12,16 @@ import pandas as pd
 import torch
 from rich.console import Console
 
-from sinkscope.attention.kernels import upcast
 from sinkscope.errors import InputError, SinkscopeError, described, was_interrupted
 from sinkscope.interventions import Known, Target
 from sinkscope.interventions.controls import Stack, random_controls
 from sinkscope.interventions.expectations import expectation
 from sinkscope.measuring.console import print_part
 from sinkscope.measuring.effects import arm_metrics
+from sinkscope.measuring.means import HiddenMean, ValueMean, reading
 from sinkscope.measuring.measure import Chosen, choose, prepared, settings_of, tables_of
 from sinkscope.measuring.observables import OBSERVABLES
-from sinkscope.measuring.observables.observable import NO_ATTENTION, Mean, Observable, Reading, Settings
+from sinkscope.measuring.observables.observable import NO_ATTENTION, Observable
 from sinkscope.measuring.parity import parity_check
 from sinkscope.measuring.passes import LOSS_TABLES, Kind, Pass, first_size, pass_over
 from sinkscope.measuring.resumed import FEW, Change, Resumed, are_the_same, completed, tried
@@ -76,6 +76,7 @@ class Experiment:
     notices: dict[str, None] = field(default_factory=dict)  # what the user should know of the measuring, in order
     _parts: dict[str, list[pd.DataFrame]] = field(default_factory=lambda: defaultdict(list))
     _means: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)  # position → layer → (D,)
+    _value_means: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)  # likewise → (heads · d,)
     _few: dict[str, pd.DataFrame] | None = None  # tables of the model as it is, on the first sequences
 
     def run(self) -> dict[str, pd.DataFrame]:
@@ -99,6 +100,7 @@ class Experiment:
         if any(_way(stack) == "pass" for stack in self.wanted.values()):
             self.before = self._measured_before() if self.analyzed is None else self._taken_from(self.analyzed)
             known.tables, known.hidden_means = self.before.tables, self._hidden_mean
+            known.value_means = self._value_mean
         resolved = self._resolved(known)
         for place, (label, stack) in enumerate(resolved.items(), 1):
             print_part(self.console, label, place, len(resolved))
@@ -154,10 +156,10 @@ class Experiment:
     def _measured_before(self) -> Arm:
         check = parity_check(self.subject, self.config, self.chosen.costs)
         asked = {at for stack in self.wanted.values() for part in stack for at in part.reads_means}
-        means: list[_HiddenMean] = []
+        means: list[HiddenMean] = []
 
         def extra() -> list[Observable]:
-            means[:] = [_HiddenMean(position) for position in sorted(asked)]
+            means[:] = [HiddenMean(position) for position in sorted(asked)]
             return [*means, *check.fresh()]
 
         before = self._measured(BEFORE, -1, (), extra=extra)
@@ -328,12 +330,25 @@ class Experiment:
     def _hidden_mean(self, layer: int, position: int) -> torch.Tensor:
         """(D,): the output of a layer at a position of the model as it is, mean over sequences."""
         if position not in self._means:
-            self._keep_means(self._pass(lambda: [_HiddenMean(position)], Tracer.forward, ()).observables)
+            self._keep_means(self._pass(lambda: [HiddenMean(position)], Tracer.forward, ()).observables)
         return self._means[position][layer]
 
-    def _keep_means(self, measured: Iterable["_HiddenMean"]) -> None:
+    def _keep_means(self, measured: Iterable[HiddenMean]) -> None:
         for hidden in measured:
-            self._means[hidden.position] = {at: torch.from_numpy(hidden.mean[at]) for at in hidden.mean.keys()}  # noqa: SIM118
+            self._means[hidden.position] = hidden.by_layer()
+
+    def _value_mean(self, layer: int, position: int) -> torch.Tensor:
+        """(heads · d,): what a layer's value projection gives at a position of the model as it is, likewise."""
+        if position not in self._value_means:
+            latest: list[ValueMean] = []
+
+            def fresh() -> list[ValueMean]:
+                latest[:] = [ValueMean(position)]
+                return list(latest)
+
+            stack = (reading(position, lambda: latest[0]),)
+            self._value_means[position] = self._pass(fresh, Tracer.forward, stack).observables[0].by_layer()
+        return self._value_means[position][layer]
 
     def _pass(
         self,
@@ -377,18 +392,3 @@ def _record(stack: Stack, resolved: Stack, target: Target) -> dict[str, Any]:
         "watched": list(dict.fromkeys(position for part in resolved for position in part.watched)),
         "controls": [],
     }
-
-
-class _HiddenMean(Observable):
-    """The output of every layer at one position, mean over sequences: what mean-massive puts there."""
-
-    sites = ("layer_out",)
-
-    def __init__(self, position: int) -> None:
-        super().__init__(Settings())
-        self.position = position
-        self.mean = Mean()
-
-    def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
-        at_position = batch.tokens_at(reading.tensor, self.position + 1)[:, self.position]
-        self.mean.add(layer, upcast(at_position))

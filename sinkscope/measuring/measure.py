@@ -21,7 +21,7 @@ from sinkscope.measuring.tables import publish
 from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.options.measuring import RunConfig
 
-NOT_REPEATED = "the tokens of a sequence are not one and the same (--input repeated, without a BOS in front)"
+NOT_REPEATED = "the tokens of a sequence are not one and the same (--input repeated --bos never)"
 BACKWARD_COSTS = 4  # times the memory of a forward pass, about: logits and every layer's activations stay
 
 

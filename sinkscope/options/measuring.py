@@ -97,8 +97,9 @@ class TextOptions(Options):
     bos: Literal["auto", "always", "never"] = option(
         "auto",
         "Input",
-        "BOS in front: always, never, or auto: where the tokenizer puts one before text. An encoder's texts also keep "
-        "what its tokenizer puts behind them, but for never.",
+        "BOS in front of every sequence, random and repeated tokens included: always, never, or auto: where the "
+        "tokenizer puts one before text. An encoder's texts also keep what its tokenizer puts after them, except with "
+        "never.",
         metavar="B",
     )
 

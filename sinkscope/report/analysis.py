@@ -18,9 +18,11 @@ from sinkscope.report.claims.evidence import Evidence
 from sinkscope.report.claims.nu import delta_gaps
 from sinkscope.report.claims.quantities import gradient_ratio, sink_heads
 from sinkscope.report.claims.register import CLAIMS
+from sinkscope.report.claims.wse_repeated import ALONE
 from sinkscope.report.markdown import Report
 from sinkscope.report.positions import ADDED, WITHIN_ATTENTION, kinds_of_positions, unequal
 from sinkscope.report.wse_table_1 import LENGTH, SETTING
+from sinkscope.results.bos import WITH
 from sinkscope.results.findings import (
     ALMOST_NO_SINK,
     AT_ONE_POSITION,
@@ -194,7 +196,10 @@ def _later_sinks(run: RunData) -> Finding:
 def _repeated(run: RunData, evidence: Evidence) -> Iterator[Finding]:
     if run.condition != "repeated" or "attention" not in run.tables:
         return
-    repeated = Evidence({"repeated": run})
+    if run.bos == WITH:
+        yield Finding("repeated-bos", SINK, Outcome.UNDECIDED, numbers={"token": run.manifest["input"]["token_zero"]})
+        return
+    repeated = Evidence({ALONE: run})
     bound = None if any(scope(repeated) for scope in CLAIMS["W-9"].scope) else of_claim(repeated, "W-9")
     if bound is not None:
         numbers = {"mass": run.metric("sink_mass"), "bound": run.metric("repeated_bound")}

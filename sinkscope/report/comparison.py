@@ -26,6 +26,7 @@ from sinkscope.report.page import Contents, Paged, write_page
 from sinkscope.report.run import Run
 from sinkscope.report.table_formats import Tabular
 from sinkscope.report.words import span
+from sinkscope.results.bos import policy_of
 from sinkscope.results.folders import new_folder, own_folder
 from sinkscope.results.manifest import make_manifest, write_manifest
 from sinkscope.results.tables import write_tables
@@ -35,6 +36,7 @@ SETTINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
     # the arms of a retrofit have their method for a condition
     "input": lambda manifest: manifest["input"].get("text", manifest["condition"]),
     "input tokens": lambda manifest: str(manifest["input"]["sha256"])[:12],
+    "BOS": lambda manifest: policy_of(manifest["input"]["token_zero"]),
     "token 0": lambda manifest: manifest["input"]["token_zero"],
     "sequences": lambda manifest: manifest["input"]["sequences"],
     "seq-len": lambda manifest: span((manifest["input"]["shortest"], manifest["input"]["longest"])),

@@ -36,7 +36,6 @@ from sinkscope.results.manifest import folder_of, make_manifest, read_manifest, 
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.tables import read_table, write_tables
 
-RANDOM, REPEATED = "random", "repeated"  # inputs
 TRAININGS_TITLE = "Trainings at their last step, mean ± standard deviation over seeds"
 TRAININGS = (
     f"{TRAININGS_TITLE}. The sink rate is at position 0, or at the fixed token, in the first 64 tokens of held-out "
@@ -114,11 +113,11 @@ def words(tables: SweepTables, record: Mapping[str, Any]) -> str:
         return "\n\n".join(parts)
     if tables.main.empty:
         return "\n\n".join([*parts, "No cell of `analyze` is done."])
-    parts.append(f"Sink rate at position 0 ({_measured_at(tables)}), mean over layers and heads.")
+    parts.append(
+        f"Sink rate at position 0 ({_measured_at(tables)}), mean over layers and heads; BOS: whether one is in front "
+        "of every sequence."
+    )
     parts.append(as_markdown(_with_published(tables), numbers=True))
-    without = _without_bos(tables)
-    if without:
-        parts.append(f"Their texts begin with a BOS, but not what is drawn at random: {', '.join(without)}.")
     if EPSILON in tables.tables:
         parts.append("At other ε: `tables/sweep_epsilon.parquet`, from the window masses that the runs keep.")
     return "\n\n".join(parts)
@@ -128,14 +127,6 @@ def _measured_at(tables: SweepTables) -> str:
     """Lengths and thresholds."""
     said = dict.fromkeys(f"T = {row.seq_len}, ε = {row.epsilon:g}" for row in tables.main.itertuples())
     return "; ".join(said)
-
-
-def _without_bos(tables: SweepTables) -> list[str]:
-    """Models of which random or repeated tokens lack the BOS that texts have: their sink may be at it."""
-    drawn = tables.main["condition"].isin([RANDOM, REPEATED])
-    has_bos = tables.main["token_zero"].str.startswith("bos")
-    with_it, lacking_it = (set(tables.main["model"][rows]) for rows in (has_bos & ~drawn, drawn & ~has_bos))
-    return [model for model in tables.main["model"].unique() if model in with_it & lacking_it]
 
 
 def _with_published(tables: SweepTables) -> pd.DataFrame:

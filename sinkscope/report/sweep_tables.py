@@ -19,6 +19,7 @@ from sinkscope.report.claims.scorecard import TABLES as CLAIM_TABLES
 from sinkscope.report.factor_study import TABLE as STUDY
 from sinkscope.report.factor_study import studied
 from sinkscope.report.scores import main_scores
+from sinkscope.results.bos import policy_of
 from sinkscope.results.metrics import is_sink
 from sinkscope.results.tables import LEADING, METRIC, VALUE, Column, names_of, read_table
 
@@ -52,6 +53,7 @@ COORDINATES = (
     Column("seed", "option", kind="whole"),
     Column("dtype", "of the weights", kind="text"),
     Column("token_zero", "what position 0 is", kind="text"),
+    Column("bos", "with or without: whether the sequences begin with a BOS", kind="text"),
 )
 SWEEP_TABLES = {
     SWEEP: (*COORDINATES, METRIC, VALUE),
@@ -63,6 +65,7 @@ SWEEP_TABLES = {
     ),
 }
 ENDS = ["low", "high"]
+_BOS_SETTING = r",?\bbos=\w+,?"  # of a cell's settings the BOS policy, which the column `bos` has
 
 
 @dataclass(frozen=True)
@@ -92,16 +95,25 @@ class SweepTables:
         table = self.tables.get(SWEEP, pd.DataFrame(columns=[*LEADING, *names_of(SWEEP_TABLES[SWEEP])]))
         rows = table[(table["metric"] == "sink_rate") & (table["layer"] == WHOLE_MODEL)]
         rows = rows.rename(columns={"value": "sink_rate"}).reset_index(drop=True)
+        rows = rows.assign(bos=rows["token_zero"].map(policy_of))  # tables of older versions lack the column
         ends = self.tables.get(EPSILON, pd.DataFrame()).reindex(columns=["cell", "epsilon", *ENDS])
         kinds = {"cell": object, "epsilon": float}  # also of an empty table
         return rows.astype(kinds).merge(ends.astype(kinds), on=["cell", "epsilon"], how="left")
 
     @property
+    def by_policy(self) -> pd.DataFrame:
+        """Of `rates`, one row for each model and input, with a BOS in front and without: of the other settings the
+        first, and the last revision.
+        """
+        settings = self.rates["settings"].str.replace(_BOS_SETTING, "", regex=True)
+        rows = self.rates[settings.isin(settings[:1])]
+        return rows.drop_duplicates(["model", "bos", "input"], keep="last")
+
+    @property
     def main(self) -> pd.DataFrame:
-        """Of `rates`, one row for each model and input: the first setting, and the last revision."""
-        settings = self.rates.drop_duplicates("settings")["settings"][:1]
-        rows = self.rates[self.rates["settings"].isin(settings)]
-        return rows.drop_duplicates(["model", "input"], keep="last")
+        """Of `by_policy`, one row for each model and input: rates are compared under one policy, each model's first."""
+        rows = self.by_policy
+        return rows[rows["bos"] == rows.groupby("model", sort=False)["bos"].transform("first")]
 
     @cached_property
     def scores(self) -> pd.DataFrame:
@@ -113,13 +125,17 @@ class SweepTables:
 
     @property
     def overview(self) -> pd.DataFrame:
-        """The same, rows models and columns inputs, in percent as text; behind them each benchmark's scores."""
-        wide = in_order(self.main, "model", "input").map(lambda rate: "–" if rate != rate else f"{rate:.1%}")
+        """`by_policy` with rows models and columns inputs, in percent as text; after them each benchmark's scores."""
+        rows = self.by_policy
+        wide = rows.pivot(index=["model", "bos"], columns="input", values="sink_rate")
+        wide = wide.reindex(pd.MultiIndex.from_frame(rows[["model", "bos"]].drop_duplicates()))[rows["input"].unique()]
+        wide = wide.map(lambda rate: "–" if rate != rate else f"{rate:.1%}").reset_index()
         if not self.scores.empty:
             last = self.scores.drop_duplicates(["model", "task"], keep="last")
             scores = in_order(last, "model", "task", "score").map(lambda x: "–" if x != x else f"{x:.3f}")
-            wide = wide.join(scores, how="outer").reindex(list(dict.fromkeys([*wide.index, *scores.index])))
-        return wide.fillna("–").rename_axis(index="model", columns=None).reset_index()
+            alone = pd.DataFrame({"model": scores.index[~scores.index.isin(wide["model"])]})
+            wide = pd.concat([wide, alone]).merge(scores.reset_index(), on="model", how="left")
+        return wide.fillna("–").rename(columns={"bos": "BOS"}).rename_axis(columns=None).reset_index(drop=True)
 
 
 def in_order(rows: pd.DataFrame, index: str, columns: str, values: str = "sink_rate") -> pd.DataFrame:
@@ -182,7 +198,8 @@ def coordinates(each: Measured) -> dict[str, Any]:
         "seq_len": config.get("seq_len") or config.get("block_length", 0),
         **{name: config.get(name, 0) for name in ("window", "epsilon", "seed")},  # 0: the command has none
         "dtype": manifest.get("dtype", ""),
-        "token_zero": manifest.get("input", {}).get("token_zero", ""),
+        "token_zero": (token_zero := manifest.get("input", {}).get("token_zero", "")),
+        "bos": policy_of(token_zero),
     }
 
 

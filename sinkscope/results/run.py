@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Self
 import pandas as pd
 
 from sinkscope.errors import InputError, Known, UnknownKey, unknown
+from sinkscope.results.bos import policy_of
 from sinkscope.results.manifest import folder_of, format_of, read_manifest
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.tables import LEADING_COLUMNS, Columns, read_table
@@ -76,6 +77,11 @@ class RunData:
         if text or "arms" in self.manifest:
             return f"arm {self.condition}" + (f" on {text}" if text else "")
         return f"{self.condition} input"
+
+    @property
+    def bos(self) -> str:
+        """Whether its sequences begin with a BOS (`results/bos.py`)."""
+        return policy_of(self.manifest.get("input", {}).get("token_zero", ""))
 
     @property
     def command(self) -> str:

@@ -8,7 +8,7 @@ decides much about sinks, so it is always recorded. Every error is an `InputErro
     "code", "documentation"
                   of Python's standard library, likewise: other domains (WSE fig. 9)
     "random"      independent tokens, uniform over the vocabulary without special tokens (WSE §3.3)
-    "repeated"    one such token a sequence, seq_len times (WSE §3.3)
+    "repeated"    one such token a sequence, repeated to its end (WSE §3.3)
     "sampled"     what the model itself says after its BOS: natural to a model without tokenizer
     FILE.txt      UTF-8 text, in consecutive windows
     FILE.jsonl    (or .json) one JSON object a line: `input_ids`, taken as they are, `messages` (a chat: role and
@@ -153,9 +153,9 @@ def build_inputs(
             HuggingFace dataset or a local folder: its documents of at least seq_len tokens, cut.
         prompt: instead of a source, one text.
         max_positions: the longest sequence that the model takes; None: no limit.
-        bos: what stands in front of every sequence and counts in seq_len. "auto": what the tokenizer puts in front
-            of a text by itself, and nothing in front of drawn tokens (propositions 1–4 of WSE are about equal
-            tokens); "always": that, or else the BOS; "never": nothing. Ids from a file stay as they are.
+        bos: what is in front of every sequence and counts in seq_len, the same for texts and drawn tokens. "auto":
+            what the tokenizer puts in front of a text by itself; "always": that, or else the BOS; "never": nothing.
+            Ids from a file stay as they are; what a model without a tokenizer writes keeps its BOS but for "never".
         closed: whether what the tokenizer puts behind a text belongs to it, as [SEP] does for an encoder. It then
             stands behind every sequence that has something in front.
         bos_token_id: the model config's, for a tokenizer that names none.

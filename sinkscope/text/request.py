@@ -72,23 +72,25 @@ class Request:
             )
 
     @cached_property
-    def text_prefix(self) -> tuple[int, ...]:
-        """What the BOS policy puts in front of text."""
+    def prefix(self) -> tuple[int, ...]:
+        """What the BOS policy puts in front of every sequence: the same for text and for drawn tokens, so that runs
+        on different inputs can be compared.
+        """
         if self.bos == "never":
             return ()
         prefix = own_prefix(self.tokenizer)
         if not prefix and self.bos == "always":
             prefix = (self.known_bos,)
-        around = len(prefix) + len(self.text_suffix)
+        around = len(prefix) + len(self.suffix)
         if around >= self.seq_len:
-            where = "around" if self.text_suffix else "in front of"
-            raise InputError(f"--seq-len {self.seq_len}: {around} tokens stand {where} every text")
+            where = "around" if self.suffix else "in front of"
+            raise InputError(f"--seq-len {self.seq_len}: {around} tokens stand {where} every sequence")
         check_ids(prefix, self.vocab_size, "what stands in front of every sequence")
         return prefix
 
     @cached_property
-    def text_suffix(self) -> tuple[int, ...]:
-        """What stands behind every text."""
+    def suffix(self) -> tuple[int, ...]:
+        """What the policy puts after every sequence."""
         if self.bos == "never" or not self.closed:
             return ()
         suffix = own_suffix(self.tokenizer)
@@ -97,17 +99,19 @@ class Request:
 
     @property
     def room(self) -> int:
-        """Tokens of a text that fit into a sequence."""
-        return self.seq_len - len(self.text_prefix) - len(self.text_suffix)
+        """Tokens that fit into a sequence between what the policy puts around them."""
+        return self.seq_len - len(self.prefix) - len(self.suffix)
 
     def framed(self, ids: list[int]) -> list[int]:
-        """A text with what stands around it."""
-        return [*self.text_prefix, *ids, *self.text_suffix]
+        """Tokens with what the policy puts around them."""
+        return [*self.prefix, *ids, *self.suffix]
 
     @property
-    def drawn_frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What stands in front of random and repeated tokens and behind them: only with `always` anything does."""
-        return (self.text_prefix, self.text_suffix) if self.bos == "always" else ((), ())
+    def keeps_bos(self) -> bool:
+        """Whether text that the model writes after its BOS keeps it. Without a tokenizer nothing says how a text
+        begins, and `auto` keeps the sequence as the model wrote it.
+        """
+        return bool(self.prefix) if self.tokenizer is not None else self.bos != "never"
 
     @property
     def known_bos(self) -> int:
@@ -124,9 +128,9 @@ class Request:
         named = getattr(self.tokenizer, "bos_token_id", None), self.bos_token_id
         return [int(token) for token in named if token is not None]
 
-    @property
-    def token_zero_of_text(self) -> str:
-        return self.described(self.text_prefix[0]) if self.text_prefix else "first text token"
+    def token_zero(self, otherwise: str) -> str:
+        """What the policy puts at position 0; `otherwise` where it puts nothing there."""
+        return self.described(self.prefix[0]) if self.prefix else otherwise
 
     def common_first(self, sequences: list[list[int]]) -> str:
         """What stands at position 0 of sequences that a file gives."""

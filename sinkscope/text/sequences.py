@@ -1,6 +1,6 @@
 """How token sequences are made: from documents (windows, heads, rows), or drawn (random, repeated, sampled)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 
 import numpy as np
@@ -14,6 +14,7 @@ from sinkscope.text.tokens import check_ids, encode, first_tokens
 # Of a dataset, at most this many documents are looked at for every sequence asked for: without a limit, a
 # dataset of short documents would be streamed to its end.
 DOCUMENTS_PER_SEQUENCE = 200
+TEXT = "first text token"  # what position 0 is where nothing stands in front of a text
 
 
 def windows(documents: Iterator[Document], label: str, request: Request) -> Selection:
@@ -30,7 +31,7 @@ def windows(documents: Iterator[Document], label: str, request: Request) -> Sele
         )
     check_ids(ids, request.vocab_size, f"{label} through this tokenizer")
     sequences = [request.framed(ids[at * step : (at + 1) * step]) for at in range(count)]
-    return Selection(sequences, request.token_zero_of_text, [])
+    return Selection(sequences, request.token_zero(TEXT), [])
 
 
 def prompted(text: str, request: Request) -> Selection:
@@ -44,7 +45,7 @@ def prompted(text: str, request: Request) -> Selection:
         raise InputError(f"{label} has {counted(len(ids), 'token')}; attention needs at least 2")
     cut = f"{label}: the first {request.seq_len} of its {len(ids)} tokens; --seq-len {len(ids)} reads all"
     notices = [cut] if len(ids) > request.seq_len else []
-    return Selection([request.framed(own[: request.room])], request.token_zero_of_text, notices)
+    return Selection([request.framed(own[: request.room])], request.token_zero(TEXT), notices)
 
 
 def heads(documents: Iterator[Document], label: str, request: Request) -> Selection:
@@ -63,7 +64,7 @@ def heads(documents: Iterator[Document], label: str, request: Request) -> Select
     if len(lengths) > 1:
         notices.append(f"{label}: sequences have {min(lengths)} to {max(lengths)} tokens; shorter ones are padded")
     all_text = all(document.ids is None and document.messages is None for document, _ in taken)
-    return Selection(sequences, request.token_zero_of_text if all_text else request.common_first(sequences), notices)
+    return Selection(sequences, request.token_zero(TEXT) if all_text else request.common_first(sequences), notices)
 
 
 def long_heads(documents: Iterator[Document], label: str, request: Request) -> Selection:
@@ -79,7 +80,7 @@ def long_heads(documents: Iterator[Document], label: str, request: Request) -> S
         )
     few = len(taken) < request.num_seqs and looked == limit
     notices = [f"{label}: only its first {looked} documents were looked at"] if few else []
-    return Selection([ids for _, ids in taken], request.token_zero_of_text, notices)
+    return Selection([ids for _, ids in taken], request.token_zero(TEXT), notices)
 
 
 def _take(
@@ -155,24 +156,24 @@ def _given_ids(document: Document, ids: list[int], request: Request) -> list[int
 
 
 def random_tokens(request: Request) -> Selection:
-    """Independent tokens, uniform over the vocabulary without special tokens (WSE §3.3)."""
-    drawn = _draw((request.num_seqs, _drawn_length(request)), request)
-    return _in_frame(drawn, "random token", request)
+    """Independent tokens, uniform over the vocabulary without special tokens (WSE §3.3), after the policy's BOS."""
+    return _in_frame(_draw((request.num_seqs, request.room), request), "random token", request)
 
 
 def repeated_tokens(request: Request) -> Selection:
-    """One such token a sequence, seq_len times (WSE §3.3)."""
-    drawn = np.repeat(_draw((request.num_seqs, 1), request), _drawn_length(request), axis=1)
-    return _in_frame(drawn, "repeated token", request)
+    """One such token a sequence, repeated to its end (WSE §3.3), after the policy's BOS."""
+    drawn = np.repeat(_draw((request.num_seqs, 1), request), request.room, axis=1)
+    notice = "--input repeated: each sequence is a BOS and one token repeated; --bos never leaves equal tokens alone"
+    return _in_frame(drawn, "repeated token", request, [notice] if request.prefix and request.bos == "auto" else [])
 
 
 def sampled_tokens(request: Request) -> Selection:
-    """Text that the model itself makes after its BOS, which is left out afterwards with --bos never."""
+    """Text that the model itself makes after its BOS, which stays where the policy puts one in front of text."""
     if request.sampler is None:
         raise InputError("--input sampled needs a model to sample from")
     bos = request.known_bos
     check_ids([bos], request.vocab_size, "the beginning-of-sequence token")
-    left_out = int(request.bos == "never")
+    left_out = int(not request.keeps_bos)
     drawn = request.sampler(bos, request.num_seqs, request.seq_len + left_out, request.seed)
     token_zero = "the model's own token" if left_out else request.described(bos)
     return Selection(drawn[:, left_out:].tolist(), token_zero, [])
@@ -189,11 +190,6 @@ def _draw(shape: tuple[int, ...], request: Request) -> np.ndarray:
     return ordinary[generator.integers(len(ordinary), size=shape)]
 
 
-def _drawn_length(request: Request) -> int:
-    return request.seq_len - sum(map(len, request.drawn_frame))
-
-
-def _in_frame(drawn: np.ndarray, token_zero: str, request: Request) -> Selection:
-    prefix, suffix = request.drawn_frame
-    sequences = [[*prefix, *row, *suffix] for row in drawn.tolist()]
-    return Selection(sequences, request.described(prefix[0]) if prefix else token_zero, [])
+def _in_frame(drawn: np.ndarray, token_zero: str, request: Request, notices: Sequence[str] = ()) -> Selection:
+    sequences = [request.framed(row) for row in drawn.tolist()]
+    return Selection(sequences, request.token_zero(token_zero), list(notices))

@@ -162,7 +162,7 @@ def test_repeated_tokens_are_all_alike_to_a_rotary_model_and_not_to_one_with_lea
                 "attention_maps",
             },
         ),
-        (("massive",), {"massive", "massive_map"}),
+        (("massive",), {"massive", "massive_elsewhere", "massive_map"}),
         (("geometry", "outlier"), {"geometry", "geometry_by_sequence", "outlier", "outlier_norms"}),
         (None, set(all_tables()) - {"summary"} - ABSENT - ARMS),
     ],

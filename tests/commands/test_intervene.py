@@ -168,6 +168,39 @@ def test_mean_massive_puts_the_mean_over_sequences(llama: PreTrainedModel) -> No
     assert float(said.split("means=")[1].split(",")[0]) == pytest.approx(float(hidden[:, 2, 3].mean()), rel=1e-5)
 
 
+@pytest.mark.parametrize(("name", "projection"), [("llama", "v_proj"), ("gpt2", "c_attn")])
+def test_mean_sink_value_puts_the_mean_over_sequences(name: str, projection: str) -> None:
+    """In float64, against the same edit by hooks on the plain model; means are those of the model as it is."""
+    model = tiny_model(name, spread=1.0).double()
+    modules = [module for path, module in model.named_modules() if path.endswith(projection)][1:3]
+    twin = copy.deepcopy(model)
+    edited = [module for path, module in twin.named_modules() if path.endswith(projection)][1:3]
+    means = []
+    for module in modules:
+        module.register_forward_hook(lambda _, args, x: means.append(x[:, 0].mean(0)))
+    model(torch.as_tensor(np.stack(inputs_of(model))))
+    for module in modules:
+        module._forward_hooks.clear()
+    for module, mean in zip(edited, means, strict=True):
+        first = 64 if name == "gpt2" else 0  # the values are the last third of what gpt2's projection gives
+
+        def constant(_, args, x, mean=mean, first=first):
+            x = x.clone()
+            x[:, 0, first:] = mean[first:]
+            return x
+
+        module.register_forward_hook(constant)
+    do = "mean-sink-value:layers=1+2"
+    run = intervene(model, do, draws=1, **SMALL)
+    (label,) = run.manifest["arms"]
+    effect = effect_of(run, label, "perplexity")
+    assert effect.after == pytest.approx(plain_perplexity(twin, inputs_of(model)), rel=1e-9)
+    assert effect.after != pytest.approx(effect.before, rel=1e-6)
+    assert run.manifest["arms"][label]["do"] == [do]  # the means are many, and are measured again
+    one_by_one = intervene(model, do, draws=1, **SMALL, batch_size=1)
+    assert effect_of(one_by_one, label, "perplexity").after == pytest.approx(effect.after, rel=1e-9)
+
+
 def test_controls_are_drawn_by_the_seed(gpt2: PreTrainedModel) -> None:
     def controls(seed: int) -> list:
         run = intervene(gpt2, "zero-key-columns:coordinates=7", draws=3, **SMALL | {"seed": seed})

@@ -476,6 +476,27 @@ def test_what_is_selected_is_exact_whatever_its_sample_says() -> None:
             assert np.array_equal(each, before)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("size", [1, 3])
+def test_what_other_tokens_have_at_the_coordinate_of_the_largest_entry(side: str, size: int) -> None:
+    """Of every sequence, whatever the padding and the batches, from plain hidden states."""
+    model, sequences = tiny_model("llama", spread=1.0), ragged_tokens((9, 6, 2))
+    given = (Settings(positions=4, window=4), ("massive",))
+    table = measured(model, batched(sequences, size, side), *given)["massive_elsewhere"]
+    assert len(table) == 3 * model.config.num_hidden_layers
+    for row in table.itertuples():
+        ids = torch.tensor(sequences[row.sequence])[None]
+        hidden = model.model(ids, output_hidden_states=True).hidden_states
+        if row.layer + 1 == model.config.num_hidden_layers:
+            continue  # transformers gives the last one after the final norm
+        entries = hidden[row.layer + 1][0].detach().abs().numpy()
+        position, coordinate = np.unravel_index(entries.argmax(), entries.shape)
+        assert (row.position, row.coordinate) == (position, coordinate)
+        assert row.largest == pytest.approx(entries.max(), rel=1e-5)
+        others = np.delete(entries[:, coordinate], position)
+        assert row.elsewhere == pytest.approx(np.median(others), rel=1e-4)
+
+
 def test_a_planted_massive_activation_is_found_with_its_token_and_coordinate() -> None:
     """Token 40 alone gets 1e7 at coordinate 5; padding, left and right, moves nothing."""
     model = tiny_model("llama")

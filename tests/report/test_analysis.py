@@ -121,6 +121,8 @@ def test_words_follow_the_numbers_of_the_bound(share: float, words: str) -> None
     whole = {"sink_mass": 0.2, "repeated_bound": 0.3} | ENTROPY
     equal = pd.DataFrame({"layer": [0, 0], "sequence": [0, 1], "bound_share": [1.0, share], "bound_ratio": 1.0})
     run = summarized({"sink_rate": [0.0]}, whole, ATTENTION | {"equal_tokens": equal}, condition="repeated")
+    assert "Position 0 is bos, and one token is repeated after it" in say(finding(run, "repeated-bos"))
+    run.manifest["input"]["token_zero"] = "repeated token"
     assert words in say(finding(run, "repeated-bound"))
 
 

@@ -17,9 +17,10 @@ from sinkscope.report.run import Run
 
 BOS = 1
 # that a sink, a drain or a gradient sink is there
+# not V-2: of many layers the largest norm ratio is above 1 on random weights, too
 ASSERTING = (
     "GS-1", "GS-2", "GS-5", "GS-6", "GS-7", "GS-14", "GS-20", "GS-28", "W-1", "W-2", "W-4", "W-13", "W-14", "W-15",
-    "W-16", "W-17", "W-18", "S-5", "S-6", "S-9", "S-10", "S-13", "V-1", "V-2", "V-3", "V-24", "W-21", "N-12",
+    "W-16", "W-17", "W-18", "S-5", "S-6", "S-9", "S-10", "S-13", "V-1", "V-3", "V-24", "W-21", "N-12",
 )  # fmt: skip
 
 
@@ -80,14 +81,14 @@ def test_claims_of_a_planted_sink_hold(tmp_path) -> None:
     table = judged(evidence_of([run, null], "MODEL"))
     assert table[table["claim"] == "S-9"]["note"].iloc[0] == "coordinate 7"
     without = table[table["outcome"] == Outcome.NOT_MEASURED]
-    assert "sinkscope analyze MODEL --input random" in set(without["note"])
+    assert "sinkscope analyze MODEL --input random --bos always" in set(without["note"])
 
 
 @pytest.mark.parametrize(
     ("without", "fail", "hold"),
     [
         ({"bias": 0.0}, ("GS-2", "GS-20", "W-1", "W-16", "V-1"), ("S-5", "S-6", "S-9", "V-2", "W-13")),
-        ({"entry": 50.0}, ("S-5", "S-6", "V-2", "W-13"), ("GS-2", "GS-20", "W-1", "W-15")),
+        ({"entry": 50.0}, ("S-5", "S-6"), ("GS-2", "GS-20", "W-1", "W-15", "V-2")),
         ({"read_by_values": 1.0}, ("GS-20", "W-15", "V-1"), ("GS-2", "W-1", "S-5", "V-2")),
     ],
     ids=["no sink", "nothing massive", "no drain"],
@@ -96,6 +97,8 @@ def test_each_planted_property_decides_its_own_claims(without, fail, hold, tmp_p
     run = analyzed(planted(**without), tmp_path, observables=("attention", "geometry", "activation", "massive"))
     found = outcomes([run], (*fail, *hold))
     assert found == dict.fromkeys(fail, Outcome.FAILS) | dict.fromkeys(hold, Outcome.HOLDS)
+    if "entry" in without:
+        assert outcomes([run], ("W-13",))["W-13"] == Outcome.DOES_NOT_APPLY  # it is about massive layers
 
 
 def test_every_claim_has_an_id_of_its_own_and_a_test() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from support.hand_made_runs import SEQUENCES, analysis, by_sequence, experiment, family
+from support.hand_made_runs import NO_BOS, SEQUENCES, analysis, by_sequence, experiment, family
 
 from sinkscope.report.claims.claim import Judgment, Outcome, judge
 from sinkscope.report.claims.evidence import Evidence
@@ -18,7 +18,7 @@ HOLDS, FAILS, NOT_APPLIES = Outcome.HOLDS, Outcome.FAILS, Outcome.DOES_NOT_APPLY
 
 
 def judged(claim: str, *runs: RunData) -> Judgment:
-    return judge(BY_ID[claim], Evidence.of(runs, ["natural", *BY_ID[claim].needs]))
+    return judge(BY_ID[claim], Evidence.of(runs, ["natural", *BY_ID[claim].reads]))
 
 
 def equal(kind: str, layers: int = LAYERS, **given: Any) -> pd.DataFrame:
@@ -114,7 +114,7 @@ def natural(massive: bool = True, kind: str = "rotary") -> RunData:
     entries = by_sequence({"position": 0.0}, LAYERS).assign(is_massive=massive)
     entries["is_massive"] &= entries["layer"] > 0
     tables = {"activation_by_sequence": norms.assign(site="layer_out"), "massive": entries}
-    return analysis(tables, family=family(kind))
+    return analysis(tables, family=family(kind), input=NO_BOS)
 
 
 @pytest.mark.parametrize(("smallest", "outcome"), [(990.0, HOLDS), (100.0, FAILS)])
@@ -122,6 +122,15 @@ def test_the_smallest_token_must_be_as_massive_as_the_sink(smallest: float, outc
     found = judged("W-6", natural(), repeated("rotary", equal("rotary"), smallest))
     assert found.outcome == outcome
     assert found.estimates[0].value == pytest.approx(smallest / 1000, rel=1e-2)
+
+
+def test_a_bos_in_front_of_the_text_or_the_tokens_is_another_comparison() -> None:
+    """Both have none, or W-6 says nothing."""
+    equal_tokens = repeated("rotary", equal("rotary"))
+    with_bos = RunData(natural().manifest | {"input": analysis({}).manifest["input"]}, natural().tables)
+    assert judged("W-6", with_bos, equal_tokens).outcome == Outcome.NOT_MEASURED
+    after_bos = RunData(equal_tokens.manifest | {"input": analysis({}).manifest["input"]}, equal_tokens.tables)
+    assert judged("W-5", after_bos).outcome == Outcome.NOT_MEASURED
 
 
 def test_without_massive_layers_there_is_nothing_to_disperse() -> None:

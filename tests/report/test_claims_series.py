@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from scipy import stats
 from support.hand_made_runs import manifest
@@ -17,6 +18,7 @@ from sinkscope.report.claims.gather import Collection
 from sinkscope.report.claims.register import CLAIMS
 from sinkscope.report.claims.relatives import base_of, family_of
 from sinkscope.report.claims.trainings import Steps, Training
+from sinkscope.report.scores import Scores
 from sinkscope.results.run import RunData
 
 HOLDS, FAILS, INCONCLUSIVE, UNMEASURED = Outcome.HOLDS, Outcome.FAILS, Outcome.INCONCLUSIVE, Outcome.NOT_MEASURED
@@ -236,6 +238,24 @@ def test_the_sink_by_size() -> None:
     assert sizes((0.1, 0.2, 0.3, 0.4, 0.5)).estimates[0].note.startswith("14 M 10.0 %, 70 M 20.0 %, ")
 
 
+def test_the_sink_and_hellaswag_by_size() -> None:
+    counts, rates_of = (14, 70, 160, 410, 1000), (0.1, 0.2, 0.3, 0.4, 0.5)
+    runs = [model(f"org/pythia-{count}m", rate, count * 10**6) for count, rate in zip(counts, rates_of, strict=True)]
+
+    def found(scores: Sequence[float]) -> Judgment:
+        given = []
+        for count, score in zip(counts, scores, strict=False):
+            row = {"condition": "hellaswag", "metric": "acc_norm", "score": score, "is_asked": True}
+            manifest = {"model": {"name": f"org/pythia-{count}m"}}
+            given.append(Scores(manifest, pd.DataFrame([row, row | {"metric": "acc", "score": 0.0}])))
+        evidence = Collection(runs, scores=tuple(given)).evidence({})
+        return judge(CLAIMS["W-23"], evidence["org/pythia-14m"])
+
+    assert found((0.26, 0.27, 0.3, 0.34, 0.4)).outcome == HOLDS
+    assert found((0.4, 0.34, 0.3, 0.27, 0.26)).outcomes == (HOLDS, FAILS)
+    assert found((0.26, 0.27, 0.3)).outcome == UNMEASURED
+
+
 def test_a_chat_model_beside_its_base() -> None:
     def found(rate: float, **given: Any) -> Judgment:
         runs = [model("org/lm-1b", 0.5), model("org/lm-1b-instruct", rate, **given)]
@@ -243,8 +263,10 @@ def test_a_chat_model_beside_its_base() -> None:
         assert judge(CLAIMS["W-12"], evidence["org/lm-1b"]).outcome == Outcome.DOES_NOT_APPLY
         return judge(CLAIMS["W-12"], evidence["org/lm-1b-instruct"])
 
-    assert found(0.55).outcome == HOLDS
+    assert found(0.51).outcome == HOLDS
     assert found(0.2).outcome == FAILS
+    for rate in CLAIMS["W-12"].published:  # the test can fail on the paper's own pairs, and most of them pass
+        assert (found(0.5 + rate.value / 100).outcome == FAILS) == (rate.name == "Mistral-7B")
     assert found(0.2).estimates[0].value == pytest.approx(-30)
     alone = Collection([model("org/lm-1b-instruct", 0.5)]).evidence({})["org/lm-1b-instruct"]
     assert judge(CLAIMS["W-12"], alone).reason == "sinkscope analyze org/lm-1b"

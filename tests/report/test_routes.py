@@ -77,10 +77,19 @@ def test_what_was_cut_is_the_whole_route_and_no_part_of_it() -> None:
     assert (routes(cut(0.3, name=f"{NAME}:layers=2"))["effect"] == Effect.NOT_MEASURED).all()
 
 
-def test_the_position_vector_itself_goes_before_epe() -> None:
+def test_the_position_vector_and_epe_are_two_routes() -> None:
+    """p₀ is read by the first attention layer, too; another number stands for each edit."""
     epe, vector = cut(0.5, name="replace-epe:at=epe"), cut(0.3, name="replace-epe")
-    assert routes(epe).loc["position vector", "do"] == "replace-epe:at=epe"
-    assert routes(epe, vector).loc["position vector", "do"] == "replace-epe"
+    assert routes(epe).loc["position vector", "effect"] == "not measured"
+    found = routes(epe, vector)["after"]
+    assert found[["position vector", "effective position"]].tolist() == pytest.approx([30, 50], abs=0.5)
+
+
+def test_tables_of_older_versions_have_fewer_routes() -> None:
+    table = routes_of(Evidence.of([cut(0.3)], ROLES))
+    older = table[table["route"] != "effective position"]
+    assert routes_text(older)["effective position"].tolist()[1:] == ["not measured"]
+    assert OF_ROUTES["routes"](older).axes
 
 
 # --- several models
@@ -118,7 +127,7 @@ def test_the_picture_has_a_cell_for_each_model_and_route_below_what_nu_says() ->
     table = compare(*both()).table
     figure = OF_ROUTES["routes"](table)
     assert len(figure.axes) == 3 * len(ROUTES)
-    published, learned, rotary = (figure.axes[first : first + len(ROUTES)] for first in (0, 5, 10))
+    published, learned, rotary = (figure.axes[first : first + len(ROUTES)] for first in (0, 6, 12))
     assert texts(published)[0][-1] == "diminishes (fig. 3b)"
     shown = table[table["model"] == "org/learned"].set_index("route").loc["query bias"]
     assert f"{shown['before']:.1f} → {shown['after']:.1f}" in texts(learned)[0]
@@ -130,7 +139,7 @@ def test_the_picture_has_a_cell_for_each_model_and_route_below_what_nu_says() ->
     wanted = [[shown[f"{name}_low"], shown[f"{name}_high"]] for name in ("control", "after", "before")]
     assert np.allclose(spans, wanted)
 
-    shades = [to_hex(ax.get_facecolor()) for ax in (learned[0], rotary[4], rotary[0])]
+    shades = [to_hex(ax.get_facecolor()) for ax in (learned[0], rotary[5], rotary[0])]
     assert shades == [SHADES[Effect.FALLS], SHADES[Effect.GOES], "#ffffff"]
 
 

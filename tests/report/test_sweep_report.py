@@ -106,13 +106,35 @@ def test_the_first_setting_and_the_last_revision_are_compared_by_input() -> None
         {"revision": "step8", "settings": "seed=1", "value": 0.3},
     )
     assert tables.main["sink_rate"].tolist() == [0.2]
-    assert tables.overview.to_dict("records") == [{"model": "a", "natural": "20.0%"}]
+    assert tables.overview.to_dict("records") == [{"model": "a", "BOS": "with", "natural": "20.0%"}]
 
 
-def test_inputs_without_the_bos_of_texts_are_pointed_out() -> None:
-    told = words(tables_of({}, RANDOM | {"token_zero": "random token"}, {"model": "b"}), {"content": {"title": "x"}})
-    assert "Their texts begin with a BOS, but not what is drawn at random: a." in told
-    assert "BOS" not in words(tables_of({}, RANDOM), {"content": {"title": "x"}})
+def test_rates_stand_in_one_row_only_under_one_bos_policy() -> None:
+    without = {"token_zero": "random token", "value": 0.0}
+    told = words(tables_of({}, RANDOM | without, {"model": "b"}), {"content": {"title": "x"}})
+    assert [line for line in told.splitlines() if line.startswith("| a")] == [
+        "| a | with | 50.0% | – |",
+        "| a | without | – | 0.0% |",
+    ]
+
+
+def test_the_bos_policy_is_no_setting_that_hides_the_other() -> None:
+    text = {"token_zero": "first text token", "value": 0.0}
+    cells = [
+        cell | {"settings": f"bos={bos},seq-len={length}"}
+        for length in (16, 64)
+        for bos, own in (("always", {}), ("never", text))
+        for cell in (own, RANDOM | own)
+    ]
+    tables = tables_of(*cells)
+    assert tables.by_policy["settings"].str.contains("16").all()
+    assert tables.overview.to_dict("list") == {
+        "model": ["a", "a"],
+        "BOS": ["with", "without"],
+        "natural": ["50.0%", "0.0%"],
+        "random": ["25.0%", "0.0%"],
+    }
+    assert tables.main["bos"].tolist() == ["with", "with"]
 
 
 def test_claims_are_compared_by_one_cell_of_each_model() -> None:
@@ -130,8 +152,8 @@ def test_every_input_has_its_panel() -> None:
 def test_published_rates_stand_beside_those_of_the_same_setting() -> None:
     papers = {"a": "GPT2-XL"}
     told = words(tables_of({}, RANDOM, {"model": "b"}, papers=papers), {"content": {"title": "Both"}})
-    assert "| a | 50.0% | 25.0% | 77.0%† | 70.3% |" in told
-    assert "| b | 50.0% | – | – | – |" in told
+    assert "| a | with | 50.0% | 25.0% | 77.0%† | 70.3% |" in told
+    assert "| b | with | 50.0% | – | – | – |" in told
     other = words(tables_of({"epsilon": 0.2}, papers=papers), {"content": {"title": "Another"}})
     assert "77.0%" not in other
 
@@ -161,12 +183,13 @@ def test_scores_stand_against_sink_rates() -> None:
     assert points == {"F": [(75, 0.3), (50, 0.4)], "c": [(10, 0.2)]}
     assert tables.overview.to_dict("list") == {
         "model": ["a", "b", "c", "without", "gone"],
+        "BOS": ["with", "with", "with", "with", "–"],
         "natural": ["50.0%", "75.0%", "10.0%", "50.0%", "–"],
         "random": ["25.0%", "–", "–", "–", "–"],
         "t (acc)": ["0.400", "0.300", "0.200", "–", "0.100"],
         "u (acc)": ["0.900", "–", "–", "–", "–"],
     }
-    assert "| gone | – | – | 0.100 | – |" in words(tables, {"content": {"title": "Scores"}})
+    assert "| gone | – | – | – | 0.100 | – |" in words(tables, {"content": {"title": "Scores"}})
 
 
 INTERVAL_FIGURES = {"sweep-inputs": [{}, RANDOM], "sweep-epsilon": [{}]}

@@ -169,6 +169,7 @@ named = st.sampled_from(
         "mask-sink",
         "mean-massive",
         "scale-sink-value",
+        "mean-sink-value",
         "streaming-window",
         "nullify-query-bias",
         "nothing",

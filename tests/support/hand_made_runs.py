@@ -9,6 +9,8 @@ import pandas as pd
 from sinkscope.results.run import RunData
 
 SEQUENCES = 40
+TOKEN_ZERO = {"random": "random token", "repeated": "repeated token"}  # drawn without a BOS in front
+NO_BOS = {"sequences": SEQUENCES, "token_zero": "first text token"}  # `input` of a text without one
 
 
 def manifest(condition: str = "natural", command: str = "analyze", **given: Any) -> dict[str, Any]:
@@ -19,7 +21,7 @@ def manifest(condition: str = "natural", command: str = "analyze", **given: Any)
         "dtype": "float32",
         "not_measured": {},
         "model": {"name": "made", "weights": "trained"},
-        "input": {"sequences": SEQUENCES, "token_zero": "bos <s> (id 1)"},
+        "input": {"sequences": SEQUENCES, "token_zero": TOKEN_ZERO.get(condition, "bos <s> (id 1)")},
         "family": {"positions": "learned", "causal": True, "layer_positions": None, "kinds": None},
     } | given
 

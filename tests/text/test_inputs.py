@@ -231,20 +231,50 @@ def test_a_sequence_that_its_bos_would_fill_is_refused():
     refused("2 tokens stand in front", tokenizer=word_tokenizer("<pad> <s> $A"), seq_len=2)
 
 
+@pytest.mark.parametrize("template", ["$A", "<s> $A"])
+@pytest.mark.parametrize("bos", ["auto", "always", "never"])
 @pytest.mark.parametrize("source", ["random", "repeated"])
-def test_bos_in_front_of_drawn_tokens_only_when_asked_for(source, llama):
+def test_drawn_tokens_have_the_bos_that_texts_have(source, bos, template, tmp_path):
+    """The same policy for all inputs: what differs between two runs is then the input alone."""
+    options = {"vocab_size": VOCAB, "num_seqs": 5, "seq_len": 8, "bos": bos, "tokenizer": word_tokenizer(template)}
+    (tmp_path / "text.txt").write_text(words(60))
+    text, drawn = (build_inputs(name, **options) for name in (tmp_path / "text.txt", source))
+    begins = text.sequences[0][0] == BOS
+    assert begins == (bos == "always" or (bos == "auto" and template == "<s> $A"))
+    assert all((ids[0] == BOS) == begins and BOS not in ids[1:] and len(ids) == 8 for ids in drawn.sequences)
+    assert drawn.token_zero == (text.token_zero if begins else f"{source} token")
+    assert drawn.repeats_one_token == (source == "repeated" and not begins)
+    assert bool(drawn.notices) == (source == "repeated" and begins and bos == "auto")
+
+
+@pytest.mark.parametrize("source", ["random", "repeated"])
+def test_bos_in_front_of_drawn_tokens_without_a_tokenizer(source):
     options = {"vocab_size": VOCAB, "num_seqs": 5, "seq_len": 8}
-    for bos in ("auto", "never"):
-        inputs = build_inputs(source, tokenizer=llama, bos=bos, **options)
-        assert all(BOS not in ids for ids in inputs.sequences)
-        assert inputs.token_zero == f"{source} token"
-    inputs = build_inputs(source, tokenizer=llama, bos="always", **options)
-    assert all(ids[0] == BOS and BOS not in ids[1:] and len(ids) == 8 for ids in inputs.sequences)
-    assert inputs.token_zero == "bos <s> (id 1)"
-    inputs = build_inputs(source, bos="always", bos_token_id=2, **options)  # no tokenizer
+    inputs = build_inputs(source, bos="always", bos_token_id=2, **options)
     assert all(ids[0] == 2 for ids in inputs.sequences)
     assert inputs.token_zero == "bos (id 2)"
+    assert build_inputs(source, bos_token_id=2, **options).token_zero == f"{source} token"
     refused("--bos always: neither", source, bos="always")
+
+
+@pytest.mark.parametrize(
+    ("template", "bos", "keeps"),
+    [("$A", "auto", False), ("<s> $A", "auto", True), (None, "auto", True), ("$A", "always", True)]
+    + [(template, "never", False) for template in ("<s> $A", None)],
+)
+def test_what_the_model_writes_keeps_its_bos_where_texts_have_one(template, bos, keeps):
+    """Without a tokenizer nothing says how texts begin, and the sequence stays as the model wrote it."""
+
+    def sampler(first, count, length, seed):
+        return np.tile(np.r_[first, np.arange(5, 5 + length - 1)], (count, 1))
+
+    tokenizer = None if template is None else word_tokenizer(template)
+    inputs = build_inputs(
+        "sampled", vocab_size=VOCAB, num_seqs=2, seq_len=6, tokenizer=tokenizer, bos_token_id=BOS, bos=bos,
+        sampler=sampler,
+    )  # fmt: skip
+    assert (inputs.sequences[0][0] == BOS) == keeps
+    assert all(len(ids) == 6 for ids in inputs.sequences)
 
 
 # ------------------------------------------------------------------------------------------- random, repeated

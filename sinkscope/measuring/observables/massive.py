@@ -1,5 +1,6 @@
 """Massive activations (Sun et al. 2024): few entries of the residual stream, thousands of times the median."""
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -20,7 +21,9 @@ SAMPLED = 61  # of so many entries one tells about where the median is; no divis
 
 
 class Massive(Observable):
-    """Table `massive`: of each layer's output and sequence the three largest entries, and every massive one."""
+    """Table `massive`: of each layer's output and sequence the three largest entries, and every massive one; table
+    `massive_elsewhere`: what other tokens have at the coordinate of the largest.
+    """
 
     name = "massive"
     about = "massive activations: layer, token, coordinate, value, and the ratio to the median"
@@ -33,11 +36,17 @@ class Massive(Observable):
             Column("ratio", "|value| ÷ median"),
             Column("is_massive", "|value| > 100 and ratio ≥ 1000 (Sun et al. 2024)", kind="truth"),
         ),
+        "massive_elsewhere": (
+            SEQUENCE, POSITION, COORDINATE,
+            Column("largest", "the largest magnitude of this layer's output on the sequence"),
+            Column("elsewhere", "median magnitude at its coordinate, over the sequence's other tokens"),
+        ),
     }  # fmt: skip
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.rows: Lists[str, np.ndarray] = Lists(list)
+        self.others: Lists[str, np.ndarray] = Lists(list)
 
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
         hidden = reading.tensor
@@ -56,6 +65,12 @@ class Massive(Observable):
         }
         for name, entry in found.items():
             self.rows[name].append(entry.numpy())
+        first = np.unique(sequence.numpy(), return_index=True)[1]  # of each sequence its largest entry
+        peaks = {name: found[name][first].numpy() for name in ("layer", "sequence", "position", "coordinate")}
+        largest = {"largest": found["value"][first].abs().numpy()}
+        elsewhere = medians_elsewhere(hidden, batch, peaks["position"].tolist(), peaks["coordinate"].tolist())
+        for name, values_of in (peaks | largest | {"elsewhere": elsewhere}).items():
+            self.others[name].append(values_of)
 
     def tables(self) -> dict[str, pd.DataFrame]:
         table = pd.DataFrame({name: np.concatenate(parts) for name, parts in self.rows.items()})
@@ -63,7 +78,26 @@ class Massive(Observable):
         table = table.sort_values(["layer", "sequence"], kind="stable", ignore_index=True)
         table["ratio"] = (table["value"].abs() / table["median"]).fillna(0.0)  # 0 ÷ 0 where a layer gives zeros alone
         table["is_massive"] = (table["value"].abs() > THRESHOLD) & (table["ratio"] >= RATIO)
-        return {"massive": table}
+        others = pd.DataFrame({name: np.concatenate(parts) for name, parts in self.others.items()})
+        others = others.sort_values(["layer", "sequence"], kind="stable", ignore_index=True)
+        return {"massive": table, "massive_elsewhere": others}
+
+
+def medians_elsewhere(
+    hidden: torch.Tensor, batch: Batch, positions: Sequence[int], coordinates: Sequence[int]
+) -> np.ndarray:
+    """(B,): the median magnitude at one coordinate of each sequence over all its tokens but the one at a position.
+
+    Args:
+        hidden: (B,T,D).
+        batch: Says where each sequence is.
+        positions, coordinates: One of each for every sequence.
+    """
+    found = []
+    for entries, position, coordinate in zip(real_tokens(hidden, batch), positions, coordinates, strict=True):
+        column = upcast(entries[:, coordinate]).abs().double().cpu().numpy()
+        found.append(np.median(np.delete(column, position)) if len(column) > 1 else np.nan)
+    return np.array(found)
 
 
 def real_tokens(hidden: torch.Tensor, batch: Batch) -> list[torch.Tensor]:

@@ -11,6 +11,7 @@ from sinkscope.report.claims.evidence import Evidence
 from sinkscope.report.claims.quantities import sink_rates
 
 SINK = 10.0  # percent: a sink rate above this is a sink (W-1)
+NO_COST = 0.02  # nats of loss, or 2 % of perplexity: less is no cost; a margin, so that a difference of 0 can hold
 LARGE_NORM = 2.0  # times that of later positions
 
 

@@ -122,6 +122,7 @@ class Claim:
         statement: What it says.
         parts: The numbers that decide it; all have to pass.
         needs: Names of the runs that the parts read (`evidence.py`).
+        beside: Names of further runs that the parts read where they are there.
         scope: Which models the claim speaks of: all conditions have to be met.
         published: What the paper measured.
         is_ours: Whether the thresholds are ours and not the paper's.
@@ -135,6 +136,12 @@ class Claim:
     scope: tuple[Scope, ...] = ()
     published: tuple[Published, ...] = ()
     is_ours: bool = True
+    beside: tuple[str, ...] = ()
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The names of all runs that the parts read."""
+        return (*self.needs, *self.beside)
 
     @property
     def paper(self) -> str:

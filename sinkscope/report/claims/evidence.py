@@ -12,11 +12,14 @@ from sinkscope.measuring.random_weights import WEIGHTS_AT_RANDOM
 from sinkscope.report.claims.estimates import resamplings, weighted_means
 from sinkscope.report.claims.studies import KINDS as STUDIES
 from sinkscope.report.claims.studies import Study
+from sinkscope.results.bos import OPTIONS, WITH, WITHOUT
 from sinkscope.results.run import RunData
 
 MAIN, NULL = "natural", "null"  # roles: the model as it is, and with random weights
 LONG = 256  # tokens of a text that is streamed
-OTHER_INPUTS = ("random", "repeated")  # than the text that a model is measured on
+RANDOM, REPEATED = OTHER_INPUTS = ("random", "repeated")  # than the text that a model is measured on
+WITH_BOS, WITHOUT_BOS = "with-bos", "without-bos"  # kinds of roles: with-bos:natural, without-bos:repeated
+POLICIES = {WITH: WITH_BOS, WITHOUT: WITHOUT_BOS}
 
 
 class Role(NamedTuple):
@@ -26,13 +29,18 @@ class Role(NamedTuple):
     command: str
 
 
-def _analysis(condition: str = "", weights_at_random: bool = False) -> Callable[[RunData], bool]:
-    """Of `analyze` on an input; "": on text, also the user's own, or what the model itself writes."""
+def _analysis(
+    condition: str = "", weights_at_random: bool = False, bos: str | None = None
+) -> Callable[[RunData], bool]:
+    """Of `analyze` on an input; "": on text, also the user's own, or what the model itself writes. `bos`: only with or
+    without a BOS in front.
+    """
 
     def is_it(run: RunData) -> bool:
         at_random = run.manifest["model"].get("weights") == WEIGHTS_AT_RANDOM
         reads = run.condition == condition if condition else run.condition not in OTHER_INPUTS
-        return run.command == "analyze" and reads and at_random == weights_at_random
+        begins = bos is None or run.bos == bos
+        return run.command == "analyze" and reads and begins and at_random == weights_at_random
 
     return is_it
 
@@ -44,7 +52,7 @@ def _streams(run: RunData) -> bool:
 
 def _arm(name: str, repeated: bool = False) -> Callable[[RunData], bool]:
     def is_it(run: RunData) -> bool:
-        reads = (run.condition == "repeated") == repeated
+        reads = (run.condition == "repeated") == repeated and not (repeated and run.bos == WITH)
         return run.command == "intervene" and reads and label_of(run, name) is not None
 
     return is_it
@@ -61,8 +69,6 @@ def label_of(run: RunData, name: str) -> str | None:
 
 ROLES: dict[str, Role] = {
     MAIN: Role(_analysis(), "sinkscope analyze {model}"),
-    "random": Role(_analysis("random"), "sinkscope analyze {model} --input random"),
-    "repeated": Role(_analysis("repeated"), "sinkscope analyze {model} --input repeated"),
     NULL: Role(_analysis(weights_at_random=True), "sinkscope claims {model}"),
     "streaming": Role(_streams, "sinkscope run streaming-perplexity --model {model}"),
 }
@@ -90,6 +96,17 @@ def _arm_with_gradients(name: str) -> Role:
     return Role(is_it, f"sinkscope intervene {{model}} --do {name} --observables gradient")
 
 
+def _under_policy(bos: str) -> Callable[[str], Role]:
+    """The text that the model is measured on, or drawn tokens, with a BOS in front of each sequence or without."""
+
+    def role(name: str) -> Role:
+        words = "" if name == MAIN else f" --input {name}"
+        command = f"sinkscope analyze {{model}}{words} --bos {OPTIONS[bos]}"
+        return Role(_analysis("" if name == MAIN else name, bos=bos), command)
+
+    return role
+
+
 # kind → what is behind its colon → the role
 KINDS: dict[str, Callable[[str], Role]] = {
     "do": lambda name: Role(_arm(name), f"sinkscope intervene {{model}} --do {name}"),
@@ -99,8 +116,9 @@ KINDS: dict[str, Callable[[str], Role]] = {
     "loss-do-alone": _arm_with_loss,
     "gradient-do-alone": _arm_with_gradients,
     "repeated-do": lambda name: Role(
-        _arm(name, repeated=True), f"sinkscope intervene {{model}} --do {name} --input repeated"
+        _arm(name, repeated=True), f"sinkscope intervene {{model}} --do {name} --input repeated --bos never"
     ),
+    **{kind: _under_policy(policy) for policy, kind in POLICIES.items()},
     "length": _of_length,
     "domain": lambda name: Role(_analysis(name), "sinkscope claims {model}"),
 }

@@ -14,6 +14,7 @@ from sinkscope.report.claims.register import CLAIMS
 from sinkscope.report.claims.scorecard import evidence_of, models_of, with_studies
 from sinkscope.report.claims.studies import Given
 from sinkscope.report.claims.trainings import PLAIN, Steps, Training, variants, wanted_arms
+from sinkscope.report.scores import Scores
 from sinkscope.results.run import RunData
 
 CHECKPOINTS = "checkpoints"  # the folder of an arm's steps
@@ -33,6 +34,7 @@ class Collection:
     runs: Sequence[RunData] = ()
     trainings: tuple[Training, ...] = ()
     series: tuple[Steps, ...] = ()
+    scores: tuple[Scores, ...] = ()
 
     def evidence(self, skipped: Skipped) -> dict[str, Evidence]:
         """By model."""
@@ -52,7 +54,7 @@ class Collection:
         if MAIN in evidence.runs:
             naturals[name] = evidence.runs[MAIN]
         series = self._by_name.get(name, ())
-        given = Given(name, self.trainings, tuple(series), naturals, variant)
+        given = Given(name, self.trainings, tuple(series), naturals, variant, self.scores)
         examples = [run for part in (*given.own, *series) for run in part.runs.values()]
         return replace(with_studies(evidence, given), example=next(iter(examples), None))
 

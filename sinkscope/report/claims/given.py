@@ -13,6 +13,10 @@ from sinkscope.report.claims.gather import Collection
 from sinkscope.report.claims.scorecard import COMMAND
 from sinkscope.report.claims.trainings import OPTIONS, Steps, Training
 from sinkscope.report.run import Run
+from sinkscope.report.scores import COLUMNS as SCORES_COLUMNS
+from sinkscope.report.scores import COMMAND as SCORES
+from sinkscope.report.scores import TABLE as SCORES_TABLE
+from sinkscope.report.scores import Scores
 from sinkscope.report.series import COMMAND as STEPS
 from sinkscope.report.series import Series
 from sinkscope.report.trained import COMMANDS as TRAININGS
@@ -20,18 +24,19 @@ from sinkscope.report.trained import Trained
 from sinkscope.results.cells import CELLS
 from sinkscope.results.cells import COMMAND as SWEEP
 from sinkscope.results.manifest import MANIFEST, RUNS, read_manifest
+from sinkscope.results.tables import LEADING_COLUMNS, read_table
 
-JUDGED = (*RUNS, *TRAININGS, STEPS, COMMAND)
+JUDGED = (*RUNS, *TRAININGS, STEPS, COMMAND, SCORES)
 GIVEN = (*JUDGED, SWEEP)
 
 
 def collected(runs: Iterable[Run], folders: Iterable[Path]) -> Collection:
     """What stands in folders of any command that measures, and what is handed over."""
-    found: dict[type, list[Any]] = {Run: list(runs), Training: [], Steps: []}
+    found: dict[type, list[Any]] = {Run: list(runs), Training: [], Steps: [], Scores: []}
     for folder in folders:
         for kind, one in _runs_in(folder):
             found[kind].append(one)
-    return Collection(found[Run], tuple(found[Training]), tuple(found[Steps]))
+    return Collection(found[Run], tuple(found[Training]), tuple(found[Steps]), tuple(found[Scores]))
 
 
 def judged_folders(folders: Iterable[Path]) -> list[Path]:
@@ -63,10 +68,13 @@ def _is_done(manifest: Mapping[str, Any]) -> bool:
 
 
 def _runs_in(folder: Path) -> Iterator[tuple[type, Any]]:
-    """A run, or all that stand in a folder of `claims`; the arms of a training, or its steps."""
+    """A run, or all that are in a folder of `claims`; the arms of a training, its steps, or scores on tasks."""
     command = read_manifest(folder, JUDGED)["command"]
     if command in TRAININGS:
         yield Training, _training(folder)
+    elif command == SCORES:
+        table = read_table(folder / "tables" / f"{SCORES_TABLE}.parquet", (*LEADING_COLUMNS, *SCORES_COLUMNS))
+        yield Scores, Scores(read_manifest(folder, JUDGED), table, folder)
     elif command == STEPS:
         series = Series.open(folder)
         yield Steps, Steps(series.manifest, series.runs, series.folder)

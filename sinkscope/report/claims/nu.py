@@ -74,12 +74,17 @@ def _alignment(evidence: Evidence) -> np.ndarray:
     return rows.pivot(index="position", columns="layer", values="key_alignment").to_numpy()
 
 
+OF_WEIGHTS = "of the weights alone, so without an interval"
+
+
 def _first_alignment(evidence: Evidence) -> Estimate:
-    return exact(_deep(_alignment(evidence))[0].mean())
+    by_layer = _deep(_alignment(evidence))[0]
+    return exact(by_layer.mean()).over(f"{OF_WEIGHTS}; by layer {', '.join(f'{cosine:.2f}' for cosine in by_layer)}")
 
 
 def _later_alignment(evidence: Evidence) -> Estimate:
-    return exact(np.abs(later_positions(_deep(_alignment(evidence)).T)).mean())
+    later = np.abs(later_positions(_deep(_alignment(evidence)).T))
+    return exact(later.mean()).over(f"{OF_WEIGHTS}; the largest {later.max():.2f}")
 
 
 def _gamma(evidence: Evidence) -> pd.DataFrame:
@@ -195,7 +200,7 @@ CLAIMS = (
             (-140.0, "Δ of other tokens, its layer 10, about"))),
     Claim("N-2", "fig. 2, 5", "W_k EPE₀ is parallel to b_Q, and that of other positions is not.",
         (_ALIGNED,
-         Part("magnitude of the same at positions 5–15", _later_alignment, below(0.2))),
+         Part("magnitude of the same at positions 5–15, mean over them", _later_alignment, below(0.2))),
         scope=SCOPE, published=_gpt2("NU fig. 2", (0.7, "its token 1, its layer 10, about"),
             (0.0, "other tokens, its layer 10, about"))),
     Claim("N-3", "fig. 6", "EPE₀ is massive at a few coordinates.",

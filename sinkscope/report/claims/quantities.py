@@ -78,11 +78,11 @@ def norm_ratios(evidence: Evidence, site: str) -> np.ndarray:
     return norms(evidence, site) / norms(evidence, site, "norm_later")
 
 
-def massive_layers(evidence: Evidence) -> np.ndarray:
+def massive_layers(evidence: Evidence, role: str = "natural") -> np.ndarray:
     """Layers whose output has massive activations at position 0 in at least half of the sequences."""
-    table = evidence.table("natural", "massive")
+    table = evidence.table(role, "massive")
     at_first = table[table["is_massive"] & (table["position"] == 0)]
-    count = evidence.runs["natural"].manifest["input"]["sequences"]
+    count = evidence.runs[role].manifest["input"]["sequences"]
     share = at_first.groupby("layer")["sequence"].nunique() / count
     return share.index[share >= USUAL].to_numpy()
 

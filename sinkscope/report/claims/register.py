@@ -15,7 +15,6 @@ from sinkscope.report.claims import (
     sink_outside_training,
     starts_training,
     steps,
-    unvaried,
     valve_training,
     vga,
     wse,
@@ -26,7 +25,7 @@ from sinkscope.report.claims.claim import PAPERS, Claim
 OF_RUNS = (gs, wse, wse_repeated, post_norm, architectures_training, s2m, nu, vga)
 OF_ARMS = (valve_training, gate_training, fine_tuning, backcopy, sink_outside_training, operations_training)
 OF_MODELS = (factor_studies, starts_training, steps, families)
-FILES = (*OF_RUNS, *OF_ARMS, *OF_MODELS, unvaried)
+FILES = (*OF_RUNS, *OF_ARMS, *OF_MODELS)
 _PAPERS = list(PAPERS)
 
 

@@ -7,6 +7,10 @@ from sinkscope.results.run import RunData
 
 FEWEST = 4  # sizes: resampled, fewer give no interval of a rank correlation
 MORE_SIZES = f"sinkscope claims --from RUN --from RUN …, with runs of {FEWEST} or more sizes of its family"
+MORE_SCORES = (
+    f"sinkscope claims --from RUN … --from SCORES …, with runs of {FEWEST} or more sizes of its family and what "
+    "sinkscope benchmark --tasks {} gave of each"
+)
 _SIZE = re.compile(r"(?<![a-z0-9])\d+(\.\d+)?[mbk](?![a-z0-9])", re.IGNORECASE)
 _SIZE_IN_WORDS = re.compile(r"[-_](small|medium|large|xl)(?=$|[-_.])", re.IGNORECASE)
 _CHAT = re.compile(r"[-_](chat|instruct|it|sft|dpo)(?=$|[-_.])", re.IGNORECASE)

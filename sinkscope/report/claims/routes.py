@@ -53,8 +53,9 @@ class Route:
 
 ROUTES = (
     Route("query bias", "b_Q = 0", ("do:nullify-query-bias",), "diminishes (fig. 3b)", Effect.FALLS),
-    Route("position vector", "another position's at 0", ("do:replace-epe", "do:replace-epe:at=epe"),
-        "disappears (fig. 3c)", Effect.GOES),
+    # two edits: of the vector p₀ itself, which the first attention layer reads, and of EPE₀ = MLP(p₀) + p₀ after it
+    Route("position vector", "p₀ = another's", ("do:replace-epe",)),
+    Route("effective position", "EPE₀ = another's", ("do:replace-epe:at=epe",), "disappears (fig. 3c)", Effect.GOES),
     Route("first embedding", "token's vector = 0", ("do:nullify-first-embedding",), "persists (fig. 3e)",
         Effect.STAYS),
     Route("key columns", "W_k's massive inputs = 0", ("do:zero-key-columns",), "is reduced (fig. 3f)", Effect.FALLS),
@@ -148,7 +149,7 @@ def routes_text(table: pd.DataFrame) -> pd.DataFrame:
     for model, own in table.groupby("model", sort=False):
         texts = {row.route: _text(row) for row in own.itertuples()}
         rows.append({"model": str(model)} | texts)
-    return pd.DataFrame(rows, columns=["model", *names])
+    return pd.DataFrame(rows, columns=["model", *names]).fillna(str(Effect.NOT_MEASURED))  # older tables have fewer
 
 
 def _text(row: Any) -> str:

@@ -41,7 +41,7 @@ Measured = TypeVar("Measured", bound=RunData)
 
 COMMAND = "claims"
 NOT_JUDGED = (Outcome.DOES_NOT_APPLY, Outcome.NOT_MEASURED)
-NEEDS = tuple(need for claim in CLAIMS.values() for need in claim.needs)
+NEEDS = tuple(need for claim in CLAIMS.values() for need in claim.reads)
 TABLE = "claim"
 COLUMNS = (
     Column("claim", "its id (`sinkscope list claims`)", kind="text"),

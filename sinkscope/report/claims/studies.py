@@ -20,6 +20,7 @@ from sinkscope.report.claims import relatives
 from sinkscope.report.claims.factors import FACTORS, Level
 from sinkscope.report.claims.trainings import PLAIN, Arm, Steps, Training, alike, arms_by_seed, variants, wanted_arms
 from sinkscope.report.retrofit_table import UNTOUCHED
+from sinkscope.report.scores import Scores
 from sinkscope.results.run import RunData
 
 SEEDS = 3  # that a command which is named trains with: two give hardly any interval
@@ -81,6 +82,13 @@ class ModelStudy(Study):
 
 
 @dataclass(frozen=True)
+class ScoreStudy(ModelStudy):
+    """Several models on text and on a task. `scores`: by the models' names."""
+
+    scores: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class Given:
     """Everything that was given to be judged, and which model is spoken of.
 
@@ -90,6 +98,7 @@ class Given:
         series: Of this model's trainings.
         naturals: Model → its run on text; of all models.
         variant: Which arms are meant, where a method has several.
+        scores: What `benchmark` found of models.
     """
 
     name: str
@@ -97,6 +106,7 @@ class Given:
     series: tuple[Steps, ...] = ()
     naturals: Mapping[str, RunData] = field(default_factory=dict)
     variant: int = 0
+    scores: tuple[Scores, ...] = ()
 
     @property
     def meant(self) -> dict[str, str]:
@@ -307,6 +317,18 @@ def _find_sizes(given: Given, _: str) -> ModelStudy | None:
     return ModelStudy(tuple(run.folder for run in runs.values()), runs) if runs else None
 
 
+def _find_scores(given: Given, task: str) -> ScoreStudy | None:
+    """Of the sizes of a family those that have a score on the task."""
+    known = {
+        str(one.manifest["model"]["name"]): (one, float(rows["score"].iloc[0]))
+        for one in given.scores
+        if len(rows := one.main[one.main["condition"] == task])
+    }
+    runs = relatives.sizes(given.name, {name: run for name, run in given.naturals.items() if name in known})
+    folders = (*(run.folder for run in runs.values()), *(known[name][0].folder for name in runs))
+    return ScoreStudy(folders, runs, {name: known[name][1] for name in runs}) if runs else None
+
+
 def _find_base(given: Given, _: str) -> ModelStudy | None:
     runs = relatives.with_base(given.name, given.naturals)
     return ModelStudy(tuple(run.folder for run in runs.values()), runs) if runs else None
@@ -331,8 +353,7 @@ KINDS = {
     "course": Kind(_find_course, _analyze_steps),  # of the sink rate alone, which trainings log
     "sizes": Kind(_find_sizes, lambda given, _: relatives.MORE_SIZES),
     "base": Kind(_find_base, _analyze_base),
-    # what no command varies yet
-    "unvaried": Kind(lambda given, what: None, lambda given, what: f"no command makes them yet: {what}"),
+    "scores": Kind(_find_scores, lambda given, task: relatives.MORE_SCORES.format(task)),  # scores:hellaswag
 }
 
 

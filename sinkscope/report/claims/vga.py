@@ -7,17 +7,18 @@ from sinkscope.measuring.observables.observable import LATER
 from sinkscope.report.claims.arms import perplexity_of_controls, perplexity_ratio
 from sinkscope.report.claims.claim import Claim, NotDefined, Part, above, at_most, below
 from sinkscope.report.claims.estimates import Estimate, bootstrap, exact, positive_jackknife, rank_correlation
-from sinkscope.report.claims.evidence import Evidence
+from sinkscope.report.claims.evidence import MAIN, Evidence
 from sinkscope.report.claims.quantities import (
     HAS_SINK_HEADS,
-    MASSIVE_LAYERS,
     by_head,
     in_front_of_valves,
     in_sink_heads,
     norm_ratios,
 )
 from sinkscope.report.claims.scopes import causal, gated
+from sinkscope.results.bos import WITH
 
+TO_ZERO, TO_MEAN = "loss-do:scale-sink-value", "loss-do-alone:mean-sink-value"
 STRONG = 0.9  # mean attention to position 0 in the heads of V-3
 
 
@@ -58,9 +59,16 @@ def _gate_closes(evidence: Evidence) -> Estimate:
 
 
 def _no_op(evidence: Evidence) -> Estimate:
-    role = "loss-do:scale-sink-value"
-    controls = perplexity_of_controls(evidence, role)
-    return (perplexity_ratio(evidence, role) / controls).over(f"of other positions ×{controls.value:.3g}")
+    """Beside it what the sink's mean values do: where they do no harm and zeros do, they are a constant bias."""
+    controls = perplexity_of_controls(evidence, TO_ZERO)
+    note = f"of other positions ×{controls.value:.3g}"
+    if evidence.has(TO_MEAN):
+        constant = perplexity_ratio(evidence, TO_MEAN)
+        note += f"; with their mean over sequences in place of zero ×{constant.value:.3g}"
+        note += f" [{constant.low:.3g}, {constant.high:.3g}]"
+        if evidence.runs[MAIN].bos == WITH:
+            note += ", the same BOS in every sequence: its values are constant anyway"
+    return (perplexity_ratio(evidence, TO_ZERO) / controls).over(note)
 
 
 CLAIMS = (
@@ -70,8 +78,7 @@ CLAIMS = (
             below(0.5)),
          HAS_SINK_HEADS)),
     Claim("V-2", "§1", "The residual stream peaks at the sink.",
-        (Part("norm at 0 ÷ later, layer with the largest", _peak, above(1.0)),
-         MASSIVE_LAYERS), is_ours=False),
+        (Part("norm at 0 ÷ later, layer with the largest", _peak, above(1.0)),), is_ours=False),
     Claim("V-3", "§3.1", "A strong sink starves the other values of gradient.",
         (Part("value gradient later ÷ at 0, median over heads with window mass > 0.9", _starved, at_most(0.1)),),
         scope=(causal,)),
@@ -80,5 +87,5 @@ CLAIMS = (
     Claim("V-24", "§1", "The sink is a no-op: its values can be set to zero.",
         (Part("perplexity with v = 0 at position 0 in all heads ÷ with v = 0 at others", _no_op, at_most(1.05)),
          HAS_SINK_HEADS),
-        ("natural", "loss-do:scale-sink-value"), (causal,)),
+        ("natural", TO_ZERO), (causal,), beside=(TO_MEAN,)),
 )  # fmt: skip

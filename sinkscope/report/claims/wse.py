@@ -1,16 +1,15 @@
 """Claims of When Attention Sink Emerges in Language Models (WSE) on any model; what training decides: `register.py`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
 from sinkscope.report.claims.arms import SINK
-from sinkscope.report.claims.claim import Claim, Part, above, at_least, at_most, below
+from sinkscope.report.claims.claim import Claim, NotDefined, Part, above, at_least, at_most, below
 from sinkscope.report.claims.estimates import Estimate, bootstrap, weighted_means
-from sinkscope.report.claims.evidence import Evidence
+from sinkscope.report.claims.evidence import MAIN, POLICIES, RANDOM, REPEATED, Evidence, Lacks
 from sinkscope.report.claims.quantities import (
     HAS_SINK_HEADS,
-    MASSIVE_LAYERS,
     attention,
     by_head,
     in_sink_heads,
@@ -28,11 +27,12 @@ from sinkscope.report.claims.scopes import (
     with_tokenizer,
 )
 from sinkscope.report.wse_table_1 import published_rates
+from sinkscope.results.bos import WITH, WITHOUT
 from sinkscope.results.findings import Published
 from sinkscope.results.metrics import is_sink
 
 LENGTHS = (16, 32, 128)  # of the sequences, besides the run's own
-EPSILONS = (0.2, 0.3, 0.4)
+EPSILON, AROUND = 0.3, (0.2, 0.4)
 DOMAINS = ("code", "documentation")  # besides natural text
 
 SCRATCH = "T = 64 and ε = 0.3, trained from scratch"
@@ -45,29 +45,71 @@ ON_REPEATED = tuple(rate for rate in published_rates("repeated") if rate.value >
 NONE_ON_REPEATED = tuple(rate for rate in published_rates("repeated") if rate.value == 0)
 
 
+# --- what inputs begin with: a comparison has one policy for all of them
+
+
+def _policy_roles(inputs: tuple[str, ...], policies: Iterable[str] = POLICIES) -> tuple[str, ...]:
+    return tuple(f"{POLICIES[policy]}:{name}" for policy in policies for name in inputs)
+
+
+def _both_policies(evidence: Evidence, *inputs: str) -> str:
+    """«with a BOS text 79.9, random 79.2 %; without text 0.0, random 0.0 %»: each policy under which all were read."""
+    said = []
+    for policy, words in ((WITH, "with a BOS"), (WITHOUT, "without")):
+        roles = _policy_roles(inputs, (policy,))
+        if all(evidence.has(role) for role in roles):
+            rates = [f"{'text' if name == MAIN else name} {sink_rates(evidence, role)[0]:.1f}"
+                     for name, role in zip(inputs, roles, strict=True)]  # fmt: skip
+            said.append(f"{words} {', '.join(rates)} %")
+    return "; ".join(said)
+
+
 def _sink_rate(evidence: Evidence) -> Estimate:
-    return bootstrap(sink_rates(evidence))
+    return bootstrap(sink_rates(evidence)).over(_both_policies(evidence, MAIN))
 
 
-def _against_natural(role: str) -> Callable[[Evidence], Estimate]:
+def _on_drawn(evidence: Evidence, drawn: str, policy: str) -> tuple[Estimate, Estimate, str]:
+    """The sink rates on drawn tokens and on the text, both under one policy, and what they are under each.
+
+    Raises:
+        NotDefined: the text has no sink under this policy, so that there is none to keep or to lose.
+        Lacks: one of the runs is not there.
+    """
+    text, other = _policy_roles((MAIN, drawn), (policy,))
+    for role in (text, other):
+        if not evidence.has(role):
+            raise NotDefined(reason) if (reason := evidence.inapplicable(role)) else Lacks(evidence.command(role))
+    words, before = _both_policies(evidence, MAIN, drawn), bootstrap(sink_rates(evidence, text))
+    if before.value <= SINK:
+        raise NotDefined(f"its text has no sink {policy} a BOS, which is what counts here ({words})")
+    return bootstrap(sink_rates(evidence, other)), before, words
+
+
+def _against_text(drawn: str, policy: str = "") -> Callable[[Evidence], Estimate]:
+    """Drawn tokens ÷ text, by default under the policy of the text that the model was measured on."""
+
     def measure(evidence: Evidence) -> Estimate:
-        return bootstrap(sink_rates(evidence, role)) / bootstrap(sink_rates(evidence))
+        after, before, words = _on_drawn(evidence, drawn, policy or evidence.runs[MAIN].bos)
+        return (after / before).over(words)
 
     return measure
 
 
 def _on_repeated(evidence: Evidence) -> Estimate:
-    return bootstrap(sink_rates(evidence, "repeated"))
+    """Without a BOS: the propositions are about equal tokens from position 0 on."""
+    after, _, words = _on_drawn(evidence, REPEATED, WITHOUT)
+    return after.over(words)
 
 
 # --- the geometry of a sink (figure 2)
 
 
 def _norm_in_massive_layers(evidence: Evidence) -> Estimate:
+    """Raises NotDefined."""
     ratios = norm_ratios(evidence, "layer_out")
     layers = massive_layers(evidence)
     if not len(layers):
-        return bootstrap(np.median(ratios, axis=1)).over("all layers")
+        raise NotDefined("no layer has massive activations at position 0")
     return bootstrap(np.median(ratios[:, layers], axis=1)).over(f"{len(layers)} layers")
 
 
@@ -94,38 +136,71 @@ def _domains(evidence: Evidence) -> Estimate:
     return bootstrap(np.ptp(rates, axis=0)).over(note)
 
 
-def _slopes(evidence: Evidence) -> np.ndarray:
-    """(R, ε): of the sink rate in percent on log₂ T, window = T."""
+def _by_length(evidence: Evidence, *epsilons: float) -> tuple[np.ndarray, np.ndarray]:
+    """log₂ T (lengths,), and the sink rate in percent (R, ε, lengths), window = T."""
     own = evidence.runs["natural"].manifest["config"]["seq_len"]
     roles = {own: "natural"} | {length: f"length:{length}" for length in LENGTHS}
     rates = []
     for role in roles.values():
         sequences = evidence.sequences(role)
         mass = sequences.values("attention_heads_by_sequence", "window_mass", ("layer", "head"))
-        sinks = np.stack([np.where(np.isfinite(mass), is_sink(mass, epsilon), np.nan) for epsilon in EPSILONS], axis=-1)
+        sinks = np.stack([np.where(np.isfinite(mass), is_sink(mass, epsilon), np.nan) for epsilon in epsilons], axis=-1)
         rates.append(100 * weighted_means(np.nanmean(sinks, axis=(1, 2)), sequences.weights))
-    x = np.log2(list(roles))
+    return np.log2(list(roles)), np.stack(rates, axis=-1)
+
+
+def _slope_on(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """(…,): least-squares slopes of y (…, lengths) on x (lengths,)."""
     x = x - x.mean()
-    return np.tensordot(np.stack(rates, axis=-1), x, axes=1) / (x**2).sum()
+    return y @ x / (x**2).sum()
+
+
+def _slope(evidence: Evidence) -> Estimate:
+    """Raises NotDefined where no length has a sink that a longer text could lose."""
+    x, rates = _by_length(evidence, EPSILON)
+    if rates[0].max() <= SINK:
+        raise NotDefined(f"at no length is a sink rate above {SINK:g} %")
+    return bootstrap(_slope_on(x, rates[:, 0]))
+
+
+def _steeper(evidence: Evidence) -> Estimate:
+    """How much more of the rate is lost with each doubling of the length, over lengths with a sink at both ε. In points
+    a rate at a larger ε could lose less for no other reason than that it is smaller.
+
+    Raises:
+        NotDefined: fewer than two lengths have a sink at both.
+    """
+    x, rates = _by_length(evidence, *AROUND)
+    has_sink = (rates[0] > SINK).all(axis=0)
+    words = "; ".join(f"ε = {epsilon:g}: {', '.join(f'{rate:.1f}' for rate in own)} %"
+                      for epsilon, own in zip(AROUND, rates[0][:, np.argsort(x)], strict=True))  # fmt: skip
+    if has_sink.sum() < 2:
+        raise NotDefined(f"at fewer than two lengths a sink is left at both, which is a floor ({words})")
+    with np.errstate(divide="ignore", invalid="ignore"):
+        slopes = _slope_on(x[has_sink], np.log2(rates[..., has_sink]))
+    return bootstrap(slopes[:, 1] - slopes[:, 0]).over(words)
 
 
 CLAIMS = (
     Claim("W-1", "table 1", "There is a sink at the first token.",
-        (Part("sink rate at position 0 in %", _sink_rate, above(SINK)),), scope=(causal,), published=SINK_RATES),
+        (Part("sink rate at position 0 in %", _sink_rate, above(SINK)),), scope=(causal,), published=SINK_RATES,
+        beside=_policy_roles((MAIN,))),
     Claim("W-2", "table 1", "The sink stays on random tokens.",
-        (Part("sink rate on random ÷ on natural tokens", _against_natural("random"), at_least(0.5)),
-         Part("sink rate on natural tokens in %", _sink_rate, above(SINK))),
-        ("natural", "random"), (causal,), published_rates("random")),
+        (Part("sink rate on random tokens ÷ on text, with a BOS on both or on none", _against_text(RANDOM),
+            at_least(0.5)),),
+        (MAIN,), (causal,), published_rates("random"), beside=_policy_roles((MAIN, RANDOM))),
     Claim("W-3", "table 1", "On repeated tokens the sink vanishes (positions that leave equal tokens equal).",
-        (Part("sink rate on repeated tokens in %", _on_repeated, at_most(1.0)),),
-        ("repeated",), (causal, equal_tokens_stay_equal), NONE_ON_REPEATED),
+        (Part("sink rate on repeated tokens in %, no BOS in front", _on_repeated, at_most(1.0)),),
+        _policy_roles((MAIN, REPEATED), (WITHOUT,)), (causal, equal_tokens_stay_equal), NONE_ON_REPEATED,
+        beside=_policy_roles((MAIN, REPEATED), (WITH,))),
     Claim("W-4", "tables 1 and 7", "On repeated tokens the sink stays (positions added to the embeddings).",
-        (Part("sink rate on repeated ÷ on natural tokens", _against_natural("repeated"), at_least(0.5)),
-         Part("sink rate on natural tokens in %", _sink_rate, above(SINK))),
-        ("natural", "repeated"), (causal, absolute_positions), ON_REPEATED),
+        (Part("sink rate on repeated tokens ÷ on text, no BOS on either", _against_text(REPEATED, WITHOUT),
+            at_least(0.5)),),
+        _policy_roles((MAIN, REPEATED), (WITHOUT,)), (causal, absolute_positions), ON_REPEATED,
+        beside=_policy_roles((MAIN, REPEATED), (WITH,))),
     Claim("W-13", "fig. 2", "The sink's hidden norm is larger.",
-        (Part("norm at 0 ÷ later, median over these layers", _norm_in_massive_layers, above(1.0)),
-         MASSIVE_LAYERS), is_ours=False),
+        (Part("norm at 0 ÷ later, median over layers with massive activations", _norm_in_massive_layers, above(1.0)),),
+        is_ours=False),
     Claim("W-14", "fig. 2", "The sink's key norm is smaller.",
         (Part("key norm at 0 ÷ later, median over sink heads", lambda e: in_sink_heads(e, "key_norm"), below(1.0)),
          HAS_SINK_HEADS),
@@ -148,8 +223,9 @@ CLAIMS = (
         (Part("range of sink rates over domains, in points", _domains, at_most(5.0)),),
         ("natural", *(f"domain:{name}" for name in DOMAINS)), (causal, with_tokenizer)),
     Claim("W-20", "fig. 3", "The sink rate falls with the length of the text, more at larger ε (window = length).",
-        (Part("slope on log₂ T at ε = 0.3, in points", lambda e: bootstrap(_slopes(e)[:, 1]), below(0.0)),
-         Part("slope at ε = 0.4 − at ε = 0.2", lambda e: bootstrap(_slopes(e)[:, 2] - _slopes(e)[:, 0]), below(0.0))),
+        (Part("slope on log₂ T at ε = 0.3, in points", _slope, below(0.0)),
+         Part("slope of log₂ sink rate at ε = 0.4 − at ε = 0.2, over lengths with a sink at both", _steeper,
+            below(0.0))),
         ("natural", *(f"length:{length}" for length in LENGTHS)), (causal,), is_ours=False),
     Claim("W-21", "fig. 4", "Small models have a sink, too.",
         (Part("sink rate at position 0 in %", _sink_rate, above(SINK)),), scope=(causal, small)),

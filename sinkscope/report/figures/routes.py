@@ -62,7 +62,8 @@ def draw(table: pd.DataFrame) -> Figure:
 
 
 def _row(table: pd.DataFrame, model: str, route: str) -> pd.Series:
-    return table[(table["model"] == model) & (table["route"] == route)].iloc[0]
+    found = table[(table["model"] == model) & (table["route"] == route)]
+    return found.iloc[0] if len(found) else pd.Series({"effect": str(Effect.NOT_MEASURED), "note": ""})  # older tables
 
 
 def _name(ax: Axes, text: str) -> None:
