@@ -3,7 +3,7 @@
 from sinkscope.report.claims.arms import LARGE_NORM, SINK
 from sinkscope.report.claims.claim import Claim, Part, above, at_least, at_most, below
 from sinkscope.report.claims.evidence import Lacks, table_of
-from sinkscope.report.claims.over_seeds import Measure, difference, metric, of_one, ranked, where_plain_has
+from sinkscope.report.claims.over_seeds import PERCENT, Measure, difference, metric, of_one, ranked, where_plain_has
 from sinkscope.report.claims.published import published
 from sinkscope.report.claims.trainings import PLAIN, Arm
 from sinkscope.retrofits import make_retrofit
@@ -70,7 +70,8 @@ CLAIMS = (
         published=published("WSE table 4", {"difference": 72.72}, "60M model: S* 72.76, S₀ 0.04 %; shared by heads "
             "56.61, 12.44 %", "†")),
     Claim("W-50", "table 4", "Value biases do not.",
-        (Part("sink rate in %", where_sinks_are(WITH_VALUE, of_one(WITH_VALUE, metric("sink_rate", 100), VALUE, PLAIN)),
+        (Part("sink rate in %", where_sinks_are(WITH_VALUE,
+            of_one(WITH_VALUE, metric("sink_rate", 100), VALUE, PLAIN, PERCENT)),
             above(SINK)),),
         (WITH_VALUE,), published=published("WSE table 4", {"S₀": 17.53}, "60M model: 18.18 % without")),
     Claim("W-51", "table 5", "With a fixed value of the bias, S* falls and S₀ rises with its norm.",
