@@ -54,13 +54,16 @@ class Test:
         """
         if isnan(estimate.value):
             return Outcome.INCONCLUSIVE
-        inside = (self._above(estimate.low), self._below(estimate.high))
-        if all(inside):
+        if self.holds(estimate):
             return Outcome.HOLDS
         outside = not self._above(estimate.high) or not self._below(estimate.low)
         if outside:
             return Outcome.FAILS
         return Outcome.NOT_ENOUGH_SEEDS if self.power(estimate) < ENOUGH else Outcome.INCONCLUSIVE
+
+    def holds(self, estimate: Estimate) -> bool:
+        """Whether all of the interval is inside."""
+        return self._above(estimate.low) and self._below(estimate.high)
 
     def power(self, estimate: Estimate) -> float:
         """How probable it is that a study with as many seeds and this spread shows the claim, if it is true.
@@ -77,11 +80,11 @@ class Test:
             return 0.0
         if not (self._above(truth) and self._below(truth)):
             return nan
-        student = stats.t(estimate.seeds - 1)
-        reach = student.ppf((1 + LEVEL) / 2)
+        freedom = estimate.seeds - 1
+        reach = stats.t.ppf((1 + LEVEL) / 2, freedom)
         below, above = estimate.value - estimate.low, estimate.high - estimate.value
         sides = [(truth - self.least, below), (self.most - truth, above)]
-        misses = [student.sf(reach * (room / side - 1)) for room, side in sides if isfinite(room) and side]
+        misses = [stats.t.sf(reach * (room / side - 1), freedom) for room, side in sides if isfinite(room) and side]
         return float(max(0.0, 1 - sum(misses)))
 
     def _above(self, x: float) -> bool:

@@ -19,6 +19,7 @@ from scipy import stats
 
 LEVEL = 0.95
 DRAWS = 1000  # bootstrap replicates
+RHO = np.linspace(-1, 1, 2001)[1:-1]  # correlations that are tested
 SEED = 0  # of the resampling: the same runs give the same intervals
 
 
@@ -167,10 +168,9 @@ def rank_correlation(x: np.ndarray, y: np.ndarray, layers: np.ndarray | None = N
     critical = stats.t.ppf((1 + LEVEL) / 2, freedom)
     reach = np.arctanh(critical / np.hypot(critical, np.sqrt(freedom)))
     largest = 1 - 6 / (units**3 - units)  # half a step from 1 to the next smaller value: 1 itself has no artanh
-    rho = np.linspace(-1, 1, 4001)[1:-1]
-    off = np.abs(np.arctanh(np.clip(value, -largest, largest)) - np.arctanh(rho))
-    inside = rho[off <= reach * np.sqrt(1 + rho**2 / 2)]
-    low, high = (-1.0 if inside[0] == rho[0] else inside[0]), (1.0 if inside[-1] == rho[-1] else inside[-1])
+    off = np.abs(np.arctanh(np.clip(value, -largest, largest)) - np.arctanh(RHO))
+    inside = RHO[off <= reach * np.sqrt(1 + RHO**2 / 2)]
+    low, high = (-1.0 if inside[0] == RHO[0] else inside[0]), (1.0 if inside[-1] == RHO[-1] else inside[-1])
     return Estimate(value, min(float(low), value), max(float(high), value))
 
 
@@ -206,11 +206,9 @@ def effective_size(x: np.ndarray, y: np.ndarray, layers: np.ndarray) -> float:
 
 
 def mean_of_runs(values: np.ndarray) -> Estimate:
-    """The mean over seeds with Student's interval; unbounded with a single one, and where all are 0, as of what is not
-    there: how much there can be in another seed is then not known.
-    """
+    """The mean over seeds with Student's interval; unbounded with a single one."""
     value, seeds = float(np.mean(values)), len(values)
-    if seeds < 2 or not np.any(values):
+    if seeds < 2:
         return Estimate(value, -np.inf, np.inf, seeds=seeds)
     reach = float(stats.t.ppf((1 + LEVEL) / 2, seeds - 1) * np.std(values, ddof=1) / np.sqrt(seeds))
     return Estimate(value, value - reach, value + reach, seeds=seeds)
@@ -230,14 +228,20 @@ def mean_of_rates(values: np.ndarray, least: float = 0.0, most: float = 1.0) -> 
 
     Where all seeds are equal their spread is not known. A share p of seeds could be anything, and none of n seeds
     shows it with probability (1 − p)ⁿ: p is at most 1 − 0.05^(1/n), 45 % with five.
+
+    Args:
+        values: (seeds,).
+        least, most: Between which all values are; without a largest one Student's interval is taken.
     """
-    x, seeds = (np.asarray(values, float) - least) / (most - least), len(values)
-    value = float(np.mean(values))
+    value, seeds = float(np.mean(values)), len(values)
     if seeds < 2:
         return Estimate(value, least, most, seeds=seeds)
-    if np.ptp(x) == 0:
+    if np.ptp(values) == 0:
         unseen = 1 - (1 - LEVEL) ** (1 / seeds)
         return Estimate(value, value - unseen * (value - least), value + unseen * (most - value), seeds=seeds)
+    if np.isinf(most):
+        return mean_of_runs(values)
+    x = (np.asarray(values, float) - least) / (most - least)
     from_top = x.mean() > 0.5
     roots = np.cbrt(1 - x if from_top else x)
     shift, scale = _pivots(seeds)
@@ -252,8 +256,8 @@ def mean_of_rates(values: np.ndarray, least: float = 0.0, most: float = 1.0) -> 
 def _pivots(seeds: int) -> tuple[np.ndarray, np.ndarray]:
     """(draws,) each: (mean − truth) ÷ standard deviation, and the true deviation ÷ that of a normal sample."""
     drawn = np.random.default_rng(SEED)
-    scale = np.sqrt((seeds - 1) / drawn.chisquare(seeds - 1, 20 * DRAWS))
-    return drawn.standard_normal(20 * DRAWS) / np.sqrt(seeds), scale
+    scale = np.sqrt((seeds - 1) / drawn.chisquare(seeds - 1, 5 * DRAWS))
+    return drawn.standard_normal(5 * DRAWS) / np.sqrt(seeds), scale
 
 
 def one_more_run(values: np.ndarray) -> Estimate:
@@ -307,7 +311,8 @@ def range_of(differences: Sequence[Estimate]) -> Estimate:
 
 def _widened(estimate: Estimate, among: int) -> Estimate:
     """An interval that is one of several which miss the truth together with 5 % (Bonferroni)."""
-    quantile = stats.t(estimate.seeds - 1).ppf if estimate.seeds > 1 else stats.norm.ppf
-    factor = quantile(1 - (1 - LEVEL) / 2 / among) / quantile((1 + LEVEL) / 2)
+    wanted = [1 - (1 - LEVEL) / 2 / among, (1 + LEVEL) / 2]
+    wide, usual = stats.t.ppf(wanted, estimate.seeds - 1) if estimate.seeds > 1 else stats.norm.ppf(wanted)
+    factor = wide / usual
     low, high = (estimate.value + factor * (end - estimate.value) for end in (estimate.low, estimate.high))
     return replace(estimate, low=low, high=high)

@@ -32,6 +32,10 @@ def _mean(values: np.ndarray, ends: Ends | None) -> Estimate:
     return mean_of_runs(values) if ends is None else mean_of_rates(values, *ends)
 
 
+def mean_of_percent(rates: np.ndarray) -> Estimate:
+    return mean_of_rates(rates, *PERCENT)
+
+
 def mean_of_ratios(ratios: np.ndarray) -> Estimate:
     """The geometric mean of positive numbers with Student's interval of their logarithms."""
     if not (ratios > 0).all():
@@ -169,7 +173,8 @@ def ranked(role: str, of: OfArm, levels: Mapping[float, str]) -> Measure:
     """The mean over seeds of the rank correlation of arms' numbers and their levels. `levels`: level → arm."""
 
     def found(arms: Mapping[str, Arm]) -> float:
-        return float(stats.spearmanr(list(levels), [of(arms[arm]) for arm in levels.values()])[0])
+        values = [of(arms[arm]) for arm in levels.values()]
+        return float(stats.spearmanr(list(levels), values)[0]) if np.ptp(values) else nan
 
     return together(role, found, *levels.values(), ends=CORRELATION)
 
@@ -219,12 +224,12 @@ def over_levels(
 
 def least_rate(levels: np.ndarray, rates: np.ndarray) -> Estimate:
     """The sink rate of the level that has the least, of (seeds, levels) in percent."""
-    return least_of([mean_of_rates(each, *PERCENT) for each in rates.T])
+    return least_of([mean_of_percent(each) for each in rates.T])
 
 
 def largest_rate(levels: np.ndarray, rates: np.ndarray) -> Estimate:
     """The sink rate of the level that has the most."""
-    return largest_of([mean_of_rates(each, *PERCENT) for each in rates.T])
+    return largest_of([mean_of_percent(each) for each in rates.T])
 
 
 def range_of_rates(levels: np.ndarray, rates: np.ndarray) -> Estimate:

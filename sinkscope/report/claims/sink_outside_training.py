@@ -1,5 +1,7 @@
 """Claims of When Attention Sink Emerges (WSE §7) on trained sink tokens and biases, to which the sink moves or not."""
 
+from math import inf
+
 from sinkscope.report.claims.arms import LARGE_NORM, SINK
 from sinkscope.report.claims.claim import Claim, Part, above, at_least, at_most, below
 from sinkscope.report.claims.evidence import Lacks, table_of
@@ -83,6 +85,7 @@ CLAIMS = (
             "1.51 % and S₀ 0, 0.06, 3.71, 25.88 % with m = 0, 1, 5, 20"), is_ours=False),
     Claim("S-14", "Sun et al.", "Key-value biases remove massive activations.",
         (Part("number of massive activations", where_plain_has("massive activation: their number",
-            metric("massive_count"), 0.0, WITH_BIASES, of_one(WITH_BIASES, metric("massive_count"), BIASES, PLAIN)),
+            metric("massive_count"), 0.0, WITH_BIASES,
+            of_one(WITH_BIASES, metric("massive_count"), BIASES, PLAIN, (0.0, inf))),
             at_most(0.0)),), (WITH_BIASES,)),
 )  # fmt: skip

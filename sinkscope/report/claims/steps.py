@@ -9,10 +9,17 @@ import numpy as np
 
 from sinkscope.report.claims.arms import SINK
 from sinkscope.report.claims.claim import Claim, NotDefined, Part, above, at_least, below
-from sinkscope.report.claims.estimates import Estimate, bootstrap, least_of, mean_of_rates, positive_jackknife
+from sinkscope.report.claims.estimates import (
+    Estimate,
+    bootstrap,
+    least_of,
+    mean_of_rates,
+    mean_of_runs,
+    positive_jackknife,
+)
 from sinkscope.report.claims.evidence import MAIN, NULL, Evidence, Lacks
 from sinkscope.report.claims.gs import SPIKE
-from sinkscope.report.claims.over_seeds import mean_of_ratios, study_of, with_setting, words_for
+from sinkscope.report.claims.over_seeds import PERCENT, Ends, mean_of_ratios, study_of, with_setting, words_for
 from sinkscope.report.claims.quantities import LATER, gradients, sink_rates
 from sinkscope.report.claims.studies import LoggedStudy, StepStudy
 from sinkscope.results.run import RunData
@@ -46,13 +53,13 @@ def _first(steps: list[int], rates: np.ndarray) -> tuple[np.ndarray, str]:
 
 
 def _over(
-    of: Callable[[list[int], np.ndarray], tuple[np.ndarray, str]], least: float = 0.0
+    of: Callable[[list[int], np.ndarray], tuple[np.ndarray, str]], ends: Ends | None = None
 ) -> Callable[[Evidence], Estimate]:
     """The interval is over the sequences of one training that was measured, and else over seeds.
 
     Args:
-        of: Makes (R,) from `least` to 100 and words of the steps and (R, steps), the sink rates.
-        least: The smallest value there can be.
+        of: Makes (R,) and words of the steps and (R, steps), the sink rates.
+        ends: Between which the number is.
     """
 
     def measure(evidence: Evidence) -> Estimate:
@@ -65,7 +72,7 @@ def _over(
         if len(found) == 1 and not isinstance(study, LoggedStudy):
             return bootstrap(found[0][0]).over(f"{words}; one training, interval over its sequences")
         seeds, values = with_setting(study, words_for(len(found))), np.array([values[0] for values, _ in found])
-        return mean_of_rates(values, least, 100.0).over(f"{words}; {seeds}")
+        return (mean_of_rates(values, *ends) if ends else mean_of_runs(values)).over(f"{words}; {seeds}")
 
     return measure
 
@@ -112,6 +119,6 @@ CLAIMS = (
         (Part("value-gradient ratio ÷ null, least over steps behind the onset", _least_spike, at_least(SPIKE)),),
         (STEPS,)),
     Claim("W-30", "fig. 4", "The sink appears in training.",
-        (Part("rise of the sink rate over steps, in points", _over(_rise, -100.0), above(SINK)),
-         Part("sink rate at the first step, in %", _over(_first), below(BEGINNING))), (COURSE,)),
+        (Part("rise of the sink rate over steps, in points", _over(_rise), above(SINK)),
+         Part("sink rate at the first step, in %", _over(_first, PERCENT), below(BEGINNING))), (COURSE,)),
 )  # fmt: skip
