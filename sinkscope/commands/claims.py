@@ -37,7 +37,7 @@ from sinkscope.models.fingerprint import fingerprint
 from sinkscope.options.claims import ClaimsOptions
 from sinkscope.options.measuring import AnalyzeOptions, InterveneOptions, RunConfig
 from sinkscope.options.output import OutputOptions
-from sinkscope.report.claims.evidence import LONG, MAIN, NULL, POLICIES, RANDOM, REPEATED, Evidence
+from sinkscope.report.claims.evidence import LONG, MAIN, NULL, POLICIES, RANDOM, REPEATED, Evidence, null_role
 from sinkscope.report.claims.folder import ScorecardFolder, scorecard_folder
 from sinkscope.report.claims.gather import Collection
 from sinkscope.report.claims.given import collected, judged_folders, merged, skipped_in
@@ -54,10 +54,15 @@ from sinkscope.retrofits.registers import registers_before
 
 STREAMED, KEPT = "streaming-window:window=64", (0, 1, 2, 4)  # first tokens
 STREAM = 512  # tokens of a text that is streamed, where the model takes so many
-STREAMS = 4  # such texts; intervals are over 32 parts of them
+STREAMS = 8  # such texts, over which intervals are
 # what claims read of each input besides the model as it is; of equal tokens more where no BOS is in front
 OF_INPUTS = {MAIN: ("attention", "activation", "massive"), RANDOM: ("attention",), REPEATED: ("attention",)}
 OF_EQUAL_TOKENS = ("attention", "geometry", "activation", "equal-tokens")
+# of random weights: what claims read of them, without what follows other observables and draws pictures
+OF_NULL = (
+    "activation", "attention", "gate", "geometry", "gradient", "massive", "query-bias", "logit-terms", "epe",
+    "window-edge",
+)  # fmt: skip
 
 
 def command(options: ClaimsOptions, output: OutputOptions) -> Result:
@@ -230,7 +235,9 @@ class Bench:
         """Way → the roles that no run plays and that routes need, or claims which speak of this model."""
         speaking = (claim for claim in CLAIMS.values() if not any(scope(evidence) for scope in claim.scope))
         found: dict[str, list[str]] = defaultdict(list)
-        for role in dict.fromkeys((*(need for claim in speaking for need in claim.reads), *ROUTE_ROLES)):
+        needs = dict.fromkeys(need for claim in speaking for need in claim.reads)
+        nulls = [null_role(draw) for draw in range(self.config.nulls)] if MAIN in needs else []
+        for role in dict.fromkeys((*needs, *nulls, *ROUTE_ROLES)):
             kind = role.partition(":")[0]
             way = WITH.get(kind, kind)
             if way in WAYS and not (evidence.has(role) or evidence.inapplicable(role) or role in self.skipped):
@@ -276,9 +283,15 @@ class Bench:
         given = {"seq_len": tokens, "window": tokens, "positions": positions, "observables": ("attention",)}
         return self._analyzed(None, given)
 
-    def null(self) -> Run:
-        with random_weights(self.subject, self.config.seed) as subject:
-            return self._analyzed(subject, {"skip_parity": True})
+    def null(self, draw: int) -> Run:
+        """Random weights, on the same text: measured as the model is, since norms of gradients depend on how many
+        sequences they are summed over.
+        """
+        loaded, family = self.subject.loaded, self.subject.family
+        applying = [name for name in OF_NULL if OBSERVABLES[name].inapplicable(loaded.model, family) is None]
+        with random_weights(self.subject, self.config.seed + draw) as subject:
+            run = self._analyzed(subject, {"skip_parity": True, "observables": applying})
+        return Run(run.manifest | {"draw": draw}, run.tables)
 
     def arms(self, roles: Iterable[str], **given: Any) -> Run:
         """Interventions, each by itself, with what the claims need of them: a loss, random controls."""
@@ -364,7 +377,7 @@ def _together(**given: Any) -> Callable[[Bench, list[str]], Runs]:
 # kind of role → how its runs are measured; roles of other kinds are played by models that are trained for them
 WAYS: dict[str, Callable[[Bench, list[str]], Runs]] = {
     **{kind: _each(partial(_under_policy, policy)) for policy, kind in POLICIES.items()},
-    NULL: _one(Bench.null),
+    NULL: _each(lambda bench, draw: bench.null(int(draw or 0))),
     "length": _each(lambda bench, tokens: bench.length(int(tokens))),
     "domain": _each(lambda bench, name: bench.input({"input": name})),
     "do": _together(),

@@ -246,8 +246,8 @@ class Experiment:
         caches = part.model_dump()
         model, inputs = subject.loaded.model, subject.inputs
         size = self.batch_size or first_size(inputs, model, self.config.batch_size, costs=1)
-        table = measure_streaming(model, subject.family, inputs, caches["window"], caches["keep"], size)
-        self._collect({"streaming": table}, label)
+        tables = measure_streaming(model, subject.family, inputs, caches["window"], caches["keep"], size)
+        self._collect(tables, label)
         self.records[label] = _record(stack, resolved, known.target)
 
     WAYS: ClassVar[dict[str, Callable[..., None]]] = {"pass": _by_pass, "streaming": _by_streaming}

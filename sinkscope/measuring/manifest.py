@@ -85,6 +85,7 @@ def _described(subject: Subject, config: RunConfig, facts: Facts) -> dict[str, A
             "token_zero": inputs.token_zero,
             "masked": None if inputs.masked is None else inputs.num_predicted,
             "sha256": inputs.sha256,
+            "per_passage": inputs.per_passage,
         },
         "seed": config.seed,
     }

@@ -14,7 +14,7 @@ from sinkscope.attention.taps import Seam
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.losses import CHUNK, cross_entropies, perplexity
 from sinkscope.models.family import Family, input_device
-from sinkscope.results.tables import Column
+from sinkscope.results.tables import SEQUENCE, Column, Columns
 from sinkscope.text.inputs import TokenInputs
 
 STREAMING_COLUMNS = (
@@ -26,6 +26,14 @@ STREAMING_COLUMNS = (
     Column("loss", "mean cross-entropy", "nats per token"),
     Column("perplexity", "exp(loss)"),
 )
+STREAMING_TABLES: dict[str, Columns] = {
+    "streaming": STREAMING_COLUMNS,
+    "streaming_by_sequence": (
+        *STREAMING_COLUMNS[:3],
+        SEQUENCE,
+        Column("loss", "mean cross-entropy of the sequence's tokens", "nats per token"),
+    ),
+}
 BUCKETS = 32  # of tokens, over the length of the text
 
 
@@ -48,7 +56,7 @@ def measure_streaming(
     keep: tuple[int, ...],
     batch_size: int = 1,
     advance: Callable[[int, int], None] | None = None,
-) -> pd.DataFrame:
+) -> dict[str, pd.DataFrame]:
     """Loss and perplexity of a long text with dense attention, with each window, and with the first tokens kept too.
 
     Args:
@@ -59,7 +67,7 @@ def measure_streaming(
         advance: called after each batch with the sequences read so far and in all, each counted once per method.
 
     Returns:
-        The raw table `streaming` (STREAMING_COLUMNS). A token counts where it is predicted: token 0 never does.
+        The raw tables of STREAMING_TABLES. A token counts where it is predicted: token 0 never does.
 
     Raises:
         InputError: streaming does not apply to the model, the sequences differ in length, or a cache holds the whole
@@ -69,20 +77,27 @@ def measure_streaming(
     check_applies(model, family)
     length = _one_length(inputs)
     methods = _methods(windows, keep, length)
-    losses = {method: torch.zeros(length - 1, dtype=torch.float64) for method in methods}
+    parts: dict[Method, list[torch.Tensor]] = {method: [] for method in methods}
     device, done = input_device(model), 0
     with open_seam(model, family) as seams, torch.no_grad():
         for ids, _ in inputs.batches(batch_size):
             for method in methods:
                 with method.open(model, family, seams):
                     logits = model(input_ids=ids.to(device), use_cache=False).logits
-                losses[method] += token_losses(logits, ids).sum(0, dtype=torch.float64).cpu()
+                parts[method].append(token_losses(logits, ids).double().cpu())
                 done += len(ids)
                 if advance is not None:
                     advance(done, len(methods) * len(inputs))
+    losses = {method: torch.cat(some) for method, some in parts.items()}  # (N,T-1) each
     if not all(bool(loss.isfinite().all()) for loss in losses.values()):
         raise SinkscopeError("the model itself gives NaN or infinite losses; try --dtype float32")
-    return pd.DataFrame([row for method in methods for row in _rows(method, losses[method], len(inputs))])
+    rows = [row for method, loss in losses.items() for row in _rows(method, loss.sum(0), len(inputs))]
+    by_sequence = [
+        {"layer": -1, "method": method.name, "window": method.window, "keep": method.keep, "sequence": at, "loss": one}
+        for method, loss in losses.items()
+        for at, one in enumerate(loss.mean(1).tolist())
+    ]
+    return {"streaming": pd.DataFrame(rows), "streaming_by_sequence": pd.DataFrame(by_sequence)}
 
 
 def _one_length(inputs: TokenInputs) -> int:

@@ -8,7 +8,7 @@ from sinkscope.measuring.effects import EFFECT_COLUMNS
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.passes import LOSS_TABLES
 from sinkscope.measuring.quantization_study import QUANTIZATION_TABLES
-from sinkscope.measuring.streaming import STREAMING_COLUMNS
+from sinkscope.measuring.streaming import STREAMING_TABLES
 from sinkscope.models.loading import LoadedModel
 from sinkscope.results.tables import LEADING, METRIC, TRAINING_TABLES, VALUE, Columns, names_of
 from sinkscope.text.tokens import token_texts
@@ -22,7 +22,7 @@ def all_tables() -> dict[str, Columns]:
         **LOSS_TABLES,
         "summary": (METRIC, VALUE),
         "effect": EFFECT_COLUMNS,
-        "streaming": STREAMING_COLUMNS,
+        **STREAMING_TABLES,
         **QUANTIZATION_TABLES,
         **TRAINING_TABLES,
     }

@@ -26,6 +26,13 @@ class ClaimsOptions(ControlOptions, RunConfig):
     refused: ClassVar = {"observables": "each claim names what it needs"}
     hidden: ClassVar = tuple(ObservableOptions.model_fields)
 
+    nulls: int = option(
+        5,
+        "Measuring",
+        "Draws of random weights: a claim tells the model from these if none of them passes it.",
+        metavar="N",
+        ge=1,
+    )
     from_: tuple[UserPath, ...] = option(
         (),
         "Input",

@@ -16,6 +16,7 @@ OUTCOMES = {
     Judged.HOLDS: Outcome.PRESENT,
     Judged.FAILS: Outcome.ABSENT,
     Judged.INCONCLUSIVE: Outcome.UNDECIDED,
+    Judged.NOT_ENOUGH_SEEDS: Outcome.UNDECIDED,
 }
 
 

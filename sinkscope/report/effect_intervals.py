@@ -1,7 +1,8 @@
 """How far other sequences would change what an arm does: 95 % intervals, from an experiment's tables by sequence.
 
 An arm reads the sequences that are read before, so that its change is known better than either number: sequences are
-resampled in pairs, and the interval is that of the change, put where the arm's number is.
+resampled in pairs, and the interval is that of the change, put where the arm's number is. Perplexities are compared
+without each passage of the text in turn (jackknife): sequences of one passage are alike.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import pandas as pd
 
 from sinkscope.measuring.effects import NO_POSITION
 from sinkscope.measuring.experiment import BEFORE
-from sinkscope.report.claims.estimates import bootstrap, weighted_means
+from sinkscope.report.claims.estimates import bootstrap, positive_jackknife, weighted_means
 from sinkscope.report.claims.evidence import Lacks, Sequences, table_of
 from sinkscope.results.run import RunData
 
@@ -49,8 +50,8 @@ def interval_by_layer(run: RunData, label: str, metric: str, position: int) -> p
 
 
 def _change(before: np.ndarray, after: np.ndarray, is_factor: bool = False) -> tuple[float, float]:
-    """Of (1 + draws,) each; perplexities change by a factor."""
-    found = bootstrap(after / before if is_factor else after - before)
+    """The interval of a change, from (1 + draws,) each; perplexities, (1 + passages,), change by a factor."""
+    found = positive_jackknife(after / before) if is_factor else bootstrap(after - before)
     ends = found.low, found.high
     low, high = (before[0] * end if is_factor else before[0] + end for end in ends)
     return float(low), float(high)

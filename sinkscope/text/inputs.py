@@ -53,6 +53,7 @@ class TokenInputs:
     sha256: of all lengths and ids: equal hashes mean that two runs read the same tokens.
     masked: for an encoder, each sequence as it has to predict it; None where each token's successor is predicted.
     notices: what the user should know, one line each.
+    per_passage: so many consecutive sequences are of one passage of a text; what they share is no accident.
     """
 
     condition: str
@@ -62,6 +63,7 @@ class TokenInputs:
     notices: tuple[str, ...] = ()
     masked: tuple[Masked, ...] | None = None
     first_predicted: int = 1  # as Batch has it
+    per_passage: int = 1
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -186,7 +188,14 @@ def build_inputs(
         notices.append(f"{label} holds {held} {of} {seq_len} tokens; {num_seqs} were asked for")
     for ids in sequences:
         ids.setflags(write=False)
-    return TokenInputs(condition, sequences, selection.token_zero, _sha256(sequences), tuple(notices))
+    return TokenInputs(
+        condition,
+        sequences,
+        selection.token_zero,
+        _sha256(sequences),
+        tuple(notices),
+        per_passage=selection.per_passage,
+    )
 
 
 def _sha256(sequences: Iterable[np.ndarray]) -> str:

@@ -18,11 +18,12 @@ Sampler = Callable[[int, int, int, int], np.ndarray]
 
 
 class Selection(NamedTuple):
-    """The sequences chosen from one source, what stands at their position 0, and notices for the user."""
+    """The sequences chosen from one source, what is at their position 0, and notices for the user."""
 
     sequences: list[list[int]]
     token_zero: str
     notices: list[str]
+    per_passage: int = 1  # consecutive sequences that are of one passage of a text
 
 
 @dataclass(frozen=True)

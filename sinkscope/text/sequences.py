@@ -15,6 +15,9 @@ from sinkscope.text.tokens import check_ids, encode, first_tokens
 # dataset of short documents would be streamed to its end.
 DOCUMENTS_PER_SEQUENCE = 200
 TEXT = "first text token"  # what position 0 is where nothing stands in front of a text
+# Consecutive windows of a text speak of the same thing, and are equally easy to predict: so many tokens count as one
+# passage. The text that is shipped changes its source about as often.
+PASSAGE = 512
 
 
 def windows(documents: Iterator[Document], label: str, request: Request) -> Selection:
@@ -31,7 +34,7 @@ def windows(documents: Iterator[Document], label: str, request: Request) -> Sele
         )
     check_ids(ids, request.vocab_size, f"{label} through this tokenizer")
     sequences = [request.framed(ids[at * step : (at + 1) * step]) for at in range(count)]
-    return Selection(sequences, request.token_zero(TEXT), [])
+    return Selection(sequences, request.token_zero(TEXT), [], per_passage=max(1, round(PASSAGE / step)))
 
 
 def prompted(text: str, request: Request) -> Selection:

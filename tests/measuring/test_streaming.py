@@ -516,7 +516,9 @@ def test_the_table_holds_every_way_of_reading(name: str) -> None:
     ids = torch.as_tensor(np.stack(inputs.sequences))
     steps: list[tuple[int, int]] = []
     family = find_family(model)
-    table = measure_streaming(model, family, inputs, (7, 3), (2, 0, 1), 2, lambda *step: steps.append(step))
+    table = measure_streaming(model, family, inputs, (7, 3), (2, 0, 1), 2, lambda *step: steps.append(step))[
+        "streaming"
+    ]
     ways = table[["method", "window", "keep"]].drop_duplicates().itertuples(index=False)
     assert list(ways) == [
         ("dense", -1, 0),
@@ -540,7 +542,7 @@ def test_the_table_holds_every_way_of_reading(name: str) -> None:
 
 def test_buckets_of_a_longer_text() -> None:
     model = tiny_model("llama")
-    table = measure_streaming(model, find_family(model), inputs_of(2, 100), (16,), (2,))
+    table = measure_streaming(model, find_family(model), inputs_of(2, 100), (16,), (2,))["streaming"]
     for _, rows in table.groupby(["method", "keep"]):
         buckets = rows[rows["bucket"] >= 0]
         assert buckets["bucket"].tolist() == list(range(0, 100, 3))
@@ -553,7 +555,7 @@ def test_buckets_of_a_longer_text() -> None:
 
 def test_the_batch_size_changes_nothing() -> None:
     model, inputs = smooth("llama"), inputs_of(3, 40)
-    one, two = (measure_streaming(model, find_family(model), inputs, (5,), (1,), size) for size in (1, 2))
+    one, two = (measure_streaming(model, find_family(model), inputs, (5,), (1,), size)["streaming"] for size in (1, 2))
     pd.testing.assert_frame_equal(one, two)
 
 

@@ -15,15 +15,17 @@ USUAL = {None: 10.0, 0: 90.0, 1: 13.0, 2: 12.0, 4: 10.1}  # first tokens kept (N
 
 
 def streamed(perplexities: dict[int | None, float]) -> RunData:
+    """Eight texts, of which each is as hard for one method as for another but for a little."""
     rows = [
         {"method": "dense" if keep is None else "kept", "window": -1 if keep is None else 64, "keep": keep or 0}
-        | {"bucket": bucket, "tokens": 100, "loss": np.log(perplexity) + 0.01 * np.sin(bucket)}
+        | {"sequence": text, "loss": np.log(perplexity) + 0.5 * np.sin(text) + 0.01 * np.sin((keep or 7) * text)}
         for keep, perplexity in perplexities.items()
-        for bucket in (-1, *range(32))
+        for text in range(8)
     ]
     run = analysis({})
     run.manifest["input"]["longest"] = 512
-    return RunData(run.manifest | {"command": "intervene", "arms": {}}, {"streaming": pd.DataFrame(rows)})
+    tables = {"streaming": pd.DataFrame(), "streaming_by_sequence": pd.DataFrame(rows)}
+    return RunData(run.manifest | {"command": "intervene", "arms": {}}, tables)
 
 
 def judged(claim: str, perplexities: dict[int | None, float], registers: int = 0) -> Judgment:

@@ -8,7 +8,7 @@ from sinkscope.report.claims.arms import SINK
 from sinkscope.report.claims.claim import Claim, NotDefined, Part, above, at_least, below
 from sinkscope.report.claims.estimates import Estimate, bootstrap
 from sinkscope.report.claims.evidence import MAIN, Evidence, Lacks
-from sinkscope.report.claims.over_seeds import over_levels
+from sinkscope.report.claims.over_seeds import least_rate, over_levels
 from sinkscope.report.claims.published import published
 from sinkscope.report.claims.scopes import causal
 
@@ -17,12 +17,12 @@ FAR_BELOW = 0.1  # a third of ε = 0.3: uniform attention over 16 tokens gives 0
 SCHEMES = ("none", "absolute", "learned", "relative", "alibi", "rotary")  # WSE table 3
 
 
-def _least_of_all(schemes: np.ndarray, rates: np.ndarray) -> np.ndarray:
-    """(seeds,): the sink rate of the scheme that has the least, of the paper's six."""
+def _least_of_all(schemes: np.ndarray, rates: np.ndarray) -> Estimate:
+    """The sink rate of the scheme that has the least, of the paper's six."""
     lacking = [scheme for scheme in SCHEMES if scheme not in schemes]
     if lacking:
         raise Lacks(f"no training has position_scheme={lacking[0]}")
-    return rates[:, np.isin(schemes, SCHEMES)].min(1)
+    return least_rate(schemes, rates[:, np.isin(schemes, SCHEMES)])
 
 
 def _prefix_lm(evidence: Evidence) -> str | None:

@@ -6,7 +6,7 @@ import numpy as np
 
 from sinkscope.measuring.experiment import BEFORE
 from sinkscope.report.claims.claim import NotDefined, Part, above, below
-from sinkscope.report.claims.estimates import Estimate, bootstrap, mean_of_runs, one_more_run
+from sinkscope.report.claims.estimates import Estimate, bootstrap, mean_of_controls, one_more_run, positive_jackknife
 from sinkscope.report.claims.evidence import Evidence
 from sinkscope.report.claims.quantities import sink_rates
 
@@ -25,15 +25,8 @@ def before_and_after(evidence: Evidence, role: str, position: int = 0) -> tuple[
 
 def controls(evidence: Evidence, role: str) -> np.ndarray:
     """(draws,): the sink rate at position 0 under each of an arm's random controls."""
-    conditions = control_conditions(evidence, role)
+    conditions = evidence.controls(role)
     return np.array([sink_rates(evidence, role, condition=condition)[0] for condition in conditions])
-
-
-def control_conditions(evidence: Evidence, role: str) -> list[str]:
-    """The conditions of an arm's random controls, as tables name them."""
-    label = evidence.label(role)
-    drawn = evidence.runs[role].manifest["arms"][label]["controls"]
-    return [f"{label} control {draw}" for draw in range(len(drawn))]
 
 
 def beyond_controls(evidence: Evidence, role: str) -> Estimate:
@@ -81,14 +74,14 @@ def falls(role: str) -> Part:
 
 
 def losses(evidence: Evidence, role: str, condition: str) -> np.ndarray:
-    """(R,): loss per predicted token under one arm, or `before`; the sequences resampled alike for all."""
+    """(1 + passages,): loss per predicted token under one arm, or `before`, of the whole run and without a passage."""
     return evidence.sequences(role, condition).losses
 
 
 def perplexity_ratio(evidence: Evidence, role: str) -> Estimate:
-    """Perplexity under an intervention ÷ without; sequences resampled in pairs."""
+    """Perplexity under an intervention ÷ without; both without the same passage."""
     after = evidence.label(role) or ""
-    return bootstrap(np.exp(losses(evidence, role, after) - losses(evidence, role, BEFORE)))
+    return positive_jackknife(np.exp(losses(evidence, role, after) - losses(evidence, role, BEFORE)))
 
 
 def perplexity_of_controls(evidence: Evidence, role: str) -> Estimate:
@@ -97,8 +90,8 @@ def perplexity_of_controls(evidence: Evidence, role: str) -> Estimate:
     Raises:
         NotDefined: the arm has no controls.
     """
-    draws = control_conditions(evidence, role)
+    draws = evidence.controls(role)
     if not draws:
         raise NotDefined("the intervention has no random control on this model")
     before = losses(evidence, role, BEFORE)[0]
-    return mean_of_runs(np.exp([losses(evidence, role, draw)[0] - before for draw in draws]))
+    return mean_of_controls(np.exp([losses(evidence, role, draw)[0] - before for draw in draws]))

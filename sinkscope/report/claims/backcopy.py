@@ -75,7 +75,7 @@ NOT_MORE: Test = at_most(COST)
 
 CLAIMS = (
     _claim("V-4", "fig. 4", "The plain lab model sinks.", ALONE,
-        (BEFORE_TRIGGERS, of_one(ALONE, _at_end(ATTENTION), PLAIN), at_least(0.5))),
+        (BEFORE_TRIGGERS, of_one(ALONE, _at_end(ATTENTION), PLAIN, ends=(0.0, 1.0)), at_least(0.5))),
     _claim("V-5", "fig. 4", "And drains.", ALONE, (DRAIN, of_one(ALONE, _at_end(_value), PLAIN), at_most(0.5))),
     _claim("V-6", "fig. 4", "VGA has no sink.", BOTH,
         (f"{BEFORE_TRIGGERS}, VGA − untrained", of_one(BOTH, _since_start(ATTENTION), GATE, PLAIN), at_most(0.0))),

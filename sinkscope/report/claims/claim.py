@@ -1,14 +1,16 @@
 """What a claim is, and how an estimate is judged by it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from math import inf, isnan
+from math import inf, isfinite, isnan, nan
 
 import numpy as np
+from scipy import stats
 
-from sinkscope.report.claims.estimates import Estimate
-from sinkscope.report.claims.evidence import MAIN, NULL, Evidence, Lacks
+from sinkscope.report.claims.estimates import LEVEL, Estimate
+from sinkscope.report.claims.evidence import Evidence, Lacks
+from sinkscope.report.claims.nulls import Null, draws_of, usual_null
 from sinkscope.results import metrics
 from sinkscope.results.findings import Published
 
@@ -22,11 +24,12 @@ PAPERS = {  # first part of a claim's id → its paper
 
 
 class Outcome(StrEnum):
-    """What a model's runs say of a claim."""
+    """What a model's runs say about a claim."""
 
     HOLDS = "holds"
     FAILS = "fails"
     INCONCLUSIVE = "inconclusive"  # the interval spans the threshold
+    NOT_ENOUGH_SEEDS = "not enough seeds"  # and it would, were the claim true
     DOES_NOT_APPLY = "does not apply"
     NOT_MEASURED = "not measured"
 
@@ -46,14 +49,43 @@ class Test:
     strict: bool = False
 
     def outcome(self, estimate: Estimate) -> Outcome:
-        """By the whole interval, not by the point."""
+        """By the whole interval and not by the point: each end misses the truth with 2.5 %, so that a claim whose truth
+        is at the threshold holds in 2.5 % of studies.
+        """
         if isnan(estimate.value):
             return Outcome.INCONCLUSIVE
-        inside = (self._above(estimate.low), self._below(estimate.high))
-        if all(inside):
+        if self.holds(estimate):
             return Outcome.HOLDS
         outside = not self._above(estimate.high) or not self._below(estimate.low)
-        return Outcome.FAILS if outside else Outcome.INCONCLUSIVE
+        if outside:
+            return Outcome.FAILS
+        return Outcome.NOT_ENOUGH_SEEDS if self.power(estimate) < ENOUGH else Outcome.INCONCLUSIVE
+
+    def holds(self, estimate: Estimate) -> bool:
+        """Whether all of the interval is inside."""
+        return self._above(estimate.low) and self._below(estimate.high)
+
+    def power(self, estimate: Estimate) -> float:
+        """How probable it is that a study with as many seeds and this spread shows the claim, if it is true.
+
+        True means: as far as the value at hand says, or for a range that all levels are alike.
+
+        Returns:
+            NaN where the number is not over seeds, or its value speaks against the claim.
+        """
+        truth = estimate.value if isnan(estimate.truest) else estimate.truest
+        if not estimate.seeds or isnan(truth):
+            return nan
+        if not (isfinite(estimate.low) and isfinite(estimate.high)) or estimate.seeds < 2:
+            return 0.0
+        if not (self._above(truth) and self._below(truth)):
+            return nan
+        freedom = estimate.seeds - 1
+        reach = stats.t.ppf((1 + LEVEL) / 2, freedom)
+        below, above = estimate.value - estimate.low, estimate.high - estimate.value
+        sides = [(truth - self.least, below), (self.most - truth, above)]
+        misses = [stats.t.sf(reach * (room / side - 1), freedom) for room, side in sides if isfinite(room) and side]
+        return float(max(0.0, 1 - sum(misses)))
 
     def _above(self, x: float) -> bool:
         return x > self.least if self.strict and self.least != -inf else x >= self.least
@@ -69,6 +101,9 @@ class Test:
         if self.least == -inf:
             return f"{'<' if self.strict else '≤'} {most}"
         return f"{least} to {most}"
+
+
+ENOUGH = 0.5  # power: with less, that a claim is not shown says nothing
 
 
 def at_least(threshold: float) -> Test:
@@ -126,6 +161,7 @@ class Claim:
         scope: Which models the claim speaks of: all conditions have to be met.
         published: What the paper measured.
         is_ours: Whether the thresholds are ours and not the paper's.
+        set_against: What its test should not pass; None: the usual null of what it needs.
     """
 
     id: str
@@ -137,11 +173,16 @@ class Claim:
     published: tuple[Published, ...] = ()
     is_ours: bool = True
     beside: tuple[str, ...] = ()
+    set_against: Null | None = None
 
     @property
     def reads(self) -> tuple[str, ...]:
         """The names of all runs that the parts read."""
         return (*self.needs, *self.beside)
+
+    @property
+    def null(self) -> Null:
+        return self.set_against or usual_null(self.needs)
 
     @property
     def paper(self) -> str:
@@ -157,12 +198,21 @@ class Judgment:
         outcome: Of all its parts together.
         estimates: One a part; none where nothing was measured.
         reason: Why it does not apply, or the command that would measure it.
+        null_passes: The share of the null's draws of which the claim would hold; NaN where that is not known.
     """
 
     claim: Claim
     outcome: Outcome
     estimates: tuple[Estimate, ...] = ()
     reason: str = ""
+    null_passes: float = nan
+
+    @property
+    def tells(self) -> str:
+        """Whether the claim tells the model from its null: yes only if no draw passes; «theorem», «» if not known."""
+        if self.claim.null == Null.THEOREM:
+            return str(Null.THEOREM)
+        return "" if isnan(self.null_passes) else "no" if self.null_passes else "yes"
 
     @property
     def outcomes(self) -> tuple[Outcome, ...]:
@@ -184,12 +234,13 @@ def judge(claim: Claim, evidence: Evidence) -> Judgment:
     if missing:
         return Judgment(claim, Outcome.NOT_MEASURED, reason=evidence.command(missing[0]))
     try:
-        estimates = tuple(_beside_null(part, claim, evidence) for part in claim.parts)
+        estimates = tuple(estimated(part.measure, evidence) for part in claim.parts)
     except NotDefined as reason:
         return Judgment(claim, Outcome.DOES_NOT_APPLY, reason=str(reason))
     except Lacks as reason:
         return Judgment(claim, Outcome.NOT_MEASURED, reason=str(reason))
-    return Judgment(claim, _together(Judgment(claim, Outcome.HOLDS, estimates).outcomes), estimates)
+    outcome = _together(Judgment(claim, Outcome.HOLDS, estimates).outcomes)
+    return _beside_null(Judgment(claim, outcome, estimates), evidence)
 
 
 def estimated(measure: Callable[[Evidence], Estimate], evidence: Evidence) -> Estimate:
@@ -198,18 +249,47 @@ def estimated(measure: Callable[[Evidence], Estimate], evidence: Evidence) -> Es
         return measure(evidence)
 
 
-def _beside_null(part: Part, claim: Claim, evidence: Evidence) -> Estimate:
-    """What is measured of the model as it is, beside the same of random weights."""
-    estimate = estimated(part.measure, evidence)
-    if set(claim.needs) != {MAIN} or not evidence.has(NULL) or not isnan(estimate.null):
-        return estimate
-    try:
-        return estimate.against(estimated(part.measure, evidence.null).value)
-    except (NotDefined, Lacks):
-        return estimate
+def _beside_null(judgment: Judgment, evidence: Evidence) -> Judgment:
+    """The same with what the claim's null gives, in numbers and in the share of its draws that pass."""
+    claim = judgment.claim
+    draws = draws_of(claim.null, claim.needs, evidence)
+    values = np.full((len(draws), len(claim.parts)), nan)
+    passed: list[bool | None] = []
+    for draw, row in zip(draws, values, strict=True):
+        passed.append(_passes(claim, draw, row))
+    known = [each for each in passed if each is not None]
+    share = float(np.mean(known)) if known else nan
+    beside = []
+    for estimate, own in zip(judgment.estimates, values.T, strict=True):
+        own = own[np.isfinite(own)]
+        if len(own):
+            middle = float(own.mean()) if isnan(estimate.null) else estimate.null
+            estimate = replace(estimate, null=middle, null_low=float(own.min()), null_high=float(own.max()))
+        beside.append(estimate)
+    return replace(judgment, estimates=tuple(beside), null_passes=share)
+
+
+def _passes(claim: Claim, draw: Evidence, values: np.ndarray) -> bool | None:
+    """Whether a claim holds of a draw of its null; None where no part fails and some cannot be read. Fills `values`."""
+    if any(scope(draw) for scope in claim.scope):
+        return False
+    outcomes = set()
+    for place, part in enumerate(claim.parts):
+        try:
+            estimate = estimated(part.measure, draw)
+        except NotDefined:  # as of a sink, where there is none
+            return False
+        except Lacks:
+            outcomes.add(Outcome.NOT_MEASURED)
+            continue
+        values[place] = estimate.value
+        outcomes.add(part.test.outcome(estimate))
+    if outcomes <= {Outcome.HOLDS, Outcome.NOT_MEASURED}:
+        return None if Outcome.NOT_MEASURED in outcomes else True
+    return False
 
 
 def _together(outcomes: tuple[Outcome, ...]) -> Outcome:
     """Of a claim whose parts all have to pass."""
-    worst = (Outcome.FAILS, Outcome.INCONCLUSIVE)
+    worst = (Outcome.FAILS, Outcome.INCONCLUSIVE, Outcome.NOT_ENOUGH_SEEDS)
     return next((outcome for outcome in worst if outcome in outcomes), Outcome.HOLDS)

@@ -1,7 +1,7 @@
 """The runs of one model that claims are judged by, each known by its role, and how claims read their tables."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -15,11 +15,16 @@ from sinkscope.report.claims.studies import Study
 from sinkscope.results.bos import OPTIONS, WITH, WITHOUT
 from sinkscope.results.run import RunData
 
-MAIN, NULL = "natural", "null"  # roles: the model as it is, and with random weights
+MAIN, NULL = "natural", "null"  # roles: the model as it is, and with random weights (further draws: null_role)
 LONG = 256  # tokens of a text that is streamed
 RANDOM, REPEATED = OTHER_INPUTS = ("random", "repeated")  # than the text that a model is measured on
 WITH_BOS, WITHOUT_BOS = "with-bos", "without-bos"  # kinds of roles: with-bos:natural, without-bos:repeated
 POLICIES = {WITH: WITH_BOS, WITHOUT: WITHOUT_BOS}
+
+
+def null_role(draw: int) -> str:
+    """The role of a model with random weights, of which there are several draws."""
+    return f"{NULL}:{draw}" if draw else NULL
 
 
 class Role(NamedTuple):
@@ -130,6 +135,11 @@ def role_of(name: str) -> Role:
     return ROLES[name] if name in ROLES else KINDS[kind](of)
 
 
+def _control(arm: str, draw: int) -> str:
+    """As tables name the condition of an arm's random control."""
+    return f"{arm} control {draw}"
+
+
 class Lacks(Exception):
     """A run was not asked for what a claim reads; the message says which table."""
 
@@ -167,9 +177,15 @@ class Sequences:
 
     @property
     def losses(self) -> np.ndarray:
-        """(1 + draws,): loss per predicted token."""
+        """(1 + passages,): loss per predicted token, of the whole run and without each passage of the text.
+
+        Sequences of one passage are alike, and their losses are no independent draws.
+        """
         loss, predicted = (self.values("loss_by_sequence", column)[:, 0] for column in ("loss", "predicted"))
-        return (self.weights @ (loss * predicted)) / (self.weights @ predicted)
+        passage = np.arange(len(loss)) // self.run.manifest["input"].get("per_passage", 1)
+        weights = np.concatenate([np.ones((1, len(loss))), np.unique(passage)[:, None] != passage])
+        with np.errstate(invalid="ignore"):
+            return (weights @ np.nan_to_num(loss * predicted)) / (weights @ predicted)
 
     def _pivot(self, table: str, column: str, by: tuple[str, ...], where: dict) -> np.ndarray:
         rows = table_of(self.run, table)
@@ -197,6 +213,7 @@ class Evidence:
         commands: Role → what would make a study that is not there.
         example: A run that says what kind of model this is, where there is none on text.
         others: All runs of the model that there are, with and without a role.
+        control: The random control that is in the place of each intervention; None: the intervention itself.
     """
 
     runs: dict[str, RunData]
@@ -207,6 +224,7 @@ class Evidence:
     commands: Mapping[str, str] = field(default_factory=dict)
     example: RunData | None = None
     others: tuple[RunData, ...] = ()
+    control: int | None = None  # the random control that is in the place of each intervention
     _sequences: dict[tuple[str, str | None], Sequences] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -219,6 +237,10 @@ class Evidence:
             if need.partition(":")[0] in STUDIES:
                 continue
             fitting = [run for run in runs if role_of(need).is_it(run)]
+            if need == NULL:
+                by_draw = {null_role(run.manifest.get("draw", 0)): run for run in fitting}
+                found |= dict(sorted(by_draw.items()))
+                continue
             if fitting:
                 found[need] = max(fitting, key=lambda run: len(run.tables))
                 continue
@@ -242,9 +264,15 @@ class Evidence:
         command = self.commands[role] if role in self.commands else role_of(role).command
         return command.replace("{model}", self.model)
 
+    def run(self, role: str) -> RunData:
+        """Raises Lacks: there is none, as there is none of random weights but on text."""
+        if role not in self.runs:
+            raise Lacks(f"there is no run '{role}'")
+        return self.runs[role]
+
     def table(self, role: str, name: str) -> pd.DataFrame:
         """One table of a run; of a role "do:NAME" the rows of that arm."""
-        table, label = table_of(self.runs[role], name), self.label(role)
+        table, label = table_of(self.run(role), name), self.label(role)
         return table[table["condition"] == label] if label else table
 
     def sequences(self, role: str, condition: str | None = None) -> Sequences:
@@ -252,18 +280,36 @@ class Evidence:
         label = self.label(role)
         key = role, (condition or label) if label else None
         if key not in self._sequences:
-            self._sequences[key] = Sequences(self.runs[role], key[1])
+            self._sequences[key] = Sequences(self.run(role), key[1])
         return self._sequences[key]
 
     def label(self, role: str) -> str | None:
-        """Of the arm that a role "do:NAME" is; None of other roles."""
-        name = role.partition(":")[2]
-        return label_of(self.runs[role], name) if name else None
+        """The condition of the arm that a role "do:NAME" is; None for other roles."""
+        arm = self._arm(role)
+        return arm if self.control is None or arm is None else _control(arm, self.control)
 
-    @property
-    def null(self) -> "Evidence":
-        """Random weights in the place of the model's."""
-        return Evidence({MAIN: self.runs[NULL]}, model=self.model)
+    def controls(self, role: str) -> list[str]:
+        """The conditions of an arm's random controls; without the one that is in the place of the arm."""
+        arm = self._arm(role)
+        drawn = self.run(role).manifest["arms"][arm]["controls"]
+        return [_control(str(arm), draw) for draw in range(len(drawn)) if draw != self.control]
+
+    def _arm(self, role: str) -> str | None:
+        kind, _, name = role.partition(":")
+        return label_of(self.run(role), name) if name and kind != NULL else None
+
+    def as_control(self, draw: int) -> "Evidence":
+        """A random control in the place of each intervention."""
+        return replace(self, control=draw)
+
+    @cached_property
+    def nulls(self) -> list["Evidence"]:
+        """Each draw of random weights in the place of the model, beside the other draws."""
+        runs = [run for role, run in self.runs.items() if role.partition(":")[0] == NULL]
+        return [
+            Evidence({MAIN: run, **{null_role(at): other for at, other in enumerate(runs[:draw] + runs[draw + 1 :])}})
+            for draw, run in enumerate(runs)
+        ]
 
     @property
     def any_run(self) -> RunData:

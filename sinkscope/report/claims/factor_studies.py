@@ -8,7 +8,16 @@ from sinkscope.report.claims.arms import SINK
 from sinkscope.report.claims.claim import Claim, Part, above, at_most, below
 from sinkscope.report.claims.estimates import Estimate
 from sinkscope.report.claims.evidence import Evidence, Lacks
-from sinkscope.report.claims.over_seeds import Measure, over_levels, slope, study_of, with_a_sink
+from sinkscope.report.claims.over_seeds import (
+    PERCENT,
+    Ends,
+    Measure,
+    largest_rate,
+    over_levels,
+    range_of_rates,
+    slope,
+    study_of,
+)
 from sinkscope.report.claims.published import published
 from sinkscope.report.claims.studies import FactorStudy
 
@@ -18,7 +27,7 @@ RATE, RATE_AND_STEPS, BATCH, DATA = (
 DECAY, WINDOW, FEED_FORWARD, HEADS = (f"factor:{name}" for name in ("weight-decay", "window", "feed-forward", "heads"))
 GOOD_DECAYS, LARGE_DECAY = (0.1, 2.0), 5.0
 
-Numbers = Callable[[np.ndarray, np.ndarray], np.ndarray]
+Numbers = Callable[[np.ndarray, np.ndarray], np.ndarray | Estimate]
 
 
 def _at(place: int) -> Numbers:
@@ -31,17 +40,8 @@ def _rise(levels: np.ndarray, rates: np.ndarray) -> np.ndarray:
     return rates[:, -1] - rates[:, 0]
 
 
-def _at_large_decay(levels: np.ndarray, rates: np.ndarray) -> np.ndarray:
-    return _among(levels >= LARGE_DECAY, rates, f"weight decays of {LARGE_DECAY:g} or more").max(1)
-
-
-def _range(levels: np.ndarray, rates: np.ndarray) -> np.ndarray:
-    """(seeds,): the sink rate at the level that has most − at that with least, both found on the other seeds: the
-    largest less the smallest of one seed is above 0 by chance alone. Raises NotDefined where there is no sink that
-    could differ.
-    """
-    with_a_sink(rates)
-    return _highest_elsewhere(rates) + _highest_elsewhere(-rates)
+def _at_large_decay(levels: np.ndarray, rates: np.ndarray) -> Estimate:
+    return largest_rate(levels, _among(levels >= LARGE_DECAY, rates, f"weight decays of {LARGE_DECAY:g} or more"))
 
 
 def _best_decay(levels: np.ndarray, rates: np.ndarray) -> np.ndarray:
@@ -63,11 +63,11 @@ def _highest_elsewhere(rates: np.ndarray) -> np.ndarray:
     return np.take_along_axis(rates, others.argmax(1)[:, None], 1)[:, 0]
 
 
-def _over_windows(of: Numbers) -> Measure:
+def _over_windows(of: Numbers, ends: Ends | None = None) -> Measure:
     """As `over_levels`. Raises Lacks where a window is shorter than what the sink rate is averaged over: queries that
     do not see the first token count as those that do not attend to it.
     """
-    measure = over_levels(WINDOW, of)
+    measure = over_levels(WINDOW, of, ends)
 
     def within(evidence: Evidence) -> Estimate:
         by_level = study_of(evidence, WINDOW, FactorStudy).by_level
@@ -90,7 +90,7 @@ def _among(chosen: np.ndarray, rates: np.ndarray, what: str) -> np.ndarray:
 
 
 POINTS = "slope of the sink rate on log₂ of the learning rate, in points"
-RANGE = "most − least in points, at levels that the other seeds choose"
+RANGE = "largest difference of two levels, in points"
 
 CLAIMS = (
     Claim("W-31", "table 9", "More sink with a larger learning rate, equal steps.",
@@ -102,12 +102,12 @@ CLAIMS = (
         published=published("WSE table 9", {"slope": 5.28},
             "60M model: 6.29, 16.81, 18.18, 23.44 % at 1e-4, 2e-4, 4e-4, 8e-4"), is_ours=False),
     Claim("W-33", "table 10", "The batch size hardly matters.",
-        (Part(f"{RANGE}, equal steps", over_levels(BATCH, _range), at_most(3.0)),), (BATCH,),
+        (Part(f"{RANGE}, equal steps", over_levels(BATCH, range_of_rates), at_most(3.0)),), (BATCH,),
         published=published("WSE table 10", {"range": 1.99},
             "60M model: 16.45, 17.19, 18.18, 16.19 % at 0.25, 0.5, 1, 2 M tokens", "†")),
     Claim("W-34", "fig. 28", "With little data there is no sink.",
-        (Part("sink rate in %, least data", over_levels(DATA, _at(0)), below(1.0)),
-         Part("most data", over_levels(DATA, _at(-1)), above(SINK))), (DATA,)),
+        (Part("sink rate in %, least data", over_levels(DATA, _at(0), PERCENT), below(1.0)),
+         Part("most data", over_levels(DATA, _at(-1), PERCENT), above(SINK))), (DATA,)),
     Claim("W-38", "table 2", "Most sink at a weight decay of 0.1 to 2, none at 5.",
         (Part("sink rate in % at 5 and more", over_levels(DECAY, _at_large_decay), below(1.0)),
          Part("best from 0.1 to 2 − best of all others, in points", over_levels(DECAY, _best_decay), above(0.0))),
@@ -115,14 +115,14 @@ CLAIMS = (
         published=published("WSE table 2", {"at 5": 0.01},
             "60M model: 15.20, 15.39, 15.23, 18.18, 41.08, 37.71, 6.13 % at 0, 0.001, 0.01, 0.1, 0.5, 1, 2")),
     Claim("W-40", "fig. 6", "A small window has no sink, a large one has.",
-        (Part("sink rate in %, smallest window", _over_windows(_at(0)), below(1.0)),
+        (Part("sink rate in %, smallest window", _over_windows(_at(0), PERCENT), below(1.0)),
          Part("rise to the largest, in points", _over_windows(_rise), above(SINK))), (WINDOW,)),
     Claim("W-45", "table 11", "The feed-forward design hardly matters.",
-        (Part(RANGE, over_levels(FEED_FORWARD, _range), at_most(5.0)),), (FEED_FORWARD,),
+        (Part(RANGE, over_levels(FEED_FORWARD, range_of_rates), at_most(5.0)),), (FEED_FORWARD,),
         published=published("WSE table 11", {"range": 4.30},
             "60M model: SwiGLU 18.18, GeGLU 17.86, ReGLU 13.88, ReLU 16.90, GeLU 14.76, Swish 17.89 %", "†")),
     Claim("W-46", "table 12", "Nor does the number of heads.",
-        (Part(RANGE, over_levels(HEADS, _range), at_most(10.0)),), (HEADS,),
+        (Part(RANGE, over_levels(HEADS, range_of_rates), at_most(10.0)),), (HEADS,),
         published=published("WSE table 12", {"range": 8.82},
             "60M model: 18.18, 10.68, 12.95, 19.50 % with 8, 4, 2, 1 heads, 21.76 % with 8 that are summed", "†")),
 )  # fmt: skip

@@ -10,7 +10,7 @@ from sinkscope.measuring.observables.query_bias import ALL_HEADS, NO_QUERY_BIAS
 from sinkscope.report.claims.arms import SINK, falls, had_a_sink, of_arm, rate_after, share_left
 from sinkscope.report.claims.arms import controls as rates_under_controls
 from sinkscope.report.claims.claim import Claim, NotDefined, Part, above, at_least, at_most, below, between
-from sinkscope.report.claims.estimates import Estimate, bootstrap, exact, jackknife, mean_of_runs, weighted_means
+from sinkscope.report.claims.estimates import Estimate, bootstrap, exact, jackknife, mean_of_controls, weighted_means
 from sinkscope.report.claims.evidence import Evidence
 from sinkscope.report.claims.quantities import later_positions, sink_rates
 from sinkscope.report.claims.scopes import causal, learned_positions, query_bias
@@ -161,7 +161,7 @@ def _random_columns(evidence: Evidence) -> Estimate:
     rates = rates_under_controls(evidence, COLUMNS)
     if not len(rates) or not before:
         return Estimate(np.nan).over("no random controls" if before else "no sink before")
-    return mean_of_runs(rates / before)
+    return mean_of_controls(rates / before)
 
 
 # --- what the paper leaves to do

@@ -3,16 +3,16 @@
 Their sink rates are of the proxy |sim| ÷ Σ|sim|.
 """
 
-import numpy as np
-
 from sinkscope.report.claims.arms import LARGE_NORM, NO_COST, SINK
 from sinkscope.report.claims.claim import Claim, Part, above, at_most, below
 from sinkscope.report.claims.estimates import Estimate
 from sinkscope.report.claims.evidence import Evidence
 from sinkscope.report.claims.factor_studies import RATE as PLAIN_RATE
 from sinkscope.report.claims.over_seeds import (
+    PERCENT,
     Measure,
     difference,
+    largest_rate,
     metric,
     of_one,
     over_levels,
@@ -51,20 +51,15 @@ RATES, DECAYS = (f"factor:{name},{SIGMOID}" for name in ("learning-rate", "weigh
 BILLION = 0.9e9  # parameters
 
 
-def _largest(levels: np.ndarray, rates: np.ndarray) -> np.ndarray:
-    """(seeds,): the highest sink rate at any level."""
-    return rates.max(1)
-
-
 def _largest_without(evidence: Evidence) -> Estimate:
     """Over learning rates. Raises NotDefined where softmax has no sink at any, which sigmoid could lack."""
     with_a_sink(sink_rates(study_of(evidence, PLAIN_RATE, FactorStudy))[1])
-    return over_levels(RATES, _largest)(evidence)
+    return over_levels(RATES, largest_rate)(evidence)
 
 
 def _rate(role: str, method: str) -> Measure:
     """The sink rate of an arm, beside softmax's."""
-    return where_sinks_are(role, of_one(role, RATE, method, PLAIN))
+    return where_sinks_are(role, of_one(role, RATE, method, PLAIN, PERCENT))
 
 
 def _of_a_billion(evidence: Evidence) -> str | None:
@@ -76,7 +71,7 @@ CLAIMS = (
     Claim("W-54", "table 6", "Without normalization there is no sink, at no cost.",
         (*(Part(f"sink rate of the proxy in %, {name}", _rate(OPEN, arm), below(NONE))
             for name, arm in WITHOUT_SUM.items()),
-         Part("softmax", of_one(OPEN, RATE, PLAIN), above(SINK)),
+         Part("softmax", of_one(OPEN, RATE, PLAIN, ends=PERCENT), above(SINK)),
          Part("held-out loss, sigmoid − softmax", difference(OPEN, metric("loss"), SIGMOID), at_most(NO_COST))),
         (OPEN,),
         published=published("WSE table 6", {"sigmoid": 0.44, "ELU+1": 0.80, "identity": 0.0, "MLP kernel": 0.74,
@@ -95,7 +90,8 @@ CLAIMS = (
             "60M model: 29.10, 18.18, 9.41, 3.59, 4.53 % at α = 2, 1, 0.2, 0.1, 0.05", "†"), is_ours=False),
     Claim("W-58", "table 14", "Sigmoid attention has none at any learning rate and weight decay.",
         (Part("sink rate of the proxy in %, rate with the most", _largest_without, below(NONE)),
-         Part("weight decay with the most", over_levels(DECAYS, _largest), below(NONE))), (RATES, DECAYS, PLAIN_RATE),
+         Part("weight decay with the most", over_levels(DECAYS, largest_rate), below(NONE))),
+        (RATES, DECAYS, PLAIN_RATE),
         published=published("WSE table 14", {"lowest": 0.18, "highest": 0.81})),
     Claim("W-59", "§7.4", "Nor has it at 1 B.",
         (Part("sink rate of the proxy, sigmoid − softmax, in points", difference(ONE, RATE, SIGMOID), below(-SINK)),),

@@ -1,10 +1,12 @@
-"""Estimates over the seeds of trainings: means with Student's interval, of ratios on the scale of logarithms.
+"""Estimates over the seeds of trainings: means with Student's interval, of ratios on the scale of logarithms, of rates
+and correlations with one that knows their ends; and extremes over levels, each level with an interval of its own.
 
-With a single seed the interval is unbounded, and whatever rests on it is inconclusive.
+With a single seed nothing is known of the spread, and a claim that rests on it has not enough seeds.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from itertools import combinations
 from math import exp, nan
 from typing import TypeVar
 
@@ -13,7 +15,7 @@ from scipy import stats
 
 from sinkscope.report.claims.arms import SINK
 from sinkscope.report.claims.claim import NotDefined
-from sinkscope.report.claims.estimates import Estimate, mean_of_runs
+from sinkscope.report.claims.estimates import Estimate, largest_of, least_of, mean_of_rates, mean_of_runs, range_of
 from sinkscope.report.claims.evidence import Evidence, Lacks
 from sinkscope.report.claims.factors import Level
 from sinkscope.report.claims.studies import ArmStudy, FactorStudy, Study
@@ -22,15 +24,25 @@ from sinkscope.report.claims.trainings import PLAIN, Arm
 Kind = TypeVar("Kind")
 Measure = Callable[[Evidence], Estimate]
 OfArm = Callable[[Arm], float]
+Ends = tuple[float, float]
+PERCENT, CORRELATION = (0.0, 100.0), (-1.0, 1.0)
+
+
+def _mean(values: np.ndarray, ends: Ends | None) -> Estimate:
+    return mean_of_runs(values) if ends is None else mean_of_rates(values, *ends)
+
+
+def mean_of_percent(rates: np.ndarray) -> Estimate:
+    return mean_of_rates(rates, *PERCENT)
 
 
 def mean_of_ratios(ratios: np.ndarray) -> Estimate:
     """The geometric mean of positive numbers with Student's interval of their logarithms."""
     if not (ratios > 0).all():
-        return Estimate(float(np.mean(ratios)), -np.inf, np.inf)
+        return Estimate(float(np.mean(ratios)), -np.inf, np.inf, seeds=len(ratios))
     found = mean_of_runs(np.log(ratios))
     with np.errstate(over="ignore"):
-        return Estimate(exp(found.value), float(np.exp(found.low)), float(np.exp(found.high)))
+        return replace(found, value=exp(found.value), low=float(np.exp(found.low)), high=float(np.exp(found.high)))
 
 
 def words_for(seeds: int, scale: str = "") -> str:
@@ -76,12 +88,12 @@ def metric(name: str, scale: float = 1.0) -> OfArm:
     return of
 
 
-def of_one(role: str, of: OfArm, method: str, null: str | None = None) -> Measure:
-    """The mean over seeds of one arm's number, beside that of another, its null."""
+def of_one(role: str, of: OfArm, method: str, null: str | None = None, ends: Ends | None = None) -> Measure:
+    """The mean over seeds of one arm's number, and that of another, its null. `ends`: between which the number is."""
 
     def measure(evidence: Evidence) -> Estimate:
         study = study_of(evidence, role, ArmStudy)
-        found = mean_of_runs(_values(study, of, method))
+        found = _mean(_values(study, of, method), ends)
         beside = nan if null is None else float(np.mean(_values(study, of, null)))
         return found.against(beside).over(f"{_label(study, method)}; {words_for_arms(study)}")
 
@@ -89,13 +101,8 @@ def of_one(role: str, of: OfArm, method: str, null: str | None = None) -> Measur
 
 
 def correlation(role: str, of: OfArm, method: str) -> Measure:
-    """The mean over seeds of one arm's correlation, whose interval ends at −1 and 1."""
-
-    def measure(evidence: Evidence) -> Estimate:
-        found = of_one(role, of, method)(evidence)
-        return replace(found, low=max(found.low, -1.0), high=min(found.high, 1.0))
-
-    return measure
+    """The mean over seeds of one arm's correlation."""
+    return of_one(role, of, method, ends=CORRELATION)
 
 
 def difference(role: str, of: OfArm, method: str, against: str = PLAIN) -> Measure:
@@ -122,14 +129,14 @@ def ratio(role: str, of: OfArm, method: str, against: str = PLAIN) -> Measure:
     return measure
 
 
-def together(role: str, of: Callable[[Mapping[str, Arm]], float], *methods: str) -> Measure:
+def together(role: str, of: Callable[[Mapping[str, Arm]], float], *methods: str, ends: Ends | None = None) -> Measure:
     """The mean over seeds of a number that is made of several arms."""
 
     def measure(evidence: Evidence) -> Estimate:
         study = study_of(evidence, role, ArmStudy)
         values = np.array([of(arms) for arms in study.by_seed])
         labels = ", ".join(_label(study, method) for method in methods)
-        return mean_of_runs(values).over(f"{labels}; {words_for_arms(study)}")
+        return _mean(values, ends).over(f"{labels}; {words_for_arms(study)}")
 
     return measure
 
@@ -166,9 +173,10 @@ def ranked(role: str, of: OfArm, levels: Mapping[float, str]) -> Measure:
     """The mean over seeds of the rank correlation of arms' numbers and their levels. `levels`: level → arm."""
 
     def found(arms: Mapping[str, Arm]) -> float:
-        return float(stats.spearmanr(list(levels), [of(arms[arm]) for arm in levels.values()])[0])
+        values = [of(arms[arm]) for arm in levels.values()]
+        return float(stats.spearmanr(list(levels), values)[0]) if np.ptp(values) else nan
 
-    return together(role, found, *levels.values())
+    return together(role, found, *levels.values(), ends=CORRELATION)
 
 
 # --- plain trainings that differ in one setting
@@ -193,20 +201,41 @@ def sink_rates(study: FactorStudy) -> tuple[list[Level], np.ndarray]:
     return list(study.by_level), np.array(rates)
 
 
-def over_levels(role: str, of: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Measure:
-    """The mean over seeds of a number that is made of all levels.
+def over_levels(
+    role: str, of: Callable[[np.ndarray, np.ndarray], np.ndarray | Estimate], ends: Ends | None = None
+) -> Measure:
+    """A number that is made of all levels: its mean over seeds, or an estimate itself.
 
     Args:
         role: Of the study.
-        of: Makes (seeds,) of the levels' numbers (levels,) and the sink rates (seeds, levels).
+        of: Makes (seeds,) or an estimate of the levels' numbers (levels,) and the sink rates (seeds, levels).
+        ends: Between which the number is.
     """
 
     def measure(evidence: Evidence) -> Estimate:
         study = study_of(evidence, role, FactorStudy)
         levels, rates = sink_rates(study)
-        return mean_of_runs(of(np.array(levels), rates)).over(by_level(study, levels, rates))
+        found = of(np.array(levels), rates)
+        estimate = found if isinstance(found, Estimate) else _mean(found, ends)
+        return estimate.over(by_level(study, levels, rates))
 
     return measure
+
+
+def least_rate(levels: np.ndarray, rates: np.ndarray) -> Estimate:
+    """The sink rate of the level that has the least, of (seeds, levels) in percent."""
+    return least_of([mean_of_percent(each) for each in rates.T])
+
+
+def largest_rate(levels: np.ndarray, rates: np.ndarray) -> Estimate:
+    """The sink rate of the level that has the most."""
+    return largest_of([mean_of_percent(each) for each in rates.T])
+
+
+def range_of_rates(levels: np.ndarray, rates: np.ndarray) -> Estimate:
+    """How far levels are apart, in points. Raises NotDefined where there is no sink that could differ."""
+    with_a_sink(rates)
+    return range_of([mean_of_runs(first - second) for first, second in combinations(rates.T, 2)])
 
 
 def by_level(study: FactorStudy, levels: Iterable[Level], rates: np.ndarray) -> str:

@@ -37,6 +37,12 @@ def by_head(evidence: Evidence, table: str, column: str) -> np.ndarray:
     return means.reshape(len(means), -1)
 
 
+def layers_of_heads(evidence: Evidence) -> np.ndarray:
+    """(all heads,): the layer of each head, as `by_head` has them."""
+    shape = evidence.sequences("natural").values("attention_heads_by_sequence", "window_mass", ("layer", "head")).shape
+    return np.repeat(np.arange(shape[1]), shape[2])
+
+
 def sink_heads(evidence: Evidence) -> tuple[np.ndarray, str]:
     """Which heads have their sink at position 0: (all heads,), and how to say it. All, where none has one."""
     mass = by_head(evidence, "attention_heads_by_sequence", "window_mass")[0]

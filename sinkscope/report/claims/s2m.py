@@ -7,7 +7,13 @@ import pandas as pd
 
 from sinkscope.report.claims.arms import perplexity_of_controls, perplexity_ratio
 from sinkscope.report.claims.claim import Claim, NotDefined, Part, above, at_least, at_most, below, between
-from sinkscope.report.claims.estimates import Estimate, bootstrap, resamplings, weighted_means
+from sinkscope.report.claims.estimates import (
+    Estimate,
+    bootstrap,
+    positive_jackknife,
+    resamplings,
+    weighted_means,
+)
 from sinkscope.report.claims.evidence import Evidence, Lacks
 from sinkscope.report.claims.scopes import causal
 from sinkscope.results.findings import COLLAPSE, FEWEST_QUERIES, HARM
@@ -19,8 +25,10 @@ DELIMITERS = set(".,;:!?\n\r")  # what a delimiter token is made of, but for spa
 
 
 def _perplexities(evidence: Evidence, keep: int | None) -> np.ndarray:
-    """(R,): of the smallest window with the first `keep` tokens kept (None: dense); buckets of tokens resampled."""
-    table = evidence.table("streaming", "streaming")
+    """(1 + N,): of the smallest window with the first `keep` tokens kept (None: dense), of all texts that were streamed
+    and without each of them.
+    """
+    table = evidence.table("streaming", "streaming_by_sequence")
     if keep is None:
         rows = table[table["method"] == "dense"]
     else:
@@ -28,20 +36,20 @@ def _perplexities(evidence: Evidence, keep: int | None) -> np.ndarray:
         rows = table[(table["window"] == window) & (table["keep"] == keep) & (table["method"] != "dense")]
     if rows.empty:
         raise Lacks(f"no stream kept {keep} first tokens: streaming-window:window=64,keep={keep} has it")
-    rows = rows[rows["bucket"] >= 0].sort_values("bucket")
-    weights = resamplings(len(rows)) * rows["tokens"].to_numpy(float)
-    return np.exp((weights @ rows["loss"].to_numpy(float)) / weights.sum(1))
+    loss = rows.sort_values("sequence")["loss"].to_numpy(float)
+    without = (loss.sum() - loss) / max(len(loss) - 1, 1)
+    return np.exp([loss.mean(), *without])
 
 
 def _streamed(keep: int, against: int | None) -> Callable[[Evidence], Estimate]:
-    return lambda evidence: bootstrap(_perplexities(evidence, keep) / _perplexities(evidence, against))
+    return lambda evidence: positive_jackknife(_perplexities(evidence, keep) / _perplexities(evidence, against))
 
 
 def _registers_alone(evidence: Evidence) -> Estimate:
     """Against three first tokens of the text besides."""
     count = _registers(evidence)
     alone, more = (_perplexities(evidence, keep) for keep in (count, count + 3))
-    return bootstrap(alone / more).over(f"{count} register token{'s' * (count > 1)}")
+    return positive_jackknife(alone / more).over(f"{count} register token{'s' * (count > 1)}")
 
 
 def _registers(evidence: Evidence) -> int:

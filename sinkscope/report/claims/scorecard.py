@@ -20,7 +20,7 @@ import pandas as pd
 from sinkscope.errors import InputError, Known, unknown
 from sinkscope.measuring.random_weights import AT_RANDOM
 from sinkscope.report.claims.claim import Claim, Judgment, Outcome, Part, judge
-from sinkscope.report.claims.estimates import Estimate
+from sinkscope.report.claims.estimates import LEVEL, Estimate
 from sinkscope.report.claims.evidence import MAIN, Evidence
 from sinkscope.report.claims.register import CLAIMS
 from sinkscope.report.claims.routes import COLUMNS as ROUTE_COLUMNS
@@ -53,14 +53,23 @@ COLUMNS = (
     Column("value", "the quantity; NaN where it was not measured"),
     Column("low", "lower end of its 95 % interval"),
     Column("high", "upper end of its 95 % interval"),
-    Column("null", "the quantity where there is nothing to find; NaN where it has none"),
+    Column("null", "the quantity where there is nothing to find, mean over draws; NaN where it was not measured"),
+    Column("null_low", "the same of the draw with the least"),
+    Column("null_high", "the same of the draw with the most"),
     Column("test", "the values with which the claim holds", kind="text"),
     Column("least", "the smallest of them"),
     Column("most", "the largest of them"),
     Column("is_ours", "whether the threshold is ours and not the paper's", kind="truth"),
     Column("published", "what the paper measured, with its settings", kind="text"),
     Column("passes", "outcome of this number", kind="text"),
-    Column("outcome", "of the claim: holds, fails, inconclusive, does not apply or not measured", kind="text"),
+    Column("power", "how probable it is that so many seeds would show the claim, if it is true; NaN: not over seeds"),
+    Column("outcome",
+        "of the claim: holds, fails, inconclusive, not enough seeds, does not apply or not measured", kind="text"),
+    Column("set_against", "the claim's null: random weights, random controls, plain training, theorem or none",
+        kind="text"),
+    Column("null_passes", "share of the null's draws of which the claim holds; NaN where that was not measured"),
+    Column("tells", "whether the claim tells the model from its null: yes (no draw passes), no, theorem, or empty: "
+        "not measured", kind="text"),
     Column("note", "what the number is over, why the claim does not apply, or the command to measure it", kind="text"),
 )  # fmt: skip
 TABLES = {TABLE: (*LEADING_COLUMNS, *COLUMNS), ROUTES: (*LEADING_COLUMNS, *ROUTE_COLUMNS)}
@@ -192,9 +201,10 @@ def _row(judgment: Judgment, number: int, part: Part, estimate: Estimate, passes
     claim = judgment.claim
     return (
         claim.id, claim.paper, claim.reference, claim.statement, number, part.quantity,
-        estimate.value, estimate.low, estimate.high, estimate.null,
+        estimate.value, estimate.low, estimate.high, estimate.null, estimate.null_low, estimate.null_high,
         part.test.text(part.form), part.test.least, part.test.most, claim.is_ours, _published(claim),
-        str(passes), str(judgment.outcome), judgment.reason or estimate.note,
+        str(passes), part.test.power(estimate), str(judgment.outcome), str(claim.null), judgment.null_passes,
+        judgment.tells, judgment.reason or estimate.note,
     )  # fmt: skip
 
 
@@ -211,7 +221,7 @@ def scorecard_markdown(card: Scorecard) -> str:
     """Of one model all numbers, by paper; of several the outcomes side by side."""
     if len(card.models) > 1:
         return _side_by_side(card)
-    parts = [f"## Claims, {card.models[0]}", _counts(card.table)]
+    parts = [f"## {card.models[0]}: {headline(card)}", *_summary(card.table)]
     for paper, rows in card.table.groupby("paper", sort=False):
         decided = _with_numbers(rows)
         parts += [f"### {paper}"]
@@ -248,9 +258,10 @@ def _side_by_side(card: Scorecard) -> str:
     """Outcomes of several models; claims that none of them decides stand in one line."""
     decided = _decided(card)
     others = ", ".join(name for name in card.by_model.index if name not in decided.index)
-    parts = [f"## Claims, {len(card.models)} models"]
+    parts = [f"## {len(card.models)} models: {headline(card)}"]
     by_model = {model: card.table[card.table["model"] == model] for model in card.models}
-    parts += [f"- {model}: {_counts(rows)}" for model, rows in by_model.items()]
+    for model, rows in by_model.items():
+        parts += [f"**{model}**", *_summary(rows)]
     parts += [as_markdown(_outcomes(decided)), f"Decided by no model: {others}."]
     reasons = {model: _by_reason(rows, Outcome.DOES_NOT_APPLY) for model, rows in by_model.items()}
     if any(reasons.values()):
@@ -296,9 +307,55 @@ def _numbers_of_some(card: Scorecard) -> list[str]:
     ]
 
 
-def _counts(table: pd.DataFrame) -> str:
-    counts = Counter(table[table["part"] == 0]["outcome"])
-    return ", ".join(f"{counts[outcome]} {outcome}" for outcome in Outcome if counts[outcome]) + "."
+# what a claim that holds says, by whether it tells the model from its null
+KINDS_OF_HOLDING = {
+    "yes": "hold, and their null does not pass them",
+    "no": "hold, and their null passes them, too",
+    "": "hold, and no null was measured",
+    "theorem": "hold as theorems and identities do, which test the code",
+}
+
+
+def telling(table: pd.DataFrame) -> list[str]:
+    """Ids of the claims that hold of a model and not of their null, each once."""
+    return _holding(table).get("yes", [])
+
+
+def headline(card: Scorecard) -> str:
+    count = len(telling(card.table))
+    holds, them = ("holds", "it") if count == 1 else ("hold", "them")
+    return (
+        f"{count} claim{'s' * (count != 1)} {holds}, and {'its' if count == 1 else 'their'} null does not pass {them}"
+    )
+
+
+def _holding(table: pd.DataFrame) -> dict[str, list[str]]:
+    """Whether claims tell a model from its null → the ids of those that hold."""
+    first = table[(table["part"] == 0) & (table["outcome"] == Outcome.HOLDS)]
+    return {str(tells): list(dict.fromkeys(own["claim"])) for tells, own in first.groupby("tells", sort=False)}
+
+
+def _summary(table: pd.DataFrame) -> list[str]:
+    """Which claims hold, by what their null does; how many others there are; and how many numbers were tested."""
+    holding = _holding(table)
+    lines = [
+        f"{len(ids)} {words}: {', '.join(ids)}"
+        for kind, words in KINDS_OF_HOLDING.items()
+        if (ids := holding.get(kind))
+    ]
+    first = table[table["part"] == 0]
+    for outcome in (Outcome.FAILS, Outcome.INCONCLUSIVE, Outcome.NOT_ENOUGH_SEEDS):
+        if len(own := first[first["outcome"] == outcome]):
+            lines.append(f"{len(own)} {outcome}: {', '.join(own['claim'])}")
+    others = Counter(first["outcome"])
+    lines.append(", ".join(f"{others[outcome]} {outcome}" for outcome in NOT_JUDGED if others[outcome]))
+    tested = int((table["low"] < table["high"]).sum())
+    by_chance = f"{(1 - LEVEL) * tested:.0f}"
+    chance = (
+        f"{tested} numbers were tested, each by itself at 95 %: if all truths were at their thresholds, about "
+        f"{by_chance} of the intervals would miss them by chance."
+    )
+    return ["\n".join(f"- {line}." for line in lines if line), chance]
 
 
 def _printed(rows: pd.DataFrame) -> pd.DataFrame:
@@ -309,12 +366,26 @@ def _printed(rows: pd.DataFrame) -> pd.DataFrame:
         value = value_text(row.claim, row.part, row.value, row.low, row.high)
         statement = f"{row.statement} {row.quantity[:1].upper()}{row.quantity[1:]}" if first else f"… {row.quantity}"
         note = f" ({row.note})" if row.note else ""
-        null = MISSING if pd.isna(row.null) else CLAIMS[row.claim].parts[row.part].form.format(row.null)
+        null = _null_text(row) + (PASSED.get(row.tells, "").format(row.null_passes) if first else "")
         test = row.test + "‡" * row.is_ours
         outcome = f"**{row.outcome}**" if row.outcome == Outcome.FAILS else row.outcome
+        if row.passes == Outcome.NOT_ENOUGH_SEEDS:
+            test += f" (power {row.power:.0%})"
         lines.append((row.claim if first else "", statement + note, value, null, test, outcome if first else ""))
     columns = ["claim", "what it says, and what is measured", "value [95 %]", "null", "test", "outcome"]
     return pd.DataFrame(lines, columns=columns)
+
+
+PASSED = {"yes": "", "no": "; {:.0%} pass", "theorem": " (theorem)"}
+
+
+def _null_text(row: Any) -> str:
+    """«0.73 (0.70 to 0.76)»: the mean and the extremes of the draws."""
+    if pd.isna(row.null):
+        return MISSING
+    form = CLAIMS[row.claim].parts[row.part].form.format
+    texts = [form(end) for end in (row.null, row.null_low, row.null_high)]
+    return texts[0] if pd.isna(row.null_low) or len(set(texts)) == 1 else f"{texts[0]} ({texts[1]} to {texts[2]})"
 
 
 def value_text(claim: str, part: int, value: float, low: float, high: float) -> str:
@@ -345,9 +416,13 @@ def _by_reason(rows: pd.DataFrame, outcome: Outcome) -> str:
 
 def legend() -> str:
     return (
-        "Null: the same architecture with random weights, each tensor drawn with the mean and the standard deviation "
-        "that it has in the model; of trained arms the plain one. ‡ the threshold is ours, not the paper's. † taken "
-        "from public transcriptions or the authors' code."
+        "Null: what the test of a claim should not pass: the same architecture with random weights, each tensor drawn "
+        "with the mean and the standard deviation that it has in the model; for an intervention its random controls; "
+        "for a trained method a plain training of another seed. Mean (least to most) over draws, and the share of "
+        "draws that pass, if any does. Intervals are two-sided at 95 %: a claim whose truth is just at its threshold "
+        "is decided in 5 % of studies, and holds falsely in 2.5 %. Power: how probable it is that so many seeds would "
+        "show the claim if it is true; below 50 % there are not enough seeds. ‡ the threshold is ours, not the "
+        "paper's. † taken from public transcriptions or the authors' code."
     )
 
 

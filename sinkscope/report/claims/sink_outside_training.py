@@ -1,9 +1,11 @@
 """Claims of When Attention Sink Emerges (WSE §7) on trained sink tokens and biases, to which the sink moves or not."""
 
+from math import inf
+
 from sinkscope.report.claims.arms import LARGE_NORM, NO_COST, SINK
 from sinkscope.report.claims.claim import Claim, Part, above, at_least, at_most, below
 from sinkscope.report.claims.evidence import Lacks, table_of
-from sinkscope.report.claims.over_seeds import Measure, difference, metric, of_one, ranked, where_plain_has
+from sinkscope.report.claims.over_seeds import PERCENT, Measure, difference, metric, of_one, ranked, where_plain_has
 from sinkscope.report.claims.published import published
 from sinkscope.report.claims.trainings import PLAIN, Arm
 from sinkscope.retrofits import make_retrofit
@@ -70,7 +72,8 @@ CLAIMS = (
         published=published("WSE table 4", {"difference": 72.72}, "60M model: S* 72.76, S₀ 0.04 %; shared by heads "
             "56.61, 12.44 %", "†")),
     Claim("W-50", "table 4", "Value biases do not.",
-        (Part("sink rate in %", where_sinks_are(WITH_VALUE, of_one(WITH_VALUE, metric("sink_rate", 100), VALUE, PLAIN)),
+        (Part("sink rate in %", where_sinks_are(WITH_VALUE,
+            of_one(WITH_VALUE, metric("sink_rate", 100), VALUE, PLAIN, PERCENT)),
             above(SINK)),),
         (WITH_VALUE,), published=published("WSE table 4", {"S₀": 17.53}, "60M model: 18.18 % without")),
     Claim("W-51", "table 5", "With a fixed value of the bias, S* falls and S₀ rises with its norm.",
@@ -82,6 +85,7 @@ CLAIMS = (
             "1.51 % and S₀ 0, 0.06, 3.71, 25.88 % with m = 0, 1, 5, 20"), is_ours=False),
     Claim("S-14", "Sun et al.", "Key-value biases remove massive activations.",
         (Part("number of massive activations", where_plain_has("massive activation: their number",
-            metric("massive_count"), 0.0, WITH_BIASES, of_one(WITH_BIASES, metric("massive_count"), BIASES, PLAIN)),
+            metric("massive_count"), 0.0, WITH_BIASES,
+            of_one(WITH_BIASES, metric("massive_count"), BIASES, PLAIN, (0.0, inf))),
             at_most(0.0)),), (WITH_BIASES,)),
 )  # fmt: skip

@@ -6,9 +6,9 @@ import numpy as np
 
 from sinkscope.report.claims.arms import SINK
 from sinkscope.report.claims.claim import Claim, Part, above
-from sinkscope.report.claims.estimates import Estimate, mean_of_runs
+from sinkscope.report.claims.estimates import Estimate, least_of, mean_of_runs
 from sinkscope.report.claims.evidence import Evidence, Lacks, table_of
-from sinkscope.report.claims.over_seeds import Measure, by_level, common_seeds, study_of, with_a_sink
+from sinkscope.report.claims.over_seeds import Measure, by_level, common_seeds, mean_of_percent, study_of, with_a_sink
 from sinkscope.report.claims.published import published
 from sinkscope.report.claims.studies import FactorStudy
 from sinkscope.results.run import RunData
@@ -44,14 +44,14 @@ def _two_random(evidence: Evidence) -> Estimate:
     return mean_of_runs(rates[:, 1] - rates[:, 0]).over(by_level(study, ("S₀", "S₁"), rates))
 
 
-def _at_fixed(of: Callable[[RunData, int], float]) -> Measure:
-    """The smallest over levels of a number of each run and the position k of its fixed token."""
+def _at_fixed(of: Callable[[RunData, int], float], mean: Callable[[np.ndarray], Estimate]) -> Measure:
+    """The smallest over levels of a number of each run and the position k of its fixed token; `mean`: over seeds."""
 
     def measure(evidence: Evidence) -> Estimate:
         study = study_of(evidence, FIXED, FactorStudy)
         seeds, levels = common_seeds(study), study.by_level
         found = np.array([[of(runs[seed], int(level)) for level, runs in levels.items()] for seed in seeds])
-        return mean_of_runs(found.min(1)).over(by_level(study, levels, found))
+        return least_of([mean(each) for each in found.T]).over(by_level(study, levels, found))
 
     return measure
 
@@ -71,8 +71,9 @@ CLAIMS = (
         (Part("S₁ − S₀ in points, two tokens random", _two_random, above(0.0)),), (RANDOM,),
         published=published("WSE §5", {"difference": 12.10}, "60M model: S₀ 1.98, S₁ 14.08 %"), is_ours=False),
     Claim("W-37", "table 10", "A fixed token at position k makes k the sink.",
-        (Part("S_k in %, k with the least", _at_fixed(rate_at), above(SINK)),
-         Part("S_k − the largest elsewhere in points, k with the least", _at_fixed(_above_others), above(0.0))),
+        (Part("S_k in %, k with the least", _at_fixed(rate_at, mean_of_percent), above(SINK)),
+         Part("S_k − the largest elsewhere in points, k with the least", _at_fixed(_above_others, mean_of_runs),
+            above(0.0))),
         (FIXED,),
         published=published("WSE table 10", {"k = 0": 74.11, "k = 1": 69.03, "k = 2": 69.64})),
 )  # fmt: skip

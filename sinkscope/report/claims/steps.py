@@ -3,16 +3,23 @@
 The interval of several trainings is over these, the seeds; of a single one over its sequences, as of any model.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from sinkscope.report.claims.arms import SINK
 from sinkscope.report.claims.claim import Claim, NotDefined, Part, above, at_least, below
-from sinkscope.report.claims.estimates import Estimate, bootstrap, mean_of_runs, positive_jackknife
+from sinkscope.report.claims.estimates import (
+    Estimate,
+    bootstrap,
+    least_of,
+    mean_of_rates,
+    mean_of_runs,
+    positive_jackknife,
+)
 from sinkscope.report.claims.evidence import MAIN, NULL, Evidence, Lacks
 from sinkscope.report.claims.gs import SPIKE
-from sinkscope.report.claims.over_seeds import study_of, with_setting, words_for
+from sinkscope.report.claims.over_seeds import PERCENT, Ends, mean_of_ratios, study_of, with_setting, words_for
 from sinkscope.report.claims.quantities import gradients, later_positions, sink_rates
 from sinkscope.report.claims.studies import LoggedStudy, StepStudy
 from sinkscope.results.run import RunData
@@ -45,8 +52,15 @@ def _first(steps: list[int], rates: np.ndarray) -> tuple[np.ndarray, str]:
     return rates[:, 0], f"step {steps[0]}"
 
 
-def _over(of: Callable[[list[int], np.ndarray], tuple[np.ndarray, str]]) -> Callable[[Evidence], Estimate]:
-    """Of one training that was measured with the interval of its sequences, of others with that of the seeds."""
+def _over(
+    of: Callable[[list[int], np.ndarray], tuple[np.ndarray, str]], ends: Ends | None = None
+) -> Callable[[Evidence], Estimate]:
+    """The interval is over the sequences of one training that was measured, and else over seeds.
+
+    Args:
+        of: Makes (R,) and words of the steps and (R, steps), the sink rates.
+        ends: Between which the number is.
+    """
 
     def measure(evidence: Evidence) -> Estimate:
         study = evidence.studies[COURSE]
@@ -57,8 +71,8 @@ def _over(of: Callable[[list[int], np.ndarray], tuple[np.ndarray, str]]) -> Call
         words = ", ".join(dict.fromkeys(words for _, words in found))
         if len(found) == 1 and not isinstance(study, LoggedStudy):
             return bootstrap(found[0][0]).over(f"{words}; one training, interval over its sequences")
-        seeds = with_setting(study, words_for(len(found)))
-        return mean_of_runs(np.array([values[0] for values, _ in found])).over(f"{words}; {seeds}")
+        seeds, values = with_setting(study, words_for(len(found))), np.array([values[0] for values, _ in found])
+        return (mean_of_rates(values, *ends) if ends else mean_of_runs(values)).over(f"{words}; {seeds}")
 
     return measure
 
@@ -80,12 +94,24 @@ def _least_spike(evidence: Evidence) -> Estimate:
         first = runs[0] if steps[0] == 0 and onset > 0 else evidence.runs.get(NULL)
         if first is None:
             raise Lacks(f"step 0, or a run on random weights: sinkscope claims {evidence.model}")
-        ratios = np.stack([_gradient_ratios(runs[step]) for step in steps[onset:]]).min(0)
-        found.append((ratios / _gradient_ratios(first)[0], len(steps) - onset))
-    words = f"steps from the onset on: {', '.join(str(count) for count in dict.fromkeys(count for _, count in found))}"
+        null = _gradient_ratios(first)[0]
+        found.append({step: _gradient_ratios(runs[step]) / null for step in steps[onset:]})
+    common = [step for step in found[0] if all(step in each for each in found)]
+    if not common:
+        raise Lacks("the seeds have no step in common from the onset on")
     if len(found) == 1:
-        return positive_jackknife(found[0][0]).over(f"{words}; one training, interval over its sequences")
-    return mean_of_runs(np.array([values[0] for values, _ in found])).over(f"{words}; {words_for(len(found))}")
+        words, by_step = (
+            "one training, interval over its sequences",
+            [positive_jackknife(found[0][at]) for at in common],
+        )
+    else:
+        words, by_step = words_for(len(found)), [mean_of_ratios(_at(found, step)) for step in common]
+    return least_of(by_step).over(f"steps from the onset on: {len(common)}; {words}")
+
+
+def _at(found: Sequence[Mapping[int, np.ndarray]], step: int) -> np.ndarray:
+    """(seeds,)"""
+    return np.array([ratios[step][0] for ratios in found])
 
 
 CLAIMS = (
@@ -94,5 +120,5 @@ CLAIMS = (
         (STEPS,)),
     Claim("W-30", "fig. 4", "The sink appears in training.",
         (Part("rise of the sink rate over steps, in points", _over(_rise), above(SINK)),
-         Part("sink rate at the first step, in %", _over(_first), below(BEGINNING))), (COURSE,)),
+         Part("sink rate at the first step, in %", _over(_first, PERCENT), below(BEGINNING))), (COURSE,)),
 )  # fmt: skip

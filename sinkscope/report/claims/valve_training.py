@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from sinkscope.report.claims.arms import NO_COST, SINK
 from sinkscope.report.claims.claim import Claim, Part, above, at_least, at_most, below
 from sinkscope.report.claims.evidence import table_of
-from sinkscope.report.claims.over_seeds import OfArm, difference, metric, of_one, ratio, together
+from sinkscope.report.claims.over_seeds import PERCENT, OfArm, difference, metric, of_one, ratio, together
 from sinkscope.report.claims.trainings import PLAIN, Arm
 
 VALVE = "vscale"
@@ -31,7 +31,8 @@ def _falls_more(arms: Mapping[str, Arm]) -> float:
 CLAIMS = (
     Claim("GS-21", "fig. 5", "V-scale keeps the sink.",
         (Part("sink rate, V-scale − plain", difference(ARMS, metric("sink_rate"), VALVE), at_least(-0.05)),
-         Part("sink rate of plain training in %", of_one(ARMS, metric("sink_rate", 100), PLAIN), above(SINK))),
+         Part("sink rate of plain training in %", of_one(ARMS, metric("sink_rate", 100), PLAIN, ends=PERCENT),
+            above(SINK))),
         (ARMS,)),
     Claim("GS-22", "fig. 5", "V-scale lowers token 0's norm.",
         (Part("largest ‖h_out,0‖, V-scale ÷ plain", ratio(ARMS, largest_norm("layer_out"), VALVE), below(1.0)),),

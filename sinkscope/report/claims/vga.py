@@ -13,6 +13,7 @@ from sinkscope.report.claims.quantities import (
     by_head,
     in_front_of_valves,
     in_sink_heads,
+    layers_of_heads,
     norm_ratios,
 )
 from sinkscope.report.claims.scopes import causal, gated
@@ -25,7 +26,7 @@ STRONG = 0.9  # mean attention to position 0 in the heads of V-3
 def _drain_follows(evidence: Evidence) -> Estimate:
     mass = by_head(evidence, "attention_heads_by_sequence", "window_mass")[0]
     first, later = (by_head(evidence, "geometry_by_sequence", name)[0] for name in ("value_norm", "value_norm_later"))
-    return rank_correlation(mass, first / later)
+    return rank_correlation(mass, first / later, layers_of_heads(evidence))
 
 
 def _peak(evidence: Evidence) -> Estimate:

@@ -1,12 +1,13 @@
 """Claims of When Attention Sink Emerges in Language Models (WSE) on any model; what training decides: `register.py`."""
 
 from collections.abc import Callable, Iterable
+from itertools import combinations
 
 import numpy as np
 
 from sinkscope.report.claims.arms import SINK
 from sinkscope.report.claims.claim import Claim, NotDefined, Part, above, at_least, at_most, below
-from sinkscope.report.claims.estimates import Estimate, bootstrap, weighted_means
+from sinkscope.report.claims.estimates import Estimate, bootstrap, range_of, weighted_means
 from sinkscope.report.claims.evidence import MAIN, POLICIES, RANDOM, REPEATED, Evidence, Lacks
 from sinkscope.report.claims.quantities import (
     HAS_SINK_HEADS,
@@ -129,11 +130,11 @@ def _early_blocks(evidence: Evidence) -> Estimate:
 
 
 def _domains(evidence: Evidence) -> Estimate:
-    """The range of the domains' rates: the replicates are drawn apart for each."""
+    """The range of the domains' rates, each resampled by itself."""
     roles = ("natural", *(f"domain:{name}" for name in DOMAINS))
-    rates = np.stack([sink_rates(evidence, role) for role in roles])
-    note = ", ".join(f"{role.rpartition(':')[2]} {rate:.1f}" for role, rate in zip(roles, rates[:, 0], strict=True))
-    return bootstrap(np.ptp(rates, axis=0)).over(note)
+    rates = [bootstrap(sink_rates(evidence, role)) for role in roles]
+    note = ", ".join(f"{role.rpartition(':')[2]} {rate.value:.1f}" for role, rate in zip(roles, rates, strict=True))
+    return range_of([first - second for first, second in combinations(rates, 2)]).over(note)
 
 
 def _by_length(evidence: Evidence, *epsilons: float) -> tuple[np.ndarray, np.ndarray]:

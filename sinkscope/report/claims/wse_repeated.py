@@ -9,8 +9,9 @@ from sinkscope.measuring.observables.equal_tokens import CLOSED_FORMS
 from sinkscope.measuring.observables.massive import THRESHOLD
 from sinkscope.report.claims.arms import falls, had_a_sink, of_arm, share_left
 from sinkscope.report.claims.claim import Claim, NotDefined, Part, at_least, at_most, below
-from sinkscope.report.claims.estimates import Estimate, bootstrap, exact
+from sinkscope.report.claims.estimates import Estimate, bootstrap, exact, least_of
 from sinkscope.report.claims.evidence import MAIN, REPEATED, WITHOUT_BOS, Evidence
+from sinkscope.report.claims.nulls import Null
 from sinkscope.report.claims.quantities import massive_layers, norms
 from sinkscope.report.claims.scopes import causal, equal_tokens_stay_equal, learned_positions, some_positions
 from sinkscope.results.findings import Published
@@ -23,7 +24,7 @@ ON_REPEATED = "T = 64 and ε = 0.3, repeated tokens"
 
 def _equal_tokens(evidence: Evidence) -> pd.DataFrame:
     """Raises NotDefined."""
-    if "equal_tokens" not in evidence.runs[ALONE].tables:
+    if "equal_tokens" not in evidence.run(ALONE).tables:
         raise NotDefined("its sequences are not one token, repeated: something stands in front")
     return evidence.table(ALONE, "equal_tokens")
 
@@ -51,7 +52,7 @@ def _within_bound(evidence: Evidence) -> Estimate:
 
 
 def _all_massive(evidence: Evidence) -> Estimate:
-    """Of the layer in which the ratio is smallest. Raises NotDefined."""
+    """The smallest ratio of any layer. Raises NotDefined."""
     _equal_tokens(evidence)
     layers = massive_layers(evidence, TEXT)
     if not len(layers):
@@ -60,8 +61,10 @@ def _all_massive(evidence: Evidence) -> Estimate:
     ratios = {layer: bootstrap(repeated[:, layer]) / bootstrap(natural[:, layer]) for layer in layers}
     weakest = min(ratios, key=lambda layer: ratios[layer].value)
     median = float(np.median([ratio.value for ratio in ratios.values()]))
-    token = evidence.runs[TEXT].manifest["input"]["token_zero"]
-    return ratios[weakest].over(f"layer {weakest}; median over {len(layers)} layers {median:.3g}; h_0 is of {token}")
+    token = evidence.run(TEXT).manifest["input"]["token_zero"]
+    return least_of(list(ratios.values())).over(
+        f"layer {weakest}; median over {len(layers)} layers {median:.3g}; h_0 is of {token}"
+    )
 
 
 def _moved(evidence: Evidence) -> Estimate:
@@ -73,21 +76,22 @@ CLAIMS = (
     Claim("W-5", "eq. 10–17", "Equal tokens have equal states in every layer (positions not added to the embeddings).",
         (Part("largest ‖h_t − h_0‖ ÷ ‖h_0‖ over layers, tokens and sequences", _largest("state_difference"),
             below(1e-3), "{:.1e}"),),
-        (ALONE,), (equal_tokens_stay_equal,), (Published("any", 0.0, "in exact arithmetic", "WSE eq. 10–17"),)),
+        (ALONE,), (equal_tokens_stay_equal,), (Published("any", 0.0, "in exact arithmetic", "WSE eq. 10–17"),),
+        set_against=Null.THEOREM),
     Claim("W-6", "§3.3", "All repeated tokens are massive, which disperses the sink.",
         (Part("smallest ‖h_t‖ on repeated ÷ ‖h_0‖ on natural tokens, over layers with massive activations",
             _all_massive, at_least(0.5)),),
         (TEXT, ALONE), (equal_tokens_stay_equal,)),
     Claim("W-7", "proposition 1", "Without positions, attention on repeated tokens is uniform.",
         (Part(_DIFFERENCE.format("1/(t + 1)"), _largest("weight_difference", NO_POSITIONS), below(1e-4), "{:.1e}"),),
-        (ALONE,), (equal_tokens_stay_equal, some_positions(NO_POSITIONS))),
+        (ALONE,), (equal_tokens_stay_equal, some_positions(NO_POSITIONS)), set_against=Null.THEOREM),
     Claim("W-8", "proposition 3", "With ALiBi, attention on repeated tokens is that of its biases alone.",
         (Part(_DIFFERENCE.format("e^g ÷ Σ e^g"), _largest("weight_difference", ALIBI), below(1e-4), "{:.1e}"),),
-        (ALONE,), (equal_tokens_stay_equal, some_positions(ALIBI))),
+        (ALONE,), (equal_tokens_stay_equal, some_positions(ALIBI)), set_against=Null.THEOREM),
     Claim("W-9", "proposition 4", "With rotary positions, attention to the first of repeated tokens is bounded.",
         (Part("smallest share, over layers and sequences, of heads and queries within e^{2ξ} ÷ (e^{2ξ} + t)",
             _within_bound, at_least(1.0)),),
-        (ALONE,), (equal_tokens_stay_equal, some_positions("rotary")), is_ours=False),
+        (ALONE,), (equal_tokens_stay_equal, some_positions("rotary")), is_ours=False, set_against=Null.THEOREM),
     Claim("W-10", "table 7", "Another vector in place of position 0's removes the sink on repeated tokens.",
         (Part("sink rate at position 0, after ÷ before", of_arm(share_left, REPLACED), at_most(0.5)),
          had_a_sink(REPLACED)),

@@ -9,7 +9,7 @@ from matplotlib.lines import Line2D
 
 from sinkscope.report.claims.claim import Outcome
 from sinkscope.report.claims.register import CLAIMS
-from sinkscope.report.claims.scorecard import Scorecard, value_text
+from sinkscope.report.claims.scorecard import Scorecard, headline, value_text
 from sinkscope.report.figures.labels import escape, heading, model_name
 from sinkscope.report.figures.spec import declare
 from sinkscope.report.figures.style import GRAY, GREEN, NAVY, REFERENCE, VERMILION, Figure, Look, new_figure
@@ -20,6 +20,7 @@ REACH = 4.0  # of the axis, to both sides of the threshold
 LOOKS: dict[str, Look] = {
     Outcome.HOLDS: {"color": NAVY, "marker": "o", "markersize": 3.4},
     Outcome.INCONCLUSIVE: {"color": GREEN, "marker": "o", "markersize": 3.4, "markerfacecolor": "white"},
+    Outcome.NOT_ENOUGH_SEEDS: {"color": GRAY, "marker": "s", "markersize": 3, "markerfacecolor": "white"},
     Outcome.FAILS: {"color": VERMILION, "marker": "X", "markersize": 4},
 }
 PUBLISHED: Look = {"color": GRAY, "marker": "|", "markersize": 5, "linestyle": "none"}
@@ -58,7 +59,7 @@ def draw(card: Scorecard) -> Figure:
     ax.set_xticks([-REACH, -2, 0, 2, REACH], ["≤ ÷16", "÷4", "threshold", "×4", "≥ ×16"])
     ax.set_xlabel("does not pass  ←  value  →  passes")
     figure.legend(handles=_legend(rows), loc="outside lower center", ncols=5)
-    figure.suptitle(heading(model_name(card.models[0]), "claims", "95 % intervals"))
+    figure.suptitle(heading(model_name(card.models[0]), headline(card), "95 % intervals"))
     return figure
 
 
@@ -70,7 +71,8 @@ def _decided(table: pd.DataFrame) -> pd.DataFrame:
 
 def _line(text: Axes, ax: Axes, row: tuple, place: int) -> None:
     first = row.part == 0  # type: ignore[attr-defined]
-    words = f"{row.claim}  {row.statement if first else '… ' + row.quantity}"  # type: ignore[attr-defined]
+    too = " (and so does its null)" * (row.outcome == Outcome.HOLDS and row.tells == "no")  # type: ignore[attr-defined]
+    words = f"{row.claim}{too}  {row.statement if first else '… ' + row.quantity}"  # type: ignore[attr-defined]
     short = textwrap.shorten(words, LETTERS, placeholder=" …")
     text.text(0, place, escape(short), fontsize=5.6, va="center")
     value = value_text(row.claim, row.part, row.value, row.low, row.high)  # type: ignore[attr-defined]
@@ -84,6 +86,8 @@ def _line(text: Axes, ax: Axes, row: tuple, place: int) -> None:
     published = CLAIMS[row.claim].published if first else ()  # type: ignore[attr-defined]
     ax.plot([_place(item.value, row) for item in published], [place] * len(published), **PUBLISHED)
     ax.plot([_place(row.null, row)], [place], **AT_RANDOM)  # type: ignore[attr-defined]
+    drawn = [_place(end, row) for end in (row.null_low, row.null_high)]  # type: ignore[attr-defined]
+    ax.plot(drawn, [place, place], color=AT_RANDOM["color"], linewidth=0.6)
 
 
 def _place(value: float, row: tuple) -> float:

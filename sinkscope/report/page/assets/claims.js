@@ -1,7 +1,7 @@
 "use strict";
 // Claims × models; a cell opens the numbers that decide the claim of the model.
 
-S.MARKS = { holds: "✓", fails: "✗", inconclusive: "?", "does not apply": "·", "not measured": "–" };
+S.MARKS = { holds: "✓", fails: "✗", inconclusive: "?", "not enough seeds": "?", "does not apply": "·", "not measured": "–" };
 
 S.claims = () => {
   const table = S.table("claim");
@@ -28,10 +28,12 @@ S.claims = () => {
           const own = found.get(id).get(model);
           if (!own) return S.element("td", {}, "–");
           const { outcome } = own[0];
+          const null_ = { no: "its null passes, too", theorem: "theorem: a test of the code" }[own[0].tells];
           return S.element("td", {}, S.element(`button.outcome.${outcome.replaceAll(" ", "-")}`, { type: "button",
             "aria-label": `${id}, ${model}: ${outcome}. Show its numbers`, onclick: () => open(id, model) },
             `${S.MARKS[outcome] ?? ""} ${outcome}`),
-          Number.isFinite(own[0].value) ? S.element("div.note", {}, S.interval(own[0].value, own[0].low, own[0].high)) : null);
+          Number.isFinite(own[0].value) ? S.element("div.note", {}, S.interval(own[0].value, own[0].low, own[0].high)) : null,
+          null_ && outcome === "holds" ? S.element("div.note", {}, null_) : null);
         }));
     }));
   };
@@ -39,7 +41,11 @@ S.claims = () => {
   const counts = S.plainTable([{ label: "Model" }, ...outcomes.map((label) => ({ label, number: true }))],
     models.map((model) => [model, ...outcomes.map((outcome) =>
       S.number(ids.filter((id) => found.get(id).get(model)?.[0].outcome === outcome).length))]), "Claims by outcome");
-  return S.section("claims", "Claims × models", "What papers say happens, and whether it does here. Beneath each outcome the claim's first number [95 %]; choose it to see all that decide it.",
+  const telling = new Set(all.filter((one) => one.outcome === "holds" && one.tells === "yes").map(({ claim }) => claim));
+  const first = "tells" in all[0]
+    ? `${telling.size} claims hold, and their null (random weights, random controls or plain training) does not pass them: ${[...telling].join(", ")}. `
+    : "";
+  return S.section("claims", "Claims × models", first + "What papers say happens, and whether it does here. Beneath each outcome the claim's first number [95 %]; choose it to see all that decide it.",
     counts, S.several("Shown where a model's outcome is", outcomes, state.shown, (now) => { state.shown = now; redraw(); }),
     S.element("div.scroll", { tabindex: 0, role: "region", "aria-label": "Claims by model" },
       S.element("table.matrix", {}, S.element("thead", {}, S.element("tr", {}, S.element("th", { scope: "col" }, "Claim"),
@@ -53,7 +59,7 @@ S.claim = (parts) => {
   const numbers = S.plainTable(
     [{ label: "What is measured" }, { label: "Value [95 %]", number: true }, { label: "Null", number: true },
       { label: "Holds if" }, { label: "Outcome" }, { label: "Note" }],
-    parts.map((one) => [one.quantity, S.interval(one.value, one.low, one.high), S.number(one.null),
+    parts.map((one) => [one.quantity, S.interval(one.value, one.low, one.high), S.interval(one.null, one.null_low, one.null_high),
       `${one.test}${one.is_ours ? " (threshold of ours)" : ""}`, one.passes, one.note ?? ""]), `${first.claim}, ${first.model}`);
   const bars = parts.filter((one) => Number.isFinite(one.value)).map(S.intervalChart);
   return S.element("div.detail", { tabindex: -1 },
