@@ -18,7 +18,7 @@ def streamed(perplexities: dict[int | None, float]) -> RunData:
     """Eight texts, of which each is as hard for one method as for another but for a little."""
     rows = [
         {"method": "dense" if keep is None else "kept", "window": -1 if keep is None else 64, "keep": keep or 0}
-        | {"sequence": text, "loss": np.log(perplexity) + 0.5 * np.sin(text) + 0.01 * np.sin((keep or 7) * text)}
+        | {"sequence": text, "loss": np.log(perplexity) + 0.5 * np.sin(text) + 0.002 * np.sin((keep or 7) * text)}
         for keep, perplexity in perplexities.items()
         for text in range(8)
     ]

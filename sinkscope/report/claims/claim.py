@@ -263,8 +263,7 @@ def _beside_null(judgment: Judgment, evidence: Evidence) -> Judgment:
     for estimate, own in zip(judgment.estimates, values.T, strict=True):
         own = own[np.isfinite(own)]
         if len(own):
-            middle = float(own.mean()) if isnan(estimate.null) else estimate.null
-            estimate = replace(estimate, null=middle, null_low=float(own.min()), null_high=float(own.max()))
+            estimate = replace(estimate, null=float(own.mean()), null_low=float(own.min()), null_high=float(own.max()))
         beside.append(estimate)
     return replace(judgment, estimates=tuple(beside), null_passes=share)
 

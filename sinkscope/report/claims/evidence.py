@@ -286,7 +286,8 @@ class Evidence:
     def label(self, role: str) -> str | None:
         """The condition of the arm that a role "do:NAME" is; None for other roles."""
         arm = self._arm(role)
-        return arm if self.control is None or arm is None else _control(arm, self.control)
+        has_controls = not role.partition(":")[0].endswith("alone")
+        return _control(arm, self.control) if arm and has_controls and self.control is not None else arm
 
     def controls(self, role: str) -> list[str]:
         """The conditions of an arm's random controls; without the one that is in the place of the arm."""

@@ -20,6 +20,7 @@ import pandas as pd
 from sinkscope.errors import InputError, Known, unknown
 from sinkscope.measuring.random_weights import AT_RANDOM
 from sinkscope.report.claims.claim import Claim, Judgment, Outcome, Part, judge
+from sinkscope.report.claims.columns import COLUMNS, TABLE
 from sinkscope.report.claims.estimates import LEVEL, Estimate
 from sinkscope.report.claims.evidence import MAIN, Evidence
 from sinkscope.report.claims.register import CLAIMS
@@ -35,43 +36,13 @@ from sinkscope.report.table_formats import Tabular
 from sinkscope.results.manifest import folder_of, format_of, read_manifest
 from sinkscope.results.metrics import MISSING
 from sinkscope.results.run import RunData
-from sinkscope.results.tables import LEADING_COLUMNS, Column, names_of, read_table
+from sinkscope.results.tables import LEADING_COLUMNS, names_of, read_table
 
 Measured = TypeVar("Measured", bound=RunData)
 
 COMMAND = "claims"
 NOT_JUDGED = (Outcome.DOES_NOT_APPLY, Outcome.NOT_MEASURED)
 NEEDS = tuple(need for claim in CLAIMS.values() for need in claim.reads)
-TABLE = "claim"
-COLUMNS = (
-    Column("claim", "its id (`sinkscope list claims`)", kind="text"),
-    Column("paper", "whose claim it is", kind="text"),
-    Column("reference", "where the paper says so", kind="text"),
-    Column("statement", "what it says", kind="text"),
-    Column("part", "number of the claim's number, from 0 on", kind="whole"),
-    Column("quantity", "what is measured", kind="text"),
-    Column("value", "the quantity; NaN where it was not measured"),
-    Column("low", "lower end of its 95 % interval"),
-    Column("high", "upper end of its 95 % interval"),
-    Column("null", "the quantity where there is nothing to find, mean over draws; NaN where it was not measured"),
-    Column("null_low", "the same of the draw with the least"),
-    Column("null_high", "the same of the draw with the most"),
-    Column("test", "the values with which the claim holds", kind="text"),
-    Column("least", "the smallest of them"),
-    Column("most", "the largest of them"),
-    Column("is_ours", "whether the threshold is ours and not the paper's", kind="truth"),
-    Column("published", "what the paper measured, with its settings", kind="text"),
-    Column("passes", "outcome of this number", kind="text"),
-    Column("power", "how probable it is that so many seeds would show the claim, if it is true; NaN: not over seeds"),
-    Column("outcome",
-        "of the claim: holds, fails, inconclusive, not enough seeds, does not apply or not measured", kind="text"),
-    Column("set_against", "the claim's null: random weights, random controls, plain training, theorem or none",
-        kind="text"),
-    Column("null_passes", "share of the null's draws of which the claim holds; NaN where that was not measured"),
-    Column("tells", "whether the claim tells the model from its null: yes (no draw passes), no, theorem, or empty: "
-        "not measured", kind="text"),
-    Column("note", "what the number is over, why the claim does not apply, or the command to measure it", kind="text"),
-)  # fmt: skip
 TABLES = {TABLE: (*LEADING_COLUMNS, *COLUMNS), ROUTES: (*LEADING_COLUMNS, *ROUTE_COLUMNS)}
 
 
@@ -309,10 +280,10 @@ def _numbers_of_some(card: Scorecard) -> list[str]:
 
 # what a claim that holds says, by whether it tells the model from its null
 KINDS_OF_HOLDING = {
-    "yes": "hold, and their null does not pass them",
-    "no": "hold, and their null passes them, too",
-    "": "hold, and no null was measured",
-    "theorem": "hold as theorems and identities do, which test the code",
+    "yes": "Hold, and their null does not pass them",
+    "no": "Hold, and their null passes them, too",
+    "": "Hold, and no null was measured",
+    "theorem": "Hold as theorems and identities do, which test the code",
 }
 
 
@@ -337,16 +308,11 @@ def _holding(table: pd.DataFrame) -> dict[str, list[str]]:
 
 def _summary(table: pd.DataFrame) -> list[str]:
     """Which claims hold, by what their null does; how many others there are; and how many numbers were tested."""
-    holding = _holding(table)
-    lines = [
-        f"{len(ids)} {words}: {', '.join(ids)}"
-        for kind, words in KINDS_OF_HOLDING.items()
-        if (ids := holding.get(kind))
-    ]
-    first = table[table["part"] == 0]
+    holding, first = _holding(table), table[table["part"] == 0]
+    groups = {words: holding.get(kind, []) for kind, words in KINDS_OF_HOLDING.items()}
     for outcome in (Outcome.FAILS, Outcome.INCONCLUSIVE, Outcome.NOT_ENOUGH_SEEDS):
-        if len(own := first[first["outcome"] == outcome]):
-            lines.append(f"{len(own)} {outcome}: {', '.join(own['claim'])}")
+        groups[str(outcome).capitalize()] = list(first[first["outcome"] == outcome]["claim"])
+    lines = [f"{words}: {len(ids)} ({', '.join(ids)})" for words, ids in groups.items() if ids]
     others = Counter(first["outcome"])
     lines.append(", ".join(f"{others[outcome]} {outcome}" for outcome in NOT_JUDGED if others[outcome]))
     tested = int((table["low"] < table["high"]).sum())
