@@ -25,5 +25,5 @@ def fingerprint(model: nn.Module) -> str:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         if tensor.numel() and not tensor.is_meta:
-            digest.update(tensor.detach().flatten().cpu().view(torch.uint8).numpy())
+            digest.update(tensor.detach().flatten().cpu().view(torch.uint8).numpy().data)
     return digest.hexdigest()

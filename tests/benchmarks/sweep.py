@@ -33,8 +33,9 @@ def main(cells: int = 3, sequences: int = 24) -> None:
     found = read_sweep(str(file), {})
     check(found)
     folders = CellFolders(folder / "out")
-    todo = sized(planned(found.cells, folders, Reads()), Processes(2).share)
-    groups = groups_of(todo, {cell.name: _task(found, cell, folders) for cell in found.cells})
+    reads = Reads()
+    todo = sized(planned(found.cells, folders, reads), Processes(2).share)
+    groups = groups_of(todo, {cell.name: _task(found, cell, folders, reads) for cell in found.cells})
     planning = time.process_time() - start
 
     sinkscope.analyze(num_seqs=1, observables=("attention",))  # what a first run imports and makes

@@ -57,6 +57,21 @@ def test_a_page_that_is_added_is_the_commands_own(tmp_path: Path, no_figures: No
     assert read_manifest(run)["files"].count("index.html") == 1
 
 
+def test_links_that_are_planted_are_not_followed(run: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.txt"
+    mine.write_text("days of work")
+    for name in ("index.html", "run.json"):
+        (run / f".sinkscope-{name}-new").symlink_to(mine)
+    (run / "index.html").unlink()
+    content = json.loads((run / "run.json").read_text())
+    content["files"].remove("index.html")  # so that run.json is written, too
+    (run / "run.json").write_text(json.dumps(content))
+    page = sinkscope.show(run)
+    assert mine.read_text() == "days of work"
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert not list(run.glob(".sinkscope-*"))
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_whatever_writes_a_folder_can_leave_the_page_out(command: str) -> None:
     kind = COMMANDS[command]

@@ -214,6 +214,19 @@ def test_other_options_and_damaged_folders_are_refused(tiny: Path, text: Path, u
         assert f"{out / 'run.json'} " in result.stderr
 
 
+def test_arms_of_other_weights_are_not_added(tiny: Path, text: Path, unbroken: Path, tmp_path: Path) -> None:
+    """The model's folder has the same name, and other weights."""
+    own, out = Path(shutil.copytree(tiny, tmp_path / "own")), Path(shutil.copytree(unbroken, tmp_path / "out"))
+    for path in (out / "run.json", *out.glob("*/run/run.json")):
+        path.write_text(path.read_text().replace(str(tiny), str(own)))
+    retrofit(str(own), "vga", text=text, out=out, **SMALL)
+    model = tiny_model("gpt2")
+    model.transformer.h[0].mlp.c_fc.weight.data[1, 1] += 1
+    model.save_pretrained(own)
+    with pytest.raises(InputError, match=r"made with other options \(weights_sha256 was \w+…, now \w+…\)"):
+        retrofit(str(own), "vga,none", text=text, out=out, **SMALL)
+
+
 def test_what_retrofit_made_is_no_model_to_be_retrofitted(
     tiny: Path, text: Path, unbroken: Path, tmp_path: Path
 ) -> None:

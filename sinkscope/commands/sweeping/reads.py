@@ -41,9 +41,9 @@ class Reads:
         for name in ("input", "text"):
             if given(name) is not None and given("dataset") is None:
                 asked[f"{name} {given(name)}"] = (_of_text, given(name))
-        for name, digest in _OTHERS.items():
+        for name, find in _OTHERS.items():
             if given(name) is not None:
-                asked[f"{name} {given(name)}"] = (digest, given(name))
+                asked[f"{name} {given(name)}"] = (find, given(name))
         for folder in given("from_") or ():
             asked[f"run {folder}"] = (_of_files, (Path(folder) / MANIFEST,))
         return {what: digest for what, source in asked.items() if (digest := self._digest(*source)) is not None}

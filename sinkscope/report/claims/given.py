@@ -52,9 +52,9 @@ def judged_folders(folders: Iterable[Path]) -> list[Path]:
             found[folder] = None
             continue
         comparison = folder / COMPARISON
-        if (comparison / MANIFEST).is_file():  # cells that have to be measured again are not in it
-            manifest = read_manifest(comparison, (SWEEP,))
-        cells = [folder / CELLS / name for name in manifest["cells"]]
+        compared = read_manifest(comparison, (SWEEP,)) if (comparison / MANIFEST).is_file() else manifest
+        # the comparison leaves out cells that have to be measured again
+        cells = [folder / CELLS / name for name in manifest["cells"] if name in compared.get("cells", ())]
         done = [cell for cell in cells if (cell / MANIFEST).is_file() and _is_done(read_manifest(cell, None))]
         if not done:
             raise InputError(f"--from {folder}: none of its cells is done that claims could judge")
