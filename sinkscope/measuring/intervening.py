@@ -13,7 +13,7 @@ from sinkscope.attention.seam import open_seam
 from sinkscope.interventions import Intervention, Known, Target, applied, parse_all
 from sinkscope.measuring.parity import check_beforehand
 from sinkscope.measuring.subject import row_or_calibrated
-from sinkscope.models.in_memory import called_uncompiled, check_called_itself, unwrapped
+from sinkscope.models.in_memory import called_uncompiled, check_called_itself, on_cpu_by_default, unwrapped
 
 
 @contextmanager
@@ -39,9 +39,10 @@ def intervening(model: nn.Module, *do: str | Intervention | Iterable[str | Inter
     check_beforehand(network, family, is_calibrated=bool(notices))
     longest = getattr(network.config.get_text_config(), "max_position_embeddings", None) or 1
     with ExitStack() as stack:
-        stack.enter_context(called_uncompiled(network))
-        target = Target(network, family, stack.enter_context(open_seam(network, family)))
-        known = Known(target, longest)
-        resolved = [part if part.inapplicable(target) else part.resolved(known) for part in parts]
-        stack.enter_context(applied(target, resolved))
+        with on_cpu_by_default():
+            stack.enter_context(called_uncompiled(network))
+            target = Target(network, family, stack.enter_context(open_seam(network, family)))
+            known = Known(target, longest)
+            resolved = [part if part.inapplicable(target) else part.resolved(known) for part in parts]
+            stack.enter_context(applied(target, resolved))
         yield

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from sinkscope.errors import InputError, SinkscopeError, described, is_out_of_memory
 from sinkscope.measuring.subject import Subject
 from sinkscope.models.in_memory import undisturbed
+from sinkscope.models.process import drawing
 from sinkscope.models.quantized import ORDINARY, is_quantized
 from sinkscope.retrofits import new_parameters
 
@@ -67,8 +68,7 @@ def redrawn(model: PreTrainedModel, seed: int) -> PreTrainedModel:
         delattr(config, QUANTIZATION)
     dtype = next((x.dtype for x in model.parameters() if x.dtype in ORDINARY), torch.float32)
     try:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            torch.default_generator.manual_seed(seed)
+        with drawing(seed), torch.device("cpu"):
             network = type(model)._from_config(config, dtype=dtype)
         learned = {name for name, parameter in network.named_parameters() if parameter.requires_grad}
         network = network.to(device).eval().requires_grad_(False)

@@ -24,6 +24,7 @@ from sinkscope.models.families import find_family
 from sinkscope.models.family import Family, embedding_weight, input_device, number_of_positions
 from sinkscope.models.in_memory import unchanged_after, undisturbed, unwrapped
 from sinkscope.models.loading import LoadedModel
+from sinkscope.models.process import drawing
 from sinkscope.models.towers import check_reads_text, placeholders, tower_notice, vocabulary
 from sinkscope.options.measuring import ObservableOptions, RunConfig
 from sinkscope.options.option import checked
@@ -238,8 +239,7 @@ def _sample(model: PreTrainedModel, first: int, count: int, length: int, seed: i
         going_on = ~torch.isin(ids[:, 1:], end_ids).any(1)
         return (len(texts) + going_on.sum() < begun / (2 * MOST_SAMPLES)).expand(len(ids))
 
-    with torch.random.fork_rng(), _without_settings(model):
-        torch.manual_seed(seed)
+    with drawing(seed), _without_settings(model):
         for _ in range(MOST_SAMPLES * count // SAMPLED_AT_ONCE + 1):
             mask = torch.ones_like(start)
             begun += len(start)

@@ -24,6 +24,7 @@ from sinkscope.measuring.observables.observable import ATTENTION_SITES, Observab
 from sinkscope.models.beginning import Beginning, begun
 from sinkscope.models.family import Block, Family, first_tensor, input_device
 from sinkscope.models.in_memory import unchanged_after
+from sinkscope.models.process import one_thread
 from sinkscope.models.towers import embedding_path
 from sinkscope.retrofits.registers import RETROFIT, registers_before
 from sinkscope.retrofits.retrofit import ValuePart
@@ -39,7 +40,7 @@ class Tracer:
         self.seams = seams  # of the layers that have attention
         self.first = first  # layer that is read
         self.depth = len(family.layer_modules(model))
-        with warnings.catch_warnings():  # of submodules called `output`: see `_part`
+        with one_thread, warnings.catch_warnings():  # of submodules called `output`: see `_part`
             warnings.filterwarnings("ignore", "Module '.*' has a submodule named", UserWarning)
             self.traced = _Traced(model)
         self.registers = registers_before(model)

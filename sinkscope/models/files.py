@@ -28,6 +28,7 @@ from transformers.utils import logging as transformers_logging
 
 from sinkscope.errors import InputError, SinkscopeError, described, one_line
 from sinkscope.models.cache import TWIN, check_room
+from sinkscope.models.process import one_thread
 from sinkscope.models.quantized import check_packages, stored_as
 from sinkscope.models.settings import read_settings
 from sinkscope.options.files import check_readable, kind_of, names_in, read_json, user_path
@@ -83,18 +84,20 @@ def quiet() -> Iterator[None]:
     """No progress bars, warnings and banners of the libraries until the end of the block.
 
     Loggers write to the stderr that they were made with, so their level is raised; bars and warnings write to the
-    current one, and the bar for GGUF files has no switch.
+    current one, and the bar for GGUF files has no switch. All of these belong to the whole process: threads that load
+    models wait for each other.
     """
     loggers = (transformers_logging, hub_logging)
-    levels = [logger.get_verbosity() for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.set_verbosity(logging.CRITICAL)  # what becomes an error is reported as one
-        with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.set_verbosity(level)
+    with one_thread:
+        levels = [logger.get_verbosity() for logger in loggers]
+        try:
+            for logger in loggers:
+                logger.set_verbosity(logging.CRITICAL)  # what becomes an error is reported as one
+            with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
+                yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.set_verbosity(level)
 
 
 def find_files(model: str | None, revision: str | None, gguf_file: str | None, allow_pickle: bool) -> ModelFiles:

@@ -3,7 +3,7 @@
 import copy
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -99,9 +99,10 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     """Within it, the model computes what it computes when it is deployed; afterwards it is as it was.
 
     It is in eval mode, without what torch.compile has made of it, gives outputs with names, and is outside of the
-    caller's autocast and inference mode.
+    caller's autocast, inference mode and default device.
     """
     with ExitStack() as stack:
+        stack.enter_context(on_cpu_by_default())
         stack.enter_context(unchanged_after(model))
         for module in model.modules():
             module.training = False
@@ -112,6 +113,11 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         for device in {"cpu", *(parameter.device.type for parameter in model.parameters())} - {"meta"}:
             stack.enter_context(torch.autocast(device, enabled=False))
         yield
+
+
+def on_cpu_by_default() -> AbstractContextManager[Any]:
+    """New tensors are on the CPU until the end of the block, whatever torch.set_default_device has been given."""
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 @contextmanager

@@ -40,7 +40,7 @@ from sinkscope.models.files import (
     is_path,
     quiet,
 )
-from sinkscope.models.in_memory import text_of
+from sinkscope.models.in_memory import on_cpu_by_default, text_of
 from sinkscope.models.quantized import is_ordinary, unpacking
 from sinkscope.models.settings import check_settings, read_settings
 from sinkscope.options.files import kind_of, names_in, user_path
@@ -109,7 +109,7 @@ def load(
     """
     _check_arguments(dtype, device_map)
     model = None if model is None else text_of(model)
-    with quiet(), gguf.read_once():
+    with quiet(), gguf.read_once(), on_cpu_by_default():
         change = None if adapter is None else find_adapter(text_of(adapter), allow_pickle)
         files = find_files(model, revision, gguf_file, allow_pickle)
         check_weights(files)

@@ -14,7 +14,7 @@ from sinkscope.attention.seam import open_seam
 from sinkscope.attention.taps import Seam
 from sinkscope.models.edits import Edit, edited_output, first_argument, replaced, wrapped_forward
 from sinkscope.models.families import find_family
-from sinkscope.models.in_memory import called_uncompiled, check_called_itself, unwrapped
+from sinkscope.models.in_memory import called_uncompiled, check_called_itself, on_cpu_by_default, unwrapped
 from sinkscope.options.measuring import PerActivation, PerCache, PerWeight
 from sinkscope.quantization.arithmetic import Grid, RowGrids
 from sinkscope.quantization.attention import IN_ATTENTION, attending_with
@@ -55,11 +55,12 @@ def quantized(
     rest = {site: known for site, known in ranges.items() if site not in kept}
     precision = Precision(bits_weights, bits_activations, bits_kv_cache, weights_per, activations_per, kv_cache_per)
     with ExitStack() as stack:
-        stack.enter_context(called_uncompiled(model))
-        stack.enter_context(quantized_sites(model, rest, precision))
-        if any(site.part in IN_ATTENTION for site in rest):
-            seams = stack.enter_context(open_seam(model, find_family(model)))
-            stack.enter_context(quantized_attention(seams, rest, precision))
+        with on_cpu_by_default():
+            stack.enter_context(called_uncompiled(model))
+            stack.enter_context(quantized_sites(model, rest, precision))
+            if any(site.part in IN_ATTENTION for site in rest):
+                seams = stack.enter_context(open_seam(model, find_family(model)))
+                stack.enter_context(quantized_attention(seams, rest, precision))
         yield
 
 

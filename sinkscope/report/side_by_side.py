@@ -80,12 +80,16 @@ class Routes(Paged, Tabular):
 
 
 def compare(
-    *given: Given, out: str | os.PathLike[str] | None = None, overwrite: bool = False, page: bool = True
+    *given: Given | Iterable[Given],
+    out: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    page: bool = True,
 ) -> Comparison | Routes | Scorecard:
     """Put folders of one kind side by side; with `out`, also write tables and figures there.
 
     Args:
-        *given: runs of `analyze`, of `intervene`, or scorecards, or their folders: all of one kind.
+        *given: runs of `analyze`, of `intervene`, or scorecards, or their folders: all of one kind, one by one or in
+            lists.
         out: the folder to write.
         overwrite: replace an earlier comparison in `out`.
         page: with `out`, also write index.html.
@@ -94,15 +98,16 @@ def compare(
         InputError: fewer than two, of different kinds, a folder that holds none, or an `out` that is taken.
         SinkscopeError: writing failed.
     """
-    check_count(given)
-    commands = list(dict.fromkeys(map(_command, given)))
+    runs = [one for part in given for one in (part if isinstance(part, list | tuple) else [part])]
+    check_count(runs)
+    commands = list(dict.fromkeys(map(_command, runs)))
     if len(commands) > 1:
         raise InputError(f"runs of `{'` and `'.join(commands)}` have nothing in common: compare those of one command")
     if commands[0] not in _WAYS:
-        return comparison.compare(*given, out=out, overwrite=overwrite, page=page)  # type: ignore[arg-type]
-    start, folders = time.time(), [one.folder if isinstance(one, Run | Scorecard) else one for one in given]
+        return comparison.compare(*runs, out=out, overwrite=overwrite, page=page)  # type: ignore[arg-type]
+    start, folders = time.time(), [one.folder if isinstance(one, Run | Scorecard) else one for one in runs]
     with own_folder(out, overwrite, ("compare",), reads=folders) as folder:
-        found, write = _WAYS[commands[0]](given, start)
+        found, write = _WAYS[commands[0]](runs, start)
         found = replace(found, folder=folder)
         if folder is not None:
             with new_folder(folder) as fresh:
@@ -113,6 +118,8 @@ def compare(
 def _command(one: Given) -> str:
     if isinstance(one, Run | Scorecard):
         return str(one.manifest.get("command", "analyze"))
+    if not isinstance(one, str | os.PathLike):
+        raise InputError(f"a run, a scorecard or the folder of one is needed, and this is a {type(one).__name__}")
     return str(read_manifest(folder_of(one), (*RUNS, CLAIMS))["command"])
 
 

@@ -19,7 +19,7 @@ from sinkscope.errors import InputError, unknown
 from sinkscope.models.attention_functions import unknown_code
 from sinkscope.models.families import FAMILIES, find_family
 from sinkscope.models.family import Family
-from sinkscope.models.in_memory import unwrapped
+from sinkscope.models.in_memory import on_cpu_by_default, unwrapped
 from sinkscope.models.model_types import base_type, is_retrofitted
 from sinkscope.models.towers import WITH_TOWERS
 from sinkscope.options.option import filled_in
@@ -84,7 +84,8 @@ def retrofit_model(model: PreTrainedModel, family: Family | None, method: str, *
         raise InputError("this model has its seams in: close the tracer that is open on it before retrofitting")
     if method != "none":
         become_retrofitted(model, method, chosen.model_dump(), _build_in)
-        chosen.install(model, family)
+        with on_cpu_by_default():
+            chosen.install(model, family)
     return model
 
 

@@ -11,11 +11,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
 from sinkscope.errors import InputError, described, one_line, unknown
 from sinkscope.models.loading import count_parameters
+from sinkscope.models.process import drawing
 from sinkscope.models.settings import read_settings
 from sinkscope.models.varied_llama import MODEL_TYPE as VARIED_LLAMA
 from sinkscope.options.files import kind_of, user_path
@@ -230,8 +230,7 @@ def _read(path: Path) -> PreTrainedConfig:
 
 def fresh_model(config: PreTrainedConfig, seed: int) -> Any:
     """A model with random weights, by the seed; in eval mode and frozen, as a loaded one is."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with drawing(seed):
         model = AutoModelForCausalLM.from_config(
             copy.deepcopy(config),  # a retrofit writes itself into it
             attn_implementation=None,  # the default: a config.json may name code on the hub

@@ -4,11 +4,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from sinkscope.errors import InputError
 from sinkscope.models.family import Family
+from sinkscope.models.process import drawing
 from sinkscope.options.option import as_folder_name
 from sinkscope.retrofits import make_retrofit, retrofit_model
 
@@ -26,8 +26,7 @@ class Method:
 
     def built_into(self, model: PreTrainedModel, family: Family, seed: int) -> PreTrainedModel:
         """The model, changed in place; what starts at random is of this seed."""
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
+        with drawing(seed):
             return retrofit_model(model, family, self.name, **self.parameters)
 
     @property

@@ -8,7 +8,7 @@ import pandas as pd
 import peft
 import pytest
 import torch
-from accelerate import cpu_offload
+from accelerate import cpu_offload, disk_offload
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from support.everything import differences, snapshot
 from tiny import tiny_model
@@ -112,6 +112,39 @@ DISPATCHED: dict[str, Callable[[PreTrainedModel], PreTrainedModel]] = {
     "dispatched": with_hooks_of_accelerate,
     "offloaded": lambda model: cpu_offload(model, execution_device=torch.device("cpu")),
 }
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen2"])
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_weights_that_are_read_may_be_offloaded(name: str, where: str, tmp_path: Path) -> None:
+    """Of GPT-2 the vectors of positions."""
+    model, expected = tiny_model(name), sinkscope.analyze(tiny_model(name), **SMALL)
+    device = torch.device("cpu")
+    given = cpu_offload(model, device) if where == "memory" else disk_offload(model, str(tmp_path), device)
+    run = sinkscope.analyze(given, **SMALL)
+    read = {name: table for name, table in expected.tables.items() if name in run.tables}
+    assert {"attention", "geometry", "gradient"} <= read.keys()
+    for table in ("attention", "geometry"):
+        pd.testing.assert_frame_equal(run.tables[table], expected.tables[table])
+    assert doctor(given).ok
+
+
+def test_a_model_that_gives_tuples_is_measured_as_the_plain_one(plain: Run) -> None:
+    model, other = tiny_model("llama"), tiny_model("llama")
+    model.config.return_dict = False
+    before = snapshot(model)
+    assert_equal(sinkscope.analyze(model, **SMALL), plain)
+    assert doctor(model).ok
+    assert not differences(before, snapshot(model))
+    assert other.config.return_dict
+
+
+def test_a_forward_that_is_compiled_is_measured_as_the_plain_one(plain: Run) -> None:
+    model = tiny_model("llama")
+    model.forward = torch.compile(model.forward, backend="eager")
+    compiled = model.forward
+    assert_equal(sinkscope.analyze(model, **SMALL), plain)
+    assert model.forward is compiled
 
 
 @pytest.mark.parametrize("kind", DISPATCHED)
