@@ -151,7 +151,8 @@ class Sequences:
     def losses(self) -> np.ndarray:
         """(1 + draws,): loss per predicted token."""
         loss, predicted = (self.values("loss_by_sequence", column)[:, 0] for column in ("loss", "predicted"))
-        return (self.weights @ (loss * predicted)) / (self.weights @ predicted)
+        with np.errstate(invalid="ignore"):  # a single sequence counts in no draw
+            return (self.weights @ (loss * predicted)) / (self.weights @ predicted)
 
     def _pivot(self, table: str, column: str, by: tuple[str, ...], where: dict) -> np.ndarray:
         rows = table_of(self.run, table)
