@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from sinkscope.attention.operations import MASKED
 from sinkscope.attention.taps import Seam
-from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.errors import InputError, SinkscopeError, counted
 from sinkscope.models.edits import edited_output
 from sinkscope.models.family import Family
 from sinkscope.models.origin import check_parameters
@@ -387,6 +387,6 @@ def random_choice(count: int, total: int, draw: torch.Generator, but: Iterable[i
     """`count` different numbers below `total`, none of `but`."""
     free = sorted(set(range(total)) - set(but))
     if len(free) < count:
-        raise InputError(f"a random control needs {count} other {what}s, and there are {len(free)}")
+        raise InputError(f"a random control needs {counted(count, f'other {what}')}, and there are {len(free)}")
     order = torch.randperm(len(free), generator=draw)[:count]
     return tuple(sorted(free[place] for place in order.tolist()))

@@ -148,7 +148,7 @@ TEMPLATES: dict[tuple[str, Outcome], str] = {
     ("proxy", MEASURED): "Its attention is no softmax ({what}): weights are |sim| ÷ Σ|sim|, a proxy.",
     ("sliding-window", ABSENT): "The window of {value:g|token} that {layers:layers} attend to is never reached: "
         "sequences have at most {longest} tokens.",
-    ("sliding-window", PRESENT): "Attention reaches back over {value:g|token} in {layers:layers}.",
+    ("sliding-window", PRESENT): "Only the last {value:g|token} can be attended to in {layers:layers}.",
     ("window-both-ways", ABSENT): "The window of {value:g|token} to either side that {layers:layers} attend to is "
         "never reached: sequences have at most {longest} tokens.",
     ("window-both-ways", PRESENT): "Only tokens at most {value:g} away are attended to in {layers:layers}.",

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from sinkscope.errors import counted
 from sinkscope.report.figures.axes import say, write_beside
 from sinkscope.report.figures.labels import title
 from sinkscope.report.figures.spec import declare
@@ -38,5 +39,5 @@ def draw(run: RunData) -> Figure:
     if entries.empty:
         say(ax, "no values")
     count = len(massive)
-    figure.suptitle(title(run, WIDE, f"{count or 'no'} massive coordinate{'s' * (count != 1)}"))
+    figure.suptitle(title(run, WIDE, counted(count or "no", "massive coordinate")))
     return figure

@@ -7,6 +7,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
+from sinkscope.errors import counted
 from sinkscope.quantization.sites import NO_LAYER, WEIGHT
 from sinkscope.report.figures.axes import layer_axis, line_by_layer, panel_grid, value_axis
 from sinkscope.report.figures.labels import escape, shorten, title
@@ -58,7 +59,7 @@ def draw(run: RunData) -> Figure:
     shown += [Line2D([], [], **MASSIVE)] * bool(sites["is_massive"].any())
     figure.legend(handles=shown, loc="outside lower center", ncols=4)
     calibration = run.manifest["quantization"]["calibration"]
-    figure.suptitle(title(run, WIDE, f"{calibration} sequence{'s' * (calibration > 1)} of calibration"))
+    figure.suptitle(title(run, WIDE, f"{counted(calibration, 'sequence')} of calibration"))
     return figure
 
 
