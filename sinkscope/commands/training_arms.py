@@ -176,7 +176,7 @@ class TrainingArms:
         if self.keep_checkpoints and self.is_main:
             with failures(folder), no_bars():
                 self._save(model, folder / "checkpoints" / "checkpoint-0")
-        is_whole, begun = not checkpoints(folder / "training"), time.perf_counter()
+        is_whole, begun = not (folder / "training").exists(), time.perf_counter()
         where = (self.plan.measuring.epsilon, self.plan.options["config"]["fixed_position"] or 0)
         history = train(
             model,

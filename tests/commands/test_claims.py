@@ -266,7 +266,7 @@ def test_an_interrupt_keeps_the_arms_that_are_finished(tmp_path: Path, monkeypat
         sinkscope.claims(tiny_model("gpt2"), out=tmp_path / "card", **given)
     assert measured == ["nullify-query-bias", "nullify-query-bias control 0", "interrupted"]
     card = sinkscope.claims(tiny_model("gpt2"), out=tmp_path / "card", **given)
-    assert measured[3:] == ["scale-sink-value", "scale-sink-value control 0"]
+    assert measured[3:] == ["scale-sink-value", "scale-sink-value control 0", "mean-sink-value"]
     assert Outcome.NOT_MEASURED not in (card.outcome("N-6"), card.outcome("V-24"))
 
 

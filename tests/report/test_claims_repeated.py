@@ -109,11 +109,13 @@ def test_a_further_term_in_the_denominator_has_no_closed_form() -> None:
 # --- massive everywhere
 
 
-def natural(massive: bool = True, kind: str = "rotary") -> RunData:
+def natural(massive: bool = True, kind: str = "rotary", rate: float = 0.5) -> RunData:
     norms = by_sequence({"norm": 1000.0, "norm_later": 10.0, "norm_smallest": 5.0}, LAYERS, 1.0)
     entries = by_sequence({"position": 0.0}, LAYERS).assign(is_massive=massive)
     entries["is_massive"] &= entries["layer"] > 0
+    rates = by_sequence({"sink_rate": [rate]}, LAYERS, position=range(1))
     tables = {"activation_by_sequence": norms.assign(site="layer_out"), "massive": entries}
+    tables["attention_by_sequence"] = rates
     return analysis(tables, family=family(kind), input=NO_BOS)
 
 
@@ -135,6 +137,8 @@ def test_a_bos_in_front_of_the_text_or_the_tokens_is_another_comparison() -> Non
 
 def test_without_massive_layers_there_is_nothing_to_disperse() -> None:
     assert judged("W-6", natural(massive=False), repeated("rotary", equal("rotary"))).outcome == NOT_APPLIES
+    gone = judged("W-6", natural(rate=0.0), repeated("rotary", equal("rotary")))
+    assert (gone.outcome, "no sink without a BOS" in gone.reason) == (NOT_APPLIES, True)
 
 
 # --- table 7

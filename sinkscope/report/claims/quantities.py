@@ -5,8 +5,8 @@ import pandas as pd
 
 from sinkscope.measuring.gradient_summary import pathway_norms
 from sinkscope.measuring.observables.observable import LATER
-from sinkscope.report.claims.claim import Part, above, at_least
-from sinkscope.report.claims.estimates import Estimate, bootstrap, exact, positive_jackknife
+from sinkscope.report.claims.claim import Part, above
+from sinkscope.report.claims.estimates import Estimate, bootstrap, positive_jackknife
 from sinkscope.report.claims.evidence import Evidence, Lacks
 from sinkscope.results.findings import USUAL
 from sinkscope.results.metrics import is_sink
@@ -91,12 +91,6 @@ def massive_layers(evidence: Evidence, role: str = "natural") -> np.ndarray:
     count = evidence.runs[role].manifest["input"]["sequences"]
     share = at_first.groupby("layer")["sequence"].nunique() / count
     return share.index[share >= USUAL].to_numpy()
-
-
-# of claims on what massive activations do: without any they fail
-MASSIVE_LAYERS = Part(
-    "layers with massive activations at position 0", lambda evidence: exact(len(massive_layers(evidence))), at_least(1)
-)
 
 
 # --- gradients, by groups of sequences

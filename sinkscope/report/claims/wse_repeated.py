@@ -7,12 +7,12 @@ import pandas as pd
 
 from sinkscope.measuring.observables.equal_tokens import CLOSED_FORMS
 from sinkscope.measuring.observables.massive import THRESHOLD
-from sinkscope.report.claims.arms import falls, had_a_sink, of_arm, share_left
+from sinkscope.report.claims.arms import SINK, falls, had_a_sink, of_arm, share_left
 from sinkscope.report.claims.claim import Claim, NotDefined, Part, at_least, at_most, below
 from sinkscope.report.claims.estimates import Estimate, bootstrap, exact, least_of
 from sinkscope.report.claims.evidence import MAIN, REPEATED, WITHOUT_BOS, Evidence
 from sinkscope.report.claims.nulls import Null
-from sinkscope.report.claims.quantities import massive_layers, norms
+from sinkscope.report.claims.quantities import massive_layers, norms, sink_rates
 from sinkscope.report.claims.scopes import causal, equal_tokens_stay_equal, learned_positions, some_positions
 from sinkscope.results.findings import Published
 
@@ -54,6 +54,9 @@ def _within_bound(evidence: Evidence) -> Estimate:
 def _all_massive(evidence: Evidence) -> Estimate:
     """The smallest ratio of any layer. Raises NotDefined."""
     _equal_tokens(evidence)
+    rate = sink_rates(evidence, TEXT)[0]
+    if rate <= SINK:
+        raise NotDefined(f"its text has no sink without a BOS that could be dispersed ({rate:.1f} %)")
     layers = massive_layers(evidence, TEXT)
     if not len(layers):
         raise NotDefined(f"no layer has massive activations (above {THRESHOLD:.0f}) at position 0 without a BOS")
