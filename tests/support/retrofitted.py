@@ -36,14 +36,26 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 EACH_METHOD = pytest.mark.parametrize("label", METHODS)
 
 
-def each_pair(names: Sequence[str], labels: Sequence[str]) -> pytest.MarkDecorator:
+def each_pair(
+    names: Sequence[str], labels: Sequence[str], arguments: tuple[str, str] = ("name", "label")
+) -> pytest.MarkDecorator:
     """Every method in the first family and every family with two methods, other ones in the next family: what a method
     does to attention and how a family's attention is read meet in one place, the seam.
+
+    Args:
+        names: of the families.
+        labels: of the methods, or of anything else that meets a family in one place.
+        arguments: the test's names for a family and a method.
     """
+    return pytest.mark.parametrize(arguments, pairs(names, labels))
+
+
+def pairs(names: Sequence[str], labels: Sequence[str]) -> list[tuple[str, str]]:
+    """The pairs of `each_pair`."""
     first, *others = names
     size = len(labels)
     turns = ((name, labels[(2 * place + more) % size]) for place, name in enumerate(others) for more in range(2))
-    return pytest.mark.parametrize(("name", "label"), [*((first, label) for label in labels), *turns])
+    return [*((first, label) for label in labels), *turns]
 
 
 AT_TAPS = [label for label in METHODS if label != "register-tokens"]
