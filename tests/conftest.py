@@ -1,16 +1,24 @@
-"""Fixtures that more than one file of tests needs."""
+"""Fixtures that more than one file of tests needs.
+
+Libraries that take seconds to import are imported where they are used: with pytest-xdist, the process that starts the
+workers reads this file too, and they wait for it.
+"""
+
+from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
-from hub import Hub
-from huggingface_hub import constants
 
-import sinkscope
-from sinkscope.models.loading import LoadedModel
+import sinkscope  # which imports nothing else before it is used
+
+if TYPE_CHECKING:
+    from hub import Hub
+
+    from sinkscope.models.loading import LoadedModel
 
 pytest.register_assert_rewrite("gradient_reference", "reference", "support", "tiny")
 
@@ -19,6 +27,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of real models first: side by side, so that with several workers one of them loads each model. Those of a
     GPU are skipped where there is none.
     """
+    import torch
+
     items.sort(key=lambda item: item.get_closest_marker("real_model") is None)
     if not torch.cuda.is_available():
         for item in items:
@@ -37,6 +47,8 @@ def frozen() -> None:
 
 @pytest.fixture(scope="session")
 def hub_server() -> Iterator[Hub]:
+    from hub import Hub
+
     with Hub() as server:
         yield server
 
@@ -47,6 +59,8 @@ def hub(hub_server: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub
 
     huggingface_hub reads its environment once, at import, so its constants are what there is to change.
     """
+    from huggingface_hub import constants
+
     hub_server.repos.clear()
     hub_server.requests.clear()
     hub_server.faults.clear()
@@ -82,6 +96,8 @@ def smollm() -> LoadedModel:
 @pytest.fixture(scope="session")
 def smollm_on_cpu(smollm: LoadedModel) -> LoadedModel:
     """In float32. Not to be changed."""
+    import torch
+
     on_cpu = smollm.model.device.type == "cpu" and smollm.model.dtype == torch.float32
     return smollm if on_cpu else sinkscope.load(dtype="float32", device_map="cpu")
 

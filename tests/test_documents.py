@@ -62,6 +62,7 @@ def test_the_definition_of_contributing_changes_the_sink_rate(monkeypatch: pytes
     assert len(after.tables["sink_positions"]) > len(before.tables["sink_positions"])
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_the_output_of_contributing_is_in_the_run_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(OUTPUTS, "latex", shown("def write")["write"])
     run = sinkscope.analyze(tiny_model("llama"), observables="attention", out=tmp_path / "run", **OPTIONS)

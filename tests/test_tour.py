@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+import sinkscope
+from sinkscope.models.loading import LoadedModel
+
 TOUR = Path(__file__).parents[1] / "recipes" / "tour.ipynb"
 
 
@@ -24,7 +27,8 @@ def test_the_committed_tour_was_executed_without_errors() -> None:
 
 
 @pytest.mark.real_model
-def test_the_tour_finds_what_it_says() -> None:
+def test_the_tour_finds_what_it_says(smollm: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sinkscope, "load", lambda: smollm)  # which is what `load` gave already
     names: dict[str, Any] = {}
     for index, cell in enumerate(code_cells()):
         exec(compile("".join(cell["source"]), f"{TOUR.name}, code cell {index}", "exec"), names)

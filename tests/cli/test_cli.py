@@ -18,6 +18,7 @@ import pytest
 import torch
 from hub import Hub
 from safetensors.torch import load_file, save_file
+from support.figures import rough_figures
 from support.forked import forked
 from tiny import VOCAB, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -66,7 +67,9 @@ def bare(saved: Path) -> Path:
 def finished(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
     """One whole analysis from the command line, and its folder. Not to be changed."""
     out = tmp_path_factory.mktemp("finished") / "run"
-    return command_line("analyze", tiny, *SMALL, "--out", out), out
+    with pytest.MonkeyPatch.context() as patched:
+        rough_figures(patched)
+        return command_line("analyze", tiny, *SMALL, "--out", out), out
 
 
 @pytest.fixture(autouse=True)

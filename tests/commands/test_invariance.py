@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+from support.retrofitted import each_pair
 from tiny import ragged_tokens, tiny_model
 from transformers import PreTrainedModel
 
@@ -67,24 +69,38 @@ def assert_same(run: Run, expected: Run, order: tuple[int, ...] | None = None) -
         pd.testing.assert_frame_equal(found, wanted, rtol=1e-4, atol=atol, obj=name)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("name", FAMILIES)
-def test_neither_batch_size_nor_order_changes_a_table(name: str, command: str, tmp_path: Path) -> None:
-    model, measure = tiny_model(name, spread=4.0), COMMANDS[command]
+EACH_PAIR = each_pair(FAMILIES, list(COMMANDS), ("name", "command"))
+
+
+@pytest.fixture(scope="module")
+def one_by_one(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Run]:
+    """What a command measures of a family, one sequence at a time. Not to be changed."""
+    path = written(tmp_path_factory.mktemp("ragged") / "ragged.jsonl")
+    return cache(lambda name, command: COMMANDS[command](tiny_model(name, spread=4.0), path, batch_size=1))
+
+
+@EACH_PAIR
+def test_neither_batch_size_nor_order_changes_a_table(
+    name: str, command: str, one_by_one: Callable[[str, str], Run], tmp_path: Path
+) -> None:
+    model, measure, expected = tiny_model(name, spread=4.0), COMMANDS[command], one_by_one(name, command)
     path = written(tmp_path / "ragged.jsonl")
-    expected = measure(model, path, batch_size=1)
     for size in (3, 8) if command == "analyze" else (3,):
         assert_same(measure(model, path, batch_size=size), expected)
     if command != "quantize":  # which calibrates on the last ones
         assert_same(measure(model, written(tmp_path / "other.jsonl", ORDER), batch_size=3), expected, ORDER)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("name", FAMILIES)
-def test_nor_do_padding_and_chunks(name: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, measure = tiny_model(name, spread=4.0), COMMANDS[command]
+@EACH_PAIR
+def test_nor_do_padding_and_chunks(
+    name: str,
+    command: str,
+    one_by_one: Callable[[str, str], Run],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, measure, expected = tiny_model(name, spread=4.0), COMMANDS[command], one_by_one(name, command)
     path = written(tmp_path / "ragged.jsonl")
-    expected = measure(model, path, batch_size=1)
     plain = sinkscope.measuring.passes.batches_of
     for module in (sinkscope.measuring.passes, sinkscope.measuring.parity):
         monkeypatch.setattr(module, "batches_of", lambda *inputs: plain(*inputs, padding_side="left"))

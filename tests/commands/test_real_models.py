@@ -31,7 +31,7 @@ pytestmark = pytest.mark.real_model
 
 MODELS = Path(__file__).parents[2] / ".models"
 TABLES = ("attention", "activation", "massive")
-POSITIONS, WINDOW = 16, 64
+POSITIONS, WINDOW = 16, 32
 
 
 torch.set_num_threads(1)  # models this small gain little by more, and on a busy machine lose much
@@ -96,7 +96,7 @@ def smollm_runs(smollm: LoadedModel) -> dict[str, Run]:
 
 
 def test_smollm_is_measured_as_plain_transformers_measure_it(smollm: LoadedModel) -> None:
-    options = {"num_seqs": 2, "seq_len": 64, "positions": POSITIONS, "window": WINDOW}
+    options = {"num_seqs": 2, "seq_len": 40, "positions": POSITIONS, "window": WINDOW}
     run = sinkscope.analyze(smollm, input="natural", observables=TABLES, **options)
     sequences = list(inputs_for(smollm, make_config(input="natural", **options)).sequences)
     check_against_reference(smollm, run, sequences)

@@ -325,6 +325,7 @@ def test_a_retrofitted_model_is_refused(text: Path) -> None:
     assert not Path("out").exists()
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_a_retrofitted_model_is_fine_tuned_with_what_is_in_it(text: Path) -> None:
     before = retrofit_model(tiny_model("llama"), None, "iga")
     before.save_pretrained("iga")

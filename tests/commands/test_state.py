@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.everything import differences, snapshot
 from support.figures import skip_figures
+from support.retrofitted import each_pair
 from tiny import TINY, tiny_model, tiny_tokens
 from torch import nn
 from transformers import PreTrainedModel
@@ -60,11 +61,10 @@ def used(name: str) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("name", TINY)
-def test_nothing_is_left(name: str, command: str, ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@each_pair(list(TINY), [f"{command}, {ending}" for command in COMMANDS for ending in ENDINGS])
+def test_nothing_is_left(name: str, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
     skip_figures(monkeypatch)
+    command, ending = label.split(", ")
     model, error = used(name), ENDINGS[ending]
     if error is not None:
         break_down(model, len(name) % 3, error)

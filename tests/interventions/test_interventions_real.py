@@ -100,7 +100,7 @@ def test_smollm_dies_of_one_coordinate_and_not_of_its_mean(smollm: LoadedModel) 
     where = "layers=11,coordinates=507"
     arms = {"zero": f"zero-massive:{where}", "mean": f"mean-massive:{where}"}
     before = {name: tensor.clone() for name, tensor in smollm.model.state_dict().items()}
-    run = sinkscope.intervene(smollm, arms=arms, draws=1, num_seqs=4)
+    run = sinkscope.intervene(smollm, arms=arms, draws=1, num_seqs=4, seq_len=32)
     zero, mean = (effect_of(run, arm, "perplexity") for arm in arms)
     assert zero.after > 1000 * zero.before
     assert mean.after == pytest.approx(mean.before, rel=0.05)
@@ -118,7 +118,7 @@ def test_smollm_streams_with_its_first_token_kept(smollm: LoadedModel) -> None:
 def test_compress_is_inverse_to_the_norm_of_the_sink(smollm_on_cpu: LoadedModel) -> None:
     """GS §4: from the massive activation's onset to where the last layers take it away, at no cost in loss."""
     arms = {"half": "rescale-norm", "double": "rescale-norm:factor=2"}
-    run = sinkscope.intervene(smollm_on_cpu, arms=arms, observables=("gradient",), draws=0, num_seqs=3)
+    run = sinkscope.intervene(smollm_on_cpu, arms=arms, observables=("gradient",), draws=0, num_seqs=3, seq_len=32)
     assert run.manifest["arms"]["double"]["do"] == ["rescale-norm:layers=12,factor=2.0"]
     rows = run.tables["gradient_ratio"].query("branch == 'attn' and position == 0 and layer < 29")
     compress = rows.pivot(index="layer", columns="condition", values="compress")

@@ -20,7 +20,7 @@ from sinkscope.report.run import Run
 
 pytestmark = pytest.mark.real_model
 
-SEQUENCES, TOKENS = 8, 64
+SEQUENCES, TOKENS = 4, 64
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ def test_every_figure_is_looked_at() -> None:
 def test_axes_have_labels_and_tick_labels_stand_apart(name: str) -> None:
     figure = drawn(name)
     figure.lay_out()
-    figure.canvas.draw()
+    figure.draw_without_rendering()
     panels = [ax for ax in figure.axes if ax.get_visible() and ax.axison and ax.get_label() != "<colorbar>"]
     assert panels
     for ax in panels:

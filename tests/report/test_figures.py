@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from PIL import Image
 from support.figure_tables import make_run
+from support.figures import rough_figures
 
 from sinkscope.errors import InputError
 from sinkscope.report.figures import COMMAND, KINDS, OF_RUNS, applicable, draw, save_all
@@ -339,6 +340,7 @@ def test_save_all_writes_png_and_pdf_with_truetype_fonts_and_no_date(
 ) -> None:
     before = global_settings()
     monkeypatch.setitem(SETTINGS, "pdf.compression", 0)  # so that the fonts' names can be read
+    rough_figures(monkeypatch)
     save_all(run, tmp_path)
     for name in FIGURES:
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")

@@ -330,22 +330,18 @@ def test_register_tokens_start_where_they_are_asked_to() -> None:
     assert not torch.equal(start(0), start(1))
 
 
-@EACH_FAMILY
+# label → method and parameters that change nothing
+UNCHANGED: dict[str, tuple[str, dict[str, Any]]] = {
+    "none": ("none", {}),
+    "vscale": ("vscale", {"strength": 0, "learned": False}),
+    **{label: METHODS[label] for label in ("vga", "vga-output", "iga", "iga-output")},
+}
+
+
+@each_pair(list(TINY), list(UNCHANGED))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("method", "parameters"),
-    [
-        ("none", {}),
-        ("vscale", {"strength": 0, "learned": False}),
-        ("vga", {}),
-        ("vga", {"placement": "output"}),
-        ("iga", {}),
-        ("iga", {"placement": "output"}),
-    ],
-)
-def test_starts_as_the_pretrained_model_bit_for_bit(
-    name: str, dtype: torch.dtype, method: str, parameters: dict
-) -> None:
+def test_starts_as_the_pretrained_model_bit_for_bit(name: str, dtype: torch.dtype, label: str) -> None:
+    method, parameters = UNCHANGED[label]
     plain, model = tiny_model(name, dtype=dtype), tiny_model(name, dtype=dtype)
     assert retrofit_model(model, None, method, **parameters) is model
     with torch.no_grad():
@@ -375,8 +371,7 @@ def test_the_papers_own_gate_starts_at_one_half() -> None:
     assert model.config.retrofit["parameters"] == {"placement": "value", "scale": 1.0}  # recorded
 
 
-@EACH_FAMILY
-@EACH_METHOD
+@each_pair(list(TINY), list(METHODS))
 def test_gradients_reach_every_new_parameter(name: str, label: str) -> None:
     model = retrofitted(name, label, torch.float32, trained=False)
     added = new_parameters(model)
@@ -430,8 +425,7 @@ def test_the_new_parameters_are_the_models_own() -> None:
 # ------------------------------------------------------------------------------------- generating and padding
 
 
-@EACH_FAMILY
-@EACH_METHOD
+@each_pair(list(TINY), list(METHODS))
 def test_generates_the_same_with_the_cache_and_without(name: str, label: str) -> None:
     model = shared(name, label)
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -444,8 +438,7 @@ def test_generates_the_same_with_the_cache_and_without(name: str, label: str) ->
         assert_close(ours, expected, tolerance)
 
 
-@EACH_FAMILY
-@EACH_METHOD
+@each_pair(list(TINY), list(METHODS))
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_nothing(name: str, label: str, side: str) -> None:
     """But by a sliding window, which counts places and not positions when the padding is inside it."""
@@ -652,8 +645,7 @@ def backward_tables(name: str, label: str) -> dict[str, pd.DataFrame]:
     return gradient_tables(shared(name, label), ragged_tokens(LENGTHS))
 
 
-@EACH_FAMILY
-@EACH_METHOD
+@each_pair(list(TINY), list(METHODS))
 def test_the_value_gradient_is_what_attention_routes_to_it(name: str, label: str) -> None:
     """∇v_s = Σ_t a[t,s] g_t at the value tap, whatever was done to the value before and to the mix after."""
     check = backward_tables(name, label)["gradient_check"]

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.clean import CleanProcess, clean_process
+from support.retrofitted import pairs
 from tiny import TINY, tiny_model, tiny_tokens
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -74,11 +75,13 @@ def plain_logits(name: str, dtype: torch.dtype) -> torch.Tensor:
     return logits(as_loaded(name, dtype))
 
 
-@EACH_METHOD
+HALVED = ("llama", "mixtral", "gemma2", "gpt_oss", "gpt2", "gptj", "falcon", "bloom")
+
+
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [(name, torch.float32) for name in TINY]
-    + [(name, torch.bfloat16) for name in ("llama", "mixtral", "gemma2", "gpt_oss", "gpt2", "gptj", "falcon", "bloom")],
+    ("name", "label", "dtype"),
+    [(*pair, torch.float32) for pair in pairs(list(TINY), list(METHODS))]
+    + [(*pair, torch.bfloat16) for pair in pairs(HALVED, list(METHODS))],
 )
 def test_saved_and_loaded_it_gives_the_same_logits(name: str, label: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model = trained(name, label, dtype)

@@ -36,17 +36,35 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 EACH_METHOD = pytest.mark.parametrize("label", METHODS)
 
 
-def each_pair(names: Sequence[str], labels: Sequence[str]) -> pytest.MarkDecorator:
+def each_pair(
+    names: Sequence[str], labels: Sequence[str], arguments: tuple[str, str] = ("name", "label")
+) -> pytest.MarkDecorator:
     """Every method in the first family and every family with two methods, other ones in the next family: what a method
     does to attention and how a family's attention is read meet in one place, the seam.
+
+    Args:
+        names: of the families.
+        labels: of the methods, or of anything else that meets a family in one place.
+        arguments: the test's names for a family and a method.
+    """
+    return pytest.mark.parametrize(arguments, pairs(names, labels))
+
+
+def pairs(names: Sequence[str], labels: Sequence[str]) -> list[tuple[str, str]]:
+    """The pairs of `each_pair`, and those that meet outside of the seam: registers are tokens of the model, and a
+    further term of the denominator is added to logits that some families change.
     """
     first, *others = names
     size = len(labels)
     turns = ((name, labels[(2 * place + more) % size]) for place, name in enumerate(others) for more in range(2))
-    return pytest.mark.parametrize(("name", "label"), [*((first, label) for label in labels), *turns])
+    elsewhere = [("register-tokens", names), *((label, OWN_LOGITS) for label in ("learnable-sink", "key-bias"))]
+    more = ((name, label) for label, met in elsewhere if label in labels for name in met if name in names)
+    return list(dict.fromkeys([*((first, label) for label in labels), *turns, *more]))
 
 
 AT_TAPS = [label for label in METHODS if label != "register-tokens"]
+
+OWN_LOGITS = ("gemma2", "gpt_oss", "bloom", "falcon-alibi", "mpt")  # a softcap, sink logits, ALiBi
 
 EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss")
 
