@@ -172,8 +172,7 @@ def build_inputs(
     request = Request(tokenizer, vocab_size, num_seqs, seq_len, bos, closed, bos_token_id, special, seed, sampler)
     request.check(max_positions)
     if prompt is not None:
-        condition, selection = PROMPT, prompted(prompt, request)
-        num_seqs = 1
+        condition, selection, num_seqs = PROMPT, prompted(prompt, request), 1
     elif source in DRAWN and dataset is None:
         condition, selection = source, DRAWN[source](request)
     else:
@@ -184,18 +183,12 @@ def build_inputs(
     if len(sequences) < num_seqs:
         label = f"--dataset {dataset}" if dataset else f"--input {source}"
         of = "of" if all(len(ids) == seq_len for ids in sequences) else "of at most"
-        held = counted(len(sequences), "sequence")
-        notices.append(f"{label} holds {held} {of} {seq_len} tokens; {num_seqs} were asked for")
+        held = f"{counted(len(sequences), 'sequence')} {of} {seq_len} tokens; {num_seqs} were asked for"
+        notices.append(f"{label} holds {held}")
     for ids in sequences:
         ids.setflags(write=False)
-    return TokenInputs(
-        condition,
-        sequences,
-        selection.token_zero,
-        _sha256(sequences),
-        tuple(notices),
-        per_passage=selection.per_passage,
-    )
+    made = TokenInputs(condition, sequences, selection.token_zero, _sha256(sequences), tuple(notices))
+    return replace(made, per_passage=selection.per_passage)
 
 
 def _sha256(sequences: Iterable[np.ndarray]) -> str:

@@ -77,7 +77,8 @@ def test_every_number_printed_is_in_a_table(measured: Scorecard) -> None:
     lines = [line[2:-2].split(" | ") for line in text.splitlines() if re.match(r"\|( [A-Z]+-\d+)? +\|", line)]
     assert len(lines) == len(rows) > 45
     for (_, _, value, null, test, _), row in zip(lines, rows.itertuples(), strict=True):
-        own = [row.value, row.low, row.high, row.null, row.least, row.most]
+        nulls = [row.null, row.null_low, row.null_high, 100 * row.null_passes]
+        own = [row.value, row.low, row.high, *nulls, row.least, row.most, 100 * row.power]
         printed = numbers_of(f"{value} {null} {test}".replace("‡", " "))
         assert printed
         assert all(stands_in(number, own) for number in printed), (row.claim, value, null, test)
