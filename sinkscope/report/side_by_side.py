@@ -80,7 +80,7 @@ class Routes(Paged, Tabular):
 
 
 def compare(
-    *given: Given | Iterable[Given],
+    *given: Given | list[Given] | tuple[Given, ...],
     out: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     page: bool = True,
@@ -98,7 +98,9 @@ def compare(
         InputError: fewer than two, of different kinds, a folder that holds none, or an `out` that is taken.
         SinkscopeError: writing failed.
     """
-    runs = [one for part in given for one in (part if isinstance(part, list | tuple) else [part])]
+    runs: list[Given] = []
+    for part in given:
+        runs += part if isinstance(part, list | tuple) else [part]
     check_count(runs)
     commands = list(dict.fromkeys(map(_command, runs)))
     if len(commands) > 1:

@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 from support.made_up_runs import made_up, save
 
+import sinkscope
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.report.comparison import compare
 
@@ -32,6 +33,16 @@ def test_what_one_run_lacks_is_missing() -> None:
     second.tables["summary"].drop(index=second.tables["summary"].index[-1], inplace=True)
     table = compare(made_up(), second).table
     assert table.loc["kurtosis"].isna().tolist() == [False, True, True, True]
+
+
+def test_runs_may_be_given_in_lists() -> None:
+    one, other = made_up(), made_up("random")
+    expected = sinkscope.compare(one, other).table
+    for given in ([[one, other]], [(one, other)], [[one], other]):
+        assert sinkscope.compare(*given).table.equals(expected)
+    for wrong in (3, None, {"a": 1}):
+        with pytest.raises(InputError, match=f"a run, .* this is a {type(wrong).__name__}"):
+            sinkscope.compare([one, wrong])
 
 
 def test_by_layer_is_long() -> None:
