@@ -135,12 +135,10 @@ class CellFolders:
         The manifest is None where there is none, or where it cannot be read. It lists no tables while a command that
         can be resumed is not finished.
         """
-        if not (self.run(name) / MANIFEST).exists():
-            return None, ""
         try:
             found = read_manifest(self.run(name), (command,))
         except InputError:
-            return None, "what is there cannot be read"
+            return None, "what is there cannot be read" if (self.run(name) / MANIFEST).exists() else ""
         recorded = found["config"]
         # options may differ by an older version's defaults
         same = all(recorded[option] == value for option, value in config.items() if option in recorded)

@@ -13,7 +13,7 @@ from sinkscope.models.files import SMALL_FILES, fetch, find_settings, is_on_hub,
 from sinkscope.options.files import kind_of, names_in, user_path
 from sinkscope.options.measuring import DEMO_NAME
 from sinkscope.results.manifest import MANIFEST
-from sinkscope.text.sources import TEXTS
+from sinkscope.text.sources import DRAWN, TEXTS
 
 
 class Reads:
@@ -103,6 +103,8 @@ def _of_tokenizer(source: str) -> str:
 
 def _of_text(source: str) -> str | None:
     """None for what is drawn from a seed, and for tasks."""
+    if source in DRAWN:
+        return None
     if source in TEXTS:
         return hashlib.sha256(TEXTS[source]().encode()).hexdigest()
     return _of_path(source)
