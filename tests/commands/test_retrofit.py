@@ -313,7 +313,7 @@ def test_a_text_shorter_than_two_blocks_is_refused(tiny: Path) -> None:
     Path("short.txt").write_text("the drain " * 10)
     result = command_line("retrofit", tiny, "--out", "out", "--text", "short.txt", *TYPED)
     assert result.exit_code == 2
-    assert "--text short.txt holds 1 blocks of 16 tokens, and at least 2 are needed" in result.stderr
+    assert "--text short.txt holds 1 block of 16 tokens, and at least 2 are needed" in result.stderr
     assert not Path("out").exists()
 
 
