@@ -1,7 +1,7 @@
 """Whether the sequences of a run begin with a BOS, by what run.json and tables say of token 0."""
 
 WITH, WITHOUT = "with", "without"
-OPTIONS = {WITH: "always", WITHOUT: "never"}  # the value of --bos that gives a policy, whatever the tokenizer does
+OPTIONS = {WITH: "always", WITHOUT: "never"}  # the value of --bos that gives a policy with every tokenizer
 _IN_FRONT = ("bos", "special token")  # how what a policy puts in front is described; encoders have a [CLS]
 
 

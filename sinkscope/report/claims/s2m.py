@@ -155,7 +155,7 @@ def _attracts(evidence: Evidence) -> Estimate:
 
 
 def _outlier_features(evidence: Evidence) -> Estimate:
-    """Of every sequence, at the layer with the largest activation: an outlier feature would stand out at most tokens
+    """Reads every sequence, at the layer with the largest activation: an outlier feature would stand out at most tokens
     (Dettmers et al. 2022).
     """
     massive = _massive(evidence)

@@ -318,7 +318,7 @@ def _find_sizes(given: Given, _: str) -> ModelStudy | None:
 
 
 def _find_scores(given: Given, task: str) -> ScoreStudy | None:
-    """Of the sizes of a family those that have a score on the task."""
+    """The sizes of a family that have a score on the task."""
     known = {
         str(one.manifest["model"]["name"]): (one, float(rows["score"].iloc[0]))
         for one in given.scores
