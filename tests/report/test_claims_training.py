@@ -77,7 +77,8 @@ def test_no_difference_is_no_cost(claim: str, arm: str, metric: str, plain: floa
         return judged(claim, training({"none": {metric: (plain,) * 3}, arm: {metric: own}})).outcome
 
     assert [outcome(times * margin) for times in (-2.0, 0.0, 0.5)] == [HOLDS] * 3
-    assert outcome(margin) == INCONCLUSIVE
+    assert outcome(0.95 * margin) == Outcome.NOT_ENOUGH_SEEDS  # more of them could show it
+    assert outcome(1.1 * margin) == INCONCLUSIVE
     assert outcome(2 * margin) == FAILS
     assert CLAIMS[claim].is_ours
 

@@ -2,6 +2,7 @@
 
 import re
 import tempfile
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -12,6 +13,7 @@ from support.printed_numbers import all_numbers, numbers_of, stands_in
 from tiny import VOCAB, tiny_model
 
 import sinkscope
+from sinkscope.measuring.random_weights import WEIGHTS_AT_RANDOM
 from sinkscope.report import analysis
 from sinkscope.report.claims.scorecard import evidence_of, judged
 from sinkscope.report.finding_table import TABLE
@@ -109,7 +111,10 @@ def test_the_findings_numbers_are_those_of_the_measured_tables(name: str) -> Non
 
 @cache
 def scorecard(name: str) -> pd.DataFrame:
-    return judged(evidence_of([measured(name)], "MODEL"))
+    """Claims judged by the run, and by itself in the place of random weights: their own values do not depend on it."""
+    run = measured(name)
+    at_random = run.manifest["model"] | {"weights": WEIGHTS_AT_RANDOM}
+    return judged(evidence_of([run, replace(run, manifest=run.manifest | {"model": at_random})], "MODEL"))
 
 
 def of_a_claim(value: float, name: str) -> bool:

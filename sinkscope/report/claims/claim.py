@@ -84,7 +84,9 @@ class Test:
         reach = stats.t.ppf((1 + LEVEL) / 2, freedom)
         below, above = estimate.value - estimate.low, estimate.high - estimate.value
         sides = [(truth - self.least, below), (self.most - truth, above)]
-        misses = [stats.t.sf(reach * (room / side - 1), freedom) for room, side in sides if isfinite(room) and side]
+        if not isnan(estimate.truest):  # a range is the size of a difference, which has two signs
+            sides *= 2
+        misses = [stats.norm.sf(reach * (room / side - 1)) for room, side in sides if isfinite(room) and side]
         return float(max(0.0, 1 - sum(misses)))
 
     def _above(self, x: float) -> bool:

@@ -77,7 +77,7 @@ def compact_table(name: str, kept: pd.DataFrame, columns: Columns, rows: int, le
     parts = []
     for label in kept.columns:
         column = described.get(str(label)) or _described(str(label), kept[label])
-        head = as_json(column._asdict())
+        head = as_json({name: entry for name, entry in column._asdict().items() if name != "since"})
         parts.append(f'{head[:-1]},"values":{compact_column(kept[label], column.kind)}}}')
     head = as_json({"name": name, "rows": rows, "left_out": left_out})
     return f'{head[:-1]},"columns":[{",".join(parts)}]}}'
