@@ -57,6 +57,6 @@ def _older(folder: Path) -> str:
 
 
 def _tables_of(folder: Path) -> Mapping[str, pd.DataFrame]:
-    """Of a folder that compares something itself; empty of others."""
+    """The tables of a folder that holds a comparison of its own; empty for other folders."""
     command = str(read_manifest(folder, None)["command"])
     return _OF_ONE[command](folder) if command in _OF_ONE else {}

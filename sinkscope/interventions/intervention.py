@@ -27,7 +27,7 @@ from sinkscope.retrofits.registers import registers_before
 
 
 class Layout(threading.local):
-    """Where each sequence of the current batch begins: recorded by a hook on the model, in each thread for its own."""
+    """The start of each sequence of the current batch, recorded by a hook on the model for each thread."""
 
     def __init__(self) -> None:
         self.mask: torch.Tensor | None = None

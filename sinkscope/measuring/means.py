@@ -31,8 +31,8 @@ class HiddenMean(Observable):
 
 
 class ValueMean(HiddenMean):
-    """What every layer's value projection gives at one position, (heads · d,): no site of a layer, but the output of
-    the module that interventions on values edit. `reading` makes the model hand it on.
+    """The mean output of every layer's value projection at one position, (heads · d,). It is not a site of a layer, so
+    `reading` hooks the module that interventions on values edit.
     """
 
     sites: ClassVar[tuple[str, ...]] = ()

@@ -47,7 +47,7 @@ ROUNDED = 5e-2  # where activations are rounded to 8 bits: one step more or less
 
 @dataclass(frozen=True)
 class RoundOff:
-    """What a model's own arithmetic leaves open.
+    """The differences that a model's own round-off explains.
 
     Attributes:
         tolerance: how far the last layer's output may differ from the bare model's, relative to the norm of its token.

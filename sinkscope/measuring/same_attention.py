@@ -84,8 +84,10 @@ def comparing(model: PreTrainedModel, family: Family, batch: Batch) -> Iterator[
 def _both(
     own: Attend, module: nn.Module, args: tuple, kwargs: dict[str, Any], batch: Batch
 ) -> tuple[tuple, AttentionRead, torch.Tensor]:
-    """What the model's own function gives (its first entry is the mix (B,T,H,d)), and under the seam what is read and
-    the mix; in float32 or better where that function can.
+    """Call the model's own function and ours on the same tensors, in float32 or better if its function can.
+
+    Returns:
+        The output of its function, whose first entry is the mix (B,T,H,d); the tensors read under the seam; our mix.
     """
     seam: Any = getattr(module, NAME)
     exact = partial(_as, torch.float32)
@@ -116,7 +118,7 @@ def _without_seam(own: Attend, module: nn.Module, args: tuple, kwargs: dict[str,
 
 @contextmanager
 def _tapped(seam: Seam) -> Iterator[dict[str, torch.Tensor]]:
-    """What passes the seam's taps in the block."""
+    """Record the tensors that pass the seam's taps in the block."""
     seen: dict[str, torch.Tensor] = {}
 
     def kept(name: str) -> Callable[..., None]:

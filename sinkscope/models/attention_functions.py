@@ -73,7 +73,7 @@ class _Watched(AttentionInterface):
 
 
 def _attend(own: Attend, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """What the module's blocks call in place of `own`, or `own` itself where it has none."""
+    """Call what the module's open blocks put in place of `own`; without a block, call `own`."""
     for (instead,) in getattr(module, INSTEAD, ()):
         own = partial(instead, own)
     return own(module, *args, **kwargs)
@@ -129,7 +129,7 @@ def unknown_code(attentions: Iterable[nn.Module]) -> str | None:
 
 
 def _functions(module: nn.Module) -> list[Attend]:
-    """What the tables give to this module; none where it attends by code of its own."""
+    """The attention functions that the tables hold for this module; none if it attends by code of its own."""
     config = vars(module).get("config")
     file: Any = sys.modules.get(type(module).__module__)
     if not isinstance(config, PreTrainedConfig) or not hasattr(file, "ALL_ATTENTION_FUNCTIONS"):

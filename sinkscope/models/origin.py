@@ -24,7 +24,7 @@ def name_of(function: Any) -> str:
 
 
 def forward_of(module: Any) -> Callable[..., Any]:
-    """What a call of the module runs; accelerate keeps it where it has put its own in its place."""
+    """The function that a call of the module runs. Accelerate keeps the original when it replaces `forward`."""
     own = vars(module)
     forward: Callable[..., Any] = own["_old_forward"] if "_hf_hook" in own else module.forward
     return forward

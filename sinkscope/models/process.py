@@ -1,4 +1,4 @@
-"""What belongs to the whole process, such as torch's random numbers, is changed by one thread at a time."""
+"""One lock for state of the whole process, such as torch's random numbers: one thread at a time changes it."""
 
 import threading
 from collections.abc import Iterator

@@ -96,7 +96,7 @@ def settings(run: RunData, **more: int | str) -> list[Finding]:
 
 
 def _alone(run: RunData) -> dict[str, str]:
-    """What the sentence of a finding that an interval decides says where a single sequence has none."""
+    """The words added to a sentence whose finding needs an interval when a single sequence gives none."""
     return {"alone": ", as a single sequence has no interval"} if run.manifest["input"]["sequences"] == 1 else {}
 
 

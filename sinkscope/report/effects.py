@@ -192,8 +192,8 @@ def _most_changed(run: RunData, label: str, position: int) -> tuple[int, ...]:
 
 
 def _largest_elsewhere(run: RunData, label: str, section: str) -> Iterator[Finding]:
-    """Of an arm that sets massive activations and with which the largest one rises: which that is, and what of its
-    place is not among those that are set.
+    """For an arm that sets massive activations while the largest one rises: where the largest one is now, and whether
+    its layer, position or coordinate is not among those that the arm sets.
     """
     change = effect_of(run, label, "massive_magnitude")
     names = (ZeroMassive.name, MeanMassive.name)

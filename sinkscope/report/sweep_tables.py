@@ -102,8 +102,8 @@ class SweepTables:
 
     @property
     def by_policy(self) -> pd.DataFrame:
-        """Of `rates`, one row for each model and input, with a BOS in front and without: of the other settings the
-        first, and the last revision.
+        """One row of `rates` for each model and input, with a BOS and without: the first of the other settings, and the
+        last revision.
         """
         settings = self.rates["settings"].str.replace(_BOS_SETTING, "", regex=True)
         rows = self.rates[settings.isin(settings[:1])]
@@ -111,7 +111,7 @@ class SweepTables:
 
     @property
     def main(self) -> pd.DataFrame:
-        """Of `by_policy`, one row for each model and input: rates are compared under one policy, each model's first."""
+        """One row of `by_policy` for each model and input, under the first BOS policy of each model."""
         rows = self.by_policy
         return rows[rows["bos"] == rows.groupby("model", sort=False)["bos"].transform("first")]
 

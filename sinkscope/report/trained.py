@@ -122,7 +122,7 @@ class Trained(Paged, Tabular):
 
 
 def tables_of_arms(folder: Path) -> tuple[dict[str, Any], dict[str, pd.DataFrame]]:
-    """What `retrofit` or `train` wrote of all arms together: the manifest and the tables.
+    """The manifest and the tables that `retrofit` or `train` wrote for all arms together.
 
     Raises:
         InputError: it is no such folder, unfinished, or damaged.

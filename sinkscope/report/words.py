@@ -89,7 +89,7 @@ TEMPLATES: dict[tuple[str, Outcome], str] = {
     ("repeated", ABSENT): "This model's positions are {positions}, for which WSE expects the sink to vanish on "
         "repeated tokens.",
     ("repeated-bos", UNDECIDED): "Position 0 is {token}, and one token is repeated after it: WSE's propositions are "
-        "about equal tokens from position 0 on, which --bos never gives.",
+        "about equal tokens from position 0 on, as `--bos never` gives them.",
     ("massive", PRESENT): "In the layer with most, a sequence has {value:.3g|massive activation} (Sun et al. 2024)"
         "[, 95 % interval {low:.3g} to {high:.3g}], most often at {coordinates:coordinates}; the largest of all "
         "sequences is {largest:,.0f}.",

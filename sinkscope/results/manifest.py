@@ -29,9 +29,9 @@ from sinkscope.results.schema import KINDS
 from sinkscope.results.swap import PREFIX, find_again, new_file
 
 MANIFEST = "run.json"
-# Of run.json and of the tables that it lists. Raise it when an entry or a column that readers need is added, renamed or
-# gets another meaning. What older folders lack is filled in where that is possible: entries by `_completed`, columns by
-# their `since`. Folders that do not say their format have format 1.
+# The version of run.json and of the tables that it lists. Raise it when an entry or a column that readers need is
+# added, renamed or gets another meaning. `_completed` fills in entries that older folders lack, and `since` of a Column
+# fills in columns. Folders without this entry have format 1.
 FORMAT = 2
 LIBRARIES = ("torch", "transformers", "nnsight", "accelerate", "pandas")
 RUNS = ("analyze", "intervene", "quantize")  # commands whose folder is one run, with tables of its own
@@ -208,7 +208,7 @@ def of_an_older_format(path: Path, manifest: Mapping[str, Any]) -> str:
 
 
 def older(manifest: Mapping[str, Any]) -> str:
-    """What made a folder of an older format, in words."""
+    """Name the version that made a folder of an older format."""
     return f"an older sinkscope (format {format_of(manifest)}, this one writes {FORMAT})"
 
 

@@ -72,7 +72,7 @@ class RunData:
 
     @property
     def reads(self) -> str:
-        """What distinguishes it from other runs of its model, for a title: its input, or which arm it is."""
+        """Its input or its arm, which tells it from other runs of the model in a title."""
         text = self.manifest["input"].get("text")  # of an arm of a training
         if text or "arms" in self.manifest:
             return f"arm {self.condition}" + (f" on {text}" if text else "")

@@ -210,7 +210,7 @@ def _was_used(attention: nn.Module, args: tuple, output: Any) -> None:
 
 
 def _on(device: torch.device, part: Any) -> torch.Tensor:
-    """Where the values are among the value projection's outputs, on the device of those."""
+    """The places of the values among the outputs of the value projection, on the device of those outputs."""
     if part.places.device != device:
         part.places = part.places.to(device)
     places: torch.Tensor = part.places

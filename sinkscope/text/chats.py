@@ -41,7 +41,7 @@ class ChatTemplate:
             self._process.communicate()
 
     def text(self, messages: Messages) -> str:
-        """What `tokenizer.apply_chat_template(messages, tokenize=False)` returns.
+        """Return what `tokenizer.apply_chat_template(messages, tokenize=False)` returns.
 
         Raises:
             ValueError: there is no template, it fails, or it takes longer than SECONDS.

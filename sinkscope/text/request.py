@@ -74,7 +74,7 @@ class Request:
 
     @cached_property
     def prefix(self) -> tuple[int, ...]:
-        """What the BOS policy puts in front of every sequence: the same for text and for drawn tokens, so that runs
+        """The tokens that the BOS policy puts before every sequence. Text and drawn tokens get the same, so that runs
         on different inputs can be compared.
         """
         if self.bos == "never":
@@ -91,7 +91,7 @@ class Request:
 
     @cached_property
     def suffix(self) -> tuple[int, ...]:
-        """What the policy puts after every sequence."""
+        """The tokens that the policy puts after every sequence."""
         if self.bos == "never" or not self.closed:
             return ()
         suffix = own_suffix(self.tokenizer)
@@ -130,7 +130,7 @@ class Request:
         return [int(token) for token in named if token is not None]
 
     def token_zero(self, otherwise: str) -> str:
-        """What the policy puts at position 0; `otherwise` where it puts nothing there."""
+        """Describe the token that the policy puts at position 0; `otherwise` if it puts none there."""
         return self.described(self.prefix[0]) if self.prefix else otherwise
 
     def common_first(self, sequences: list[list[int]]) -> str:

@@ -1,4 +1,4 @@
-"""What a cell reads, as digests that are found without loading a model: a cell is done while they stay the same."""
+"""Digests of the files that a cell reads, found without loading a model: a cell is done while they are unchanged."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
@@ -23,10 +23,10 @@ class Reads:
         self._known: dict[tuple[Any, ...], str | None] = {}
 
     def of(self, options: Any) -> dict[str, str]:
-        """What a command with these options reads → its digest, or its commit on the hub.
+        """Each input of a command with these options → its digest, or its commit on the hub.
 
-        What cannot be found now is left out: nothing could be measured with it either. Neither is what is drawn from a
-        seed, which the options hold.
+        Inputs that cannot be found now are left out: nothing could be measured with them either. Tokens drawn from a
+        seed have no digest, since the options hold the seed.
         """
 
         def given(name: str) -> Any:
@@ -111,7 +111,7 @@ def _of_text(source: str) -> str | None:
 
 
 def _of_path(source: str) -> str | None:
-    """Of a file, or of all files of a folder; None where there is neither."""
+    """The digest of a file, or of all files of a folder; None if there is neither."""
     path = user_path(source)
     kind = kind_of(path)
     if kind is None:

@@ -24,7 +24,7 @@ PAPERS = {  # first part of a claim's id → its paper
 
 
 class Outcome(StrEnum):
-    """What a model's runs say about a claim."""
+    """The outcome of a claim on one model."""
 
     HOLDS = "holds"
     FAILS = "fails"

@@ -37,8 +37,12 @@ class Role(NamedTuple):
 def _analysis(
     condition: str = "", weights_at_random: bool = False, bos: str | None = None
 ) -> Callable[[RunData], bool]:
-    """Of `analyze` on an input; "": on text, also the user's own, or what the model itself writes. `bos`: only with or
-    without a BOS in front.
+    """Recognize runs of `analyze` on an input.
+
+    Args:
+        condition: the input; "" for any text, including the user's own and text sampled from the model.
+        weights_at_random: whether the weights are random.
+        bos: accept only runs with, or only runs without, a BOS at position 0.
     """
 
     def is_it(run: RunData) -> bool:

@@ -95,7 +95,7 @@ def _above_null(pathway: str, role: str = "natural") -> Callable[[Evidence], Est
 
 
 def _on_random_weights(measure: Callable[[Evidence], Estimate], evidence: Evidence) -> tuple[Estimate, str]:
-    """What one more draw of random weights would give, and «6.9 to 7.4», what the draws gave.
+    """The interval in which one more draw of random weights would fall, and the range of the draws as «6.9 to 7.4».
 
     The model is a single network, so that it is compared with a single draw: the mean of draws would be known ever
     better with their number, and any model would differ from it.

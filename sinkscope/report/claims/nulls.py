@@ -1,4 +1,4 @@
-"""What a claim is set against: data in which there is nothing to find, on which its test should not pass."""
+"""Nulls of claims: data in which there is nothing to find, on which the test of a claim should not pass."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -12,7 +12,7 @@ from sinkscope.report.retrofit_table import UNTOUCHED
 
 
 class Null(StrEnum):
-    """Where there is nothing to find."""
+    """The kinds of data in which there is nothing to find."""
 
     RANDOM_WEIGHTS = "random weights"  # each draw in the place of the model, and judged against the other draws
     CONTROLS = "random controls"  # each of an intervention's controls in the place of the intervention

@@ -60,7 +60,7 @@ def _gate_closes(evidence: Evidence) -> Estimate:
 
 
 def _no_op(evidence: Evidence) -> Estimate:
-    """Beside it what the sink's mean values do: where they do no harm and zeros do, they are a constant bias."""
+    """The note gives the effect of the sink's mean values: if only zeros do harm, the values are a constant bias."""
     controls = perplexity_of_controls(evidence, TO_ZERO)
     note = f"of other positions ×{controls.value:.3g}"
     if evidence.has(TO_MEAN):
