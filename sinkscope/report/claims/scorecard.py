@@ -92,7 +92,7 @@ class Scorecard(Tabular):
         return list(dict.fromkeys(self.table["model"]))
 
     def outcome(self, claim: str, model: str | None = None) -> Outcome:
-        """The outcome of one claim, by default for the first model. Raises InputError: the claim or model is unknown."""
+        """The outcome of one claim, by default for the first model. Raises InputError: it or the model is unknown."""
         if model is not None and model not in self.models:
             raise InputError(f"model {unknown(model, self.models)}")
         found = self.table[self.table["model"] == (model or self.models[0])]
