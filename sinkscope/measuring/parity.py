@@ -65,7 +65,7 @@ class RoundOff:
 
 
 def round_off(model: PreTrainedModel, family: Family, batch: Batch, bare: torch.Tensor) -> RoundOff:
-    """Run the model once more, with the input of every layer rounded otherwise, and compare its attention meanwhile.
+    """Run the model once more with the input of every layer rounded otherwise, and compare one sequence's attention.
 
     A layer that is computed with rounding errors gives what an exact one would give for an input with a small relative
     error (Higham, "Accuracy and Stability of Numerical Algorithms", 2002, sections 1.5 and 1.8). How much of that
@@ -81,11 +81,14 @@ def round_off(model: PreTrainedModel, family: Family, batch: Batch, bare: torch.
     """
     layer = family.last_layer(model)
     inputs = model_inputs(model, batch, False, family.first_position)
-    with comparing(model, family, batch) as attention, ExitStack() as edits:
+    with ExitStack() as edits:
         draw: dict[torch.device, torch.Generator] = {}
         for module in family.layer_modules(model):
             edits.enter_context(edited_input(module, lambda _, x: _rounded_otherwise(x, draw)))
         moved = layer_output(model, family, layer, inputs)
+    first = Batch(batch.token_ids[:1], batch.attention_mask[:1])
+    with comparing(model, family, first) as attention:
+        layer_output(model, family, layer, model_inputs(model, first, False, family.first_position))
     tolerance = largest_difference(moved, bare, torch.ones(bare.shape[:2]))
     if math.isnan(tolerance):  # half precision has overflowed; where the bare model's has too, the tracer says so
         tolerance = 1.0

@@ -8,7 +8,7 @@ from torch import nn
 
 from sinkscope.errors import InputError
 
-LIBRARIES = ("sinkscope.", "transformers.", "torch.", "accelerate.", "nnsight.")
+LIBRARIES = ("sinkscope.", "transformers.", "torch.", "accelerate.", "nnsight.", "peft.")
 
 
 def written_in(function: Any) -> str:

@@ -135,7 +135,7 @@ def _model_class(parent: Any, config: type[PreTrainedConfig], build_in: BuildIn)
 
         def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
             """Refuse (InputError) a function that would leave the retrofit out."""
-            if attn_implementation != NAME and any(map(attends_by_us, self.modules())):
+            if not str(attn_implementation).startswith(NAME) and any(map(attends_by_us, self.modules())):
                 raise InputError(
                     f"attention '{attn_implementation}' knows nothing of this model's {self.config.retrofit['method']}"
                     ": it would be left out"

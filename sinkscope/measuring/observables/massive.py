@@ -68,7 +68,9 @@ class Massive(Observable):
         first = np.unique(sequence.numpy(), return_index=True)[1]  # of each sequence its largest entry
         peaks = {name: found[name][first].numpy() for name in ("layer", "sequence", "position", "coordinate")}
         largest = {"largest": found["value"][first].abs().numpy()}
-        elsewhere = medians_elsewhere(hidden, batch, peaks["position"].tolist(), peaks["coordinate"].tolist())
+        own = real_tokens(hidden, batch)
+        with_entries = [own[row] for row in sequence[first].tolist()]  # a sequence of NaN has none
+        elsewhere = medians_elsewhere(with_entries, peaks["position"].tolist(), peaks["coordinate"].tolist())
         for name, values_of in (peaks | largest | {"elsewhere": elsewhere}).items():
             self.others[name].append(values_of)
 
@@ -84,17 +86,19 @@ class Massive(Observable):
 
 
 def medians_elsewhere(
-    hidden: torch.Tensor, batch: Batch, positions: Sequence[int], coordinates: Sequence[int]
+    sequences: Sequence[torch.Tensor], positions: Sequence[int], coordinates: Sequence[int]
 ) -> np.ndarray:
-    """(B,): the median magnitude at one coordinate of each sequence over all its tokens but the one at a position.
+    """The median magnitude at one coordinate of each sequence, over all its tokens except the one at a position.
 
     Args:
-        hidden: (B,T,D).
-        batch: Says where each sequence is.
-        positions, coordinates: One of each for every sequence.
+        sequences: N hidden states, (length,D) each.
+        positions, coordinates: N, one of each for every sequence.
+
+    Returns:
+        (N,), NaN for a sequence of one token.
     """
     found = []
-    for entries, position, coordinate in zip(real_tokens(hidden, batch), positions, coordinates, strict=True):
+    for entries, position, coordinate in zip(sequences, positions, coordinates, strict=True):
         column = upcast(entries[:, coordinate]).abs().double().cpu().numpy()
         found.append(np.median(np.delete(column, position)) if len(column) > 1 else np.nan)
     return np.array(found)
