@@ -88,13 +88,13 @@ def check_plain(module: Any) -> None:
     if not isinstance(module, nn.Linear | Conv1D):  # an adapter's layer has more weights than `weight`
         package, kind = type(module).__module__.partition(".")[0], type(module).__name__
         raise InputError(f"it projects by {package}'s {kind}, not by one matrix: merge its adapter first")
+    check_own_map(module)
 
 
 def check_ordinary(module: Any) -> None:
-    """Raise InputError if a module's weight is quantized or a hook may change its output; it may have an adapter."""
+    """Raise InputError if a module's weight is quantized; it may have an adapter."""
     if not hasattr(module, "weight") or not is_ordinary(module.weight):
         raise InputError("its weights are quantized: load it in float32, bfloat16 or float16")
-    check_own_map(module)
 
 
 def projections(model: PreTrainedModel, family: Family, layer: int) -> dict[Role, Projection]:

@@ -25,8 +25,9 @@ from transformers import PreTrainedModel
 
 from sinkscope.attention.interceptor import Interceptor
 from sinkscope.attention.taps import NAME, Denominator
-from sinkscope.errors import SinkscopeError
+from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.models.family import Family
+from sinkscope.models.origin import check_own_map
 from sinkscope.models.projections import Projection, check_ordinary, projections
 from sinkscope.models.towers import text_tower
 from sinkscope.retrofits.placed_hook import PlacedHook
@@ -245,7 +246,14 @@ class Retrofit(BaseModel):
         """The reason why the method does not apply to this model; None if it does."""
         if not family.output:
             return f"'{family.name}' has no projection of its heads' outputs in its attention module"
-        return None if family.qkv else f"how '{family.name}' keeps q, k and v is not known: its row needs `qkv`"
+        if not family.qkv:
+            return f"how '{family.name}' keeps q, k and v is not known: its row needs `qkv`"
+        try:
+            for layer in family.attentions(model):
+                check_own_map(projections(model, family, layer)["value"].module)
+        except InputError as error:
+            return f"a value projection is changed: {error}"
+        return None
 
     def part(self, layer: Layer) -> "AttentionPart":
         """The new module of one attention layer; not of methods with an `install` of their own."""

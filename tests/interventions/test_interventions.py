@@ -352,7 +352,8 @@ def test_without_known_projections_what_edits_them_does_not_apply() -> None:
         target.family = replace(target.family, qkv=())
         reasons = {name: kind.inapplicable(target) for name, kind in INTERVENTIONS.items()}
     refused = {name for name, reason in reasons.items() if reason}
-    assert refused == {"nullify-query-bias", "perturb-query-bias", "zero-key-columns", "scale-sink-value"}
+    of_values = {"scale-sink-value", "mean-sink-value"}
+    assert refused == {"nullify-query-bias", "perturb-query-bias", "zero-key-columns", *of_values}
 
 
 # ------------------------------------------------------------------------------------------ weight edits

@@ -34,6 +34,7 @@ LATE = (  # what can be done to later layers alone, in their order; of the hybri
     "perturb-query-bias:layers=1",
     "mask-sink:layers=1",
     "scale-sink-value:layers=1,factor=3",
+    "mean-sink-value:layers=1,means=0.5",
     "rescale-norm:layers=2",
 )
 EARLY = ("replace-epe", "transplant-epe", "nullify-first-embedding", "streaming-window")

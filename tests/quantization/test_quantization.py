@@ -304,9 +304,11 @@ def test_ranges_medians_and_massive_activations_as_by_hand() -> None:
         assert known.max_abs == max(abs(known.low), abs(known.high))
     fc2 = next(site for site in ranges if str(site) == "layer 1 fc2 output")
     medians = []
-    model.model.decoder.layers[1].fc2.register_forward_hook(lambda m, i, x: medians.append(float(x.abs().median())))
+    fc2_module = model.model.decoder.layers[1].fc2
+    hook = fc2_module.register_forward_hook(lambda m, i, x: medians.append(float(x.abs().median())))
     for ids in sequences:
         model(torch.as_tensor(ids)[None])
+    hook.remove()
     assert ranges[fc2].median_abs == pytest.approx(np.mean(medians), rel=1e-5)
     assert {str(site) for site in ranges if ranges[site].is_massive} == set()
     model.model.decoder.layers[1].fc2.weight[5] *= 300.0
