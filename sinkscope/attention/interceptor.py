@@ -78,15 +78,16 @@ class Interceptor(TorchFunctionMode, threading.local):
         seam = self.seam
         scaling = query.shape[-1] ** -0.5 if scale is None else scale
         query, key, value = seam.query(query), seam.key(self._own_heads(key)), self._own_heads(value)
-        seam.call = AttentionCall(attn_mask, scaling, forbidden=seam.forbidden, dropout=dropout_p, causal=seam.causal)
+        call = AttentionCall(attn_mask, scaling, forbidden=seam.forbidden, dropout=dropout_p, causal=seam.causal)
         if self.denominator is not None:
-            seam.call = self.denominator.added_to(seam.call, query, self._own_bias(attn_mask))
+            call = self.denominator.added_to(call, query, self._own_bias(attn_mask))
+        seam.call = call  # read by observers only: another thread may run the same module
         # The taps of this door run in one order: lse, which needs no value, before value.
-        mix, lse = seam.kernel(query, key, value, seam.call)
+        mix, lse = seam.kernel(query, key, value, call)
         seam.lse(lse)
         tapped = seam.value(value)
         if tapped is not value:
-            mix, _ = seam.kernel(query, key, tapped, seam.call)
+            mix, _ = seam.kernel(query, key, tapped, call)
         return seam.mix(mix.transpose(1, 2)).transpose(1, 2)
 
     def _logits(self, func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
@@ -112,17 +113,16 @@ class Interceptor(TorchFunctionMode, threading.local):
             pairs = forbidden.pairs(slice(offset, scores.shape[-1]), keys, scores.device)
             scores = scores.masked_fill(pairs, torch.finfo(scores.dtype).min)
             args = (scores.reshape(args[0].shape), *args[1:])
-        self.seam.call = AttentionCall(None, self.seam.scaling, scores=scores, causal=self.seam.causal)
+        call = AttentionCall(None, self.seam.scaling, scores=scores, causal=self.seam.causal)
         if self.denominator is not None:
-            self.seam.call = self.denominator.added_to(
-                self.seam.call, self.query, self._own_bias(scores, has_dots=True)
-            )
+            call = self.denominator.added_to(call, self.query, self._own_bias(scores, has_dots=True))
+        self.seam.call = call
         self.query = self.key = torch.empty(0)
-        self.seam.lse(row_lse(upcast(scores), self.seam.call.sink_logits))
+        self.seam.lse(row_lse(upcast(scores), call.sink_logits))
         self.awaited = "mix"
-        if self.seam.call.sink_logits is None:
+        if call.sink_logits is None:
             return func(*args, **kwargs)
-        sinks = self.seam.call.sink_logits.to(scores.dtype)[..., None]  # a further column without a value
+        sinks = call.sink_logits.to(scores.dtype)[..., None]  # a further column without a value
         with_sinks = torch.cat([scores, sinks], dim=-1).reshape(*args[0].shape[:-1], -1)
         return func(with_sinks, *args[1:], **kwargs)[..., :-1]
 

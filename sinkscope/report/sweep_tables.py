@@ -53,7 +53,7 @@ COORDINATES = (
     Column("seed", "option", kind="whole"),
     Column("dtype", "of the weights", kind="text"),
     Column("token_zero", "what position 0 is", kind="text"),
-    Column("bos", "with or without: whether the sequences begin with a BOS", kind="text"),
+    Column("bos", "with or without: whether the sequences begin with a BOS", kind="text", since=2),
 )
 SWEEP_TABLES = {
     SWEEP: (*COORDINATES, METRIC, VALUE),

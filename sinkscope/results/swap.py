@@ -39,10 +39,15 @@ def locked(path: Path) -> Iterator[None]:
         OSError: the lock file cannot be made.
     """
     lock = FileLock(beside(path, LOCK), timeout=MOMENT, poll_interval=MOMENT / 20)
+    made = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+    os.close(os.open(lock.lock_file, made, 0o644))  # filelock takes some failures of this for a lock of somebody else
     try:
         lock.acquire()
     except Timeout:
         raise BlockingIOError from None
+    except OSError:
+        remove(Path(lock.lock_file))
+        raise
     try:
         yield
     finally:

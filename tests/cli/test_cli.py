@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from filelock import FileLock
 from hub import Hub
 from safetensors.torch import load_file, save_file
 from support.figures import rough_figures
@@ -614,10 +615,10 @@ def test_show_on_a_disk_that_cannot_be_written(finished: tuple[Result, Path], mo
     shutil.copytree(finished[1], "run")
     Path("run/index.html").unlink()
 
-    def refuse(path: Path) -> None:
+    def refuse(self: FileLock) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr("sinkscope.results.swap.acquire", refuse)
+    monkeypatch.setattr(FileLock, "acquire", refuse)
     message = refused(2, "show", "run")
     assert "sinkscope: run cannot be written: writing in" in message
     assert message.endswith("fails (Read-only file system): copy it to where that can be done")

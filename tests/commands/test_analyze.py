@@ -47,6 +47,7 @@ ARMS = {
     "effect",
     "arm_maps",
     "streaming",
+    "streaming_by_sequence",
     "training",
     "gates",
     "retrofit",

@@ -60,7 +60,7 @@ def test_by_layer_is_long() -> None:
         ("epsilon", {"config": {"epsilon": 0.2}}, ["0.3", "0.2"]),
         ("dtype", {"dtype": "bfloat16"}, ["float32", "bfloat16"]),
         ("kernel", {"kernel": "eager"}, ["sdpa", "eager"]),
-        ("token 0", {"input": {"token_zero": "first text token"}}, ["bos", "first text token"]),
+        ("token 0", {"input": {"token_zero": "bos </s> (id 2)"}}, ["bos", "bos </s> (id 2)"]),
         ("input tokens", {"input": {"sha256": "fedcba9876543210"}}, ["0123456789ab", "fedcba987654"]),
         ("input", {"condition": "random", "input": {"sha256": "fedcba"}}, ["natural", "random"]),
     ],

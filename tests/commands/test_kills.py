@@ -186,7 +186,8 @@ def test_claims_killed_before_some_renames_go_on(
         own = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *args, own=own, **more: (measured.append(""), own(*args, **more))[1])
     claims(tiny, text, tmp_path / "new" / "run")
-    roles = {"natural", "random", "null", "gradient-do-mask-sink"}
+    roles = {path.parent.name for path in (tmp_path / "new" / "run").glob("runs/[!.]*/run.json")}
+    assert roles > {"natural", "null", "null-1", "gradient-do-mask-sink"}
     assert len(measured) == len(roles)
     for number in (20, 45, 70):
         out = tmp_path / f"killed{number}" / "run"

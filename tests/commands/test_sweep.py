@@ -257,7 +257,7 @@ def test_a_broken_model_stops_nothing_and_is_tried_again(
     assert (done.failure, list((tmp_path / "out" / "failed").iterdir())) == ("", [])
     assert done.tables is not None
     assert whole.tables is not None
-    pd.testing.assert_frame_equal(done.tables.overview, whole.tables.overview[["model", "random"]])
+    pd.testing.assert_frame_equal(done.tables.overview, whole.tables.overview[["model", "BOS", "random"]])
 
 
 def no_memory() -> None:

@@ -1,5 +1,6 @@
 """Tables are read by their declared columns."""
 
+import json
 from pathlib import Path
 
 import pandas as pd
@@ -7,6 +8,7 @@ import pytest
 
 from sinkscope.errors import InputError
 from sinkscope.report.tables import written_tables
+from sinkscope.results.manifest import MANIFEST, format_of
 from sinkscope.results.tables import LEADING, LEADING_COLUMNS, METRIC, VALUE, Column, read_table
 
 REPORTS = sorted((Path(__file__).parents[2] / "reports").glob("*/tables/*.parquet"))
@@ -16,7 +18,8 @@ ROWS = pd.DataFrame([("m", "natural", -1, "loss", 1.5)], columns=[*LEADING, "met
 
 @pytest.mark.parametrize("path", REPORTS, ids=lambda path: f"{path.parts[-3]}-{path.stem}")
 def test_declared_columns_are_those_that_were_written(path: Path) -> None:
-    table = read_table(path, (*LEADING_COLUMNS, *written_tables()[path.stem]))
+    form = format_of(json.loads((path.parents[1] / MANIFEST).read_text(encoding="utf-8")))
+    table = read_table(path, (*LEADING_COLUMNS, *written_tables()[path.stem]), form)
     assert list(table)[:3] == list(LEADING)
 
 

@@ -349,14 +349,20 @@ def _null_text(row: Any) -> str:
     """«0.73 (0.70 to 0.76)»: the mean and the extremes of the draws."""
     if pd.isna(row.null):
         return MISSING
-    form = CLAIMS[row.claim].parts[row.part].form.format
+    form = _form(row.claim, row.part).format
     texts = [form(end) for end in (row.null, row.null_low, row.null_high)]
     return texts[0] if pd.isna(row.null_low) or len(set(texts)) == 1 else f"{texts[0]} ({texts[1]} to {texts[2]})"
 
 
+def _form(claim: str, part: int) -> str:
+    """How a number of a claim is printed; a scorecard of an older version may have other numbers."""
+    known = CLAIMS[claim].parts if claim in CLAIMS else ()
+    return known[part].form if part < len(known) else Part.form
+
+
 def value_text(claim: str, part: int, value: float, low: float, high: float) -> str:
     """«0.73 [0.70, 0.76]»; the value alone where nothing was drawn."""
-    form = CLAIMS[claim].parts[part].form
+    form = _form(claim, part)
     text = MISSING if pd.isna(value) else form.format(value)
     return text if low == high or pd.isna(low) else f"{text} [{form.format(low)}, {form.format(high)}]"
 
