@@ -6,7 +6,8 @@ import pytest
 from support.hand_made_runs import analysis, by_sequence, experiment
 from support.hand_made_trainings import training
 
-from sinkscope.report.claims.claim import Judgment, Outcome, judge
+from sinkscope.report.claims.claim import Judgment, Outcome, above, below, between, judge
+from sinkscope.report.claims.estimates import Estimate
 from sinkscope.report.claims.evidence import WEIGHTS_AT_RANDOM, Sequences
 from sinkscope.report.claims.gather import Collection
 from sinkscope.report.claims.nulls import Null
@@ -38,6 +39,16 @@ def test_a_claim_tells_a_model_from_random_weights_that_none_of_them_passes() ->
     assert found.estimates[0].null_low < found.estimates[0].null < found.estimates[0].null_high < 3
     assert (sink(0.0, 0.4).null_passes, sink(0.0, 0.4).tells) == (0.5, "no")
     assert sink().tells == ""
+
+
+def test_a_null_that_gives_more_and_fails_by_its_interval_is_not_told_apart() -> None:
+    draws = {"null": 0.9, "null_low": 0.85, "null_high": 0.97}
+    assert not above(0.0).separates(Estimate(0.79, 0.1, 0.9, **draws))
+    assert above(0.0).separates(Estimate(0.98, 0.1, 1.0, **draws))
+    assert above(0.98).separates(Estimate(0.99, 0.985, 1.0, **draws))
+    assert not below(1.0).separates(Estimate(0.9, 0.8, 0.95, **draws))
+    assert below(1.0).separates(Estimate(0.8, 0.7, 0.9, **draws))
+    assert [between(*ends).separates(Estimate(0.5, **draws)) for ends in ((0.4, 0.6), (0.4, 0.9))] == [True, False]
 
 
 def test_the_first_line_counts_the_claims_that_hold_and_not_of_their_null(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,6 +89,17 @@ class Test:
         misses = [stats.norm.sf(reach * (room / side - 1)) for room, side in sides if isfinite(room) and side]
         return float(max(0.0, 1 - sum(misses)))
 
+    def separates(self, estimate: Estimate) -> bool:
+        """Whether each draw of the null is outside, or less far inside than the value; true if no draw has a value."""
+        low, high = estimate.null_low, estimate.null_high
+        if isnan(low):
+            return True
+        if isfinite(self.least) and isfinite(self.most):
+            return not (self._above(high) and self._below(low))
+        if isfinite(self.least):
+            return high < estimate.value or not self._above(high)
+        return low > estimate.value or not self._below(low)
+
     def _above(self, x: float) -> bool:
         return x > self.least if self.strict and self.least != -inf else x >= self.least
 
@@ -211,10 +222,18 @@ class Judgment:
 
     @property
     def tells(self) -> str:
-        """Whether the claim tells the model from its null: yes only if no draw passes; «theorem», «» if not known."""
+        """Whether the claim tells the model from its null: «yes», «no», «theorem», or «» if that is not known.
+
+        It does only if no draw passes. Where few layers or heads make a wide interval, a draw that gives more than the
+        model may fail, too: one of the numbers has to separate the model from all draws besides.
+        """
         if self.claim.null == Null.THEOREM:
             return str(Null.THEOREM)
-        return "" if isnan(self.null_passes) else "no" if self.null_passes else "yes"
+        if isnan(self.null_passes):
+            return ""
+        parts = zip(self.claim.parts, self.estimates, strict=False)
+        separated = any(part.test.separates(estimate) for part, estimate in parts)
+        return "yes" if separated and not self.null_passes else "no"
 
     @property
     def outcomes(self) -> tuple[Outcome, ...]:

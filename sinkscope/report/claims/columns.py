@@ -30,7 +30,8 @@ COLUMNS = (
         kind="text", since=2),
     Column("null_passes", "share of the null's draws of which the claim holds; NaN where that was not measured",
         since=2),
-    Column("tells", "whether the claim tells the model from its null: yes (no draw passes), no, theorem, or empty: "
-        "not measured", kind="text", since=2),
+    Column("tells",
+        "whether the claim tells the model from its null: yes (no draw passes or gives as much), no, theorem, "
+        "or empty: not measured", kind="text", since=2),
     Column("note", "what the number is over, why the claim does not apply, or the command to measure it", kind="text"),
 )  # fmt: skip

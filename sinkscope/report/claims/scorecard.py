@@ -281,7 +281,7 @@ def _numbers_of_some(card: Scorecard) -> list[str]:
 # what a claim that holds says, by whether it tells the model from its null
 KINDS_OF_HOLDING = {
     "yes": "Hold, and their null does not pass them",
-    "no": "Hold, and their null passes them, too",
+    "no": "Hold, and their null passes them or gives as much",
     "": "Hold, and no null was measured",
     "theorem": "Hold as theorems and identities do, which test the code",
 }
@@ -332,7 +332,7 @@ def _printed(rows: pd.DataFrame) -> pd.DataFrame:
         value = value_text(row.claim, row.part, row.value, row.low, row.high)
         statement = f"{row.statement} {row.quantity[:1].upper()}{row.quantity[1:]}" if first else f"… {row.quantity}"
         note = f" ({row.note})" if row.note else ""
-        null = _null_text(row) + (PASSED.get(row.tells, "").format(row.null_passes) if first else "")
+        null = _null_text(row) + (_passed_text(row) if first else "")
         test = row.test + "‡" * row.is_ours
         outcome = f"**{row.outcome}**" if row.outcome == Outcome.FAILS else row.outcome
         if row.passes == Outcome.NOT_ENOUGH_SEEDS:
@@ -342,7 +342,12 @@ def _printed(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=columns)
 
 
-PASSED = {"yes": "", "no": "; {:.0%} pass", "theorem": " (theorem)"}
+def _passed_text(row: Any) -> str:
+    """How the null does where the claim does not tell the model from it."""
+    if row.tells == "theorem":
+        return " (theorem)"
+    share = f"{row.null_passes:.0%} pass" if row.null_passes else "gives as much"
+    return f"; {share}" if row.tells == "no" else ""
 
 
 def _null_text(row: Any) -> str:

@@ -28,7 +28,7 @@ S.claims = () => {
           const own = found.get(id).get(model);
           if (!own) return S.element("td", {}, "–");
           const { outcome } = own[0];
-          const null_ = { no: "its null passes, too", theorem: "theorem: a test of the code" }[own[0].tells];
+          const null_ = { no: "its null passes or gives as much", theorem: "theorem: a test of the code" }[own[0].tells];
           return S.element("td", {}, S.element(`button.outcome.${outcome.replaceAll(" ", "-")}`, { type: "button",
             "aria-label": `${id}, ${model}: ${outcome}. Show its numbers`, onclick: () => open(id, model) },
             `${S.MARKS[outcome] ?? ""} ${outcome}`),
