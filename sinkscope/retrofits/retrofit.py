@@ -250,9 +250,11 @@ class Retrofit(BaseModel):
             return f"how '{family.name}' keeps q, k and v is not known: its row needs `qkv`"
         try:
             for layer in family.attentions(model):
-                check_own_map(projections(model, family, layer)["value"].module)
+                module = projections(model, family, layer)["value"].module
+                check_ordinary(module)
+                check_own_map(module)
         except InputError as error:
-            return f"a value projection is changed: {error}"
+            return f"a projection of values: {error}"
         return None
 
     def part(self, layer: Layer) -> "AttentionPart":

@@ -23,6 +23,7 @@ from sinkscope.report.claims.claim import Claim, Judgment, Outcome, Part, judge
 from sinkscope.report.claims.columns import COLUMNS, TABLE
 from sinkscope.report.claims.estimates import LEVEL, Estimate
 from sinkscope.report.claims.evidence import MAIN, Evidence
+from sinkscope.report.claims.printed import null_text, value_text
 from sinkscope.report.claims.register import CLAIMS
 from sinkscope.report.claims.routes import COLUMNS as ROUTE_COLUMNS
 from sinkscope.report.claims.routes import ROLES as ROUTE_ROLES
@@ -34,7 +35,6 @@ from sinkscope.report.markdown import as_markdown
 from sinkscope.report.paper_tables import NEEDS_GPT2, gamma_table, printed_gamma
 from sinkscope.report.table_formats import Tabular
 from sinkscope.results.manifest import folder_of, format_of, read_manifest
-from sinkscope.results.metrics import MISSING
 from sinkscope.results.run import RunData
 from sinkscope.results.tables import LEADING_COLUMNS, names_of, read_table
 
@@ -332,7 +332,7 @@ def _printed(rows: pd.DataFrame) -> pd.DataFrame:
         value = value_text(row.claim, row.part, row.value, row.low, row.high)
         statement = f"{row.statement} {row.quantity[:1].upper()}{row.quantity[1:]}" if first else f"… {row.quantity}"
         note = f" ({row.note})" if row.note else ""
-        null = _null_text(row) + (_passed_text(row) if first else "")
+        null = null_text(row, with_share=first)
         test = row.test + "‡" * row.is_ours
         outcome = f"**{row.outcome}**" if row.outcome == Outcome.FAILS else row.outcome
         if row.passes == Outcome.NOT_ENOUGH_SEEDS:
@@ -340,36 +340,6 @@ def _printed(rows: pd.DataFrame) -> pd.DataFrame:
         lines.append((row.claim if first else "", statement + note, value, null, test, outcome if first else ""))
     columns = ["claim", "what it says, and what is measured", "value [95 %]", "null", "test", "outcome"]
     return pd.DataFrame(lines, columns=columns)
-
-
-def _passed_text(row: Any) -> str:
-    """How the null does where the claim does not tell the model from it."""
-    if row.tells == "theorem":
-        return " (theorem)"
-    share = f"{row.null_passes:.0%} pass" if row.null_passes else "gives as much"
-    return f"; {share}" if row.tells == "no" else ""
-
-
-def _null_text(row: Any) -> str:
-    """«0.73 (0.70 to 0.76)»: the mean and the extremes of the draws."""
-    if pd.isna(row.null):
-        return MISSING
-    form = _form(row.claim, row.part).format
-    texts = [form(end) for end in (row.null, row.null_low, row.null_high)]
-    return texts[0] if pd.isna(row.null_low) or len(set(texts)) == 1 else f"{texts[0]} ({texts[1]} to {texts[2]})"
-
-
-def _form(claim: str, part: int) -> str:
-    """How a number of a claim is printed; a scorecard of an older version may have other numbers."""
-    known = CLAIMS[claim].parts if claim in CLAIMS else ()
-    return known[part].form if part < len(known) else Part.form
-
-
-def value_text(claim: str, part: int, value: float, low: float, high: float) -> str:
-    """«0.73 [0.70, 0.76]»; the value alone where nothing was drawn."""
-    form = _form(claim, part)
-    text = MISSING if pd.isna(value) else form.format(value)
-    return text if low == high or pd.isna(low) else f"{text} [{form.format(low)}, {form.format(high)}]"
 
 
 def _published_lines(rows: pd.DataFrame) -> list[str]:

@@ -8,8 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from sinkscope.report.claims.claim import Outcome
+from sinkscope.report.claims.printed import value_text
 from sinkscope.report.claims.register import CLAIMS
-from sinkscope.report.claims.scorecard import Scorecard, headline, value_text
+from sinkscope.report.claims.scorecard import Scorecard, headline
 from sinkscope.report.figures.labels import escape, heading, model_name
 from sinkscope.report.figures.spec import declare
 from sinkscope.report.figures.style import GRAY, GREEN, NAVY, REFERENCE, VERMILION, Figure, Look, new_figure
