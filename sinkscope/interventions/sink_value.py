@@ -1,11 +1,12 @@
 """The value state at the sink scaled, or a constant, its key kept (VGA §1: does what the sink adds matter?)."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import ClassVar, Self
+from typing import ClassVar, Literal, Self
 
+import pandas as pd
 import torch
 from pydantic import PrivateAttr
 from torch import nn
@@ -24,11 +25,14 @@ from sinkscope.interventions.intervention import (
 )
 from sinkscope.models.projections import Role
 
+DECIDED = "is decided by measuring the observable attention, as `sinkscope intervene` does: name layers and heads"
 Edit = Callable[[torch.Tensor], torch.Tensor]  # (n, heads · d) value states at one position → what stands there
 
 
 class _AtValues(Intervention):
-    """Value states of the chosen layers and heads become others at the chosen positions."""
+    """Value states of the chosen layers and heads become others at the chosen positions. With where=sinks only those
+    key/value heads change of which a query head has a sink at one of the positions, in most sequences.
+    """
 
     paper: ClassVar[str] = "VGA §1"
     control_about: ClassVar[str] = "another position"
@@ -37,10 +41,32 @@ class _AtValues(Intervention):
     layers: Chosen = None
     heads: Chosen = None
     positions: Indices = (0,)
+    where: Literal["all", "sinks"] = "all"
+    _sinks: frozenset[tuple[int, int]] | None = PrivateAttr(None)  # (layer, key/value head), once they are measured
 
     @classmethod
     def inapplicable(cls, target: Target) -> str | None:
         return target.without_projection("value")
+
+    def resolved(self, known: Known) -> Self:
+        if self.where == "all" or self._sinks is not None:  # a control changes the heads of what it controls
+            return self
+        if "attention" not in known.tables:
+            raise InputError(f"{self.name}: where=sinks {DECIDED}")
+        decided = self.model_copy()
+        decided._sinks = heads_with_a_sink(known.tables["attention"], self.positions)
+        if not decided._sinks:
+            raise InputError(f"{self.name}: no head has a sink at position {' or '.join(map(str, self.positions))}")
+        return decided
+
+    def heads_in(self, target: Target, layer: int) -> list[int]:
+        """The key/value heads of a layer that change. Raises InputError: those with a sink are not known."""
+        heads = chosen(self.heads, target.projection(layer, "value").heads)
+        if self.where == "all":
+            return heads
+        if self._sinks is None:
+            raise InputError(f"{self.name}: where=sinks {DECIDED}")
+        return [head for head in heads if (layer, head) in self._sinks]
 
     def begins_at(self, target: Target) -> int:
         return min(target.attending(self.layers))
@@ -55,7 +81,8 @@ class _AtValues(Intervention):
         places: dict[nn.Module, tuple[int, torch.Tensor]] = {}
         for layer in target.attending(self.layers):
             projection = target.projection(layer, "value")
-            places[projection.module] = layer, projection.places[chosen(self.heads, projection.heads)].flatten()
+            if heads := self.heads_in(target, layer):
+                places[projection.module] = layer, projection.places[heads].flatten()
 
         def edit(module: nn.Module, position: int, x: torch.Tensor) -> torch.Tensor:
             layer, columns = places[module]
@@ -71,7 +98,9 @@ class _AtValues(Intervention):
 
 class ScaleSinkValue(_AtValues):
     name: ClassVar[str] = "scale-sink-value"
-    about: ClassVar[str] = "value states at the sink times a factor (layers, key/value heads, positions, factor: 0)"
+    about: ClassVar[str] = (
+        "value states at the sink times a factor (layers, key/value heads, positions, where: all or sinks, factor: 0)"
+    )
 
     factor: Real = 0.0
 
@@ -90,7 +119,7 @@ class MeanSinkValue(_AtValues):
 
     name: ClassVar[str] = "mean-sink-value"
     about: ClassVar[str] = (
-        "value states at the sink = their mean over sequences (layers, key/value heads, positions; means)"
+        "value states at the sink = their mean over sequences (layers, key/value heads, positions, where; means)"
     )
 
     # by layer, position, head and dimension, or one for all; None: measured, and kept out of run.json, as they are many
@@ -105,14 +134,15 @@ class MeanSinkValue(_AtValues):
         return None if len(set(modules)) == len(modules) else "its layers share a value projection"
 
     def resolved(self, known: Known) -> Self:
+        decided = super().resolved(known)
         if self.means is not None:
-            return self
+            return decided
         if known.value_means is None:
             raise InputError(f"{self.name}: name the means, one for every layer, position, head and dimension")
         for layer in known.target.attending(self.layers):
             for position in self.positions:
                 known.value_means(layer, position)  # now, while the model is as it is
-        decided = self.model_copy()
+        decided = decided.model_copy()
         decided._measured = known.value_means
         return decided
 
@@ -126,7 +156,7 @@ class MeanSinkValue(_AtValues):
             for layer in target.attending(self.layers)
             for position in self.positions
         }
-        heads = {at: chosen(self.heads, len(of)) for at, of in places.items()}
+        heads = {at: self.heads_in(target, at[0]) for at in places}
         if self._measured is not None:
             return {at: self._measured(*at).view(of.shape)[heads[at]].flatten() for at, of in places.items()}
         sizes = [of[heads[at]].numel() for at, of in places.items()]
@@ -152,3 +182,14 @@ class ReadValues(_AtValues):
 
         layers = target.attending(self.layers)
         return {(layer, at): partial(read, layer=layer) for layer in layers for at in self.positions}
+
+
+def heads_with_a_sink(attention: pd.DataFrame, positions: Iterable[int]) -> frozenset[tuple[int, int]]:
+    """(layer, key/value head) of the heads of which a query head has a sink at one of the positions.
+
+    Args:
+        attention: the table of that name; a head has a sink where at least half of its sequences have one.
+        positions: at which.
+    """
+    rows = attention[attention["position"].isin(list(positions)) & (attention["sink_rate"] >= 0.5)]
+    return frozenset(zip(rows["layer"].astype(int), rows["kv_head"].astype(int), strict=True))

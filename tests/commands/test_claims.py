@@ -252,7 +252,8 @@ def test_runs_of_another_model_are_said_to_be_of_no_use(text: Path, capsys: pyte
 def test_an_interrupt_keeps_the_arms_that_are_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, VOCAB, size=(4, 16)))
     only(monkeypatch, "N-6", "V-24")
-    given = {"input": str(tmp_path / "ids.npy"), "bos": "never", "seq_len": 16, "num_seqs": 4, "draws": 1}
+    sizes = {"seq_len": 16, "num_seqs": 4, "draws": 1, "epsilon": 1e-6}  # so that heads have a sink
+    given = {"input": str(tmp_path / "ids.npy"), "bos": "never"} | sizes
     measured, own = [], Experiment._measured
 
     def counted(self: Experiment, condition: str, *args: object, **more: object) -> object:
@@ -267,20 +268,22 @@ def test_an_interrupt_keeps_the_arms_that_are_finished(tmp_path: Path, monkeypat
         sinkscope.claims(tiny_model("gpt2"), out=tmp_path / "card", **given)
     assert measured == ["nullify-query-bias", "nullify-query-bias control 0", "interrupted"]
     card = sinkscope.claims(tiny_model("gpt2"), out=tmp_path / "card", **given)
-    assert measured[3:] == ["scale-sink-value", "scale-sink-value control 0", "mean-sink-value"]
+    zero, mean = "scale-sink-value:where=sinks", "mean-sink-value:where=sinks"
+    assert measured[3:] == [zero, f"{zero} control 0", mean]
     assert Outcome.NOT_MEASURED not in (card.outcome("N-6"), card.outcome("V-24"))
 
 
 def test_arms_are_compared_with_the_model_as_it_was_analyzed(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if it had been measured among them: the same tables but for the mean maps, which no claim reads."""
-    given = {"input": str(text), "bos": "never", "num_seqs": 4, "draws": 1}
+    given = {"input": str(text), "bos": "never", "num_seqs": 4, "draws": 1, "epsilon": 1e-6}
     only(monkeypatch, "V-24")
-    arms = sinkscope.claims(tiny_model("gpt2"), **given).runs["GPT2LMHeadModel"]["loss-do:scale-sink-value"]
-    alone = sinkscope.intervene(tiny_model("gpt2"), do="scale-sink-value", **given)
+    do = "scale-sink-value:where=sinks"
+    arms = sinkscope.claims(tiny_model("gpt2"), **given).runs["GPT2LMHeadModel"][f"loss-do:{do}"]
+    alone = sinkscope.intervene(tiny_model("gpt2"), do=do, **given)
     assert set(alone.tables) - set(arms.tables) == {"arm_maps"}
     label = next(name for name in arms.manifest["arms"] if name.startswith("scale-sink-value"))
     for name, table in arms.tables.items():
-        other = alone.tables[name].replace(next(iter(alone.manifest["arms"])), label)
+        other = alone.tables[name].replace(rf"^{next(iter(alone.manifest['arms']))}(?!:)", label, regex=True)
         own = table[table["name"] == label] if name == "effect" else table[table["condition"].isin(other["condition"])]
         pd.testing.assert_frame_equal(own.reset_index(drop=True), other, rtol=1e-6)
 

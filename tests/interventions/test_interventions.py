@@ -615,6 +615,28 @@ def taps(model: PreTrainedModel, layer: int, *do: str) -> dict[str, torch.Tensor
     return seen
 
 
+def test_values_are_changed_in_the_heads_with_a_sink_alone() -> None:
+    """Two query heads read each key/value head here: one of them is enough."""
+    model, sinks = tiny_model("llama"), {(1, 0), (2, 3)}
+    rows = [(layer, head, head // 2, 0, float((layer, head) in sinks)) for layer in range(3) for head in range(4)]
+    table = pd.DataFrame(rows, columns=["layer", "head", "kv_head", "position", "sink_rate"])
+    by_head = ("layers=1,heads=0", "layers=2,heads=1")
+    for change in ("scale-sink-value:factor=3", "mean-sink-value:means=0.5"):
+        with target_of(model) as target:
+            decided = parse(f"{change},where=sinks").resolved(Known(target, 9, {"attention": table}))
+            with applied(target, [decided]):
+                found = logits(model)
+        assert torch.equal(found, under(model, *(f"{change},{heads}" for heads in by_head)))
+        known = known_of(model, tables={"attention": table})
+        elsewhere = decided.control(known, torch.Generator().manual_seed(0)).resolved(known)
+        assert (elsewhere.positions != (0,), elsewhere._sinks) == (True, {(1, 0), (2, 1)})
+        with pytest.raises(InputError, match="decided by measuring"), intervening(model, f"{change},where=sinks"):
+            pass
+        none = known_of(model, tables={"attention": table.assign(sink_rate=0.4)})
+        with pytest.raises(InputError, match="no head has a sink at position 0"):
+            parse(f"{change},where=sinks").resolved(none)
+
+
 @pytest.mark.parametrize("name", TINY)
 def test_scale_sink_value_scales_the_values_at_the_positions_and_nothing_else(name: str) -> None:
     model = tiny_model(name)
@@ -1092,6 +1114,7 @@ AWKWARD = {
     "means": (1 / 3, -123456.789, 1e22, -1e-22),
     "elsewhere": (11.0, 507.0, 9388.058, -9515.98),
     "factor": 1 / 3,
+    "where": "sinks",
     "source": 1234567,
     "target": 7654321,
     "seed": 2**31 - 1,

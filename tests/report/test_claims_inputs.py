@@ -120,11 +120,11 @@ def test_a_no_op_is_set_against_a_constant(bos: bool) -> None:
     """Zeros do harm and the mean over sequences does not: the sink's values are a bias."""
     losses = {
         "before": 2.0,
-        "scale-sink-value": 2.5,
-        "scale-sink-value control 0": 2.0,
-        "scale-sink-value control 1": 2.0,
+        "scale-sink-value:where=sinks": 2.5,
+        "scale-sink-value:where=sinks control 0": 2.0,
+        "scale-sink-value:where=sinks control 1": 2.0,
     }
-    zero, mean = (_with_losses(own) for own in (losses, {"before": 2.0, "mean-sink-value": 2.01}))
+    zero, mean = (_with_losses(own) for own in (losses, {"before": 2.0, "mean-sink-value:where=sinks": 2.01}))
     mass = by_sequence({"window_mass": [[0.9, 0.9]] * 4}, head=range(2))
     natural = analysis({"attention_heads_by_sequence": mass}, input=BOS if bos else NO_BOS)
     found = judged("V-24", natural, zero, mean)

@@ -19,7 +19,7 @@ from sinkscope.report.claims.quantities import (
 from sinkscope.report.claims.scopes import causal, gated
 from sinkscope.results.bos import WITH
 
-TO_ZERO, TO_MEAN = "loss-do:scale-sink-value", "loss-do-alone:mean-sink-value"
+TO_ZERO, TO_MEAN = "loss-do:scale-sink-value:where=sinks", "loss-do-alone:mean-sink-value:where=sinks"
 STRONG = 0.9  # mean attention to position 0 in the heads of V-3
 
 
@@ -86,7 +86,8 @@ CLAIMS = (
     Claim("V-12", "§3.3", "The gate closes at the sink.",
         (Part("gate at 0 ÷ later, means over heads and layers", _gate_closes, below(0.5)),), scope=(gated,)),
     Claim("V-24", "§1", "The sink is a no-op: its values can be set to zero.",
-        (Part("perplexity with v = 0 at position 0 in all heads ÷ with v = 0 at others", _no_op, at_most(1.05)),
+        (Part("perplexity with v = 0 at position 0 in the heads with a sink ÷ with v = 0 there at others", _no_op,
+            at_most(1.05)),
          HAS_SINK_HEADS),
         ("natural", TO_ZERO), (causal,), beside=(TO_MEAN,)),
 )  # fmt: skip
