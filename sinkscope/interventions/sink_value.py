@@ -26,7 +26,7 @@ from sinkscope.interventions.intervention import (
 from sinkscope.models.projections import Role
 
 DECIDED = "is decided by measuring the observable attention, as `sinkscope intervene` does: name layers and heads"
-Edit = Callable[[torch.Tensor], torch.Tensor]  # (n, heads · d) value states at one position → what stands there
+Edit = Callable[[torch.Tensor], torch.Tensor]  # (n, heads · d) value states at one position → their replacement
 
 
 class _AtValues(Intervention):
@@ -185,7 +185,7 @@ class ReadValues(_AtValues):
 
 
 def heads_with_a_sink(attention: pd.DataFrame, positions: Iterable[int]) -> frozenset[tuple[int, int]]:
-    """(layer, key/value head) of the heads of which a query head has a sink at one of the positions.
+    """(layer, key/value head) of each head that a query head with a sink at one of the positions reads.
 
     Args:
         attention: the table of that name; a head has a sink where at least half of its sequences have one.

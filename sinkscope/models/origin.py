@@ -12,7 +12,7 @@ LIBRARIES = ("sinkscope.", "transformers.", "torch.", "accelerate.", "nnsight.",
 
 
 def written_in(function: Any) -> str:
-    """The Python module in whose file a function was written, whatever `functools.wraps` has made of its name."""
+    """The Python module whose file defines a function. `functools.wraps` copies names, but not this."""
     function = getattr(function, "__func__", function)  # of a bound method
     written: dict[str, Any] = getattr(function, "__globals__", {})
     return str(written.get("__name__", type(function).__module__))

@@ -50,7 +50,8 @@ class Massive(Observable):
 
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
         hidden = reading.tensor
-        medians = torch.stack([median_magnitude(entries) for entries in real_tokens(hidden, batch)])
+        own = real_tokens(hidden, batch)
+        medians = torch.stack([median_magnitude(entries) for entries in own])
         places = largest_entries(hidden, reading.once(token_peaks), medians, batch)
         values = upcast(hidden[places]).double().cpu()
         sequence, column, coordinate = (index.cpu() for index in places)
@@ -68,7 +69,6 @@ class Massive(Observable):
         first = np.unique(sequence.numpy(), return_index=True)[1]  # of each sequence its largest entry
         peaks = {name: found[name][first].numpy() for name in ("layer", "sequence", "position", "coordinate")}
         largest = {"largest": found["value"][first].abs().numpy()}
-        own = real_tokens(hidden, batch)
         with_entries = [own[row] for row in sequence[first].tolist()]  # a sequence of NaN has none
         elsewhere = medians_elsewhere(with_entries, peaks["position"].tolist(), peaks["coordinate"].tolist())
         for name, values_of in (peaks | largest | {"elsewhere": elsewhere}).items():

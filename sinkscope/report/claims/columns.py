@@ -1,4 +1,4 @@
-"""The columns of the table `claim`, a row of which is one number of a claim."""
+"""The columns of the table `claim`, which has one row for each number of a claim."""
 
 from sinkscope.results.tables import Column
 

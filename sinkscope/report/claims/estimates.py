@@ -215,7 +215,7 @@ def mean_of_runs(values: np.ndarray) -> Estimate:
 
 
 def mean_of_controls(values: np.ndarray) -> Estimate:
-    """The same over random controls, of which an intervention has draws and not seeds."""
+    """`mean_of_runs` over random controls, whose number is that of draws and not of seeds."""
     return replace(mean_of_runs(values), seeds=0)
 
 

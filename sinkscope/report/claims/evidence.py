@@ -23,7 +23,7 @@ POLICIES = {WITH: WITH_BOS, WITHOUT: WITHOUT_BOS}
 
 
 def null_role(draw: int) -> str:
-    """The role of a model with random weights, of which there are several draws."""
+    """The role of one of the draws of random weights."""
     return f"{NULL}:{draw}" if draw else NULL
 
 
