@@ -1,0 +1,254 @@
+"""What every command prints and writes, kept in a folder, and compared with what it was before a change of the code.
+
+`python tests/golden.py write FOLDER` runs all cases below by the command line; `python tests/golden.py compare BEFORE
+AFTER` prints every difference and ends with status 1 if there is one. Tables have to be equal bit for bit, so both
+folders have to be written on one machine. Figures are compared by the data that they draw and by their texts.
+"""
+
+import difflib
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+MODELS = ("llama", "gpt2")  # tiny ones: rotary without biases, and learned positions with a query bias
+TEXT = ("--input", "ids.npy", "--seq-len", "32", "--num-seqs", "24", "--batch-size", "8")
+TRAINING = (
+    "--steps", "4", "--block-length", "16", "--batch-size", "2", "--log-every", "1", "--save-every", "2",
+    "--num-seqs", "4", "--seeds", "2",
+)  # fmt: skip
+COMMANDS = (
+    "analyze", "claims", "intervene", "quantize", "benchmark", "retrofit", "train", "run", "sweep", "compare", "show",
+    "doctor", "list",
+)  # fmt: skip
+KINDS = (
+    "observables", "interventions", "retrofits", "operations", "architectures", "tasks", "figures", "families",
+    "recipes", "sweeps", "metrics", "tables", "claims",
+)  # fmt: skip
+SWEEP = """
+title: Two models on two inputs
+models: [{model: llama}, {model: gpt2}]
+inputs: [ids.npy, random]
+options: {num-seqs: 6, seq-len: 24, batch-size: 6, observables: [attention, activation, massive]}
+"""
+ARCHITECTURE = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "vocab_size": 96,
+}  # fmt: skip
+
+# Entries of run.json that tell of one run, its machine and its libraries. They are not compared.
+VOLATILE = {
+    "versions", "python", "git_commit", "started", "wall_seconds", "peak_memory_mb", "sinkscope", "measured_seconds",
+    "seconds", "memory_mb", "tokens_per_second",
+}  # fmt: skip
+TIMED_COLUMNS = r"second|memory"
+TIMED_TEXT = re.compile(r"\b\d[\d:.,]* ?(?:s|ms|min|minutes|seconds|MB|GB|tokens/s)\b|\d{4}-\d\d-\d\dT[\d:+]+")
+
+
+def cases() -> dict[str, tuple[str, ...]]:
+    """Name of the case → arguments of sinkscope. A case may read what those above it wrote."""
+    found: dict[str, tuple[str, ...]] = {"analyze-demo": ("analyze", "--num-seqs", "6")}
+    for model in MODELS:
+        found |= {
+            f"doctor-{model}": ("doctor", model),
+            f"analyze-{model}": ("analyze", model, *TEXT),
+            f"intervene-{model}": ("intervene", model, "--do", "all", "--draws", "2", *TEXT),
+            f"quantize-{model}": ("quantize", model, *TEXT),
+            f"recipe-{model}": ("run", "gradient-sinks-figure-1", "--model", model, "--input", "ids.npy"),
+            f"claims-{model}": ("claims", model, "--nulls", "2", "--draws", "2", *TEXT),
+            f"retrofit-{model}": (
+                "retrofit", model, "--method", "vga,vscale", "--text", "ids.npy", *TRAINING,
+            ),
+        }  # fmt: skip
+    trained = ("train", "--config", "shape.json", "--method", "none,vga,operation:kind=sigmoid")
+    found["train"] = (*trained, "--text", "ids.npy", *TRAINING)
+    backcopy = ("train", "--config", "bigram-backcopy", "--method", "none,vga", "--text", "bigram-backcopy")
+    found["train-backcopy"] = (*backcopy, *TRAINING)
+    found["sweep"] = ("sweep", "sweep.yaml")
+    found["compare"] = ("compare", *(f"out/analyze-{model}" for model in MODELS))
+    found["compare-interventions"] = ("compare", *(f"out/intervene-{model}" for model in MODELS))
+    found["scorecards"] = ("claims", *(part for model in MODELS for part in ("--from", f"out/claims-{model}")))
+    found["claims-of-a-training"] = ("claims", "--from", "out/train")
+    found |= {f"help-{command}": (command, "--help") for command in COMMANDS} | {"help": ("--help",)}
+    found |= {f"list-{kind}": ("list", kind) for kind in KINDS}
+    return found
+
+
+def write(folder: Path) -> None:
+    """Run every case, and keep what it printed and what can be compared of its folder."""
+    folder.mkdir(parents=True)
+    work = folder / "work"
+    work.mkdir()
+    _inputs(work)
+    names = list(cases())
+    readers = [name for name in names if any(part.startswith("out/") for part in cases()[name])]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda name: _run(name, work, folder), [name for name in names if name not in readers]))
+        list(pool.map(lambda name: _run(name, work, folder), readers))
+    shutil.rmtree(work)
+
+
+def _inputs(work: Path) -> None:
+    import torch
+    from tiny import tiny_model
+
+    for model in MODELS:
+        tiny_model(model, spread=1.0).save_pretrained(work / model)
+    torch.manual_seed(0)
+    np.save(work / "ids.npy", np.random.default_rng(0).integers(3, 90, (48, 64)))
+    (work / "sweep.yaml").write_text(SWEEP)
+    (work / "shape.json").write_text(json.dumps(ARCHITECTURE))
+
+
+def _run(name: str, work: Path, folder: Path) -> None:
+    arguments = cases()[name]
+    out = () if arguments[0] in ("list", "doctor") or "--help" in arguments else ("--out", f"out/{name}")
+    drawn = folder / name / "drawn"
+    drawn.mkdir(parents=True)
+    told = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120", "HF_HUB_OFFLINE": "1", "GOLDEN_DRAWN": str(drawn)}
+    command = [sys.executable, __file__, "run", *arguments, *out]
+    done = subprocess.run(command, cwd=work, env=told, capture_output=True, text=True)
+    print(f"{name}: status {done.returncode}", flush=True)
+    kept = folder / name
+    (kept / "printed.txt").write_text(f"status {done.returncode}\n{done.stdout}\n--- errors\n{done.stderr}")
+    for path in sorted((work / "out" / name).rglob("*")):
+        target = kept / path.relative_to(work / "out" / name)
+        if path.name.endswith((".parquet", ".md")):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, target)
+        elif path.name in ("run.json", "index.html") and "checkpoint" not in str(path):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            text = path.read_text(encoding="utf-8")
+            data = text if path.suffix == ".json" else _page_data(text)
+            target.with_suffix(".json").write_text(json.dumps(_lasting(json.loads(data)), indent=1, sort_keys=True))
+
+
+def _page_data(page: str) -> str:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    return found[1] if found else "null"
+
+
+def _lasting(value: Any) -> Any:
+    """The value without what differs between two runs of the same code."""
+    if isinstance(value, dict):
+        return {key: _lasting(entry) for key, entry in value.items() if key not in VOLATILE}
+    if isinstance(value, list):
+        return [_lasting(entry) for entry in value]
+    return TIMED_TEXT.sub("TIME", value) if isinstance(value, str) else value
+
+
+# --- one command, with the data of its figures kept
+
+
+def run(arguments: list[str]) -> None:
+    """The command line, in a process whose figures also write what they draw to $GOLDEN_DRAWN."""
+    from matplotlib.figure import Figure
+
+    saved = Figure.savefig
+
+    def savefig(figure: Any, *args: Any, **kwargs: Any) -> None:
+        saved(figure, *args, **kwargs)
+        texts = [text.get_text() for text in figure.findobj(match=lambda artist: hasattr(artist, "get_text"))]
+        content = {"texts": sorted({text for text in texts if text.strip()}), "artists": _artists(figure)}
+        name = hashlib.sha256(repr(content["artists"]).encode()).hexdigest()[:16]
+        (Path(os.environ["GOLDEN_DRAWN"]) / f"{name}.json").write_text(json.dumps(content["texts"], indent=1))
+
+    Figure.savefig = savefig  # type: ignore[method-assign]
+    from sinkscope.cli.app import main
+
+    sys.argv = ["sinkscope", *arguments]
+    main()
+
+
+def _artists(figure: Any) -> list[tuple[str, str]]:
+    """Kind and digest of the data of everything that is drawn from data, in drawing order."""
+    from matplotlib.collections import Collection
+    from matplotlib.image import AxesImage
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    found = []
+    for axes in figure.axes:
+        for artist in axes.findobj():
+            if isinstance(artist, Line2D):
+                arrays = [artist.get_xydata()]
+            elif isinstance(artist, AxesImage):
+                arrays = [artist.get_array()]
+            elif isinstance(artist, Collection):
+                array = artist.get_array()
+                paths = [path.vertices for path in artist.get_paths()]
+                arrays = [artist.get_offsets(), *paths, *([] if array is None else [array])]
+            elif isinstance(artist, Patch) and hasattr(artist, "get_xy"):
+                arrays = [artist.get_path().vertices, np.asarray(artist.get_patch_transform())]
+            else:
+                continue
+            data = io.BytesIO()
+            for array in arrays:
+                data.write(np.round(np.ma.filled(np.ma.asarray(array, dtype=float), np.nan), 9).tobytes())
+            found.append((type(artist).__name__, hashlib.sha256(data.getvalue()).hexdigest()))
+    return found
+
+
+# --- comparison
+
+
+def compare(before: Path, after: Path) -> bool:
+    """Whether all is equal; what differs is printed."""
+    found = {path.relative_to(folder) for folder in (before, after) for path in folder.rglob("*") if path.is_file()}
+    differences = 0
+    for path in sorted(found):
+        for line in _differences(before / path, after / path):
+            print(line)
+            differences += 1
+    print(f"{len(found)} files, {differences} lines of difference")
+    return not differences
+
+
+def _differences(old: Path, new: Path) -> Iterator[str]:
+    if not (old.exists() and new.exists()):
+        yield f"{'- ' if old.exists() else '+ '}{old if old.exists() else new}"
+    elif old.suffix == ".parquet":
+        yield from _table_differences(old, new)
+    elif old.read_bytes() != new.read_bytes():
+        texts = (TIMED_TEXT.sub("TIME", path.read_text(encoding="utf-8")).splitlines() for path in (old, new))
+        yield from difflib.unified_diff(*texts, str(old), str(new), lineterm="", n=0)
+
+
+def _table_differences(old: Path, new: Path) -> Iterator[str]:
+    ours, theirs = (pd.read_parquet(path) for path in (old, new))
+    if list(ours.columns) != list(theirs.columns) or len(ours) != len(theirs):
+        yield f"{new}: {ours.shape} {list(ours.columns)} became {theirs.shape} {list(theirs.columns)}"
+        return
+    for name in ours.columns:
+        if re.search(TIMED_COLUMNS, name) or ("metric" in ours and name == "value" and _timed(ours)):
+            continue
+        if not ours[name].equals(theirs[name]):
+            differing = ~((ours[name] == theirs[name]) | (ours[name].isna() & theirs[name].isna()))
+            example = differing.idxmax()
+            values = f"{ours[name][example]!r} → {theirs[name][example]!r}"
+            yield f"{new}: {name} differs in {differing.sum()} rows, the first {values}"
+
+
+def _timed(table: pd.DataFrame) -> bool:
+    return bool(table["metric"].astype(str).str.contains(TIMED_COLUMNS).any())
+
+
+if __name__ == "__main__":
+    action, *rest = sys.argv[1:]
+    if action == "run":
+        run(rest)
+    elif action == "write":
+        write(Path(rest[0]).resolve())
+    else:
+        sys.exit(not compare(*map(Path, rest)))
