@@ -5,8 +5,8 @@
     run.tables["attention"]
     run.figure("sink-map")
 
-The functions are those of the command line. They are imported when first used, so that `import sinkscope` is light.
-`import sinkscope.retrofits` teaches transformers' auto classes to load models that sinkscope has retrofitted.
+There is one function per command. Each is imported when first used, so that `import sinkscope` is fast.
+`import sinkscope.retrofits` registers retrofitted models with transformers' auto classes.
 """
 
 from importlib import import_module
@@ -71,7 +71,7 @@ _MODULES = {
 
 __all__ = sorted(_MODULES)
 
-if not TYPE_CHECKING:  # or type checkers would take every name for one that exists
+if not TYPE_CHECKING:  # with `__getattr__`, type checkers would accept every name
 
     def __getattr__(name: str) -> Any:
         if name not in _MODULES:

@@ -1,7 +1,4 @@
-"""The two ways a run can end badly, and the words that all messages share.
-
-Both exceptions carry one or two lines for a person; neither needs a traceback.
-"""
+"""The two exceptions of sinkscope, and helpers for their messages of one or two lines, which need no traceback."""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -17,7 +14,7 @@ class SinkscopeError(Exception):
     """A run that failed (exit status 1): the message says what was wrong and what to do."""
 
     def __init__(self, message: object = "") -> None:
-        """A name that a user gave and that the message repeats may hold line breaks, or a million characters."""
+        """Shorten the message: a name from the user that it repeats may hold line breaks, or a million characters."""
         lines = str(message).splitlines()
         super().__init__("\n".join(one_line(line, LONGEST) for line in (lines if len(lines) <= 2 else [message])))
 
@@ -27,16 +24,20 @@ class InputError(SinkscopeError):
 
 
 class UnknownKey(InputError, KeyError):
-    """A key that a mapping does not have; KeyError is what mappings raise."""
+    """A missing key of a mapping; also a KeyError, which mappings raise."""
 
     __str__ = InputError.__str__
 
 
 class Known(dict[Key, Value]):
-    """A dict whose unknown keys are answered with the closest known one, and all of them."""
+    """A dict whose error for an unknown key names the closest known key, and all of them.
+
+    Args:
+        what: what a key names, such as "table"; it begins the message.
+        entries: the content.
+    """
 
     def __init__(self, what: str, entries: Mapping[Key, Value]) -> None:
-        """`what` a key names, such as "table", begins the message."""
         super().__init__(entries)
         self.what = what
 
@@ -45,15 +46,7 @@ class Known(dict[Key, Value]):
 
 
 def unknown(name: object, known: Iterable[object]) -> str:
-    """Say that a name is unknown, with the closest known one and the whole list.
-
-    Args:
-        name: what was given.
-        known: the names there are.
-
-    Returns:
-        "'x' is unknown; did you mean 'y'? known: …"
-    """
+    """Return "'x' is unknown; did you mean 'y'? known: …" with the closest known name and the whole list."""
     names = [str(one) for one in known]
     close = closest(str(name), names)
     hint = f"did you mean '{close}'? " if close is not None else ""
@@ -61,29 +54,29 @@ def unknown(name: object, known: Iterable[object]) -> str:
 
 
 def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known name that is most like this one; None if none is alike enough (difflib's `cutoff`)."""
+    """Return the most similar known name; None if none is similar enough (difflib's `cutoff`)."""
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
 
 
 def one_line(error: object, longest: int = 200) -> str:
-    """The text of an error (its type's name where it has none) on one line of at most `longest` characters."""
+    """Return an error's text (its type's name if it has none) on one line of at most `longest` characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= longest else text[: longest - 1] + "…"
 
 
 def counted(number: object, noun: str, nouns: str = "") -> str:
-    """For example "1 document", "2 documents"; `nouns` is the plural, where that is not the noun with an s."""
+    """Return for example "1 document" or "2 documents"; `nouns` is the plural if it is not the noun with an s."""
     return f"{number} {noun if str(number) == '1' else nouns or f'{noun}s'}"
 
 
 def described(error: BaseException) -> str:
-    """The type and text of another library's error on one line, to end one of our messages."""
+    """Return the type and text of another library's error on one line, for the end of one of our messages."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}".removesuffix(": ")
 
 
 def was_interrupted(error: BaseException | None) -> bool:
-    """Whether an interrupt is behind an error: libraries that are interrupted may raise one of their own."""
-    seen: list[BaseException] = []  # a chain of errors may have a circle
+    """Return whether an interrupt caused an error: an interrupted library may raise an error of its own."""
+    seen: list[BaseException] = []  # a chain of errors may be circular
     while error is not None and error not in seen:
         if isinstance(error, KeyboardInterrupt):
             return True
@@ -93,6 +86,6 @@ def was_interrupted(error: BaseException | None) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that memory ran out; PyTorch's CPU allocator raises a bare RuntimeError."""
+    """Return whether an error means that memory ran out; PyTorch's CPU allocator raises a bare RuntimeError."""
     signs = ("out of memory", "not enough memory", "allocate memory")
     return isinstance(error, MemoryError) or any(sign in str(error).lower() for sign in signs)

@@ -22,8 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from sinkscope.attention.kernels import AttentionCall, upcast
-from sinkscope.attention.operations import MASKED
+from sinkscope.attention.kernels import MASKED, AttentionCall, upcast
 from sinkscope.attention.seam import open_seam
 from sinkscope.attention.taps import Seam
 from sinkscope.models.discovery import first_floats

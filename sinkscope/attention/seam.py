@@ -22,9 +22,8 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from sinkscope.attention.interceptor import Interceptor
 from sinkscope.attention.kernels import AttentionCall, fused_attention
-from sinkscope.attention.taps import NAME, Seam, attends_by_us, denominator_of, operation_of
+from sinkscope.attention.taps import NAME, Interceptor, Seam, attends_by_us, denominator_of, operation_of
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.attention_functions import Attend, attending_by
 from sinkscope.models.family import Family

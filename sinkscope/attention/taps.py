@@ -1,17 +1,35 @@
-"""What an attention layer may hold beside its own parts: the taps while it is measured, a further term in the softmax's
-denominator, and another operation than softmax.
+"""The modules that sinkscope adds to an attention layer, and the interceptor that runs them inside a model's own code.
+
+An attention module may hold taps while it is measured, a further term in the softmax's denominator, and an operation
+other than softmax. The interceptor serves the families that do not use transformers' AttentionInterface.
 """
 
+import math
+import sys
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
+from types import FrameType
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils.hooks import RemovableHandle
 
-from sinkscope.attention.kernels import KERNELS, AttentionCall, ForbiddenKeys, upcast
-from sinkscope.attention.operations import Operation
+from sinkscope.attention.kernels import (
+    KERNELS,
+    MASKED,
+    AttentionCall,
+    ForbiddenKeys,
+    Operation,
+    repeat_heads,
+    row_lse,
+    upcast,
+)
+from sinkscope.models.attention_functions import MATMULS, SOFTMAXES
 
 NAME = "sinkscope"  # of the attention implementation, and of the seam inside each attention module
 
@@ -129,3 +147,200 @@ def _children(module: nn.Module) -> Iterator[nn.Module]:
             yield wrapper.original_module
         else:
             yield wrapper.modules_to_save[wrapper.active_adapters[0]]
+
+
+class Interceptor(TorchFunctionMode, threading.local):
+    """Recognizes attention in one module's own code: F.scaled_dot_product_attention, or matmul (q, kᵀ) → softmax →
+    matmul (weights, v). Several threads may run the module at once: each has its own attributes, as torch has its own
+    stack of modes for each.
+
+    Torch runs `__torch_function__` with the mode off, so what an observer computes at a tap is not intercepted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = Seam("sdpa", "interceptor")  # of a module with a denominator term while nobody measures
+        self.idle.scaling = math.nan  # never read
+        self.seam = self.idle
+        self.denominator: Denominator | None = None
+        self.batch = 0
+        self.kv_heads: int | None = None  # where the module says so
+        self.query, self.key = torch.empty(0), torch.empty(0)  # of the call under way
+        self.awaited = "logits"  # then "softmax", "mix" and, for the rest of the call, "nothing"
+        self.caller: FrameType | None = None  # that calls the module's forward
+
+    def __reduce__(self) -> tuple[type["Interceptor"], tuple[()]]:
+        """A copy of a model gets a new one."""
+        return Interceptor, ()
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if not self._is_called():
+            return func(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return self._fused(*args, **kwargs)
+        if func in MATMULS and self.awaited == "logits" and self._batched(args, kwargs):
+            return self._logits(func, args, kwargs)
+        if func in SOFTMAXES and self.awaited == "softmax":
+            return self._softmax(func, args, kwargs)
+        if func in MATMULS and self.awaited == "mix" and self._batched(args, kwargs):
+            return self._mix(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    @staticmethod
+    def _batched(args: tuple, kwargs: dict) -> bool:
+        """Both factors vary over the batch; a projection written as x @ W.T (Falcon) does not."""
+        return kwargs.get("batch2", args[-1]).dim() >= 3
+
+    def _fused(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        bare = attn_mask is None and not is_causal and query.shape[2] > 1
+        if bare and self.seam.causal:  # not a decoder's attention
+            return F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=enable_gqa)
+        seam = self.seam
+        scaling = query.shape[-1] ** -0.5 if scale is None else scale
+        query, key, value = seam.query(query), seam.key(self._own_heads(key)), self._own_heads(value)
+        call = AttentionCall(attn_mask, scaling, forbidden=seam.forbidden, dropout=dropout_p, causal=seam.causal)
+        if self.denominator is not None:
+            call = self.denominator.added_to(call, query, self._own_bias(attn_mask))
+        seam.call = call  # read by observers only: another thread may run the same module
+        # The taps of this door run in one order: lse, which needs no value, before value.
+        mix, lse = seam.kernel(query, key, value, call)
+        seam.lse(lse)
+        tapped = seam.value(value)
+        if tapped is not value:
+            mix, _ = seam.kernel(query, key, tapped, call)
+        return seam.mix(mix.transpose(1, 2)).transpose(1, 2)
+
+    def _logits(self, func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+        # baddbmm has the bias (ALiBi) as first argument, and its factors may be named
+        names = ("batch1", "batch2")
+        named = all(name in kwargs for name in names)
+        query, key_t = (kwargs[name] for name in names) if named else args[-2:]
+        key_heads = self._heads(key_t.transpose(-1, -2))
+        self.query = self.seam.query(self._heads(query))
+        self.key = repeat_heads(self.seam.key(self._own_heads(key_heads)), key_heads.shape[1])
+        query, key_t = self.query.reshape(query.shape), self.key.transpose(-1, -2).reshape(key_t.shape)
+        self.awaited = "softmax"
+        if named:
+            return func(*args, **kwargs | dict(zip(names, (query, key_t), strict=True)))
+        return func(*args[:-2], query, key_t, **kwargs)
+
+    def _softmax(self, func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+        scores = self._heads(args[0])
+        if self.seam.scaling is None:
+            self.seam.scaling = found_scaling(self.query, self.key, scores)
+        for forbidden in self.seam.forbidden:
+            keys, offset = slice(0, scores.shape[-1]), scores.shape[-1] - scores.shape[-2]
+            pairs = forbidden.pairs(slice(offset, scores.shape[-1]), keys, scores.device)
+            scores = scores.masked_fill(pairs, torch.finfo(scores.dtype).min)
+            args = (scores.reshape(args[0].shape), *args[1:])
+        call = AttentionCall(None, self.seam.scaling, scores=scores, causal=self.seam.causal)
+        if self.denominator is not None:
+            call = self.denominator.added_to(call, self.query, self._own_bias(scores, has_dots=True))
+        self.seam.call = call
+        self.query = self.key = torch.empty(0)
+        self.seam.lse(row_lse(upcast(scores), call.sink_logits))
+        self.awaited = "mix"
+        if call.sink_logits is None:
+            return func(*args, **kwargs)
+        sinks = call.sink_logits.to(scores.dtype)[..., None]  # a further column without a value
+        with_sinks = torch.cat([scores, sinks], dim=-1).reshape(*args[0].shape[:-1], -1)
+        return func(with_sinks, *args[1:], **kwargs)[..., :-1]
+
+    @torch.no_grad()
+    def _own_bias(self, scores: torch.Tensor | None, has_dots: bool = False) -> torch.Tensor | None:
+        """What ALiBi has added to the logit of each query's own key, (B|1,H,T); None without ALiBi.
+
+        scores (B|1,H,T,S) are masked biases, plus scaling · q·k where `has_dots`.
+        """
+        term = self.denominator
+        if term is None or not term.is_biased or scores is None:
+            return None
+        columns = torch.arange(scores.shape[-1], device=scores.device)
+        own = ((scores > MASKED) * columns).argmax(-1, keepdim=True)  # the last key that the query sees
+        bias = upcast(scores).gather(-1, own).squeeze(-1)
+        if not has_dots:
+            return bias
+        keys = repeat_heads(self.key, scores.shape[1]).gather(2, own.expand(*own.shape[:3], self.key.shape[-1]))
+        return bias - term.scaling * torch.linalg.vecdot(upcast(self.query), upcast(keys))
+
+    def _mix(self, func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+        weights, value = args
+        value_heads = self._heads(value)
+        value_heads = repeat_heads(self.seam.value(self._own_heads(value_heads)), value_heads.shape[1])
+        value = value_heads.reshape(value.shape)
+        mix = func(weights, value, **kwargs)
+        self.awaited = "nothing"
+        heads = self.seam.mix(self._heads(mix).transpose(1, 2))
+        given = heads.transpose(1, 2).reshape(mix.shape)
+        return given.clone() if given.requires_grad else given  # the model may add to it in place
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        """(B·H,T,d) or (B,H,T,d) → (B,H,T,d)."""
+        return x.reshape(self.batch, -1, *x.shape[-2:])
+
+    def _own_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """Key or value heads without the copies that the model's own code makes of them (Falcon 40B)."""
+        return x if self.kv_heads is None else x[:, :: max(1, x.shape[1] // self.kv_heads)]
+
+    def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Forward pre-hook of the attention module."""
+        self.seam = getattr(module, NAME, self.idle)
+        self.denominator = denominator_of(module)
+        self.batch = next(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)).shape[0]
+        names = ("num_kv_heads", "num_key_value_heads")
+        self.kv_heads = next((getattr(module, name) for name in names if hasattr(module, name)), None)
+        self.awaited = "logits"
+        self.caller = sys._getframe(1)
+        if self not in _get_current_function_mode_stack():  # where an interrupt has left it
+            self.__enter__()
+
+    def leave(self, *forward: Any) -> None:
+        """Forward hook of the attention module; runs also when its forward raised an Exception. Torch does not run it
+        when an interrupt ended the forward: the mode stays on, and lets everything pass.
+        """
+        if _get_current_function_mode_stack()[-1:] == [self]:
+            self.__exit__(None, None, None)
+        self.caller = None
+        self.seam, self.idle.call = self.idle, None  # keep no graph
+
+    def _is_called(self) -> bool:
+        """Whether the module's forward is under way."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame is not self.caller:
+            frame = frame.f_back
+        return frame is not None
+
+    def watch(self, attention: nn.Module) -> list[RemovableHandle]:
+        """Hook into every forward of this module."""
+        return [
+            attention.register_forward_pre_hook(self.enter, with_kwargs=True),
+            attention.register_forward_hook(self.leave, always_call=True),
+        ]
+
+
+@torch.no_grad()
+def found_scaling(query: torch.Tensor, key: torch.Tensor, scores: torch.Tensor) -> float:
+    """The factor of q·k in a model's own scores (B,H,T,T), read off their diagonal; NaN where something was added to
+    it (ALiBi), or where they are not of these queries and keys.
+    """
+    if scores.shape != (*query.shape[:3], key.shape[2]):
+        return float("nan")
+    cached = key.shape[2] - query.shape[2]
+    dots = torch.linalg.vecdot(upcast(query), upcast(repeat_heads(key, query.shape[1]))[:, :, cached:])
+    found = upcast(scores).diagonal(cached, dim1=-2, dim2=-1)
+    seen = found > MASKED  # not padding
+    dots, found = dots[seen].double(), found[seen].double()
+    scaling = dots @ found / dots.square().sum()
+    is_exact = (found - scaling * dots).abs().max() < 1e-2 * found.abs().max()  # the tolerance is half precision's
+    return float(scaling) if is_exact else float("nan")

@@ -13,8 +13,7 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 
-from sinkscope.attention.kernels import ROW_CHUNK, AttentionCall, causal, raw_logits, sink_rows, upcast
-from sinkscope.attention.operations import MASKED
+from sinkscope.attention.kernels import MASKED, ROW_CHUNK, AttentionCall, causal, raw_logits, sink_rows, upcast
 from sinkscope.text.batch import Batch
 
 SHORT = 256  # up to this length all columns are read, whatever was asked for: it costs little

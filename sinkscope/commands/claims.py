@@ -33,7 +33,7 @@ from sinkscope.measuring.subject import (
     options_of,
     position_limit,
 )
-from sinkscope.models.fingerprint import fingerprint
+from sinkscope.models.in_memory import fingerprint
 from sinkscope.options.claims import ClaimsOptions
 from sinkscope.options.measuring import AnalyzeOptions, InterveneOptions, RunConfig
 from sinkscope.options.output import OutputOptions

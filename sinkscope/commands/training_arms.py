@@ -40,7 +40,7 @@ from sinkscope.measuring.quantized import w8a8
 from sinkscope.measuring.subject import Subject, inputs_for, open_subject
 from sinkscope.measuring.tables import all_tables
 from sinkscope.models.family import Family
-from sinkscope.models.fingerprint import fingerprint
+from sinkscope.models.in_memory import fingerprint
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.measuring import RunConfig, make_config
 from sinkscope.report.comparison import compare, write_comparison

@@ -16,12 +16,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from torch import nn
 from transformers import PreTrainedModel
 
-from sinkscope.attention.operations import MASKED
+from sinkscope.attention.kernels import MASKED
 from sinkscope.attention.taps import Seam
 from sinkscope.errors import InputError, SinkscopeError, counted
-from sinkscope.models.edits import edited_output
+from sinkscope.models.edits import check_parameters, edited_output
 from sinkscope.models.family import Family
-from sinkscope.models.origin import check_parameters
 from sinkscope.models.projections import Projection, Role, check_plain, lacking, projections
 from sinkscope.retrofits.registers import registers_before
 

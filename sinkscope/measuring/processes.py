@@ -24,7 +24,7 @@ from accelerate import PartialState
 from rich.console import Console
 
 from sinkscope.errors import InputError, SinkscopeError, described
-from sinkscope.models.devices import stays_on_cpu
+from sinkscope.models.loading import stays_on_cpu
 from sinkscope.options.devices import POLICIES
 
 TIMEOUT = timedelta(days=1)  # that a process waits for the others: the first one may write, or measure, by itself

@@ -19,7 +19,7 @@ from sinkscope.measuring.passes import Pass, Step, pass_over
 from sinkscope.measuring.resumed import FEW, Change, Resumed, tried
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.tracer import Tracer, open_tracer
-from sinkscope.models.beginning import Beginning
+from sinkscope.models.edits import Beginning
 from sinkscope.quantization.ranges import Precision, Range, Rounding
 from sinkscope.quantization.simulation import quantized_attention, quantized_sites
 from sinkscope.quantization.sites import LINEAR_SCHEME, Site, sites_of

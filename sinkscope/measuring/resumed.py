@@ -18,7 +18,7 @@ from sinkscope.measuring.observables.observable import Observable
 from sinkscope.measuring.passes import Pass
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.tracer import Tracer, model_inputs
-from sinkscope.models.beginning import Beginning, beginning_at
+from sinkscope.models.edits import Beginning, beginning_at
 from sinkscope.text.batch import Batch
 
 Tables = Mapping[str, pd.DataFrame]

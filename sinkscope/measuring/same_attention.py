@@ -17,8 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from sinkscope.attention.kernels import grouped_matmul, repeat_heads, upcast
-from sinkscope.attention.operations import MASKED
+from sinkscope.attention.kernels import MASKED, grouped_matmul, repeat_heads, upcast
 from sinkscope.attention.seam import open_seam
 from sinkscope.attention.taps import NAME, Seam, attends_by_us
 from sinkscope.attention.weights import AttentionRead, row_chunks

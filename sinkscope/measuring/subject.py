@@ -29,8 +29,7 @@ from sinkscope.models.towers import check_reads_text, placeholders, tower_notice
 from sinkscope.options.measuring import ObservableOptions, RunConfig
 from sinkscope.options.option import checked
 from sinkscope.retrofits.registers import registers_before
-from sinkscope.text.inputs import TokenInputs, build_inputs
-from sinkscope.text.masking import masked
+from sinkscope.text.inputs import TokenInputs, build_inputs, masked
 from sinkscope.text.sources import check_source
 
 SAMPLED_AT_ONCE = 64  # texts

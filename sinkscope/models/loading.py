@@ -1,4 +1,4 @@
-"""From a name to a model: a hub id, a local folder or a .gguf file becomes a frozen language model or encoder.
+"""Loads a frozen language model or encoder from a hub id, a local folder or a .gguf file.
 
 `load` finds the files (`files.py`), downloading those that are missing, checks them, lets transformers build the
 model, and checks the result. transformers always reads from a folder on disk, the hub's cache included, so that
@@ -6,16 +6,24 @@ downloads fail in one place only and transformers never falls back to pickled we
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import torch
 import transformers
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMaskedLM,
+    AutoModelForMultimodalLM,
     AutoTokenizer,
     GgufConfig,
     PreTrainedConfig,
@@ -25,24 +33,23 @@ from transformers import (
 
 import sinkscope.models.varied_llama  # noqa: F401  # its type is registered
 from sinkscope.errors import InputError, SinkscopeError, described, is_out_of_memory, unknown
-from sinkscope.models import gguf
 from sinkscope.models.adapters import AdapterFiles, find_adapter, with_adapter
 from sinkscope.models.adapters import notices as adapter_notices
-from sinkscope.models.classes import class_for, lacks_head
-from sinkscope.models.devices import check_devices, stays_on_cpu
 from sinkscope.models.files import (
     ADAPTER_CONFIG,
     SMALL_FILES,
     ModelFiles,
+    check_settings,
     check_weights,
     fetch,
     find_files,
     is_path,
     quiet,
+    read_settings,
 )
 from sinkscope.models.in_memory import on_cpu_by_default, text_of
 from sinkscope.models.quantized import is_ordinary, unpacking
-from sinkscope.models.settings import check_settings, read_settings
+from sinkscope.options.devices import POLICIES, check_device_map
 from sinkscope.options.files import kind_of, names_in, user_path
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -109,7 +116,7 @@ def load(
     """
     _check_arguments(dtype, device_map)
     model = None if model is None else text_of(model)
-    with quiet(), gguf.read_once(), on_cpu_by_default():
+    with quiet(), read_once(), on_cpu_by_default():
         change = None if adapter is None else find_adapter(text_of(adapter), allow_pickle)
         files = find_files(model, revision, gguf_file, allow_pickle)
         check_weights(files)
@@ -387,3 +394,129 @@ def _tokenizer_in(folder: Path, *, trust_remote_code: bool, **options: Any) -> P
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ValueError("its vocabulary is empty")  # some classes make do without their files
     return tokenizer
+
+
+# In this order a configuration is looked for, unless it names a class itself or is an encoder's. The last two also read
+# pictures or sound: of their models the part that reads text is measured (towers.py).
+AUTO_CLASSES: tuple[Any, ...] = (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+)
+
+
+def class_for(config: PreTrainedConfig, name: str) -> Any:
+    """The one of AUTO_CLASSES that makes the models of a configuration.
+
+    An encoder's is AutoModelForMaskedLM: BERT and similar models have a causal class, too, which they ask for by
+    `is_decoder`. Else it is the one whose model the configuration names in `architectures`, else the first that knows
+    the configuration, or, of code that comes with a model, the first that the code is for.
+
+    Args:
+        config: of the checkpoint.
+        name: of the checkpoint, for the error.
+
+    Raises:
+        InputError: there is none, or its models read a text with all of its tokens at once.
+    """
+    kind, refused = type(config), f"{name} ({config.model_type}) is neither a causal language model nor an encoder"
+    if _is_encoder_decoder(config):
+        raise InputError(f"{refused}: it is an encoder–decoder")
+    is_decoder = getattr(config, "is_decoder", False) or getattr(config, "causal", False)
+    if kind in AutoModelForMaskedLM._model_mapping and not is_decoder:
+        return AutoModelForMaskedLM
+    named, code = set(config.architectures or ()), getattr(config, "auto_map", None) or {}
+    known = [auto for auto in AUTO_CLASSES if kind in auto._model_mapping]
+    meant = [auto for auto in known if auto._model_mapping[kind].__name__ in named]
+    coded = [auto for auto in AUTO_CLASSES if auto.__name__ in code]
+    if not known and not coded:
+        raise InputError(f"{refused}: transformers has no such class for it")
+    return (*meant, *known, *coded)[0]
+
+
+def lacks_head(model: PreTrainedModel, missing: Collection[str]) -> bool:
+    """Whether all weights that the checkpoint of an encoder lacks are those that predict its masked tokens.
+
+    So it is of sentence encoders, classifiers and ELECTRA's discriminators.
+    """
+    kind, known = type(model.config), AutoModelForMaskedLM._model_mapping
+    is_encoder = kind in known and known[kind] is type(model)
+    return is_encoder and bool(missing) and not any(name.startswith(f"{model.base_model_prefix}.") for name in missing)
+
+
+def _is_encoder_decoder(config: PreTrainedConfig) -> bool:
+    """Whether the part of a model that gives text reads what another part has made of the text it is given."""
+    parts = (getattr(config, name, None) for name in config.sub_configs)
+    return any(getattr(part, "is_encoder_decoder", False) for part in (config, *parts))
+
+
+COUNTS: dict[str, Callable[[], int]] = {
+    "cuda": torch.cuda.device_count,
+    "xpu": torch.xpu.device_count,
+    "mps": torch.mps.device_count,
+}
+
+
+def check_devices(device_map: str) -> None:
+    """Find, before anything is downloaded, that a model cannot compute where it is asked to.
+
+    Raises:
+        InputError: the name is unknown, or there is no such device, or it has no float64.
+    """
+    try:
+        check_device_map(device_map)
+    except ValueError as error:
+        raise InputError(f"device map {error}") from None
+    asked = f"device map '{device_map}' was asked for, but"
+    kind, _, number = device_map.partition(":")
+    if kind in COUNTS:
+        there, index = COUNTS[kind](), int(number or 0)
+        if not there:
+            raise InputError(f"{asked} PyTorch sees no such device here: use cpu or auto")
+        if index >= there:
+            raise InputError(f"{asked} PyTorch sees {', '.join(f'{kind}:{at}' for at in range(there))} alone")
+        if kind == "xpu" and not torch.xpu.get_device_properties(index).has_fp64:
+            raise InputError(f"{asked} sums are in float64, which this device does not have: use cpu")
+    if kind == "mps" or (kind in POLICIES and COUNTS["mps"]()):
+        raise InputError(f"{asked} sums are in float64, which Apple's GPUs do not have: use cpu")
+
+
+def stays_on_cpu(device_map: str | None) -> bool:
+    """Whether a model comes to compute on the CPU alone."""
+    spread = device_map in POLICIES and torch.xpu.is_available()
+    return device_map == "cpu" or (device_map in (None, *POLICIES) and not (torch.cuda.is_available() or spread))
+
+
+class _Reader(gguf.GGUFReader):
+    """gguf's reader over a plain array: most of its time goes into indexing numpy's memmap, string by string."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value.view(np.ndarray) if name == "data" else value)
+
+
+@contextmanager
+def read_once() -> Iterator[None]:
+    """Within it, transformers gets the same reader of a file every time that it asks for one, and the same table of
+    names, which takes half of the whole time to make for every module anew.
+    """
+    readers: dict[Path, _Reader] = {}
+
+    def reader(path: str | Path) -> _Reader:
+        place = Path(path)
+        if place not in readers:
+            readers[place] = _Reader(place)
+        return readers[place]
+
+    patched = {"GGUFReader": reader, "get_tensor_name_map": cache(gguf.get_tensor_name_map)}
+    before = {name: getattr(gguf, name) for name in patched}
+    try:
+        _set(patched)
+        yield
+    finally:
+        _set(before)
+
+
+def _set(attributes: dict[str, Any]) -> None:
+    for name, value in attributes.items():
+        setattr(gguf, name, value)

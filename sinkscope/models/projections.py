@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from sinkscope.errors import InputError
+from sinkscope.models.edits import check_own_map
 from sinkscope.models.family import Family, Outputs, Role
-from sinkscope.models.origin import check_own_map
 from sinkscope.models.quantized import is_ordinary
 
 ROLES: tuple[Role, ...] = ("query", "key", "value")

@@ -21,8 +21,8 @@ from transformers.pytorch_utils import Conv1D
 
 from sinkscope.errors import InputError, unknown
 from sinkscope.models.adapters import check_no_adapter
+from sinkscope.models.edits import check_own_map, check_parameters
 from sinkscope.models.family import NOT_RUN, Family
-from sinkscope.models.origin import check_own_map, check_parameters
 from sinkscope.models.quantized import check_not_quantized
 from sinkscope.models.towers import reached_by_text
 from sinkscope.quantization.attention import CACHED, SCORES, SOFTMAX

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from pydantic import Field, field_validator, model_validator
 from transformers import PreTrainedModel
 
-from sinkscope.attention.operations import Operation
+from sinkscope.attention.kernels import Operation
 from sinkscope.attention.taps import NAME, OtherOperation
 from sinkscope.errors import unknown
 from sinkscope.models.family import ON_LOGITS, Family

@@ -23,11 +23,10 @@ from pydantic import BaseModel, ConfigDict
 from torch import nn
 from transformers import PreTrainedModel
 
-from sinkscope.attention.interceptor import Interceptor
-from sinkscope.attention.taps import NAME, Denominator
+from sinkscope.attention.taps import NAME, Denominator, Interceptor
 from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.models.edits import check_own_map
 from sinkscope.models.family import Family
-from sinkscope.models.origin import check_own_map
 from sinkscope.models.projections import Projection, check_ordinary, projections
 from sinkscope.models.towers import text_tower
 from sinkscope.retrofits.placed_hook import PlacedHook

@@ -32,7 +32,7 @@ from transformers.conversion_mapping import (
 import sinkscope.attention.seam  # noqa: F401  # registers the attention function that retrofitted models name
 from sinkscope.attention.taps import NAME, attends_by_us
 from sinkscope.errors import InputError
-from sinkscope.models.classes import AUTO_CLASSES
+from sinkscope.models.loading import AUTO_CLASSES
 from sinkscope.models.model_types import PREFIX, base_type
 from sinkscope.retrofits.registers import RETROFIT
 

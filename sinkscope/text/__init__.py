@@ -1,1 +1,1 @@
-"""A source becomes token ids."""
+"""Turns a source of text into token ids."""

@@ -1,16 +1,16 @@
-"""One batch of token sequences: where each begins and ends, whichever side it is padded on."""
+"""A batch of token sequences, which knows where each begins and ends, with padding on either side."""
 
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
-REGISTER = -1000  # token id of a learned embedding that stands before the text
+REGISTER = -1000  # token id of a learned embedding before the text
 IGNORED = -100  # the label of a token that is not predicted
 
 
 def insert_before(x: torch.Tensor, prefix: torch.Tensor, start: torch.Tensor | None) -> torch.Tensor:
-    """x (B,T,…), prefix (n,…) → (B,T+n,…): the prefix in each row just before column `start` (B,); None: all 0."""
+    """Insert prefix (n,…) into each row of x (B,T,…) before column `start` (B,), None: 0; returns (B,T+n,…)."""
     rows, columns = x.shape[:2]
     both = torch.cat([prefix.expand(rows, *prefix.shape), x], dim=1)
     if start is None:
@@ -23,30 +23,30 @@ def insert_before(x: torch.Tensor, prefix: torch.Tensor, start: torch.Tensor | N
 
 @dataclass(frozen=True)
 class Batch:
-    """Columns are places in the padded tensor; positions count from a sequence's own first token."""
+    """A batch of sequences: columns index the padded tensor, positions count from a sequence's own first token."""
 
     token_ids: torch.Tensor  # (B,T)
     attention_mask: torch.Tensor  # (B,T), 1 for real tokens, which are contiguous
     first: int = 0  # index of the first sequence within the run
-    labels: torch.Tensor | None = None  # (B,T): what is predicted at each token, or IGNORED; None: its successor
-    masked: "Batch | None" = None  # of an encoder: the same sequences with tokens hidden, which it predicts
-    first_predicted: int = 1  # the first position that is predicted; of a prefix LM that behind its prefix
+    labels: torch.Tensor | None = None  # (B,T): the target at each token, or IGNORED; None: its successor
+    masked: "Batch | None" = None  # for an encoder: the same sequences with masked tokens, which it predicts
+    first_predicted: int = 1  # the first position that is predicted; for a prefix LM the first one after its prefix
 
     @cached_property
     def valid(self) -> torch.Tensor | None:
-        """(B,T) bool; None when nothing is padded."""
+        """(B,T) bool: real tokens; None without padding."""
         mask = self.attention_mask.bool()
         return None if bool(mask.all()) else mask
 
     @cached_property
     def registers(self) -> torch.Tensor | None:
-        """(B,T) bool: which are register tokens; None when none are."""
+        """(B,T) bool: register tokens; None if there are none."""
         registers = self.token_ids == REGISTER
         return registers if bool(registers.any()) else None
 
     @property
     def of_text(self) -> torch.Tensor | None:
-        """(B,T) bool: the tokens of the text, without padding and registers; None when there is nothing else."""
+        """(B,T) bool: tokens of the text, without padding and registers; None if there are neither."""
         return self.valid if self.registers is None else self.attention_mask.bool() & ~self.registers
 
     @cached_property
@@ -60,32 +60,32 @@ class Batch:
 
     @cached_property
     def predicting(self) -> torch.Tensor:
-        """(B,T) bool: tokens whose successor is predicted, all but each sequence's last, and but for a prefix."""
+        """(B,T) bool: tokens whose successor is predicted: all except each sequence's last, and those in a prefix."""
         real = self.attention_mask.bool()
         followed = real & torch.cat([real[:, 1:], torch.zeros_like(real[:, :1])], dim=1)
         return followed & (self.position_ids >= self.first_predicted - 1)
 
     @cached_property
     def targets(self) -> torch.Tensor:
-        """(B,T): what the logits at each token are to predict, or IGNORED."""
+        """(B,T): the target of the logits at each token, or IGNORED."""
         if self.labels is not None:
             return self.labels
         return self.token_ids.roll(-1, dims=1).masked_fill(~self.predicting, IGNORED)
 
     @cached_property
     def in_loss(self) -> torch.Tensor:
-        """(B,T) bool: tokens on which the loss depends: the predicting ones, or of an encoder all of its sequence."""
+        """(B,T) bool: tokens on which the loss depends: the predicting ones, or for an encoder the whole sequence."""
         if self.labels is None:
             return self.predicting
         return self.attention_mask.bool() & (self.labels != IGNORED).any(dim=1, keepdim=True)
 
     @cached_property
     def position_ids(self) -> torch.Tensor:
-        """(B,T): what a model with positions must be told when the padding is on the left."""
+        """(B,T): positions, which a model needs if the padding is on the left."""
         return (self.attention_mask.cumsum(dim=1) - 1).clamp(min=0)
 
     def behind(self, registers: int) -> "Batch":
-        """The same sequences with so many register tokens before each: what the layers of such a model see."""
+        """Return the sequences with `registers` register tokens before each, as the model's layers see them."""
         if not registers:
             return self
         start = self.start
@@ -94,11 +94,11 @@ class Batch:
         return Batch(ids, mask, self.first)
 
     def columns(self, positions: int) -> int:
-        """How many columns hold the first `positions` positions of every sequence."""
+        """Return how many columns hold the first `positions` positions of every sequence."""
         return min(int(self.start.max()) + positions, self.token_ids.shape[1])
 
     def at_positions(self, x: torch.Tensor, positions: int) -> torch.Tensor:
-        """Statistics by column (B,…,C) → by position (B,…,P). Positions past a sequence's end hold anything."""
+        """Statistics by column (B,…,C) → by position (B,…,P); undefined past a sequence's end."""
         if self.valid is None and positions <= x.shape[-1]:
             return x[..., :positions]
         index = self.start[:, None] + torch.arange(positions, device=self.start.device)
@@ -117,18 +117,18 @@ class Batch:
         return by_position.movedim(-1, 1)
 
     def present(self, positions: int) -> torch.Tensor | None:
-        """(B,P) bool: the sequence has this position; None when all have all."""
+        """(B,P) bool: whether the sequence has this position; None if all sequences have all of them."""
         if self.valid is None and positions <= self.token_ids.shape[1]:
             return None
         return torch.arange(positions, device=self.lengths.device) < self.lengths[:, None]
 
     def queries(self, positions: int, window: int | None = None, causal: bool = True, prefix: int = 0) -> torch.Tensor:
-        """(B,P): how many queries t a key at position s has, at least 1, so that it divides.
+        """Return how many queries t see a key at position s, (B,P), at least 1 so that it can be a divisor.
 
         Args:
-            window: of those at a distance |t - s| below this; None: of all.
-            causal: of t ≥ s alone.
-            prefix: so many keys at the beginning have all queries all the same.
+            window: count only queries at a distance |t - s| below this; None: all.
+            causal: count only queries t ≥ s.
+            prefix: this many keys at the beginning are seen by all queries.
         """
         asked = (positions, window, causal, prefix)
         if asked not in self._queries:  # the same for every layer

@@ -1,8 +1,8 @@
-"""Chats as a tokenizer's chat template writes them, in a process of its own.
+"""Renders chats by a tokenizer's chat template, in a separate process.
 
 A chat template is a program that comes with a model. Jinja's sandbox keeps it away from files and code, but lets it
-run forever: in nested loops, or in one power of large numbers, which no thread or signal can interrupt. Its process can
-be killed at any time, on every platform. This file run as a module is that process.
+run forever: in nested loops, or in one power of large numbers, which no thread or signal can interrupt. A separate
+process can be killed at any time, on every platform; it runs this file as a module.
 """
 
 import json
@@ -18,14 +18,14 @@ from sinkscope.errors import SinkscopeError, one_line
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SECONDS = 10.0  # that a template may take to write one chat; an ordinary one takes milliseconds
+SECONDS = 10.0  # time limit for rendering one chat; an ordinary template takes milliseconds
 LONGEST = 1 << 26  # characters of a chat
 
 Messages = Sequence[Mapping[str, str]]
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer. As a context manager it ends its process, which the first chat starts."""
+    """The chat template of a tokenizer. The first chat starts its process; leaving the context ends it."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase | None") -> None:
         self._tokenizer = tokenizer
@@ -41,39 +41,38 @@ class ChatTemplate:
             self._process.communicate()
 
     def text(self, messages: Messages) -> str:
-        """Return what `tokenizer.apply_chat_template(messages, tokenize=False)` returns.
+        """Return the text of a chat, as `tokenizer.apply_chat_template(messages, tokenize=False)` does.
 
         Raises:
             ValueError: there is no template, it fails, or it takes longer than SECONDS.
             SinkscopeError: its process does not start.
         """
         tokenizer: Any = self._tokenizer
-        if not _is_written_by_jinja(tokenizer):
+        from transformers import PreTrainedTokenizerBase
+
+        if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
+            # code of the tokenizer's class renders the chat, as for Mistral
             return str(tokenizer.apply_chat_template(list(messages), tokenize=False))
         template, tokens = tokenizer.get_chat_template(), tokenizer.special_tokens_map
-        answer = self._answer(json.dumps([template, tokens, list(messages)], default=str))
-        if "error" in answer:
-            raise ValueError(answer["error"])
-        return str(answer["text"])
-
-    def _answer(self, request: str) -> dict[str, str]:
         process = self._process = self._process or _started()
         assert process.stdin is not None
         assert process.stdout is not None
         timer = Timer(SECONDS, self._end)
         timer.start()
         try:
-            process.stdin.write(f"{request}\n")
+            process.stdin.write(f"{json.dumps([template, tokens, list(messages)], default=str)}\n")
             process.stdin.flush()
             line = process.stdout.readline()
-        except OSError:  # it is not there any more
+        except OSError:  # the process has ended
             line = ""
         finally:
             timer.cancel()
         if not line:
             raise ValueError(f"it does not end within {SECONDS:g} seconds" if self._is_late else "its process ended")
         answer: dict[str, str] = json.loads(line)
-        return answer
+        if "error" in answer:
+            raise ValueError(answer["error"])
+        return answer["text"]
 
     def _end(self) -> None:
         assert self._process is not None
@@ -81,15 +80,8 @@ class ChatTemplate:
         self._process.kill()
 
 
-def _is_written_by_jinja(tokenizer: "PreTrainedTokenizerBase") -> bool:
-    """Whether a tokenizer's chats are written by its template, and not by code of its class, as Mistral's are."""
-    from transformers import PreTrainedTokenizerBase
-
-    return type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
-
-
 def _started() -> subprocess.Popen[str]:
-    """The process, once it is ready: it finds the same packages as this one."""
+    """Start the process, with the same search path for packages, and wait until it is ready."""
     paths = os.pathsep.join(path for path in sys.path if path)
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "sinkscope.text.chats"],
@@ -107,7 +99,7 @@ def _started() -> subprocess.Popen[str]:
 
 
 def _serve() -> None:
-    """Answer each line of standard input, a template with what it is given, by a line with its text or error."""
+    """Answer each line of standard input (template, special tokens, messages) by a line with the text or the error."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     answers, sys.stdout = sys.stdout, sys.stderr

@@ -1,45 +1,80 @@
-"""What the model reads: natural text, random or repeated tokens, a file or a dataset become token sequences.
+"""Turns natural text, random or repeated tokens, a file or a dataset into token sequences for the model.
 
 `build_inputs` is a pure function of its source, the tokenizer and a few numbers; it never sees the model. Ids are
-checked against the vocabulary here, so that nothing later can index outside the embedding. What stands at position 0
-decides much about sinks, so it is always recorded. Every error is an `InputError` that says what to do.
+checked against the vocabulary here, so that no later code indexes outside the embedding. The token at position 0 has a
+large effect on sinks, so it is always recorded. Every error is an `InputError` that says what to do.
 
     "natural"     the text shipped with sinkscope, in consecutive windows
     "code", "documentation"
-                  of Python's standard library, likewise: other domains (WSE fig. 9)
+                  text of Python's standard library, also in windows: other domains (WSE fig. 9)
     "random"      independent tokens, uniform over the vocabulary without special tokens (WSE §3.3)
-    "repeated"    one such token a sequence, repeated to its end (WSE §3.3)
-    "sampled"     what the model itself says after its BOS: natural to a model without tokenizer
+    "repeated"    one such token per sequence, repeated to its end (WSE §3.3)
+    "sampled"     text that the model itself generates after its BOS: natural input for a model without tokenizer
     FILE.txt      UTF-8 text, in consecutive windows
-    FILE.jsonl    (or .json) one JSON object a line: `input_ids`, taken as they are, `messages` (a chat: role and
-                  content) as the tokenizer's chat template writes them, or else `text`, one document a sequence; cut to
-                  seq_len, and kept when shorter
+    FILE.jsonl    (or .json) one JSON object per line: `input_ids`, used as they are, `messages` (a chat: role and
+                  content) as the tokenizer's chat template renders them, or else `text`, one document per sequence; cut
+                  to seq_len, and kept if shorter
     FILE.npy      integer token ids (N, T) or (T,), T ≥ seq_len, cut to seq_len
 
-WSE is "When Attention Sink Emerges in Language Models"; its experiments take 100 sequences of 64 tokens.
+WSE is "When Attention Sink Emerges in Language Models"; its experiments use 100 sequences of 64 tokens.
+
+Encoders predict masked tokens. Tokens are masked as by transformers' DataCollatorForLanguageModeling with its defaults,
+which are those of BERT and of Bondarenko et al. 2023: 15 % of all tokens except special ones are predicted; 80 % of
+these are replaced by the mask token, 10 % by a random token, and 10 % stay. Each sequence has its own generator, seeded
+by the run's seed and the sequence's ids: the draw does not depend on the batch or the order of the sequences.
 """
 
 import hashlib
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
+from transformers import DataCollatorForLanguageModeling
 
 from sinkscope.errors import InputError, counted
 from sinkscope.options.measuring import PROMPT
 from sinkscope.text.batch import IGNORED
-from sinkscope.text.masking import Masked
-from sinkscope.text.request import Request, Sampler
-from sinkscope.text.sequences import prompted
+from sinkscope.text.sequences import Request, Sampler, prompted
 from sinkscope.text.sources import DRAWN, open_source
-from sinkscope.text.tokens import special_token_ids
+from sinkscope.text.tokens import check_ids, special_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+class Masked(NamedTuple):
+    """One sequence with masked tokens, and labels: the tokens to be predicted, IGNORED elsewhere."""
+
+    ids: np.ndarray
+    labels: np.ndarray
+
+    @property
+    def predicted(self) -> int:
+        return int((self.labels != IGNORED).sum())
+
+
+def masked(
+    sequences: Iterable[np.ndarray], tokenizer: "PreTrainedTokenizerBase", vocab_size: int, seed: int
+) -> tuple[Masked, ...]:
+    """Mask tokens of every sequence for an encoder.
+
+    Raises:
+        InputError: the tokenizer has ids that the model lacks.
+        ValueError: the tokenizer has no mask token.
+    """
+    collator = DataCollatorForLanguageModeling(tokenizer)
+    found = []
+    for ids in sequences:
+        digest = hashlib.sha256(seed.to_bytes(8, "little") + ids.astype("<i8").tobytes()).digest()
+        collator.generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        hidden, labels = collator.torch_mask_tokens(torch.tensor(ids)[None])
+        check_ids(hidden[0].tolist(), vocab_size, "a sequence with tokens masked")
+        found.append(Masked(hidden[0].numpy(), labels[0].numpy()))
+    return tuple(found)
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,13 +82,14 @@ class TokenInputs:
     """Token sequences, ready for the model.
 
     condition: "natural", "random", "repeated", a file's stem or a dataset's name: the tables' `condition`.
-    sequences: read-only 1-D int64 arrays of 2 … seq_len ids; all of one length, but for JSON lines. The
-        tables' `sequence` is the index in here, so that the order never changes.
-    token_zero: what stands at position 0, for example "bos <|im_start|> (id 1)".
-    sha256: of all lengths and ids: equal hashes mean that two runs read the same tokens.
-    masked: for an encoder, each sequence as it has to predict it; None where each token's successor is predicted.
-    notices: what the user should know, one line each.
-    per_passage: so many consecutive sequences are of one passage of a text; what they share is no accident.
+    sequences: read-only 1-D int64 arrays of 2 … seq_len ids, of equal length except from JSON lines. The tables'
+        `sequence` is the index in this tuple, so the order never changes.
+    token_zero: describes the token at position 0, for example "bos <|im_start|> (id 1)".
+    sha256: of all lengths and ids; equal hashes mean that two runs read the same tokens.
+    notices: messages for the user, one line each.
+    masked: for an encoder, each sequence with masked tokens; None if each token's successor is predicted.
+    first_predicted: see Batch.
+    per_passage: how many consecutive sequences come from one passage of a text, and are not independent.
     """
 
     condition: str
@@ -62,7 +98,7 @@ class TokenInputs:
     sha256: str
     notices: tuple[str, ...] = ()
     masked: tuple[Masked, ...] | None = None
-    first_predicted: int = 1  # as Batch has it
+    first_predicted: int = 1
     per_passage: int = 1
 
     def __len__(self) -> int:
@@ -74,9 +110,7 @@ class TokenInputs:
 
     @property
     def predicted(self) -> list[int]:
-        """How many of each sequence's tokens: all that have one before them, of a prefix LM those behind the prefix, of
-        an encoder those that are hidden.
-        """
+        """The number of predicted tokens of each sequence: from `first_predicted` on, or an encoder's masked ones."""
         if self.masked is None:
             return [max(0, len(ids) - self.first_predicted) for ids in self.sequences]
         return [one.predicted for one in self.masked]
@@ -95,21 +129,18 @@ class TokenInputs:
 
     @property
     def repeats_one_token(self) -> bool:
-        """Whether every sequence is one token, repeated; False with a BOS in front."""
+        """Whether every sequence is one token, repeated; False if a BOS is before it."""
         return self.condition == "repeated" and all((ids == ids[0]).all() for ids in self.sequences)
 
     def part(self, first: int, last: int) -> "TokenInputs":
-        """Sequences first … last − 1 as inputs by themselves."""
+        """Return inputs with only sequences first … last − 1."""
         sequences, masked = self.sequences[first:last], self.masked and self.masked[first:last]
         return replace(self, sequences=sequences, sha256=_sha256(sequences), notices=(), masked=masked)
 
     def batches(
         self, batch_size: int, *, pad_id: int = 0, padding_side: str = "right"
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Ids and attention mask, both (B, T) int64, in order; the last batch may be smaller.
-
-        T is the longest sequence of the batch; where a shorter one is padded the mask is 0, elsewhere 1.
-        """
+        """Yield ids and attention mask (0 at padding), both (B, T) int64, in order; the last batch may be smaller."""
         if batch_size < 1:
             raise InputError(f"--batch-size {batch_size}: at least 1 sequence is needed in a batch")
         if padding_side not in ("left", "right"):
@@ -119,7 +150,7 @@ class TokenInputs:
             yield _padded(ids, pad_id, padding_side), _padded([torch.ones_like(row) for row in ids], 0, padding_side)
 
     def masked_batch(self, first: int, count: int, padding_side: str = "right") -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids with tokens hidden and labels, both (B, T), of sequences first … first + count − 1 of an encoder."""
+        """Return masked ids and labels, both (B, T), of an encoder's sequences first … first + count − 1."""
         some = (self.masked or ())[first : first + count]
         ids, labels = ([torch.tensor(part) for part in parts] for parts in zip(*some, strict=True))
         return _padded(ids, 0, padding_side), _padded(labels, IGNORED, padding_side)
@@ -146,26 +177,26 @@ def build_inputs(
     seed: int = 0,
     sampler: Sampler | None = None,
 ) -> TokenInputs:
-    """The first `num_seqs` sequences of `seq_len` tokens of a source; fewer, with a notice, if it has fewer.
+    """Return the first `num_seqs` sequences of `seq_len` tokens of a source; fewer, with a notice, if it has fewer.
 
     Args:
         source: an input kind or a file, see the head of this module.
-        vocab_size: the model's; ids must be below it, and drawn ids below the tokenizer's length, too.
-        dataset: instead of a source, "NAME", "NAME:CONFIG" or "NAME:CONFIG:SPLIT" (train unless given) of a
-            HuggingFace dataset or a local folder: its documents of at least seq_len tokens, cut.
+        vocab_size: the model's; ids must be below it, and drawn ids also below the tokenizer's length.
+        dataset: instead of a source, "NAME", "NAME:CONFIG" or "NAME:CONFIG:SPLIT" (default: train) of a HuggingFace
+            dataset or a local folder: its documents of at least seq_len tokens, cut.
         prompt: instead of a source, one text.
-        max_positions: the longest sequence that the model takes; None: no limit.
-        bos: what is in front of every sequence and counts in seq_len, the same for texts and drawn tokens. "auto":
-            what the tokenizer puts in front of a text by itself; "always": that, or else the BOS; "never": nothing.
-            Ids from a file stay as they are; what a model without a tokenizer writes keeps its BOS but for "never".
-        closed: whether what the tokenizer puts behind a text belongs to it, as [SEP] does for an encoder. It then
-            stands behind every sequence that has something in front.
+        max_positions: the longest sequence that the model accepts; None: no limit.
+        bos: which tokens precede every sequence and count in seq_len, the same for texts and drawn tokens. "auto":
+            those that the tokenizer adds before a text; "always": those, or else the BOS; "never": none. Ids from a
+            file stay as they are; text generated by a model without a tokenizer keeps its BOS unless "never".
+        closed: whether the tokens that the tokenizer adds after a text are kept, such as [SEP] for an encoder. They
+            then follow every sequence that `bos` allows tokens before.
         bos_token_id: the model config's, for a tokenizer that names none.
-        special_ids: ids never drawn, beside the tokenizer's special tokens and `bos_token_id`; None is ignored.
-        sampler: draws text from the model, for "sampled".
+        special_ids: ids never drawn, in addition to the tokenizer's special tokens and `bos_token_id`; None is ignored.
+        sampler: generates text from the model, for "sampled".
 
     Raises:
-        InputError: a source that cannot be read, ids outside the vocabulary, or arguments that do not fit.
+        InputError: the source cannot be read, ids are outside the vocabulary, or the arguments do not fit.
     """
     source = os.fspath(source)
     special = special_token_ids(tokenizer) | {at for at in (*special_ids, bos_token_id) if at is not None}

@@ -1,4 +1,4 @@
-"""What a tokenizer does to text, and how single token ids are checked and shown."""
+"""Tokenizes text, and checks and displays single token ids."""
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,19 +11,19 @@ if TYPE_CHECKING:
 
 
 def encode(tokenizer: Any, text: str, *, special: bool) -> list[int]:
-    """Token ids of a text; `special`: with the special tokens that the tokenizer adds by itself."""
-    # verbose=False: a text longer than the model's context is cut in windows here, which needs no warning
+    """Return the token ids of a text, with the special tokens that the tokenizer adds if `special` is true."""
+    # verbose=False: a text longer than the model's context is cut into windows, so a warning would mislead
     try:
         return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
-    except Exception as error:  # wrong settings of a tokenizer show only when it is used
+    except Exception as error:  # wrong settings of a tokenizer only show in use
         raise InputError(f"the model's tokenizer fails on text: repair its files [{described(error)}]") from error
 
 
 def first_tokens(tokenizer: Any, text: str, count: int) -> list[int]:
-    """The first `count` tokens of a text (all, if it has fewer), without special tokens.
+    """Return the first `count` tokens of a text (all if it has fewer), without special tokens.
 
-    Only the beginning of a long text is tokenized, doubled until it gives more tokens than needed: the last tokens
-    before a cut may differ from those of the whole text.
+    Only the beginning of a long text is tokenized. Its length is doubled until it gives more tokens than needed,
+    because the last tokens before a cut may differ from those of the whole text.
     """
     spare = 64
     size = 8 * (count + spare)
@@ -35,12 +35,12 @@ def first_tokens(tokenizer: Any, text: str, count: int) -> list[int]:
 
 
 def own_prefix(tokenizer: Any) -> tuple[int, ...]:
-    """What a tokenizer puts in front of a text by itself: usually one BOS or nothing; never its EOS."""
+    """Return the tokens that a tokenizer adds before a text: usually one BOS or nothing; never its EOS."""
     return _frame(tokenizer)[0]
 
 
 def own_suffix(tokenizer: Any) -> tuple[int, ...]:
-    """What a tokenizer puts behind a text by itself: of most encoders a separator."""
+    """Return the tokens that a tokenizer adds after a text: a separator for most encoders."""
     return _frame(tokenizer)[1]
 
 
@@ -52,7 +52,7 @@ def _frame(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     for start in range(len(full) - len(plain) + 1):
         if plain and full[start : start + len(plain)] == plain:
             return tuple(full[:start]), tuple(full[start + len(plain) :])
-    # a tokenizer that does not know "x" at all, for example one of nucleotides
+    # the tokenizer does not know "x" at all, for example one of nucleotides
     first, last = tokenizer.bos_token_id, getattr(tokenizer, "sep_token_id", None)
     return (
         tuple(full[:1]) if full and full[0] in (first, getattr(tokenizer, "cls_token_id", None)) else (),
@@ -61,7 +61,7 @@ def _frame(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def special_token_ids(tokenizer: "PreTrainedTokenizerBase | None") -> frozenset[int]:
-    """All ids that a tokenizer marks special, including those that only its list of added tokens names."""
+    """Return all ids that a tokenizer marks special, including those that only its list of added tokens names."""
     if tokenizer is None:
         return frozenset()
     added = getattr(tokenizer, "added_tokens_decoder", {})
@@ -69,13 +69,13 @@ def special_token_ids(tokenizer: "PreTrainedTokenizerBase | None") -> frozenset[
 
 
 def token_text(tokenizer: "PreTrainedTokenizerBase | None", token_id: int) -> str:
-    """How a token looks in a table: its text, its raw form where it is part of a character, or "<id 123>"."""
+    """Return a token for a table: its text, its raw form if it is part of a character, or "<id 123>"."""
     return token_texts(tokenizer, [token_id])[token_id]
 
 
 def token_texts(tokenizer: "PreTrainedTokenizerBase | None", token_ids: Iterable[int]) -> dict[int, str]:
-    """Each id → how it looks. A tokenizer takes a millisecond to say how many tokens it has."""
-    size = 0 if tokenizer is None else len(tokenizer)
+    """Return `token_text` of each id."""
+    size = 0 if tokenizer is None else len(tokenizer)  # takes a millisecond
     return {token_id: _text(tokenizer, token_id, size) for token_id in token_ids}
 
 
@@ -86,7 +86,7 @@ def _text(tokenizer: Any, token_id: int, size: int) -> str:
     if not 0 <= token_id < size:
         return by_number
     text = str(tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
-    if text and "\ufffd" not in text:  # the replacement character: bytes that are no whole character
+    if text and "\ufffd" not in text:  # the replacement character: the bytes are not a whole character
         return text
     return str(tokenizer.convert_ids_to_tokens(token_id) or by_number)
 

@@ -14,9 +14,9 @@ from typing import Any
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
 from sinkscope.errors import InputError, described, one_line, unknown
+from sinkscope.models.files import read_settings
 from sinkscope.models.loading import count_parameters
 from sinkscope.models.process import drawing
-from sinkscope.models.settings import read_settings
 from sinkscope.models.varied_llama import MODEL_TYPE as VARIED_LLAMA
 from sinkscope.options.files import kind_of, user_path
 

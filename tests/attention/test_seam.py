@@ -13,7 +13,6 @@ from tiny import TINY, measured, padded, ragged_tokens, tiny_model, tiny_tokens
 from torch import nn
 from transformers import AutoModelForCausalLM, Gemma3Config, PreTrainedModel
 
-from sinkscope.attention.interceptor import found_scaling
 from sinkscope.attention.kernels import (
     KERNELS,
     AttentionCall,
@@ -23,7 +22,7 @@ from sinkscope.attention.kernels import (
     repeat_heads,
 )
 from sinkscope.attention.seam import attend, open_seam
-from sinkscope.attention.taps import NAME, Seam
+from sinkscope.attention.taps import NAME, Seam, found_scaling
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.errors import SinkscopeError
 from sinkscope.measuring.nnsight import save

@@ -17,7 +17,7 @@ from sinkscope.commands.sweep import SweepRun
 from sinkscope.commands.sweeping import plan, processes
 from sinkscope.commands.sweeping.worker import State
 from sinkscope.errors import InputError, SinkscopeError
-from sinkscope.models import cache, files
+from sinkscope.models import files
 
 SMALL = "options: {num-seqs: 2, seq-len: 12, observables: [attention]}"
 WEIGHTS = "model.safetensors"
@@ -114,9 +114,9 @@ def test_a_refusal_is_not_asked_for_again(models: Hub, tmp_path: Path) -> None:
 
 def test_a_disk_without_room_for_all_models(models: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found before anything is downloaded; with --evict there need be room for those of the workers alone."""
-    size = (size_of_weights(models)) + cache.SPARE
+    size = (size_of_weights(models)) + files.SPARE
     monkeypatch.setattr(plan, "free_room", lambda: size + 10)
-    monkeypatch.setattr(cache, "free_room", lambda: size + 100_000)
+    monkeypatch.setattr(files, "free_room", lambda: size + 100_000)
     asked = "models: [org/one, {model: org/two, revisions: [main, step1]}]"
     with pytest.raises(InputError, match=r"are still on the hub take 0.0 GB, and the disk .* --evict removes each"):
         swept(tmp_path, asked, workers=1)
@@ -133,13 +133,13 @@ def size_of_weights(hub: Hub) -> int:
 
 def test_a_disk_without_room_for_one_model(models: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any command finds that before the download."""
-    monkeypatch.setattr(cache, "free_room", lambda: cache.SPARE)
+    monkeypatch.setattr(files, "free_room", lambda: files.SPARE)
     with pytest.raises(SinkscopeError, match=r"downloading org/one takes 0.0 GB, and the disk of .* has 0.2 GB left"):
         sinkscope.load("org/one")
     assert fetched(models) == 0
-    monkeypatch.setattr(cache, "free_room", lambda: cache.SPARE + 1_000_000)
+    monkeypatch.setattr(files, "free_room", lambda: files.SPARE + 1_000_000)
     assert sinkscope.load("org/one").name == "org/one"
-    monkeypatch.setattr(cache, "free_room", lambda: 0)  # it is here
+    monkeypatch.setattr(files, "free_room", lambda: 0)  # it is here
     assert sinkscope.load("org/one").name == "org/one"
 
 

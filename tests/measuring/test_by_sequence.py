@@ -22,8 +22,7 @@ from sinkscope.measuring.observables import activation, attention, geometry
 from sinkscope.measuring.observables.observable import BySequence, Settings, later_mean
 from sinkscope.measuring.passes import Pass
 from sinkscope.text.batch import IGNORED, Batch
-from sinkscope.text.inputs import TokenInputs
-from sinkscope.text.masking import Masked
+from sinkscope.text.inputs import Masked, TokenInputs
 
 LENGTHS = (24, 17, 4, 11, 24)  # one without any of the positions 5 to 15, one with some
 POSITIONS, WINDOW = 7, 8

@@ -32,7 +32,7 @@ from sinkscope.models.family import Family
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.measuring import make_config
 from sinkscope.text.batch import IGNORED, Batch
-from sinkscope.text.masking import masked
+from sinkscope.text.inputs import masked
 
 LENGTHS = (20, 13, 17)
 SETTINGS = Settings(positions=20, window=6, epsilon=0.17)

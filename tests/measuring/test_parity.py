@@ -12,7 +12,7 @@ from tiny import TINY, padded, ragged_tokens, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import sinkscope
-from sinkscope.attention import interceptor, seam, weights
+from sinkscope.attention import seam, taps, weights
 from sinkscope.attention.kernels import AttentionCall
 from sinkscope.attention.taps import NAME
 from sinkscope.attention.weights import AttentionRead
@@ -106,8 +106,8 @@ def test_a_broken_interface_is_noticed(what: str, tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("name", ["bloom", "falcon", "gpt_neo"])
 def test_a_broken_interceptor_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = interceptor.Interceptor._own_heads
-    monkeypatch.setattr(interceptor.Interceptor, "_own_heads", lambda self, x: plain(self, x).flip(1) * 1.1)
+    plain = taps.Interceptor._own_heads
+    monkeypatch.setattr(taps.Interceptor, "_own_heads", lambda self, x: plain(self, x).flip(1) * 1.1)
     with pytest.raises(SinkscopeError, match="something else than by itself"):
         sinkscope.analyze(tiny_model(name, spread=4.0), **OPTIONS)
 

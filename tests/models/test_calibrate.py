@@ -17,8 +17,7 @@ from sinkscope.errors import InputError
 from sinkscope.interventions import INTERVENTIONS, Target
 from sinkscope.measuring.subject import family_of
 from sinkscope.models.calibrate import calibrate
-from sinkscope.models.family import Family
-from sinkscope.models.streams import Copies, find_copies
+from sinkscope.models.family import Copies, Family, find_copies
 from sinkscope.retrofits import retrofit_model
 
 

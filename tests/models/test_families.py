@@ -16,10 +16,9 @@ from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Settings
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models import families
-from sinkscope.models.calibrate import calibrate
+from sinkscope.models.calibrate import calibrate, layer_stack
 from sinkscope.models.families import FAMILIES, find_family
 from sinkscope.models.family import RESIDUAL_SITES, Family, Term
-from sinkscope.models.layer_stack import layer_stack
 from sinkscope.models.wiring import check_wiring, read_sites
 
 ROUND_OFF = 1e-6

@@ -7,7 +7,7 @@ import torch
 from tiny import tiny_model
 from torch import nn
 
-from sinkscope.models.fingerprint import fingerprint
+from sinkscope.models.in_memory import fingerprint
 
 
 def one_entry(model: nn.Module) -> None:

@@ -25,9 +25,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 
 from sinkscope.errors import InputError, SinkscopeError
-from sinkscope.models import devices, files, loading
-from sinkscope.models.gguf import read_once
-from sinkscope.models.loading import LoadedModel, load, load_tokenizer
+from sinkscope.models import files, loading
+from sinkscope.models.loading import LoadedModel, load, load_tokenizer, read_once
 
 ROOT = Path(__file__).parents[2]
 
@@ -190,10 +189,10 @@ def test_device_map_auto(saved: Path) -> None:
 def test_a_device_that_is_not_there(
     device_map: str, there: dict[str, int], message: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counts = {kind: lambda kind=kind: there.get(kind, 0) for kind in devices.COUNTS}
-    monkeypatch.setattr(devices, "COUNTS", counts)
+    counts = {kind: lambda kind=kind: there.get(kind, 0) for kind in loading.COUNTS}
+    monkeypatch.setattr(loading, "COUNTS", counts)
     if message is None:
-        devices.check_devices(device_map)
+        loading.check_devices(device_map)
     else:
         with pytest.raises(InputError, match=re.escape(message)):
             load("org/anything", device_map=device_map)  # before it is looked for

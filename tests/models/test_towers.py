@@ -21,11 +21,10 @@ from sinkscope.errors import InputError
 from sinkscope.measuring.subject import family_of
 from sinkscope.models import families
 from sinkscope.models.calibrate import calibrate
-from sinkscope.models.classes import class_for
 from sinkscope.models.families import find_family
 from sinkscope.models.family import NOT_RUN
 from sinkscope.models.in_memory import undisturbed
-from sinkscope.models.loading import load
+from sinkscope.models.loading import class_for, load
 from sinkscope.models.towers import check_reads_text, placeholders, reached_by_text, text_tower, vocabulary
 from sinkscope.quantization.sites import sites_of
 from sinkscope.retrofits import retrofit_model

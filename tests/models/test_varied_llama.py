@@ -24,8 +24,7 @@ from sinkscope.measuring.observables.observable import Settings
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.calibrate import calibrate
 from sinkscope.models.families import find_family
-from sinkscope.models.position_schemes import POSITION_SCHEMES, alibi_slopes, bucket
-from sinkscope.models.varied_llama import VariedLlamaConfig
+from sinkscope.models.varied_llama import POSITION_SCHEMES, VariedLlamaConfig, alibi_slopes, bucket
 from sinkscope.models.wiring import check_wiring, read_sites
 from sinkscope.retrofits import retrofit_model
 from sinkscope.text.batch import Batch

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from sinkscope.errors import InputError
 from sinkscope.interventions import parse
-from sinkscope.models.settings import read_settings
+from sinkscope.models.files import read_settings
 from sinkscope.options import COMMANDS
 from sinkscope.options.files import kind_of, read_json, user_path
 from sinkscope.options.option import checked

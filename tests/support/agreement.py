@@ -26,7 +26,7 @@ from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.models.family import RESIDUAL_SITES, Family
 from sinkscope.models.in_memory import undisturbed
 from sinkscope.text.batch import IGNORED, Batch
-from sinkscope.text.masking import masked
+from sinkscope.text.inputs import masked
 from support.encoders import word_tokenizer
 from support.every_model import NOT_BUILT, VOCAB, tiny_of
 from support.multimodal import TOLD

@@ -228,7 +228,7 @@ def test_bos_of_the_model_config_where_the_tokenizer_names_none(byte_level):
 
 
 def test_a_sequence_that_its_bos_would_fill_is_refused():
-    refused("2 tokens stand in front", tokenizer=word_tokenizer("<pad> <s> $A"), seq_len=2)
+    refused("2 tokens are in front", tokenizer=word_tokenizer("<pad> <s> $A"), seq_len=2)
 
 
 @pytest.mark.parametrize("template", ["$A", "<s> $A"])
@@ -704,7 +704,7 @@ def test_text_beside_ids_is_checked_too(tmp_path):
 
 
 def test_a_dataset_with_half_a_character(plain, monkeypatch):
-    monkeypatch.setattr("sinkscope.text.readers._dataset_records", lambda *_: iter([{"text": "w1 \ud800"}]))
+    monkeypatch.setattr("sinkscope.text.sources._dataset_records", lambda *_: iter([{"text": "w1 \ud800"}]))
     refused(r"--dataset some: text holds \\ud800", dataset="some", tokenizer=plain)
 
 

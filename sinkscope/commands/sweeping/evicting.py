@@ -9,8 +9,7 @@ from sinkscope.commands.sweeping.plan import state_of
 from sinkscope.commands.sweeping.reads import Reads
 from sinkscope.commands.sweeping.worker import State
 from sinkscope.measuring.console import print_line
-from sinkscope.models.cache import evict, gigabytes
-from sinkscope.models.files import is_on_hub
+from sinkscope.models.files import evict, gigabytes, is_on_hub
 from sinkscope.options.sweep_file import Cell
 from sinkscope.results.cells import CellFolders
 

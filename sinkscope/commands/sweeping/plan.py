@@ -12,11 +12,8 @@ from sinkscope.commands.sweeping.reads import Reads, changes
 from sinkscope.commands.sweeping.worker import Group, State, Task, load_key
 from sinkscope.errors import InputError, SinkscopeError, described, one_line
 from sinkscope.measuring.passes import TOKENS_PER_BATCH
-from sinkscope.models.cache import SPARE, free_room, gigabytes, missing_weights
-from sinkscope.models.devices import stays_on_cpu
-from sinkscope.models.files import find_settings, is_on_hub, quiet
-from sinkscope.models.gguf import read_once
-from sinkscope.models.loading import count_parameters, read_config
+from sinkscope.models.files import SPARE, find_settings, free_room, gigabytes, is_on_hub, missing_weights, quiet
+from sinkscope.models.loading import count_parameters, read_config, read_once, stays_on_cpu
 from sinkscope.options.sweep_file import Cell
 from sinkscope.options.training import ArmOptions, TrainOptions
 from sinkscope.results.cells import CellFolders

@@ -2,7 +2,7 @@
 
 The loss is that of training: cross-entropy summed over the predicted tokens of the whole run ÷ their number, so that
 the batch size changes nothing. Every gradient is reduced as soon as it is computed. An encoder's loss is that of masked
-language modeling (text/masking.py), and its gradients are those of the masked text.
+language modeling (text/inputs.py), and its gradients are those of the masked text.
 """
 
 from dataclasses import dataclass
