@@ -1,1 +1,1 @@
-"""The one door into attention."""
+"""The one way into attention: taps, kernels and any rectangle of the weights."""

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 Elementwise = Callable[[torch.Tensor], torch.Tensor]
 Divisor = Literal["none", "sum", "at-least-1"]  # Z: 1, Σ sim, or max(|Σ sim|, 1)
 
-MASKED = torch.finfo(torch.float16).min / 2  # a logit below this was put there by a mask
+MASKED = torch.finfo(torch.float16).min / 2  # a logit below this is masked
 
 # similarity → log|sim| of logits
 LOG_SIMILARITIES: dict[str, Elementwise] = {
@@ -29,7 +29,7 @@ LOG_SIMILARITIES: dict[str, Elementwise] = {
     "elu": lambda s: torch.where(s > 0, s.clamp(min=0).log1p(), s),
     "identity": lambda s: s.abs().clamp(min=torch.finfo(s.dtype).tiny).log(),
 }
-# and sim itself, 0 with a gradient of 0 where a mask was, but of "exp", which may overflow
+# sim itself, 0 with a gradient of 0 at masked logits; without "exp", which may overflow
 SIMILARITIES: dict[str, Elementwise] = {
     "sigmoid": torch.sigmoid,
     "elu": lambda s: F.elu(s) + 1,
@@ -42,10 +42,10 @@ class Operation:
     """One row of WSE's table of attention operations.
 
     Attributes:
-        similarity: a name of LOG_SIMILARITIES.
+        similarity: a key of LOG_SIMILARITIES.
         divisor: Z.
-        factor: α of Z = Σ/α, which the sum divides (WSE table 14); 1 is the usual sum.
-        power: p of Z = (Σ simᵖ)^(1/p); 1 is the usual sum.
+        factor: α of Z = Σ/α (WSE table 14); 1 for the usual sum.
+        power: p of Z = (Σ simᵖ)^(1/p); 1 for the usual sum.
     """
 
     similarity: str
@@ -58,81 +58,81 @@ class Operation:
         return LOG_SIMILARITIES[self.similarity](logits)
 
     def weights(self, logits: torch.Tensor, with_lse: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of logits (B,H,R,T) over all keys, MASKED or less where the query may not see → sim ÷ Z of the same
-        shape, 0 where it may not, and lse = log Σ|sim| (B,H,R), the dtype's minimum for a row that sees nothing; NaN
-        where it is not asked for and sim ÷ Z does not need it.
+        """Return sim ÷ Z and lse for rows of logits.
+
+        Args:
+            logits: (B,H,R,T) over all keys, MASKED or less where the query may not attend.
+            with_lse: whether lse is needed; otherwise it is NaN unless sim ÷ Z needs it.
+
+        Returns:
+            sim ÷ Z (B,H,R,T), 0 where the query may not attend, and lse = log Σ|sim| (B,H,R), the dtype's minimum for a
+            fully masked row.
         """
-        if self.similarity == "exp":
-            return self._exponential(logits)
+        if self.similarity == "exp":  # in logarithms: e^s may overflow
+            seen = logits > MASKED
+            logits = logits.masked_fill(~seen, 0.0)  # keeps the gradient finite
+            lse = _log_sum(logits, seen)
+            log_divisor = lse if self.power == 1 else _log_sum(logits * self.power, seen) / self.power
+            weights = (logits - log_divisor[..., None]).masked_fill(~seen, -torch.inf).exp()
+            return weights * self.factor, lse
         sim = SIMILARITIES[self.similarity](logits)
         lse = logits.new_full(logits.shape[:-1], torch.nan)
         if with_lse:
             with torch.no_grad():
                 lse = _log_sum(self.log_similarity(logits), logits > MASKED)
-        return sim if self.divisor == "none" else sim / self._divisor_of(sim), lse
-
-    def _exponential(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `weights`, in logarithms: e^s may overflow."""
-        seen = logits > MASKED
-        logits = logits.masked_fill(~seen, 0.0)  # of which the gradient is finite
-        lse = _log_sum(logits, seen)
-        log_divisor = lse if self.power == 1 else _log_sum(logits * self.power, seen) / self.power
-        weights = (logits - log_divisor[..., None]).masked_fill(~seen, -torch.inf).exp()
-        return weights * self.factor, lse
-
-    def _divisor_of(self, sim: torch.Tensor) -> torch.Tensor:
-        """Z (…,1), which is not 1 everywhere."""
+        if self.divisor == "none":
+            return sim, lse
         total = sim.sum(-1, keepdim=True)
         if self.divisor == "at-least-1":
-            return total.abs().clamp(min=1.0)
-        return total.clamp(min=torch.finfo(sim.dtype).tiny)  # 0 in a row that sees nothing
+            return sim / total.abs().clamp(min=1.0), lse
+        return sim / total.clamp(min=torch.finfo(sim.dtype).tiny), lse  # the sum of a fully masked row is 0
 
 
 def _log_sum(log: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
     return log.masked_fill(~seen, torch.finfo(log.dtype).min).logsumexp(-1)
 
 
-ROW_CHUNK = 64  # rows of attention weights in memory at once; more fall out of a CPU's cache
+ROW_CHUNK = 64  # rows of attention weights in memory at once; more exceed a CPU's cache
 
 
 @dataclass(frozen=True)
 class ForbiddenKeys:
-    """Keys that an intervention hides from all other queries; each is still seen by its own token."""
+    """Keys that an intervention hides from all queries except the key's own token."""
 
     pairs: Callable[[slice, slice, torch.device], torch.Tensor]  # (rows, cols, device) → (B|1,H,R,C) bool
-    columns: Callable[[torch.device], torch.Tensor]  # (B|1,n): their columns in whole sequences
-    heads: tuple[int, ...]  # query heads from which they are hidden
+    columns: Callable[[torch.device], torch.Tensor]  # (B|1,n): the columns of the keys in whole sequences
+    heads: tuple[int, ...]  # query heads from which the keys are hidden
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """How one attention call makes logits from query and key: all that its taps do not show."""
+    """How one attention call makes logits from query and key: everything that its taps do not show."""
 
-    mask: torch.Tensor | None  # (B,1|H,T,T), bool (True = may attend) or additive; None: as `causal` says
-    scaling: float  # NaN where the model makes the logits itself and not by scaling alone
+    mask: torch.Tensor | None  # (B,1|H,T,T), bool (True = may attend) or additive; None: decided by `causal`
+    scaling: float  # NaN if the model computes the logits itself, and not only by scaling
     softcap: float | None = None
     sink_logits: torch.Tensor | None = None  # (H,) or (B,H,T): a learned logit in each row's denominator (gpt-oss)
-    scores: torch.Tensor | None = None  # (B,H,T,T) logits after masking, where the model makes them itself
-    forbidden: tuple[ForbiddenKeys, ...] = ()  # on top of the mask
-    causal: bool = True  # queries see no later keys; False: an encoder's attention, to all that the mask allows
-    prefix: int = 0  # but for so many at the beginning, which all queries see: the mask says which (prefix LM)
+    scores: torch.Tensor | None = None  # (B,H,T,T) logits after masking, if the model computes them itself
+    forbidden: tuple[ForbiddenKeys, ...] = ()  # in addition to the mask
+    causal: bool = True  # queries see no later keys; False: an encoder's attention, to all keys that the mask allows
+    prefix: int = 0  # the number of first keys that all queries see (prefix LM); the mask includes them
     dropout: float = 0.0  # of the weights, in training
     operation: Operation | None = None  # in place of softmax
-    reads_lse: bool = True  # whether anything needs the log-sum-exp of another operation, which its mix does not
+    reads_lse: bool = True  # whether the log-sum-exp of another operation is needed; its mix does not need it
 
     @property
     def is_softmax(self) -> bool:
-        """Softmax over the keys alone."""
+        """Whether this is a softmax over the keys only."""
         return self.sink_logits is None and self.operation is None
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether some query may see a later key."""
+        """Whether a query may see a later key."""
         return not self.causal or self.prefix > 0
 
     @property
     def one_key_has_weight_one(self) -> bool:
-        """Whether a query that sees a single key gives it the same weight whatever its logit is."""
+        """Whether a query that sees a single key gives it a weight that does not depend on the logit."""
         divides = self.operation is None or self.operation.divisor == "sum"
         return divides and self.sink_logits is None
 
@@ -140,22 +140,22 @@ class AttentionCall:
 def fused_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention by the kernel behind F.scaled_dot_product_attention, with the log-sum-exp that it computes.
+    """Compute attention by the kernel of F.scaled_dot_product_attention, with its log-sum-exp.
 
     query (B,H,T,d), key and value (B,K,T,d) → mix (B,H,T,d), log-sum-exp of each row of logits (B,H,T) in float32 or
-    better. What no fused kernel serves is computed in chunks: softcap, sink logits, another operation than softmax,
-    dropout, gradients of the mask, other devices, and value heads of another width.
+    better. Calls that no fused kernel supports are computed in chunks: softcap, sink logits, operations other than
+    softmax, dropout, gradients of the mask, other devices, and value heads of another width.
     """
     causal = call.causal and call.mask is None and query.shape[2] > 1
     plain = call.is_softmax and call.softcap is None and not call.dropout and value.shape[-1] == query.shape[-1]
     whole = key.shape[2] == query.shape[2]
-    has_gradient = call.mask is not None and call.mask.requires_grad  # a bias that comes from the tokens
+    has_gradient = call.mask is not None and call.mask.requires_grad  # a bias computed from the tokens
     if not plain or has_gradient or ((causal or call.forbidden) and not whole):
         return chunked_attention(query, key, value, call)
     if call.forbidden:
         mix, lse = fused_attention(*_penalised(query, key, value, call), replace(call, forbidden=()))
         return mix[..., : value.shape[-1]], lse
-    # the kernels read each vector as if its numbers were side by side, and say nothing where they are not
+    # the kernels assume that the last axis is contiguous, and do not check it
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     if query.device.type == "cpu":
         mask = call.mask
@@ -172,10 +172,10 @@ def fused_attention(
 def _on_cuda(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """By the flash kernel where it serves (half precision; heads may be grouped), else by the memory-efficient one."""
+    """Use the flash kernel if possible (half precision; heads may be grouped), else the memory-efficient one."""
     grouped = key.shape[1] != query.shape[1]
-    asked = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, causal, grouped)
-    if query.shape[-1] % 8 == 0 and torch.backends.cuda.can_use_flash_attention(asked):
+    parameters = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, causal, grouped)
+    if query.shape[-1] % 8 == 0 and torch.backends.cuda.can_use_flash_attention(parameters):
         mix, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
             query, key, value, is_causal=causal, scale=scaling
         )
@@ -184,17 +184,19 @@ def _on_cuda(
     mix, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, None, True, is_causal=causal, scale=scaling
     )
-    return mix, lse[..., : query.shape[2]]  # it is padded to a multiple of 32
+    return mix, lse[..., : query.shape[2]]  # lse is padded to a multiple of 32
 
 
-PENALTY = 1e4  # on a logit: e^-10000 is 0, and half precision holds its square root
+PENALTY = 1e4  # on a logit: e^-10000 is 0, and half precision can represent its square root
 
 
 def _penalised(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Query and key with one more coordinate for each forbidden key, whose product is -PENALTY for the forbidden pairs
-    and 0 for all others, so that the fused kernel needs no T × T mask. Value gets zeros, to be cut off again.
+    """Add a coordinate to query and key for each forbidden key, so that the fused kernel needs no T × T mask.
+
+    The product of these coordinates is -PENALTY for forbidden pairs and 0 for all others. Value is padded with zeros,
+    which the caller cuts off.
     """
     place = torch.arange(query.shape[2], device=query.device)
     size = (PENALTY / call.scaling) ** 0.5
@@ -206,7 +208,7 @@ def _penalised(
         queries.append(((place[:, None] != columns) & hidden).expand(len(query), -1, -1, -1))
         keys.append((place[:, None] == columns).expand(len(key), key.shape[1], -1, -1))
     further = [torch.cat(parts, dim=-1).to(query.dtype) * size for parts in (queries, keys)]
-    width = -(-further[0].shape[-1] // 8) * 8  # kernels like multiples of 8
+    width = -(-further[0].shape[-1] // 8) * 8  # kernels are faster with multiples of 8
     more_query, more_key = (F.pad(x, (0, width - x.shape[-1])) for x in further)
     query, key = torch.cat([query, more_query], dim=-1), torch.cat([key, -more_key], dim=-1)
     return query, key, F.pad(value, (0, width))
@@ -215,8 +217,9 @@ def _penalised(
 def chunked_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall, chunk: int = ROW_CHUNK
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `fused_attention`, for any call: `chunk` rows of weights in memory at a time. For a backward pass they are
-    computed again, so that no T × T weights are kept.
+    """Compute what `fused_attention` does, for any call, with `chunk` rows of weights in memory at a time.
+
+    The backward pass recomputes them, so that no T × T weights are kept.
     """
     length = query.shape[2]
     chunks = [slice(start, min(start + chunk, length)) for start in range(0, length, chunk)]
@@ -236,9 +239,9 @@ def chunked_attention(
 def _attend_rows(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall, rows: slice
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mix (B,H,R,d) and log-sum-exp (B,H,R) of these queries."""
+    """Return the mix (B,H,R,d) and the log-sum-exp (B,H,R) of a chunk of queries."""
     if call.causal and call.mask is None and not call.forbidden and key.shape[2] == query.shape[2]:
-        key, value = key[:, :, : rows.stop], value[:, :, : rows.stop]  # they see no others
+        key, value = key[:, :, : rows.stop], value[:, :, : rows.stop]  # the queries see no later keys
     weights, lse = row_weights(masked_logits(query, key, call, rows), call, rows)
     return grouped_matmul(F.dropout(weights.to(value.dtype), call.dropout), value), lse
 
@@ -246,7 +249,7 @@ def _attend_rows(
 def eager_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `fused_attention`, with all weights at once: a reference."""
+    """Compute what `fused_attention` does with all weights at once: the reference."""
     return chunked_attention(query, key, value, call, chunk=query.shape[2])
 
 
@@ -255,15 +258,15 @@ KERNELS: dict[str, Kernel] = {"sdpa": fused_attention, "eager": eager_attention}
 
 
 def masked_logits(query: torch.Tensor, key: torch.Tensor, call: AttentionCall, rows: slice) -> torch.Tensor:
-    """Rows of pre-softmax logits over all keys, (B,H,R,T), the dtype's minimum where the query may not attend.
+    """Return rows of pre-softmax logits over all keys, (B,H,R,T), the dtype's minimum where the query may not attend.
 
-    Not -inf: a row that is masked everywhere (a padding query) must stay finite.
+    They are not -inf, because a fully masked row (a padding query) must stay finite.
     """
     return masked(raw_logits(query[:, :, rows], key, call), call, rows, query.shape[2])
 
 
 def masked(logits: torch.Tensor, call: AttentionCall, rows: slice, queries: int) -> torch.Tensor:
-    """Those rows, of `queries` in all, of logits over all keys (B,H,R,T) that know no mask yet: as `masked_logits`."""
+    """Mask these rows (of `queries` in total) of unmasked logits over all keys (B,H,R,T), as `masked_logits` does."""
     keys, offset = slice(0, logits.shape[-1]), logits.shape[-1] - queries
     for forbidden in call.forbidden:
         pairs = forbidden.pairs(slice(rows.start + offset, rows.stop + offset), keys, logits.device)
@@ -274,20 +277,20 @@ def masked(logits: torch.Tensor, call: AttentionCall, rows: slice, queries: int)
         return logits.masked_fill(~call.mask[:, :, rows], torch.finfo(logits.dtype).min)
     if not call.causal:
         return logits
-    # No mask, several queries and more keys than queries: the further keys are a static cache's empty places.
+    # No mask, several queries and more keys than queries: the additional keys are a static cache's empty slots.
     ahead = 0 if queries > 1 else offset
     return logits.masked_fill(~causal(rows, keys, ahead, logits.device), torch.finfo(logits.dtype).min)
 
 
 def raw_logits(query: torch.Tensor, key: torch.Tensor, call: AttentionCall) -> torch.Tensor:
-    """scaling · q·k with the softcap applied and no mask: query (B,H,R,d), key (B,K,C,d) → (B,H,R,C), float32+."""
+    """Return scaling · q·k with the softcap and no mask: query (B,H,R,d), key (B,K,C,d) → (B,H,R,C), float32+."""
     with without_autocast(query):
         logits = grouped_matmul(upcast(query), upcast(key).transpose(-1, -2)).mul_(call.scaling)
     return logits if call.softcap is None else call.softcap * (logits / call.softcap).tanh()
 
 
 def row_weights(logits: torch.Tensor, call: AttentionCall, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Masked logits (B,H,R,C) of these rows → what the values are multiplied by, and the log-sum-exp (B,H,R)."""
+    """Return the weights of the values (B,H,R,C) and the log-sum-exp (B,H,R) for masked logits of these rows."""
     if call.operation is not None:
         return call.operation.weights(logits, call.reads_lse)
     lse = row_lse(logits, sink_rows(call, rows))
@@ -295,13 +298,13 @@ def row_weights(logits: torch.Tensor, call: AttentionCall, rows: slice) -> tuple
 
 
 def row_lse(logits: torch.Tensor, sink_logits: torch.Tensor | None) -> torch.Tensor:
-    """Log-sum-exp of each row (B,H,R), the learned sink logits (B|1,H,R|1) included where there are any."""
+    """Return the log-sum-exp of each row (B,H,R), including learned sink logits (B|1,H,R|1)."""
     lse = logits.logsumexp(-1)
     return lse if sink_logits is None else lse.logaddexp(sink_logits.to(lse.dtype))
 
 
 def sink_rows(call: AttentionCall, rows: slice) -> torch.Tensor | None:
-    """The call's sink logits for these rows, (1,H,1) or (B,H,R)."""
+    """Return the call's sink logits for these rows, (1,H,1) or (B,H,R)."""
     sinks = call.sink_logits
     if sinks is None or sinks.dim() == 3:
         return sinks if sinks is None else sinks[:, :, rows]
@@ -309,7 +312,7 @@ def sink_rows(call: AttentionCall, rows: slice) -> torch.Tensor | None:
 
 
 def grouped_matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """(B,H,R,X) @ (B,K,X,C) → (B,H,R,C): query head h reads key/value head h // (H/K), without repeating heads."""
+    """Multiply (B,H,R,X) @ (B,K,X,C) → (B,H,R,C): head h reads key/value head h // (H/K), without repeating heads."""
     batch, heads, rows, inner = left.shape
     groups = right.shape[1]
     grouped = left.reshape(batch, groups, heads // groups * rows, inner)
@@ -317,23 +320,23 @@ def grouped_matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def repeat_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """(B,K,T,d) → (B,H,T,d)."""
+    """Repeat key/value heads (B,K,T,d) → (B,H,T,d)."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 def causal(rows: slice, cols: slice, offset: int, device: torch.device) -> torch.Tensor:
-    """(R,C) bool: query row + offset may see key column."""
+    """Return the causal mask (R,C) bool: whether query `row + offset` may see key `column`."""
     row = torch.arange(rows.start, rows.stop, device=device)[:, None] + offset
     return row >= torch.arange(cols.start, cols.stop, device=device)
 
 
 def without_autocast(x: torch.Tensor) -> AbstractContextManager:
-    """Until the end of the block products of float32 stay float32, where a training in bf16 has autocast on."""
+    """Turn autocast off within the block, so that products of float32 stay float32 in bf16 training."""
     kind = x.device.type
     is_on = kind != "meta" and torch.is_autocast_enabled(kind)
     return torch.autocast(kind, enabled=False) if is_on else nullcontext()
 
 
 def upcast(x: torch.Tensor) -> torch.Tensor:
-    """Half precision to float32; float32 and float64 as they are."""
+    """Cast half precision to float32; leave float32 and float64 unchanged."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

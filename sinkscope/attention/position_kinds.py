@@ -1,18 +1,17 @@
-"""How a model knows where a token stands, found numerically: by layer, from what its attention does and not its name.
+"""Finds numerically how each layer of a model encodes positions, from what its attention computes, not from its name.
 
-    learned     a vector for each position, of a table with learned rows, is added to the token embeddings
-    sinusoidal  the same, of sines and cosines of the position
-    rotary      queries and keys are rotated by their position: they point elsewhere at every place
+    learned     a learned vector for each position is added to the token embeddings
+    sinusoidal  a vector of sines and cosines of the position is added to the token embeddings
+    rotary      queries and keys are rotated by their position: their direction depends on it
     alibi       a bias that is linear in the distance of query and key is added to the logits
-    relative    a bias that depends on the distance in another way
-    none        nothing but the causal mask (NoPE)
+    relative    a bias that depends on the distance in another way is added to the logits
+    none        only the causal mask (NoPE)
 
-All tokens of the text are one and the same, so that what differs from place to place is the positions' doing; and each
-layer's attention is given one and the same vector everywhere, so that a layer is not credited with what others do.
+All tokens of the text are the same, so that differences between positions come from the positional encoding; and each
+layer's attention gets the same vector at all positions, so that a layer is not credited with what others do.
 """
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -37,14 +36,14 @@ from sinkscope.models.family import (
 )
 from sinkscope.models.in_memory import weight_in_memory
 
-TOKENS = 24  # T5's buckets are as wide as one token up to a distance of 15
-CLOSE = 1e-3  # vectors are the same up to this relative difference …
-ROUNDED = 4  # … or this times the dtype's eps, where that is more
+TOKENS = 24  # T5's buckets have a width of one token up to a distance of 15
+CLOSE = 1e-3  # vectors are equal up to this relative difference …
+ROUNDED = 4  # … or this times the dtype's eps, if that is more
 
 
 @dataclass
 class Seen:
-    """What one layer's attention has made of equal inputs."""
+    """Query, key and call of one layer's attention on equal inputs."""
 
     query: torch.Tensor | None = None  # (1,H,T,d), as is the key
     key: torch.Tensor | None = None
@@ -55,7 +54,7 @@ class Seen:
 class Added:
     """Vectors of positions that are added to the token embeddings.
 
-    embedding, offset: the module that holds learned ones, from the model's root, and its row of position 0.
+    embedding, offset: the path of the module that holds learned vectors, and its row of position 0.
     """
 
     kind: str
@@ -65,7 +64,7 @@ class Added:
 
 @torch.no_grad()
 def with_positions(model: PreTrainedModel, family: Family) -> Family:
-    """The family with the kind of positions that each layer has; what cannot be told stays as its row says."""
+    """Return the family with the kind of positions of each layer; an unknown kind stays as in the family's row."""
     if not family.has_attention:
         return family
     vocabulary, device = len(embedding_weight(model)), input_device(model)
@@ -94,49 +93,41 @@ def with_positions(model: PreTrainedModel, family: Family) -> Family:
 # --- in the layers
 
 
-@contextmanager
-def _one_vector_everywhere(attention: nn.Module) -> Iterator[None]:
-    """Give this module the last token's state at every place."""
+def _repeat_last_state(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Replace the state at every position by the last token's, as a forward pre-hook."""
+    state = first_floats((*args, *kwargs.values()))
+    assert state is not None
+    repeated = state[:, -1:].expand_as(state).contiguous()
 
-    def alike(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        state = first_floats((*args, *kwargs.values()))
-        assert state is not None
-        same = state[:, -1:].expand_as(state).contiguous()
+    def given(value: Any) -> Any:  # some modules take the state several times, as query, key and value
+        return repeated if isinstance(value, torch.Tensor) and torch.equal(value, state) else value
 
-        def given(value: Any) -> Any:  # some are given the state several times, as query, key and value
-            return same if isinstance(value, torch.Tensor) and torch.equal(value, state) else value
-
-        return tuple(map(given, args)), {name: given(value) for name, value in kwargs.items()}
-
-    with attention.register_forward_pre_hook(alike, with_kwargs=True):
-        yield
+    return tuple(map(given, args)), {name: given(value) for name, value in kwargs.items()}
 
 
 def _attended(model: PreTrainedModel, family: Family, ids: torch.Tensor) -> dict[int, Seen]:
-    """What each layer's attention makes of equal inputs."""
+    """Return query, key and call of each layer's attention on equal inputs."""
     seen: dict[int, Seen] = {}
     with open_seam(model, family) as seams, ExitStack() as hooks:
         for layer, attention in family.attentions(model).items():
             seen[layer] = Seen()
-            hooks.enter_context(_one_vector_everywhere(attention))
-            for name in ("query", "key"):
-                tap = getattr(seams[layer], name)
-                hooks.enter_context(tap.register_forward_hook(partial(_keep, seen[layer], name)))
-            hooks.enter_context(seams[layer].lse.register_forward_hook(partial(_keep_call, seen[layer], seams[layer])))
+            hooks.enter_context(attention.register_forward_pre_hook(_repeat_last_state, with_kwargs=True))
+            for name in ("query", "key", "lse"):
+                keep = partial(_keep, seen[layer], name, seams[layer])
+                hooks.enter_context(getattr(seams[layer], name).register_forward_hook(keep))
         model(input_ids=ids, use_cache=False)
     return seen
 
 
-def _keep(seen: Seen, name: str, tap: nn.Module, args: tuple, x: torch.Tensor) -> None:
-    setattr(seen, name, x)
-
-
-def _keep_call(seen: Seen, seam: Seam, tap: nn.Module, args: tuple, lse: torch.Tensor) -> None:
-    seen.call = seam.call
+def _keep(seen: Seen, name: str, seam: Seam, tap: nn.Module, args: tuple, x: torch.Tensor) -> None:
+    if name == "lse":
+        seen.call = seam.call
+    else:
+        setattr(seen, name, x)
 
 
 def _in_attention(seen: Seen) -> str:
-    """How attention itself tells places apart."""
+    """Return how attention itself distinguishes positions."""
     if seen.query is None or seen.key is None or seen.call is None:
         return UNKNOWN_POSITIONS
     turns = [_turns(x) for x in (seen.query, seen.key)]
@@ -146,8 +137,9 @@ def _in_attention(seen: Seen) -> str:
 
 
 def _turns(x: torch.Tensor) -> torch.Tensor:
-    """(1,H,T,d) → (T-1,) bool: whether any head's vector has another direction than the one before. A norm of its own,
-    as of queries that are scaled by the logarithm of their position, is the same to all keys.
+    """Return whether any head's vector (1,H,T,d) has another direction than the one before it, (T-1,) bool.
+
+    Norms may differ, as for queries that are scaled by the logarithm of their position: all keys see the same factor.
     """
     directions = F.normalize(upcast(x), dim=-1)
     return (directions.diff(dim=2).norm(dim=-1) > _close(x)).any(1)[0]
@@ -158,11 +150,11 @@ def _close(x: torch.Tensor) -> float:
 
 
 def _bias(call: AttentionCall) -> str:
-    """What depends on the distance in logits of equal queries and keys."""
+    """Return the kind of bias in the logits of equal queries and keys."""
     logits = call.mask if call.scores is None else call.scores
     if logits is None or logits.dtype == torch.bool:
         return NO_POSITIONS
-    last = upcast(logits[0, :, -1])  # (H,T): of the last query
+    last = upcast(logits[0, :, -1])  # (H,T) for the last query
     steps = [row[row > MASKED].diff() for row in last]
     largest = max(float(row[row > MASKED].abs().max()) for row in last)
     size = max(float(step.abs().max()) if len(step) else 0.0 for step in steps)
@@ -173,24 +165,25 @@ def _bias(call: AttentionCall) -> str:
 
 
 def _differs(x: torch.Tensor) -> bool:
-    """Whether rows (…,T,d) differ from the last one, relative to it."""
+    """Return whether rows (…,T,d) differ from the last one, relative to its norm."""
     exact = upcast(x)
     last = exact[..., -1:, :]
     distance = (exact - last).norm(dim=-1) / last.norm(dim=-1).clamp(min=torch.finfo(exact.dtype).tiny)
     return bool((distance > _close(x)).any())
 
 
-# --- in front of them
+# --- before the layers
 
 
 def _added(model: PreTrainedModel, family: Family, one: torch.Tensor, other: torch.Tensor) -> Added | None:
-    """What is added to the token embeddings by position; None where nothing is.
+    """Return the vectors that are added to the token embeddings by position; None if there are none.
 
     Args:
-        one: (1,T), a token repeated, as is `other`.
+        one: (1,T), a repeated token.
+        other: the same with another token.
     """
     whole, tables = _in_front(model, family, one)
-    registers = len(whole) - one.shape[1]  # which stand before the text
+    registers = len(whole) - one.shape[1]  # register tokens before the text
     hidden = whole[registers:]
     if not _differs(hidden):
         return None
@@ -205,7 +198,7 @@ def _added(model: PreTrainedModel, family: Family, one: torch.Tensor, other: tor
 def _in_front(
     model: PreTrainedModel, family: Family, ids: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """What the first layer takes (T,D), and by path what modules that ran before it gave for all places (T,…)."""
+    """Return the input of the first layer (T,D), and by path the outputs (T,…) of modules that ran before it."""
     hidden: list[torch.Tensor] = []
     given: dict[str, torch.Tensor] = {}
 
@@ -231,7 +224,7 @@ def _in_front(
 
 
 def _described(model: PreTrainedModel, path: str, table: torch.Tensor, registers: int) -> Added:
-    """Learned positions or sinusoidal ones, of a module that gives the text `table` (T,D) whatever its tokens are."""
+    """Classify a module whose output for the text is `table` (T,D) for any tokens: learned or sinusoidal positions."""
     if _is_sinusoidal(table, table):
         return Added("sinusoidal")
     module = model.get_submodule(path)
@@ -244,9 +237,9 @@ def _described(model: PreTrainedModel, path: str, table: torch.Tensor, registers
 
 
 def _is_sinusoidal(given: torch.Tensor, rows: torch.Tensor) -> bool:
-    """Whether every column of `rows` (T,D) is a wave of the position: x(t+1) + x(t-1) = 2 cos(ω) x(t).
+    """Return whether every column of `rows` (T,D) is a wave of the position: x(t+1) + x(t-1) = 2 cos(ω) x(t).
 
-    `given` are what they were made from: by the size of these and their dtype, entries are rounded.
+    The rows were computed from `given`, whose size and dtype decide the round-off.
     """
     rows = upcast(rows)
     middle, sides = rows[1:-1], rows[2:] + rows[:-2]

@@ -1,7 +1,7 @@
-"""The one door into attention: small identity modules, kept in every attention module, that nnsight can read.
+"""The one way into attention: identity modules (taps) in every attention module, which nnsight can read.
 
-A model whose family is on transformers' `AttentionInterface` calls `attend` below in place of its own attention
-function. Any other family keeps its own code, and `Interceptor` recognizes in it either a fused SDPA call or
+A model whose family uses transformers' `AttentionInterface` calls `attend` below in place of its own attention
+function. Any other family keeps its own code, in which `Interceptor` recognizes either a fused SDPA call or
 matmul → softmax → matmul. Both ways pass the same tensors through the same taps:
 
     query (B,H,T,d)   key, value (B,K,T,d)   lse (B,H,T)   mix (B,T,H,d)
@@ -12,7 +12,7 @@ exp(logit - lse) (weights.py), so the weights themselves are never kept.
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from sinkscope.models.attention_functions import Attend, attending_by
 from sinkscope.models.family import Family
 from sinkscope.models.in_memory import own_configurations
 
-KEPT = ("sdpa", "eager")  # names of implementations whose masks are understood here
+KEPT = ("sdpa", "eager")  # attention implementations whose masks this module can read
 _lock = threading.Lock()  # two threads may open seams on one model
 
 
@@ -47,10 +47,10 @@ def attend(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function registered with transformers: the kernel between the taps.
+    """Compute attention with the taps before and after the kernel; registered with transformers.
 
-    query (B,H,T,d), key and value (B,K,T,d) → mix (B,T,H,d). A module with none of a seam, a further denominator term
-    and another operation (a vision tower, say) gets plain SDPA.
+    query (B,H,T,d), key and value (B,K,T,d) → mix (B,T,H,d). A module without a seam, a further denominator term and
+    another operation (of a vision tower, for example) gets plain SDPA.
     """
     seam: Seam | None = getattr(module, NAME, None)
     denominator, other = denominator_of(module), operation_of(module)
@@ -60,8 +60,10 @@ def attend(
     if position_bias is not None:
         attention_mask = biased_mask(attention_mask, position_bias, causal=seam is None or seam.causal)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    sink_logits = s_aux if sinks is None else sinks.squeeze(-1)  # (H,), or of every query (B,H,T,1)
-    call = AttentionCall(_for_each_query(attention_mask, query), scaling, softcap, sink_logits, dropout=dropout)
+    sink_logits = s_aux if sinks is None else sinks.squeeze(-1)  # (H,), or for every query (B,H,T,1)
+    if attention_mask is not None:  # older encoders make one row (B,1,1,T) for all queries
+        attention_mask = attention_mask.expand(-1, -1, query.shape[2], -1)
+    call = AttentionCall(attention_mask, scaling, softcap, sink_logits, dropout=dropout)
     if other is not None:
         call = replace(call, operation=other.operation, reads_lse=denominator is not None)
         query, key = other.features(query), other.features(key)
@@ -70,7 +72,7 @@ def attend(
         query, key, value = seam.query(query), seam.key(key), seam.value(value)
     widened = call if denominator is None else denominator.added_to(call, query)
     if seam is not None:
-        seam.call = widened  # first: a kernel in its place may forget it (streaming.py)
+        seam.call = widened  # before the kernel, because that of streaming.py removes it again
     mix, lse = (fused_attention if seam is None else seam.kernel)(query, key, value, widened)
     if denominator is not None:
         mix = denominator.mixed(mix, lse, query, call)
@@ -81,13 +83,8 @@ def attend(
     return seam.mix(mix), None
 
 
-def _for_each_query(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
-    """A mask with a row for each query; older encoders make one row (B,1,1,T) for all."""
-    return mask if mask is None else mask.expand(-1, -1, query.shape[2], -1)
-
-
 def biased_mask(mask: torch.Tensor | None, bias: torch.Tensor, causal: bool = True) -> torch.Tensor:
-    """An additive mask with what a model adds to its logits, (B|1,H,T,T); `mask` as AttentionCall has it."""
+    """Return an additive mask with a model's bias on the logits, (B|1,H,T,T); `mask` is as in AttentionCall."""
     if mask is None and not causal:
         return bias
     if mask is None:
@@ -96,13 +93,13 @@ def biased_mask(mask: torch.Tensor | None, bias: torch.Tensor, causal: bool = Tr
 
 
 AttentionInterface.register(NAME, attend)
-# Without a mask function of its own an implementation gets no mask at all: no causality, no padding.
+# Without a registered mask function an implementation gets no mask at all: no causality, no padding.
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 @contextmanager
 def open_seam(model: PreTrainedModel, family: Family, kernel: str = "sdpa") -> Iterator[dict[int, Seam]]:
-    """Put a seam into every attention layer, and give them by layer, until the end of the block.
+    """Put a seam into every attention layer for the length of the block, and return them by layer.
 
     Args:
         kernel: "sdpa" (fused) or "eager" (the reference).
@@ -112,7 +109,6 @@ def open_seam(model: PreTrainedModel, family: Family, kernel: str = "sdpa") -> I
     """
     attentions = family.attentions(model)
     seams = {layer: Seam(kernel, family.door, family.causal, family.prefix) for layer in attentions}
-    door = _interface(model) if family.door == "interface" else nullcontext()
     with ExitStack() as stack:
         with _lock:
             if any(hasattr(attention, NAME) for attention in attentions.values()):
@@ -121,36 +117,37 @@ def open_seam(model: PreTrainedModel, family: Family, kernel: str = "sdpa") -> I
                 attention.add_module(NAME, seams[layer])
                 stack.callback(attention._modules.pop, NAME, None)
         for attention in attentions.values() if family.door == "interceptor" else ():
-            if denominator_of(attention) is None:  # with a term it is watched already
+            if denominator_of(attention) is None:  # a module with a term is watched already
                 interceptor = Interceptor()
-                stack.callback(interceptor.leave)  # behind an interrupt
+                stack.callback(interceptor.leave)  # after an interrupt
                 for handle in interceptor.watch(attention):
                     stack.callback(handle.remove)
-        stack.enter_context(door)
+        if family.door == "interface":
+            stack.enter_context(_interface(model))
         yield seams
 
 
 @contextmanager
 def _interface(model: PreTrainedModel) -> Iterator[None]:
-    """`attend` in place of the function that the model's own implementation names, until the end of the block."""
+    """Call `attend` in place of the model's own attention function for the length of the block."""
+
+    def attend_if_ours(own: Attend, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call `attend` if the module is measured or changed, else its own function, as for another model."""
+        is_ours = hasattr(module, NAME) or attends_by_us(module)
+        return (attend if is_ours else own)(module, *args, **kwargs)
+
     configs = (vars(module).get("config") for module in model.modules())
     names = {config._attn_implementation for config in configs if isinstance(config, PreTrainedConfig)}
     with ExitStack() as stack:
-        if not names <= {*KEPT, NAME}:  # flash attention's masks are of other kinds
+        if not names <= {*KEPT, NAME}:  # masks of flash attention have other formats
             stack.enter_context(attention_implementation(model, "sdpa"))
-        stack.enter_context(attending_by(model, _attend_or_else))
+        stack.enter_context(attending_by(model, attend_if_ours))
         yield
-
-
-def _attend_or_else(own: Attend, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """`attend` where the module is measured or changed; elsewhere, as in another model, what was there before."""
-    is_ours = hasattr(module, NAME) or attends_by_us(module)
-    return (attend if is_ours else own)(module, *args, **kwargs)
 
 
 @contextmanager
 def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """The model with a registered attention function until the end of the block."""
+    """Set the model's attention implementation for the length of the block."""
     with own_configurations(model):
         model.set_attn_implementation(name)
         yield

@@ -5,16 +5,16 @@ When token t is processed the cache holds the first `keep` tokens and the last `
     t sees s   iff   s ≤ t  and  (s < keep  or  t − s < window)
 
 Keys and values are those made when a token entered, so deeper layers still depend on tokens that have left the cache.
-Positions are places in the cache: the query's is c(t) = min(t, keep + window - 1), that of first token i is i, and a
-token in the window is t - s places behind the query. So only the pairs with a first token differ from dense attention:
-with rotary positions they take the query rotated to c(t); with learned ones each token gets the vector of c(t).
+Positions are slots of the cache: the query's is c(t) = min(t, keep + window - 1), that of first token i is i, and a
+token in the window is t - s slots before the query. So only the pairs with a first token differ from dense attention:
+with rotary positions they use the query rotated to c(t); with learned positions each token gets the vector of c(t).
 
-Register tokens are tokens like others: they come first, so that the first `keep` are theirs, and those that are not
-kept leave the cache. A learned sink logit and a key bias are no tokens and stay beside any cache; a key bias has no
-position, and takes the query at c(t), as dense attention over a text that fits into the cache does.
+Register tokens are ordinary tokens: they come first, so they are among the first `keep`, and those that are not kept
+leave the cache. A learned sink logit and a key bias are not tokens and never leave; a key bias has no position, and
+uses the query at c(t), as dense attention over a text that fits into the cache does.
 
 The whole text goes through the model in one pass, in blocks of queries against the keys in their caches: time grows
-with T · (keep + window), memory with T. Dense attention of a model with sliding windows needs a T × T mask beside it.
+with T · (keep + window), memory with T. Dense attention of a model with sliding windows also needs a T × T mask.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,7 +37,7 @@ from sinkscope.models.towers import told_of_text
 NAME = "sinkscope-streaming"  # of the attention implementation
 BLOCK = 128  # queries at a time
 
-# (sequence, head, query's position, key's position) → bool, broadcasting: what transformers makes its masks from
+# (sequence, head, query's position, key's position) → bool, broadcasting: transformers makes its masks from it
 Sees = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -48,15 +48,15 @@ class Cache(NamedTuple):
     window: int
 
     def positions(self, tokens: torch.Tensor) -> torch.Tensor:
-        """c(t), the place in the cache of each token (any shape) when it enters."""
+        """Return c(t), the slot of each token (any shape) when it enters the cache."""
         return tokens.clamp(max=self.keep + self.window - 1)
 
     def band(self, rows: slice) -> slice:
-        """The tokens behind the first ones that are in the window of any of these queries."""
+        """Return the tokens, except the first `keep`, that are in the window of any of these queries."""
         return slice(max(self.keep, rows.start - self.window + 1), max(self.keep, rows.stop))
 
     def visible(self, queries: torch.Tensor, keys: torch.Tensor, sees: Sees) -> torch.Tensor:
-        """Tokens (R,) and (C,) → (R,C) bool: the key is in the cache and the model's own mask allows it there."""
+        """Return whether keys (C,) are in the cache and the model's mask allows them to queries (R,): (R,C) bool."""
         query, key = queries[:, None], keys[None]
         is_first = key < self.keep
         place = self.positions(query)
@@ -75,7 +75,7 @@ def streamed_attention(
     sees: Sees,
     block: int = BLOCK,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of every token over its cache, as one row over the first tokens and the window.
+    """Compute the attention of every token over its cache, as one row over the first tokens and the window.
 
     Args:
         query: (B,H,T,d), rotated to t: for the keys of the window.
@@ -83,7 +83,7 @@ def streamed_attention(
         sees: the model's own mask.
 
     Returns:
-        As `fused_attention`.
+        Mix and log-sum-exp, as `fused_attention` does.
     """
     mixes, lses = [], []
     length = query.shape[2]
@@ -116,11 +116,11 @@ class _Streaming:
 
     def __init__(self, seam: Seam, family: Family, positions: str, cache: Cache, reads_query: bool) -> None:
         self.seam = seam
-        self.reads_query = reads_query  # whether a term of the denominator does
+        self.reads_query = reads_query  # whether a term of the denominator depends on the query
         self.family = family
         self.positions = positions  # of this layer
         self.cache = cache
-        self.sees: Sees | None = None  # of the forward under way, as are the next
+        self.sees: Sees | None = None  # of the current forward, as is `in_cache`
         self.in_cache: _QueryKnown | None = None
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -134,19 +134,17 @@ class _Streaming:
             tables = kwargs.get("position_embeddings")
             if tables is None:
                 raise does_not_apply(self.family, "its attention is not given its rotary positions from outside")
-            if self.cache.keep or self.reads_query:  # otherwise every pair has its distance in the text
-                self.in_cache = self._query(module, args, kwargs | {"position_embeddings": self._moved(tables)})
+            if self.cache.keep or self.reads_query:  # otherwise all distances are those in the text
+                in_cache = tuple(_at_cache_positions(table, self.cache) for table in tables)  # cosines and sines
+                self.in_cache = self._query(module, args, kwargs | {"position_embeddings": in_cache})
         return args, kwargs
 
-    def _moved(self, tables: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """Cosines and sines (…,T,d) at c(t) instead of t: rows of the same tables."""
-        return tuple(
-            table.index_select(-2, self.cache.positions(torch.arange(table.shape[-2], device=table.device)))
-            for table in tables
-        )
-
     def _query(self, module: nn.Module, args: tuple, kwargs: dict) -> _QueryKnown:
-        """The query (B,H,T,d) that the module's own code makes, stopped where it calls the kernel."""
+        """Run the module's own code until it calls the kernel, and return its query (B,H,T,d)."""
+
+        def _stop(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> Any:
+            raise _QueryKnown(query, call.sink_logits)
+
         kernel = self.seam.kernel
         self.seam.kernel = _stop
         try:
@@ -161,8 +159,8 @@ class _Streaming:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.sees is None or key.shape[2] != query.shape[2] or call.forbidden:
-            raise SinkscopeError("streaming is for whole sequences, use_cache=False and no attention forbidden beside")
-        if call.mask is not None:  # transformers made none: see `_mask_function`
+            raise SinkscopeError("streaming needs whole sequences, use_cache=False and no other forbidden attention")
+        if call.mask is not None:  # not made by transformers: see `_mask_function`
             raise does_not_apply(self.family, "it adds a bias of its own to its logits")
         in_cache, sees = self.in_cache, self.sees
         self.in_cache = self.sees = self.seam.call = None  # weights computed from the taps would be wrong
@@ -172,8 +170,9 @@ class _Streaming:
         return streamed_attention(query, in_cache.query, key, value, call, self.cache, sees)
 
 
-def _stop(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> Any:
-    raise _QueryKnown(query, call.sink_logits)
+def _at_cache_positions(table: torch.Tensor, cache: Cache) -> torch.Tensor:
+    """Return rows (…,T,d) of a table by position at c(t) instead of t."""
+    return table.index_select(-2, cache.positions(torch.arange(table.shape[-2], device=table.device)))
 
 
 def _mask_function(
@@ -185,11 +184,11 @@ def _mask_function(
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> Sees:
-    """Registered with transformers: gives, in place of a T × T mask, the function from which it would be made.
+    """Return the function from which transformers would make a T × T mask; registered as a mask function.
 
     Raises:
-        InputError: a padded batch, a cache, or a text so long that the model uses other rotary frequencies for it than
-            for the positions of a short cache.
+        InputError: the batch is padded, there is a cache, or the text is so long that the model uses other rotary
+            frequencies for it than for the positions of a short cache.
     """
     if attention_mask is not None and not bool(attention_mask.all()):
         raise InputError("streaming reads sequences of one length, without padding")
@@ -197,7 +196,7 @@ def _mask_function(
         raise InputError("streaming reads whole sequences: call the model with use_cache=False")
     text = config.get_text_config()
     rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
-    for row in [rope, *(row for row in rope.values() if isinstance(row, dict))]:  # one, or one for each type of layer
+    for row in [rope, *(row for row in rope.values() if isinstance(row, dict))]:  # one, or one per type of layer
         limits = {
             "dynamic": text.max_position_embeddings,
             "longrope": row.get("original_max_position_embeddings"),
@@ -213,9 +212,9 @@ def _mask_function(
 
 @contextmanager
 def streaming(model: PreTrainedModel, family: Family, seams: dict[int, Seam], keep: int, window: int) -> Iterator[None]:
-    """Until the end of the block the model reads a text with a cache of the first `keep` and the last `window` tokens.
+    """Let the model read text with a cache of the first `keep` and the last `window` tokens, within the block.
 
-    It is to be called with whole sequences of one length and use_cache=False; `seams` are those of `open_seam`.
+    The model must be called with whole sequences of one length and use_cache=False; `seams` come from `open_seam`.
 
     Raises:
         InputError: streaming does not apply to this model, keep < 0 or window < 1.
@@ -234,28 +233,21 @@ def streaming(model: PreTrainedModel, family: Family, seams: dict[int, Seam], ke
             seam.kernel = layer.kernel
             stack.callback(attention.register_forward_pre_hook(layer.enter, with_kwargs=True).remove)
         if "learned" in family.kinds_of_positions:
-            stack.callback(_clamp_learned(model, family, cache))
+            embedding = model.get_submodule(family.position_embedding)
+            hook = embedding.register_forward_hook(lambda module, args, rows: _at_cache_positions(rows, cache))
+            stack.callback(hook.remove)
         try:
             yield
-        except (AttributeError, TypeError) as error:  # code that takes masks or positions in a form of its own
+        except (AttributeError, TypeError) as error:  # code with its own format of masks or positions
             raise does_not_apply(family, f"its own code fails under it [{described(error)}]") from error
 
 
-def _clamp_learned(model: PreTrainedModel, family: Family, cache: Cache) -> Callable[[], None]:
-    """Give every token the vector of position c(t) instead of t's. Returns what undoes it."""
-
-    def moved(module: nn.Module, args: tuple, vectors: torch.Tensor) -> torch.Tensor:  # (1|B,T,D)
-        return vectors.index_select(-2, cache.positions(torch.arange(vectors.shape[-2], device=vectors.device)))
-
-    return model.get_submodule(family.position_embedding).register_forward_hook(moved).remove
-
-
 def inapplicable(model: PreTrainedModel, family: Family) -> str | None:
-    """Why this model cannot stream; None where it can."""
+    """Return why this model cannot stream; None if it can."""
     if not family.causal:
         return "it attends both ways, and a stream has no later tokens"
     if family.prefix:
-        return "its first tokens see later ones, which a stream has not"
+        return "its first tokens see later ones, which a stream does not have"
     reasons = {
         "alibi": "its positions are a bias on the logits (ALiBi)",
         "relative": "its positions are a bias on the logits",
@@ -264,24 +256,20 @@ def inapplicable(model: PreTrainedModel, family: Family) -> str | None:
     for kind in sorted(family.kinds_of_positions - {"rotary", "learned", NO_POSITIONS}):
         return reasons.get(kind, "how it has positions is not known")
     if family.door != "interface":
-        return "it has attention code of its own, where sinkscope can put no other window"
+        return "it has attention code of its own, in which sinkscope cannot change the window"
     if family.blocks:
         return "its layers are not all attention of one kind"
-    if "rotary" in family.kinds_of_positions and any(map(_mixes_by_query, family.attentions(model).values())):
-        return "its key biases have values, whose weights are those of queries at their places in the text"
+    terms = [term for attention in family.attentions(model).values() if (term := denominator_of(attention))]
+    depends_on_query = any(term.reads_query and term.values() is not None for term in terms)
+    if "rotary" in family.kinds_of_positions and depends_on_query:
+        return "its key biases have values, whose weights are those of queries at their positions in the text"
     if told_of_text(model):
-        return "what its tokens see depends on what it is told of each"
+        return "what its tokens see depends on an input for each token"
     return None
 
 
-def _mixes_by_query(attention: nn.Module) -> bool:
-    """Whether a term of its denominator has a value, with a weight that depends on the query."""
-    term = denominator_of(attention)
-    return term is not None and term.reads_query and term.values() is not None
-
-
 def check_applies(model: PreTrainedModel, family: Family) -> None:
-    """Raises InputError where this model cannot stream."""
+    """Raise InputError if this model cannot stream."""
     reason = inapplicable(model, family)
     if reason is not None:
         raise does_not_apply(family, reason)

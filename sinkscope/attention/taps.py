@@ -42,9 +42,9 @@ class Tap(nn.Module):
 
 
 class Seam(nn.Module):
-    """The taps of one attention layer, and how its last call was made."""
+    """The taps of one attention layer, and the parameters of its last call."""
 
-    # The order in which the taps run: a trace must ask for them in this order.
+    # The order in which the taps run: a trace must request them in this order.
     ORDER: ClassVar = {
         "interface": ("query", "key", "value", "lse", "mix"),
         "interceptor": ("query", "key", "lse", "value", "mix"),
@@ -64,26 +64,26 @@ class Seam(nn.Module):
 
 
 class Denominator(nn.Module, ABC):
-    """A further term in the denominator of every row's softmax: a logit of no token, with no value or its own.
+    """A further term in the denominator of every row's softmax: a logit without a token, with or without a value.
 
-    An attention module with such a submodule, under whatever name, attends with this term.
+    An attention module that has such a submodule, under any name, attends with this term.
     """
 
-    called: ClassVar[str] = "further terms in the softmax's denominator"  # where words are made of it
+    called: ClassVar[str] = "further terms in the softmax's denominator"  # its name in messages
     reads_query: ClassVar[bool] = False
-    scaling: float  # of q·k, where the model's own code makes the logits
+    scaling: float  # of q·k, if the model's own code computes the logits
     is_biased: bool  # whether the model adds a bias by position to the logits (ALiBi)
 
     @abstractmethod
     def forward(self, query: torch.Tensor, call: AttentionCall) -> torch.Tensor:
-        """query (B,H,T,d) → logits (B,H,T)."""
+        """Return the logits (B,H,T) of the term for query (B,H,T,d)."""
 
     def values(self) -> torch.Tensor | None:
-        """(H,d), what the term's weight multiplies; None for nothing."""
+        """Return the term's value (H,d), which its weight multiplies; None if it has none."""
         return None
 
     def mixed(self, mix: torch.Tensor, lse: torch.Tensor, query: torch.Tensor, call: AttentionCall) -> torch.Tensor:
-        """The heads' mix (B,H,T,d) with the term's value in it; lse (B,H,T) is that with the term."""
+        """Add the term's value to the heads' mix (B,H,T,d); lse (B,H,T) includes the term."""
         values = self.values()
         if values is None:
             return mix
@@ -91,10 +91,10 @@ class Denominator(nn.Module, ABC):
         return mix + weight[..., None] * values[:, None].to(mix.dtype)
 
     def added_to(self, call: AttentionCall, query: torch.Tensor, own_bias: torch.Tensor | None = None) -> AttentionCall:
-        """The call with this term added to the model's own sink logits, if it has any (gpt-oss).
+        """Return the call with this term added to the model's own sink logits, if it has any (gpt-oss).
 
-        own_bias (B|1,H,T) is what ALiBi adds to the logit of the query's own key. Models define ALiBi up to a constant
-        per row (MPT counts from the last key); the new logit needs the one with 0 at distance 0.
+        own_bias (B|1,H,T) is ALiBi's bias on the logit of the query's own key. Models define ALiBi up to a constant
+        per row (MPT counts from the last key); the new logit needs the constant that gives 0 at distance 0.
         """
         logits = upcast(self(query, call))
         if own_bias is not None:
@@ -105,39 +105,40 @@ class Denominator(nn.Module, ABC):
 
 
 def denominator_of(attention: nn.Module) -> Denominator | None:
-    """The further term of this attention module; None where it has none."""
+    """Return the further denominator term of this attention module, or None."""
     return next((child for child in _children(attention) if isinstance(child, Denominator)), None)
 
 
 class OtherOperation(nn.Module):
-    """Another operation than softmax. An attention module with such a submodule, under whatever name, attends by it."""
+    """An operation other than softmax. An attention module that has such a submodule, under any name, attends by it."""
 
     operation: Operation
-    called: str  # where words are made of it
+    called: str  # its name in messages
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
-        """φ of queries (B,H,T,d) or keys (B,K,T,d), of the same shape: what the taps show."""
+        """Return φ of queries (B,H,T,d) or keys (B,K,T,d), of the same shape, which the taps show."""
         return x
 
 
 def operation_of(attention: nn.Module) -> OtherOperation | None:
-    """What this attention module attends by; None for softmax."""
+    """Return the operation by which this attention module attends; None for softmax."""
     return next((child for child in _children(attention) if isinstance(child, OtherOperation)), None)
 
 
 def operations_of(model: nn.Module) -> list[str]:
-    """What the operations of a model's layers are called, each once; none where all are softmax."""
+    """Return the names of the operations of a model's layers, each once; none if all are softmax."""
     return list(dict.fromkeys(module.called for module in model.modules() if isinstance(module, OtherOperation)))
 
 
 def attends_by_us(module: nn.Module) -> bool:
-    """Whether this is an attention module that transformers' own functions would not compute as it is meant."""
+    """Return whether this attention module has a term or an operation that transformers' functions do not compute."""
     return any(isinstance(child, Denominator | OtherOperation) for child in _children(module))
 
 
 def _children(module: nn.Module) -> Iterator[nn.Module]:
-    """A module's own parts. PEFT keeps one that it trains as a whole (`modules_to_save`) inside a module of its own,
-    as a copy of the original for each adapter.
+    """Yield a module's children, unwrapped from PEFT.
+
+    A module that PEFT trains as a whole (`modules_to_save`) is inside a wrapper, as a copy for each adapter.
     """
     for child in module.children():
         wrapper: Any = child
@@ -150,27 +151,26 @@ def _children(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class Interceptor(TorchFunctionMode, threading.local):
-    """Recognizes attention in one module's own code: F.scaled_dot_product_attention, or matmul (q, kᵀ) → softmax →
-    matmul (weights, v). Several threads may run the module at once: each has its own attributes, as torch has its own
-    stack of modes for each.
+    """Recognizes attention in a module's own code: F.scaled_dot_product_attention, or matmul → softmax → matmul.
 
-    Torch runs `__torch_function__` with the mode off, so what an observer computes at a tap is not intercepted.
+    Several threads may run the module at once: attributes are thread-local, as torch's stack of modes is. Torch runs
+    `__torch_function__` with the mode off, so computations of an observer at a tap are not intercepted.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.idle = Seam("sdpa", "interceptor")  # of a module with a denominator term while nobody measures
+        self.idle = Seam("sdpa", "interceptor")  # for a module with a denominator term that is not being measured
         self.idle.scaling = math.nan  # never read
         self.seam = self.idle
         self.denominator: Denominator | None = None
         self.batch = 0
-        self.kv_heads: int | None = None  # where the module says so
-        self.query, self.key = torch.empty(0), torch.empty(0)  # of the call under way
+        self.kv_heads: int | None = None  # if the module has such an attribute
+        self.query, self.key = torch.empty(0), torch.empty(0)  # of the current call
         self.awaited = "logits"  # then "softmax", "mix" and, for the rest of the call, "nothing"
-        self.caller: FrameType | None = None  # that calls the module's forward
+        self.caller: FrameType | None = None  # the frame that calls the module's forward
 
     def __reduce__(self) -> tuple[type["Interceptor"], tuple[()]]:
-        """A copy of a model gets a new one."""
+        """Copy as a new interceptor."""
         return Interceptor, ()
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -189,7 +189,7 @@ class Interceptor(TorchFunctionMode, threading.local):
 
     @staticmethod
     def _batched(args: tuple, kwargs: dict) -> bool:
-        """Both factors vary over the batch; a projection written as x @ W.T (Falcon) does not."""
+        """Return whether both factors have a batch axis, unlike in a projection written as x @ W.T (Falcon)."""
         return kwargs.get("batch2", args[-1]).dim() >= 3
 
     def _fused(
@@ -204,7 +204,7 @@ class Interceptor(TorchFunctionMode, threading.local):
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         bare = attn_mask is None and not is_causal and query.shape[2] > 1
-        if bare and self.seam.causal:  # not a decoder's attention
+        if bare and self.seam.causal:  # not the attention of a decoder
             return F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=enable_gqa)
         seam = self.seam
         scaling = query.shape[-1] ** -0.5 if scale is None else scale
@@ -212,8 +212,8 @@ class Interceptor(TorchFunctionMode, threading.local):
         call = AttentionCall(attn_mask, scaling, forbidden=seam.forbidden, dropout=dropout_p, causal=seam.causal)
         if self.denominator is not None:
             call = self.denominator.added_to(call, query, self._own_bias(attn_mask))
-        seam.call = call  # read by observers only: another thread may run the same module
-        # The taps of this door run in one order: lse, which needs no value, before value.
+        seam.call = call  # only for observers: another thread may run the same module
+        # The interceptor's taps always run in the same order: lse, which does not need the value, before value.
         mix, lse = seam.kernel(query, key, value, call)
         seam.lse(lse)
         tapped = seam.value(value)
@@ -222,7 +222,7 @@ class Interceptor(TorchFunctionMode, threading.local):
         return seam.mix(mix.transpose(1, 2)).transpose(1, 2)
 
     def _logits(self, func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-        # baddbmm has the bias (ALiBi) as first argument, and its factors may be named
+        # baddbmm has the bias (ALiBi) as first argument, and its factors may be keyword arguments
         names = ("batch1", "batch2")
         named = all(name in kwargs for name in names)
         query, key_t = (kwargs[name] for name in names) if named else args[-2:]
@@ -259,7 +259,7 @@ class Interceptor(TorchFunctionMode, threading.local):
 
     @torch.no_grad()
     def _own_bias(self, scores: torch.Tensor | None, has_dots: bool = False) -> torch.Tensor | None:
-        """What ALiBi has added to the logit of each query's own key, (B|1,H,T); None without ALiBi.
+        """Return ALiBi's bias on the logit of each query's own key, (B|1,H,T); None without ALiBi.
 
         scores (B|1,H,T,S) are masked biases, plus scaling · q·k where `has_dots`.
         """
@@ -286,15 +286,15 @@ class Interceptor(TorchFunctionMode, threading.local):
         return given.clone() if given.requires_grad else given  # the model may add to it in place
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
-        """(B·H,T,d) or (B,H,T,d) → (B,H,T,d)."""
+        """Reshape (B·H,T,d) or (B,H,T,d) to (B,H,T,d)."""
         return x.reshape(self.batch, -1, *x.shape[-2:])
 
     def _own_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """Key or value heads without the copies that the model's own code makes of them (Falcon 40B)."""
+        """Return key or value heads without the copies that the model's own code makes (Falcon 40B)."""
         return x if self.kv_heads is None else x[:, :: max(1, x.shape[1] // self.kv_heads)]
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Forward pre-hook of the attention module."""
+        """Start to intercept; forward pre-hook of the attention module."""
         self.seam = getattr(module, NAME, self.idle)
         self.denominator = denominator_of(module)
         self.batch = next(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)).shape[0]
@@ -302,12 +302,13 @@ class Interceptor(TorchFunctionMode, threading.local):
         self.kv_heads = next((getattr(module, name) for name in names if hasattr(module, name)), None)
         self.awaited = "logits"
         self.caller = sys._getframe(1)
-        if self not in _get_current_function_mode_stack():  # where an interrupt has left it
+        if self not in _get_current_function_mode_stack():  # it is there if an interrupt ended the last forward
             self.__enter__()
 
     def leave(self, *forward: Any) -> None:
-        """Forward hook of the attention module; runs also when its forward raised an Exception. Torch does not run it
-        when an interrupt ended the forward: the mode stays on, and lets everything pass.
+        """Stop intercepting; forward hook of the attention module, which also runs if its forward raised an Exception.
+
+        Torch does not run it if an interrupt ended the forward: the mode then stays on, and passes all calls through.
         """
         if _get_current_function_mode_stack()[-1:] == [self]:
             self.__exit__(None, None, None)
@@ -315,14 +316,14 @@ class Interceptor(TorchFunctionMode, threading.local):
         self.seam, self.idle.call = self.idle, None  # keep no graph
 
     def _is_called(self) -> bool:
-        """Whether the module's forward is under way."""
+        """Return whether the module's forward is running."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame is not self.caller:
             frame = frame.f_back
         return frame is not None
 
     def watch(self, attention: nn.Module) -> list[RemovableHandle]:
-        """Hook into every forward of this module."""
+        """Register the hooks that intercept every forward of this module."""
         return [
             attention.register_forward_pre_hook(self.enter, with_kwargs=True),
             attention.register_forward_hook(self.leave, always_call=True),
@@ -331,8 +332,9 @@ class Interceptor(TorchFunctionMode, threading.local):
 
 @torch.no_grad()
 def found_scaling(query: torch.Tensor, key: torch.Tensor, scores: torch.Tensor) -> float:
-    """The factor of q·k in a model's own scores (B,H,T,T), read off their diagonal; NaN where something was added to
-    it (ALiBi), or where they are not of these queries and keys.
+    """Return the factor of q·k in a model's own scores (B,H,T,T), read off their diagonal.
+
+    It is NaN if a bias was added (ALiBi), or if the scores are not of these queries and keys.
     """
     if scores.shape != (*query.shape[:3], key.shape[2]):
         return float("nan")
@@ -342,5 +344,5 @@ def found_scaling(query: torch.Tensor, key: torch.Tensor, scores: torch.Tensor) 
     seen = found > MASKED  # not padding
     dots, found = dots[seen].double(), found[seen].double()
     scaling = dots @ found / dots.square().sum()
-    is_exact = (found - scaling * dots).abs().max() < 1e-2 * found.abs().max()  # the tolerance is half precision's
+    is_exact = (found - scaling * dots).abs().max() < 1e-2 * found.abs().max()  # tolerance for half precision
     return float(scaling) if is_exact else float("nan")

@@ -1,8 +1,8 @@
-"""Any rectangle of one layer's attention weights, from query, key and log-sum-exp; never all of them at once.
+"""Computes any rectangle of a layer's attention weights from query, key and log-sum-exp; never all weights at once.
 
     a[t,s] = exp(logit[t,s] - lse[t])
 
-so a few columns cost O(T·d), a diagonal band O(T·W·d), and all columns one more Q·Kᵀ in row chunks.
+A few columns cost O(T·d), a diagonal band O(T·W·d), and all columns one more Q·Kᵀ in row chunks.
 """
 
 import math
@@ -16,14 +16,14 @@ import torch.nn.functional as F
 from sinkscope.attention.kernels import MASKED, ROW_CHUNK, AttentionCall, causal, raw_logits, sink_rows, upcast
 from sinkscope.text.batch import Batch
 
-SHORT = 256  # up to this length all columns are read, whatever was asked for: it costs little
+SHORT = 256  # up to this length all columns are always read: it costs little
 SMALLEST = -80.0  # the logarithm of a weight is clamped here, at 2e-35
-AT_ONCE = 400_000  # weights in memory at a time: with what is computed of them they stay in a CPU's cache
+AT_ONCE = 400_000  # weights in memory at a time: with their derived tensors they fit into a CPU's cache
 
 
 @dataclass(frozen=True)
 class AttentionRead:
-    """One layer's attention on one batch, as its taps gave it (shapes: seam.py)."""
+    """One layer's attention on one batch, as read at its taps (shapes: seam.py)."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -33,7 +33,7 @@ class AttentionRead:
     batch: Batch
 
     def detached(self) -> "AttentionRead":
-        """The same without its graph."""
+        """Return the same tensors without their graph."""
         tensors = (self.query.detach(), self.key.detach(), self.value.detach(), self.lse.detach())
         return AttentionRead(*tensors, self.call, self.batch)
 
@@ -43,29 +43,29 @@ class AttentionRead:
 
     @property
     def is_linear(self) -> bool:
-        """The weights are of scaling · q·k and nothing else: softmax, no softcap, no additive bias (ALiBi)."""
+        """Whether the logits are scaling · q·k and nothing else: softmax, no softcap, no additive bias (ALiBi)."""
         additive = self.call.mask is not None and self.call.mask.dtype != torch.bool
         return (self.call.scores, self.call.softcap, self.call.operation) == (None, None, None) and not additive
 
     @property
     def is_plain(self) -> bool:
-        """Linear logits under the causal mask alone: no window, no padding. Sums then have cheaper forms."""
+        """Whether logits are linear and only the causal mask applies: no window, no padding. Sums are then cheaper."""
         return self.is_plain_but_for_keys and not self.call.forbidden
 
     @property
     def is_plain_but_for_keys(self) -> bool:
-        """The same, but for a few keys that an intervention may have forbidden."""
+        """The same, except for keys that an intervention may have forbidden."""
         return self.call.causal and self.is_linear and self.call.mask is None and self.batch.valid is None
 
     def keys(self, rows: slice, columns: int | None = None) -> slice:
-        """The keys, of all or of the first `columns`, that any of these queries may see."""
+        """Return the keys (among the first `columns`) that any of these queries may see."""
         seen = self.length if self.call.looks_ahead else rows.stop
         return slice(0, seen if columns is None else min(columns, seen))
 
     def allowed(self, rows: slice, cols: slice) -> torch.Tensor | None:
-        """Which keys each real query may attend to, (B|1,H|1,R,C) bool; None: all of them."""
+        """Return which keys each real query may attend to, (B|1,H|1,R,C) bool; None: all of them."""
         call, device = self.call, self.query.device
-        sees_all = call.looks_ahead or rows.start >= cols.stop - 1  # but for the mask
+        sees_all = call.looks_ahead or rows.start >= cols.stop - 1  # except for the mask
         nothing_else = (call.mask, call.scores, self.batch.valid) == (None, None, None) and not call.forbidden
         if sees_all and nothing_else:
             return None
@@ -85,14 +85,14 @@ class AttentionRead:
         return seen
 
     def logits(self, rows: slice, cols: slice) -> torch.Tensor:
-        """Pre-softmax logits (B,H,R,C) in float32 or better; undefined but finite where `allowed` is False."""
+        """Return pre-softmax logits (B,H,R,C) in float32 or better; undefined but finite where `allowed` is False."""
         if self._is_long:
             return self._logits(rows, cols)
         return self._all_logits[:, :, rows, cols]
 
     @property
     def _is_long(self) -> bool:
-        """Otherwise the whole matrix of logits is one chunk, computed once for all and not to be changed."""
+        """Whether logits are computed in chunks; otherwise they are computed once, and must not be changed in place."""
         return self.length > ROW_CHUNK
 
     @cached_property
@@ -109,16 +109,17 @@ class AttentionRead:
         return (logits + mask[:, :, rows, cols]).clamp_(min=MASKED)
 
     def weights(self, rows: slice, cols: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """a[t,s] and its logarithm, (B,H,R,C) each; of another operation than softmax |sim| ÷ Σ|sim|. Where the query
-        may not attend, or is padding, the weight is 0 and the logarithm undefined but finite.
+        """Return a[t,s] and its logarithm, (B,H,R,C) each; for operations other than softmax |sim| ÷ Σ|sim|.
+
+        Where the query may not attend, or is padding, the weight is 0 and the logarithm undefined but finite.
         """
         logits, operation = self.logits(rows, cols), self.call.operation
         log_sim = logits if operation is None else operation.log_similarity(logits)
-        # Without the clamp exp would take its slow path (denormals), 30 times slower.
+        # Without the clamp, exp is 30 times slower (denormals).
         lse = self.lse[:, :, rows, None]
         log_weights = (log_sim.sub_(lse) if self._is_long else log_sim - lse).clamp_(SMALLEST, 0.0)
         weights = log_weights.exp()
-        # under the plain causal mask all of these queries see the keys before them
+        # under the plain causal mask all of these queries see all keys before the first query
         hidden = slice(min(max(cols.start, rows.start), cols.stop), cols.stop) if self.is_plain else cols
         allowed = self.allowed(rows, hidden)
         if allowed is not None:  # mixed types are several times slower
@@ -129,7 +130,7 @@ class AttentionRead:
         return weights, log_weights
 
     def mix_weights(self, rows: slice, cols: slice) -> torch.Tensor:
-        """What the values are multiplied by, (B,H,R,C): the weights of softmax, sim ÷ Z of another operation."""
+        """Return the factors of the values, (B,H,R,C): softmax weights, or sim ÷ Z of another operation."""
         if self.call.operation is None:
             return self.weights(rows, cols)[0]
         keys = self.keys(rows)  # Z is over all of them
@@ -141,15 +142,16 @@ class AttentionRead:
 
     @cached_property
     def missing_mass(self) -> torch.Tensor:
-        """1 - Σ_s a[t,s] of each row (B,H,T): the share of sink logits; 0 without them."""
+        """1 - Σ_s a[t,s] of each row (B,H,T): the weight of the sink logits; 0 without them."""
         sinks = sink_rows(self.call, slice(0, self.length))
         return torch.zeros_like(self.lse) if sinks is None else (sinks.to(self.lse.dtype) - self.lse).exp()
 
 
 @dataclass(frozen=True)
 class ColumnSums:
-    """Sums down the columns of one layer's attention weights, over the real queries: those from the key on (t ≥ s), or
-    of an encoder, and for the keys of a prefix, all.
+    """Sums down the columns of a layer's attention weights over the real queries t ≥ s.
+
+    For an encoder, and for the keys of a prefix, the sums are over all real queries.
     """
 
     mass: torch.Tensor  # (B,H,C): Σ_t a[t,s] for the first C columns
@@ -159,10 +161,10 @@ class ColumnSums:
 
 
 def column_sums(read: AttentionRead, columns: int, window: int, chunk: int | None = None) -> ColumnSums:
-    """Column statistics of one layer's attention weights, in chunks of rows.
+    """Compute column statistics of a layer's attention weights, in chunks of rows.
 
-    `mass` and `second` are of the first `columns` columns, or of all if the sequence is SHORT; the window sums are of
-    every column, from the diagonal band. `chunk`: rows at a time; None: as many as are AT_ONCE in memory.
+    `mass` and `second` cover the first `columns` columns, or all if the sequence is SHORT; the window sums cover every
+    column, from the diagonal band. `chunk`: rows at a time; None: as many as AT_ONCE allows.
     """
     length = read.length
     whole = columns >= length or length <= SHORT
@@ -176,7 +178,7 @@ def column_sums(read: AttentionRead, columns: int, window: int, chunk: int | Non
     if plain:
         windows = plain_window_sums(read, window, max(chunk or ROW_CHUNK, window))
         _forget_forbidden(read, windows)
-    most = length if whole or plain else ROW_CHUNK  # where each chunk has a band beside its columns
+    most = length if whole or plain else ROW_CHUNK  # each chunk then also has a band
     for rows in row_chunks(length, chunk) if chunk else chunks_at_once(read, columns, most):
         cols = read.keys(rows, columns)
         weights, log_weights = read.weights(rows, cols)
@@ -193,13 +195,13 @@ def column_sums(read: AttentionRead, columns: int, window: int, chunk: int | Non
 
 
 def plain_window_sums(read: AttentionRead, window: int, block: int) -> torch.Tensor:
-    """Σ a[t,s] over t = s … s+W-1 for every key (B,H,T), under the plain causal mask.
+    """Return Σ a[t,s] over t = s … s+W-1 for every key (B,H,T), under the plain causal mask.
 
-    In blocks of `block` ≥ W queries, each against its own keys and the W-1 before them, several blocks in one product.
+    Each block of `block` ≥ W queries is multiplied by its own keys and the W-1 before them, several blocks at once.
     """
     reach = window - 1
     blocks = -(-read.length // block)
-    groups = (read.key.shape[1], read.query.shape[1] // read.key.shape[1])  # query heads by the key head that they read
+    groups = (read.key.shape[1], read.query.shape[1] // read.key.shape[1])  # query heads grouped by their key head
     keys = F.pad(upcast(read.key) * read.call.scaling, (0, 0, reach, blocks * block - read.length))
     keys = keys.unfold(2, block + reach, block)  # (B,K,blocks,d,C)
     # query r of a block sees column c = r … r + W-1 of its keys
@@ -223,7 +225,7 @@ def plain_window_sums(read: AttentionRead, window: int, block: int) -> torch.Ten
 
 
 def _forget_forbidden(read: AttentionRead, windows: torch.Tensor) -> None:
-    """A key that is hidden from all later queries keeps its own token's weight only."""
+    """Set the sums of keys that are hidden from all later queries to their own token's weight."""
     for forbidden in read.call.forbidden:
         for column in forbidden.columns(windows.device)[0].tolist():  # no padding: the same in all sequences
             if column < read.length:
@@ -233,7 +235,7 @@ def _forget_forbidden(read: AttentionRead, windows: torch.Tensor) -> None:
 
 
 def _within(weights: torch.Tensor, rows: slice, cols: slice, window: int) -> torch.Tensor:
-    """Zero where the query is `window` or more away from the key."""
+    """Set weights to zero where the distance of query and key is `window` or more."""
     if max(rows.stop - 1 - cols.start, cols.stop - 1 - rows.start) < window:
         return weights
     row = torch.arange(rows.start, rows.stop, device=weights.device)[:, None]
@@ -241,7 +243,7 @@ def _within(weights: torch.Tensor, rows: slice, cols: slice, window: int) -> tor
 
 
 def keys_seen(read: AttentionRead) -> torch.Tensor:
-    """How many keys each real query may attend to, (B|1,H|1,T)."""
+    """Return how many keys each real query may attend to, (B|1,H|1,T)."""
     counts = []
     for rows in row_chunks(read.length):
         allowed = read.allowed(rows, read.keys(rows))
@@ -253,14 +255,15 @@ def keys_seen(read: AttentionRead) -> torch.Tensor:
 
 
 def chunks_at_once(read: AttentionRead, columns: int, most: int) -> Iterator[slice]:
-    """Chunks of at most so many rows, as many as are AT_ONCE in memory: their weights to the first `columns` keys, of
-    which under a causal mask the first rows see few, and their queries.
+    """Yield chunks of at most `most` rows whose weights to the first `columns` keys, and queries, are AT_ONCE numbers.
+
+    Under a causal mask the first rows see few keys, so that their chunks are larger.
     """
     room, start = AT_ONCE // read.lse[..., 0].numel(), 0
     while start < read.length:
-        # that many rows · the start + rows keys that they see are `room`
-        that_see_few = 0 if read.call.looks_ahead else (math.isqrt(start**2 + 4 * room) - start) // 2
-        rows = max(1, min(most, max(that_see_few, room // columns), room // read.query.shape[-1]))
+        # solves rows · (start + rows) = room: the rows see start + rows keys
+        causal_rows = 0 if read.call.looks_ahead else (math.isqrt(start**2 + 4 * room) - start) // 2
+        rows = max(1, min(most, max(causal_rows, room // columns), room // read.query.shape[-1]))
         yield slice(start, min(start + rows, read.length))
         start += rows
 

@@ -1,1 +1,1 @@
-"""A name becomes a wired model."""
+"""Turns a name into a model: loading, families, wiring."""

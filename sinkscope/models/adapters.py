@@ -1,8 +1,8 @@
-"""Adapters (LoRA and others) that PEFT reads: found, checked, and merged into a model's weights.
+"""Finds and checks adapters (LoRA and others) that PEFT reads, and merges them into a model's weights.
 
-Merged, the model is an ordinary one: what edits weights, quantizes or trains them applies to it as to any other, and in
-float32 it computes what the model with its adapter does, but for round-off. In bfloat16 and float16 the merged weights
-are rounded to that dtype. Quantized weights would be rounded anew: there the adapter stays beside them.
+A merged model is an ordinary one: its weights can be edited, quantized and trained, and in float32 it computes the same
+as the model with its adapter, up to round-off. In bfloat16 and float16 the merged weights are rounded to that dtype.
+Quantized weights would be rounded again, so there the adapter stays separate.
 """
 
 import hashlib
@@ -19,8 +19,8 @@ from sinkscope.models.quantized import is_quantized
 from sinkscope.options.files import check_readable, kind_of, names_in, read_json, user_path
 
 SAFE, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
-TASKS = (None, "CAUSAL_LM", "FEATURE_EXTRACTION")  # of others the head is another
-NAME = "default"  # PEFT's for the only adapter of a model
+TASKS = (None, "CAUSAL_LM", "FEATURE_EXTRACTION")  # other tasks have another head
+NAME = "default"  # PEFT's name for a model's only adapter
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class AdapterFiles:
     """An adapter whose files are on disk.
 
     Attributes:
-        folder: that holds them.
-        weights: the file's name.
-        source: as it was named.
-        commit: of the hub repository.
-        base: the model that it was trained on, by its own account.
+        folder: the folder that holds them.
+        weights: the name of the weights' file.
+        source: the name that the user gave.
+        commit: the commit of the hub repository.
+        base: the model on which it was trained, according to its settings.
     """
 
     folder: Path
@@ -43,17 +43,17 @@ class AdapterFiles:
 
     @property
     def name(self) -> str:
-        """The last part of its name, for people."""
+        """The last part of its name, for messages."""
         return self.source if self.commit else self.folder.resolve().name
 
     def record(self, method: str, merged: bool) -> dict[str, Any]:
-        """For run.json."""
+        """Return the adapter's entry in run.json."""
         digest = hashlib.sha256((self.folder / self.weights).read_bytes()).hexdigest()
         return {"source": self.source, "commit": self.commit, "method": method, "merged": merged, "sha256": digest}
 
 
 def find_adapter(adapter: str, allow_pickle: bool) -> AdapterFiles:
-    """The files of an adapter: of an existing folder, or else of a hub repository.
+    """Find the files of an adapter: in an existing folder, or else in a hub repository.
 
     Raises:
         InputError: there is no such adapter, it is incomplete or damaged, or its weights are pickles that may not be
@@ -94,7 +94,7 @@ def find_adapter(adapter: str, allow_pickle: bool) -> AdapterFiles:
 
 
 def with_adapter(model: PreTrainedModel, files: AdapterFiles) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model with the adapter merged into its weights, or beside them where they are quantized; its record.
+    """Return the model with the adapter merged, or added to quantized weights, and the adapter's entry in run.json.
 
     Raises:
         InputError: the adapter does not fit the model, or is of a kind that cannot be merged.
@@ -129,16 +129,16 @@ def with_adapter(model: PreTrainedModel, files: AdapterFiles) -> tuple[PreTraine
 
 
 def check_no_adapter(model: PreTrainedModel, purpose: str) -> None:
-    """Raise InputError for a model with an adapter beside its weights, which `purpose` would take for its own."""
+    """Raise InputError if a model has an adapter that is not merged, which `purpose` would ignore."""
     kept = (".base_layer", ".original_module")  # PEFT's names for what its own modules hold
-    beside = next((path for path, _ in model.named_modules() if path.endswith(kept)), None)
-    if beside is not None:
-        raise InputError(f"{purpose} needs weights without an adapter beside them ({beside}): merge it first")
+    adapted = next((path for path, _ in model.named_modules() if path.endswith(kept)), None)
+    if adapted is not None:
+        raise InputError(f"{purpose} needs weights without a separate adapter ({adapted}): merge it first")
 
 
 def notices(files: AdapterFiles, model: PreTrainedModel, merged: bool) -> list[str]:
-    """What the user should know: what became of the adapter, and whether it was trained on another model."""
-    became = "merged into the model's weights" if merged else "beside the model's weights, which are quantized"
+    """Return notices for the user: whether the adapter was merged, and whether it was trained on another model."""
+    became = "merged into the model's weights" if merged else "not merged, because the model's weights are quantized"
     told = [f"adapter {files.source}: {became}"]
     base, own = files.base, str(model.config.name_or_path)
     if base and Path(base).name.casefold() != Path(own).name.casefold():

@@ -1,9 +1,9 @@
-"""Functions in place of those by which transformers attends, in the modules of one model, until the end of a block.
+"""Replaces transformers' attention functions in the modules of one model, for the length of a block.
 
-The model keeps the name of its attention implementation: some models make masks, or leave them out, by what it is
-called. The table in which functions are looked up by that name belongs to the whole process, so its entries are not
-touched either. While any block is open, the table gives functions that first ask the calling module whether it belongs
-to a block: a model without one gets what is registered, also where the user registers it meanwhile.
+The model keeps the name of its attention implementation, because some models decide by it whether to make masks. The
+table in which functions are looked up by that name is global to the process, so its entries are not changed either.
+While a block is open, the table returns functions that first check whether the calling module belongs to a block:
+other models get the registered function, even if the user registers it in the meantime.
 """
 
 import sys
@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sinkscope.models.edits import forward_of, name_of, written_in
 
-# By these a model's own code attends: matmul (q, kᵀ) → softmax → matmul (weights, v).
+# The functions with which a model's own code attends: matmul (q, kᵀ) → softmax → matmul (weights, v).
 MATMULS = frozenset({
     torch.matmul, torch.bmm, torch.baddbmm,
     torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.bmm, torch.Tensor.baddbmm,
@@ -30,22 +30,24 @@ SOFTMAXES = frozenset({F.softmax, torch.softmax, torch.Tensor.softmax})
 
 Attend = Callable[..., Any]  # (module, query, key, value, mask, …) → mix (B,T,H,d), weights or None
 
-INSTEAD = "_sinkscope_attends_by"  # of a module: what is called in place of its attention function, the last one first
+INSTEAD = "_sinkscope_attends_by"  # module attribute: what to call in place of its attention function
 _lock = threading.Lock()
-_watching: dict[int, tuple[type[AttentionInterface], int]] = {}  # id of a table → its own class, and its open blocks
+_watching: dict[
+    int, tuple[type[AttentionInterface], int]
+] = {}  # id of a table → its class, and the number of open blocks
 
 
 @contextmanager
 def attending_by(model: nn.Module, instead: Callable[..., Any]) -> Iterator[None]:
-    """Call `instead(own, module, query, …)` wherever a module of this model attends by `own(module, query, …)`.
+    """Call `instead(own, module, query, …)` where a module of this model would call `own(module, query, …)` to attend.
 
     Blocks may overlap, on one model or several, in one thread or several.
 
     Args:
-        model: of transformers. Its modeling code may have a table of attention functions of its own.
-        instead: what is called; of several, the one whose block began last is called first.
+        model: a model of transformers, whose modeling code may have its own table of attention functions.
+        instead: the replacement; with several open blocks, that of the innermost is called first.
     """
-    modules, entry = list(model.modules()), (instead,)  # a tuple of this block's own, to be found again
+    modules, entry = list(model.modules()), (instead,)  # the identity of this tuple marks the block
     with ExitStack() as stack:
         for table in _tables(model):
             stack.enter_context(_watched(table))
@@ -63,7 +65,7 @@ def _forget(modules: list[nn.Module], entry: tuple[Callable[..., Any]]) -> None:
 
 
 class _Watched(AttentionInterface):
-    """A table that gives functions which ask the calling module first, whatever was registered, and when."""
+    """A table whose functions check the calling module first, no matter when they were registered."""
 
     def __getitem__(self, key: str) -> Attend:
         return partial(_attend, super().__getitem__(key))
@@ -73,7 +75,7 @@ class _Watched(AttentionInterface):
 
 
 def _attend(own: Attend, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call what the module's open blocks put in place of `own`; without a block, call `own`."""
+    """Call the functions of the module's open blocks in place of `own`; without a block, call `own`."""
     for (instead,) in getattr(module, INSTEAD, ()):
         own = partial(instead, own)
     return own(module, *args, **kwargs)
@@ -81,7 +83,7 @@ def _attend(own: Attend, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _watched(table: AttentionInterface) -> Iterator[None]:
-    """The table is watched until the end of the last such block."""
+    """Change the table's class until the last such block ends."""
     with _lock:
         kind, count = _watching.get(id(table), (type(table), 0))
         _watching[id(table)] = kind, count + 1
@@ -103,7 +105,7 @@ def _watched_kind(kind: type[AttentionInterface]) -> type[AttentionInterface]:
 
 
 def _tables(model: nn.Module) -> list[AttentionInterface]:
-    """Where attention functions are looked up by name."""
+    """Return the tables in which the model's code looks up attention functions by name."""
     files = {type(module).__module__ for module in model.modules()}
     named = [vars(sys.modules[file]).get("ALL_ATTENTION_FUNCTIONS") for file in sorted(files) if file in sys.modules]
     found = [ALL_ATTENTION_FUNCTIONS, *(table for table in named if isinstance(table, AttentionInterface))]
@@ -111,15 +113,15 @@ def _tables(model: nn.Module) -> list[AttentionInterface]:
 
 
 def unknown_code(attentions: Iterable[nn.Module]) -> str | None:
-    """The first function that takes part in the attention of one of these modules and is not transformers' own.
+    """Return the name of the first function in the attention of these modules that is not transformers' own.
 
-    A user may have registered it, or put it in place of the forward of a module or a class.
+    A user may have registered it, or replaced the forward of a module or a class by it.
 
     Args:
         attentions: attention modules.
 
     Returns:
-        Where it is defined and what it is called; None where all are transformers' or sinkscope's.
+        Its module and name; None if all are of transformers or sinkscope.
     """
     for attention in attentions:
         for function in (forward_of(attention), *_functions(attention)):
@@ -129,7 +131,7 @@ def unknown_code(attentions: Iterable[nn.Module]) -> str | None:
 
 
 def _functions(module: nn.Module) -> list[Attend]:
-    """The attention functions that the tables hold for this module; none if it attends by code of its own."""
+    """Return the attention functions that the tables hold for this module; none if it attends in its own code."""
     config = vars(module).get("config")
     file: Any = sys.modules.get(type(module).__module__)
     if not isinstance(config, PreTrainedConfig) or not hasattr(file, "ALL_ATTENTION_FUNCTIONS"):

@@ -26,29 +26,29 @@ from sinkscope.models.family import Outputs, Role, embedding_weight, first_tenso
 
 @dataclass(frozen=True)
 class Attentions:
-    """By layer the path of the module that attends, "" where none does; and how they attend."""
+    """The attention modules of the layers, and how they attend."""
 
     door: str  # see Family
-    paths: list[str]
+    paths: list[str]  # by layer; "" for a layer without attention
 
 
 @dataclass
 class Seen:
-    """The modules that attended, in their order."""
+    """The modules that attended, in the order in which they ran."""
 
-    through_interface: list[tuple[nn.Module, torch.Tensor]] = field(default_factory=list)  # and their mix (B,T,H,d)
+    through_interface: list[tuple[nn.Module, torch.Tensor]] = field(default_factory=list)  # with their mix (B,T,H,d)
     in_own_code: list[nn.Module] = field(default_factory=list)
-    in_other_form: list[nn.Module] = field(default_factory=list)  # a softmax over keys, and not by two products
+    in_other_form: list[nn.Module] = field(default_factory=list)  # a softmax over keys that is not of a product
 
 
 def find_attentions(model: nn.Module, path: str, layers: list[nn.Module], inputs: Mapping[str, Any]) -> Attentions:
-    """The attention module of every layer.
+    """Find the attention module of every layer.
 
     Args:
-        model: to run.
-        path: of the list of layers.
-        layers: its entries.
-        inputs: of the model.
+        model: the model to run.
+        path: the path of the list of layers.
+        layers: the entries of that list.
+        inputs: the model's inputs.
 
     Raises:
         InputError: a layer attends more than once, or in a form that is not measured.
@@ -66,36 +66,29 @@ def find_attentions(model: nn.Module, path: str, layers: list[nn.Module], inputs
         if unmeasured:
             kind = type(layer.get_submodule(unmeasured[0])).__name__
             raise InputError(f"layer {index}: its {kind} attends in code of its own, in a form that is not measured")
-        _check_one(index, chosen[index], layers)
+        paths = chosen[index]
+        if len(paths) < 2:
+            continue
+        module = layer.get_submodule(paths[0])
+        if sum(any(part is module for part in other.modules()) for other in layers) > 1:
+            raise InputError("several layers share one attention module, which is not measured")
+        if len(set(paths)) > 1:
+            raise InputError(f"layer {index} has {len(paths)} attention modules, which is not measured")
+        raise InputError(
+            f"layer {index} attends {len(paths)} times and combines the results: no single softmax is its attention"
+        )
     return Attentions(door, [paths[0] if paths else "" for paths in chosen])
 
 
 def _inside(layer: str, modules: Iterable[nn.Module], names: Mapping[nn.Module, str]) -> list[str]:
-    """The paths within a layer of those modules that are part of it."""
+    """Return the paths, relative to a layer, of the modules that are part of it."""
     paths = (names.get(module, "") for module in modules)
     return [path.removeprefix(f"{layer}.") for path in paths if path.startswith(f"{layer}.")]
 
 
-def _check_one(index: int, paths: list[str], layers: list[nn.Module]) -> None:
-    """Whether a layer attends at most once, by a module of its own."""
-    if len(paths) < 2:
-        return
-    if _is_shared(layers[index].get_submodule(paths[0]), layers):
-        raise InputError("several layers share one attention module, which is not measured")
-    if len(set(paths)) > 1:
-        raise InputError(f"layer {index} has {len(paths)} attention modules, which is not measured")
-    raise InputError(
-        f"layer {index} attends {len(paths)} times and combines what it gets: no single softmax is its attention"
-    )
-
-
-def _is_shared(module: nn.Module, layers: list[nn.Module]) -> bool:
-    return sum(any(part is module for part in layer.modules()) for layer in layers) > 1
-
-
 @torch.no_grad()
 def watch_attention(model: nn.Module, inputs: Mapping[str, Any]) -> Seen:
-    """Run the model, and note which modules attend."""
+    """Run the model, and record which modules attend."""
     seen = Seen()
     own_code = _OwnCode(seen, inputs["input_ids"].shape[1])
 
@@ -117,14 +110,14 @@ def watch_attention(model: nn.Module, inputs: Mapping[str, Any]) -> Seen:
 
 
 class _OwnCode(TorchFunctionMode):
-    """Notes the modules whose own code takes a softmax over keys."""
+    """Records the modules whose own code takes a softmax over keys."""
 
     def __init__(self, seen: Seen, length: int) -> None:
         super().__init__()
         self.seen = seen
         self.length = length  # T
         self.running: list[nn.Module] = []
-        self.product = 0  # numbers in the last product of two batched tensors in the module that runs
+        self.product = 0  # size of the last product of two batched tensors in the running module
         self.is_off = False
 
     def enter(self, module: nn.Module, args: Any) -> None:
@@ -148,7 +141,7 @@ class _OwnCode(TorchFunctionMode):
             return given
         if func in MATMULS:
             self.product = given.numel() if given.dim() > 2 else 0
-        elif func is F.scaled_dot_product_attention and _is_over_tokens(self.length, *args, **(kwargs or {})):
+        elif func is F.scaled_dot_product_attention and _attends_to_tokens(self.length, *args, **(kwargs or {})):
             self.seen.in_own_code.append(self.running[-1])
         elif func in SOFTMAXES and given.dim() > 2 and given.shape[-2] == given.shape[-1] >= self.length:
             is_known = given.numel() == self.product
@@ -156,14 +149,14 @@ class _OwnCode(TorchFunctionMode):
         return given
 
 
-def _is_over_tokens(length: int, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
-    """Whether the keys of a call are those of all queries, and not a token's own (memories of earlier layers, say)."""
+def _attends_to_tokens(length: int, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+    """Return whether the keys of a call are the tokens, not states of one token (of earlier layers, say)."""
     return query.shape[-2] == key.shape[-2] >= length
 
 
 @torch.no_grad()
 def is_gated(model: nn.Module, attention: nn.Module, output: str, inputs: Mapping[str, Any]) -> bool:
-    """Whether the output projection takes what attention gives times factors between 0 and 1 that no module makes."""
+    """Return whether the output projection reads attention's mix times factors in (0, 1) that no module returns."""
     if not output:
         return False
     given: list[torch.Tensor] = []
@@ -183,15 +176,15 @@ def is_gated(model: nn.Module, attention: nn.Module, output: str, inputs: Mappin
     return not torch.equal(x, plain) and bool(((factors > 0) & (factors < 1)).all())
 
 
-PROBES = 4  # sequences: two outputs that are equal in all of them are the same
+PROBES = 4  # sequences: two outputs that are equal in all of them are taken to be the same
 
 
 @torch.no_grad()
 def find_projections(model: Any, attending: Sequence[nn.Module]) -> tuple[dict[Role, Outputs], ...]:
-    """Of each attention module, role → outputs; without the roles that are not found.
+    """Find role → outputs of each attention module, without the roles that are not found.
 
     Args:
-        model: on transformers' attention interface.
+        model: a model that uses transformers' attention interface.
         attending: its attention modules.
     """
     states: dict[nn.Module, tuple[torch.Tensor, ...]] = {}
@@ -208,13 +201,13 @@ def find_projections(model: Any, attending: Sequence[nn.Module]) -> tuple[dict[R
         for module in linear:
             stack.enter_context(module.register_forward_hook(partial(_keep, given)))
         stack.enter_context(attending_by(model, listening))
-        with suppress(RuntimeError, ValueError, IndexError):  # a model that takes no single tokens: none are found
+        with suppress(RuntimeError, ValueError, IndexError):  # if the model cannot read single tokens, none are found
             model(input_ids=ids, use_cache=False)
     return tuple(_roles(attention, states.get(attention, ()), given) for attention in attending)
 
 
 def _keep(given: dict[nn.Module, torch.Tensor], module: nn.Module, args: Any, output: torch.Tensor) -> None:
-    """(B,O), where it gives one vector for each token."""
+    """Keep a module's output (B,O) if it is one vector per token; a forward hook."""
     if output.dim() >= 3 and output[0].numel() == output.shape[-1]:
         given[module] = output.detach().flatten(1).clone()
 
@@ -222,13 +215,14 @@ def _keep(given: dict[nn.Module, torch.Tensor], module: nn.Module, args: Any, ou
 def _roles(
     attention: nn.Module, states: Iterable[torch.Tensor], given: dict[nn.Module, torch.Tensor]
 ) -> dict[Role, Outputs]:
+    """Find the module and the outputs of each role for the states q, k and v (B,heads,d) of an attention module."""
     own = {path: given[module] for path, module in attention.named_modules() if module in given}
     columns = {path: {entry: at for at, entry in enumerate(_entries(outputs))} for path, outputs in own.items()}
     found: dict[Role, Outputs] = {}
     roles: tuple[Role, ...] = ("query", "key", "value")
     for role, state in zip(roles, states, strict=False):
         exact = [(path, _places(state, known)) for path, known in columns.items()]
-        normed = [(path, _in_order(state, outputs)) for path, outputs in own.items()] if role != "value" else []
+        normed = [(path, _normed_places(state, outputs)) for path, outputs in own.items()] if role != "value" else []
         chosen = next(((path, places) for path, places in [*exact, *normed] if places is not None), None)
         if chosen is not None:
             found[role] = Outputs(*chosen)
@@ -236,12 +230,12 @@ def _roles(
 
 
 def _entries(x: torch.Tensor) -> list[bytes]:
-    """(B,N) → each of the N over the sequences, to the bit."""
+    """Return the bytes of each column of (B,N)."""
     return [entry.tobytes() for entry in x.double().cpu().T.contiguous().numpy()]
 
 
 def _places(state: torch.Tensor, columns: Mapping[bytes, int]) -> tuple[tuple[int, ...], ...] | None:
-    """By head (B,heads,d) which outputs a state is; None unless each is another one."""
+    """Return by head which outputs a state (B,heads,d) is; None unless all are found and distinct."""
     places = [columns[entry] for entry in _entries(state.flatten(1)) if entry in columns]
     width = state.shape[2]
     if len(places) < state[0].numel() or len(set(places)) < len(places):
@@ -249,9 +243,10 @@ def _places(state: torch.Tensor, columns: Mapping[bytes, int]) -> tuple[tuple[in
     return tuple(tuple(places[head * width : (head + 1) * width]) for head in range(state.shape[1]))
 
 
-def _in_order(state: torch.Tensor, outputs: torch.Tensor) -> tuple[tuple[int, ...], ...] | None:
-    """The same for a state whose heads are normed: the outputs in their order, times one factor for each sequence and
-    one for each channel.
+def _normed_places(state: torch.Tensor, outputs: torch.Tensor) -> tuple[tuple[int, ...], ...] | None:
+    """Return the same for a state whose heads are normalized.
+
+    It is the outputs in their order, times one factor for each sequence and one for each channel.
     """
     batch, heads, width = state.shape
     if outputs.shape[1] != heads * width:

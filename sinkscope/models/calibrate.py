@@ -29,23 +29,23 @@ from sinkscope.models.wiring import check_wiring, given_by, mlp_reads_attention
 
 
 def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
-    """A row for an architecture that has none: what every layer adds to the residual stream, found numerically.
+    """Make a row for an architecture that has none: find numerically what every layer adds to the residual stream.
 
     Args:
         model: a model whose type has no row.
         token_ids: (B,T), a few tokens to run.
 
     Raises:
-        InputError: it fails by itself, or attends in a form that is not measured.
+        InputError: the model fails on these tokens, or attends in a form that is not measured.
     """
     name, inputs = model.config.model_type, {"input_ids": token_ids, "use_cache": False}
     if getattr(model.config, "is_encoder_decoder", False):
-        raise InputError(f"'{name}' is an encoder–decoder, of which only a decoder or an encoder alone is measured")
+        raise InputError(f"'{name}' is an encoder–decoder, and only decoders and encoders are measured")
     try:
         other_ids = (token_ids + 1) % len(embedding_weight(model))
         path = layer_stack(model, inputs, inputs | {"input_ids": other_ids})
     except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
-        raise InputError(f"'{name}' fails by itself on {token_ids.numel()} tokens [{described(error)}]") from error
+        raise InputError(f"'{name}' fails on {token_ids.numel()} tokens [{described(error)}]") from error
     layers = list(model.get_submodule(path).children())
     attentions = find_attentions(model, path, layers, inputs)
     records = record(model, layers, inputs)
@@ -75,7 +75,7 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
 
 
 def _attention_fields(model: Any, attending: dict[int, nn.Module], door: str, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a row that its attention modules decide."""
+    """Return the fields of a row that its attention modules decide."""
     if not attending:
         return {"positions": NO_POSITIONS, "qkv": (), "output": ""}
     modules = list(attending.values())
@@ -87,7 +87,7 @@ def _attention_fields(model: Any, attending: dict[int, nn.Module], door: str, in
 
 
 def _check_outputs(name: str, records: list[list[Event]]) -> None:
-    """Whether every layer that ran gives numbers; one that reads pictures stands aside without one."""
+    """Raise InputError unless every layer that ran returns finite numbers; layers for pictures do not run on text."""
     for layer, events in enumerate(records):
         if events and not any(event.address == "output" for event in events):
             raise InputError(f"'{name}': layer {layer} does not run on token ids alone")
@@ -99,10 +99,10 @@ def _check_outputs(name: str, records: list[list[Event]]) -> None:
 
 
 def _copies(model: Any, stream: torch.Tensor, token_ids: torch.Tensor, blocks: list[Block]) -> Copies | None:
-    """Of the residual stream, as the first layer takes it.
+    """Find the copies of the residual stream in the first layer's input.
 
     Raises:
-        InputError: it is not in the order of the tokens.
+        InputError: the stream is not in the order of the tokens.
     """
     tokens, config = token_ids.shape, model.config.get_text_config()
     if any(block.wiring != "unknown" for block in blocks) and stream.shape[:-1] == tokens:
@@ -119,12 +119,15 @@ def _copies(model: Any, stream: torch.Tensor, token_ids: torch.Tensor, blocks: l
 def _blocks(
     model: Any, layers: list[nn.Module], records: list[list[Event]], attentions: list[str], inputs: dict[str, Any]
 ) -> list[Block]:
-    """How each layer is built. One in which nothing is added (its last projections are 0) is built as its like are.
+    """Find how each layer is built. One that does not run has no sites.
 
-    One that does not run has no sites.
+    A layer that adds nothing (its last projections are 0) reuses the wiring of a layer of the same class.
     """
     eps = torch.finfo(next(model.parameters()).dtype).eps
-    kinds = _kinds(model, attentions)
+    config = model.config.get_text_config()
+    named = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
+    others = list(named) if len(named) == len(attentions) else ["no softmax attention"] * len(attentions)
+    kinds = [ATTENTION if path else other for path, other in zip(attentions, others, strict=True)]
     parts = enumerate(zip(layers, records, attentions, kinds, strict=True))
     views = {at: Layer(*of_layer, eps) for at, of_layer in parts if of_layer[1]}
     found = {at: view.block() for at, view in views.items()}
@@ -143,16 +146,8 @@ def _blocks(
     ]
 
 
-def _kinds(model: Any, attentions: list[str]) -> list[str]:
-    """What each layer mixes tokens by, as the configuration names it."""
-    config = model.config.get_text_config()
-    named = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
-    others = list(named) if len(named) == len(attentions) else ["no softmax attention"] * len(attentions)
-    return [ATTENTION if path else other for path, other in zip(attentions, others, strict=True)]
-
-
 def _feed_forward(layer: nn.Module, block: Block) -> tuple[str, ...]:
-    """Fields of a row: the modules that make up the feed-forward network."""
+    """Return the modules that make up the feed-forward network, for a row."""
     bert = ("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense")
     usual = (("mlp",), ("fc1", "activation_fn", "fc2"), bert)
     known = next((paths for paths in usual if all(_has(layer, path) for path in paths)), None)
@@ -161,8 +156,10 @@ def _feed_forward(layer: nn.Module, block: Block) -> tuple[str, ...]:
 
 
 def _projections(model: Any, attentions: list[nn.Module]) -> dict[str, Any]:
-    """Fields of a row. How one projection holds all three cannot be seen from outside: `qkv` is empty then, as it is
-    where some layers have other keys than their own.
+    """Return the projections' fields of a row.
+
+    `qkv` is empty if one projection holds all three, because their layout is then unknown, and if some layers use keys
+    of other layers.
     """
     several, attention = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value")), attentions[0]
     known = next((names for names in several if all(_has(other, name) for other in attentions for name in names)), None)
@@ -171,7 +168,7 @@ def _projections(model: Any, attentions: list[nn.Module]) -> dict[str, Any]:
     if known is None:
         return {"qkv": (), "fused": "", "output": output}
     widths = [getattr(attention.get_submodule(name), "out_features", 0) for name in known]
-    if not all(widths):  # in a module that is no plain matrix
+    if not all(widths):  # a module is not a plain matrix
         return {"qkv": (), "fused": "", "output": output}
     is_plain = widths[0] % heads == 0 and widths[1] == widths[2] and widths[1] % (widths[0] // heads) == 0
     taken = getattr(attention.get_submodule(output), "in_features", widths[0]) if output else widths[0]
@@ -179,7 +176,7 @@ def _projections(model: Any, attentions: list[nn.Module]) -> dict[str, Any]:
 
 
 def _has(layer: nn.Module, path: str) -> bool:
-    """Whether a module exists."""
+    """Return whether the submodule exists."""
     try:
         layer.get_submodule(path)
     except AttributeError:
@@ -187,27 +184,28 @@ def _has(layer: nn.Module, path: str) -> bool:
     return True
 
 
-Ends = dict[nn.Module, list[torch.Tensor]]  # module → what it takes and gives, each time that it runs
+Ends = dict[nn.Module, list[torch.Tensor]]  # module → its input and its output, for each time that it ran
 
 
 @torch.no_grad()
 def layer_stack(model: Any, inputs: dict[str, Any], others: dict[str, Any]) -> str:
-    """The path of the ModuleList through which the residual stream passes: each entry takes what the one before gave,
-    and the first that runs takes what the tokens are.
+    """Return the path of the ModuleList through which the residual stream passes.
+
+    Each entry reads the output of the one before, and the input of the first that runs depends on the tokens.
 
     Args:
-        model: with one such list or, where it reads pictures too, several.
-        inputs: of the model.
+        model: a model with one such list or, if it also reads pictures, several.
+        inputs: the model's inputs.
         others: the same with other tokens.
 
     Raises:
-        InputError: there is none.
+        InputError: there is no such list.
     """
     lists = {path: list(module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     entries = {entry for entries in lists.values() for entry in entries}
     ends = _ends(model, entries, inputs)
     given = [(x, others[name]) for name, x in inputs.items() if isinstance(x, torch.Tensor)]
-    alike = all(torch.equal(x, other) for x, other in given)  # where there is one token in all
+    alike = all(torch.equal(x, other) for x, other in given)  # for a vocabulary of one token
     ends_of_others = None if alike else _ends(model, entries, others)
     chains = [path for path, layers in lists.items() if _pass_tokens(layers, ends, ends_of_others)]
     if not chains:
@@ -221,7 +219,7 @@ def layer_stack(model: Any, inputs: dict[str, Any], others: dict[str, Any]) -> s
 
 
 def _ends(model: Any, entries: Iterable[nn.Module], inputs: dict[str, Any]) -> Ends:
-    """What each of the modules takes and gives, of those that run."""
+    """Run the model, and return inputs and outputs of those of the modules that run."""
     ends: Ends = {}
     with ExitStack() as hooks:
         for module in entries:
@@ -232,53 +230,49 @@ def _ends(model: Any, entries: Iterable[nn.Module], inputs: dict[str, Any]) -> E
 
 
 def _keep_end(ends: Ends, module: nn.Module, args: tuple, kwargs: dict, *output: Any) -> None:
-    """What a module takes, and then what it gives."""
+    """Keep a module's input (forward pre-hook) or output (forward hook)."""
     x = first_floats(output[0] if output else (*args, *kwargs.values()))
     if x is not None:
         ends.setdefault(module, []).append(x.detach().clone())
 
 
 def _pass_tokens(layers: list[nn.Module], ends: Ends, ends_of_others: Ends | None) -> bool:
-    """Whether most of these modules run, each on what the one before gave, and the first on what the tokens are.
+    """Return whether most of these modules run once, each on the output of the one before, the first on the tokens.
 
-    Some may not run: layers that read pictures stand aside without one. With no others to compare with, the first is
-    taken to depend on the tokens.
+    Some may not run, such as layers that read pictures. Without other tokens to compare with, the input of the first is
+    assumed to depend on the tokens.
     """
     ran = [layer for layer in layers if layer in ends and (ends_of_others is None or layer in ends_of_others)]
-    if 2 * len(ran) <= len(layers) or not _is_chain([ends[layer] for layer in ran]):
+    pairs = [ends[layer] for layer in ran]
+    if 2 * len(ran) <= len(layers) or any(len(pair) != 2 for pair in pairs):
+        return False
+    if not all(_equal(before[1], after[0]) for before, after in pairwise(pairs)):
         return False
     return ends_of_others is None or not _equal(ends[ran[0]][0], ends_of_others[ran[0]][0])
 
 
-def _is_chain(ends: list[list[torch.Tensor]]) -> bool:
-    """Whether all entries ran once, and each on what the one before gave."""
-    if any(len(pair) != 2 for pair in ends):
-        return False
-    return all(_equal(before[1], after[0]) for before, after in pairwise(ends))
-
-
 def _equal(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Bit for bit, where both may hold NaN."""
+    """Return whether tensors are equal bit for bit; NaN equals NaN."""
     return x.shape == y.shape and torch.allclose(x, y, rtol=0, atol=0, equal_nan=True)
 
 
 @torch.no_grad()
 def sees_later_tokens(model: nn.Module, last: nn.Module, token_ids: torch.Tensor) -> bool:
-    """Whether a token changes what the layers give for the tokens before it."""
+    """Return whether a token changes the last layer's output at the tokens before it."""
     changed = token_ids.clone()
     changed[:, -1] = (changed[:, -1] + 1) % len(embedding_weight(model))
     before, after = (given_by(last, model, {"input_ids": ids, "use_cache": False}) for ids in (token_ids, changed))
     length = token_ids.shape[1]
-    if before.shape[1] != length:  # tokens of its own before or behind, or another order of axes
+    if before.shape[1] != length:  # the model adds tokens before or after, or has another order of axes
         return False
     return not _are_alike(before[:, : length - 1], after[:, : length - 1])
 
 
 @torch.no_grad()
 def first_position(model: nn.Module, last: nn.Module, token_ids: torch.Tensor) -> int | None:
-    """The number of a sequence's first position where the model is told positions; None where it finds them itself.
+    """Return the number of a sequence's first position in `position_ids`; None if the model does not take them.
 
-    Models of RoBERTa's kind count from behind the number of their padding token.
+    Models like RoBERTa count from the id of their padding token plus one.
     """
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return None
@@ -294,8 +288,8 @@ def first_position(model: nn.Module, last: nn.Module, token_ids: torch.Tensor) -
 
 
 def _are_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether (B,T,D) are the same but for round-off."""
+    """Return whether tensors (B,T,D) are equal up to round-off."""
     eps = max(torch.finfo(a.dtype).eps ** 0.5, 1e-5)  # some parts of a model are in float32
     a, b = a.double(), b.double()
-    # relative to each token's own norm: beside a massive activation nothing else would count
+    # relative to each token's own norm: a massive activation would hide differences at other tokens
     return bool(((a - b).norm(dim=-1) <= eps * b.norm(dim=-1).clamp(min=1e-30)).all())

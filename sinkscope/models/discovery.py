@@ -1,15 +1,15 @@
-"""What a layer adds to the residual stream and where it can be read, found numerically.
+"""Finds numerically what a layer adds to the residual stream, and where that can be read.
 
-A few tokens are run through the model, and what every module of a layer takes and gives is kept. A branch is then a
-module whose output r, times a constant s, makes the step between two places of the residual stream (or two modules
-beside each other, such as attention and a state-space model, or shared and routed experts):
+A few tokens are run through the model, and inputs and outputs of every module of a layer are kept. A branch is then a
+module whose output r, times a constant s, is the difference between two states of the residual stream (or two parallel
+modules, such as attention and a state-space model, or shared and routed experts):
 
     sequential   mid = h + s·r_attn          h' = mid + s·r_mlp
     post-norm    mid = h + s·r_attn          h' = norm(norm(mid) + s·r_mlp)
     parallel     h' = h + s·r_attn + t·r_mlp
-    single       h' = h + s·r                of one branch alone
+    single       h' = h + s·r                with only one branch
 
-Sums are compared to the round-off of the model's own dtype, entry by entry, so that nothing but the sum itself passes.
+Sums are compared entry by entry up to round-off of the model's dtype, so that only the true sum passes.
 """
 
 from collections import Counter
@@ -28,7 +28,7 @@ ULPS = 8  # of the larger term: a sum of three, each rounded
 
 @dataclass(frozen=True)
 class Event:
-    """What a module of a layer has taken or given, (B,T,D) in float64."""
+    """The input or output of a module of a layer, (B,T,D) in float64."""
 
     order: int
     path: str
@@ -57,7 +57,7 @@ class Branch:
 
     @property
     def rank(self) -> tuple:
-        """Smaller is better: what is added as it is, by the outermost module, first of all."""
+        """A sort key, smaller is better: unscaled outputs first, then outer modules, then early ones."""
         scaled = any(scale != 1.0 for scale in self.scales)
         return (scaled, sum(event.depth for event in self.events), self.last.order)
 
@@ -66,7 +66,7 @@ class Branch:
         return [scale * event.x for scale, event in zip(self.scales, self.events, strict=True)]
 
     def covers(self, path: str) -> bool:
-        """Whether a module is one of these or part of one."""
+        """Return whether a module is one of these or part of one."""
         return any(_within(path, event.path) for event in self.events)
 
 
@@ -81,28 +81,35 @@ class Found:
 
 
 class Layer:
-    """What the modules of one layer have taken and given."""
+    """The inputs and outputs of the modules of one layer, and the search for its sums."""
 
     def __init__(self, module: nn.Module, events: Sequence[Event], attention: str, kind: str, eps: float) -> None:
         self.module = module
-        self.attention = attention  # path of the attention module; "" where the layer has none
-        self.kind = kind  # attention, or what the layer has in its place
+        self.attention = attention  # path of the attention module; "" if the layer has none
+        self.kind = kind  # see Block
         self.eps = eps
         self.h = next(event for event in events if event.address == "input")
         self.out = next(event for event in reversed(events) if event.address == "output")
         self.inner = [event for event in events if event.path]
         runs = Counter(event.address for event in self.inner)
-        inner = [event for event in self.inner if runs[event.address] == 1]  # of several runs the first would be read
+        inner = [
+            event for event in self.inner if runs[event.address] == 1
+        ]  # of several runs a hook would read the first
         self.inputs = [event for event in inner if event.end == "input"]
         self.outputs = [event for event in inner if event.end == "output"]
 
     def block(self) -> Block | None:
-        """How this layer is built; None where none of the known sums makes it."""
-        found = self._sequential() or self._single() or self._parallel()
+        """Return how this layer is built; None if none of the known sums fits."""
+        found = self._sequential()
+        single = None if found else self._module(self.h.x, self.out.x)
+        if single is not None:
+            is_mlp = self.kind in FEED_FORWARD
+            found = Found("single", None, None, single) if is_mlp else Found("single", single)
+        found = found or self._parallel()
         if found is None:
             return None
         if self.attention and found.wiring != "single" and not self._carries_attention(found.attention):
-            return None  # one branch alone is all that can carry it
+            return None  # in a layer of one branch, that branch must contain it
         branches = {"attn_out": found.attention, "mlp_out": found.mlp}
         mid, attention, mlp = found.mid, found.attention, found.mlp
         addresses = {
@@ -125,11 +132,11 @@ class Layer:
         )
 
     def ends(self) -> Block:
-        """The layer of which no more than input and output is known."""
+        """Return a block of unknown wiring, with only the layer's input and output."""
         return Block(self.attention, {"layer_in": "input", "layer_out": "output"}, "unknown", self.kind)
 
     def sites(self, block: Block) -> dict[str, torch.Tensor]:
-        """What was read at the sites of a block, which may be another layer's; without those that it lacks."""
+        """Return the tensors at the sites of a block, possibly another layer's; sites missing here are left out."""
         known = {event.address: event.x for event in [*self.outputs, *self.inputs]}
         known |= {"input": self.h.x, "output": self.out.x}
         terms = {site: block.terms(site) for site in block.sites if site in RESIDUAL_SITES}
@@ -142,7 +149,7 @@ class Layer:
     # --- sums
 
     def _sequential(self) -> Found | None:
-        """A branch, and behind it another, or one inside a norm that ends the layer."""
+        """Find a branch followed by another, or by one inside a norm that ends the layer."""
         for mid in self.inputs:
             if self._is(mid.x, self.h.x):
                 continue
@@ -158,10 +165,13 @@ class Layer:
         return None
 
     def _normed_branch(self, mid: Event) -> Branch | None:
-        """The second branch where the sums are normed: what is added to norm(mid)."""
+        """Find the second branch of a post-norm layer: what is added to norm(mid)."""
         normed = [given for taken in self.inputs if self._is(taken.x, mid.x) and (given := self._given(taken))]
         for end in (event for event in self.inner if event.end == "input"):
-            if end.order < mid.order or self._is(end.x, mid.x) or not self._ends_the_layer(end):
+            if end.order < mid.order or self._is(end.x, mid.x):
+                continue
+            given = self._given(end)
+            if given is None or not self._is(given.x, self.out.x):  # the norm does not end the layer
                 continue
             for stream in normed:
                 branch = self._branch(stream.x, end.x, after=stream.order, before=end.order)
@@ -169,23 +179,13 @@ class Layer:
                     return branch
         return None
 
-    def _ends_the_layer(self, end: Event) -> bool:
-        given = self._given(end)
-        return given is not None and self._is(given.x, self.out.x)
-
     def _given(self, taken: Event) -> Event | None:
-        """What a module makes of what it has taken."""
-        behind = (event for event in self.inner if event.path == taken.path and event.order > taken.order)
-        return next(behind, None)
-
-    def _single(self) -> Found | None:
-        branch = self._module(self.h.x, self.out.x)
-        if branch is None:
-            return None
-        return Found("single", None, None, branch) if self.kind in FEED_FORWARD else Found("single", branch)
+        """Return a module's output for an input."""
+        later = (event for event in self.inner if event.path == taken.path and event.order > taken.order)
+        return next(later, None)
 
     def _parallel(self) -> Found | None:
-        """Attention's branch is the one that holds the attention module, or the first."""
+        """Find two parallel branches. Attention's is the one with the attention module, or else the first."""
         both = self._pair(self.h.x, self.out.x, self.outputs)
         if both is None:
             return None
@@ -197,7 +197,7 @@ class Layer:
     def _branch(
         self, start: torch.Tensor, end: torch.Tensor, after: int = -1, before: float = float("inf")
     ) -> Branch | None:
-        """What makes the step from `start` to `end`: one module, or two of the layer's own."""
+        """Find the branch that makes the step from `start` to `end`: one module, or two children of the layer."""
         between = [event for event in self.outputs if after < event.order < before]
         alone = self._module(start, end, after, before)
         return alone or self._pair(start, end, [event for event in between if event.depth == 0])
@@ -205,7 +205,7 @@ class Layer:
     def _module(
         self, start: torch.Tensor, end: torch.Tensor, after: int = -1, before: float = float("inf")
     ) -> Branch | None:
-        """The one module that makes the step."""
+        """Find the single module that makes the step."""
         between = [event for event in self.outputs if after < event.order < before]
         found = []
         for event in between:
@@ -216,7 +216,7 @@ class Layer:
         return min(found, key=lambda branch: branch.rank, default=None)
 
     def _pair(self, start: torch.Tensor, end: torch.Tensor, events: Sequence[Event]) -> Branch | None:
-        """Two modules, none of which is part of the other, that together make the step."""
+        """Find two modules, neither part of the other, that together make the step."""
         found = []
         others = [event for event in events if not self._is(event.x, start)]  # end - start makes any step
         for first, second in combinations(others, 2):
@@ -228,7 +228,7 @@ class Layer:
         return min(found, key=lambda pair: pair.rank, default=None)
 
     def _makes(self, total: torch.Tensor, terms: Iterable[torch.Tensor]) -> bool:
-        """Whether the terms' sum is the total to round-off, and none of the terms is round-off itself."""
+        """Return whether the terms sum to the total up to round-off, and no term is itself only round-off."""
         terms = tuple(terms)
         size = torch.stack([term.abs() for term in terms]).sum(0)
         allowed = ULPS * self.eps * (size + total.abs())
@@ -239,7 +239,7 @@ class Layer:
         return bool(((a - b).abs() <= ULPS * self.eps * b.abs()).all())
 
     def _carries_attention(self, branch: Branch | None) -> bool:
-        """Whether the attention module is in a branch, or gives what the branch's last modules take."""
+        """Return whether the attention module is in a branch, or its output is the input of the branch's modules."""
         if branch is None:
             return False
         holders = [event for event in self.outputs if _within(self.attention, event.path)]
@@ -254,7 +254,7 @@ class Layer:
     # --- norms
 
     def _norm_before(self, stream: Event, branch: Branch) -> str | None:
-        """The norm that reads the stream for a branch: what stands in front of the branch and has no matrix."""
+        """Find the norm that reads the stream for a branch: a module before the branch that has no matrix."""
         norms = [event for event in self.outputs if event.order < branch.last.order and self._norms(event, stream)]
         found = [(self._feeds(event, branch), event.address) for event in norms]
         return next((address for wanted in ("branch", "others") for feeds, address in found if feeds == wanted), None)
@@ -267,14 +267,14 @@ class Layer:
         return has_no_matrix and not self._is(event.x, stream.x)
 
     def _feeds(self, norm: Event, branch: Branch) -> str | None:
-        """Whether the branch's module takes the norm's output, or other modules do."""
+        """Return "branch" if the branch's module reads the norm's output, "others" if only other modules do."""
         takers = [event for event in self.inputs if norm.order < event.order and torch.equal(event.x, norm.x)]
         if any(_top(taker.path) == _top(branch.last.path) for taker in takers):
             return "branch"
         return "others" if any(_top(taker.path) != _top(norm.path) for taker in takers) else None
 
     def _in_order(self, addresses: Mapping[str, str]) -> dict[str, str]:
-        """In the order in which a forward pass reaches the sites."""
+        """Sort sites in the order in which a forward pass reaches them."""
         orders = {event.address: event.order for event in reversed([*self.inputs, *self.outputs])}
         orders |= {"input": -1, "output": 1 << 62}
         return dict(sorted(addresses.items(), key=lambda site: orders[site[1]]))
@@ -285,7 +285,7 @@ def _top(path: str) -> str:
 
 
 def _early(branches: Mapping[str, Branch | None]) -> dict[str, str]:
-    """The addresses of the terms before the last."""
+    """Return sites for the first terms of branches with two modules."""
     pairs = {site: branch.events[0].address for site, branch in branches.items() if branch and len(branch.events) > 1}
     return {f"{site}, first term": address for site, address in pairs.items()}
 
@@ -295,18 +295,18 @@ def _terms(branch: Branch) -> tuple[Term, ...]:
 
 
 def _within(path: str, other: str) -> bool:
-    """Whether a module is another one or part of it."""
+    """Return whether a module is another one or part of it."""
     return path == other or path.startswith(f"{other}.")
 
 
 def _one_scale(step: torch.Tensor, x: torch.Tensor) -> float:
-    """The constant s for which s·x is nearest to the step."""
+    """Return the constant s for which s·x is closest to the step."""
     size = float((x * x).sum())
     return round(float((step * x).sum()) / size, 6) if size else 0.0
 
 
 def _two_scales(step: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
-    """The constants for which s·x + t·y is nearest to the step; 1 where that is as good."""
+    """Return the constants for which s·x + t·y is closest to the step; 1 if they are close to 1."""
     pair = torch.stack([x.flatten(), y.flatten()], 1)
     if not torch.isfinite(pair).all() or torch.linalg.matrix_rank(pair) < 2:
         return (0.0, 0.0)
@@ -316,7 +316,7 @@ def _two_scales(step: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> tuple[f
 
 @torch.no_grad()
 def record(model: nn.Module, layers: Sequence[nn.Module], inputs: Mapping[str, Any]) -> list[list[Event]]:
-    """What every module of every layer takes and gives that is as large as the residual stream."""
+    """Run the model, and return inputs and outputs of every layer's modules that have the residual stream's size."""
     records: list[list[Event]] = [[] for _ in layers]
     order = iter(range(1 << 62))
     handles = []
@@ -332,7 +332,7 @@ def record(model: nn.Module, layers: Sequence[nn.Module], inputs: Mapping[str, A
     finally:
         for handle in handles:
             handle.remove()
-    return [_of_the_stream(events) for events in records]
+    return [_stream_sized(events) for events in records]
 
 
 def _keepers(events: list[Event], order: Iterator[int], path: str) -> tuple[Any, Any]:
@@ -351,13 +351,13 @@ def _keepers(events: list[Event], order: Iterator[int], path: str) -> tuple[Any,
 
 
 def first_floats(values: Any) -> torch.Tensor | None:
-    """The first tensor of floating-point numbers of several values, or of one; None where there is none."""
+    """Return the first floating-point tensor of several values, or of one; None if there is none."""
     several = values if isinstance(values, tuple | list) else (values,)
     return next((value for value in several if isinstance(value, torch.Tensor) and value.is_floating_point()), None)
 
 
-def _of_the_stream(events: Sequence[Event]) -> list[Event]:
-    """Those that are as large as the layer's own input, in its shape and in float64; none where it did not run."""
+def _stream_sized(events: Sequence[Event]) -> list[Event]:
+    """Return the events of the size of the layer's input, in its shape and in float64; none if it did not run."""
     own = next((event.x for event in events if event.address == "input"), None)
     if own is None:
         return []

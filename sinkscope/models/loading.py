@@ -276,7 +276,7 @@ def _build(
             # the default, whatever the config names: any other may be a repository on the hub whose code is then run
             attn_implementation=None,
             experts_implementation=None,
-            # an adapter beside the weights would be applied where PEFT is installed, and only there
+            # an adapter next to the weights would be applied only if PEFT is installed
             adapter_kwargs={"subfolder": "no adapter"},
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are in the report then
@@ -295,7 +295,7 @@ def _build(
     _check_report(files, report)
     model.config.name_or_path = files.source
     if not files.gguf and kind_of(files.folder / ADAPTER_CONFIG) is not None:
-        notices.append(f"ignored the adapter beside the weights: --adapter {files.source} applies it")
+        notices.append(f"ignored the adapter next to the weights: --adapter {files.source} applies it")
     return model, tuple(notices)
 
 

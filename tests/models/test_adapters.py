@@ -102,7 +102,7 @@ def test_an_adapter_beside_whole_weights_is_left_out_with_a_word(base: Path, sav
     ids = torch.arange(3, 19)[None]
     loaded = load(str(both))
     assert torch.equal(loaded.model(ids).logits, load(str(base)).model(ids).logits)
-    assert loaded.notices == (f"ignored the adapter beside the weights: --adapter {both} applies it",)
+    assert loaded.notices == (f"ignored the adapter next to the weights: --adapter {both} applies it",)
     assert not torch.equal(load(str(both), adapter=str(both)).model(ids).logits, loaded.model(ids).logits)
 
 

@@ -96,7 +96,7 @@ def test_what_rests_on_the_projections_weights_refuses_an_adapter() -> None:
 
 
 def test_an_adapter_beside_the_weights_is_not_quantized_by_itself() -> None:
-    with pytest.raises(InputError, match=r"without an adapter beside them \(.*q_proj.base_layer\): merge it"):
+    with pytest.raises(InputError, match=r"without a separate adapter \(.*q_proj.base_layer\): merge it"):
         sites_of(with_adapter(tiny_model("llama")).get_base_model(), find_family(tiny_model("llama")))
 
 

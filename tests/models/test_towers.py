@@ -182,7 +182,7 @@ def test_paligemma_reads_text_as_what_follows_its_prompt() -> None:
     assert not model._forward_pre_hooks
     with pytest.raises(InputError, match="register-tokens does not apply to this model: token_type_ids"):
         retrofit_model(model, None, "register-tokens")
-    with pytest.raises(InputError, match="depends on what it is told of each"):
+    with pytest.raises(InputError, match="depends on an input for each token"):
         sinkscope.intervene(model, "streaming-window:window=8,keep=2", input="random", num_seqs=1, seq_len=16)
 
 
