@@ -16,13 +16,13 @@ from torch import nn
 
 from sinkscope.errors import InputError
 
-ACCELERATE = "_hf_hook"  # where accelerate keeps what moves a module's inputs and weights
-Edit = tuple[nn.Module, str, torch.Tensor]  # module, name of its parameter, the tensor that stands in for it
+ACCELERATE = "_hf_hook"  # module attribute of accelerate's hook, which moves inputs and weights between devices
+Edit = tuple[nn.Module, str, torch.Tensor]  # module, name of its parameter, the tensor that replaces it
 
 
 @contextmanager
 def replaced(edits: Iterable[Edit]) -> Iterator[None]:
-    """Parameters hold other tensors until the end of the block; then the very Parameters are back."""
+    """Replace parameters by other tensors for the length of the block; the same Parameter objects return after it."""
     with ExitStack() as stack:
         for module, name, tensor in edits:
             before = module._parameters[name]
@@ -33,7 +33,7 @@ def replaced(edits: Iterable[Edit]) -> Iterator[None]:
 
 
 def check_changes(name: str, edits: list[Edit]) -> None:
-    """Raise InputError where weights are not in memory or are computed, or where all would stay as they are."""
+    """Raise InputError if weights are not in memory or are computed, or if no edit would change a value."""
     for module, parameter, _ in edits:
         try:
             check_own_map(module)
@@ -45,13 +45,13 @@ def check_changes(name: str, edits: list[Edit]) -> None:
                 f"{name}: these weights are offloaded and cannot be edited: load without --device-map auto"
             )
     if all(torch.equal(module.get_parameter(parameter), tensor) for module, parameter, tensor in edits):
-        raise InputError(f"{name} would change nothing: what it sets to zero or exchanges is so already")
+        raise InputError(f"{name} would change nothing: the values that it sets are there already")
 
 
 @contextmanager
 def wrapped_forward(module: nn.Module, around: Callable[..., Any]) -> Iterator[None]:
-    """module(…) computes around(forward, …) until the end of the block, where `forward` is the module's own."""
-    own = vars(module).get("forward")  # accelerate's, or that of another edit
+    """Let module(…) compute around(forward, …) for the length of the block, where `forward` is the module's own."""
+    own = vars(module).get("forward")  # set by accelerate or by another edit
     forward, moves = module.forward, vars(module).pop(ACCELERATE, None)
     if moves is not None:
         forward = _moved(module, moves)
@@ -71,10 +71,10 @@ def wrapped_forward(module: nn.Module, around: Callable[..., Any]) -> Iterator[N
 
 
 def _moved(module: Any, moves: Any) -> Callable[..., Any]:
-    """The forward of a module to which accelerate moves inputs and weights.
+    """Return a forward that moves inputs and weights of a module as accelerate's hook does.
 
-    Where nnsight finds accelerate's attribute, it runs the forward of the module's class in place of the module's own,
-    and what that had wrapped would be left out.
+    If nnsight finds accelerate's attribute, it runs the forward of the module's class in place of the module's own,
+    so that a wrapped forward would not run.
     """
     forward = module._old_forward
 
@@ -88,7 +88,7 @@ def _moved(module: Any, moves: Any) -> Callable[..., Any]:
 def edited_output(
     module: nn.Module, edit: Callable[[nn.Module, torch.Tensor], torch.Tensor]
 ) -> AbstractContextManager[None]:
-    """module(…) gives edit(module, output) until the end of the block; of a tuple, its first tensor is edited."""
+    """Let module(…) return edit(module, output) for the length of the block; of a tuple, the first tensor is edited."""
 
     def around(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
@@ -98,16 +98,16 @@ def edited_output(
 
 
 def first_argument(args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    """What a module was called with, by place or by name."""
+    """Return the first argument of a module's call, positional or keyword."""
     return args[0] if args else next(iter(kwargs.values()))
 
 
 @contextmanager
 def edited_input(module: nn.Module, edit: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """module(x, …) computes module(edit(module, x), …) until the end of the block, x being its first argument.
+    """Let module(x, …) compute module(edit(module, x), …) for the length of the block, with x its first argument.
 
-    A hook runs in front of what nnsight wraps, which so reads the changed tensor as the module's input, while the
-    output of the module before stays what it was.
+    The hook runs before the forward that nnsight wraps, so that nnsight reads the changed tensor as the module's
+    input, while the output of the previous module is unchanged.
     """
 
     def changed(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -116,43 +116,40 @@ def edited_input(module: nn.Module, edit: Callable[[nn.Module, torch.Tensor], to
         name = next(iter(kwargs))
         return args, kwargs | {name: edit(module, kwargs[name])}
 
-    handle = module.register_forward_pre_hook(changed, with_kwargs=True)
-    try:
+    with module.register_forward_pre_hook(changed, with_kwargs=True):
         yield
-    finally:
-        handle.remove()
 
 
 LIBRARIES = ("sinkscope.", "transformers.", "torch.", "accelerate.", "nnsight.", "peft.")
 
 
 def written_in(function: Any) -> str:
-    """The Python module whose file defines a function. `functools.wraps` copies names, but not this."""
-    function = getattr(function, "__func__", function)  # of a bound method
+    """Return the Python module in which a function is defined; unlike names, `functools.wraps` does not copy it."""
+    function = getattr(function, "__func__", function)  # unwraps a bound method
     written: dict[str, Any] = getattr(function, "__globals__", {})
     return str(written.get("__name__", type(function).__module__))
 
 
 def name_of(function: Any) -> str:
-    """For people: where a function was written, and what it is called."""
+    """Return a function's module and name, for messages."""
     return f"{written_in(function)}.{getattr(function, '__qualname__', type(function).__qualname__)}"
 
 
 def forward_of(module: Any) -> Callable[..., Any]:
-    """The function that a call of the module runs. Accelerate keeps the original when it replaces `forward`."""
+    """Return the function that a call of the module runs; accelerate keeps the original when it replaces `forward`."""
     own = vars(module)
     forward: Callable[..., Any] = own["_old_forward"] if "_hf_hook" in own else module.forward
     return forward
 
 
 def check_own_map(module: nn.Module) -> None:
-    """Raise InputError where a hook or a forward of the user may change what the module makes of its input."""
+    """Raise InputError if a hook or a forward of the user may change the module's output."""
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     for hook in (hook.func if isinstance(hook, partial) else hook for hook in hooks):
         if not written_in(hook).startswith(LIBRARIES):
             raise InputError(
-                f"it has a forward hook, {name_of(hook)}, that may change what its weight gives: remove the hook, or "
-                "add what it does to the weight"
+                f"it has a forward hook, {name_of(hook)}, that may change its output: remove the hook, or add what it "
+                "does to the weight"
             )
     forward = forward_of(module)
     if not written_in(forward).startswith(LIBRARIES):
@@ -162,25 +159,25 @@ def check_own_map(module: nn.Module) -> None:
 
 
 def check_parameters(module: nn.Module) -> None:
-    """Raise InputError where the weight or the bias is computed at each call, and cannot be replaced by another."""
+    """Raise InputError if the weight or the bias is computed at each call, and cannot be replaced."""
     for name in ("weight", "bias"):
         if getattr(module, name, None) is not None and module._parameters.get(name) is None:
             raise InputError(
-                f"its {name} is no parameter but computed from others, by torch.nn.utils.prune or a parametrization: "
+                f"its {name} is not a parameter but computed, by torch.nn.utils.prune or a parametrization: "
                 "make it permanent with prune.remove or remove_parametrizations"
             )
 
 
 @dataclass(frozen=True)
 class Beginning:
-    """Where a model begins on some inputs: at this layer, the one before having given `output`."""
+    """A layer at which a forward pass on some inputs begins, with the output of the layers before it."""
 
     layer: int
-    output: Any  # a tensor (B,T,D), or a tuple that begins with one
+    output: Any  # of the layer before, a tensor (B,T,D) or a tuple that begins with one
 
 
 class _Reached(Exception):
-    """Ends a forward pass as soon as what it is run for is known."""
+    """Ends a forward pass as soon as the layer's output is known."""
 
 
 @torch.no_grad()
@@ -191,10 +188,7 @@ def beginning_at(
     inputs: Mapping[str, Any],
     before: Beginning | None = None,
 ) -> Beginning | None:
-    """Run the model up to this layer, from the beginning `before` on where there is one.
-
-    None where the layer in front of it does not run.
-    """
+    """Run the model up to this layer, starting from `before` if given; None if the layer before it does not run."""
     outputs: list[Any] = []
 
     def keep(module: nn.Module, args: tuple, output: Any) -> None:
@@ -212,8 +206,9 @@ def beginning_at(
 
 @contextmanager
 def begun(layers: Sequence[nn.Module], beginning: Beginning) -> Iterator[None]:
-    """The layers before the beginning compute nothing until the end of the block: each gives what the last of them
-    gave. What the model makes outside its layers (masks, rotary angles) is made as always.
+    """Skip the layers before the beginning for the length of the block: each returns the kept output.
+
+    Computations outside the layers (masks, rotary angles) are unaffected.
     """
 
     def kept(forward: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Where each architecture keeps its layers and sites. Adding a family = adding one row to `FAMILIES`.
+"""The layers and sites of each known architecture. A new family is one row of `FAMILIES`.
 
-Every row was found by checking the wiring equation (head of family.py) numerically (`check_wiring`), and the tests do
-so again for every row. Sandwich-norm families (Gemma 2/3, OLMo 2) are sequential here: what is added to the residual
-stream is the output of the norm behind the branch.
+Every row satisfies the wiring equation (head of family.py) numerically (`check_wiring`); the tests check this for every
+row. Sandwich-norm families (Gemma 2/3, OLMo 2) are sequential here: the output of the norm after the branch is added to
+the residual stream.
 """
 
 from dataclasses import replace
@@ -23,7 +23,7 @@ def _sites(**addresses: str) -> dict[str, str]:
 
 
 def _sequential(attn_norm: str, attention: str, mlp_norm: str, mlp: str) -> dict[str, str]:
-    """Sites of a block in which each branch has a norm in front; what the second norm reads is h+½."""
+    """Return the sites of a block with a norm before each branch; the second norm reads h+½."""
     return _sites(
         attn_norm=f"{attn_norm}.output",
         attn_out=f"{attention}.output",
@@ -34,7 +34,7 @@ def _sequential(attn_norm: str, attention: str, mlp_norm: str, mlp: str) -> dict
 
 
 def _parallel(norm: str, attention: str, mlp: str) -> dict[str, str]:
-    """Sites of a block whose two branches read one norm."""
+    """Return the sites of a block whose two branches read one norm."""
     return _sites(attn_norm=f"{norm}.output", attn_out=f"{attention}.output", mlp_out=f"{mlp}.output")
 
 
@@ -102,7 +102,7 @@ _BLOOM = Family(
     positions="alibi",
     door="interceptor",
     output="dense",
-    # the attention module and the MLP add the residual themselves: their last projections are read
+    # the attention module and the MLP add the residual themselves, so their last projections are read
     sites=_sequential("input_layernorm", "self_attention.dense", "post_attention_layernorm", "mlp.dense_4h_to_h"),
     when={"apply_residual_connection_post_layernorm": False},
 )
@@ -111,7 +111,7 @@ _FALCON = replace(
     name="falcon",
     wiring="parallel",
     positions="rotary",
-    # mlp_out is read before the block adds attn_out into that very tensor
+    # mlp_out is read before the block adds attn_out to it in place
     sites=_parallel("input_layernorm", "self_attention", "mlp"),
     when={"parallel_attn": True},
 )
@@ -149,7 +149,7 @@ _GPTJ = replace(
     sites=_parallel("ln_1", "attn", "mlp"),
 )
 
-# model type (config.json) → its rows; the first whose `when` holds is the model's.
+# model type (config.json) → its rows; the first row whose `when` holds is used.
 FAMILIES: dict[str, tuple[Family, ...]] = {
     **{
         name: (replace(_LLAMA, name=name),)
@@ -228,7 +228,7 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
 }
 
 
-# type of a text tower → the type whose rows are its own
+# type of a text tower → the type whose rows it uses
 BUILT_AS = {
     "gemma": "llama",
     "qwen2_vl_text": "qwen2",
@@ -239,7 +239,7 @@ BUILT_AS = {
 
 
 def find_family(model: nn.Module) -> Family:
-    """The row of FAMILIES for a loaded model: of its type, or of the type of its text tower.
+    """Return the row of FAMILIES for a loaded model: that of its type, or of the type of its text tower.
 
     Raises:
         InputError: the model type has no row, or none whose `when` holds for this configuration.
@@ -254,7 +254,7 @@ def find_family(model: nn.Module) -> Family:
             return replace(row, positions=kind, prefix=getattr(config, "prefix_length", 0))
     if rows:
         wanted = " or ".join(str(dict(row.when)) for row in rows)
-        raise InputError(f"no row for a {model_type} wired like this one (there is one for {wanted})")
+        raise InputError(f"there is no row for a {model_type} wired like this one (only for {wanted})")
     raise InputError(
         f"the architecture '{model_type}' has no row in sinkscope/models/families.py "
         f"(`sinkscope list families` shows those that have one)"
@@ -262,7 +262,7 @@ def find_family(model: nn.Module) -> Family:
 
 
 def _rows_of_tower(model: Any) -> tuple[Family, ...]:
-    """The rows of a text tower's own type, or of the one it is built as, with its place in the whole model."""
+    """Return the rows of a text tower's type, or of the type in BUILT_AS, with paths in the whole model."""
     path, tower = text_tower(model)
     kind = tower.config.model_type
     rows = FAMILIES.get(BUILT_AS.get(kind, kind), ()) if path and is_own(tower) else ()

@@ -30,27 +30,27 @@ Layout = Literal["first", "third", "flat"]  # (S,B,T,D), (B,T,S,D), (B,T,S·D)
 
 @dataclass(frozen=True)
 class Copies:
-    """How a layer's input and output hold the copies."""
+    """The layout of the copies of the residual stream in a layer's input and output."""
 
     count: int  # S
     layout: Layout
 
     def apart(self, x: torch.Tensor) -> torch.Tensor:
-        """What a layer takes or gives → (B,T,S,D)."""
+        """Reshape a layer's input or output to (B,T,S,D)."""
         if self.layout == "flat":
             return x.unflatten(-1, (self.count, -1))
         return x.movedim(0, 2) if self.layout == "first" else x
 
     def stream(self, x: torch.Tensor) -> torch.Tensor:
-        """What a layer takes or gives → the residual stream (B,T,D)."""
+        """Return the residual stream (B,T,D) of a layer's input or output."""
         return self.apart(x).mean(2)
 
 
 def find_copies(x: torch.Tensor, tokens: torch.Size, width: int) -> Copies | None:
-    """How many copies a layer's input x holds; None where it holds one.
+    """Find the copies of the residual stream in a layer's input; None if there is only one.
 
     Args:
-        x: what a layer takes.
+        x: the layer's input.
         tokens: (B,T), the shape of the token ids.
         width: D of the residual stream.
     """
@@ -63,11 +63,11 @@ def find_copies(x: torch.Tensor, tokens: torch.Size, width: int) -> Copies | Non
     return None
 
 
-# In the order in which a forward pass reaches them. Attention's own sites are in attention/seam.py.
+# In the order in which a forward pass reaches them. The sites within attention are in attention/seam.py.
 RESIDUAL_SITES = ("layer_in", "attn_norm", "attn_out", "mid", "mlp_norm", "mlp_out", "layer_out")
 
 
-ATTENTION, NOT_RUN = "attention", "not run"  # kinds of a layer; the second stands aside when text is read alone
+ATTENTION, NOT_RUN = "attention", "not run"  # kinds of a layer; the second does not run on text
 NO_POSITIONS, UNKNOWN_POSITIONS = "none", "unknown"  # kinds of positions
 ON_LOGITS = {"alibi", "relative"}  # kinds of positions that are a bias on the logits
 FEED_FORWARD = ("mlp", "moe", "feed_forward")  # kinds of layers that mix no tokens, as configurations name them
@@ -86,31 +86,31 @@ Role = Literal["query", "key", "value"]
 
 @dataclass(frozen=True)
 class Outputs:
-    """Which outputs of a module, within the attention module, are an attention layer's queries, keys or values."""
+    """The outputs of a module that are a layer's queries, keys or values."""
 
-    module: str
-    places: tuple[tuple[int, ...], ...]  # by head, its d outputs
+    module: str  # path within the attention module
+    places: tuple[tuple[int, ...], ...]  # by head, the indices of its d outputs
 
 
 @dataclass(frozen=True)
 class Block:
     """How one layer is built. Paths of modules are relative to it.
 
-    A branch that is not just one module's output has its terms in `sums`, those that are read before the last also in
-    `sites`, under a name of their own; the branch's own address in `sites` is that of the last term.
+    A branch that is not just one module's output has its terms in `sums`. Its address in `sites` is that of the last
+    term; earlier terms also have entries in `sites`, under other names.
     """
 
-    attention: str  # the attention module; "" where the layer has none
+    attention: str  # the attention module; "" if the layer has none
     sites: Mapping[str, str]  # site → address, in the order in which a forward pass reaches them
     wiring: str  # see above
-    kind: str = ATTENTION  # or what the layer has in its place: linear_attention, mamba, conv, …
+    kind: str = ATTENTION  # or what replaces attention: linear_attention, mamba, conv, …
     sums: Mapping[str, tuple[Term, ...]] = field(default_factory=dict)  # site → what is added to the stream there
 
     def terms(self, site: str) -> tuple[Term, ...]:
         return self.sums.get(site) or (Term(self.sites[site], 1.0),)
 
     def reading_order(self, wanted: Container[str]) -> list[tuple[str, int]]:
-        """The wanted sites, each as often as it has terms, with the number of the term that is read."""
+        """Return the wanted sites with the index of a term, one entry per term, in the order of a forward pass."""
         order = {address: place for place, address in enumerate(self.sites.values())}
         steps = [
             (site, at)
@@ -123,50 +123,50 @@ class Block:
 
 @dataclass(frozen=True)
 class Family:
-    """One row: how an architecture is built. Paths of modules are relative to a layer unless said otherwise."""
+    """One row: how an architecture is built. Paths of modules are relative to a layer unless stated otherwise."""
 
     name: str
     layers: str  # the ModuleList of layers, from the model's root
-    attention: str  # the attention module; "" where no layer has one
+    attention: str  # the attention module; "" if no layer has one
     sites: Mapping[str, str]  # site → address, in the order in which a forward pass reaches them
     wiring: str = "sequential"  # of the first layer that has attention
-    positions: str = "rotary"  # or "learned", "alibi"; of a loaded model all that are found (position_kinds.py)
-    layer_positions: tuple[str, ...] = ()  # those found by layer; "" where it has no attention
-    door: str = "interface"  # transformers' AttentionInterface, or "interceptor" where a model does not use that
-    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # in the attention module: three projections, or one for all
-    fused: str = ""  # one for all holds "blocks" (all of q, of k, of v) or "groups" (a key head's queries, key, value)
+    positions: str = "rotary"  # or "learned", "alibi"; for a loaded model all kinds found (position_kinds.py)
+    layer_positions: tuple[str, ...] = ()  # the kind found by layer; "" for a layer without attention
+    door: str = "interface"  # transformers' AttentionInterface, or "interceptor" if the model does not use that
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # in the attention module: three projections, or one fused
+    fused: str = ""  # layout of a fused one: "blocks" (all of q, of k, of v) or "groups" (a key head's q, k and v)
     output: str = "o_proj"  # in the attention module: the projection that reads every head's output, heads in order
-    mlp: tuple[str, ...] = ("mlp",)  # the modules that make up the feed-forward network, one after the other
+    mlp: tuple[str, ...] = ("mlp",)  # the modules that make up the feed-forward network, in order
     position_embedding: str = ""  # the embedding of learned positions, from the model's root
     position_offset: int = 0  # its row of position 0
     first_position: int | None = 0  # `position_ids` of a sequence's first token; None: they cannot be given
     scaling: float | None = None  # of q·k; None: 1/√d
     when: Mapping[str, Any] = field(default_factory=dict)  # config attributes that this row's wiring requires
-    causal: bool = True  # whether a token sees only those before it; False: an encoder, which attends both ways
-    prefix: int = 0  # how many tokens at the beginning all others see, also earlier ones (prefix LM)
-    gated: bool = False  # whether a gate of the model's own multiplies what `output` reads
-    blocks: tuple[Block, ...] = ()  # of every layer, where they are not all as this row says
+    causal: bool = True  # whether a token sees only earlier ones; False: an encoder, which attends both ways
+    prefix: int = 0  # how many first tokens are visible to all others (prefix LM)
+    gated: bool = False  # whether the model has a gate that multiplies the input of `output`
+    blocks: tuple[Block, ...] = ()  # of every layer, if the layers differ
     projections: Mapping[int, Mapping[Role, Outputs]] = field(default_factory=dict)  # layer → role → found numerically
-    copies: Copies | None = None  # of the residual stream, where there are several
+    copies: Copies | None = None  # of the residual stream, if there are several
 
     def block(self, layer: int) -> Block:
         return self.blocks[layer] if self.blocks else Block(self.attention, self.sites, self.wiring)
 
     def last_layer(self, model: nn.Module) -> int:
-        """The last one that runs."""
+        """Return the last layer that runs."""
         return max(at for at in range(len(self.layer_modules(model))) if self.block(at).kind != NOT_RUN)
 
     def positions_at(self, layer: int) -> str:
-        """The kind of positions of a layer with attention."""
+        """Return the kind of positions of a layer with attention."""
         return self.layer_positions[layer] if self.layer_positions else self.positions
 
     @property
     def kinds_of_positions(self) -> set[str]:
-        """Of all layers with attention."""
+        """The kinds of positions of all layers with attention."""
         return set(self.layer_positions) - {""} or {self.positions}
 
     def attentions(self, model: nn.Module) -> dict[int, nn.Module]:
-        """Layer → its attention module, of the layers that have one."""
+        """Return layer → attention module for the layers that have one."""
         layers = enumerate(self.layer_modules(model))
         return {at: layer.get_submodule(path) for at, layer in layers if (path := self.block(at).attention)}
 
@@ -178,16 +178,16 @@ class Family:
         return list(model.get_submodule(self.layers).children())
 
     def stream(self, x: torch.Tensor) -> torch.Tensor:
-        """What is read at a site of the residual stream: the mean of the copies, where there are several."""
+        """Return the residual stream for a tensor at one of its sites: the mean of the copies if there are several."""
         return x if self.copies is None else self.copies.stream(x)
 
     @property
     def mixes_by_attention_alone(self) -> bool:
-        """Whether no layer mixes tokens in another way."""
+        """Whether no layer mixes tokens other than by attention."""
         return all(block.kind in (ATTENTION, NOT_RUN, *FEED_FORWARD) for block in self.blocks)
 
     def absent_sites(self) -> dict[str, str]:
-        """Residual-stream sites that this family does not have, with the reason."""
+        """Return the residual-stream sites that this family does not have, with the reason."""
         alone = "no layer has two branches, so h+½ does not exist"
         reasons = {
             "attn_out": "no layer mixes tokens in a branch of its own",
@@ -199,16 +199,16 @@ class Family:
             "mlp_norm": "the MLP reads its input without a norm of its own in front",
         }
         if self.wiring == "unknown":
-            reasons = dict.fromkeys(reasons, "what a layer adds to the residual stream is no sum that is known")
+            reasons = dict.fromkeys(reasons, "it is not known which sum a layer adds to the residual stream")
         present = {site for block in self.blocks or (self,) for site in block.sites}
         return {site: reasons[site] for site in RESIDUAL_SITES if site not in present}
 
 
 def embedding_weight(model: Any) -> torch.Tensor:
-    """The token embeddings (V,D).
+    """Return the token embeddings (V,D).
 
     Raises:
-        InputError: there are none, or they are not one table.
+        InputError: the model has none, or has several tables.
     """
     embedding: Any = token_embedding(model)
     if embedding is None:
@@ -219,18 +219,18 @@ def embedding_weight(model: Any) -> torch.Tensor:
 
 
 def input_device(model: Any) -> torch.device:
-    """Where the model expects its token ids."""
+    """Return the device on which the model expects its token ids."""
     device = embedding_weight(model).device
-    return torch.device("cpu") if device.type == "meta" else device  # offloaded: accelerate moves the inputs itself
+    return torch.device("cpu") if device.type == "meta" else device  # offloaded: accelerate moves the inputs
 
 
 def first_tensor(value: Any) -> torch.Tensor:
-    """A module's own result where it returns several."""
+    """Return a module's main output if it returns several."""
     return value[0] if isinstance(value, tuple | list) else value
 
 
 def number_of_positions(model: Any, family: Family | None = None) -> int | None:
-    """That a model's configuration allows, from the first one of its family on; None where it names none."""
+    """Return how many positions a model's configuration allows from `first_position` on; None if it has no limit."""
     text = model.config.get_text_config()
     limits = (getattr(text, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len"))
     before = (family and family.first_position) or 0

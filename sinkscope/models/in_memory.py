@@ -18,34 +18,34 @@ from sinkscope.models.quantized import is_packed
 from sinkscope.models.towers import reading_text
 
 WRAPPERS = ("torch.compile", "DataParallel", "DistributedDataParallel", "PEFT")
-COMPILED = "_compiled_call_impl"  # where `module.compile()` puts its own `__call__`
-BEFORE_COMPILING = "_torchdynamo_orig_callable"  # of a function that torch.compile has made: the function it was
+COMPILED = "_compiled_call_impl"  # module attribute of the `__call__` that `module.compile()` makes
+BEFORE_COMPILING = "_torchdynamo_orig_callable"  # attribute of a compiled function: the original
 ADAPTION_PROMPT = "peft.tuners.adaption_prompt"
 
-Attributes = list[tuple[str, Any, dict[Any, Any] | None]]  # name, value, and what a dict held
+Attributes = list[tuple[str, Any, dict[Any, Any] | None]]  # name, value, and a copy if the value is a dict
 
 
 def text_of(name: Any) -> str:
-    """A name or path as text. Raises InputError for any other object."""
+    """Return a name or path as text; raise InputError for any other object."""
     if not isinstance(name, str | os.PathLike):
         raise InputError(f"a name or a path is needed, and this is a {_kind(name)}")
     return os.fspath(name)
 
 
 def unwrapped(model: Any) -> PreTrainedModel:
-    """The transformers model in an object that the caller has handed over.
+    """Return the transformers model inside an object of the caller.
 
     Raises:
-        InputError: it is no model of transformers, nor one that torch.compile, DataParallel or PEFT has wrapped, or its
-            weights were made in inference mode, or are unpacked at its first run.
+        InputError: it is neither a model of transformers nor one that torch.compile, DataParallel or PEFT has wrapped,
+            or its weights were made in inference mode, or are unpacked in its first run.
     """
     kind = _kind(model)
     while not isinstance(model, PreTrainedModel):
         inner = _inner(model)
         if inner is None:
             raise InputError(
-                f"{kind} is no model: give a hub id, a folder, a .gguf file, or a model of transformers "
-                f"(also behind {', '.join(WRAPPERS)})"
+                f"{kind} is not a model: give a hub id, a folder, a .gguf file, or a model of transformers "
+                f"(also wrapped by {', '.join(WRAPPERS)})"
             )
         model = inner
     if any(type(module).__module__.startswith(ADAPTION_PROMPT) for module in model.modules()):
@@ -54,7 +54,7 @@ def unwrapped(model: Any) -> PreTrainedModel:
             "without it"
         )
     if is_packed(model):
-        raise InputError(f"the weights of {type(model).__name__} are unpacked at its first run: run it once before")
+        raise InputError(f"the weights of {type(model).__name__} are unpacked in its first run: run it once before")
     if any(parameter.is_inference() for parameter in model.parameters()):
         raise InputError(f"the weights of {type(model).__name__} were made in torch.inference_mode: load it outside")
     return model
@@ -65,7 +65,7 @@ def _kind(thing: Any) -> str:
 
 
 def _inner(model: Any) -> Any:
-    """What a wrapper holds; None where it is none."""
+    """Return the content of a wrapper; None if the object is not a wrapper."""
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         return model.module
     if not isinstance(model, nn.Module):
@@ -73,13 +73,13 @@ def _inner(model: Any) -> Any:
     peft: Any = model
     if hasattr(peft, "get_base_model"):  # adapters are modules of that model
         if getattr(getattr(peft, "active_peft_config", None), "is_prompt_learning", False):
-            raise InputError("a model behind PEFT's prompts cannot be measured with them: give the model itself")
+            raise InputError("a model with PEFT's prompts cannot be measured with them: give the model itself")
         return peft.get_base_model()
     return getattr(model, "_orig_mod", None)
 
 
 def check_called_itself(model: Any) -> None:
-    """Raise InputError for a wrapper that calls copies of the model, which know nothing of what is put into it."""
+    """Raise InputError if a wrapper calls copies of the model, which changes of the model do not reach."""
     while model is not None and not isinstance(model, PreTrainedModel):
         if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
             raise InputError(
@@ -89,7 +89,7 @@ def check_called_itself(model: Any) -> None:
 
 
 def weight_in_memory(module: Any) -> torch.Tensor:
-    """The weight of a module; where accelerate has offloaded it, a copy."""
+    """Return the weight of a module; if accelerate has offloaded it, a copy."""
     if not module.weight.is_meta:
         return module.weight
     with align_module_device(module):
@@ -98,10 +98,10 @@ def weight_in_memory(module: Any) -> torch.Tensor:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Within it, the model computes what it computes when it is deployed; afterwards it is as it was.
+    """Let the model compute as in deployment for the length of the block, and restore it afterwards.
 
-    It is in eval mode, without what torch.compile has made of it, gives outputs with names, and is outside of the
-    caller's autocast, inference mode and default device.
+    It is in eval mode, is not compiled, returns outputs by name, and ignores the caller's autocast, inference mode and
+    default device.
     """
     with ExitStack() as stack:
         stack.enter_context(on_cpu_by_default())
@@ -118,13 +118,13 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def on_cpu_by_default() -> AbstractContextManager[Any]:
-    """New tensors are on the CPU until the end of the block, whatever torch.set_default_device has been given."""
+    """Create new tensors on the CPU for the length of the block, whatever torch's default is."""
     return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 @contextmanager
 def _giving_names(model: nn.Module) -> Iterator[None]:
-    """The model gives outputs with names, also where its configuration asks for tuples."""
+    """Let the model return outputs by name, even if its configuration asks for tuples."""
     configs = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
     if all(config.return_dict for config in configs):
         yield
@@ -138,8 +138,9 @@ def _giving_names(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def own_configurations(model: nn.Module) -> Iterator[None]:
-    """The model's modules hold copies of their configurations until the end of the block: other models may share the
-    originals.
+    """Give the model's modules copies of their configurations for the length of the block.
+
+    Other models may share the originals.
     """
     held = [
         (module, name, value)
@@ -147,7 +148,7 @@ def own_configurations(model: nn.Module) -> Iterator[None]:
         for name, value in vars(module).items()
         if isinstance(value, PreTrainedConfig)
     ]
-    copies: dict[int, Any] = {}  # one of each, whether it is held by itself or within another
+    copies: dict[int, Any] = {}  # one copy each, also of configurations nested in others
     try:
         for module, name, value in held:
             vars(module)[name] = copy.deepcopy(value, copies)
@@ -159,8 +160,9 @@ def own_configurations(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def called_uncompiled(model: PreTrainedModel) -> Iterator[None]:
-    """Every call of the model runs its Python code until the end of the block, also a call of what torch.compile has
-    made of it before: compiled code would not notice all that is put into the model meanwhile.
+    """Let every call of the model, compiled or not, run its Python code for the length of the block.
+
+    Compiled code would not notice all changes that are made to the model within the block.
     """
     with ExitStack() as stack:
         for module in model.modules():
@@ -174,7 +176,7 @@ def called_uncompiled(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _uncompiled(module: nn.Module) -> dict[str, Any]:
-    """The module's forward as `module.forward = torch.compile(module.forward)` has found it; {} for any other."""
+    """Return a module's forward from before `module.forward = torch.compile(module.forward)`; {} if not compiled."""
     before = getattr(vars(module).get("forward"), BEFORE_COMPILING, None)
     return {} if before is None else {"forward": before}
 
@@ -191,9 +193,9 @@ def _put_back(attributes: dict[str, Any], name: str, value: Any) -> None:
 
 @contextmanager
 def unchanged_after(model: nn.Module) -> Iterator[None]:
-    """The attributes of every module are at the end of the block what they were, also after an exception.
+    """Restore the attributes of every module at the end of the block, also after an exception.
 
-    Weights are not copied: what changes their values has to put them back itself.
+    Weights are not copied: code that changes their values has to restore them.
     """
     before = [(module, _attributes(module)) for module in model.modules()]
     try:
@@ -204,9 +206,9 @@ def unchanged_after(model: nn.Module) -> Iterator[None]:
 
 
 def _attributes(module: nn.Module) -> Attributes:
-    """Of the module itself; dicts are, for one, its hooks and parameters.
+    """Return the attributes of a module; dicts hold, among others, its hooks and parameters.
 
-    Most of a module's dicts are empty, and a model has thousands of them: those are not copied.
+    Most of a module's dicts are empty, and a model has thousands of them: empty ones are not copied.
     """
     return [
         (name, value, dict(value) if isinstance(value, dict) and value else None)
@@ -215,7 +217,7 @@ def _attributes(module: nn.Module) -> Attributes:
 
 
 def _restore(module: nn.Module, before: Attributes) -> None:
-    """Its attributes as they were, in the same dicts: the handles of hooks refer to them."""
+    """Restore a module's attributes in the same dict objects, because the handles of hooks refer to them."""
     own = vars(module)
     for name in own.keys() - {name for name, _, _ in before}:
         del own[name]
@@ -226,21 +228,22 @@ def _restore(module: nn.Module, before: Attributes) -> None:
             value.update(entries or {})
 
 
-OF_THE_PLACE = {"_name_or_path", "transformers_version"}  # entries of a configuration that decide no number
+NOT_DECISIVE = {"_name_or_path", "transformers_version"}  # entries of a configuration that do not affect results
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A digest of a model's configuration and of its parameters and buffers: all their values, or of offloaded ones
-    names and shapes.
+    """Return a digest of a model's configuration, parameters and buffers, to compare whether two models are the same.
+
+    Offloaded parameters enter by name and shape only, all others with their values.
 
     Args:
-        model: with a `config` as transformers' models have it.
+        model: a module with a transformers `config`.
 
     Returns:
         SHA-256 in hexadecimal digits.
     """
     settings = model.config.to_dict()  # type: ignore[union-attr,operator]
-    decisive = {name: value for name, value in settings.items() if name not in OF_THE_PLACE}
+    decisive = {name: value for name, value in settings.items() if name not in NOT_DECISIVE}
     digest = hashlib.sha256(json.dumps(decisive, sort_keys=True, default=str).encode())
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())

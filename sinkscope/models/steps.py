@@ -1,4 +1,4 @@
-"""The steps of a training as checkpoints: revisions of a hub repository, or subfolders of a folder."""
+"""Finds the checkpoints of a training: revisions of a hub repository, or subfolders of a folder."""
 
 import re
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from sinkscope.errors import InputError, unknown
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One step: what `analyze` loads for it."""
+    """One step of a training, and the model that `analyze` loads for it."""
 
     step: int
     name: str  # the revision's or the subfolder's
@@ -24,7 +24,7 @@ class Checkpoint:
 
 
 def find_checkpoints(model: str, revisions: str | Iterable[str] | None = None) -> list[Checkpoint]:
-    """The checkpoints, ordered by step; InputError for fewer than two, or names without a step."""
+    """Return the checkpoints ordered by step; raise InputError for fewer than two, or names without a step."""
     if isinstance(revisions, str):
         revisions = revisions.split(",")
     names = [name.strip() for name in revisions or () if name.strip()]
@@ -34,7 +34,7 @@ def find_checkpoints(model: str, revisions: str | Iterable[str] | None = None) -
     if folder.is_dir():
         names = _subfolders(model, folder, names)
     elif len(names) < 2:
-        alone = f" ({names[0]} alone goes without a comma)" if names else ""
+        alone = f" (for {names[0]} only, leave out the comma)" if names else ""
         raise InputError(f"name two or more steps of {model}, as --revision step0,step512,step1000{alone}")
     steps = {name: step_of(name, names) for name in names}
     for first, second in combinations(names, 2):
@@ -51,10 +51,10 @@ def find_checkpoints(model: str, revisions: str | Iterable[str] | None = None) -
 
 
 def step_of(name: str, among: Iterable[str] = ()) -> int:
-    """The number behind `step`, else the one at the end: of OLMo's step1000-tokens4B it is 1000.
+    """Return the number after `step`, else the one at the end of the name: 1000 for OLMo's step1000-tokens4B.
 
     Raises:
-        InputError: there is none; the message says which of the names `among` have one.
+        InputError: there is no number; the message says which of the names `among` have one.
     """
     found = _step(name)
     if found is None:
@@ -71,17 +71,13 @@ def _step(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def _trainer_checkpoints(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.glob("checkpoint-*") if path.is_dir())
-
-
 def _subfolders(model: str, folder: Path, names: list[str]) -> list[str]:
-    """The subfolders named, or else all `checkpoint-…`, each checked to look like a model."""
+    """Return the named subfolders, or else all `checkpoint-…`, after a check that each looks like a model."""
     there = sorted(path.name for path in folder.iterdir() if path.is_dir())
     for name in names:
         if not (folder / name).is_dir():
             raise InputError(f"{model} has no such folder: {unknown(name, there)}")
-    found = _trainer_checkpoints(folder)
+    found = [name for name in there if name.startswith("checkpoint-")]
     if not names and not found:
         raise InputError(f"{model} holds no steps: no folder in it is called checkpoint-…")
     names = names or found

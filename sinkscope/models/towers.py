@@ -1,12 +1,11 @@
-"""The text tower: of a model that also reads pictures or sound, the part that the token embeddings feed.
+"""The text tower: the part of a model for pictures or sound that reads the token embeddings.
 
-It is looked for by its structure: of all models of transformers inside the model, those around the token embeddings
-that share one configuration. Of a plain language model this is the model itself.
+It is found by structure: among the nested transformers models that contain the token embeddings, the outermost with
+the same configuration as the innermost. For a plain language model it is the model itself.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,27 +15,30 @@ from transformers import PreTrainedModel
 from sinkscope.errors import InputError, described
 from sinkscope.models.model_types import base_type
 
-# Types whose text towers may be of a family with a row, so that a retrofitted one can be built again from its folder
+# Types whose text towers may be of a family with a row, so that a retrofitted model can be loaded from its folder
 WITH_TOWERS = (
     *("got_ocr2", "idefics2", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3"),
     *("paligemma", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "vipllava", "voxtral"),
 )
 
-# What a model has to be told so that each token of a text sees those before it: model type → argument → its value for
-# every token. PaliGemma reads a prompt both ways (0) and what follows as any decoder does (1). Told neither, it attends
-# both ways under SDPA, but causally under eager or where a batch is padded.
+# Arguments that a model needs so that text is read causally: model type → argument → its value for every token.
+# PaliGemma attends both ways in a prompt (0) and causally after it (1). Without the argument it attends both ways under
+# SDPA, but causally under eager or in a padded batch.
 TEXT: Mapping[str, Mapping[str, int]] = {"paligemma": {"token_type_ids": 1}}
 
 
 def text_tower(model: PreTrainedModel) -> tuple[str, PreTrainedModel]:
-    """The path and the module of the text tower; "" and the model where that is the whole model."""
-    around = _models_around(model, embedding_path(model))
+    """Return path and module of the text tower; "" and the model if that is the whole model."""
+    parts = embedding_path(model).split(".")
+    outer = [".".join(parts[:count]) for count in range(len(parts))]
+    modules: list[tuple[str, Any]] = [(path, model.get_submodule(path)) for path in outer]
+    around = [(path, module) for path, module in modules if isinstance(module, PreTrainedModel)]  # from outside
     innermost = around[-1][1]
     return next((path, module) for path, module in around if module.config is innermost.config)
 
 
 def token_embedding(model: PreTrainedModel) -> nn.Module:
-    """The module that embeds the tokens. Raises InputError where transformers does not know it."""
+    """Return the module that embeds the tokens; raise InputError if transformers does not know it."""
     try:
         return model.get_input_embeddings()
     except (NotImplementedError, AttributeError) as error:
@@ -44,13 +46,13 @@ def token_embedding(model: PreTrainedModel) -> nn.Module:
 
 
 def vocabulary(model: PreTrainedModel) -> int:
-    """How many token ids a model both reads and predicts: some have embeddings for placeholders of pictures besides."""
+    """Return how many token ids a model both reads and predicts; some also embed placeholders of pictures."""
     tables: Any = (token_embedding(model), model.get_output_embeddings())
     return min(len(table.weight) for table in tables if table is not None and hasattr(table, "weight"))
 
 
 def placeholders(model: PreTrainedModel) -> tuple[int, ...]:
-    """Ids that are no text: in their places a model puts what it makes of pictures or sound, or marks where that is."""
+    """Return the ids that are not text but placeholders or marks of pictures or sound."""
     if not text_tower(model)[0]:
         return ()
     entries = model.config.to_dict().items()
@@ -58,7 +60,7 @@ def placeholders(model: PreTrainedModel) -> tuple[int, ...]:
 
 
 def embedding_path(model: PreTrainedModel) -> str:
-    """Where the token embeddings are. Raises InputError where transformers does not know them."""
+    """Return the path of the token embeddings; raise InputError if transformers does not know them."""
     embedding = token_embedding(model)
     path = next((path for path, module in model.named_modules() if module is embedding), None)
     if path is None:
@@ -66,16 +68,14 @@ def embedding_path(model: PreTrainedModel) -> str:
     return path
 
 
-def _models_around(model: PreTrainedModel, path: str) -> list[tuple[str, Any]]:
-    """The models of transformers that hold a module, from outside."""
-    parts = path.split(".")
-    outer = [".".join(parts[:count]) for count in range(len(parts))]
-    found = [(path, model.get_submodule(path)) for path in outer]
-    return [(path, module) for path, module in found if isinstance(module, PreTrainedModel)]
-
-
 def within(tower: nn.Module, at: str, path: str) -> str:
-    """A path from the root of a language model with its head, of a tower that may be without its head and at `at`."""
+    """Return a path in the whole model for a path from the root of a language model with head.
+
+    Args:
+        tower: the language model, which may have no head.
+        at: its path in the whole model.
+        path: the path to convert.
+    """
     if not path:
         return ""
     head, _, rest = path.partition(".")
@@ -83,37 +83,37 @@ def within(tower: nn.Module, at: str, path: str) -> str:
 
 
 def is_own(tower: PreTrainedModel) -> bool:
-    """Whether a tower is a language model of transformers by itself, as its configuration is."""
+    """Return whether a tower and its configuration are of the same package, as a language model's are."""
     model, config = (type(thing).__module__.rpartition(".")[0] for thing in (tower, tower.config))
     return model == config
 
 
 def tower_notice(model: PreTrainedModel) -> tuple[str, ...]:
-    """What the user should know of a model of which a part is measured."""
+    """Return notices on a model of which only the text tower is measured."""
     path, tower = text_tower(model)
     if not path:
         return ()
-    return (f"{type(model).__name__}: its text tower is measured ({type(tower).__name__} at '{path}'), by text alone",)
+    return (f"{type(model).__name__}: its text tower is measured ({type(tower).__name__} at '{path}'), on text only",)
 
 
 def reached_by_text(model: PreTrainedModel) -> set[str]:
-    """The paths of the modules that run when the model reads text alone."""
+    """Return the paths of the modules that run when the model reads only text."""
     return _read_a_token(model)[0]
 
 
 @torch.no_grad()
 def _read_a_token(model: PreTrainedModel) -> tuple[set[str], Any]:
-    """The paths of the modules that run, and what the model gives."""
+    """Run the model on one token, and return the paths of the modules that run, and the model's output."""
     reached: set[str] = set()
     with ExitStack() as hooks:
         for path, module in model.named_modules():
-            hooks.enter_context(module.register_forward_pre_hook(partial(_note, reached, path)))
+            hooks.enter_context(module.register_forward_pre_hook(lambda module, args, path=path: reached.add(path)))
         output = model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
     return reached, output
 
 
 def check_reads_text(model: PreTrainedModel, layers: str) -> None:
-    """Raise InputError unless text alone passes the layers of a text tower, and has its next tokens predicted."""
+    """Raise InputError unless text alone runs through the layers of a text tower, and its next tokens are predicted."""
     if not text_tower(model)[0]:
         return
     try:
@@ -124,31 +124,24 @@ def check_reads_text(model: PreTrainedModel, layers: str) -> None:
         raise InputError(f"{type(model).__name__}: text does not pass the layers at '{layers}'")
     logits = getattr(output, "logits", None)
     if logits is None or logits.shape[:2] != (1, 1):
-        raise InputError(f"{type(model).__name__} does not predict the token behind each that it reads")
-
-
-def _note(reached: set[str], path: str, module: nn.Module, args: tuple) -> None:
-    reached.add(path)
+        raise InputError(f"{type(model).__name__} does not predict the token after each that it reads")
 
 
 def told_of_text(model: nn.Module) -> Mapping[str, int]:
-    """What TEXT says of this model; nothing of most."""
+    """Return this model's entry of TEXT, {} for most models."""
     return TEXT.get(base_type(str(getattr(getattr(model, "config", None), "model_type", ""))), {})
 
 
 @contextmanager
 def reading_text(model: nn.Module) -> Iterator[None]:
-    """The model is told by TEXT what its input is, where the caller does not say, until the end of the block."""
+    """Add the arguments of TEXT to calls of the model that lack them, for the length of the block."""
     told = told_of_text(model)
-    if not told:
-        yield
-        return
-    with model.register_forward_pre_hook(partial(_tell, told), with_kwargs=True):
-        yield
 
+    def add_arguments(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if ids is None:
+            return args, kwargs
+        return args, {name: torch.full_like(ids, value) for name, value in told.items()} | kwargs
 
-def _tell(told: Mapping[str, int], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
-    ids = kwargs.get("input_ids", args[0] if args else None)
-    if ids is None:
-        return args, kwargs
-    return args, {name: torch.full_like(ids, value) for name, value in told.items()} | kwargs
+    with model.register_forward_pre_hook(add_arguments, with_kwargs=True) if told else nullcontext():
+        yield

@@ -40,16 +40,16 @@ from transformers.utils.output_capturing import capture_outputs
 from sinkscope.errors import InputError, unknown
 
 BASE = 10_000.0  # of the wavelengths of sinusoidal positions (Vaswani et al. 2017)
-BUCKETS, MAX_DISTANCE = 32, 128  # T5 (Raffel et al. 2020), which WSE's code has too
+BUCKETS, MAX_DISTANCE = 32, 128  # of T5 (Raffel et al. 2020), as in WSE's code
 
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, (B,T,d) each
 
 
 class PositionScheme(nn.Module):
-    """No positions at all (NoPE); what other schemes do differently they override.
+    """No positions at all (NoPE), and the base class of the other schemes.
 
     Attributes:
-        kind: As attention/position_kinds.py names what it finds.
+        kind: The kind that attention/position_kinds.py finds.
     """
 
     kind: ClassVar[str] = "none"
@@ -59,15 +59,15 @@ class PositionScheme(nn.Module):
         self.config = config
 
     def added(self, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor | None:
-        """Token embeddings (B,T,D), positions (B|1,T) → what is added to the embeddings, (B|1,T,D)."""
+        """Return what is added to token embeddings x (B,T,D) at positions (B|1,T): (B|1,T,D)."""
         return None
 
     def rotation(self, x: torch.Tensor, position_ids: torch.Tensor) -> Rotation | None:
-        """The same → what queries and keys are rotated by."""
+        """Return the rotation of queries and keys, for the same arguments."""
         return None
 
     def bias(self, distance: torch.Tensor) -> torch.Tensor | None:
-        """t - s of queries and keys (T,S) → what is added to the logits, (1,H,T,S); undefined where s > t."""
+        """Return the bias on the logits for distances t - s (T,S): (1,H,T,S); undefined where s > t."""
         return None
 
 
@@ -123,9 +123,9 @@ class Relative(PositionScheme):
 
 
 class BucketNumber(PositionScheme):
-    """The number of the distance's bucket itself as bias, so that keys far away are preferred.
+    """The number of the distance's bucket as bias, which prefers distant keys.
 
-    This is what WSE's released code computes for its "relative" model, whose loss is the worst of table 3.
+    WSE's released code computes this for its "relative" model, whose loss is the worst of table 3.
     """
 
     kind: ClassVar[str] = "relative"
@@ -147,8 +147,9 @@ class Alibi(PositionScheme):
 
 
 def bucket(distance: torch.Tensor) -> torch.Tensor:
-    """T5's bucket of a distance to an earlier key: distances below BUCKETS/2 one by one, then logarithmically up to
-    MAX_DISTANCE; 0 of later keys.
+    """Return T5's bucket of a distance to an earlier key; 0 for later keys.
+
+    Distances below BUCKETS/2 have their own bucket, larger ones share buckets of logarithmic width up to MAX_DISTANCE.
     """
     distance, exact = distance.clamp(min=0), BUCKETS // 2
     further = (distance.clamp(min=1) / exact).log() / math.log(MAX_DISTANCE / exact) * (BUCKETS - exact)
@@ -156,8 +157,10 @@ def bucket(distance: torch.Tensor) -> torch.Tensor:
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """2^(-8h/H) for h = 1 … H; where H is no power of two those of the next smaller one, and then every second of those
-    of the next larger one.
+    """Return the slopes 2^(-8h/H) for h = 1 … H.
+
+    If H is not a power of two, they are those of the next smaller power, followed by every second one of the next
+    larger power.
     """
     smaller = 2 ** int(math.log2(heads))
     slopes = [2 ** (-8 * head / smaller) for head in range(1, smaller + 1)]
@@ -198,7 +201,7 @@ def post_norm(x: torch.Tensor, branch: Branch, norm: nn.Module) -> torch.Tensor:
     return norm(x + branch(x))
 
 
-# name → what becomes of the residual stream by a branch and its norm
+# name → how a branch and its norm update the residual stream
 NORM_PLACEMENTS: dict[str, Callable[[torch.Tensor, Branch, nn.Module], torch.Tensor]] = {
     "pre": pre_norm,
     "post": post_norm,
@@ -206,7 +209,7 @@ NORM_PLACEMENTS: dict[str, Callable[[torch.Tensor, Branch, nn.Module], torch.Ten
 
 
 class SummedHeads(nn.Module):
-    """One projection (d → D) of the sum of all heads, which come side by side, (…,H·d)."""
+    """One projection (d → D) of the sum of all heads; the input is their concatenation (…,H·d)."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -232,15 +235,15 @@ CHOICES: dict[str, Collection[str]] = {
 
 @strict
 class VariedLlamaConfig(LlamaConfig):
-    """Llama's configuration with a name for each part that can be exchanged.
+    """Llama's configuration with a name for each exchangeable part.
 
     Attributes:
-        position_scheme: A name of POSITION_SCHEMES.
-        norm_placement: Of NORM_PLACEMENTS; post-norm has no norm behind the last layer.
-        feed_forward: Of FEED_FORWARDS, of `intermediate_size` whatever it is; `hidden_act` follows.
-        head_mix: Of HEAD_MIXES.
-        sliding_window: The number of tokens that a query sees, its own included; None: all earlier ones.
-        prefix_length: The number of tokens at the beginning that all others see, also earlier ones (prefix LM).
+        position_scheme: A key of POSITION_SCHEMES.
+        norm_placement: A key of NORM_PLACEMENTS; post-norm has no norm after the last layer.
+        feed_forward: A key of FEED_FORWARDS, which also decides `hidden_act`; its width is always `intermediate_size`.
+        head_mix: A key of HEAD_MIXES.
+        sliding_window: The number of tokens that a query sees, including its own; None: all earlier ones.
+        prefix_length: The number of first tokens that are visible to all others (prefix LM).
         initializer_range: Standard deviation of all weights before training; None: that of WSE's released code.
     """
 
@@ -271,12 +274,12 @@ class VariedLlamaConfig(LlamaConfig):
 
     @property
     def kind_of_positions(self) -> str:
-        """What the table of families calls the scheme."""
+        """The scheme's name in the table of families."""
         return POSITION_SCHEMES[self.position_scheme].kind
 
 
 class VariedLlamaAttention(nn.Module):
-    """Llama's with another mix of its heads, and rotated where there is a rotation."""
+    """Llama's attention with an exchangeable mix of the heads, and an optional rotation."""
 
     def __init__(self, config: VariedLlamaConfig, layer_idx: int) -> None:
         super().__init__()
@@ -326,7 +329,7 @@ class FeedForward(nn.Module):
         self.gate_proj = nn.Linear(outer, inner, bias=False) if gated else None
         self.up_proj = nn.Linear(outer, inner, bias=False)
         self.down_proj = nn.Linear(inner, outer, bias=False)
-        self.down_proj.deviation = inner**-0.5 / config.num_hidden_layers  # of its weights' start
+        self.down_proj.deviation = inner**-0.5 / config.num_hidden_layers  # of its initial weights
         self.act_fn = ACT2FN[activation]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -335,7 +338,7 @@ class FeedForward(nn.Module):
 
 
 class VariedLlamaLayer(GradientCheckpointingLayer):
-    """Two branches, attention and feed-forward, each with a norm where the configuration places it."""
+    """Two branches, attention and feed-forward, with their norms placed by the configuration."""
 
     def __init__(self, config: VariedLlamaConfig, layer_idx: int) -> None:
         super().__init__()
@@ -360,7 +363,7 @@ class VariedLlamaPreTrainedModel(LlamaPreTrainedModel):
     _can_record_outputs = {"hidden_states": VariedLlamaLayer, "attentions": VariedLlamaAttention}  # noqa: RUF012
 
     def _init_weights(self, module: nn.Module) -> None:
-        """As WSE's released code, N(0, 2/(5n)) for n inputs or with a module's own deviation; or all alike."""
+        """Initialize as WSE's released code, N(0, 2/(5n)) for n inputs or with a module's `deviation`, or as Llama."""
         super()._init_weights(module)
         if self.config.initializer_range is None and isinstance(module, nn.Linear | nn.Embedding):
             usual = (2 / (5 * module.weight.shape[1])) ** 0.5
@@ -376,7 +379,7 @@ class VariedLlamaModel(VariedLlamaPreTrainedModel):
         self.positions = POSITION_SCHEMES[config.position_scheme](config)
         self.layers = nn.ModuleList([VariedLlamaLayer(config, index) for index in range(config.num_hidden_layers)])
         self.norm: nn.Module = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        if config.norm_placement == "post":  # the last layer has one at its end
+        if config.norm_placement == "post":  # the last layer ends with a norm
             self.norm = nn.Identity()
         self.gradient_checkpointing = False
         self.post_init()
@@ -416,7 +419,7 @@ class VariedLlamaModel(VariedLlamaPreTrainedModel):
         position_ids: torch.Tensor,
         places: torch.Tensor,
     ) -> torch.Tensor | None:
-        """Which keys each query sees, with what the scheme adds to the logits; `places` (T,) of the queries."""
+        """Return the mask, with the scheme's bias on the logits; `places` (T,) are the positions of the queries."""
         inputs: dict[str, Any] = {"config": self.config, "inputs_embeds": x, "attention_mask": attention_mask}
         inputs |= {"past_key_values": cache, "position_ids": position_ids}
         keys, first = cache.get_mask_sizes(len(places), 0) if cache is not None else (len(places), 0)
@@ -431,10 +434,10 @@ class VariedLlamaModel(VariedLlamaPreTrainedModel):
         return bias.masked_fill(~mask, torch.finfo(x.dtype).min) if mask.dtype == torch.bool else bias + mask
 
     def _prefix(self, attention_mask: torch.Tensor | None, places: torch.Tensor) -> Callable[..., torch.Tensor]:
-        """Which keys are of the prefix, as `create_causal_mask` asks for it.
+        """Return a function that says which keys are in the prefix, for `create_causal_mask`.
 
         Raises:
-            InputError: some of the prefix is in a cache, and has not seen the rest.
+            InputError: a part of the prefix is in a cache, and has not seen the rest.
         """
         start = None if attention_mask is None or attention_mask.dim() != 2 else attention_mask.int().argmax(1)
         past = int(places[0]) - (0 if start is None else int(start.max()))
@@ -461,8 +464,9 @@ class VariedLlamaForCausalLM(VariedLlamaPreTrainedModel, LlamaForCausalLM):
     def create_masks_for_generate(
         self, attention_mask: torch.Tensor | None = None, **kwargs: Any
     ) -> torch.Tensor | None:
-        """That of padding as it is, of which generate would make a whole one for a static cache: the model makes its
-        own, with the prefix and what the scheme adds.
+        """Return the padding mask unchanged: the model makes its own mask, with the prefix and the scheme's bias.
+
+        Otherwise `generate` would make a whole mask from it for a static cache.
         """
         return attention_mask
 

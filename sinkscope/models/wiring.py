@@ -1,4 +1,4 @@
-"""Numerical checks of a family's row against a model: its residual-stream sites, and the equation between them."""
+"""Numerical checks of a family's row on a model: its residual-stream sites, and the equation between them."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -13,9 +13,9 @@ from sinkscope.models.family import RESIDUAL_SITES, Block, Family, first_tensor
 
 @torch.no_grad()
 def read_sites(model: nn.Module, family: Family, token_ids: torch.Tensor) -> list[dict[str, torch.Tensor]]:
-    """Every residual-stream site of every layer, each (B,T,D), read with torch's forward hooks and without nnsight.
+    """Read every residual-stream site of every layer, each (B,T,D), with torch's forward hooks and without nnsight.
 
-    Copies of all are kept: for small inputs only.
+    Copies of all are kept, so inputs have to be small.
     """
     records = []
     with ExitStack() as hooks:
@@ -35,7 +35,7 @@ def read_sites(model: nn.Module, family: Family, token_ids: torch.Tensor) -> lis
 
 
 def _summed(family: Family, block: Block, kept: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Each site as it enters the residual stream; none of a layer that does not run."""
+    """Return each site as it enters the residual stream; {} for a layer that does not run."""
     if not block.sites:
         return {}
     kept = {address: family.stream(x) for address, x in kept.items()}
@@ -50,9 +50,9 @@ def _summed(family: Family, block: Block, kept: Mapping[str, torch.Tensor]) -> d
 
 
 def given_by(module: nn.Module, model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
-    """What a module gives, at its last run, on these inputs of the model."""
+    """Run the model, and return a module's output in its last run."""
     kept: list[torch.Tensor] = []
-    # a clone: Falcon adds to what its MLP gives in place
+    # a clone, because Falcon adds to its MLP's output in place
     with module.register_forward_hook(lambda module, args, output: kept.append(first_tensor(output).clone())):
         model(**inputs)
     return kept[-1]
@@ -60,21 +60,21 @@ def given_by(module: nn.Module, model: nn.Module, inputs: Mapping[str, Any]) -> 
 
 @torch.no_grad()
 def mlp_reads_attention(model: nn.Module, layer: nn.Module, block: Block, inputs: Mapping[str, Any]) -> bool:
-    """Whether what the MLP's branch of a layer gives changes with what attention's branch gives."""
+    """Return whether the output of a layer's MLP branch changes with that of its attention branch."""
+
+    def doubled(module: nn.Module, args: tuple, output: Any) -> Any:
+        return (2 * output[0], *output[1:]) if isinstance(output, tuple) else 2 * output
+
     attention, mlp = (layer.get_submodule(block.sites[site].rpartition(".")[0]) for site in ("attn_out", "mlp_out"))
     before = given_by(mlp, model, inputs)
-    with attention.register_forward_hook(_doubled):
+    with attention.register_forward_hook(doubled):
         after = given_by(mlp, model, inputs)
     return bool((after - before).abs().max() > 1e-3 * before.abs().max())
 
 
-def _doubled(module: nn.Module, args: tuple, output: Any) -> Any:
-    return (2 * output[0], *output[1:]) if isinstance(output, tuple) else 2 * output
-
-
 @torch.no_grad()
 def layer_output(model: nn.Module, family: Family, layer: int, inputs: dict[str, Any]) -> torch.Tensor:
-    """(B,T,D): what a layer gives on these inputs of the model, on the CPU."""
+    """Return a layer's output (B,T,D) for these inputs of the model, on the CPU."""
     path, _, _ = family.block(layer).sites["layer_out"].rpartition(".")
     module = family.layer_modules(model)[layer].get_submodule(path)
     stream = family.stream(given_by(module, model, inputs)).cpu()
@@ -92,19 +92,19 @@ def _keep_output(record: dict[str, torch.Tensor], address: str, module: nn.Modul
 
 
 def check_wiring(block: Block, sites: dict[str, torch.Tensor]) -> float:
-    """How far one layer is from its wiring equation (head of family.py): largest error ÷ largest entry.
+    """Return the error of a layer's wiring equation (head of family.py): largest error ÷ largest entry.
 
     Args:
-        block: whose equation is to hold.
-        sites: of one layer, as `read_sites` gives them.
+        block: the block that gives the equation.
+        sites: the sites of one layer, from `read_sites`.
     """
     if block.wiring == "unknown" or not sites:
         return 0.0
     stream = sites["layer_in"].double()
     expected = []
-    for branch, behind in (("attn_out", "mid"), ("mlp_out", "layer_out")):
+    for branch, after in (("attn_out", "mid"), ("mlp_out", "layer_out")):
         if branch in sites:
             stream = stream + sites[branch].double()
-        if behind in sites and (behind == "mid" or block.wiring != "post-norm"):
-            expected.append((stream, sites[behind]))
+        if after in sites and (after == "mid" or block.wiring != "post-norm"):
+            expected.append((stream, sites[after]))
     return max((float((a - b).abs().max() / b.abs().max()) for a, b in expected), default=0.0)

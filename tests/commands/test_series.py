@@ -225,7 +225,7 @@ def test_steps_that_cannot_be_told(trained: Path, tmp_path: Path) -> None:
 
 def test_too_few_steps(trained: Path, tmp_path: Path) -> None:
     assert "name two or more steps of org/name" in refused("org/name")
-    assert "(step5 alone goes without a comma)" in refused("org/name", "step5,")
+    assert "(for step5 only, leave out the comma)" in refused("org/name", "step5,")
     assert "no model to take them from" in refused(None, "step5,step6")
     one = copied(trained, tmp_path / "one", 5)
     assert refused(one).endswith(f"to analyze it alone, name {one / 'checkpoint-5'}")

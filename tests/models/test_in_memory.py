@@ -163,12 +163,12 @@ def test_a_model_that_accelerate_dispatches_is_measured_as_the_plain_one(kind: s
 
 
 NO_MODELS: dict[str, tuple[Callable[[], Any], str]] = {
-    "a number": (lambda: 3, "builtins.int is no model"),
-    "a tuple": (lambda: (tiny_model("llama"), None), "builtins.tuple is no model"),
-    "a wrapper": (lambda: Wrapper(tiny_model("llama")), "Wrapper is no model"),
-    "an optimizer": (lambda: torch.optim.SGD(tiny_model("llama").parameters()), "torch.SGD is no model"),
-    "False": (lambda: False, "builtins.bool is no model"),
-    "a loaded number": (lambda: LoadedModel(3, None, "x", "x", None, None, ()), "builtins.int is no model"),  # type: ignore[arg-type]
+    "a number": (lambda: 3, "builtins.int is not a model"),
+    "a tuple": (lambda: (tiny_model("llama"), None), "builtins.tuple is not a model"),
+    "a wrapper": (lambda: Wrapper(tiny_model("llama")), "Wrapper is not a model"),
+    "an optimizer": (lambda: torch.optim.SGD(tiny_model("llama").parameters()), "torch.SGD is not a model"),
+    "False": (lambda: False, "builtins.bool is not a model"),
+    "a loaded number": (lambda: LoadedModel(3, None, "x", "x", None, None, ()), "builtins.int is not a model"),  # type: ignore[arg-type]
     "prompts": (lambda: with_prompt(tiny_model("llama")), "PEFT's prompts"),
 }
 COMMANDS: dict[str, Callable[[Any, Path], Any]] = {

@@ -175,7 +175,7 @@ def test_device_map_auto(saved: Path) -> None:
     ("device_map", "there", "message"),
     [
         ("cuda", {}, "no such device here"),
-        ("cuda:2", {"cuda": 2}, "PyTorch sees cuda:0, cuda:1 alone"),
+        ("cuda:2", {"cuda": 2}, "PyTorch sees only cuda:0, cuda:1"),
         ("xpu", {"cuda": 2}, "no such device here"),
         ("mps", {}, "no such device here"),
         ("mps", {"mps": 1}, "float64, which Apple's GPUs do not have: use cpu"),
@@ -386,12 +386,12 @@ def test_an_index_that_names_weights_outside_the_folder(model: Path, shard: str)
 @pytest.mark.parametrize("kind", [torch.int8, torch.int64, torch.bool])
 def test_weights_of_integers(model: Path, kind: torch.dtype) -> None:
     edit_weights(model, lambda weights: weights.update({name: weight.to(kind) for name, weight in weights.items()}))
-    assert "holds integers alone" in refusal(model)
+    assert "holds only integers" in refusal(model)
 
 
 def test_weights_of_zeros(model: Path) -> None:
     edit_weights(model, lambda weights: weights.update({name: weight * 0 for name, weight in weights.items()}))
-    assert "has no weights but zeros" in refusal(model)
+    assert "has only zeros as weights" in refusal(model)
 
 
 # --- configuration ---

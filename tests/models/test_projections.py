@@ -159,5 +159,7 @@ def test_what_would_be_undone_behind_the_projection_is_refused():
     """Gemma 3n norms its values: scaled by 0.5 they would be what they were."""
     model = tiny_of("gemma3n_text")
     target = Target(model, family_of(model)[0], {})
-    assert "value states are not what one projection gives" in INTERVENTIONS["scale-sink-value"].inapplicable(target)
+    assert "value states are not the outputs of one projection" in INTERVENTIONS["scale-sink-value"].inapplicable(
+        target
+    )
     assert INTERVENTIONS["zero-key-columns"].inapplicable(target) is None

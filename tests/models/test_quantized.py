@@ -188,7 +188,7 @@ def test_gradients_that_mean_nothing_are_refused(kind: type[nn.Linear], right: b
 def test_weights_that_are_still_packed_are_refused() -> None:
     model = tiny_model("llama")
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.to(torch.int8), requires_grad=False)
-    with pytest.raises(InputError, match="unpacked at its first run: run it once before"):
+    with pytest.raises(InputError, match="unpacked in its first run: run it once before"):
         sinkscope.analyze(model, **SMALL)
 
 

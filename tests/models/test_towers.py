@@ -157,7 +157,7 @@ def test_of_a_plain_model_the_whole_is_the_tower() -> None:
     ("kind", "message"),
     [
         ("blip-2", "does not read text alone .*pixel_values"),
-        ("diffusion_gemma", "does not predict the token behind each"),
+        ("diffusion_gemma", "does not predict the token after each"),
         ("kyutai_speech_to_text", "by more than one table"),
     ],
 )
