@@ -73,7 +73,13 @@ def with_positions(model: PreTrainedModel, family: Family) -> Family:
     added = _added(model, family, one, other)
     kinds = []
     for layer, seen in _attended(model, family, one).items():
-        own = _in_attention(seen)
+        own = UNKNOWN_POSITIONS
+        if seen.query is not None and seen.key is not None and seen.call is not None:
+            turns = [_turns(x) for x in (seen.query, seen.key)]
+            if any(bool(turned.all()) for turned in turns):
+                own = "rotary"
+            elif not any(bool(turned.any()) for turned in turns):
+                own = _bias(seen.call)
         both = [kind for kind in (added and added.kind, own) if kind and kind != NO_POSITIONS]
         kind = " + ".join(both) or NO_POSITIONS
         kinds.append((layer, family.positions if UNKNOWN_POSITIONS in both else kind))
@@ -124,16 +130,6 @@ def _keep(seen: Seen, name: str, seam: Seam, tap: nn.Module, args: tuple, x: tor
         seen.call = seam.call
     else:
         setattr(seen, name, x)
-
-
-def _in_attention(seen: Seen) -> str:
-    """Return how attention itself distinguishes positions."""
-    if seen.query is None or seen.key is None or seen.call is None:
-        return UNKNOWN_POSITIONS
-    turns = [_turns(x) for x in (seen.query, seen.key)]
-    if any(bool(turned.all()) for turned in turns):
-        return "rotary"
-    return UNKNOWN_POSITIONS if any(bool(turned.any()) for turned in turns) else _bias(seen.call)
 
 
 def _turns(x: torch.Tensor) -> torch.Tensor:

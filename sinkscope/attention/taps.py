@@ -175,7 +175,10 @@ class Interceptor(TorchFunctionMode, threading.local):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if not self._is_called():
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame is not self.caller:
+            frame = frame.f_back
+        if frame is None:  # the module's forward is not running
             return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return self._fused(*args, **kwargs)
@@ -314,13 +317,6 @@ class Interceptor(TorchFunctionMode, threading.local):
             self.__exit__(None, None, None)
         self.caller = None
         self.seam, self.idle.call = self.idle, None  # keep no graph
-
-    def _is_called(self) -> bool:
-        """Return whether the module's forward is running."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame is not self.caller:
-            frame = frame.f_back
-        return frame is not None
 
     def watch(self, attention: nn.Module) -> list[RemovableHandle]:
         """Register the hooks that intercept every forward of this module."""

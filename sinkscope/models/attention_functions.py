@@ -51,17 +51,15 @@ def attending_by(model: nn.Module, instead: Callable[..., Any]) -> Iterator[None
     with ExitStack() as stack:
         for table in _tables(model):
             stack.enter_context(_watched(table))
-        stack.callback(_forget, modules, entry)
-        for module in modules:
-            vars(module)[INSTEAD] = (*vars(module).get(INSTEAD, ()), entry)
-        yield
-
-
-def _forget(modules: list[nn.Module], entry: tuple[Callable[..., Any]]) -> None:
-    for module in modules:
-        rest = tuple(other for other in vars(module).pop(INSTEAD, ()) if other is not entry)
-        if rest:
-            vars(module)[INSTEAD] = rest
+        try:
+            for module in modules:
+                vars(module)[INSTEAD] = (*vars(module).get(INSTEAD, ()), entry)
+            yield
+        finally:
+            for module in modules:
+                rest = tuple(other for other in vars(module).pop(INSTEAD, ()) if other is not entry)
+                if rest:
+                    vars(module)[INSTEAD] = rest
 
 
 class _Watched(AttentionInterface):

@@ -7,10 +7,9 @@ holds keys and values, or one module each. Queries and keys may be normalized he
 still be edited; values may not, because a norm would undo a scaling of them.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -56,8 +55,11 @@ def find_attentions(model: nn.Module, path: str, layers: list[nn.Module], inputs
     seen = watch_attention(model, inputs)
     names = {module: name for name, module in model.named_modules()}
     ran = ([module for module, _ in seen.through_interface], seen.in_own_code, seen.in_other_form)
+    ran_paths = [[names.get(module, "") for module in modules] for modules in ran]
+    prefixes = [f"{path}.{index}." for index in range(len(layers))]
     interface, own, other = (
-        [_inside(f"{path}.{index}", modules, names) for index in range(len(layers))] for modules in ran
+        [[at.removeprefix(prefix) for at in paths if at.startswith(prefix)] for prefix in prefixes]
+        for paths in ran_paths
     )
     door = "interface" if any(interface) or not any(own) else "interceptor"
     chosen, elsewhere = (interface, own) if door == "interface" else (own, interface)
@@ -80,12 +82,6 @@ def find_attentions(model: nn.Module, path: str, layers: list[nn.Module], inputs
     return Attentions(door, [paths[0] if paths else "" for paths in chosen])
 
 
-def _inside(layer: str, modules: Iterable[nn.Module], names: Mapping[nn.Module, str]) -> list[str]:
-    """Return the paths, relative to a layer, of the modules that are part of it."""
-    paths = (names.get(module, "") for module in modules)
-    return [path.removeprefix(f"{layer}.") for path in paths if path.startswith(f"{layer}.")]
-
-
 @torch.no_grad()
 def watch_attention(model: nn.Module, inputs: Mapping[str, Any]) -> Seen:
     """Run the model, and record which modules attend."""
@@ -93,8 +89,11 @@ def watch_attention(model: nn.Module, inputs: Mapping[str, Any]) -> Seen:
     own_code = _OwnCode(seen, inputs["input_ids"].shape[1])
 
     def listening(own: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with own_code.not_listening():
+        own_code.is_off = True
+        try:
             given = own(module, *args, **kwargs)
+        finally:
+            own_code.is_off = False
         seen.through_interface.append((module, given[0].detach().clone()))
         return given
 
@@ -126,14 +125,6 @@ class _OwnCode(TorchFunctionMode):
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self.running.pop()
-
-    @contextmanager
-    def not_listening(self) -> Iterator[None]:
-        self.is_off = True
-        try:
-            yield
-        finally:
-            self.is_off = False
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         given = func(*args, **(kwargs or {}))
@@ -197,19 +188,18 @@ def find_projections(model: Any, attending: Sequence[nn.Module]) -> tuple[dict[R
     modules = {module for attention in attending for module in attention.modules()}
     linear = [module for module in modules if isinstance(module, nn.Linear | Conv1D)]
     ids = torch.arange(3, 3 + PROBES, device=input_device(model))[:, None] % len(embedding_weight(model))
+
+    def keep(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        if output.dim() >= 3 and output[0].numel() == output.shape[-1]:  # one vector per token
+            given[module] = output.detach().flatten(1).clone()
+
     with ExitStack() as stack:
         for module in linear:
-            stack.enter_context(module.register_forward_hook(partial(_keep, given)))
+            stack.enter_context(module.register_forward_hook(keep))
         stack.enter_context(attending_by(model, listening))
         with suppress(RuntimeError, ValueError, IndexError):  # if the model cannot read single tokens, none are found
             model(input_ids=ids, use_cache=False)
     return tuple(_roles(attention, states.get(attention, ()), given) for attention in attending)
-
-
-def _keep(given: dict[nn.Module, torch.Tensor], module: nn.Module, args: Any, output: torch.Tensor) -> None:
-    """Keep a module's output (B,O) if it is one vector per token; a forward hook."""
-    if output.dim() >= 3 and output[0].numel() == output.shape[-1]:
-        given[module] = output.detach().flatten(1).clone()
 
 
 def _roles(

@@ -49,7 +49,14 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
     layers = list(model.get_submodule(path).children())
     attentions = find_attentions(model, path, layers, inputs)
     records = record(model, layers, inputs)
-    _check_outputs(name, records)
+    for layer, events in enumerate(records):  # layers that read pictures do not run
+        if events and not any(event.address == "output" for event in events):
+            raise InputError(f"'{name}': layer {layer} does not run on token ids alone")
+        out = next((event.x for event in reversed(events) if event.address == "output"), None)
+        if out is not None and (not out.isfinite().all() or not out.any()):
+            gives = "only zeros" if out.isfinite().all() else "NaN or infinite numbers"
+            advice = "are its weights what they should be, and does it fit into its dtype?"
+            raise InputError(f"'{name}': layer {layer} gives {gives}: {advice}")
     blocks = _blocks(model, layers, records, attentions.paths, inputs)
     ran = [at for at, events in enumerate(records) if events]
     copies = _copies(model, records[ran[0]][0].x, token_ids, blocks)
@@ -58,6 +65,14 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
     main, places = blocks[first], enumerate(blocks)
     attending = {at: layers[at].get_submodule(block.attention) for at, block in places if block.attention}
     are_alike = all(block == Block(main.attention, main.sites, main.wiring) for block in blocks)
+    attention_fields: dict[str, Any] = {"positions": NO_POSITIONS, "qkv": (), "output": ""}
+    if attending:
+        modules = list(attending.values())
+        attention_fields = {"positions": UNKNOWN_POSITIONS, **_projections(model, modules)}
+        if attentions.door == "interface":
+            attention_fields["gated"] = is_gated(model, modules[0], attention_fields["output"], inputs)
+            found = find_projections(model, modules)
+            attention_fields["projections"] = dict(zip(attending, found, strict=True))
     return Family(
         name=name,
         layers=path,
@@ -70,32 +85,8 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
         copies=copies,
         causal=not sees_later_tokens(model, layers[ran[-1]], token_ids),
         first_position=first_position(model, layers[ran[-1]], token_ids),
-        **_attention_fields(model, attending, attentions.door, inputs),
+        **attention_fields,
     )
-
-
-def _attention_fields(model: Any, attending: dict[int, nn.Module], door: str, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a row that its attention modules decide."""
-    if not attending:
-        return {"positions": NO_POSITIONS, "qkv": (), "output": ""}
-    modules = list(attending.values())
-    fields = {"positions": UNKNOWN_POSITIONS, **_projections(model, modules)}
-    if door == "interface":
-        fields["gated"] = is_gated(model, modules[0], fields["output"], inputs)
-        fields["projections"] = dict(zip(attending, find_projections(model, modules), strict=True))
-    return fields
-
-
-def _check_outputs(name: str, records: list[list[Event]]) -> None:
-    """Raise InputError unless every layer that ran returns finite numbers; layers for pictures do not run on text."""
-    for layer, events in enumerate(records):
-        if events and not any(event.address == "output" for event in events):
-            raise InputError(f"'{name}': layer {layer} does not run on token ids alone")
-        out = next((event.x for event in reversed(events) if event.address == "output"), None)
-        if out is not None and (not out.isfinite().all() or not out.any()):
-            gives = "only zeros" if out.isfinite().all() else "NaN or infinite numbers"
-            advice = "are its weights what they should be, and does it fit into its dtype?"
-            raise InputError(f"'{name}': layer {layer} gives {gives}: {advice}")
 
 
 def _copies(model: Any, stream: torch.Tensor, token_ids: torch.Tensor, blocks: list[Block]) -> Copies | None:

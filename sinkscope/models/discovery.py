@@ -13,9 +13,11 @@ Sums are compared entry by entry up to round-off of the model's dtype, so that o
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import combinations
+from functools import partial
+from itertools import combinations, count
 from typing import Any
 
 import torch
@@ -101,15 +103,14 @@ class Layer:
     def block(self) -> Block | None:
         """Return how this layer is built; None if none of the known sums fits."""
         found = self._sequential()
-        single = None if found else self._module(self.h.x, self.out.x)
-        if single is not None:
-            is_mlp = self.kind in FEED_FORWARD
-            found = Found("single", None, None, single) if is_mlp else Found("single", single)
+        if found is None and (single := self._module(self.h.x, self.out.x)) is not None:
+            found = Found("single", None, mlp=single) if self.kind in FEED_FORWARD else Found("single", single)
         found = found or self._parallel()
         if found is None:
             return None
+        # a single branch needs no check: only it can contain the attention module
         if self.attention and found.wiring != "single" and not self._carries_attention(found.attention):
-            return None  # in a layer of one branch, that branch must contain it
+            return None
         branches = {"attn_out": found.attention, "mlp_out": found.mlp}
         mid, attention, mlp = found.mid, found.attention, found.mlp
         addresses = {
@@ -123,12 +124,24 @@ class Layer:
         }
         if found.wiring == "parallel" and addresses["mlp_norm"] == addresses["attn_norm"]:
             addresses["mlp_norm"] = None
+        sites = {site: address for site, address in addresses.items() if address}
+        for site, branch in branches.items():
+            if branch and len(branch.events) > 1:
+                sites[f"{site}, first term"] = branch.events[0].address
+        orders = {event.address: event.order for event in reversed([*self.inputs, *self.outputs])}
+        orders |= {"input": -1, "output": 1 << 62}
         return Block(
             attention=self.attention,
-            sites=self._in_order({site: address for site, address in addresses.items() if address} | _early(branches)),
+            sites=dict(sorted(sites.items(), key=lambda site: orders[site[1]])),
             wiring=found.wiring,
             kind=self.kind,
-            sums={site: _terms(branch) for site, branch in branches.items() if branch and branch.scales != (1.0,)},
+            sums={
+                site: tuple(
+                    Term(event.address, scale) for event, scale in zip(branch.events, branch.scales, strict=True)
+                )
+                for site, branch in branches.items()
+                if branch and branch.scales != (1.0,)
+            },
         )
 
     def ends(self) -> Block:
@@ -255,43 +268,27 @@ class Layer:
 
     def _norm_before(self, stream: Event, branch: Branch) -> str | None:
         """Find the norm that reads the stream for a branch: a module before the branch that has no matrix."""
-        norms = [event for event in self.outputs if event.order < branch.last.order and self._norms(event, stream)]
-        found = [(self._feeds(event, branch), event.address) for event in norms]
-        return next((address for wanted in ("branch", "others") for feeds, address in found if feeds == wanted), None)
+        elsewhere = None
+        for norm in self.outputs:
+            if norm.order >= branch.last.order or not self._is_norm_of(norm, stream):
+                continue
+            takers = [event for event in self.inputs if norm.order < event.order and torch.equal(event.x, norm.x)]
+            if any(_top(taker.path) == _top(branch.last.path) for taker in takers):
+                return norm.address
+            if elsewhere is None and any(_top(taker.path) != _top(norm.path) for taker in takers):
+                elsewhere = norm.address  # other modules than the branch's read the norm
+        return elsewhere
 
-    def _norms(self, event: Event, stream: Event) -> bool:
+    def _is_norm_of(self, event: Event, stream: Event) -> bool:
         taken = next((given for given in self.inputs if given.path == event.path), None)
         if taken is None or taken.order < stream.order or not torch.equal(taken.x, stream.x):
             return False
         has_no_matrix = all(parameter.dim() < 2 for parameter in self.module.get_submodule(event.path).parameters())
         return has_no_matrix and not self._is(event.x, stream.x)
 
-    def _feeds(self, norm: Event, branch: Branch) -> str | None:
-        """Return "branch" if the branch's module reads the norm's output, "others" if only other modules do."""
-        takers = [event for event in self.inputs if norm.order < event.order and torch.equal(event.x, norm.x)]
-        if any(_top(taker.path) == _top(branch.last.path) for taker in takers):
-            return "branch"
-        return "others" if any(_top(taker.path) != _top(norm.path) for taker in takers) else None
-
-    def _in_order(self, addresses: Mapping[str, str]) -> dict[str, str]:
-        """Sort sites in the order in which a forward pass reaches them."""
-        orders = {event.address: event.order for event in reversed([*self.inputs, *self.outputs])}
-        orders |= {"input": -1, "output": 1 << 62}
-        return dict(sorted(addresses.items(), key=lambda site: orders[site[1]]))
-
 
 def _top(path: str) -> str:
     return path.split(".")[0]
-
-
-def _early(branches: Mapping[str, Branch | None]) -> dict[str, str]:
-    """Return sites for the first terms of branches with two modules."""
-    pairs = {site: branch.events[0].address for site, branch in branches.items() if branch and len(branch.events) > 1}
-    return {f"{site}, first term": address for site, address in pairs.items()}
-
-
-def _terms(branch: Branch) -> tuple[Term, ...]:
-    return tuple(Term(event.address, scale) for event, scale in zip(branch.events, branch.scales, strict=True))
 
 
 def _within(path: str, other: str) -> bool:
@@ -318,36 +315,20 @@ def _two_scales(step: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> tuple[f
 def record(model: nn.Module, layers: Sequence[nn.Module], inputs: Mapping[str, Any]) -> list[list[Event]]:
     """Run the model, and return inputs and outputs of every layer's modules that have the residual stream's size."""
     records: list[list[Event]] = [[] for _ in layers]
-    order = iter(range(1 << 62))
-    handles = []
-    for layer, events in zip(layers, records, strict=True):
-        for path, module in layer.named_modules():
-            taken, given = _keepers(events, order, path)
-            handles += [
-                module.register_forward_pre_hook(taken, with_kwargs=True),
-                module.register_forward_hook(given),
-            ]
-    try:
-        model(**inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return [_stream_sized(events) for events in records]
+    order = count()
 
-
-def _keepers(events: list[Event], order: Iterator[int], path: str) -> tuple[Any, Any]:
-    def taken(_: nn.Module, args: tuple, kwargs: dict) -> None:
-        keep("input", (*args, *kwargs.values()))
-
-    def given(_: nn.Module, __: tuple, output: Any) -> None:
-        keep("output", output)
-
-    def keep(end: str, values: Any) -> None:
-        x = first_floats(values)
+    def keep(events: list[Event], path: str, module: nn.Module, args: tuple, kwargs: dict, *output: Any) -> None:
+        x = first_floats(output[0] if output else (*args, *kwargs.values()))
         if x is not None:
-            events.append(Event(next(order), path, end, x.detach().clone()))
+            events.append(Event(next(order), path, "output" if output else "input", x.detach().clone()))
 
-    return taken, given
+    with ExitStack() as hooks:
+        for layer, events in zip(layers, records, strict=True):
+            for path, module in layer.named_modules():
+                hooks.enter_context(module.register_forward_pre_hook(partial(keep, events, path), with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(partial(keep, events, path), with_kwargs=True))
+        model(**inputs)
+    return [_stream_sized(events) for events in records]
 
 
 def first_floats(values: Any) -> torch.Tensor | None:

@@ -297,7 +297,14 @@ def _choose_weights(
         if single in present:
             weights: tuple[str, ...] = (single,)
         elif index in present:
-            weights = _read_index(label, folder / index)
+            content = read_json(folder / index)
+            shards = content.get("weight_map") if isinstance(content, dict) else None
+            if not isinstance(shards, dict) or not shards:
+                raise InputError(f"{label}: {index} does not say in which shard each weight is (no weight_map)")
+            weights = tuple(sorted({str(shard) for shard in shards.values()}))
+            for name in weights:
+                if Path(name).anchor or ".." in Path(name).parts:  # Windows has paths that are relative to a drive
+                    raise InputError(f"{label}: {index} names weights outside the model's folder ({one_line(name)})")
         else:
             continue
         if not allow_pickle and not all(name.endswith(".safetensors") for name in weights):
@@ -326,18 +333,6 @@ def _what_else(folder: Path, present: set[str], ggufs: str) -> str:
 def _is_original_llama(present: set[str]) -> bool:
     weights = any(name.startswith("consolidated") and name.endswith(".pth") for name in present)
     return weights and "params.json" in present and "config.json" not in present
-
-
-def _read_index(label: str, path: Path) -> tuple[str, ...]:
-    content = read_json(path)
-    shards = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(shards, dict) or not shards:
-        raise InputError(f"{label}: {path.name} does not say in which shard each weight is (no weight_map)")
-    names = sorted({str(shard) for shard in shards.values()})
-    for name in names:
-        if Path(name).anchor or ".." in Path(name).parts:  # Windows has paths that are relative to a drive
-            raise InputError(f"{label}: {path.name} names weights outside the model's folder ({one_line(name)})")
-    return tuple(names)
 
 
 def check_weights(files: ModelFiles) -> None:

@@ -22,8 +22,6 @@ COMPILED = "_compiled_call_impl"  # module attribute of the `__call__` that `mod
 BEFORE_COMPILING = "_torchdynamo_orig_callable"  # attribute of a compiled function: the original
 ADAPTION_PROMPT = "peft.tuners.adaption_prompt"
 
-Attributes = list[tuple[str, Any, dict[Any, Any] | None]]  # name, value, and a copy if the value is a dict
-
 
 def text_of(name: Any) -> str:
     """Return a name or path as text; raise InputError for any other object."""
@@ -109,7 +107,12 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             module.training = False
             vars(module).update(_uncompiled(module), **{COMPILED: None})
-        stack.enter_context(_giving_names(model))
+        configs = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+        if not all(config.return_dict for config in configs):
+            stack.enter_context(own_configurations(model))
+            for module in model.modules():
+                if isinstance(module, PreTrainedModel):
+                    module.config.return_dict = True
         stack.enter_context(reading_text(model))
         stack.enter_context(torch.inference_mode(False))
         for device in {"cpu", *(parameter.device.type for parameter in model.parameters())} - {"meta"}:
@@ -120,20 +123,6 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 def on_cpu_by_default() -> AbstractContextManager[Any]:
     """Create new tensors on the CPU for the length of the block, whatever torch's default is."""
     return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
-
-
-@contextmanager
-def _giving_names(model: nn.Module) -> Iterator[None]:
-    """Let the model return outputs by name, even if its configuration asks for tuples."""
-    configs = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
-    if all(config.return_dict for config in configs):
-        yield
-        return
-    with own_configurations(model):
-        for module in model.modules():
-            if isinstance(module, PreTrainedModel):
-                module.config.return_dict = True
-        yield
 
 
 @contextmanager
@@ -170,7 +159,9 @@ def called_uncompiled(model: PreTrainedModel) -> Iterator[None]:
             if isinstance(module, PreTrainedModel) or vars(module).get(COMPILED) is not None:
                 changed[COMPILED] = torch.compiler.disable(module._call_impl)
             for name, value in changed.items():
-                stack.callback(_put_back, vars(module), name, vars(module).get(name, _MISSING))
+                before = {name: vars(module)[name]} if name in vars(module) else {}
+                stack.callback(vars(module).update, before)
+                stack.callback(vars(module).pop, name, None)
                 vars(module)[name] = value
         yield
 
@@ -181,51 +172,29 @@ def _uncompiled(module: nn.Module) -> dict[str, Any]:
     return {} if before is None else {"forward": before}
 
 
-_MISSING: Any = object()
-
-
-def _put_back(attributes: dict[str, Any], name: str, value: Any) -> None:
-    if value is _MISSING:
-        attributes.pop(name, None)
-    else:
-        attributes[name] = value
-
-
 @contextmanager
 def unchanged_after(model: nn.Module) -> Iterator[None]:
     """Restore the attributes of every module at the end of the block, also after an exception.
 
     Weights are not copied: code that changes their values has to restore them.
     """
-    before = [(module, _attributes(module)) for module in model.modules()]
+    # Name, value, and a copy of a dict, such as hooks and parameters. Most of the thousands of dicts are empty: those
+    # are not copied.
+    before = [
+        (vars(module), [(name, x, dict(x) if isinstance(x, dict) and x else None) for name, x in vars(module).items()])
+        for module in model.modules()
+    ]
     try:
         yield
     finally:
-        for module, attributes in before:
-            _restore(module, attributes)
-
-
-def _attributes(module: nn.Module) -> Attributes:
-    """Return the attributes of a module; dicts hold, among others, its hooks and parameters.
-
-    Most of a module's dicts are empty, and a model has thousands of them: empty ones are not copied.
-    """
-    return [
-        (name, value, dict(value) if isinstance(value, dict) and value else None)
-        for name, value in vars(module).items()
-    ]
-
-
-def _restore(module: nn.Module, before: Attributes) -> None:
-    """Restore a module's attributes in the same dict objects, because the handles of hooks refer to them."""
-    own = vars(module)
-    for name in own.keys() - {name for name, _, _ in before}:
-        del own[name]
-    for name, value, entries in before:
-        own[name] = value
-        if isinstance(value, dict) and (value or entries):
-            value.clear()
-            value.update(entries or {})
+        for own, attributes in before:
+            for name in own.keys() - {name for name, _, _ in attributes}:
+                del own[name]
+            for name, value, entries in attributes:
+                own[name] = value
+                if isinstance(value, dict) and (value or entries):  # the same dict: handles of hooks refer to it
+                    value.clear()
+                    value.update(entries or {})
 
 
 NOT_DECISIVE = {"_name_or_path", "transformers_version"}  # entries of a configuration that do not affect results

@@ -124,7 +124,8 @@ def load(
         files = find_files(model, revision, gguf_file, allow_pickle)
         check_weights(files)
         config = read_config(files, trust_remote_code)
-        _check_class(files, config, trust_remote_code)
+        if type(config) not in class_for(config, files.source)._model_mapping and not trust_remote_code:
+            raise _needs_trust(files.source)
         _check_size(files, config)
         unpacking(config)
         network, ignored = _build(files, config, dtype, device_map, trust_remote_code)
@@ -198,12 +199,6 @@ def read_config(files: ModelFiles, trust_remote_code: bool) -> PreTrainedConfig:
         raise InputError(f"{files.source}: transformers cannot use its config.json [{described(error)}]") from error
     config.return_dict = True  # outputs are read by name
     return config
-
-
-def _check_class(files: ModelFiles, config: PreTrainedConfig, trust_remote_code: bool) -> None:
-    """Raise InputError unless there is a class for the model whose code may be run."""
-    if type(config) not in class_for(config, files.source)._model_mapping and not trust_remote_code:
-        raise _needs_trust(files.source)
 
 
 def _check_size(files: ModelFiles, config: PreTrainedConfig) -> None:
@@ -414,7 +409,8 @@ def class_for(config: PreTrainedConfig, name: str) -> Any:
         InputError: there is no such class, or it is an encoder–decoder.
     """
     kind, refused = type(config), f"{name} ({config.model_type}) is neither a causal language model nor an encoder"
-    if _is_encoder_decoder(config):
+    parts = (getattr(config, name, None) for name in config.sub_configs)
+    if any(getattr(part, "is_encoder_decoder", False) for part in (config, *parts)):
         raise InputError(f"{refused}: it is an encoder–decoder")
     is_decoder = getattr(config, "is_decoder", False) or getattr(config, "causal", False)
     if kind in AutoModelForMaskedLM._model_mapping and not is_decoder:
@@ -436,12 +432,6 @@ def lacks_head(model: PreTrainedModel, missing: Collection[str]) -> bool:
     kind, known = type(model.config), AutoModelForMaskedLM._model_mapping
     is_encoder = kind in known and known[kind] is type(model)
     return is_encoder and bool(missing) and not any(name.startswith(f"{model.base_model_prefix}.") for name in missing)
-
-
-def _is_encoder_decoder(config: PreTrainedConfig) -> bool:
-    """Return whether the model, or a part of it, is an encoder–decoder."""
-    parts = (getattr(config, name, None) for name in config.sub_configs)
-    return any(getattr(part, "is_encoder_decoder", False) for part in (config, *parts))
 
 
 COUNTS: dict[str, Callable[[], int]] = {

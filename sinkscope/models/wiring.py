@@ -17,19 +17,21 @@ def read_sites(model: nn.Module, family: Family, token_ids: torch.Tensor) -> lis
 
     Copies of all are kept, so inputs have to be small.
     """
-    records = []
+    records: list[dict[str, torch.Tensor]] = []
+
+    def keep(index: int, address: str, module: nn.Module, args: tuple, kwargs: dict, *output: Any) -> None:
+        x = first_tensor(output[0]) if output else (args[0] if args else next(iter(kwargs.values())))
+        if isinstance(x, torch.Tensor):
+            records[index][address] = x.detach().clone()
+
     with ExitStack() as hooks:
         for index, layer in enumerate(family.layer_modules(model)):
-            kept: dict[str, torch.Tensor] = {}
-            records.append(kept)
+            records.append({})
             for address in {"input", *family.block(index).sites.values()}:
                 path, _, end = address.rpartition(".")
                 module = layer.get_submodule(path)
-                if end == "input":
-                    keep_input = partial(_keep_input, kept, address)
-                    hooks.enter_context(module.register_forward_pre_hook(keep_input, with_kwargs=True))
-                else:
-                    hooks.enter_context(module.register_forward_hook(partial(_keep_output, kept, address)))
+                register = module.register_forward_pre_hook if end == "input" else module.register_forward_hook
+                hooks.enter_context(register(partial(keep, index, address), with_kwargs=True))
         model(token_ids, use_cache=False)
     return [_summed(family, family.block(index), kept) for index, kept in enumerate(records)]
 
@@ -79,16 +81,6 @@ def layer_output(model: nn.Module, family: Family, layer: int, inputs: dict[str,
     module = family.layer_modules(model)[layer].get_submodule(path)
     stream = family.stream(given_by(module, model, inputs)).cpu()
     return stream.view(*inputs["input_ids"].shape[:1], -1, stream.shape[-1])
-
-
-def _keep_input(record: dict[str, torch.Tensor], address: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
-    record[address] = (args[0] if args else next(iter(kwargs.values()))).detach().clone()
-
-
-def _keep_output(record: dict[str, torch.Tensor], address: str, module: nn.Module, args: tuple, output: Any) -> None:
-    tensor = first_tensor(output)
-    if isinstance(tensor, torch.Tensor):
-        record[address] = tensor.detach().clone()
 
 
 def check_wiring(block: Block, sites: dict[str, torch.Tensor]) -> float:

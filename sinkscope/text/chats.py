@@ -57,7 +57,12 @@ class ChatTemplate:
         process = self._process = self._process or _started()
         assert process.stdin is not None
         assert process.stdout is not None
-        timer = Timer(SECONDS, self._end)
+
+        def end() -> None:
+            self._is_late = True
+            process.kill()
+
+        timer = Timer(SECONDS, end)
         timer.start()
         try:
             process.stdin.write(f"{json.dumps([template, tokens, list(messages)], default=str)}\n")
@@ -73,11 +78,6 @@ class ChatTemplate:
         if "error" in answer:
             raise ValueError(answer["error"])
         return answer["text"]
-
-    def _end(self) -> None:
-        assert self._process is not None
-        self._is_late = True
-        self._process.kill()
 
 
 def _started() -> subprocess.Popen[str]:

@@ -247,7 +247,12 @@ def _take(
             if document.ids is None:
                 ids = _text_ids(document, request, template)
             else:
-                ids = _given_ids(document, document.ids, request)
+                ids, where = document.ids, document.where
+                request.refuse_bos(where)
+                check_ids(ids, request.vocab_size, where)
+                if len(ids) < 2:
+                    held = f"input_ids holds {counted(len(ids), 'token')}"
+                    raise InputError(f"{where}: {held}; attention needs at least 2")
             if len(ids) < shortest:
                 skipped += 1
                 continue
@@ -295,14 +300,6 @@ def _text_ids(document: Document, request: Request, template: ChatTemplate) -> l
     ids = first_tokens(request.tokenizer, text, request.seq_len if is_chat else request.room)
     check_ids(ids, request.vocab_size, f"{where}, through this tokenizer")
     return ids if is_chat else request.framed(ids)
-
-
-def _given_ids(document: Document, ids: list[int], request: Request) -> list[int]:
-    request.refuse_bos(document.where)
-    check_ids(ids, request.vocab_size, document.where)
-    if len(ids) < 2:
-        raise InputError(f"{document.where}: input_ids holds {counted(len(ids), 'token')}; attention needs at least 2")
-    return ids
 
 
 def random_tokens(request: Request) -> Selection:

@@ -127,8 +127,13 @@ def read_dataset(spec: str) -> Iterator[Document]:
     name, config, split = _dataset_parts(spec)
     column: str | None = None
     for record in _dataset_records(name, config, split, label):
-        # from the first record: the `features` of a streamed dataset are not always known before
-        column = column or _text_column(record, label)
+        if column is None:  # from the first record: the `features` of a streamed dataset are not always known before
+            strings = [name for name, value in record.items() if isinstance(value, str)]
+            if "text" not in strings and len(strings) != 1:
+                found = f"{len(strings)} columns of strings" if strings else "no column of strings"
+                among = f"and {found}, among {_keys(record)}"
+                raise InputError(f"{label}: no column `text`, {among}; take another dataset")
+            column = "text" if "text" in strings else strings[0]
         if isinstance(record.get(column), str):  # a missing document is None
             try:
                 text = _of_characters(record[column])
@@ -212,17 +217,6 @@ def _dataset_records(name: str, config: str | None, split: str, label: str) -> I
         elif isinstance(error, (ConnectionError, TimeoutError)):
             advice = "; without a network, give a local folder, or a file with --input"
         raise InputError(f"{label} cannot be read: {one_line(error)}{advice}") from error
-
-
-def _text_column(record: dict[str, Any], label: str) -> str:
-    """Return `text`, or the only column that holds strings."""
-    strings = [column for column, value in record.items() if isinstance(value, str)]
-    if "text" in strings:
-        return "text"
-    if len(strings) == 1:
-        return strings[0]
-    found = f"{len(strings)} columns of strings" if strings else "no column of strings"
-    raise InputError(f"{label}: no column `text`, and {found}, among {_keys(record)}; take another dataset")
 
 
 Reader = Callable[[Path], Iterator[Document]]

@@ -76,19 +76,15 @@ def token_text(tokenizer: "PreTrainedTokenizerBase | None", token_id: int) -> st
 def token_texts(tokenizer: "PreTrainedTokenizerBase | None", token_ids: Iterable[int]) -> dict[int, str]:
     """Return `token_text` of each id."""
     size = 0 if tokenizer is None else len(tokenizer)  # takes a millisecond
-    return {token_id: _text(tokenizer, token_id, size) for token_id in token_ids}
-
-
-def _text(tokenizer: Any, token_id: int, size: int) -> str:
-    if token_id == REGISTER:
-        return "<register>"
-    by_number = f"<id {token_id}>"
-    if not 0 <= token_id < size:
-        return by_number
-    text = str(tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
-    if text and "\ufffd" not in text:  # the replacement character: the bytes are not a whole character
-        return text
-    return str(tokenizer.convert_ids_to_tokens(token_id) or by_number)
+    texts = {}
+    for token_id in token_ids:
+        text = "<register>" if token_id == REGISTER else f"<id {token_id}>"
+        if tokenizer is not None and 0 <= token_id < size:
+            decoded = str(tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
+            is_whole = decoded and "\ufffd" not in decoded  # the replacement character marks parts of characters
+            text = decoded if is_whole else str(tokenizer.convert_ids_to_tokens(token_id) or text)
+        texts[token_id] = text
+    return texts
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, where: str) -> None:
