@@ -187,7 +187,7 @@ def _added(model: PreTrainedModel, family: Family, one: torch.Tensor, other: tor
     for path, table in tables.items():
         is_of_positions = path in others and torch.equal(table, others[path])
         if is_of_positions and table.shape == whole.shape and _differs(table):
-            return _described(model, path, table[registers:], registers)
+            return _classified(model, path, table[registers:], registers)
     return Added("sinusoidal" if _is_sinusoidal(hidden, hidden.diff(dim=0)) else UNKNOWN_POSITIONS)
 
 
@@ -219,7 +219,7 @@ def _in_front(
     return hidden[0], given
 
 
-def _described(model: PreTrainedModel, path: str, table: torch.Tensor, registers: int) -> Added:
+def _classified(model: PreTrainedModel, path: str, table: torch.Tensor, registers: int) -> Added:
     """Classify a module whose output for the text is `table` (T,D) for any tokens: learned or sinusoidal positions."""
     if _is_sinusoidal(table, table):
         return Added("sinusoidal")

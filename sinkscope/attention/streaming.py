@@ -32,7 +32,7 @@ from sinkscope.attention.seam import attend, attention_implementation
 from sinkscope.attention.taps import Seam, denominator_of
 from sinkscope.errors import InputError, SinkscopeError, described
 from sinkscope.models.family import NO_POSITIONS, Family
-from sinkscope.models.towers import told_of_text
+from sinkscope.models.towers import text_arguments
 
 NAME = "sinkscope-streaming"  # of the attention implementation
 BLOCK = 128  # queries at a time
@@ -263,7 +263,7 @@ def inapplicable(model: PreTrainedModel, family: Family) -> str | None:
     depends_on_query = any(term.reads_query and term.values() is not None for term in terms)
     if "rotary" in family.kinds_of_positions and depends_on_query:
         return "its key biases have values, whose weights are those of queries at their positions in the text"
-    if told_of_text(model):
+    if text_arguments(model):
         return "what its tokens see depends on an input for each token"
     return None
 

@@ -50,10 +50,10 @@ class AttentionRead:
     @property
     def is_plain(self) -> bool:
         """Whether logits are linear and only the causal mask applies: no window, no padding. Sums are then cheaper."""
-        return self.is_plain_but_for_keys and not self.call.forbidden
+        return self.is_plain_except_forbidden and not self.call.forbidden
 
     @property
-    def is_plain_but_for_keys(self) -> bool:
+    def is_plain_except_forbidden(self) -> bool:
         """The same, except for keys that an intervention may have forbidden."""
         return self.call.causal and self.is_linear and self.call.mask is None and self.batch.valid is None
 
@@ -174,10 +174,10 @@ def column_sums(read: AttentionRead, columns: int, window: int, chunk: int | Non
     windows = torch.zeros_like(read.lse)
     entropy = torch.zeros_like(read.lse) if whole else None
 
-    plain = not whole and read.is_plain_but_for_keys
+    plain = not whole and read.is_plain_except_forbidden
     if plain:
         windows = plain_window_sums(read, window, max(chunk or ROW_CHUNK, window))
-        _forget_forbidden(read, windows)
+        _correct_forbidden(read, windows)
     most = length if whole or plain else ROW_CHUNK  # each chunk then also has a band
     for rows in row_chunks(length, chunk) if chunk else chunks_at_once(read, columns, most):
         cols = read.keys(rows, columns)
@@ -205,8 +205,8 @@ def plain_window_sums(read: AttentionRead, window: int, block: int) -> torch.Ten
     keys = F.pad(upcast(read.key) * read.call.scaling, (0, 0, reach, blocks * block - read.length))
     keys = keys.unfold(2, block + reach, block)  # (B,K,blocks,d,C)
     # query r of a block sees column c = r … r + W-1 of its keys
-    behind = torch.arange(block + reach, device=keys.device) - torch.arange(block, device=keys.device)[:, None]
-    near = ((behind >= 0) & (behind <= reach)).to(keys.dtype)
+    distance = torch.arange(block + reach, device=keys.device) - torch.arange(block, device=keys.device)[:, None]
+    near = ((distance >= 0) & (distance <= reach)).to(keys.dtype)
     sums = read.lse.new_zeros(*read.lse.shape[:2], blocks * block + reach)  # with `reach` places before the first key
     at_once = max(1, AT_ONCE // (read.lse[..., 0].numel() * near.numel()))
     for first in range(0, blocks, at_once):
@@ -224,7 +224,7 @@ def plain_window_sums(read: AttentionRead, window: int, block: int) -> torch.Ten
     return sums[..., reach : reach + read.length]
 
 
-def _forget_forbidden(read: AttentionRead, windows: torch.Tensor) -> None:
+def _correct_forbidden(read: AttentionRead, windows: torch.Tensor) -> None:
     """Set the sums of keys that are hidden from all later queries to their own token's weight."""
     for forbidden in read.call.forbidden:
         for column in forbidden.columns(windows.device)[0].tolist():  # no padding: the same in all sequences

@@ -60,7 +60,7 @@ def comparing(model: PreTrainedModel, family: Family, batch: Batch) -> Iterator[
         A list that is filled when the model runs; empty where no layer can be compared.
     """
     layers = {attention: layer for layer, attention in family.attentions(model).items()}
-    batch = batch.behind(registers_before(model))
+    batch = batch.with_registers(registers_before(model))
     found: list[Comparison] = []
 
     def compared(own: Attend, module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -115,7 +115,7 @@ class Tracer:
         Register tokens before the text are its first positions here.
         """
         self._finite.clear()
-        batch = batch.behind(self.registers)
+        batch = batch.with_registers(self.registers)
         wanted = {site for observable in observables for site in observable.sites}
         if not self.values_are_gated:
             wanted.discard("raw_value")

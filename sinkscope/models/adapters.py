@@ -139,8 +139,8 @@ def check_no_adapter(model: PreTrainedModel, purpose: str) -> None:
 def notices(files: AdapterFiles, model: PreTrainedModel, merged: bool) -> list[str]:
     """Return notices for the user: whether the adapter was merged, and whether it was trained on another model."""
     became = "merged into the model's weights" if merged else "not merged, because the model's weights are quantized"
-    told = [f"adapter {files.source}: {became}"]
+    lines = [f"adapter {files.source}: {became}"]
     base, own = files.base, str(model.config.name_or_path)
     if base and Path(base).name.casefold() != Path(own).name.casefold():
-        told.append(f"the adapter says that it was trained on {one_line(base)}, which may be another model than {own}")
-    return told
+        lines.append(f"the adapter says that it was trained on {one_line(base)}, which may be another model than {own}")
+    return lines

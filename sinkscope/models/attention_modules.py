@@ -99,7 +99,7 @@ def watch_attention(model: nn.Module, inputs: Mapping[str, Any]) -> Seen:
 
     with ExitStack() as stack:
         for module in model.modules():
-            if next(module.parameters(), None) is not None:  # a dropout or a softmax is no attention module
+            if next(module.parameters(), None) is not None:  # a dropout or a softmax is not an attention module
                 stack.enter_context(module.register_forward_pre_hook(own_code.enter))
                 stack.enter_context(module.register_forward_hook(own_code.leave))
         stack.enter_context(attending_by(model, listening))

@@ -25,7 +25,7 @@ from sinkscope.models.family import (
     embedding_weight,
     find_copies,
 )
-from sinkscope.models.wiring import check_wiring, given_by, mlp_reads_attention
+from sinkscope.models.wiring import check_wiring, mlp_reads_attention, output_of
 
 
 def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
@@ -51,7 +51,7 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
     records = record(model, layers, inputs)
     for layer, events in enumerate(records):  # layers that read pictures do not run
         if events and not any(event.address == "output" for event in events):
-            raise InputError(f"'{name}': layer {layer} does not run on token ids alone")
+            raise InputError(f"'{name}': layer {layer} does not run on token ids only")
         out = next((event.x for event in reversed(events) if event.address == "output"), None)
         if out is not None and (not out.isfinite().all() or not out.any()):
             gives = "only zeros" if out.isfinite().all() else "NaN or infinite numbers"
@@ -73,6 +73,10 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
             attention_fields["gated"] = is_gated(model, modules[0], attention_fields["output"], inputs)
             found = find_projections(model, modules)
             attention_fields["projections"] = dict(zip(attending, found, strict=True))
+    bert = ("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense")
+    usual = (("mlp",), ("fc1", "activation_fn", "fc2"), bert)
+    feed_forward = next((paths for paths in usual if all(_has(layers[first], at) for at in paths)), ())
+    address = main.sites.get("mlp_out", "")
     return Family(
         name=name,
         layers=path,
@@ -80,7 +84,7 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
         sites=main.sites,
         wiring=main.wiring,
         door=attentions.door,
-        mlp=_feed_forward(layers[first], main),
+        mlp=feed_forward or ((address.partition(".")[0],) if address else ()),
         blocks=() if are_alike else tuple(blocks),
         copies=copies,
         causal=not sees_later_tokens(model, layers[ran[-1]], token_ids),
@@ -135,15 +139,6 @@ def _blocks(
         replace(block, wiring="unknown") if block.wiring == "parallel" and type(layer) in in_turn else block
         for layer, block in zip(layers, blocks, strict=True)
     ]
-
-
-def _feed_forward(layer: nn.Module, block: Block) -> tuple[str, ...]:
-    """Return the modules that make up the feed-forward network, for a row."""
-    bert = ("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense")
-    usual = (("mlp",), ("fc1", "activation_fn", "fc2"), bert)
-    known = next((paths for paths in usual if all(_has(layer, path) for path in paths)), None)
-    address = block.sites.get("mlp_out", "")
-    return known or ((address.partition(".")[0],) if address else ())
 
 
 def _projections(model: Any, attentions: list[nn.Module]) -> dict[str, Any]:
@@ -252,7 +247,7 @@ def sees_later_tokens(model: nn.Module, last: nn.Module, token_ids: torch.Tensor
     """Return whether a token changes the last layer's output at the tokens before it."""
     changed = token_ids.clone()
     changed[:, -1] = (changed[:, -1] + 1) % len(embedding_weight(model))
-    before, after = (given_by(last, model, {"input_ids": ids, "use_cache": False}) for ids in (token_ids, changed))
+    before, after = (output_of(last, model, {"input_ids": ids, "use_cache": False}) for ids in (token_ids, changed))
     length = token_ids.shape[1]
     if before.shape[1] != length:  # the model adds tokens before or after, or has another order of axes
         return False
@@ -268,12 +263,12 @@ def first_position(model: nn.Module, last: nn.Module, token_ids: torch.Tensor) -
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return None
     inputs = {"input_ids": token_ids, "use_cache": False}
-    alone = given_by(last, model, inputs)
+    expected = output_of(last, model, inputs)
     padding: Any = getattr(model.config, "pad_token_id", None)
     for first in (0, (padding or 0) + 1):
         positions = torch.arange(first, first + token_ids.shape[1], device=token_ids.device).expand_as(token_ids)
         with suppress(RuntimeError, IndexError, ValueError):  # positions of another shape, or fewer of them
-            if _are_alike(alone, given_by(last, model, inputs | {"position_ids": positions})):
+            if _are_alike(expected, output_of(last, model, inputs | {"position_ids": positions})):
                 return first
     return None
 

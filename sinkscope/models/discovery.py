@@ -212,8 +212,8 @@ class Layer:
     ) -> Branch | None:
         """Find the branch that makes the step from `start` to `end`: one module, or two children of the layer."""
         between = [event for event in self.outputs if after < event.order < before]
-        alone = self._module(start, end, after, before)
-        return alone or self._pair(start, end, [event for event in between if event.depth == 0])
+        single = self._module(start, end, after, before)
+        return single or self._pair(start, end, [event for event in between if event.depth == 0])
 
     def _module(
         self, start: torch.Tensor, end: torch.Tensor, after: int = -1, before: float = float("inf")

@@ -8,8 +8,6 @@ the residual stream.
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
-
 from sinkscope.errors import InputError
 from sinkscope.models.family import RESIDUAL_SITES, Family
 from sinkscope.models.model_types import base_type
@@ -238,7 +236,7 @@ BUILT_AS = {
 }
 
 
-def find_family(model: nn.Module) -> Family:
+def find_family(model: Any) -> Family:
     """Return the row of FAMILIES for a loaded model: that of its type, or of the type of its text tower.
 
     Raises:
@@ -246,8 +244,19 @@ def find_family(model: nn.Module) -> Family:
     """
     config: Any = model.config
     model_type = base_type(config.model_type)
-    rows = FAMILIES.get(model_type) or _rows_of_tower(model)
-    config = config if model_type in FAMILIES else config.get_text_config()
+    rows = FAMILIES.get(model_type, ())
+    if not rows:  # those of the text tower, with paths in the whole model
+        path, tower = text_tower(model)
+        config, kind = config.get_text_config(), tower.config.model_type
+        rows = tuple(
+            replace(
+                row,
+                name=kind,
+                layers=within(tower, path, row.layers),
+                position_embedding=within(tower, path, row.position_embedding),
+            )
+            for row in (FAMILIES.get(BUILT_AS.get(kind, kind), ()) if path and is_own(tower) else ())
+        )
     for row in rows:
         if all(getattr(config, name, None) == value for name, value in row.when.items()):
             kind = "alibi" if getattr(config, "alibi", False) else getattr(config, "kind_of_positions", row.positions)
@@ -258,20 +267,4 @@ def find_family(model: nn.Module) -> Family:
     raise InputError(
         f"the architecture '{model_type}' has no row in sinkscope/models/families.py "
         f"(`sinkscope list families` shows those that have one)"
-    )
-
-
-def _rows_of_tower(model: Any) -> tuple[Family, ...]:
-    """Return the rows of a text tower's type, or of the type in BUILT_AS, with paths in the whole model."""
-    path, tower = text_tower(model)
-    kind = tower.config.model_type
-    rows = FAMILIES.get(BUILT_AS.get(kind, kind), ()) if path and is_own(tower) else ()
-    return tuple(
-        replace(
-            row,
-            name=kind,
-            layers=within(tower, path, row.layers),
-            position_embedding=within(tower, path, row.position_embedding),
-        )
-        for row in rows
     )

@@ -188,15 +188,14 @@ class Family:
 
     def absent_sites(self) -> dict[str, str]:
         """Return the residual-stream sites that this family does not have, with the reason."""
-        alone = "no layer has two branches, so h+½ does not exist"
         reasons = {
-            "attn_out": "no layer mixes tokens in a branch of its own",
-            "mlp_out": "no layer has a feed-forward network as a branch of its own",
-            "mid": alone
+            "attn_out": "no layer mixes tokens in a separate branch",
+            "mlp_out": "no layer has a feed-forward network as a separate branch",
+            "mid": "no layer has two branches, so h+½ does not exist"
             if self.wiring == "single"
             else "attention and MLP read the same input (parallel residual), so h+½ does not exist",
-            "attn_norm": "attention reads the residual stream without a norm in front",
-            "mlp_norm": "the MLP reads its input without a norm of its own in front",
+            "attn_norm": "attention reads the residual stream without a norm before it",
+            "mlp_norm": "the MLP has no norm of its own before it",
         }
         if self.wiring == "unknown":
             reasons = dict.fromkeys(reasons, "it is not known which sum a layer adds to the residual stream")

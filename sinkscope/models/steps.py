@@ -34,8 +34,8 @@ def find_checkpoints(model: str, revisions: str | Iterable[str] | None = None) -
     if folder.is_dir():
         names = _subfolders(model, folder, names)
     elif len(names) < 2:
-        alone = f" (for {names[0]} only, leave out the comma)" if names else ""
-        raise InputError(f"name two or more steps of {model}, as --revision step0,step512,step1000{alone}")
+        single = f" (for {names[0]} only, leave out the comma)" if names else ""
+        raise InputError(f"name two or more steps of {model}, as --revision step0,step512,step1000{single}")
     steps = {name: step_of(name, names) for name in names}
     for first, second in combinations(names, 2):
         if first == second:

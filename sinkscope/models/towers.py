@@ -127,7 +127,7 @@ def check_reads_text(model: PreTrainedModel, layers: str) -> None:
         raise InputError(f"{type(model).__name__} does not predict the token after each that it reads")
 
 
-def told_of_text(model: nn.Module) -> Mapping[str, int]:
+def text_arguments(model: nn.Module) -> Mapping[str, int]:
     """Return this model's entry of TEXT, {} for most models."""
     return TEXT.get(base_type(str(getattr(getattr(model, "config", None), "model_type", ""))), {})
 
@@ -135,13 +135,13 @@ def told_of_text(model: nn.Module) -> Mapping[str, int]:
 @contextmanager
 def reading_text(model: nn.Module) -> Iterator[None]:
     """Add the arguments of TEXT to calls of the model that lack them, for the length of the block."""
-    told = told_of_text(model)
+    arguments = text_arguments(model)
 
     def add_arguments(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         ids = kwargs.get("input_ids", args[0] if args else None)
         if ids is None:
             return args, kwargs
-        return args, {name: torch.full_like(ids, value) for name, value in told.items()} | kwargs
+        return args, {name: torch.full_like(ids, value) for name, value in arguments.items()} | kwargs
 
-    with model.register_forward_pre_hook(add_arguments, with_kwargs=True) if told else nullcontext():
+    with model.register_forward_pre_hook(add_arguments, with_kwargs=True) if arguments else nullcontext():
         yield

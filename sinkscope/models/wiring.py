@@ -33,25 +33,19 @@ def read_sites(model: nn.Module, family: Family, token_ids: torch.Tensor) -> lis
                 register = module.register_forward_pre_hook if end == "input" else module.register_forward_hook
                 hooks.enter_context(register(partial(keep, index, address), with_kwargs=True))
         model(token_ids, use_cache=False)
-    return [_summed(family, family.block(index), kept) for index, kept in enumerate(records)]
+    layers: list[dict[str, torch.Tensor]] = []
+    for index, record in enumerate(records):
+        layers.append({})
+        block = family.block(index)
+        for site in (site for site in RESIDUAL_SITES if site in block.sites):  # none if the layer does not run
+            shape = family.stream(record["input"]).shape
+            parts = [(term.scale, family.stream(record[term.address]).view(shape)) for term in block.terms(site)]
+            rest = (x if scale == 1.0 else scale * x for scale, x in parts[1:])
+            layers[index][site] = sum(rest, start=parts[0][0] * parts[0][1])
+    return layers
 
 
-def _summed(family: Family, block: Block, kept: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return each site as it enters the residual stream; {} for a layer that does not run."""
-    if not block.sites:
-        return {}
-    kept = {address: family.stream(x) for address, x in kept.items()}
-    shape = kept["input"].shape
-    found = {}
-    for site in RESIDUAL_SITES:
-        if site not in block.sites:
-            continue
-        parts = [(term.scale, kept[term.address].view(shape)) for term in block.terms(site)]
-        found[site] = sum((x if scale == 1.0 else scale * x for scale, x in parts[1:]), start=parts[0][0] * parts[0][1])
-    return found
-
-
-def given_by(module: nn.Module, model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
+def output_of(module: nn.Module, model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
     """Run the model, and return a module's output in its last run."""
     kept: list[torch.Tensor] = []
     # a clone, because Falcon adds to its MLP's output in place
@@ -68,9 +62,9 @@ def mlp_reads_attention(model: nn.Module, layer: nn.Module, block: Block, inputs
         return (2 * output[0], *output[1:]) if isinstance(output, tuple) else 2 * output
 
     attention, mlp = (layer.get_submodule(block.sites[site].rpartition(".")[0]) for site in ("attn_out", "mlp_out"))
-    before = given_by(mlp, model, inputs)
+    before = output_of(mlp, model, inputs)
     with attention.register_forward_hook(doubled):
-        after = given_by(mlp, model, inputs)
+        after = output_of(mlp, model, inputs)
     return bool((after - before).abs().max() > 1e-3 * before.abs().max())
 
 
@@ -79,7 +73,7 @@ def layer_output(model: nn.Module, family: Family, layer: int, inputs: dict[str,
     """Return a layer's output (B,T,D) for these inputs of the model, on the CPU."""
     path, _, _ = family.block(layer).sites["layer_out"].rpartition(".")
     module = family.layer_modules(model)[layer].get_submodule(path)
-    stream = family.stream(given_by(module, model, inputs)).cpu()
+    stream = family.stream(output_of(module, model, inputs)).cpu()
     return stream.view(*inputs["input_ids"].shape[:1], -1, stream.shape[-1])
 
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from sinkscope.errors import InputError, counted
 from sinkscope.models.family import Family, embedding_weight
 from sinkscope.models.positions import known_positions
-from sinkscope.models.towers import told_of_text
+from sinkscope.models.towers import text_arguments
 from sinkscope.retrofits.registers import RETROFIT
 from sinkscope.retrofits.retrofit import Part, Retrofit
 from sinkscope.text.batch import insert_before
@@ -121,7 +121,7 @@ class RegisterTokens(Retrofit):
     def inapplicable(self, model: PreTrainedModel, family: Family) -> str | None:
         if family.prefix:
             return "it is a prefix LM, and its prefix would be the registers"
-        told = told_of_text(model)
+        told = text_arguments(model)
         return f"{', '.join(told)} would have to be said of them, too" if told else None
 
     def install(self, model: PreTrainedModel, family: Family) -> None:

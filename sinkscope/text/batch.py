@@ -84,7 +84,7 @@ class Batch:
         """(B,T): positions, which a model needs if the padding is on the left."""
         return (self.attention_mask.cumsum(dim=1) - 1).clamp(min=0)
 
-    def behind(self, registers: int) -> "Batch":
+    def with_registers(self, registers: int) -> "Batch":
         """Return the sequences with `registers` register tokens before each, as the model's layers see them."""
         if not registers:
             return self

@@ -146,14 +146,14 @@ class Request:
 
     def token_zero(self, otherwise: str) -> str:
         """Describe the token that the policy puts at position 0; return `otherwise` if there is none."""
-        return self.described(self.prefix[0]) if self.prefix else otherwise
+        return self.describe(self.prefix[0]) if self.prefix else otherwise
 
-    def common_first(self, sequences: list[list[int]]) -> str:
+    def describe_first(self, sequences: list[list[int]]) -> str:
         """Describe the token at position 0 of a file's sequences."""
         first = {ids[0] for ids in sequences}
-        return self.described(first.pop()) if len(first) == 1 else "varies"
+        return self.describe(first.pop()) if len(first) == 1 else "varies"
 
-    def described(self, token_id: int) -> str:
+    def describe(self, token_id: int) -> str:
         """Describe a token, for example as "bos <|im_start|> (id 1)"."""
         special = "special token" if token_id in self.special_ids else "token"
         kind = "bos" if token_id in self._bos_ids else special
@@ -217,7 +217,7 @@ def heads(documents: Iterator[Document], label: str, request: Request) -> Select
     if len(lengths) > 1:
         notices.append(f"{label}: sequences have {min(lengths)} to {max(lengths)} tokens; shorter ones are padded")
     all_text = all(document.ids is None and document.messages is None for document, _ in taken)
-    return Selection(sequences, request.token_zero(TEXT) if all_text else request.common_first(sequences), notices)
+    return Selection(sequences, request.token_zero(TEXT) if all_text else request.describe_first(sequences), notices)
 
 
 def long_heads(documents: Iterator[Document], label: str, request: Request) -> Selection:
@@ -283,7 +283,7 @@ def rows(documents: Iterator[Document], label: str, request: Request) -> Selecti
         sequences.append(ids)
     notices = [f"{label}: its sequences of {width} ids are cut to {request.seq_len}"] * (width > request.seq_len)
     notices += [first.notice] * (bool(first.notice) and request.num_seqs > 1)
-    return Selection(sequences, request.common_first(sequences), notices)
+    return Selection(sequences, request.describe_first(sequences), notices)
 
 
 def _text_ids(document: Document, request: Request, template: ChatTemplate) -> list[int]:
@@ -324,7 +324,7 @@ def sampled_tokens(request: Request) -> Selection:
     check_ids([bos], request.vocab_size, "the beginning-of-sequence token")
     left_out = int(not request.keeps_bos)
     drawn = request.sampler(bos, request.num_seqs, request.seq_len + left_out, request.seed)
-    token_zero = "the model's own token" if left_out else request.described(bos)
+    token_zero = "the model's own token" if left_out else request.describe(bos)
     return Selection(drawn[:, left_out:].tolist(), token_zero, [])
 
 

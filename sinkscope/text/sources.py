@@ -37,7 +37,7 @@ def _of_characters(text: str) -> str:
     """Refuse half of a surrogate pair, which JSON can spell but no tokenizer accepts."""
     half = re.search("[\ud800-\udfff]", text)
     if half:
-        raise ValueError(f"text holds \\u{ord(half[0]):04x}, which is no character")
+        raise ValueError(f"text holds \\u{ord(half[0]):04x}, which is not a character")
     return text
 
 
@@ -109,9 +109,9 @@ def read_array(path: Path) -> Iterator[Document]:
         raise InputError(f"{path.name} holds {array.dtype}, not integers: token ids are integers")
     if array.ndim not in (1, 2) or array.size == 0:
         raise InputError(f"{path.name} has shape {array.shape}: token ids are an array (N, T) or (T,), not empty")
-    alone = f"{path.name} has one dimension, so it is one sequence; more are an array (N, T)"
+    notice = f"{path.name} has one dimension, so it is one sequence; more are an array (N, T)"
     for index, row in enumerate(np.atleast_2d(array)):
-        yield Document(f"{path.name}, row {index}", ids=row.tolist(), notice=alone if array.ndim == 1 else "")
+        yield Document(f"{path.name}, row {index}", ids=row.tolist(), notice=notice if array.ndim == 1 else "")
 
 
 def dataset_name(spec: str) -> str:

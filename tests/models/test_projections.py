@@ -104,7 +104,7 @@ def test_what_a_family_does_not_have_is_refused():
     with pytest.raises(InputError, match="no learned positions"):
         position_vectors(model, family, 4)
     gpt2 = tiny_model("gpt2")
-    with pytest.raises(InputError, match="knows 256 positions"):
+    with pytest.raises(InputError, match="has 256 positions"):
         position_vectors(gpt2, find_family(gpt2), 257)
 
 

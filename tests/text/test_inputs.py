@@ -390,7 +390,7 @@ def test_text_and_ids_may_stand_in_one_file(llama, tmp_path):
         ("{}", "this one has nothing"),
         ('{"text": ["w1", "w2"]}', "text is a JSON list, not a string"),
         ('{"text": null}', "text is a JSON null, not a string"),
-        ('{"text": "w1 \\ud800 w2"}', r"text holds \\ud800, which is no character"),
+        ('{"text": "w1 \\ud800 w2"}', r"text holds \\ud800, which is not a character"),
         ('{"input_ids": 5}', "input_ids is a JSON number, not a list"),
         ('{"input_ids": "5 6"}', "input_ids is a JSON string, not a list"),
         ('{"input_ids": [5, 6.0]}', r"input_ids\[1\] is a JSON number: token ids are integers"),
@@ -603,7 +603,7 @@ def test_documents_to_train_on_come_from_the_same_readers(plain, dataset_folder,
         ({"input_ids": [5, 6]}, "bad.jsonl, line 1: a record needs `text` to train on"),
         ({"body": "w1"}, "line 1: a record needs `text`.*this one has body"),
         ({"text": 5}, "line 1: text is a JSON number, not a string"),
-        ({"text": "w1 \ud800"}, r"text holds \\ud800, which is no character"),
+        ({"text": "w1 \ud800"}, r"text holds \\ud800, which is not a character"),
     ],
 )
 def test_documents_that_cannot_be_trained_on(record, match, tmp_path):
