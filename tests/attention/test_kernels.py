@@ -1,4 +1,4 @@
-"""The fused kernels, on a GPU beside chunks in float64, and without one as far as their signatures go."""
+"""The fused kernels: on a GPU compared with chunks in float64, and without one checked by their signatures."""
 
 import pytest
 import torch

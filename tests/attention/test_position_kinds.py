@@ -1,4 +1,4 @@
-"""How models know where a token stands: found by what they do, layer by layer."""
+"""The kinds of positions of models, found layer by layer from what their attention computes."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The door into attention: it goes in, changes nothing, comes out again, and never lets a wrong number through."""
+"""The seam: it changes nothing, is removed again, and never lets a wrong number through."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -150,7 +150,7 @@ def test_two_tracers_one_after_the_other_measure_the_same(name: str) -> None:
 
 
 def test_one_tracer_serves_forward_after_forward() -> None:
-    """What the last batch left in the seams is not taken for the next one's."""
+    """Values that the last batch left in the seams are not used for the next one."""
     model = tiny_model("mistral")
     family = find_family(model)
     tables = []
@@ -285,7 +285,7 @@ def test_the_chunk_of_rows_changes_nothing(chunk: int) -> None:
 
 
 def test_without_a_mask_a_lone_query_is_the_last_token_and_several_are_the_first() -> None:
-    """As transformers means it: several queries before more keys have a static cache, whose last places are empty."""
+    """Several queries with more keys mean a static cache, whose last slots are empty, as in transformers."""
     query, key, value = random_qkv()
     call = AttentionCall(None, 0.7)
     mix, lse = dense(query, key, value, call)
@@ -320,7 +320,7 @@ def test_the_fused_kernel_forbids_keys_without_a_mask(dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("transposed", range(3))
 def test_vectors_whose_numbers_are_not_side_by_side_are_read_right(transposed: int) -> None:
-    """As behind a convolution over time; the fused kernel itself reads other numbers there."""
+    """A convolution over time returns such tensors; the fused kernel itself would read other numbers there."""
     generator = torch.Generator().manual_seed(0)
     given = [torch.randn(2, heads, 13, 8, dtype=torch.float64, generator=generator) for heads in (4, 2, 2)]
     expected = fused_attention(*given, AttentionCall(None, 0.3))

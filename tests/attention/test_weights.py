@@ -1,4 +1,4 @@
-"""Rectangles of attention weights and their column sums, against matrices written out whole in float64."""
+"""Rectangles of attention weights and their column sums, compared with whole matrices in float64."""
 
 from dataclasses import replace
 from itertools import pairwise

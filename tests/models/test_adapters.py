@@ -1,4 +1,4 @@
-"""--adapter: what PEFT computes with an adapter is measured, and what does not fit is refused."""
+"""--adapter: measurements equal those of PEFT's model, and an adapter that does not fit is refused."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""What calibration makes of layers that are broken, add nothing, do not attend, or add no sum that is known."""
+"""Calibration of layers that are broken, add nothing, do not attend, or add an unknown sum."""
 
 from collections.abc import Callable
 from types import MethodType
@@ -60,7 +60,7 @@ def test_a_layer_that_adds_nothing_yet_is_built_as_the_others() -> None:
 
 
 def test_the_stack_is_the_chain_with_most_weights() -> None:
-    """Neither a longer chain beside it nor a heavier list that is none."""
+    """Neither a longer parallel chain nor a larger list that is not a chain is chosen."""
 
     class Around(nn.Module):
         def __init__(self, head: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Wrapping a forward: what the module gives out meanwhile, and that everything is put back."""
+"""Wrapped forwards: the module's output within the block, and that everything is restored."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_of_a_tuple_the_first_tensor_is_edited() -> None:
 
 
 def test_a_forward_of_its_own_comes_back_also_after_an_error() -> None:
-    """As accelerate's, which it sets on the module itself."""
+    """A forward that is set on the module itself, as accelerate does."""
     module = nn.Linear(2, 2)
     own = module.forward = module.forward
     with pytest.raises(RuntimeError), wrapped_forward(module, lambda forward, x: forward(x) + 1):

@@ -78,7 +78,7 @@ def test_a_mask_that_is_dropped_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
     assert padding("llama", padded_differences(model, family, whole=False)) == "yes"
     monkeypatch.setattr(tracer, "model_inputs", _without_mask)
     found = padded_differences(model, family, whole=False)
-    assert max(found["right"].values()) < ROUND_OFF  # causal: no token sees what is behind it
+    assert max(found["right"].values()) < ROUND_OFF  # causal: no token sees later ones
     assert padding("llama", found) == "NO"
 
 
@@ -163,7 +163,7 @@ def test_sums_and_own_attention_are_read_where_they_are_known_to_be(name: str) -
 
 
 def test_a_model_that_padding_changes_is_measured_without(tmp_path: Path) -> None:
-    """The sparse attention of deepseek_v32 chooses other keys beside a longer sequence."""
+    """The sparse attention of deepseek_v32 chooses other keys next to a longer sequence."""
     lines = [f'{{"input_ids": {list(range(3, 3 + length))}}}' for length in (20, 13)]
     (tmp_path / "ids.jsonl").write_text("\n".join(lines), encoding="utf-8")
     given = {"input": str(tmp_path / "ids.jsonl"), "bos": "never", "observables": ("attention",)}

@@ -1,4 +1,4 @@
-"""The table of families: every row's wiring holds, a wrong one's does not, and an unknown model is told so."""
+"""The table of families: every row's wiring holds, a wrong one's does not, and an unknown model is refused."""
 
 import copy
 from dataclasses import replace
@@ -124,7 +124,7 @@ def test_every_row_has_a_tiny_model() -> None:
 WRONG = {
     # family → what is wrong with its row
     "llama": {"attn_out": "post_attention_layernorm.output"},
-    "gemma2": {"attn_out": "self_attn.output"},  # before the norm behind the branch
+    "gemma2": {"attn_out": "self_attn.output"},  # before the norm after the branch
     "gemma3": {"mlp_out": "mlp.output"},
     "olmo2": {"attn_out": "self_attn.output"},
     "gpt2": {"mid": "ln_2.output"},
@@ -270,7 +270,7 @@ def test_calibration_finds_by_what_a_branch_is_multiplied() -> None:
 
 
 class Shared(Nonsense):
-    """The feed-forward network and a further one beside it are added together."""
+    """The feed-forward network and a second one parallel to it are added together."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__(block)

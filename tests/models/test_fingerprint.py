@@ -1,4 +1,4 @@
-"""The fingerprint of a model changes with any value that decides what it computes, and with nothing else."""
+"""The fingerprint of a model changes with any value that affects what it computes, and with nothing else."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Models handed over as objects: behind wrappers, in train mode, compiled in place; and objects that are no model."""
+"""Models given as objects: wrapped, in train mode, compiled in place; and objects that are not models."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -101,7 +101,7 @@ def test_an_adapter_beside_the_weights_is_not_quantized_by_itself() -> None:
 
 
 def with_hooks_of_accelerate(model: PreTrainedModel) -> PreTrainedModel:
-    """As --device-map auto leaves them on several devices, here on one."""
+    """Hooks as --device-map auto sets them for several devices, here for one."""
     for module in model.modules():
         if module is not model:
             add_hook_to_module(module, AlignDevicesHook(execution_device="cpu", io_same_device=True))
@@ -117,7 +117,7 @@ DISPATCHED: dict[str, Callable[[PreTrainedModel], PreTrainedModel]] = {
 @pytest.mark.parametrize("name", ["gpt2", "qwen2"])
 @pytest.mark.parametrize("where", ["memory", "disk"])
 def test_weights_that_are_read_may_be_offloaded(name: str, where: str, tmp_path: Path) -> None:
-    """Of GPT-2 the vectors of positions."""
+    """GPT-2 also has weights for positions that are read."""
     model, expected = tiny_model(name), sinkscope.analyze(tiny_model(name), **SMALL)
     device = torch.device("cpu")
     given = cpu_offload(model, device) if where == "memory" else disk_offload(model, str(tmp_path), device)

@@ -1,4 +1,4 @@
-"""Every way to name a model, and every way for it to be wrong: tiny random models, a loopback hub."""
+"""Every way to name a model, and every way for it to be wrong: tiny random models, a local hub."""
 
 import json
 import os
@@ -615,7 +615,7 @@ def test_gguf_file(tmp_path: Path) -> None:
 
 
 def test_gguf_file_is_read_once(tmp_path: Path) -> None:
-    """As transformers reads it, and nothing is left changed, whether the file loads or not."""
+    """The file is read as by transformers, and nothing stays changed, whether the file loads or not."""
     path = save_gguf(tmp_path / "tiny.gguf")
     plain, own = gguf.GGUFReader(path), (gguf.GGUFReader, gguf.get_tensor_name_map)
     with read_once():
@@ -785,7 +785,7 @@ def test_offline_with_half_a_model(hub: Hub, saved: Path, monkeypatch: pytest.Mo
 
 
 def test_offline_with_a_cache_that_lists_nothing(hub: Hub, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As transformers and older software leave it: files, but no listing of the repository."""
+    """A cache as older software leaves it: files without a listing of the repository."""
     hub.repos["org/tiny"] = Repo({"main": saved})
     for path in saved.iterdir():
         huggingface_hub.hf_hub_download("org/tiny", path.name)

@@ -1,4 +1,4 @@
-"""Projections of every family against the queries, keys and values that its own attention code computes."""
+"""Projections of every family, compared with the queries, keys and values of its own attention code."""
 
 import pytest
 import torch
@@ -118,7 +118,7 @@ def test_what_a_family_does_not_have_is_refused():
         ("dbrx", set(ROLES)),  # all in one
         ("gpt_bigcode", set(ROLES)),  # one key head
         ("qwen3_next", {"key", "value"}),  # queries and their gates in one, keys normed
-        ("inkling_text", {"query", "key"}),  # a convolution behind the values
+        ("inkling_text", {"query", "key"}),  # a convolution after the values
     ],
 )
 def test_found_projections_give_what_attention_sees(model_type, roles):

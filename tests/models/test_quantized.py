@@ -1,4 +1,4 @@
-"""Quantized checkpoints: measured as plain transformers runs them, refused where weights are needed, or told apart."""
+"""Quantized checkpoints: measured as plain transformers runs them, or refused where weights are needed."""
 
 import json
 import shutil

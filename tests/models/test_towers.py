@@ -1,4 +1,4 @@
-"""Models that also read pictures or sound: of their towers the one that reads text is found, and it is measured."""
+"""Models that also read pictures or sound: their text tower is found and measured."""
 
 from collections.abc import Callable
 from functools import cache
@@ -205,7 +205,7 @@ def test_ids_without_a_logit_and_placeholders_are_no_text() -> None:
 
 
 def test_positions_of_padded_text_are_those_of_the_text() -> None:
-    """Of three sections, for time, height and width: all are the token's place in its own sequence."""
+    """All three sections (time, height and width) are the token's position in its own sequence."""
     model: Any = tiny("qwen2_vl")
     padded = torch.cat([torch.zeros(3, dtype=torch.long), IDS])[None]
     mask = (torch.arange(len(padded[0])) >= 3).long()[None]

@@ -1,4 +1,4 @@
-"""Llama's block with its parts exchanged, against its formulas written out once more, in float64."""
+"""Llama's block with exchanged parts, compared with a second implementation of its formulas in float64."""
 
 import math
 from collections.abc import Callable
@@ -212,7 +212,7 @@ def test_logits_and_gradients_are_the_formulas(label: str) -> None:
 
 
 def test_the_formulas_differ() -> None:
-    """Of the same weights: else the test above would not notice an option that does nothing."""
+    """With the same weights: otherwise the test above would not notice an option that does nothing."""
     logits = {label: shared(label)(IDS).logits for label in VARIANTS}
     plain = logits.pop("rotary")
     assert all(float((other - plain).abs().max()) > 1e-3 for other in logits.values())
@@ -408,7 +408,7 @@ def test_wrong_fields_are_refused(fields: dict[str, Any], message: str) -> None:
 
 
 def test_the_weight_on_a_windows_first_token() -> None:
-    """Of queries t ≥ 3, since those before them see position 0; sequences of 9, 5 and 2 tokens, padded."""
+    """Only queries t ≥ 3, because earlier ones see position 0; sequences of 9, 5 and 2 tokens, padded."""
     model, lengths = shared("window"), [9, 5, 2]
     observable = OBSERVABLES["window-edge"](Settings())
     with open_tracer(model, find_family(model)) as tracer:

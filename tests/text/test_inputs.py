@@ -1,4 +1,4 @@
-"""Inputs: what is cut, what stands at position 0, and that every wrong input is refused with a reason."""
+"""Inputs: how text is cut, the token at position 0, and that every wrong input is refused with a reason."""
 
 import io
 import json
@@ -885,7 +885,7 @@ def test_chats_that_cannot_be_used(messages, match, tmp_path):
 
 
 def test_a_chat_is_what_transformers_makes_of_it(tmp_path):
-    """Of several chats, with special tokens, characters beyond ASCII and a function of the template's environment."""
+    """Several chats, with special tokens, characters beyond ASCII and a function of the template's environment."""
     tokenizer = word_tokenizer("<s> $A")
     tokenizer.chat_template = (
         "{{ bos_token }} {% for m in messages %}{{ m['content'] | trim }} w4 {% endfor %}{{ eos_token }}"
