@@ -71,7 +71,7 @@ def with_positions(model: PreTrainedModel, family: Family) -> Family:
     length = min(TOKENS, number_of_positions(model, family) or TOKENS)
     one, other = (torch.full((1, length), vocabulary // part, device=device) for part in (2, 3))
     added = _added(model, family, one, other)
-    kinds = []
+    by_layer = [""] * len(family.layer_modules(model))
     for layer, seen in _attended(model, family, one).items():
         own = UNKNOWN_POSITIONS
         if seen.query is not None and seen.key is not None and seen.call is not None:
@@ -82,14 +82,11 @@ def with_positions(model: PreTrainedModel, family: Family) -> Family:
                 own = _bias(seen.call)
         both = [kind for kind in (added and added.kind, own) if kind and kind != NO_POSITIONS]
         kind = " + ".join(both) or NO_POSITIONS
-        kinds.append((layer, family.positions if UNKNOWN_POSITIONS in both else kind))
-    by_layer = [""] * len(family.layer_modules(model))
-    for layer, kind in kinds:
-        by_layer[layer] = kind
+        by_layer[layer] = family.positions if UNKNOWN_POSITIONS in both else kind
     learned = added if added is not None and added.embedding else Added("")
     return replace(
         family,
-        positions=" and ".join(sorted({kind for _, kind in kinds}, key=(NO_POSITIONS).__eq__)),
+        positions=" and ".join(sorted({kind for kind in by_layer if kind}, key=NO_POSITIONS.__eq__)),
         layer_positions=tuple(by_layer),
         position_embedding=learned.embedding,
         position_offset=learned.offset,

@@ -255,7 +255,8 @@ def find_family(model: Any) -> Family:
                 layers=within(tower, path, row.layers),
                 position_embedding=within(tower, path, row.position_embedding),
             )
-            for row in (FAMILIES.get(BUILT_AS.get(kind, kind), ()) if path and is_own(tower) else ())
+            for row in FAMILIES.get(BUILT_AS.get(kind, kind), ())
+            if path and is_own(tower)
         )
     for row in rows:
         if all(getattr(config, name, None) == value for name, value in row.when.items()):

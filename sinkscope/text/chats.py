@@ -47,9 +47,9 @@ class ChatTemplate:
             ValueError: there is no template, it fails, or it takes longer than SECONDS.
             SinkscopeError: its process does not start.
         """
-        tokenizer: Any = self._tokenizer
         from transformers import PreTrainedTokenizerBase
 
+        tokenizer: Any = self._tokenizer
         if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
             # code of the tokenizer's class renders the chat, as for Mistral
             return str(tokenizer.apply_chat_template(list(messages), tokenize=False))
