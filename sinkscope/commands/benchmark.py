@@ -26,10 +26,10 @@ from sinkscope.options.benchmark import BenchmarkOptions
 from sinkscope.options.files import kind_of, user_path
 from sinkscope.options.option import checked
 from sinkscope.options.output import OutputOptions
-from sinkscope.report.page import Contents, write_page
-from sinkscope.report.scores import COLUMNS, COMMAND, TABLE, Scores
+from sinkscope.page import Contents, write_page
 from sinkscope.results.folders import new_folder, own_folder
 from sinkscope.results.manifest import make_manifest, write_manifest
+from sinkscope.results.scores import COLUMNS, COMMAND, TABLE, Scores
 from sinkscope.results.tables import LEADING, names_of, write_tables
 
 PACKAGE = "lm_eval"

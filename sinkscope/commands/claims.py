@@ -13,6 +13,14 @@ import pandas as pd
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from sinkscope.claims.evidence import LONG, MAIN, NULL, POLICIES, RANDOM, REPEATED, Evidence, null_role
+from sinkscope.claims.register import CLAIMS
+from sinkscope.claims.routes import ROLES as ROUTE_ROLES
+from sinkscope.claims.routes import routes_of_models
+from sinkscope.claims.scorecard import COMMAND, TABLES, Scorecard, evidence_of, judged, models_of
+from sinkscope.commands.claims_folder import ScorecardFolder, scorecard_folder
+from sinkscope.commands.evidence import Collection
+from sinkscope.commands.given import collected, judged_folders, merged, skipped_in
 from sinkscope.commands.result import Result
 from sinkscope.errors import InputError, SinkscopeError, one_line
 from sinkscope.interventions import Target, parse, parse_all
@@ -37,15 +45,7 @@ from sinkscope.models.fingerprint import fingerprint
 from sinkscope.options.claims import ClaimsOptions
 from sinkscope.options.measuring import AnalyzeOptions, InterveneOptions, RunConfig
 from sinkscope.options.output import OutputOptions
-from sinkscope.report.claims.evidence import LONG, MAIN, NULL, POLICIES, RANDOM, REPEATED, Evidence, null_role
-from sinkscope.report.claims.folder import ScorecardFolder, scorecard_folder
-from sinkscope.report.claims.gather import Collection
-from sinkscope.report.claims.given import collected, judged_folders, merged, skipped_in
-from sinkscope.report.claims.register import CLAIMS
-from sinkscope.report.claims.routes import ROLES as ROUTE_ROLES
-from sinkscope.report.claims.routes import routes_of_models
-from sinkscope.report.claims.scorecard import COMMAND, TABLES, Scorecard, evidence_of, judged, models_of
-from sinkscope.report.run import Run
+from sinkscope.output.run import Run
 from sinkscope.results.bos import OPTIONS as BOS_OPTIONS
 from sinkscope.results.bos import WITHOUT
 from sinkscope.results.manifest import make_manifest as make_folder_manifest

@@ -12,11 +12,11 @@ from support.pages import data_of
 from typer.testing import CliRunner
 
 import sinkscope
+from sinkscope.claims import scorecard
+from sinkscope.claims.scorecard import Scorecard
 from sinkscope.cli.app import app
 from sinkscope.errors import InputError
-from sinkscope.report.claims import scorecard
-from sinkscope.report.claims.scorecard import Scorecard
-from sinkscope.report.run import Run
+from sinkscope.output.run import Run
 from sinkscope.results.manifest import FORMAT, read_manifest
 from sinkscope.results.tables import Column
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from support.made_up_runs import made_up, save
 
+from sinkscope.claims.scorecard import Scorecard
 from sinkscope.errors import InputError
+from sinkscope.output.run import Run
+from sinkscope.output.series import Series
+from sinkscope.output.trained import Trained
 from sinkscope.quantization.ranges import Precision
-from sinkscope.report.claims.scorecard import Scorecard
-from sinkscope.report.run import Run
-from sinkscope.report.series import Series
-from sinkscope.report.trained import Trained
 from sinkscope.results.run import RunData
 
 
