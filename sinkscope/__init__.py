@@ -13,7 +13,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sinkscope.claims.scorecard import Scorecard as Scorecard
     from sinkscope.commands.analyze import analyze as analyze
     from sinkscope.commands.analyze import analyze_steps as analyze_steps
     from sinkscope.commands.benchmark import benchmark as benchmark
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from sinkscope.retrofits import gate_displacement as gate_displacement
     from sinkscope.retrofits import new_parameters as new_parameters
     from sinkscope.retrofits import retrofit_model as retrofit_model
+    from sinkscope.verdict.scorecard import Scorecard as Scorecard
 
 _MODULES = {
     "analyze": "commands.analyze",
@@ -61,7 +61,7 @@ _MODULES = {
     "retrofit_model": "retrofits",
     "Run": "output.run",
     "run_recipe": "commands.run",
-    "Scorecard": "claims.scorecard",
+    "Scorecard": "verdict.scorecard",
     "Series": "output.series",
     "SinkscopeError": "errors",
     "show": "commands.show",

@@ -10,21 +10,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sinkscope.claims.scorecard import COMMAND, Scorecard, legend
-from sinkscope.figures import OF_CLAIMS, OF_ROUTES, save_figures
-from sinkscope.figures.spec import draw_all
-from sinkscope.figures.style import Figure
+from sinkscope.html_page import Contents, renew_page
+from sinkscope.output import scorecard
+from sinkscope.output.drawing import save_figures
 from sinkscope.output.outputs import write_run
 from sinkscope.output.run import Run
-from sinkscope.page import Contents, renew_page, write_page
+from sinkscope.output.scorecard import FIGURES, WORDS
+from sinkscope.paper_claims.table import COMMAND
 from sinkscope.results.folders import alone_in, new_folder
 from sinkscope.results.manifest import MANIFEST, make_manifest, write_manifest
 from sinkscope.results.resume import FileList, check_resumable, claim, resumable
 from sinkscope.results.run import RunData
 from sinkscope.results.swap import new_file
 from sinkscope.results.tables import write_tables
-
-FIGURES, WORDS = "figures", "scorecard.md"
+from sinkscope.verdict.scorecard import Scorecard
 
 
 @dataclass
@@ -88,9 +87,9 @@ class ScorecardFolder:
         self._files.add(*(f"tables/{name}.parquet" for name in tables), WORDS)
         write_tables(tables, self.folder)
         with self._files.new_folder(self.folder / FIGURES) as fresh:
-            save_figures(_figures(card), fresh)
+            save_figures(scorecard.scorecard_figures(card), fresh)
         with new_file(self.folder / WORDS) as fresh:
-            fresh.write_text(_words(card), encoding="utf-8")
+            fresh.write_text(scorecard.scorecard_words(card), encoding="utf-8")
         renew_page(Contents(card.manifest, tables, folder=self.folder), self._files, self.page)
         manifest = {**card.manifest, **self._facts, "files": self._files.names}
         write_manifest(self.folder, manifest)
@@ -99,24 +98,6 @@ class ScorecardFolder:
     def _manifest(self) -> dict[str, Any]:
         facts: dict[str, Any] = {**self._facts, "skipped_roles": self.skipped, "files": self._files.names}
         return make_manifest(COMMAND, self.config, self.start, (), **facts)
-
-
-def write_scorecard(card: Scorecard, folder: Path, page: bool = True) -> None:
-    """Write a scorecard for which nothing was measured into an empty folder."""
-    write_tables(card.tables, folder)
-    save_figures(_figures(card), folder / FIGURES)
-    (folder / WORDS).write_text(_words(card), encoding="utf-8")
-    if page:
-        write_page(Contents(card.manifest, card.tables, folder=folder), folder)
-    write_manifest(folder, card.manifest)
-
-
-def _figures(card: Scorecard) -> dict[str, Figure]:
-    return draw_all(OF_CLAIMS, card) | draw_all(OF_ROUTES, card.routes)
-
-
-def _words(card: Scorecard) -> str:
-    return f"{card.markdown}\n\n{legend()}\n"
 
 
 @contextmanager

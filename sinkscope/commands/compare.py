@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pandas as pd
 
-from sinkscope.claims.scorecard import Scorecard
 from sinkscope.commands.result import Result
 from sinkscope.errors import InputError
 from sinkscope.options.output import CompareOptions, OutputOptions
@@ -21,8 +20,9 @@ from sinkscope.output.sweep import open_comparison, summary_tables
 from sinkscope.output.trained import tables_of_arms
 from sinkscope.results.cells import COMMAND as SWEEP
 from sinkscope.results.manifest import FORMAT, folder_of, format_of, older, read_manifest, tables_folder
-from sinkscope.verdict.retrofit_table import retrofit_summaries
+from sinkscope.verdict.scorecard import Scorecard
 from sinkscope.verdict.table_formats import formatted
+from sinkscope.verdict.trained import retrofit_summaries
 
 # command that wrote a folder which compares something itself → its summary tables by title
 _OF_ONE: Mapping[str, Callable[[Path], Mapping[str, pd.DataFrame]]] = {

@@ -8,12 +8,12 @@ is judged under that name, and the others under names of their own, unless claim
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from sinkscope.claims.evidence import MAIN, Evidence
-from sinkscope.claims.register import CLAIMS
-from sinkscope.claims.scorecard import evidence_of, models_of, with_studies
-from sinkscope.claims.studies import Given
-from sinkscope.claims.trainings import PLAIN, Steps, Training, variants, wanted_arms
 from sinkscope.errors import InputError
+from sinkscope.paper_claims.evidence import MAIN, Evidence
+from sinkscope.paper_claims.register import CLAIMS
+from sinkscope.paper_claims.studies import Given
+from sinkscope.paper_claims.table import evidence_of, models_of, with_studies
+from sinkscope.paper_claims.trainings import PLAIN, Steps, Training, variants, wanted_arms
 from sinkscope.results.run import RunData
 from sinkscope.results.scores import Scores
 

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from sinkscope.claims.scorecard import COMMAND
-from sinkscope.claims.trainings import OPTIONS, Steps, Training
 from sinkscope.commands.evidence import Collection
 from sinkscope.errors import InputError
 from sinkscope.options.option import checked
@@ -17,6 +15,8 @@ from sinkscope.output.series import COMMAND as STEPS
 from sinkscope.output.series import Series
 from sinkscope.output.trained import COMMANDS as TRAININGS
 from sinkscope.output.trained import Trained
+from sinkscope.paper_claims.table import COMMAND
+from sinkscope.paper_claims.trainings import OPTIONS, Steps, Training
 from sinkscope.results.cells import CELLS
 from sinkscope.results.cells import COMMAND as SWEEP
 from sinkscope.results.manifest import MANIFEST, RUNS, read_manifest

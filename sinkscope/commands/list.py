@@ -135,7 +135,7 @@ def metrics() -> pd.DataFrame:
 
 def claims() -> pd.DataFrame:
     """What `sinkscope claims` judges a model by."""
-    from sinkscope.claims.register import CLAIMS
+    from sinkscope.paper_claims.register import CLAIMS
 
     rows = [
         (

@@ -37,6 +37,7 @@ from sinkscope.commands.sweeping.reads import Reads
 from sinkscope.commands.sweeping.worker import Group, State, Task
 from sinkscope.errors import InputError, counted, unknown
 from sinkscope.figures import FIGURES, is_of
+from sinkscope.html_page import Contents, Paged
 from sinkscope.measuring.console import print_line
 from sinkscope.measuring.processes import team, together
 from sinkscope.options.option import checked
@@ -44,11 +45,10 @@ from sinkscope.options.output import OutputOptions
 from sinkscope.options.sweep import SweepOptions
 from sinkscope.options.sweep_file import TRAINING, Cell, Sweep, read_sweep
 from sinkscope.output.sweep import summary_tables, write_comparison
-from sinkscope.page import Contents, Paged
 from sinkscope.results.cells import COMMAND, CellFolders
 from sinkscope.results.manifest import make_manifest
 from sinkscope.results.metrics import METRICS
-from sinkscope.results.wse_table_1 import WSE_TABLE_1
+from sinkscope.results.papers import WSE_TABLE_1
 from sinkscope.verdict import factor_study
 from sinkscope.verdict.sweep_tables import Measured, SweepTables, sweep_tables
 from sinkscope.verdict.table_formats import Tabular

@@ -33,7 +33,7 @@ from transformers import PreTrainedModel
 
 from sinkscope.commands.training_plan import Plan
 from sinkscope.errors import InputError
-from sinkscope.figures import save_figures
+from sinkscope.html_page import renew_page
 from sinkscope.measuring.console import print_notices, print_part, spinner
 from sinkscope.measuring.manifest import make_manifest as run_manifest
 from sinkscope.measuring.measure import measure, publish
@@ -45,10 +45,10 @@ from sinkscope.models.fingerprint import fingerprint
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.measuring import RunConfig, make_config
 from sinkscope.output.comparison import compare, write_comparison
+from sinkscope.output.drawing import save_figures
 from sinkscope.output.outputs import write_run
 from sinkscope.output.run import Run
 from sinkscope.output.trained import Trained, first_runs, retrofit_tables
-from sinkscope.page import renew_page
 from sinkscope.results.folders import new_folder
 from sinkscope.results.manifest import MANIFEST, files_in, make_manifest, write_manifest
 from sinkscope.results.resume import FileList, claim, resumable
@@ -60,9 +60,9 @@ from sinkscope.training.arms import Arm
 from sinkscope.training.blocks import Blocks
 from sinkscope.training.checkpoints import checkpoints, failures, keep_models
 from sinkscope.training.sink_probe import probe_of
+from sinkscope.training.tables import UNTOUCHED
 from sinkscope.training.tasks import Task
 from sinkscope.training.trainer import no_bars, train
-from sinkscope.verdict.retrofit_table import UNTOUCHED
 
 OWN_TABLES = ("training", "gates")  # of every arm; a task has more
 CALIBRATION = 16  # training blocks that the ranges of W8A8 come from, the same for all arms

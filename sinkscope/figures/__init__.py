@@ -4,12 +4,10 @@ A new one is a file here that ends with its `FIGURE`, and an entry in the regist
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Never
 
 import pandas as pd
 
-from sinkscope.claims.scorecard import Scorecard
 from sinkscope.errors import InputError, unknown
 from sinkscope.figures import (
     arm_maps,
@@ -62,8 +60,8 @@ from sinkscope.figures.spec import FigureSpec
 from sinkscope.figures.steps import Checkpoints
 from sinkscope.figures.style import Figure
 from sinkscope.measuring.observables import OBSERVABLES
-from sinkscope.output.second_process import shared_out
 from sinkscope.results.run import RunData
+from sinkscope.verdict.scorecard import Scorecard
 from sinkscope.verdict.sweep_tables import SweepTables
 
 # fmt: off
@@ -147,21 +145,6 @@ def applicable(run: RunData) -> list[str]:
         and all(_has(run, table) for table in spec.tables)
         and spec.lacking(run) is None
     ]
-
-
-def save_all(run: RunData, folder: Path) -> None:
-    """Save every applicable figure of a run, one drawn at a time, or two by two processes."""
-    folder.mkdir(parents=True, exist_ok=True)
-    shared_out(lambda name: save_figures({name: draw(name, run)}, folder), applicable(run))
-
-
-def save_figures(figures: Mapping[str, Figure], folder: Path) -> None:
-    """Save each figure as NAME.png and NAME.pdf."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, figure in figures.items():
-        figure.lay_out()
-        for kind in ("png", "pdf"):
-            figure.savefig(folder / f"{name}.{kind}")
 
 
 def _is_experiments(spec: FigureSpec[RunData]) -> bool:

@@ -9,7 +9,7 @@ import pandas as pd
 from sinkscope.figures.labels import escape, heading, model_name, shorten
 from sinkscope.figures.style import Look, line_looks
 from sinkscope.results.run import RunData
-from sinkscope.verdict.retrofit_table import UNTOUCHED
+from sinkscope.training.tables import UNTOUCHED
 
 NAME_LENGTH = 40  # characters of an arm's name
 WIDEST, THINNEST = 2.0, 0.9  # lines: later ones are thinner and lie on top, so that lines that coincide are all seen

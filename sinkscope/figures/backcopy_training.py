@@ -16,7 +16,8 @@ from sinkscope.figures.spec import declare
 from sinkscope.figures.steps import seeds_words, step_label
 from sinkscope.figures.style import HIGHEST, OTHERS, SINK, WIDE, Figure, Look, new_figure
 from sinkscope.measuring.summary import WHOLE_MODEL
-from sinkscope.verdict.backcopy_table import sinking_layer, without_start
+from sinkscope.training.tables import sinking_layer
+from sinkscope.verdict.trained import without_start
 
 NAME_LENGTH = 20  # characters of an arm's name
 FEW_MARKERS = 5  # of one line, in a narrow panel

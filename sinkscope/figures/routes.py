@@ -7,10 +7,10 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from sinkscope.claims.routes import ROUTES, Effect, measured_models
 from sinkscope.figures.labels import escape, model_name, wrapped
 from sinkscope.figures.spec import declare
 from sinkscope.figures.style import NAVY, WIDE, Figure, Look, new_figure
+from sinkscope.paper_claims.routes import ROUTES, Effect, measured_models
 
 ROW, PUBLISHED, AROUND = 0.6, 0.3, 1.0  # inches: a model, what NU says of its own, and what is around them all
 LETTERS, NAME = 22, 15  # of a line in a cell, and of a model's name

@@ -7,13 +7,12 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from sinkscope.claims.claim import Outcome
-from sinkscope.claims.printed import value_text
-from sinkscope.claims.register import CLAIMS
-from sinkscope.claims.scorecard import Scorecard, headline
 from sinkscope.figures.labels import escape, heading, model_name
 from sinkscope.figures.spec import declare
 from sinkscope.figures.style import GRAY, GREEN, NAVY, REFERENCE, VERMILION, Figure, Look, new_figure
+from sinkscope.paper_claims.claim import Outcome
+from sinkscope.paper_claims.register import CLAIMS
+from sinkscope.verdict.scorecard import Scorecard, headline, value_text
 
 PAGE_WIDTH, ROW, AROUND = 7.2, 0.145, 0.9  # inches
 LETTERS = 62  # of a line's text

@@ -4,14 +4,14 @@ import textwrap
 
 from matplotlib.lines import Line2D
 
-from sinkscope.claims.claim import Outcome
-from sinkscope.claims.register import CLAIMS
-from sinkscope.claims.scorecard import Scorecard
 from sinkscope.figures.axes import shade_rows
 from sinkscope.figures.labels import escape, model_name, wrapped
 from sinkscope.figures.scorecard import LOOKS
 from sinkscope.figures.spec import declare
 from sinkscope.figures.style import Figure, Look, new_figure
+from sinkscope.paper_claims.claim import Outcome
+from sinkscope.paper_claims.register import CLAIMS
+from sinkscope.verdict.scorecard import Scorecard
 
 ROW, COLUMN_WIDTH, NAMES, AROUND = 0.135, 0.75, 4.2, 1.0  # inches
 LETTERS = 84

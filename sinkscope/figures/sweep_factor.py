@@ -8,7 +8,7 @@ from sinkscope.figures.axes import name_rows
 from sinkscope.figures.labels import escape, shorten
 from sinkscope.figures.spec import declare
 from sinkscope.figures.style import HIGHEST, SINK, WIDE, Figure, new_figure
-from sinkscope.results.wse_trainings import TRANSCRIBED
+from sinkscope.results.papers import TRANSCRIBED
 from sinkscope.verdict.factor_study import LEVEL, TABLE, at_the_end, measured_at, published, with_levels, without_key
 from sinkscope.verdict.sweep_tables import SweepTables
 

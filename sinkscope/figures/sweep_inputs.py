@@ -3,7 +3,7 @@
 from sinkscope.figures.spec import declare
 from sinkscope.figures.style import GRAY, Figure
 from sinkscope.figures.sweep_parts import dots_by_model, places_in_row
-from sinkscope.results.wse_table_1 import LENGTH, SETTING, WSE_TABLE_1
+from sinkscope.results.papers import LENGTH, SETTING, WSE_TABLE_1
 from sinkscope.verdict.sweep_tables import SweepTables
 
 

@@ -3,12 +3,12 @@
 import pandas as pd
 from matplotlib.axes import Axes
 
-from sinkscope.claims.arms import SINK as SINK_RATE
 from sinkscope.figures.axes import curve, panel_grid, value_axis
 from sinkscope.figures.labels import escape, heading, shorten
 from sinkscope.figures.spec import declare
 from sinkscope.figures.steps import seeds_words, step_axis
 from sinkscope.figures.style import OTHERS, SINK, WIDE, Figure, Look, new_figure
+from sinkscope.paper_claims.arms import SINK as SINK_RATE
 from sinkscope.results.metrics import METRICS
 from sinkscope.verdict.factor_study import LEVEL, TABLE, measured_at, with_levels, without_key
 from sinkscope.verdict.sweep_tables import SweepTables

@@ -17,13 +17,14 @@ from typing import Any
 import pandas as pd
 
 from sinkscope.errors import InputError
-from sinkscope.figures import OF_RUNS, save_figures
+from sinkscope.figures import OF_RUNS
 from sinkscope.figures.comparison import labels
 from sinkscope.figures.spec import draw_all
 from sinkscope.figures.style import Figure
+from sinkscope.html_page import Contents, Paged, write_page
 from sinkscope.measuring.summary import WHOLE_MODEL
+from sinkscope.output.drawing import save_figures
 from sinkscope.output.run import Run
-from sinkscope.page import Contents, Paged, write_page
 from sinkscope.results.bos import policy_of
 from sinkscope.results.folders import new_folder, own_folder
 from sinkscope.results.manifest import make_manifest, write_manifest

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from sinkscope.figures import save_all, save_figures
+from sinkscope.html_page import write_page
 from sinkscope.measuring.console import spinner
+from sinkscope.output.drawing import save_all, save_figures
 from sinkscope.output.run import Run
-from sinkscope.page import write_page
 from sinkscope.results.folders import new_folder
 from sinkscope.results.manifest import write_manifest
-from sinkscope.results.paper_tables import paper_tables
+from sinkscope.results.papers import paper_tables
 from sinkscope.results.tables import write_tables
 from sinkscope.verdict import spared
 from sinkscope.verdict.markdown import as_markdown

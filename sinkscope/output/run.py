@@ -1,6 +1,6 @@
 """A run with its figures and its verdict."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -8,15 +8,19 @@ from typing import Any, ClassVar, Self
 import pandas as pd
 
 from sinkscope import figures
+from sinkscope.figures import applicable
 from sinkscope.figures.style import Figure
+from sinkscope.html_page import Contents, Paged
 from sinkscope.measuring.tables import all_tables
-from sinkscope.page import Contents, Paged
-from sinkscope.results.paper_tables import paper_tables
+from sinkscope.results.papers import paper_tables
 from sinkscope.results.run import RunData
 from sinkscope.results.tables import Columns
-from sinkscope.verdict import finding_table, verdict
-from sinkscope.verdict.markdown import Report
+from sinkscope.verdict import finding_table, spared
+from sinkscope.verdict.markdown import Report, report_markdown
+from sinkscope.verdict.reports import REPORTS
 from sinkscope.verdict.table_formats import Tabular
+
+ACROSS = 4  # names in a line of the tree
 
 
 class Run(Paged, Tabular, RunData):
@@ -44,12 +48,15 @@ class Run(Paged, Tabular, RunData):
     @cached_property
     def report(self) -> Report:
         """What the tables say, as data."""
-        return verdict.REPORTS[self.command](self)
+        return REPORTS[self.command](self)
 
     @cached_property
     def verdict(self) -> str:
         """The findings as Markdown: the most important ones, a table, the rest by subject, and the files."""
-        return verdict.verdict(self, self.report)
+        parts = [report_markdown(self.report)]
+        if self.folder is not None:
+            parts += ["### Files", f"```\n{_files(self, self.folder)}\n```"]
+        return "\n\n".join(parts)
 
     @property
     def contents(self) -> Contents:
@@ -63,3 +70,21 @@ class Run(Paged, Tabular, RunData):
 
     def _repr_markdown_(self) -> str:  # what a notebook shows
         return self.verdict
+
+
+def _files(run: RunData, folder: Path) -> str:
+    """The run folder as a tree."""
+    recipe = run.manifest.get("recipe")  # which draws its own figures only
+    figures = recipe["content"].get("figures", []) if recipe else applicable(run)
+    tables = [f"{name}.parquet" for name in sorted(run.tables)] + [f"{name}.md" for name in paper_tables(run)]
+    first = ("run.json", "verdict.md", "index.html (but with --no-page)", *spared.files(run))
+    lines = [f"{folder.name}/", *(f"├── {name}" for name in first), "├── tables/", *_columns(tables, "│   ")]
+    lines += ["└── figures/ (each as .png and .pdf)", *_columns(figures, "    ")]
+    return "\n".join(lines)
+
+
+def _columns(names: Sequence[str], indent: str) -> list[str]:
+    """Names in columns, as `ls` prints them."""
+    width = max(map(len, names), default=0) + 2
+    rows = [names[first : first + ACROSS] for first in range(0, len(names), ACROSS)]
+    return [(indent + "".join(name.ljust(width) for name in row)).rstrip() for row in rows]

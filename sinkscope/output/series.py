@@ -15,16 +15,17 @@ from typing import Any
 import pandas as pd
 
 from sinkscope.errors import InputError, Known, one_line
-from sinkscope.figures import OF_STEPS, save_figures
+from sinkscope.figures import OF_STEPS
 from sinkscope.figures.spec import draw_all
 from sinkscope.figures.style import Figure
+from sinkscope.html_page import STEP, Contents, Paged, write_page
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.models.steps import Checkpoint
 from sinkscope.options.option import Options
 from sinkscope.output.comparison import differing_settings
+from sinkscope.output.drawing import save_figures
 from sinkscope.output.outputs import write_run
 from sinkscope.output.run import Run
-from sinkscope.page import STEP, Contents, Paged, write_page
 from sinkscope.results.manifest import folder_of, format_of, make_manifest, read_manifest, write_manifest
 from sinkscope.results.tables import LEADING_COLUMNS, METRIC, VALUE, Column, read_table, write_tables
 from sinkscope.verdict.table_formats import Tabular

@@ -19,23 +19,25 @@ from typing import Any
 
 import pandas as pd
 
-from sinkscope.claims.evidence import Evidence
-from sinkscope.claims.routes import ROLES, ROUTES_TITLE, TABLE, routes_of_models, routes_text
-from sinkscope.claims.scorecard import COMMAND as CLAIMS
-from sinkscope.claims.scorecard import TABLES, Scorecard, models_of
-from sinkscope.commands.claims_folder import write_scorecard
 from sinkscope.errors import InputError
-from sinkscope.figures import OF_ROUTES, save_figures
+from sinkscope.figures import OF_ROUTES
 from sinkscope.figures.spec import draw_all
 from sinkscope.figures.style import Figure
+from sinkscope.html_page import Contents, Paged, write_page
 from sinkscope.output import comparison
 from sinkscope.output.comparison import Comparison, check_count, differing_settings
+from sinkscope.output.drawing import save_figures
 from sinkscope.output.run import Run
-from sinkscope.page import Contents, Paged, write_page
+from sinkscope.output.scorecard import write_scorecard
+from sinkscope.paper_claims.evidence import Evidence
+from sinkscope.paper_claims.routes import ROLES, ROUTES_TITLE, TABLE, routes_of_models, routes_text
+from sinkscope.paper_claims.table import COMMAND as CLAIMS
+from sinkscope.paper_claims.table import TABLES, models_of
 from sinkscope.results.folders import new_folder, own_folder
 from sinkscope.results.manifest import RUNS, folder_of, make_manifest, read_manifest, write_manifest
 from sinkscope.results.tables import write_tables
 from sinkscope.verdict.markdown import as_markdown
+from sinkscope.verdict.scorecard import Scorecard
 from sinkscope.verdict.table_formats import Tabular
 
 Given = Run | Scorecard | str | os.PathLike[str]
@@ -48,7 +50,7 @@ class Routes(Paged, Tabular):
 
     Attributes:
         manifest: The content of run.json.
-        table: One row a route of a model (`claims/routes.py`).
+        table: One row a route of a model (`paper_claims/routes.py`).
         differing: Rows settings in which the runs differ, columns runs.
         folder: Where it is written; None if it is in memory only.
     """

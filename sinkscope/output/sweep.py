@@ -16,24 +16,24 @@ from typing import Any
 import pandas as pd
 from pydantic import ValidationError
 
-from sinkscope.claims.arms import SINK
-from sinkscope.claims.routes import TABLE as ROUTES
-from sinkscope.claims.scorecard import TABLE as CLAIMS
-from sinkscope.claims.scorecard import Scorecard
 from sinkscope.errors import InputError, one_line
-from sinkscope.figures import OF_CLAIMS, OF_ROUTES, OF_SWEEP, save_figures
+from sinkscope.figures import OF_CLAIMS, OF_ROUTES, OF_SWEEP
 from sinkscope.figures.spec import draw_all
+from sinkscope.html_page import Contents, write_page
 from sinkscope.options.sweep_file import SweepContent
-from sinkscope.page import Contents, write_page
+from sinkscope.output.drawing import save_figures
+from sinkscope.paper_claims.arms import SINK
+from sinkscope.paper_claims.routes import TABLE as ROUTES
+from sinkscope.paper_claims.table import TABLE as CLAIMS
 from sinkscope.results.cells import COMMAND
 from sinkscope.results.manifest import folder_of, make_manifest, read_manifest, write_manifest
 from sinkscope.results.metrics import METRICS
+from sinkscope.results.papers import LENGTH, SETTING, TRANSCRIBED, WSE_TABLE_1
 from sinkscope.results.tables import read_table, write_tables
-from sinkscope.results.wse_table_1 import LENGTH, SETTING, WSE_TABLE_1
-from sinkscope.results.wse_trainings import TRANSCRIBED
 from sinkscope.verdict.factor_study import PAPER, summary
 from sinkscope.verdict.factor_study import TABLE as STUDY
 from sinkscope.verdict.markdown import as_markdown
+from sinkscope.verdict.scorecard import Scorecard
 from sinkscope.verdict.sweep_tables import EPSILON, SweepTables
 
 TRAININGS_TITLE = "Trainings at their last step, mean ± standard deviation over seeds"

@@ -14,23 +14,23 @@ from sinkscope.figures import OF_ARMS
 from sinkscope.figures.arms import Arms
 from sinkscope.figures.spec import draw_all
 from sinkscope.figures.style import Figure
+from sinkscope.html_page import Contents, Paged
 from sinkscope.measuring.tables import all_tables
 from sinkscope.output.comparison import Comparison
 from sinkscope.output.run import Run
-from sinkscope.page import Contents, Paged
 from sinkscope.results.findings import Finding
 from sinkscope.results.manifest import MANIFEST, folder_of, format_of, read_manifest
 from sinkscope.results.tables import LEADING_COLUMNS, read_table
+from sinkscope.training.tables import UNTOUCHED, retrofit_table
 from sinkscope.verdict.analysis import quantized_source
-from sinkscope.verdict.backcopy_table import backcopy_markdown, without_start
-from sinkscope.verdict.retrofit_table import (
-    UNTOUCHED,
+from sinkscope.verdict.table_formats import Tabular
+from sinkscope.verdict.trained import (
+    backcopy_markdown,
     gates_moved,
     retrofit_markdown,
     retrofit_summaries,
-    retrofit_table,
+    without_start,
 )
-from sinkscope.verdict.table_formats import Tabular
 from sinkscope.verdict.words import say
 
 COMMANDS = ("retrofit", "train")

@@ -6,7 +6,7 @@ the resampled data.
 
 The level of all intervals is 95 %, two-sided: each end misses the truth with 2.5 %. A claim whose truth is exactly at
 its threshold is therefore decided in 5 % of studies, and in half of these it holds falsely.
-`tests/claims/test_claims_levels.py` measures both rates.
+`tests/paper_claims/test_claims_levels.py` measures both rates.
 """
 
 from collections.abc import Sequence

@@ -8,15 +8,15 @@ from functools import partial
 import numpy as np
 import pandas as pd
 
-from sinkscope.claims.evidence import Evidence
-from sinkscope.claims.papers.nu import delta_gaps
-from sinkscope.claims.papers.wse_repeated import ALONE
-from sinkscope.claims.quantities import gradient_ratio, sink_heads
-from sinkscope.claims.register import CLAIMS
 from sinkscope.measuring.observables.massive import THRESHOLD
 from sinkscope.measuring.observables.observable import LATER
 from sinkscope.measuring.summary import WHOLE_MODEL, later_sinks
 from sinkscope.models.family import ATTENTION
+from sinkscope.paper_claims.evidence import Evidence
+from sinkscope.paper_claims.papers.nu import delta_gaps
+from sinkscope.paper_claims.papers.wse_repeated import ALONE
+from sinkscope.paper_claims.quantities import gradient_ratio, sink_heads
+from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.results.bos import WITH
 from sinkscope.results.findings import (
     ALMOST_NO_SINK,
@@ -32,10 +32,10 @@ from sinkscope.results.findings import (
     Outcome,
 )
 from sinkscope.results.metrics import METRICS
+from sinkscope.results.papers import LENGTH, SETTING
 from sinkscope.results.positions import ADDED, WITHIN_ATTENTION, kinds_of_positions, unequal
 from sinkscope.results.run import RunData
 from sinkscope.results.statistics import Estimate
-from sinkscope.results.wse_table_1 import LENGTH, SETTING
 from sinkscope.verdict.claimed import evidence_of, finding, interval, is_known, measured, of_claim, threshold_of
 from sinkscope.verdict.markdown import Report
 

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from math import inf, isclose, isfinite
 from typing import Any
 
-from sinkscope.claims.claim import NotDefined, estimated
-from sinkscope.claims.claim import Outcome as Judged
-from sinkscope.claims.evidence import MAIN, Evidence, Lacks
-from sinkscope.claims.register import CLAIMS
+from sinkscope.paper_claims.claim import NotDefined, estimated
+from sinkscope.paper_claims.claim import Outcome as Judged
+from sinkscope.paper_claims.evidence import MAIN, Evidence, Lacks
+from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.results.findings import Finding, Outcome
 from sinkscope.results.run import RunData
 from sinkscope.results.statistics import Estimate

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from sinkscope.claims.arms import SINK
 from sinkscope.measuring.summary import WHOLE_MODEL
+from sinkscope.paper_claims.arms import SINK
 from sinkscope.results.findings import Published
 from sinkscope.results.metrics import METRICS
-from sinkscope.results.wse_trainings import WSE_TRAININGS
+from sinkscope.results.papers import WSE_TRAININGS
 
 TABLE = "sweep_training"
 SHOWN = ("sink_rate", "loss", "bigram_risk", "backcopy_risk")

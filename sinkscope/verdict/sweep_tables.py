@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from sinkscope.claims.scorecard import TABLES as CLAIM_TABLES
 from sinkscope.errors import InputError
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.models.steps import step_of
 from sinkscope.options.sweep_file import Cell
 from sinkscope.options.training import tokens_a_step
+from sinkscope.paper_claims.table import TABLES as CLAIM_TABLES
 from sinkscope.results.bos import policy_of
 from sinkscope.results.metrics import is_sink
 from sinkscope.results.scores import main_scores

@@ -1,7 +1,8 @@
 """Every table that a command writes, with its columns behind the leading ones."""
 
-from sinkscope.claims import routes, scorecard
 from sinkscope.measuring.tables import all_tables
+from sinkscope.paper_claims import routes
+from sinkscope.paper_claims import table as scorecard
 from sinkscope.results import scores
 from sinkscope.results.tables import Columns
 from sinkscope.verdict import finding_table

@@ -12,13 +12,13 @@ from support.pages import data_of
 from typer.testing import CliRunner
 
 import sinkscope
-from sinkscope.claims import scorecard
-from sinkscope.claims.scorecard import Scorecard
 from sinkscope.cli.app import app
 from sinkscope.errors import InputError
 from sinkscope.output.run import Run
+from sinkscope.paper_claims import table as scorecard
 from sinkscope.results.manifest import FORMAT, read_manifest
 from sinkscope.results.tables import Column
+from sinkscope.verdict.scorecard import Scorecard
 
 REPORTS = Path(__file__).parents[2] / "reports"
 FOLDERS = sorted(path.parent.relative_to(REPORTS).as_posix() for path in REPORTS.rglob("run.json"))

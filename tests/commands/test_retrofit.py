@@ -23,13 +23,13 @@ from sinkscope.commands.retrofit import retrofit
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.figures.arms import Arms
 from sinkscope.figures.retrofit_training import draw as draw_retrofit_training
+from sinkscope.html_page import Contents
+from sinkscope.html_page.html import page_data
 from sinkscope.measuring.tables import column_names
 from sinkscope.models.loading import LoadedModel
 from sinkscope.output.comparison import compare
 from sinkscope.output.run import Run
 from sinkscope.output.trained import Trained
-from sinkscope.page import Contents
-from sinkscope.page.html import page_data
 from sinkscope.results.tables import LEADING
 from sinkscope.retrofits import new_parameters, retrofit_model
 from sinkscope.training.arms import parse_methods

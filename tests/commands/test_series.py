@@ -17,11 +17,11 @@ from tiny import tiny_model
 
 import sinkscope
 from sinkscope import InputError, Run, Series, SinkscopeError
+from sinkscope.html_page import Contents
+from sinkscope.html_page.html import page_data
 from sinkscope.models import loading
 from sinkscope.models.steps import find_checkpoints, step_of
 from sinkscope.options.measuring import AnalyzeOptions
-from sinkscope.page import Contents
-from sinkscope.page.html import page_data
 from sinkscope.results.tables import LEADING
 
 OPTIONS: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 16, "observables": "attention,activation"}

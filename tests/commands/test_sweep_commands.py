@@ -37,7 +37,7 @@ SHAPE = {
 def make_quick(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(processes, "METHOD", "fork")
     patch.setattr("sinkscope.output.sweep.draw_all", lambda specs, data: {})
-    patch.setattr("sinkscope.commands.claims_folder._figures", lambda card: {})
+    patch.setattr("sinkscope.output.scorecard.scorecard_figures", lambda card: {})
     skip_figures(patch)
 
 

@@ -14,7 +14,8 @@ from sinkscope.figures.backcopy_training import ROWS
 from sinkscope.figures.style import Figure
 from sinkscope.results.metrics import BACKCOPY
 from sinkscope.results.run import RunData
-from sinkscope.verdict.backcopy_table import backcopy_markdown, sinking_layer, without_start
+from sinkscope.training.tables import sinking_layer
+from sinkscope.verdict.trained import backcopy_markdown, without_start
 
 STEPS = range(0, 101, 10)
 

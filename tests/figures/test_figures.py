@@ -16,10 +16,11 @@ from support.figure_tables import make_run
 from support.figures import rough_figures
 
 from sinkscope.errors import InputError
-from sinkscope.figures import COMMAND, KINDS, OF_RUNS, applicable, draw, save_all
+from sinkscope.figures import COMMAND, KINDS, OF_RUNS, applicable, draw
 from sinkscope.figures import FIGURES as ALL_FIGURES
 from sinkscope.figures.labels import LONGEST_TOKEN, shorten, title, token_label
 from sinkscope.figures.style import SETTINGS, TEXT, WIDE, Figure, new_figure
+from sinkscope.output.drawing import save_all
 from sinkscope.output.run import Run
 
 # those of `analyze`; other commands' have files of their own

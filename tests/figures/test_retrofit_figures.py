@@ -13,7 +13,7 @@ from sinkscope.figures.arms import Arms, arm_looks
 from sinkscope.figures.retrofit_bars import PANELS
 from sinkscope.figures.retrofit_values import to_others
 from sinkscope.output.run import Run
-from sinkscope.verdict.retrofit_table import UNTOUCHED
+from sinkscope.training.tables import UNTOUCHED
 
 LAYERS, HEADS, POSITIONS = 3, 2, 4
 ARMS = (UNTOUCHED, "vga", "none")

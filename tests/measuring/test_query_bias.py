@@ -27,7 +27,7 @@ from sinkscope.models.loading import LoadedModel
 from sinkscope.models.positions import massive_coordinates
 from sinkscope.models.wiring import read_sites
 from sinkscope.output.run import Run
-from sinkscope.results.paper_tables import gamma_table, paper_tables
+from sinkscope.results.papers import gamma_table, paper_tables
 from sinkscope.text.batch import Batch
 from sinkscope.verdict.markdown import as_markdown
 

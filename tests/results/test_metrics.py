@@ -11,8 +11,8 @@ import sinkscope
 from sinkscope.commands.list import listing
 from sinkscope.measuring.effects import arm_metrics
 from sinkscope.results.metrics import EFFECT, METRICS, RETROFIT, SUMMARY, Metric
+from sinkscope.training.tables import ROWS
 from sinkscope.verdict.analysis import SHOWN
-from sinkscope.verdict.retrofit_table import ROWS
 
 PACKAGE = Path(sinkscope.__file__).parent
 REGISTER = PACKAGE / "results" / "metrics.py"

@@ -8,7 +8,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import sinkscope
 from sinkscope.output.run import Run
-from sinkscope.results.paper_tables import GPT2_MASSIVE, GPT2_WIDTH, MISPRINT, PRINTED, paper_tables, printed_gamma
+from sinkscope.results.papers import GPT2_MASSIVE, GPT2_WIDTH, MISPRINT, PRINTED, paper_tables, printed_gamma
 
 
 def with_moments(layer: int, massive: dict[int, float], mean: float, spread: float) -> pd.DataFrame:

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from sinkscope.claims.trainings import Steps, Training
 from sinkscope.options.training import RetrofitOptions, TrainOptions
+from sinkscope.paper_claims.trainings import Steps, Training
 from sinkscope.results.run import RunData
-from sinkscope.verdict.retrofit_table import UNTOUCHED
+from sinkscope.training.tables import UNTOUCHED
 from support.hand_made_runs import by_sequence, manifest
 
 SHAPE = {"model_type": "llama", "hidden_act": "silu", "num_attention_heads": 4}

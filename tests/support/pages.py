@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from sinkscope.html_page import Contents
 from sinkscope.output.run import Run
-from sinkscope.page import Contents
 from sinkscope.results.findings import Finding, Outcome
 from sinkscope.results.tables import LEADING
 from support.figure_tables import grid, make_run

@@ -7,8 +7,8 @@ import pandas as pd
 import pytest
 from support.summarized_runs import summarized
 
-from sinkscope.claims.arms import SINK
 from sinkscope.output.run import Run
+from sinkscope.paper_claims.arms import SINK
 from sinkscope.results.findings import Finding, Outcome, Published
 from sinkscope.verdict import analysis
 from sinkscope.verdict.analysis import quantized_source, settings

@@ -3,12 +3,12 @@
 import pandas as pd
 import pytest
 
-from sinkscope.claims.register import CLAIMS
 from sinkscope.figures import OF_SWEEP
 from sinkscope.figures.spec import draw_all
 from sinkscope.output.sweep import words
+from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.results.findings import Published
-from sinkscope.results.wse_trainings import SOFTMAX, WSE_TRAININGS
+from sinkscope.results.papers import SOFTMAX, WSE_TRAININGS
 from sinkscope.verdict.factor_study import (
     ONSET,
     PAPER,

@@ -9,7 +9,8 @@ import pytest
 from sinkscope.measuring.tables import column_names
 from sinkscope.output.run import Run
 from sinkscope.results.tables import LEADING
-from sinkscope.verdict.retrofit_table import ROWS, UNTOUCHED, retrofit_markdown, retrofit_table
+from sinkscope.training.tables import ROWS, UNTOUCHED, retrofit_table
+from sinkscope.verdict.trained import retrofit_markdown
 
 GATES = pd.DataFrame(
     [("vga", 0, 0, "weight", 0.25), ("vga", 1, 2, "weight", 0.75), ("vga", 1, 1, "weight", 0.5)],

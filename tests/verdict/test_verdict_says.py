@@ -31,8 +31,8 @@ from sinkscope.output.run import Run
 from sinkscope.results.findings import Finding, Outcome
 from sinkscope.retrofits import retrofit_model
 from sinkscope.training.blocks import Blocks
+from sinkscope.training.tables import ROWS
 from sinkscope.verdict import analysis
-from sinkscope.verdict.retrofit_table import ROWS
 from sinkscope.verdict.words import say, say_published
 
 
