@@ -1,4 +1,4 @@
-"""The tests mirror the package; how its rooms may import each other is a contract of import-linter in pyproject.toml."""
+"""Tests mirror the package. How its rooms may import each other is a contract of import-linter in pyproject.toml."""
 
 import ast
 import tomllib

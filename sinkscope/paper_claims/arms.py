@@ -1,13 +1,14 @@
 """What intervention arms do to sinks, in percent and points of the sink rate, and to perplexity; and their controls."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from sinkscope.measuring.experiment import BEFORE
 from sinkscope.paper_claims.claim import NotDefined, Part, above, below
-from sinkscope.paper_claims.evidence import Evidence
+from sinkscope.paper_claims.evidence import MAIN, Evidence
 from sinkscope.paper_claims.quantities import sink_rates
+from sinkscope.results.run import RunData
 from sinkscope.results.statistics import Estimate, bootstrap, mean_of_controls, one_more_run, positive_jackknife
 
 SINK = 10.0  # percent: a sink rate above this is a sink (W-1)
@@ -95,3 +96,20 @@ def perplexity_of_controls(evidence: Evidence, role: str) -> Estimate:
         raise NotDefined("the intervention has no random control on this model")
     before = losses(evidence, role, BEFORE)[0]
     return mean_of_controls(np.exp([losses(evidence, role, draw)[0] - before for draw in draws]))
+
+
+# --- the steps of a training
+
+Course = Mapping[int, RunData]  # step → run
+
+
+def rates_over_steps(runs: Course) -> tuple[list[int], np.ndarray]:
+    """Steps, and (R, steps): the sink rate at position 0 in percent; the same sequences at every step."""
+    columns = [sink_rates(Evidence({MAIN: run})) for run in runs.values()]
+    return list(runs), np.stack(columns, axis=1)
+
+
+def onset(rates: np.ndarray) -> int | None:
+    """The place of the first step with a sink."""
+    found = np.flatnonzero(rates[0] > SINK)
+    return int(found[0]) if len(found) else None

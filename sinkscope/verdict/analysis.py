@@ -14,7 +14,7 @@ from sinkscope.measuring.summary import WHOLE_MODEL, later_sinks
 from sinkscope.models.family import ATTENTION
 from sinkscope.paper_claims.evidence import Evidence
 from sinkscope.paper_claims.papers.nu import delta_gaps
-from sinkscope.paper_claims.papers.wse_repeated import ALONE
+from sinkscope.paper_claims.papers.wse import ALONE
 from sinkscope.paper_claims.quantities import gradient_ratio, sink_heads
 from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.results.bos import WITH

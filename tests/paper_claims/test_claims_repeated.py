@@ -9,7 +9,7 @@ from support.hand_made_runs import NO_BOS, SEQUENCES, analysis, by_sequence, exp
 
 from sinkscope.paper_claims.claim import Judgment, Outcome, judge
 from sinkscope.paper_claims.evidence import Evidence
-from sinkscope.paper_claims.papers.wse_repeated import CLAIMS
+from sinkscope.paper_claims.papers.wse import CLAIMS
 from sinkscope.results.run import RunData
 
 LAYERS = 3

@@ -1,6 +1,6 @@
 """Claims of Attention Sinks Induce Gradient Sinks (GS)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -8,10 +8,22 @@ from sinkscope.measuring.experiment import BEFORE
 from sinkscope.measuring.observables.gradient import ALL_HEADS
 from sinkscope.measuring.observables.observable import LATER
 from sinkscope.measuring.uniform_attention import uniform_mass
-from sinkscope.paper_claims.arms import perplexity_ratio
+from sinkscope.paper_claims.arms import NO_COST, SINK, onset, perplexity_ratio, rates_over_steps
 from sinkscope.paper_claims.claim import Claim, NotDefined, Part, above, at_least, at_most, below, between
-from sinkscope.paper_claims.evidence import Evidence, Lacks, table_of
+from sinkscope.paper_claims.evidence import MAIN, NULL, Evidence, Lacks, table_of
 from sinkscope.paper_claims.nulls import Null
+from sinkscope.paper_claims.over_seeds import (
+    PERCENT,
+    OfArm,
+    difference,
+    mean_of_ratios,
+    metric,
+    of_one,
+    ratio,
+    study_of,
+    together,
+    words_for,
+)
 from sinkscope.paper_claims.quantities import (
     BEHIND,
     HAS_SINK_HEADS,
@@ -25,10 +37,14 @@ from sinkscope.paper_claims.quantities import (
     norms,
 )
 from sinkscope.paper_claims.scopes import causal, in_float32
+from sinkscope.paper_claims.studies import StepStudy
+from sinkscope.paper_claims.trainings import PLAIN, Arm
+from sinkscope.results.run import RunData
 from sinkscope.results.statistics import (
     Estimate,
     bootstrap,
     exact,
+    least_of,
     mean_of_controls,
     one_more_factor,
     positive_jackknife,
@@ -259,6 +275,72 @@ def _inverse(evidence: Evidence) -> Estimate:
 _BOTH = ("natural", "null")
 _RATIO = "‖∇{0}₀‖ ÷ mean of positions 5–15, ÷ the same on random weights{1}"
 _OR_UNIFORM = " or under uniform attention, whichever is larger"
+
+
+# --- V-scale: an arm next to a plain training or fine-tune
+
+VALVE = "vscale"
+ARMS = f"arms:{PLAIN},{VALVE}"
+
+
+def largest_norm(site: str) -> OfArm:
+    """The norm at position 0, mean over sequences, of the layer with the largest."""
+
+    def of(arm: Arm) -> float:
+        table = table_of(arm.run, "activation")
+        return float(table[(table["site"] == site) & (table["position"] == 0)]["norm_mean"].max())
+
+    return of
+
+
+def _falls_more(arms: Mapping[str, Arm]) -> float:
+    """By how much more of their norm MLP outputs lose than attention outputs."""
+    left = [largest_norm(site)(arms[VALVE]) / largest_norm(site)(arms[PLAIN]) for site in ("mlp_out", "attn_out")]
+    return (1 - left[0]) - (1 - left[1])
+
+
+# --- the steps of a training: whether the gradient spike is there from the onset of the sink on
+
+STEPS = "steps"
+
+
+def _gradient_ratios(run: RunData) -> np.ndarray:
+    """(1 + groups,): the value gradient at position 0 ÷ later ones."""
+    by_position = gradients(Evidence({MAIN: run}), "value").mean(1)
+    return by_position[:, 0] / later_positions(by_position).mean(1)
+
+
+def _least_spike(evidence: Evidence) -> Estimate:
+    """Over the steps from the onset on; the null is step 0, else random weights."""
+    found = []
+    for runs in study_of(evidence, STEPS, StepStudy).each:
+        steps, rates = rates_over_steps(runs)
+        first_sink = onset(rates)
+        if first_sink is None:
+            raise NotDefined(f"at no step is the sink rate above {SINK:g} %")
+        first = runs[0] if steps[0] == 0 and first_sink > 0 else evidence.runs.get(NULL)
+        if first is None:
+            raise Lacks(f"step 0, or a run on random weights: sinkscope claims {evidence.model}")
+        null = _gradient_ratios(first)[0]
+        found.append({step: _gradient_ratios(runs[step]) / null for step in steps[first_sink:]})
+    common = [step for step in found[0] if all(step in each for each in found)]
+    if not common:
+        raise Lacks("the seeds have no step in common from the onset on")
+    if len(found) == 1:
+        words, by_step = (
+            "one training, interval over its sequences",
+            [positive_jackknife(found[0][at]) for at in common],
+        )
+    else:
+        words, by_step = words_for(len(found)), [mean_of_ratios(_at(found, step)) for step in common]
+    return least_of(by_step).over(f"steps from the onset on: {len(common)}; {words}")
+
+
+def _at(found: Sequence[Mapping[int, np.ndarray]], step: int) -> np.ndarray:
+    """(seeds,)"""
+    return np.array([ratios[step][0] for ratios in found])
+
+
 CLAIMS = (
     Claim("GS-1", "fig. 1", "Token 0 stands apart in sink mass.",
         (Part("share of layers in which position 0 has, of what uniform attention would give, twice and more than 1–15",
@@ -320,4 +402,27 @@ CLAIMS = (
         (Part("compress at 0 × the factor of the norm, after ÷ before", _inverse, between(0.9, 1.1)),
          Part("perplexity ÷ before", lambda evidence: perplexity_ratio(evidence, RESCALED), between(0.95, 1.05))),
         ("natural", RESCALED)),
+    Claim("GS-21", "fig. 5", "V-scale keeps the sink.",
+        (Part("sink rate, V-scale − plain", difference(ARMS, metric("sink_rate"), VALVE), at_least(-0.05)),
+         Part("sink rate of plain training in %", of_one(ARMS, metric("sink_rate", 100), PLAIN, ends=PERCENT),
+            above(SINK))),
+        (ARMS,)),
+    Claim("GS-22", "fig. 5", "V-scale lowers token 0's norm.",
+        (Part("largest ‖h_out,0‖, V-scale ÷ plain", ratio(ARMS, largest_norm("layer_out"), VALVE), below(1.0)),),
+        (ARMS,), is_ours=False),
+    Claim("GS-23", "fig. 5", "V-scale lowers its MLP outputs.",
+        (Part("largest ‖mlp_out₀‖, V-scale ÷ plain", ratio(ARMS, largest_norm("mlp_out"), VALVE), below(1.0)),),
+        (ARMS,), is_ours=False),
+    Claim("GS-24", "§5.2", "MLP outputs fall more than attention outputs.",
+        (Part("(1 − ratio) of mlp_out − of attn_out", together(ARMS, _falls_more, PLAIN, VALVE), above(0.0)),),
+        (ARMS,), is_ours=False),
+    Claim("GS-25", "§5.2", "V-scale costs nothing.",
+        (Part("held-out loss, V-scale − plain", difference(ARMS, metric("loss"), VALVE), at_most(NO_COST)),), (ARMS,)),
+    Claim("GS-26", "§5.1", "The valve acts.",
+        (Part("raw value gradient at 0, V-scale ÷ plain", ratio(ARMS, metric("value_gradient_norm"), VALVE),
+            below(1.0)),),
+        (ARMS,), is_ours=False),
+    Claim("GS-27", "fig. 2", "The spike is there at every checkpoint.",
+        (Part("value-gradient ratio ÷ null, least over steps behind the onset", _least_spike, at_least(SPIKE)),),
+        (STEPS,)),
 )  # fmt: skip

@@ -1,6 +1,7 @@
 """Claims of StreamingLLM and of Massive Activations (Sun et al. 2024), as the notes on both (S2M) put them."""
 
 from collections.abc import Callable
+from math import inf
 
 import numpy as np
 import pandas as pd
@@ -8,10 +9,14 @@ import pandas as pd
 from sinkscope.paper_claims.arms import perplexity_of_controls, perplexity_ratio
 from sinkscope.paper_claims.claim import Claim, NotDefined, Part, above, at_least, at_most, below, between
 from sinkscope.paper_claims.evidence import Evidence, Lacks
+from sinkscope.paper_claims.over_seeds import metric, of_one, where_plain_has
 from sinkscope.paper_claims.scopes import causal
+from sinkscope.paper_claims.trainings import PLAIN
 from sinkscope.results.findings import COLLAPSE, FEWEST_QUERIES, HARM
 from sinkscope.results.statistics import Estimate, bootstrap, positive_jackknife, resamplings, weighted_means
 
+BIASES = "key-bias:value=learned"
+WITH_BIASES = f"train:{PLAIN},{BIASES}"
 DELIMITERS = set(".,;:!?\n\r")  # what a delimiter token is made of, but for spaces
 
 
@@ -202,4 +207,9 @@ CLAIMS = (
     Claim("S-15", "Sun et al.", "They are not outlier features: ordinary tokens do not have them.",
         (Part("median entry at the massive coordinate, other tokens ÷ the massive one, mean over sequences",
             _outlier_features, at_most(0.1)),)),
+    Claim("S-14", "Sun et al.", "Key-value biases remove massive activations.",
+        (Part("number of massive activations", where_plain_has("massive activation: their number",
+            metric("massive_count"), 0.0, WITH_BIASES,
+            of_one(WITH_BIASES, metric("massive_count"), BIASES, PLAIN, (0.0, inf))),
+            at_most(0.0)),), (WITH_BIASES,)),
 )  # fmt: skip
