@@ -1,8 +1,9 @@
-"""What every figure declares: its name, what it shows, the tables that it needs, and how it is drawn."""
+"""What the register says of a figure: its name, what it shows, the tables that it needs, and how it is drawn."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from importlib import import_module
+from typing import Any, Generic, TypeVar
 
 from sinkscope.errors import InputError, Known
 from sinkscope.figures.style import Figure, in_style
@@ -17,17 +18,20 @@ class FigureSpec(Generic[Data_contra]):
 
     Attributes:
         name: As in `sinkscope list figures`, and of its files.
+        file: The module of this folder that has its functions, imported when they are used.
         about: What it shows, in one line.
         tables: The tables that it needs, with at least one row each.
-        lacking: What the data lack beyond that, or None if the figure can be drawn.
-        draw: Draws it.
     """
 
     name: str
+    file: str
     about: str
     tables: tuple[str, ...]
-    lacking: Callable[[Data_contra], str | None]
-    draw: Callable[[Data_contra], Figure]
+
+    def lacking(self, data: Data_contra) -> str | None:
+        """What the data lack beyond the tables; None if the figure can be drawn."""
+        lacking = self._function("lacking")
+        return None if lacking is None else lacking(data)
 
     def __call__(self, data: Data_contra) -> Figure:
         """Draw it in sinkscope's style.
@@ -39,17 +43,11 @@ class FigureSpec(Generic[Data_contra]):
         if reason is not None:
             raise InputError(f"figure '{self.name}' has nothing to draw: {reason}")
         with in_style():
-            return self.draw(data)
+            return self._function("draw")(data)
 
-
-Draws = Callable[[Data_contra], Figure]
-
-
-def declare(
-    name: str, about: str, *tables: str, lacking: Callable[..., str | None] = lambda _: None
-) -> Callable[[Draws[Data_contra]], FigureSpec[Data_contra]]:
-    """Make a figure of the function that draws it; the arguments are those of FigureSpec."""
-    return lambda draw: FigureSpec(name, about, tables, lacking, draw)
+    def _function(self, what: str) -> Any:
+        module = import_module(f"sinkscope.figures.{self.file}")
+        return getattr(module, f"{what}_{self.name.replace('-', '_')}", None)
 
 
 def draw_all(specs: Mapping[str, FigureSpec[Data_contra]], data: Data_contra) -> dict[str, Figure]:

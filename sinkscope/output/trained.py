@@ -11,9 +11,9 @@ from accelerate import PartialState
 
 from sinkscope.errors import InputError, Known, unknown
 from sinkscope.figures import OF_ARMS
-from sinkscope.figures.arms import Arms
 from sinkscope.figures.spec import draw_all
 from sinkscope.figures.style import Figure
+from sinkscope.figures.training import Arms
 from sinkscope.html_page import Contents, Paged
 from sinkscope.measuring.tables import all_tables
 from sinkscope.output.comparison import Comparison

@@ -21,8 +21,8 @@ import sinkscope.commands.training_arms
 import sinkscope.figures
 from sinkscope.commands.retrofit import retrofit
 from sinkscope.errors import InputError, SinkscopeError
-from sinkscope.figures.arms import Arms
-from sinkscope.figures.retrofit_training import draw as draw_retrofit_training
+from sinkscope.figures.training import Arms
+from sinkscope.figures.training import draw_retrofit_training as draw_retrofit_training
 from sinkscope.html_page import Contents
 from sinkscope.html_page.html import page_data
 from sinkscope.measuring.tables import column_names

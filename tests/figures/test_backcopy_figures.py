@@ -8,10 +8,8 @@ import pytest
 
 from sinkscope.errors import InputError
 from sinkscope.figures import OF_ARMS
-from sinkscope.figures.arms import Arms
-from sinkscope.figures.backcopy_maps import sinking_head
-from sinkscope.figures.backcopy_training import ROWS
 from sinkscope.figures.style import Figure
+from sinkscope.figures.training import ROWS, Arms, sinking_head
 from sinkscope.results.metrics import BACKCOPY
 from sinkscope.results.run import RunData
 from sinkscope.training.tables import sinking_layer

@@ -14,7 +14,7 @@ from support.figure_tables import grid, make_run
 
 from sinkscope.errors import InputError
 from sinkscope.figures import applicable, draw
-from sinkscope.figures.arm_maps import FAINTEST
+from sinkscope.figures.interventions import FAINTEST
 from sinkscope.figures.style import WIDE, Figure
 from sinkscope.output.run import Run
 

@@ -11,7 +11,7 @@ from support.figure_tables import gradient_tables, grid
 
 from sinkscope.errors import InputError
 from sinkscope.figures import FIGURES, OF_STEPS, applicable, draw
-from sinkscope.figures.gradient_reshaping import LOOKS, UNDEFINED
+from sinkscope.figures.gradients import LOOKS, UNDEFINED
 from sinkscope.figures.spec import draw_all
 from sinkscope.figures.steps import step_label
 from sinkscope.figures.style import GRADUAL, Figure

@@ -9,9 +9,7 @@ from matplotlib.axes import Axes
 
 from sinkscope.errors import InputError
 from sinkscope.figures import OF_ARMS
-from sinkscope.figures.arms import Arms, arm_looks
-from sinkscope.figures.retrofit_bars import PANELS
-from sinkscope.figures.retrofit_values import to_others
+from sinkscope.figures.training import PANELS, Arms, arm_looks, to_others
 from sinkscope.output.run import Run
 from sinkscope.training.tables import UNTOUCHED
 

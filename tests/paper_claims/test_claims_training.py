@@ -12,7 +12,7 @@ from scipy import stats
 from support.hand_made_trainings import Numbers, norms, rates, training
 
 from sinkscope.commands.evidence import Collection
-from sinkscope.figures.scorecard import _place
+from sinkscope.figures.claims import _place
 from sinkscope.paper_claims.claim import Judgment, Outcome, judge
 from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.paper_claims.table import judged as judged_table

@@ -12,7 +12,7 @@ from support.hand_made_runs import experiment
 
 from sinkscope.errors import InputError
 from sinkscope.figures import OF_ROUTES
-from sinkscope.figures.routes import SHADES
+from sinkscope.figures.claims import SHADES
 from sinkscope.output.run import Run
 from sinkscope.output.side_by_side import Routes, compare
 from sinkscope.paper_claims.arms import beyond_controls

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from sinkscope import InputError
 from sinkscope.commands.quantize import quantize
-from sinkscope.figures.quantization_cost import draw
+from sinkscope.figures.quantization import draw_quantization_cost as draw
 from sinkscope.measuring.calibration import calibrate_ranges
 from sinkscope.measuring.quantized import Bench
 from sinkscope.measuring.subject import open_subject

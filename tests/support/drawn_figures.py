@@ -6,8 +6,8 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.figures import FIGURES, OF_ARMS, OF_RUNS, OF_STEPS, OF_SWEEP, draw
-from sinkscope.figures.arms import Arms
 from sinkscope.figures.style import Figure
+from sinkscope.figures.training import Arms
 from sinkscope.output.run import Run
 from sinkscope.results.metrics import BACKCOPY
 from sinkscope.verdict.factor_study import TABLE as STUDIED

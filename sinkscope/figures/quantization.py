@@ -1,8 +1,4 @@
-"""What quantizing costs: perplexity of the whole model by setting, and with single sites quantized.
-
-Top left, on all sequences. Below, every kind of site, and right, layers of the costliest kinds, on the few sequences
-of the search for costly sites. The broken line is full precision on the same sequences.
-"""
+"""Figures of simulated quantization."""
 
 import numpy as np
 import pandas as pd
@@ -11,16 +7,31 @@ from matplotlib.lines import Line2D
 from matplotlib.typing import HashableList
 
 from sinkscope.errors import counted
-from sinkscope.figures.axes import drawn, name_rows, wide_x_axis
+from sinkscope.figures.axes import drawn, layer_axis, line_by_layer, name_rows, panel_grid, value_axis, wide_x_axis
 from sinkscope.figures.labels import escape, shorten, title, wrapped
-from sinkscope.figures.spec import declare
-from sinkscope.figures.style import NAVY, REFERENCE, SKY, VERMILION, WIDE, Figure, Look, new_figure
+from sinkscope.figures.style import (
+    HIGHEST,
+    NAVY,
+    OTHERS,
+    REFERENCE,
+    SINK,
+    SKY,
+    VERMILION,
+    WIDE,
+    Figure,
+    Look,
+    new_figure,
+)
 from sinkscope.quantization.attention import KEYS, SCORES, SOFTMAX, VALUES
 from sinkscope.quantization.settings import ALL_LAYERS, ALONE, FULL
 from sinkscope.quantization.sites import INPUT, NO_LAYER, OUTPUT, SUM, WEIGHT
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
 from sinkscope.verdict.quantization import label, probed, whole
+
+# --- What quantizing costs: perplexity of the whole model by setting, and with single sites quantized.
+# Top left, on all sequences. Below, every kind of site, and right, layers of the costliest kinds, on the few sequences
+# of the search for costly sites. The broken line is full precision on the same sequences.
 
 ROW, AROUND = 0.2, 1.5  # inches: a row, and what is above, between and below
 TALL = 1.6  # rows that a setting takes, whose label has two lines
@@ -44,10 +55,7 @@ MARKS: dict[str, Look] = {  # of different shapes, so that the colors are not ne
 FULL_PRECISION = REFERENCE | {"zorder": 1}
 
 
-@declare(
-    "quantization-cost", "perplexity with the model or single sites quantized", "quantization", "quantization_sites"
-)
-def draw(run: RunData) -> Figure:
+def draw_quantization_cost(run: RunData) -> Figure:
     alone = probed(run, ALONE)
     kinds, sites = alone[alone["layer"] == ALL_LAYERS], alone[alone["layer"] != ALL_LAYERS].head(MOST)
     modules = list(kinds["site"].unique()[:MOST])
@@ -111,3 +119,83 @@ def _rows(ax: Axes, names: list[str], reference: float) -> None:
     """Named rows, and the line of full precision through all of them."""
     name_rows(ax, names)
     ax.plot([reference, reference], [-0.5, len(names) - 0.5], **FULL_PRECISION)
+
+
+# --- The range that 8 bits must cover: largest and median entry of every site by layer, and half a step of its grid.
+# Entries below half a step round to zero: where the median lies below it, most of the tensor is lost.
+
+COLUMNS, RANGES_MOST = 4, 24  # panels in a row, and in all
+HEIGHT = 1.3  # inches of a row
+RANGES_LONGEST = 30  # letters of a title
+
+LARGEST = SINK | {"label": "largest entry"}
+MEDIAN = OTHERS | {"label": "median entry"}
+HALF_STEP = HIGHEST | {"label": "half a step: less rounds to zero"}
+RANGES_MASSIVE: Look = {
+    "label": "massive activations",
+    "linestyle": "none",
+    "marker": "o",
+    "markersize": 7,
+    "markerfacecolor": "none",
+    "markeredgecolor": VERMILION,
+    "zorder": 5,
+}
+
+
+def lacking_quantization_ranges(run: RunData) -> str | None:
+    return None if len(_sites(run)) else "none of its linear layers is in one of the model's layers"
+
+
+def draw_quantization_ranges(run: RunData) -> Figure:
+    sites = _sites(run)
+    kinds = list(_kinds(sites).items())[:RANGES_MOST]
+    across = min(COLUMNS, len(kinds))
+    figure = new_figure(WIDE, HEIGHT * -(-len(kinds) // across) + 0.7)
+    axes, lowest = panel_grid(figure, len(kinds), across)
+    for ax, (name, table) in zip(axes, kinds, strict=True):
+        _draw_kind(ax, table)
+        ax.set_title(escape(name), fontsize=7)
+        ax.margins(y=0.12)  # rings have a size
+    for ax in axes:
+        layer_axis(ax, "layer" if ax in lowest else "")
+        value_axis(ax, log=True)
+    for ax in axes[::across]:
+        ax.set_ylabel("|entry|")
+    shown = [Line2D([], [], **look) for look in (LARGEST, MEDIAN, HALF_STEP)]
+    shown += [Line2D([], [], **RANGES_MASSIVE)] * bool(sites["is_massive"].any())
+    figure.legend(handles=shown, loc="outside lower center", ncols=4)
+    calibration = run.manifest["quantization"]["calibration"]
+    figure.suptitle(title(run, WIDE, f"{counted(calibration, 'sequence')} of calibration"))
+    return figure
+
+
+def _sites(run: RunData) -> pd.DataFrame:
+    """Inputs and outputs in the layers. Where a layer has several of a kind, as of experts, the widest."""
+    table = run.tables["quantization_sites"]
+    table = table[(table["layer"] != NO_LAYER) & (table["part"] != WEIGHT)]
+    widest = table.sort_values("max_abs", ascending=False).drop_duplicates(["layer", "site", "part"])
+    return widest.sort_index()
+
+
+def _kinds(sites: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Title → rows. Linear layers that read the same tensor, as of query, key and value, share a panel."""
+    alike: dict[tuple, tuple[list[str], str, pd.DataFrame]] = {}
+    for (site, part), table in sites.groupby(["site", "part"], sort=False):
+        same = (part, *table["layer"], *table["low"], *table["high"], *table["median_abs"])
+        names, *_ = alike.setdefault(same, ([], str(part), table))
+        names.append(str(site))
+    return {f"{_joined(names)}\n{part}": table for names, part, table in alike.values()}
+
+
+def _joined(names: list[str]) -> str:
+    """The name; of several names, their last parts."""
+    return shorten(names[0] if len(names) == 1 else ", ".join(name.split(".")[-1] for name in names), RANGES_LONGEST)
+
+
+def _draw_kind(ax: Axes, table: pd.DataFrame) -> None:
+    table = table.set_index("layer").sort_index()
+    line_by_layer(ax, table["max_abs"], **LARGEST)
+    line_by_layer(ax, table["median_abs"], **MEDIAN)
+    line_by_layer(ax, table["step"] / 2, **HALF_STEP)
+    massive = table[table["is_massive"]]
+    ax.plot(massive.index, massive["max_abs"].to_numpy(float), **RANGES_MASSIVE)
