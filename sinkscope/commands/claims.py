@@ -14,8 +14,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from sinkscope.commands.claims_folder import ScorecardFolder, scorecard_folder
-from sinkscope.commands.evidence import Collection
-from sinkscope.commands.given import collected, judged_folders, merged, skipped_in
+from sinkscope.commands.evidence import Collection, collected, judged_folders, merged, skipped_in
 from sinkscope.commands.result import Result
 from sinkscope.errors import InputError, SinkscopeError, one_line
 from sinkscope.interventions import Target, parse, parse_all

@@ -16,9 +16,7 @@ from scipy import stats
 from sinkscope.paper_claims.arms import SINK
 from sinkscope.paper_claims.claim import NotDefined
 from sinkscope.paper_claims.evidence import Evidence, Lacks
-from sinkscope.paper_claims.factors import Level
-from sinkscope.paper_claims.studies import ArmStudy, FactorStudy, Study
-from sinkscope.paper_claims.trainings import PLAIN, Arm
+from sinkscope.paper_claims.studies import PLAIN, Arm, ArmStudy, FactorStudy, Level, Study
 from sinkscope.results.statistics import Estimate, largest_of, least_of, mean_of_rates, mean_of_runs, range_of
 
 Kind = TypeVar("Kind")

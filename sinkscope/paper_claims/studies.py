@@ -3,25 +3,395 @@
 - arms of a training against each other, over its seeds;
 - trainings, plain ones or those of one arm, that differ in one setting, over their seeds;
 - the steps of a training, as they were measured or as the training logged them;
-- models of one family in several sizes, and a chat model beside its base (`relatives.py`).
+- models of one family in several sizes, and a chat model beside its base.
 
 Each is found among everything that was given; where it is not, the command is named that would make it. Arms and steps
 are of trainings with the same settings; where several settings were trained, those of one, which claims name.
 """
 
+import json
+import re
+import shlex
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
+from functools import cached_property
+from math import inf
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import pandas as pd
 
-from sinkscope.paper_claims import relatives
-from sinkscope.paper_claims.factors import FACTORS, Level
-from sinkscope.paper_claims.trainings import PLAIN, Arm, Steps, Training, alike, arms_by_seed, variants, wanted_arms
+from sinkscope.options.option import Options, flag
+from sinkscope.options.training import RetrofitOptions, TrainOptions, tokens_a_step
 from sinkscope.results.run import RunData
 from sinkscope.results.scores import Scores
+from sinkscope.retrofits import make_retrofit
 from sinkscope.training.tables import UNTOUCHED
+
+# --- trainings, their arms and their steps
+
+PLAIN = "none"  # the method of a plain training or fine-tune
+OPTIONS: dict[str, type[Options]] = {"retrofit": RetrofitOptions, "train": TrainOptions}
+# options that decide no number, and those by which trainings are repeated
+OF_NO_ACCOUNT = {"config", "device_map", "log_every", "method", "observables", "save_every", "seed", "seeds"}
+
+
+@dataclass(frozen=True)
+class Training:
+    """What one `retrofit` or `train` left.
+
+    Attributes:
+        manifest: Of its folder.
+        runs: Arm → its run on held-out text.
+        tables: `training` and `retrofit`, of all arms.
+        folder: Where it stands.
+    """
+
+    manifest: Mapping[str, Any]
+    runs: Mapping[str, RunData] = field(repr=False)
+    tables: Mapping[str, pd.DataFrame] = field(repr=False)
+    folder: Path | None = None
+
+    @property
+    def command(self) -> str:
+        return self.manifest["command"]
+
+    @property
+    def model(self) -> str:
+        """The model's name: of `train` that of the configuration."""
+        return next(iter(self.runs.values())).model
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What decides its numbers, but for methods and seeds: trainings with the same settings are repetitions."""
+        options = {name: value for name, value in self.manifest["config"].items() if name not in OF_NO_ACCOUNT}
+        shape = {name: value for name, value in self.manifest.get("architecture", {}).items() if "version" not in name}
+        return {"command": self.command, "processes": self.manifest.get("processes", 1), **options, **shape}
+
+    @cached_property
+    def arms(self) -> tuple["Arm", ...]:
+        """Those that were trained and measured, in their order."""
+        return tuple(
+            Arm(self, record["label"], record["seed"], self.runs[name], record["method"], record["parameters"])
+            for name, record in self.manifest["arms"].items()
+            if name in self.runs
+        )
+
+    def again(self, changed: Mapping[str, Any], into: Path | None = None) -> str:
+        """The command that trains so again, with other options."""
+        kind = OPTIONS[self.command]
+        default = kind().model_dump(mode="json")
+        given = {name: value for name, value in self.manifest["config"].items() if value != default.get(name)}
+        given = {name: value for name, value in (given | dict(changed)).items() if name in kind.model_fields}
+        if into is not None:
+            given["out"] = str(into)
+        words = [_word(name, value, kind) for name, value in given.items() if value is not None and value is not False]
+        return " ".join(["sinkscope", self.command, *words])
+
+
+def _word(name: str, value: Any, kind: type[Options]) -> str:
+    text = shlex.quote(",".join(map(str, value)) if isinstance(value, list) else str(value))
+    if name in kind.arguments:
+        return text
+    return flag(name) if value is True else f"{flag(name)} {text}"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One method, trained once.
+
+    Attributes:
+        training: That it is an arm of.
+        label: What it is called.
+        seed: Of its training.
+        run: On held-out text.
+        method: As `sinkscope list retrofits` names it.
+        parameters: Of the method, those that were given.
+    """
+
+    training: Training = field(repr=False)
+    label: str
+    seed: int
+    run: RunData = field(repr=False)
+    method: str = UNTOUCHED
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def variant(self) -> str:
+        """The method's parameters, those that were not given at their defaults."""
+        return make_retrofit(self.method, self.parameters).model_dump_json()
+
+    def metric(self, name: str) -> float:
+        """Of the whole model, as the table `retrofit` has it, else as its run has; NaN if neither was measured."""
+        rows = self._rows(self.training.tables["retrofit"])
+        found = rows[rows["metric"] == name]["value"]
+        return float(found.iloc[0]) if len(found) else self.run.metric(name)
+
+    def by_step(self, metric: str, layer: int = -1) -> pd.Series:
+        """Step → what was recorded in training."""
+        rows = self._rows(self.training.tables["training"])
+        rows = rows[(rows["metric"] == metric) & (rows["layer"] == layer)]
+        return rows.set_index("step")["value"].sort_index()
+
+    def _rows(self, table: pd.DataFrame) -> pd.DataFrame:
+        return table[(table["condition"] == self.label) & (table["seed"] == self.seed)]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What one `analyze` over steps left: a run for each step of a training.
+
+    Attributes:
+        manifest: Of its folder.
+        runs: Step → its run, in their order.
+        folder: Where it stands.
+    """
+
+    manifest: Mapping[str, Any]
+    runs: Mapping[int, RunData] = field(repr=False)
+    folder: Path | None = None
+
+    @property
+    def of(self) -> Path:
+        """The model or the folder of checkpoints, as it was named."""
+        return Path(self.manifest["config"]["model"])
+
+
+OF_THE_START = {"deviation"}  # parameters of methods that say where a training begins, not what is trained
+
+
+def alike(
+    trainings: Iterable[Training], but: Iterable[str] = (), fixed: Callable[[Training], Any] = lambda training: None
+) -> list[list[Training]]:
+    """Trainings with the same settings together.
+
+    Args:
+        trainings: Of any models.
+        but: Settings that may differ.
+        fixed: What has to be the same besides.
+    """
+    found: dict[str, list[Training]] = {}
+    for training in trainings:
+        settings = {name: value for name, value in training.settings.items() if name not in but}
+        found.setdefault(json.dumps([settings, fixed(training)], sort_keys=True), []).append(training)
+    return list(found.values())
+
+
+def variants(trainings: Iterable[Training]) -> dict[str, list[str]]:
+    """Method → the variants that its arms are of, in their order; but for plain training, which has none."""
+    found: dict[str, dict[str, None]] = {}
+    for arm in (arm for training in trainings for arm in training.arms if arm.method != PLAIN):
+        found.setdefault(arm.method, {})[arm.variant] = None
+    return {method: list(known) for method, known in found.items()}
+
+
+def wanted_arms(text: str) -> list[str]:
+    """Arms as they are typed, `none,key-bias:value=axis,norm=5`, one by one."""
+    found: list[str] = []
+    for part in text.split(","):
+        if "=" in part and ":" not in part:  # a further parameter of the last one
+            found[-1] += f",{part}"
+        else:
+            found.append(part)
+    return found
+
+
+def arms_by_seed(
+    trainings: Iterable[Training], wanted: Iterable[str], meant: Mapping[str, str] | None = None
+) -> list[dict[str, Arm]]:
+    """For each seed that has all these arms, the arms as they are wanted, of one folder where one has all of them.
+
+    Args:
+        trainings: With the same settings.
+        wanted: Methods as the folders name them, with parameters where only arms with these are wanted, and others at
+            their defaults but for their start's, and "untouched": the model that all arms of a `retrofit` began from.
+        meant: Method → the variant that is meant where no parameters are wanted; without it only plain arms are.
+    """
+    wanted = list(wanted)
+    of_one_folder: dict[int, dict[str, Arm]] = {}
+    of_several: dict[int, dict[str, Arm]] = {}
+    for training in trainings:
+        by_seed: dict[int, dict[str, Arm]] = {}
+        for arm in training.arms:
+            for typed in wanted:
+                if _is_wanted(arm, typed, meant or {}):
+                    by_seed.setdefault(arm.seed, {}).setdefault(typed, arm)
+        for seed, arms in by_seed.items():
+            if UNTOUCHED in training.runs:
+                arms[UNTOUCHED] = Arm(training, UNTOUCHED, seed, training.runs[UNTOUCHED])
+            if set(wanted) <= arms.keys():
+                of_one_folder.setdefault(seed, arms)
+            of_several[seed] = arms | of_several.get(seed, {})
+    whole = {seed: arms for seed, arms in of_several.items() if set(wanted) <= arms.keys()} | of_one_folder
+    return [whole[seed] for seed in sorted(whole)]
+
+
+def _is_wanted(arm: Arm, typed: str, meant: Mapping[str, str]) -> bool:
+    method, _, given = typed.partition(":")
+    if arm.method != method:
+        return False
+    if not given:
+        return method == PLAIN or meant.get(method) == arm.variant
+    own = make_retrofit(arm.method, arm.parameters)
+    named = dict(part.split("=") for part in given.split(","))
+    asked = make_retrofit(method, named)
+    return own.model_dump(exclude=OF_THE_START) == asked.model_dump(exclude=OF_THE_START)
+
+
+# --- the settings in which plain trainings differ
+
+Level = float | str
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One setting.
+
+    Attributes:
+        settings: The entries of `Training.settings` that may differ, and no others.
+        level: The setting's value; None where a folder does not say.
+        options: What has to be given to `train`, as it is typed.
+        fixed: What has to be the same besides.
+    """
+
+    settings: tuple[str, ...]
+    level: Callable[[Training], Level | None]
+    options: str
+    fixed: Callable[[Training], Any] = lambda training: None
+
+
+def _setting(*names: str) -> Callable[[Training], Level | None]:
+    """The first of these entries that a training has."""
+    return lambda training: next((found for name in names if (found := training.settings.get(name)) is not None), None)
+
+
+def _tokens_a_step(training: Training) -> Level:
+    return tokens_a_step(training.settings, training.settings["processes"])
+
+
+def _tokens(training: Training) -> Level | None:
+    """That are there to train on, each counted once."""
+    blocks = training.manifest.get("text_blocks")
+    return None if blocks is None else blocks * training.settings["block_length"]
+
+
+def _rate_times_steps(training: Training) -> float:
+    return float(f"{training.settings['learning_rate'] * training.settings['steps']:.6g}")
+
+
+def _window(training: Training) -> Level:
+    """In tokens; ∞ where all earlier ones are seen."""
+    return training.settings.get("sliding_window") or inf
+
+
+RATES = ("learning_rate", "new_learning_rate")  # the second is that of methods, of which a plain training has none
+IN_A_CONFIG = "--config config.json, several that differ in"
+
+FACTORS = {
+    "learning-rate": Factor(RATES, _setting("learning_rate"), "--learning-rate R, with several R"),
+    "learning-rate-and-steps": Factor(
+        (*RATES, "steps"),
+        _setting("learning_rate"),
+        "--learning-rate R --steps N, with several R and the same R × N",
+        _rate_times_steps,
+    ),
+    "batch-size": Factor(("batch_size", "accumulation", "processes"), _tokens_a_step, "--batch-size N, with several N"),
+    "data": Factor(("tokens",), _tokens, "--tokens N, with a small N and a large one"),
+    "random-tokens": Factor(("random_tokens",), _setting("random_tokens"), "--random-tokens N, with N = 0, 1 and 2"),
+    "fixed-position": Factor(
+        ("fixed_position",), _setting("fixed_position"), "--fixed-position K, with K = 0, 1 and 2"
+    ),
+    "positions": Factor(
+        ("position_scheme",),
+        _setting("position_scheme"),
+        "--config llama-60m:position_scheme=S, with S = none, absolute, learned, relative, alibi and rotary",
+    ),
+    "weight-decay": Factor(
+        ("weight_decay",), _setting("weight_decay"), "--weight-decay W, with W = 0, others from 0.1 to 2, and 5"
+    ),
+    "window": Factor(
+        ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
+        _window,
+        f"{IN_A_CONFIG} sliding_window",
+    ),
+    "feed-forward": Factor(
+        ("feed_forward", "hidden_act", "activation_function"),
+        _setting("feed_forward", "hidden_act", "activation_function"),
+        f"{IN_A_CONFIG} hidden_act",
+    ),
+    "heads": Factor(
+        ("num_attention_heads", "num_key_value_heads", "n_head", "head_dim"),
+        _setting("num_attention_heads", "n_head"),
+        f"{IN_A_CONFIG} num_attention_heads",
+    ),
+}
+
+
+# --- related models
+
+FEWEST = 4  # sizes: resampled, fewer give no interval of a rank correlation
+MORE_SIZES = f"sinkscope claims --from RUN --from RUN …, with runs of {FEWEST} or more sizes of its family"
+MORE_SCORES = (
+    f"sinkscope claims --from RUN … --from SCORES …, with runs of {FEWEST} or more sizes of its family and what "
+    "sinkscope benchmark --tasks {} gave of each"
+)
+_SIZE = re.compile(r"(?<![a-z0-9])\d+(\.\d+)?[mbk](?![a-z0-9])", re.IGNORECASE)
+_SIZE_IN_WORDS = re.compile(r"[-_](small|medium|large|xl)(?=$|[-_.])", re.IGNORECASE)
+_CHAT = re.compile(r"[-_](chat|instruct|it|sft|dpo)(?=$|[-_.])", re.IGNORECASE)
+_COMPARABLE = ("seq_len", "window", "epsilon")
+
+
+def family_of(name: str) -> str:
+    """A model's name without its size."""
+    return _SIZE_IN_WORDS.sub("", _SIZE.sub("…", name))
+
+
+def sizes(name: str, naturals: Mapping[str, RunData]) -> dict[str, RunData]:
+    """Of the runs of all models those of this model's family that were measured alike, from the smallest model on;
+    none where there are too few.
+    """
+    if name not in naturals:
+        return {}
+    found = {
+        other: run
+        for other, run in naturals.items()
+        if family_of(other) == family_of(name)
+        and _measured_alike(run, naturals[name])
+        and run.manifest["model"].get("parameters")
+    }
+    by_size = dict(sorted(found.items(), key=lambda item: parameters(item[1])))
+    return by_size if len(set(map(parameters, by_size.values()))) >= FEWEST else {}
+
+
+def parameters(run: RunData) -> int:
+    return int(run.manifest["model"]["parameters"])
+
+
+def _measured_alike(first: RunData, second: RunData) -> bool:
+    return all(first.manifest["config"].get(key) == second.manifest["config"].get(key) for key in _COMPARABLE)
+
+
+def with_base(name: str, naturals: Mapping[str, RunData]) -> dict[str, RunData]:
+    """The runs of a chat model's base and of itself, in this order; none unless both were measured, and alike."""
+    base = base_of(name)
+    if (
+        base is None
+        or base not in naturals
+        or name not in naturals
+        or not _measured_alike(naturals[base], naturals[name])
+    ):
+        return {}
+    return {base: naturals[base], name: naturals[name]}
+
+
+def base_of(name: str) -> str | None:
+    """What the model was called before it was tuned to chat; None if its name says of no tuning."""
+    base = _CHAT.sub("", name)
+    return base if base != name else None
+
+
+# --- studies
 
 SEEDS = 3  # that a command which is named trains with: two give hardly any interval
 TASK = "bigram-backcopy"
@@ -313,7 +683,7 @@ def _analyze_steps(given: Given, _: str) -> str:
 
 
 def _find_sizes(given: Given, _: str) -> ModelStudy | None:
-    runs = relatives.sizes(given.name, given.naturals)
+    runs = sizes(given.name, given.naturals)
     return ModelStudy(tuple(run.folder for run in runs.values()), runs) if runs else None
 
 
@@ -324,19 +694,19 @@ def _find_scores(given: Given, task: str) -> ScoreStudy | None:
         for one in given.scores
         if len(rows := one.main[one.main["condition"] == task])
     }
-    runs = relatives.sizes(given.name, {name: run for name, run in given.naturals.items() if name in known})
+    runs = sizes(given.name, {name: run for name, run in given.naturals.items() if name in known})
     folders = (*(run.folder for run in runs.values()), *(known[name][0].folder for name in runs))
     return ScoreStudy(folders, runs, {name: known[name][1] for name in runs}) if runs else None
 
 
 def _find_base(given: Given, _: str) -> ModelStudy | None:
-    runs = relatives.with_base(given.name, given.naturals)
+    runs = with_base(given.name, given.naturals)
     return ModelStudy(tuple(run.folder for run in runs.values()), runs) if runs else None
 
 
 def _analyze_base(given: Given, _: str) -> str:
     """By its name on the hub; a file's name does not say where its base is."""
-    base = relatives.base_of(given.name)
+    base = base_of(given.name)
     return f"sinkscope analyze {base}" if base and "/" in base else f"sinkscope analyze BASE, its base, called {base}"
 
 
@@ -351,9 +721,9 @@ KINDS = {
     "factor": Kind(_find_factor, _vary),  # factor:weight-decay
     "steps": Kind(_find_steps, _analyze_steps),
     "course": Kind(_find_course, _analyze_steps),  # of the sink rate alone, which trainings log
-    "sizes": Kind(_find_sizes, lambda given, _: relatives.MORE_SIZES),
+    "sizes": Kind(_find_sizes, lambda given, _: MORE_SIZES),
     "base": Kind(_find_base, _analyze_base),
-    "scores": Kind(_find_scores, lambda given, task: relatives.MORE_SCORES.format(task)),  # scores:hellaswag
+    "scores": Kind(_find_scores, lambda given, task: MORE_SCORES.format(task)),  # scores:hellaswag
 }
 
 

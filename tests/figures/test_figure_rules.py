@@ -1,6 +1,9 @@
 """What every figure keeps to: labels at the axes, ticks that stand apart, seeds that are seen, decades on log axes."""
 
+import subprocess
+import sys
 from collections.abc import Iterable
+from importlib import import_module
 from itertools import pairwise
 
 import numpy as np
@@ -102,3 +105,18 @@ def _check_decades(axis: Axis, name: str) -> None:
 
 def _ticks(axis: Axis) -> Iterable[float]:
     return [float(tick) for tick in axis.get_majorticklocs()]
+
+
+def test_every_row_of_the_register_has_its_function_and_no_condition_is_without_a_row() -> None:
+    """A `lacking_NAME` that is misspelled would be ignored."""
+    specs = [spec for register in KINDS.values() for spec in register.values()]
+    modules = {spec.file: import_module(f"sinkscope.figures.{spec.file}") for spec in specs}
+    assert all(callable(getattr(modules[spec.file], f"draw_{spec.name.replace('-', '_')}")) for spec in specs)
+    conditions = {name for module in modules.values() for name in vars(module) if name.startswith("lacking_")}
+    assert conditions <= {f"lacking_{spec.name.replace('-', '_')}" for spec in specs}
+
+
+def test_only_the_file_of_a_figure_that_is_drawn_is_imported() -> None:
+    code = "import sys, sinkscope.commands.analyze; print(*(name for name in sys.modules if '.figures.' in name))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert {name.rpartition(".")[2] for name in done.stdout.split()} <= {"spec", "style", "steps", "labels"}

@@ -13,7 +13,7 @@ from sinkscope.commands.evidence import Collection
 from sinkscope.paper_claims.claim import Judgment, Outcome, judge
 from sinkscope.paper_claims.evidence import Evidence
 from sinkscope.paper_claims.register import CLAIMS
-from sinkscope.paper_claims.trainings import Training
+from sinkscope.paper_claims.studies import Training
 
 HOLDS, FAILS, INCONCLUSIVE, INAPPLICABLE = (
     Outcome.HOLDS, Outcome.FAILS, Outcome.INCONCLUSIVE, Outcome.DOES_NOT_APPLY

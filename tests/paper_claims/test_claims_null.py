@@ -7,9 +7,8 @@ from support.hand_made_runs import analysis, by_sequence, experiment
 from support.hand_made_trainings import training
 
 from sinkscope.commands.evidence import Collection
-from sinkscope.paper_claims.claim import Judgment, Outcome, above, below, between, judge
+from sinkscope.paper_claims.claim import Judgment, Null, Outcome, above, below, between, judge
 from sinkscope.paper_claims.evidence import WEIGHTS_AT_RANDOM, Sequences
-from sinkscope.paper_claims.nulls import Null
 from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.paper_claims.table import evidence_of
 from sinkscope.paper_claims.table import judged as judged_table

@@ -15,8 +15,7 @@ from sinkscope.commands.evidence import Collection
 from sinkscope.errors import InputError
 from sinkscope.paper_claims.claim import Judgment, Outcome, judge
 from sinkscope.paper_claims.register import CLAIMS
-from sinkscope.paper_claims.relatives import base_of, family_of
-from sinkscope.paper_claims.trainings import Steps, Training
+from sinkscope.paper_claims.studies import Steps, Training, base_of, family_of
 from sinkscope.results.run import RunData
 from sinkscope.results.scores import Scores
 from sinkscope.results.statistics import Estimate

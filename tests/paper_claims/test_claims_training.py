@@ -15,8 +15,8 @@ from sinkscope.commands.evidence import Collection
 from sinkscope.figures.claims import _place
 from sinkscope.paper_claims.claim import Judgment, Outcome, judge
 from sinkscope.paper_claims.register import CLAIMS
+from sinkscope.paper_claims.studies import Training
 from sinkscope.paper_claims.table import judged as judged_table
-from sinkscope.paper_claims.trainings import Training
 from sinkscope.verdict.scorecard import Scorecard, scorecard_markdown
 
 HOLDS, FAILS, INCONCLUSIVE = Outcome.HOLDS, Outcome.FAILS, Outcome.INCONCLUSIVE

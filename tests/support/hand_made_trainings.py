@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.options.training import RetrofitOptions, TrainOptions
-from sinkscope.paper_claims.trainings import Steps, Training
+from sinkscope.paper_claims.studies import Steps, Training
 from sinkscope.results.run import RunData
 from sinkscope.training.tables import UNTOUCHED
 from support.hand_made_runs import by_sequence, manifest

@@ -9,9 +9,8 @@ from sinkscope.measuring.observables.gradient import ALL_HEADS
 from sinkscope.measuring.observables.observable import LATER
 from sinkscope.measuring.uniform_attention import uniform_mass
 from sinkscope.paper_claims.arms import NO_COST, SINK, onset, perplexity_ratio, rates_over_steps
-from sinkscope.paper_claims.claim import Claim, NotDefined, Part, above, at_least, at_most, below, between
+from sinkscope.paper_claims.claim import Claim, NotDefined, Null, Part, above, at_least, at_most, below, between
 from sinkscope.paper_claims.evidence import MAIN, NULL, Evidence, Lacks, table_of
-from sinkscope.paper_claims.nulls import Null
 from sinkscope.paper_claims.over_seeds import (
     PERCENT,
     OfArm,
@@ -37,8 +36,7 @@ from sinkscope.paper_claims.quantities import (
     norms,
 )
 from sinkscope.paper_claims.scopes import causal, in_float32
-from sinkscope.paper_claims.studies import StepStudy
-from sinkscope.paper_claims.trainings import PLAIN, Arm
+from sinkscope.paper_claims.studies import PLAIN, Arm, StepStudy
 from sinkscope.results.run import RunData
 from sinkscope.results.statistics import (
     Estimate,

@@ -11,7 +11,7 @@ from sinkscope.paper_claims.claim import Claim, NotDefined, Part, above, at_leas
 from sinkscope.paper_claims.evidence import Evidence, Lacks
 from sinkscope.paper_claims.over_seeds import metric, of_one, where_plain_has
 from sinkscope.paper_claims.scopes import causal
-from sinkscope.paper_claims.trainings import PLAIN
+from sinkscope.paper_claims.studies import PLAIN
 from sinkscope.results.findings import COLLAPSE, FEWEST_QUERIES, HARM
 from sinkscope.results.statistics import Estimate, bootstrap, positive_jackknife, resamplings, weighted_means
 

@@ -8,9 +8,8 @@ from scipy import stats
 
 from sinkscope.measuring.observables.observable import LATER
 from sinkscope.paper_claims.arms import NO_COST, perplexity_of_controls, perplexity_ratio
-from sinkscope.paper_claims.claim import Claim, NotDefined, Part, Test, above, at_least, at_most, below
+from sinkscope.paper_claims.claim import Claim, NotDefined, Null, Part, Test, above, at_least, at_most, below
 from sinkscope.paper_claims.evidence import MAIN, Evidence, Lacks, table_of
-from sinkscope.paper_claims.nulls import Null
 from sinkscope.paper_claims.over_seeds import (
     OfArm,
     correlation,
@@ -30,8 +29,7 @@ from sinkscope.paper_claims.quantities import (
     norm_ratios,
 )
 from sinkscope.paper_claims.scopes import causal, gated
-from sinkscope.paper_claims.studies import ArmStudy
-from sinkscope.paper_claims.trainings import PLAIN, Arm
+from sinkscope.paper_claims.studies import PLAIN, Arm, ArmStudy
 from sinkscope.results.bos import WITH
 from sinkscope.results.papers import published
 from sinkscope.results.statistics import Estimate, bootstrap, exact, mean_of_runs, positive_jackknife, rank_correlation

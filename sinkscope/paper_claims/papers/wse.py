@@ -21,9 +21,8 @@ from sinkscope.paper_claims.arms import (
     rates_over_steps,
     share_left,
 )
-from sinkscope.paper_claims.claim import Claim, NotDefined, Part, above, at_least, at_most, below, between
+from sinkscope.paper_claims.claim import Claim, NotDefined, Null, Part, above, at_least, at_most, below, between
 from sinkscope.paper_claims.evidence import MAIN, POLICIES, RANDOM, REPEATED, WITHOUT_BOS, Evidence, Lacks, table_of
-from sinkscope.paper_claims.nulls import Null
 from sinkscope.paper_claims.over_seeds import (
     PERCENT,
     Ends,
@@ -58,7 +57,6 @@ from sinkscope.paper_claims.quantities import (
     sink_heads,
     sink_rates,
 )
-from sinkscope.paper_claims.relatives import base_of, parameters
 from sinkscope.paper_claims.scopes import (
     absolute_positions,
     causal,
@@ -69,8 +67,17 @@ from sinkscope.paper_claims.scopes import (
     some_positions,
     with_tokenizer,
 )
-from sinkscope.paper_claims.studies import FactorStudy, LoggedStudy, ModelStudy, ScoreStudy, StepStudy
-from sinkscope.paper_claims.trainings import PLAIN, Arm
+from sinkscope.paper_claims.studies import (
+    PLAIN,
+    Arm,
+    FactorStudy,
+    LoggedStudy,
+    ModelStudy,
+    ScoreStudy,
+    StepStudy,
+    base_of,
+    parameters,
+)
 from sinkscope.results.bos import WITH, WITHOUT
 from sinkscope.results.findings import Published
 from sinkscope.results.metrics import is_sink
