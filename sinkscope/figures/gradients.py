@@ -30,7 +30,20 @@ from sinkscope.figures.axes import (
 )
 from sinkscope.figures.labels import places, title
 from sinkscope.figures.steps import Checkpoints, in_order, step_label, steps_title
-from sinkscope.figures.style import GRADUAL, GREEN, GUIDE, NAVY, OTHERS, SINK, SKY, WIDE, Figure, Look, new_figure
+from sinkscope.figures.style import (
+    GRADUAL,
+    GREEN,
+    GUIDE,
+    MEAN_LINE,
+    NAVY,
+    OTHERS,
+    SINK,
+    SKY,
+    WIDE,
+    Figure,
+    Look,
+    new_figure,
+)
 from sinkscope.measuring.gradient_summary import compress_fits, fit_points, pathway_norms
 from sinkscope.results.metrics import METRICS, TOKEN_GROUPS
 from sinkscope.results.run import RunData
@@ -44,7 +57,6 @@ PATHWAYS = ("query", "key", "value")
 OFF_SCALE = 1e-5
 FLOOR = "below the scale"  # identifies the marks on a panel's floor
 OFF: Look = {"color": "black", "linestyle": "none", "marker": "v", "ms": 4.5, "mfc": "white", "mew": 0.8}
-MEAN = SINK | {"color": "black", "linewidth": 1.4, "zorder": 4}
 
 
 def draw_gradient_norms(run: RunData) -> Figure:
@@ -57,7 +69,7 @@ def draw_gradient_norms(run: RunData) -> Figure:
         for layer, norm in table.iterrows():
             draw_curve(ax, norm, least=OFF_SCALE * mean.max(), color=GRADUAL(depth(layer)), linewidth=0.5)
         draw_curve(ax, mean, color="white", linewidth=3, zorder=3)  # an outline
-        draw_curve(ax, mean, **MEAN)
+        draw_curve(ax, mean, **MEAN_LINE)
         mark_off_scale(ax, [mean])
     finish(axes)
     if depth.vmax:
@@ -116,7 +128,7 @@ def finish(axes: np.ndarray) -> None:
 
 
 def add_legend(figure: Figure, axes: np.ndarray, mean: str | None = None) -> None:
-    handles = [] if mean is None else [Line2D([], [], label=mean, **MEAN)]
+    handles = [] if mean is None else [Line2D([], [], label=mean, **MEAN_LINE)]
     if any(marks.get_gid() == FLOOR for ax in axes for marks in ax.collections):
         handles.append(Line2D([], [], label="off the scale", **OFF))
     if handles:

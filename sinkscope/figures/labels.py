@@ -1,7 +1,7 @@
 """Texts of a figure: titles, names, and tokens in printable form."""
 
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 
 import pandas as pd
@@ -37,6 +37,21 @@ def heading(*parts: str) -> str:
 def model_name(model: str) -> str:
     """A hub id or a path without what stands before the last slash."""
     return model.rstrip("/").split("/")[-1]
+
+
+def labels(runs: Sequence[RunData]) -> tuple[list[str], str]:
+    """A label for each run, of what differs in model, revision and condition; and what all runs have in common."""
+    parts = [(model_name(run.model), run.manifest["model"].get("revision") or "", run.condition) for run in runs]
+    if len(set(parts)) == 1:  # one run, or several that differ in other options
+        name = " · ".join(part for part in parts[0] if part)
+        return ([name] if len(runs) == 1 else [f"run {place}" for place in range(1, len(runs) + 1)]), name
+    differ = [len(set(column)) > 1 for column in zip(*parts, strict=True)]
+    names = [" · ".join(part for part, keep in zip(row, differ, strict=True) if keep and part) for row in parts]
+    common = " · ".join(part for part, keep in zip(parts[0], differ, strict=True) if part and not keep)
+    names = [shorten(name, 48) for name in names]
+    if len(set(names)) < len(names):
+        names = [f"{name} ({place})" for place, name in enumerate(names, 1)]
+    return names, common
 
 
 def _size(run: RunData) -> list[str]:

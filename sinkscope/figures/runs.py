@@ -24,9 +24,16 @@ from sinkscope.figures.axes import (
     whole_numbers,
     write_beside,
 )
-from sinkscope.figures.gradients import MEAN
 from sinkscope.figures.heatmaps import draw_weights, square
-from sinkscope.figures.labels import escape, heading, model_name, places, shorten, title, token_label, token_labels
+from sinkscope.figures.labels import (
+    escape,
+    heading,
+    labels,
+    places,
+    title,
+    token_label,
+    token_labels,
+)
 from sinkscope.figures.style import (
     COLUMN,
     GRADUAL,
@@ -34,6 +41,7 @@ from sinkscope.figures.style import (
     GUIDE,
     HIGHEST,
     MARKERS,
+    MEAN_LINE,
     NAVY,
     NEUTRAL,
     OTHERS,
@@ -365,7 +373,7 @@ def _by_position(ax: Axes, run: RunData) -> None:
     means = finite(run.tables["gate"]).groupby(["layer", "position"])["gate"].mean().unstack("layer")
     for place, layer in enumerate(means):
         ax.plot(means.index, means[layer], color=SKY, linewidth=0.7, label="" if place else "one layer")
-    ax.plot(means.index, means.mean(axis=1), label="mean over layers", **MEAN)
+    ax.plot(means.index, means.mean(axis=1), label="mean over layers", **MEAN_LINE)
     ax.set_xlabel("position")
     whole_numbers(ax, "x")
     value_axis(ax)
@@ -612,18 +620,3 @@ def _comparison_by_layer(run: RunData, metric: str) -> pd.Series:
     summary = run.tables["summary"]
     rows = summary[(summary["metric"] == metric) & (summary["layer"] != WHOLE_MODEL)]
     return rows.set_index("layer")["value"]
-
-
-def labels(runs: Sequence[RunData]) -> tuple[list[str], str]:
-    """A label for each run, of what differs in model, revision and condition; and what all runs have in common."""
-    parts = [(model_name(run.model), run.manifest["model"].get("revision") or "", run.condition) for run in runs]
-    if len(set(parts)) == 1:  # one run, or several that differ in other options
-        name = " · ".join(part for part in parts[0] if part)
-        return ([name] if len(runs) == 1 else [f"run {place}" for place in range(1, len(runs) + 1)]), name
-    differ = [len(set(column)) > 1 for column in zip(*parts, strict=True)]
-    names = [" · ".join(part for part, keep in zip(row, differ, strict=True) if keep and part) for row in parts]
-    common = " · ".join(part for part, keep in zip(parts[0], differ, strict=True) if part and not keep)
-    names = [shorten(name, 48) for name in names]
-    if len(set(names)) < len(names):
-        names = [f"{name} ({place})" for place, name in enumerate(names, 1)]
-    return names, common

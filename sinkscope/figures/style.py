@@ -35,6 +35,7 @@ Look = dict[str, Any]  # keyword arguments of matplotlib's artists
 NAVY, VERMILION, SKY, GREEN, GRAY = "#10315c", "#c8501e", "#6fb1dc", "#4f9a6b", "#8a8a8a"
 # Broken and thinner lines lie on top, so that lines that coincide are all seen.
 SINK: Look = {"color": NAVY, "linestyle": "-", "marker": "o", "linewidth": 1.3, "markersize": 3, "zorder": 2}
+MEAN_LINE: Look = SINK | {"color": "black", "linewidth": 1.4, "zorder": 4}  # a mean among lines of layers
 OTHERS: Look = {"color": VERMILION, "linestyle": "--", "marker": "s", "markersize": 2.4, "zorder": 3}
 HIGHEST: Look = {"color": SKY, "linestyle": ":", "marker": "^", "markersize": 2.4, "zorder": 4}
 REFERENCE: Look = {"color": "0.35", "linewidth": 0.9, "linestyle": (0, (3, 1.5))}

@@ -18,7 +18,7 @@ import pandas as pd
 
 from sinkscope.errors import InputError
 from sinkscope.figures import OF_RUNS
-from sinkscope.figures.runs import labels
+from sinkscope.figures.labels import labels
 from sinkscope.figures.spec import draw_all
 from sinkscope.figures.style import Figure
 from sinkscope.html_page import Contents, Paged, write_page
