@@ -1,4 +1,4 @@
-"""Claims: what papers say happens, as data, and the judgment of a model's runs by them. Reads tables, runs no model.
+"""What papers say happens, as data, and the judgment of a model's runs. Reads tables and runs no model.
 
-A new claim is an entry in its paper's file, which `register.py` lists.
+A new claim is an entry of `CLAIMS` in its paper's file in `papers/`; the files are listed in `register.py`.
 """

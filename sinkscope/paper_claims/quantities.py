@@ -1,4 +1,4 @@
-"""Numbers that claims of several papers are made of, with replicates on the first axis (`estimates.py`)."""
+"""Numbers that claims of several papers are made of, with replicates on the first axis (`results/statistics.py`)."""
 
 import numpy as np
 import pandas as pd

@@ -1,1 +1,1 @@
-"""Tables become words and pictures."""
+"""Tables become findings, and findings become sentences."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sinkscope.output import drawing as second_process
+from sinkscope.output import drawing
 from sinkscope.output.drawing import FEWEST, shared_out
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
@@ -24,7 +24,7 @@ def children(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         started.append(child)
         return child
 
-    monkeypatch.setattr(second_process, "_has_second_core", lambda: True)
+    monkeypatch.setattr(drawing, "_has_second_core", lambda: True)
     monkeypatch.setattr(os, "fork", noting)
     return started
 
@@ -67,7 +67,7 @@ def test_what_fails_there_is_done_here(tmp_path: Path) -> None:
 
 
 def test_what_hangs_there_is_done_here(children: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(second_process, "PATIENCE", 0.2)
+    monkeypatch.setattr(drawing, "PATIENCE", 0.2)
     here = os.getpid()
 
     def work(name: str) -> None:
