@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from sinkscope.errors import SinkscopeError as SinkscopeError
     from sinkscope.measuring.calibration import calibrate_ranges as calibrate_ranges
     from sinkscope.measuring.intervening import intervening as intervening
+    from sinkscope.output.run import Run as Run
+    from sinkscope.output.series import Series as Series
+    from sinkscope.output.side_by_side import compare as compare
     from sinkscope.quantization.simulation import quantized as quantized
-    from sinkscope.report.claims.scorecard import Scorecard as Scorecard
-    from sinkscope.report.run import Run as Run
-    from sinkscope.report.series import Series as Series
-    from sinkscope.report.side_by_side import compare as compare
     from sinkscope.retrofits import gate_displacement as gate_displacement
     from sinkscope.retrofits import new_parameters as new_parameters
     from sinkscope.retrofits import retrofit_model as retrofit_model
+    from sinkscope.verdict.scorecard import Scorecard as Scorecard
 
 _MODULES = {
     "analyze": "commands.analyze",
@@ -46,7 +46,7 @@ _MODULES = {
     "benchmark": "commands.benchmark",
     "calibrate_ranges": "measuring.calibration",
     "claims": "commands.claims",
-    "compare": "report.side_by_side",
+    "compare": "output.side_by_side",
     "doctor": "commands.doctor",
     "gate_displacement": "retrofits",
     "InputError": "errors",
@@ -59,10 +59,10 @@ _MODULES = {
     "quantize": "commands.quantize",
     "retrofit": "commands.retrofit",
     "retrofit_model": "retrofits",
-    "Run": "report.run",
+    "Run": "output.run",
     "run_recipe": "commands.run",
-    "Scorecard": "report.claims.scorecard",
-    "Series": "report.series",
+    "Scorecard": "verdict.scorecard",
+    "Series": "output.series",
     "SinkscopeError": "errors",
     "show": "commands.show",
     "sweep": "commands.sweep",

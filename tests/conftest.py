@@ -78,7 +78,7 @@ def hub(hub_server: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub
 
 @pytest.fixture
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes seconds; tests/report and the whole runs of tests/cli and tests/commands have it."""
+    """Drawing takes seconds; tests/figures and the whole runs of tests/cli and tests/commands have it."""
     from support.figures import skip_figures  # behind the registration above
 
     skip_figures(monkeypatch)

@@ -9,7 +9,7 @@ from tiny import tiny_model
 
 import sinkscope
 from sinkscope.measuring.observables import OBSERVABLES, attention
-from sinkscope.report.outputs import OUTPUTS
+from sinkscope.output.outputs import OUTPUTS
 
 ROOT = Path(__file__).parents[1]
 OPTIONS: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 12, "bos": "never"}
@@ -30,7 +30,7 @@ def test_the_readme_and_the_reports_stay_small() -> None:
 def test_modules_and_files_named_in_contributing_exist() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`((?:sinkscope/|tests/|recipes/)?[\w/]+/[\w/]+\.(?:py|ipynb|yaml))`", text))
-    new = {"sinkscope/measuring/observables/dominance.py", "sinkscope/report/latex.py", "commands/NAME.py"}
+    new = {"sinkscope/measuring/observables/dominance.py", "sinkscope/output/latex.py", "commands/NAME.py"}
     missing = {name for name in named - new if not ((ROOT / name).exists() or (ROOT / "sinkscope" / name).exists())}
     assert missing == set()
     assert new <= named

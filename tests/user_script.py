@@ -6,10 +6,10 @@ from typing import assert_type
 import pandas as pd
 
 import sinkscope
-from sinkscope.report.comparison import Comparison
-from sinkscope.report.figures.style import Figure
-from sinkscope.report.side_by_side import Routes
-from sinkscope.report.trained import Trained
+from sinkscope.figures.style import Figure
+from sinkscope.output.comparison import Comparison
+from sinkscope.output.side_by_side import Routes
+from sinkscope.output.trained import Trained
 
 
 def user_script(folder: Path) -> None:

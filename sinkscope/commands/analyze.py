@@ -22,9 +22,9 @@ from sinkscope.models.steps import find_checkpoints
 from sinkscope.options.measuring import AnalyzeOptions
 from sinkscope.options.option import checked
 from sinkscope.options.output import OutputOptions
-from sinkscope.report.outputs import finished
-from sinkscope.report.run import Run
-from sinkscope.report.series import COMMAND, Series, name_of, series_manifest, series_table, write_series, written
+from sinkscope.output.outputs import finished
+from sinkscope.output.run import Run
+from sinkscope.output.series import COMMAND, Series, name_of, series_manifest, series_table, write_series, written
 from sinkscope.results.folders import new_folder, own_folder
 
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from sinkscope.commands.result import Result
 from sinkscope.errors import InputError, SinkscopeError, described, is_out_of_memory
+from sinkscope.html_page import Contents, write_page
 from sinkscope.measuring.console import print_notices, spinner
 from sinkscope.measuring.processes import together
 from sinkscope.measuring.subject import ModelLike, is_in_memory, load_model
@@ -26,10 +27,9 @@ from sinkscope.options.benchmark import BenchmarkOptions
 from sinkscope.options.files import kind_of, user_path
 from sinkscope.options.option import checked
 from sinkscope.options.output import OutputOptions
-from sinkscope.report.page import Contents, write_page
-from sinkscope.report.scores import COLUMNS, COMMAND, TABLE, Scores
 from sinkscope.results.folders import new_folder, own_folder
 from sinkscope.results.manifest import make_manifest, write_manifest
+from sinkscope.results.scores import COLUMNS, COMMAND, TABLE, Scores
 from sinkscope.results.tables import LEADING, names_of, write_tables
 
 PACKAGE = "lm_eval"

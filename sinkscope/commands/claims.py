@@ -13,6 +13,8 @@ import pandas as pd
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from sinkscope.commands.claims_folder import ScorecardFolder, scorecard_folder
+from sinkscope.commands.evidence import Collection, collected, judged_folders, merged, skipped_in
 from sinkscope.commands.result import Result
 from sinkscope.errors import InputError, SinkscopeError, one_line
 from sinkscope.interventions import Target, parse, parse_all
@@ -37,20 +39,18 @@ from sinkscope.models.in_memory import fingerprint
 from sinkscope.options.claims import ClaimsOptions
 from sinkscope.options.measuring import AnalyzeOptions, InterveneOptions, RunConfig
 from sinkscope.options.output import OutputOptions
-from sinkscope.report.claims.evidence import LONG, MAIN, NULL, POLICIES, RANDOM, REPEATED, Evidence, null_role
-from sinkscope.report.claims.folder import ScorecardFolder, scorecard_folder
-from sinkscope.report.claims.gather import Collection
-from sinkscope.report.claims.given import collected, judged_folders, merged, skipped_in
-from sinkscope.report.claims.register import CLAIMS
-from sinkscope.report.claims.routes import ROLES as ROUTE_ROLES
-from sinkscope.report.claims.routes import routes_of_models
-from sinkscope.report.claims.scorecard import COMMAND, TABLES, Scorecard, evidence_of, judged, models_of
-from sinkscope.report.run import Run
+from sinkscope.output.run import Run
+from sinkscope.paper_claims.evidence import LONG, MAIN, NULL, POLICIES, RANDOM, REPEATED, Evidence, null_role
+from sinkscope.paper_claims.register import CLAIMS
+from sinkscope.paper_claims.routes import ROLES as ROUTE_ROLES
+from sinkscope.paper_claims.routes import routes_of_models
+from sinkscope.paper_claims.table import COMMAND, TABLES, evidence_of, judged, models_of
 from sinkscope.results.bos import OPTIONS as BOS_OPTIONS
 from sinkscope.results.bos import WITHOUT
 from sinkscope.results.manifest import make_manifest as make_folder_manifest
 from sinkscope.results.run import RunData
 from sinkscope.retrofits.registers import registers_before
+from sinkscope.verdict.scorecard import Scorecard
 
 STREAMED, KEPT = "streaming-window:window=64", (0, 1, 2, 4)  # first tokens
 STREAM = 512  # tokens of a text that is streamed, where the model takes so many

@@ -11,18 +11,18 @@ import pandas as pd
 from sinkscope.commands.result import Result
 from sinkscope.errors import InputError
 from sinkscope.options.output import CompareOptions, OutputOptions
-from sinkscope.report.claims.scorecard import Scorecard
-from sinkscope.report.comparison import Comparison, differing_lines
-from sinkscope.report.retrofit_table import retrofit_summaries
-from sinkscope.report.run import Run
-from sinkscope.report.series import COMMAND as SERIES
-from sinkscope.report.series import Series
-from sinkscope.report.side_by_side import compare
-from sinkscope.report.sweep import open_comparison, summary_tables
-from sinkscope.report.table_formats import formatted
-from sinkscope.report.trained import tables_of_arms
+from sinkscope.output.comparison import Comparison, differing_lines
+from sinkscope.output.run import Run
+from sinkscope.output.series import COMMAND as SERIES
+from sinkscope.output.series import Series
+from sinkscope.output.side_by_side import compare
+from sinkscope.output.sweep import open_comparison, summary_tables
+from sinkscope.output.trained import tables_of_arms
 from sinkscope.results.cells import COMMAND as SWEEP
 from sinkscope.results.manifest import FORMAT, folder_of, format_of, older, read_manifest, tables_folder
+from sinkscope.verdict.scorecard import Scorecard
+from sinkscope.verdict.table_formats import formatted
+from sinkscope.verdict.trained import retrofit_summaries
 
 # command that wrote a folder which compares something itself → its summary tables by title
 _OF_ONE: Mapping[str, Callable[[Path], Mapping[str, pd.DataFrame]]] = {

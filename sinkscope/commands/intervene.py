@@ -18,8 +18,8 @@ from sinkscope.measuring.processes import together
 from sinkscope.measuring.subject import ModelLike, check_config, is_in_memory, open_subject, options_of
 from sinkscope.options.measuring import InterveneOptions
 from sinkscope.options.output import OutputOptions
-from sinkscope.report.outputs import finished
-from sinkscope.report.run import Run
+from sinkscope.output.outputs import finished
+from sinkscope.output.run import Run
 from sinkscope.results.folders import own_folder
 
 Do = str | Intervention | Iterable[str | Intervention]

@@ -61,7 +61,7 @@ def _told(fields: dict) -> str:
 
 def figures() -> pd.DataFrame:
     """The figures of one run, and those of several."""
-    from sinkscope.report.figures import KINDS
+    from sinkscope.figures import KINDS
 
     rows = [(name, kind, spec.about) for kind, specs in KINDS.items() for name, spec in specs.items()]
     return pd.DataFrame(rows, columns=["figure", "of", "what it shows"])
@@ -118,8 +118,8 @@ def sweeps() -> pd.DataFrame:
 
 def tables() -> pd.DataFrame:
     """Every column of every table; those that all tables begin with come first."""
-    from sinkscope.report.tables import written_tables
     from sinkscope.results.tables import LEADING_COLUMNS
+    from sinkscope.verdict.tables import written_tables
 
     described = {"(every table)": LEADING_COLUMNS} | written_tables()
     rows = [(name, column.name, column.about, column.unit) for name, columns in described.items() for column in columns]
@@ -135,7 +135,7 @@ def metrics() -> pd.DataFrame:
 
 def claims() -> pd.DataFrame:
     """What `sinkscope claims` judges a model by."""
-    from sinkscope.report.claims.register import CLAIMS
+    from sinkscope.paper_claims.register import CLAIMS
 
     rows = [
         (

@@ -20,10 +20,10 @@ from sinkscope.measuring.subject import ModelLike, Subject, check_config, is_in_
 from sinkscope.measuring.tables import publish
 from sinkscope.options.measuring import QuantizeOptions
 from sinkscope.options.output import OutputOptions
+from sinkscope.output.outputs import finished
+from sinkscope.output.run import Run
 from sinkscope.quantization.ranges import Precision
 from sinkscope.quantization.sites import INPUT, full_precision_modules, not_quantized
-from sinkscope.report.outputs import finished
-from sinkscope.report.run import Run
 from sinkscope.results.folders import own_folder
 from sinkscope.text.inputs import TokenInputs
 

@@ -8,7 +8,7 @@ from sinkscope.errors import InputError, one_line
 from sinkscope.models.files import is_demo
 from sinkscope.options.measuring import PERMISSIONS
 from sinkscope.options.option import Options, checked, flag
-from sinkscope.report.comparison import differing_settings
+from sinkscope.output.comparison import differing_settings
 from sinkscope.results.manifest import MANIFEST, folder_of, read_manifest
 
 

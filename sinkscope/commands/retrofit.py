@@ -21,7 +21,7 @@ from sinkscope.measuring.subject import ModelLike, family_of, load_model, option
 from sinkscope.models.in_memory import undisturbed
 from sinkscope.options.output import OutputOptions
 from sinkscope.options.training import RetrofitOptions
-from sinkscope.report.trained import Trained
+from sinkscope.output.trained import Trained
 from sinkscope.training.arms import Methods, arms_of, parse_methods
 from sinkscope.training.block_starts import begun, check_starts, limited
 from sinkscope.training.blocks import check_text, read_blocks

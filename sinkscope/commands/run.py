@@ -16,6 +16,7 @@ from rich.console import Console
 
 from sinkscope.commands.result import Result
 from sinkscope.errors import InputError, SinkscopeError, unknown
+from sinkscope.figures import COMMAND, FIGURES, OBSERVABLE, is_of
 from sinkscope.measuring.console import print_line
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.models.in_memory import text_of
@@ -23,10 +24,9 @@ from sinkscope.options import COMMANDS
 from sinkscope.options.option import Options, as_folder_name
 from sinkscope.options.output import OutputOptions, RunOptions
 from sinkscope.options.recipe import COMPARISON, Recipe, find_recipe, read_recipe
-from sinkscope.report.comparison import Comparison, compare
-from sinkscope.report.figures import COMMAND, FIGURES, OBSERVABLE, is_of
-from sinkscope.report.outputs import write_run
-from sinkscope.report.run import Run
+from sinkscope.output.comparison import Comparison, compare
+from sinkscope.output.outputs import write_run
+from sinkscope.output.run import Run
 from sinkscope.results.folders import new_folder, own_folder
 from sinkscope.results.manifest import RUNS, make_manifest, write_manifest
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from sinkscope.commands.result import Result
 from sinkscope.errors import InputError, SinkscopeError, one_line
+from sinkscope.html_page import PAGE, Contents, Page, Paged, page_of, write_page
 from sinkscope.options.output import OutputOptions, ShowOptions
-from sinkscope.report.claims.scorecard import Scorecard
-from sinkscope.report.page import PAGE, Contents, Page, Paged, page_of, write_page
 from sinkscope.results.folders import alone_in
 from sinkscope.results.manifest import folder_of, register, tables_folder
+from sinkscope.verdict.scorecard import Scorecard
 
 
 def command(options: ShowOptions, output: OutputOptions) -> Result:

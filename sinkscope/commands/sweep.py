@@ -1,6 +1,6 @@
 """`sweep`: a grid of models × revisions × inputs × settings × commands (options/sweep_file.py), cell by cell.
 
-The folder is described in results/cells.py, the comparison in report/sweep.py. The same command goes on with what is
+The folder is described in results/cells.py, the comparison in output/sweep.py. The same command goes on with what is
 there.
 """
 
@@ -36,22 +36,22 @@ from sinkscope.commands.sweeping.progress import Progress, say, shown
 from sinkscope.commands.sweeping.reads import Reads
 from sinkscope.commands.sweeping.worker import Group, State, Task
 from sinkscope.errors import InputError, counted, unknown
+from sinkscope.figures import FIGURES, is_of
+from sinkscope.html_page import Contents, Paged
 from sinkscope.measuring.console import print_line
 from sinkscope.measuring.processes import team, together
 from sinkscope.options.option import checked
 from sinkscope.options.output import OutputOptions
 from sinkscope.options.sweep import SweepOptions
 from sinkscope.options.sweep_file import TRAINING, Cell, Sweep, read_sweep
-from sinkscope.report import factor_study
-from sinkscope.report.figures import FIGURES, is_of
-from sinkscope.report.page import Contents, Paged
-from sinkscope.report.sweep import summary_tables, write_comparison
-from sinkscope.report.sweep_tables import Measured, SweepTables, sweep_tables
-from sinkscope.report.table_formats import Tabular
-from sinkscope.report.wse_table_1 import WSE_TABLE_1
+from sinkscope.output.sweep import summary_tables, write_comparison
 from sinkscope.results.cells import COMMAND, CellFolders
 from sinkscope.results.manifest import make_manifest
 from sinkscope.results.metrics import METRICS
+from sinkscope.results.papers import WSE_TABLE_1
+from sinkscope.verdict import factor_study
+from sinkscope.verdict.sweep_tables import Measured, SweepTables, sweep_tables
+from sinkscope.verdict.table_formats import Tabular
 
 OF_THE_RUN = {
     "file",

@@ -24,7 +24,7 @@ from sinkscope.models.loading import LoadedModel, load_tokenizer
 from sinkscope.options.option import checked
 from sinkscope.options.output import OutputOptions
 from sinkscope.options.training import TrainOptions
-from sinkscope.report.trained import Trained
+from sinkscope.output.trained import Trained
 from sinkscope.text.sources import documents
 from sinkscope.training.architectures import architecture, fresh_model
 from sinkscope.training.arms import Methods, arms_of, parse_methods

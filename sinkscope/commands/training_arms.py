@@ -33,6 +33,7 @@ from transformers import PreTrainedModel
 
 from sinkscope.commands.training_plan import Plan
 from sinkscope.errors import InputError
+from sinkscope.html_page import renew_page
 from sinkscope.measuring.console import print_notices, print_part, spinner
 from sinkscope.measuring.manifest import make_manifest as run_manifest
 from sinkscope.measuring.measure import measure, publish
@@ -43,13 +44,11 @@ from sinkscope.models.family import Family
 from sinkscope.models.in_memory import fingerprint
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.measuring import RunConfig, make_config
-from sinkscope.report.comparison import compare, write_comparison
-from sinkscope.report.figures import save_figures
-from sinkscope.report.outputs import write_run
-from sinkscope.report.page import renew_page
-from sinkscope.report.retrofit_table import UNTOUCHED
-from sinkscope.report.run import Run
-from sinkscope.report.trained import Trained, first_runs, retrofit_tables
+from sinkscope.output.comparison import compare, write_comparison
+from sinkscope.output.drawing import save_figures
+from sinkscope.output.outputs import write_run
+from sinkscope.output.run import Run
+from sinkscope.output.trained import Trained, first_runs, retrofit_tables
 from sinkscope.results.folders import new_folder
 from sinkscope.results.manifest import MANIFEST, files_in, make_manifest, write_manifest
 from sinkscope.results.resume import FileList, claim, resumable
@@ -61,6 +60,7 @@ from sinkscope.training.arms import Arm
 from sinkscope.training.blocks import Blocks
 from sinkscope.training.checkpoints import checkpoints, failures, keep_models
 from sinkscope.training.sink_probe import probe_of
+from sinkscope.training.tables import UNTOUCHED
 from sinkscope.training.tasks import Task
 from sinkscope.training.trainer import no_bars, train
 

@@ -1,6 +1,6 @@
-"""Findings: what a run's tables say, as data. Words are made of them in `report/words.py`, and nowhere else.
+"""Findings: what a run's tables say, as data. Words are made of them in `verdict/words.py`, and nowhere else.
 
-Thresholds of claims stand with the claims (`report/claims`); every other that decides an outcome is a constant here.
+Thresholds of claims stand with the claims (`claims`); every other that decides an outcome is a constant here.
 """
 
 from collections.abc import Mapping

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from support.browser import launched
 
-from sinkscope.report.page import PAGE
+from sinkscope.html_page import PAGE
 
 ANSWERS = 100  # milliseconds, the target
 CLOCKS = ("TaskDuration", "ScriptDuration", "LayoutDuration", "RecalcStyleDuration")

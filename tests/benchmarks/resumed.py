@@ -19,8 +19,8 @@ from sinkscope.measuring.quantized import Bench
 from sinkscope.measuring.subject import open_subject
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.options.measuring import make_config
+from sinkscope.output.run import Run
 from sinkscope.quantization.ranges import Precision
-from sinkscope.report.run import Run
 
 ARMS = ("zero-massive:layers=11,coordinates=247+507", "rescale-norm:layers=12")
 KIND, PART = "mlp.down_proj", "output"

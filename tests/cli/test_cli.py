@@ -26,12 +26,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
-import sinkscope.report.figures
+import sinkscope.figures
 import sinkscope.results.tables
 from sinkscope.cli.app import app, main
+from sinkscope.figures import FIGURES, applicable
 from sinkscope.measuring.tracer import Tracer
-from sinkscope.report.figures import FIGURES, applicable
-from sinkscope.report.run import Run
+from sinkscope.output.run import Run
 from sinkscope.results.folders import alone_in
 from sinkscope.results.tables import LEADING, names_of, write_table
 
@@ -795,7 +795,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Any:
         elif where == "tables":
             monkeypatch.setattr(sinkscope.results.tables, "write_table", _raising(error, after=3, plain=write_table))
         else:
-            monkeypatch.setattr(sinkscope.report.figures, "applicable", _raising(error))
+            monkeypatch.setattr(sinkscope.figures, "applicable", _raising(error))
 
     return fail
 

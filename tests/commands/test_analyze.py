@@ -25,7 +25,7 @@ from sinkscope.models import families
 from sinkscope.models.families import FAMILIES
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.measuring import AnalyzeOptions, make_config
-from sinkscope.report.run import Run
+from sinkscope.output.run import Run
 from sinkscope.results.tables import LEADING, names_of
 
 LENGTHS = (20, 7, 13, 20, 3)
@@ -364,7 +364,7 @@ def test_the_automatic_batch_size_is_a_number_of_tokens(
 def test_a_run_folder_holds_what_was_measured(
     model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sinkscope.report.figures.applicable", lambda run: ["sink-map"])  # all take ten seconds
+    monkeypatch.setattr("sinkscope.figures.applicable", lambda run: ["sink-map"])  # all take ten seconds
     run = run_of(model, out=tmp_path / "run")
     again = Run.open(tmp_path / "run")
     assert {**again.manifest, "files": None} == {**json.loads(json.dumps(run.manifest)), "files": None}

@@ -16,7 +16,7 @@ from tiny import tiny_model
 import sinkscope
 from sinkscope.commands.benchmark import table_of
 from sinkscope.errors import InputError
-from sinkscope.report.scores import COLUMNS, main_scores
+from sinkscope.results.scores import COLUMNS, main_scores
 from sinkscope.results.tables import LEADING, names_of, read_table
 
 needs_harness = pytest.mark.skipif(

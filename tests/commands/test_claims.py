@@ -15,17 +15,17 @@ from tiny import VOCAB, tiny_model
 import sinkscope
 from sinkscope import Scorecard
 from sinkscope.measuring.experiment import Experiment
-from sinkscope.report.claims.claim import Outcome
-from sinkscope.report.claims.register import CLAIMS
-from sinkscope.report.claims.routes import routes_text
-from sinkscope.report.claims.studies import KINDS as STUDIES
-from sinkscope.report.run import Run
+from sinkscope.output.run import Run
+from sinkscope.paper_claims.claim import Outcome
+from sinkscope.paper_claims.register import CLAIMS
+from sinkscope.paper_claims.routes import routes_text
+from sinkscope.paper_claims.studies import KINDS as STUDIES
 from sinkscope.retrofits import retrofit_model
 
 
 def only(patch: pytest.MonkeyPatch, *names: str) -> None:
     """There are no other claims, no routes and no figures."""
-    for part in ("sinkscope.commands.claims.CLAIMS", "sinkscope.report.claims.scorecard.CLAIMS"):
+    for part in ("sinkscope.commands.claims.CLAIMS", "sinkscope.paper_claims.table.CLAIMS"):
         patch.setattr(part, {name: CLAIMS[name] for name in names})
     patch.setattr("sinkscope.commands.claims.ROUTE_ROLES", ())
     skip_figures(patch)
@@ -290,7 +290,7 @@ def test_arms_are_compared_with_the_model_as_it_was_analyzed(text: Path, monkeyp
 
 def test_two_processes_judge_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the first one finds that some runs are there, which the second does not look for."""
-    monkeypatch.setattr("sinkscope.report.claims.folder._figures", lambda card: {})
+    monkeypatch.setattr("sinkscope.output.scorecard.scorecard_figures", lambda card: {})
     tiny_model("llama", spread=1.0).save_pretrained(tmp_path / "llama")
     np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, 90, (6, 24)))
     options = {"input": str(tmp_path / "ids.npy"), "seq_len": 24, "batch_size": 2, "draws": 2}

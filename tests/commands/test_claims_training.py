@@ -14,9 +14,9 @@ from tiny import VOCAB, tiny_model
 
 import sinkscope
 from sinkscope import Scorecard
-from sinkscope.report.claims.claim import Outcome
-from sinkscope.report.claims.estimates import mean_of_rates
-from sinkscope.report.trained import Trained
+from sinkscope.output.trained import Trained
+from sinkscope.paper_claims.claim import Outcome
+from sinkscope.results.statistics import mean_of_rates
 
 SHORT: dict[str, Any] = {
     "steps": 4,

@@ -11,7 +11,7 @@ from support.made_up_runs import made_up, save
 
 import sinkscope
 from sinkscope.errors import InputError, SinkscopeError
-from sinkscope.report.comparison import compare
+from sinkscope.output.comparison import compare
 
 
 def test_two_runs_side_by_side() -> None:
@@ -117,7 +117,7 @@ def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("sinkscope.report.comparison.write_tables", full)
+    monkeypatch.setattr("sinkscope.output.comparison.write_tables", full)
     with pytest.raises(SinkscopeError, match=r"nothing of it is left: .* No space left on device"):
         compare(made_up(), made_up(), out=tmp_path / "deep" / "both")
     assert not list(tmp_path.iterdir())

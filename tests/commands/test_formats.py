@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 import sinkscope
 from sinkscope.cli.app import app
 from sinkscope.errors import InputError
-from sinkscope.report.claims import scorecard
-from sinkscope.report.claims.scorecard import Scorecard
-from sinkscope.report.run import Run
+from sinkscope.output.run import Run
+from sinkscope.paper_claims import table as scorecard
 from sinkscope.results.manifest import FORMAT, read_manifest
 from sinkscope.results.tables import Column
+from sinkscope.verdict.scorecard import Scorecard
 
 REPORTS = Path(__file__).parents[2] / "reports"
 FOLDERS = sorted(path.parent.relative_to(REPORTS).as_posix() for path in REPORTS.rglob("run.json"))

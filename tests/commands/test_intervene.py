@@ -21,7 +21,7 @@ from sinkscope.cli.app import app
 from sinkscope.commands.intervene import intervene
 from sinkscope.measuring.experiment import Experiment
 from sinkscope.measuring.tracer import Tracer
-from sinkscope.report.effects import effect_of
+from sinkscope.verdict.effects import effect_of
 
 SMALL: dict[str, Any] = {"input": "random", "num_seqs": 4, "seq_len": 20, "positions": 8, "window": 12}
 

@@ -17,7 +17,7 @@ import sinkscope
 import sinkscope.measuring.parity
 import sinkscope.measuring.passes
 from sinkscope.attention import weights
-from sinkscope.report.run import Run
+from sinkscope.output.run import Run
 
 LENGTHS = (7, 12, 12, 5, 12, 9, 12, 10)
 ORDER = (4, 0, 7, 2, 6, 1, 3, 5)

@@ -20,14 +20,14 @@ from tiny import tiny_model, tiny_tokens
 import sinkscope
 import sinkscope.commands.analyze
 import sinkscope.commands.claims
-import sinkscope.report.claims.scorecard
+import sinkscope.paper_claims.table
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.options.measuring import AnalyzeOptions
-from sinkscope.report.claims.register import CLAIMS
-from sinkscope.report.claims.scorecard import Scorecard
-from sinkscope.report.run import Run
-from sinkscope.report.trained import Trained
+from sinkscope.output.run import Run
+from sinkscope.output.trained import Trained
+from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.results.manifest import strangers
+from sinkscope.verdict.scorecard import Scorecard
 
 SMALL: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 16, "batch_size": 2}
 
@@ -178,7 +178,7 @@ def test_claims_killed_before_some_renames_go_on(
     """What was measured is kept, and not measured again."""
     module = sinkscope.commands.claims
     few = {name: CLAIMS[name] for name in ("W-1", "W-2", "GS-28")}
-    for part in (module, sinkscope.report.claims.scorecard):
+    for part in (module, sinkscope.paper_claims.table):
         monkeypatch.setattr(part, "CLAIMS", few)
     monkeypatch.setattr(module, "ROUTE_ROLES", ())
     measured: list[str] = []

@@ -24,7 +24,7 @@ from sinkscope.models.families import find_family
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.wiring import check_wiring, read_sites
 from sinkscope.options.measuring import make_config
-from sinkscope.report.run import Run
+from sinkscope.output.run import Run
 from sinkscope.text.batch import Batch
 
 pytestmark = pytest.mark.real_model

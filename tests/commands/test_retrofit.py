@@ -18,18 +18,18 @@ from typer.testing import Result
 
 import sinkscope
 import sinkscope.commands.training_arms
-import sinkscope.report.figures
+import sinkscope.figures
 from sinkscope.commands.retrofit import retrofit
 from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.figures.training import Arms
+from sinkscope.figures.training import draw_retrofit_training as draw_retrofit_training
+from sinkscope.html_page import Contents
+from sinkscope.html_page.html import page_data
 from sinkscope.measuring.tables import column_names
 from sinkscope.models.loading import LoadedModel
-from sinkscope.report.comparison import compare
-from sinkscope.report.figures.arms import Arms
-from sinkscope.report.figures.retrofit_training import draw as draw_retrofit_training
-from sinkscope.report.page import Contents
-from sinkscope.report.page.html import page_data
-from sinkscope.report.run import Run
-from sinkscope.report.trained import Trained
+from sinkscope.output.comparison import compare
+from sinkscope.output.run import Run
+from sinkscope.output.trained import Trained
 from sinkscope.results.tables import LEADING
 from sinkscope.retrofits import new_parameters, retrofit_model
 from sinkscope.training.arms import parse_methods

@@ -15,11 +15,11 @@ import sinkscope
 from sinkscope import InputError, Run
 from sinkscope.commands.list import listing
 from sinkscope.commands.run import run_recipe
+from sinkscope.figures import FIGURES
 from sinkscope.options import COMMANDS
 from sinkscope.options import recipe as recipes
 from sinkscope.options.measuring import AnalyzeOptions
 from sinkscope.options.recipe import find_recipe, known_recipes, read_recipe, shipped_recipes
-from sinkscope.report.figures import FIGURES
 
 SHIPPED = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 TRAINING = [path for path in SHIPPED if not COMMANDS[read_recipe(path).content.command].in_memory]
@@ -112,8 +112,8 @@ def test_a_recipe_that_comes_with_sinkscope(path: Path) -> None:
 def test_it_runs(path: Path, tiny: Path, tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[str] = []
     tiny = tiny_gpt2 if path.stem.startswith("not-universal") else tiny
-    monkeypatch.setattr("sinkscope.report.outputs.save_figures", lambda figures, folder: drawn.extend(figures))
-    monkeypatch.setattr("sinkscope.report.comparison.save_figures", lambda figures, folder: None)
+    monkeypatch.setattr("sinkscope.output.outputs.save_figures", lambda figures, folder: drawn.extend(figures))
+    monkeypatch.setattr("sinkscope.output.comparison.save_figures", lambda figures, folder: None)
     given = SMALL if not read_recipe(path).content.runs else SMALL | {"input": "random"}
     if path.stem in ("streaming-perplexity", "massive-activations-ablation"):  # too much for a tiny random model
         with pytest.raises(InputError, match=r"window|no massive activations"):

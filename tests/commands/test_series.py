@@ -17,11 +17,11 @@ from tiny import tiny_model
 
 import sinkscope
 from sinkscope import InputError, Run, Series, SinkscopeError
+from sinkscope.html_page import Contents
+from sinkscope.html_page.html import page_data
 from sinkscope.models import loading
 from sinkscope.models.steps import find_checkpoints, step_of
 from sinkscope.options.measuring import AnalyzeOptions
-from sinkscope.report.page import Contents
-from sinkscope.report.page.html import page_data
 from sinkscope.results.tables import LEADING
 
 OPTIONS: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 16, "observables": "attention,activation"}
@@ -279,7 +279,7 @@ def test_a_disk_that_refuses(trained: Path, tmp_path: Path, monkeypatch: pytest.
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("sinkscope.report.series.save_figures", full)
+    monkeypatch.setattr("sinkscope.output.series.save_figures", full)
     message = refused(trained, out=tmp_path / "out", error=SinkscopeError)
     assert message.startswith(f"writing {tmp_path / 'out'} failed, and nothing of it is left")
     assert not list(tmp_path.iterdir())

@@ -36,21 +36,21 @@ from sinkscope.measuring.processes import Team
 from sinkscope.options.recipe import SWEEPS, shipped_recipes
 from sinkscope.options.sweep_file import read_sweep
 from sinkscope.options.training import RetrofitOptions
-from sinkscope.report.outputs import finished
-from sinkscope.report.sweep_tables import EPSILON, SWEEP, SWEEP_TABLES
+from sinkscope.output.outputs import finished
 from sinkscope.results import cells
 from sinkscope.results.cells import CellFolders
 from sinkscope.results.folders import own_folder
 from sinkscope.results.manifest import make_manifest, noting, read_manifest, strangers, write_manifest
 from sinkscope.results.tables import LEADING, names_of
+from sinkscope.verdict.sweep_tables import EPSILON, SWEEP, SWEEP_TABLES
 
 SMALL = "options: {num-seqs: 2, seq-len: 12, observables: [attention]}"
 
 
 def make_quick(patch: pytest.MonkeyPatch) -> None:
-    """Workers that need not import everything again, and no figures, which tests/report draws."""
+    """Workers that need not import everything again, and no figures, which tests/figures draws."""
     patch.setattr(processes, "METHOD", "fork")
-    patch.setattr("sinkscope.report.sweep.draw_all", lambda specs, data: {})
+    patch.setattr("sinkscope.output.sweep.draw_all", lambda specs, data: {})
 
 
 @pytest.fixture(autouse=True)

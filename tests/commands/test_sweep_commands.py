@@ -36,8 +36,8 @@ SHAPE = {
 
 def make_quick(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(processes, "METHOD", "fork")
-    patch.setattr("sinkscope.report.sweep.draw_all", lambda specs, data: {})
-    patch.setattr("sinkscope.report.claims.folder._figures", lambda card: {})
+    patch.setattr("sinkscope.output.sweep.draw_all", lambda specs, data: {})
+    patch.setattr("sinkscope.output.scorecard.scorecard_figures", lambda card: {})
     skip_figures(patch)
 
 

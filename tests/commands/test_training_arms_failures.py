@@ -18,12 +18,12 @@ from tiny import tiny_model
 from transformers import PreTrainedModel, Trainer
 
 import sinkscope.commands.training_arms
-import sinkscope.report.figures
-import sinkscope.report.outputs
+import sinkscope.figures
+import sinkscope.output.outputs
 from sinkscope.cli.app import app
 from sinkscope.commands.retrofit import retrofit
 from sinkscope.errors import InputError
-from sinkscope.report.run import Run
+from sinkscope.output.run import Run
 from sinkscope.retrofits import retrofit_model
 
 
@@ -80,7 +80,7 @@ def killed_after(write: Callable[..., Any], folder: Path) -> Callable[..., Any]:
 
 STAGES: dict[str, tuple[Any, str]] = {
     "saving the model": (PreTrainedModel, "save_pretrained"),
-    "writing the run": (sinkscope.report.outputs, "write_tables"),
+    "writing the run": (sinkscope.output.outputs, "write_tables"),
 }
 
 
@@ -134,7 +134,7 @@ def test_a_full_disk_at_any_stage_says_so_and_loses_nothing(
     arguments = ("retrofit", tiny, "--method", "vga", "--text", text, *TYPED, "--out", tmp_path / "out")
     stages: list[tuple[Any, str, Any, str]] = [
         (sinkscope.commands.training_arms.np, "save", full, "nothing of it is left"),  # the held-out blocks
-        (sinkscope.report.outputs, "write_tables", full, "untouched/run failed"),
+        (sinkscope.output.outputs, "write_tables", full, "untouched/run failed"),
         (Trainer, "_save_rng_state", full, "what was reached is kept"),  # a checkpoint
         (sinkscope.commands.training_arms, "write_tables", full, "the training up to step 3 is kept"),
         (PreTrainedModel, "save_pretrained", full_in_rust, "the training up to step 3 is kept"),

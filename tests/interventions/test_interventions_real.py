@@ -16,8 +16,8 @@ from sinkscope.measuring.subject import inputs_for
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options import recipe as recipes
 from sinkscope.options.measuring import make_config
-from sinkscope.report.effects import effect_of
 from sinkscope.results.findings import Outcome
+from sinkscope.verdict.effects import effect_of
 
 pytestmark = pytest.mark.real_model
 

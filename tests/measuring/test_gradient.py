@@ -42,7 +42,7 @@ from sinkscope.measuring.tables import column_names
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import FAMILIES, find_family
 from sinkscope.options.measuring import make_config
-from sinkscope.report.run import Run
+from sinkscope.output.run import Run
 from sinkscope.results.metrics import TOKEN_GROUPS
 from sinkscope.text.batch import Batch
 

@@ -16,7 +16,7 @@ import sinkscope
 from sinkscope.measuring.subject import inputs_for
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.measuring import make_config
-from sinkscope.report.run import Run
+from sinkscope.output.run import Run
 
 pytestmark = pytest.mark.real_model
 

@@ -269,7 +269,7 @@ def test_on_the_command_line_the_first_prints_and_writes(tmp_path: Path) -> None
     ]
 
     def work() -> None:
-        sinkscope.report.figures.applicable = lambda run: []  # type: ignore[attr-defined]
+        sinkscope.figures.applicable = lambda run: []  # type: ignore[attr-defined]
         app([*map(str, typed), "--out", str(tmp_path / "out")], prog_name="sinkscope")
 
     log = tmp_path / "log"

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 import sinkscope
 from sinkscope.commands.doctor import doctor
 from sinkscope.errors import InputError
+from sinkscope.figures import applicable, draw
 from sinkscope.measuring.observables.observable import Settings
 from sinkscope.measuring.observables.query_bias import BINS, Moments, QueryBias
 from sinkscope.measuring.summary import delta_gap
@@ -25,11 +26,10 @@ from sinkscope.models.families import find_family
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.positions import massive_coordinates
 from sinkscope.models.wiring import read_sites
-from sinkscope.report.figures import applicable, draw
-from sinkscope.report.markdown import as_markdown
-from sinkscope.report.paper_tables import gamma_table, paper_tables
-from sinkscope.report.run import Run
+from sinkscope.output.run import Run
+from sinkscope.results.papers import gamma_table, paper_tables
 from sinkscope.text.batch import Batch
+from sinkscope.verdict.markdown import as_markdown
 
 BIASED = ("gpt2", "opt", "opt-post-norm", "qwen2", "phi", "gpt_neox", "gpt_neox-sequential", "bloom", "gpt_oss")
 LEARNED = ("gpt2", "opt", "opt-post-norm")

@@ -22,14 +22,14 @@ from transformers.masking_utils import AttentionMaskInterface
 from sinkscope.attention.seam import open_seam
 from sinkscope.attention.streaming import streamed_attention, streaming
 from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.figures import draw
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Settings
 from sinkscope.measuring.streaming import measure_streaming, token_losses
 from sinkscope.measuring.tables import shape_table
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
-from sinkscope.report.figures import draw
-from sinkscope.report.run import Run
+from sinkscope.output.run import Run
 from sinkscope.retrofits import retrofit_model
 from sinkscope.retrofits.key_bias import KeyBias
 from sinkscope.retrofits.registers import RETROFIT, registers_before

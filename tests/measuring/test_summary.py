@@ -12,7 +12,7 @@ from tiny import tiny_model
 import sinkscope
 from sinkscope.measuring.summary import WHOLE_MODEL, summarize
 from sinkscope.models.families import find_family
-from sinkscope.report.run import Run
+from sinkscope.output.run import Run
 from sinkscope.results.findings import FEWEST_QUERIES
 from sinkscope.text.inputs import TokenInputs
 

@@ -21,8 +21,8 @@ from sinkscope.errors import InputError
 from sinkscope.models.families import find_family
 from sinkscope.models.in_memory import undisturbed, unwrapped
 from sinkscope.models.loading import LoadedModel
+from sinkscope.output.run import Run
 from sinkscope.quantization.sites import sites_of
-from sinkscope.report.run import Run
 from sinkscope.training.trainer import check_trainable
 
 SMALL: dict[str, Any] = {"input": "random", "num_seqs": 3, "seq_len": 10}

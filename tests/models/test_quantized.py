@@ -22,10 +22,10 @@ from sinkscope.models import quantized
 from sinkscope.models.families import find_family
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.options.measuring import make_config
-from sinkscope.report.analysis import quantized_source
-from sinkscope.report.run import Run
+from sinkscope.output.run import Run
 from sinkscope.retrofits import retrofit_model
 from sinkscope.training.trainer import check_trainable
+from sinkscope.verdict.analysis import quantized_source
 
 LENGTH = 12
 SMALL: dict[str, Any] = {"input": "random", "num_seqs": 1, "seq_len": LENGTH}

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from sinkscope import InputError
 from sinkscope.commands.quantize import quantize
+from sinkscope.figures.quantization import draw_quantization_cost as draw
 from sinkscope.measuring.calibration import calibrate_ranges
 from sinkscope.measuring.quantized import Bench
 from sinkscope.measuring.subject import open_subject
@@ -25,7 +26,6 @@ from sinkscope.quantization.attention import SCORES, SOFTMAX
 from sinkscope.quantization.ranges import Precision, Range
 from sinkscope.quantization.simulation import quantized
 from sinkscope.quantization.sites import SUM, Site
-from sinkscope.report.figures.quantization_cost import draw
 
 BITS = 4
 AT_THE_INTERFACE = [name for name in TINY if find_family(tiny_model(name)).door == "interface"]

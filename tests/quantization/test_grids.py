@@ -22,7 +22,7 @@ from sinkscope.quantization.attention import CACHED
 from sinkscope.quantization.ranges import Precision
 from sinkscope.quantization.simulation import quantized
 from sinkscope.quantization.sites import INPUT, OUTPUT, WEIGHT
-from sinkscope.report.quantization import whole
+from sinkscope.verdict.quantization import whole
 
 BITS = 4
 ACTIVATIONS = (INPUT, OUTPUT)

@@ -23,6 +23,7 @@ import sinkscope
 from sinkscope import InputError, Run, SinkscopeError
 from sinkscope.cli.app import app
 from sinkscope.commands.quantize import quantize
+from sinkscope.figures import applicable
 from sinkscope.measuring.calibration import calibrate_ranges, measured_roundings
 from sinkscope.measuring.quantized import Bench, w8a8
 from sinkscope.measuring.subject import Subject, open_subject
@@ -37,10 +38,9 @@ from sinkscope.quantization.ranges import Precision, Range
 from sinkscope.quantization.settings import ALL, ALONE, COSTLIEST_KEPT, FULL, KEPT, MASSIVE_KEPT, WEIGHTS
 from sinkscope.quantization.simulation import quantized, quantized_sites
 from sinkscope.quantization.sites import PARTS, WEIGHT, Site, linear_modules, not_quantized, sites_of
-from sinkscope.report.figures import applicable
-from sinkscope.report.quantization import whole
 from sinkscope.results.tables import LEADING
 from sinkscope.retrofits import parts_of
+from sinkscope.verdict.quantization import whole
 
 SMALL: dict[str, Any] = {"input": "random", "num_seqs": 20, "seq_len": 20, "calibration": 4}
 NAN, INF = float("nan"), float("inf")

@@ -10,9 +10,9 @@ from tiny import tiny_model
 import sinkscope
 from sinkscope.commands.list import listing
 from sinkscope.measuring.effects import arm_metrics
-from sinkscope.report.analysis import SHOWN
-from sinkscope.report.retrofit_table import ROWS
 from sinkscope.results.metrics import EFFECT, METRICS, RETROFIT, SUMMARY, Metric
+from sinkscope.training.tables import ROWS
+from sinkscope.verdict.analysis import SHOWN
 
 PACKAGE = Path(sinkscope.__file__).parent
 REGISTER = PACKAGE / "results" / "metrics.py"

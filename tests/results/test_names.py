@@ -9,12 +9,12 @@ import pytest
 from support.made_up_runs import made_up, save
 
 from sinkscope.errors import InputError
+from sinkscope.output.run import Run
+from sinkscope.output.series import Series
+from sinkscope.output.trained import Trained
 from sinkscope.quantization.ranges import Precision
-from sinkscope.report.claims.scorecard import Scorecard
-from sinkscope.report.run import Run
-from sinkscope.report.series import Series
-from sinkscope.report.trained import Trained
 from sinkscope.results.run import RunData
+from sinkscope.verdict.scorecard import Scorecard
 
 
 @pytest.fixture(params=["in memory", "opened"])

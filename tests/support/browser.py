@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from sinkscope.report.page import PAGE, Contents, write_page
+from sinkscope.html_page import PAGE, Contents, write_page
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 LARGEST = 5e6  # bytes

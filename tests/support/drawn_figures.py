@@ -5,13 +5,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from sinkscope.report.factor_study import TABLE as STUDIED
-from sinkscope.report.figures import FIGURES, OF_ARMS, OF_RUNS, OF_STEPS, OF_SWEEP, draw
-from sinkscope.report.figures.arms import Arms
-from sinkscope.report.figures.style import Figure
-from sinkscope.report.run import Run
-from sinkscope.report.sweep_tables import EPSILON, SCORES, SWEEP, SweepTables
+from sinkscope.figures import FIGURES, OF_ARMS, OF_RUNS, OF_STEPS, OF_SWEEP, draw
+from sinkscope.figures.style import Figure
+from sinkscope.figures.training import Arms
+from sinkscope.output.run import Run
 from sinkscope.results.metrics import BACKCOPY
+from sinkscope.verdict.factor_study import TABLE as STUDIED
+from sinkscope.verdict.sweep_tables import EPSILON, SCORES, SWEEP, SweepTables
 from support.figure_tables import grid, make_run
 
 SEEDS, NAMES = range(3), ("untouched", "none", "vga")

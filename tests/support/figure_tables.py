@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from sinkscope.report.run import Run
+from sinkscope.output.run import Run
 
 
 def grid(**axes: Any) -> pd.DataFrame:

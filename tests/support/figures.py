@@ -1,12 +1,12 @@
-"""Runs without figures: drawing and saving them all takes seconds, and tests/report does it."""
+"""Runs without figures: drawing and saving them all takes seconds, and tests/figures does it."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import sinkscope.report.figures
-from sinkscope.report.figures.style import SETTINGS, Figure
+import sinkscope.figures
+from sinkscope.figures.style import SETTINGS, Figure
 
 
 def skip_figures(patch: pytest.MonkeyPatch, *, of_runs_only: bool = False) -> None:
@@ -16,7 +16,7 @@ def skip_figures(patch: pytest.MonkeyPatch, *, of_runs_only: bool = False) -> No
         patch: undoes it.
         of_runs_only: save those of several runs, steps or arms as ever.
     """
-    patch.setattr(sinkscope.report.figures, "applicable", lambda run: [])
+    patch.setattr(sinkscope.figures, "applicable", lambda run: [])
     if not of_runs_only:
         patch.setattr(Figure, "lay_out", lambda figure: None)
         patch.setattr(Figure, "savefig", _save_nothing)

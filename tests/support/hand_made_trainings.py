@@ -8,9 +8,9 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.options.training import RetrofitOptions, TrainOptions
-from sinkscope.report.claims.trainings import Steps, Training
-from sinkscope.report.retrofit_table import UNTOUCHED
+from sinkscope.paper_claims.studies import Steps, Training
 from sinkscope.results.run import RunData
+from sinkscope.training.tables import UNTOUCHED
 from support.hand_made_runs import by_sequence, manifest
 
 SHAPE = {"model_type": "llama", "hidden_act": "silu", "num_attention_heads": 4}

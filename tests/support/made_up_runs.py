@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from sinkscope.report.run import Run
+from sinkscope.output.run import Run
 from sinkscope.results.tables import write_table
 from support.manifests import run_manifest
 

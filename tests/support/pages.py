@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from sinkscope.report.page import Contents
-from sinkscope.report.run import Run
+from sinkscope.html_page import Contents
+from sinkscope.output.run import Run
 from sinkscope.results.findings import Finding, Outcome
 from sinkscope.results.tables import LEADING
 from support.figure_tables import grid, make_run

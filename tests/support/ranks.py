@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
-import sinkscope.report.figures
+import sinkscope.figures
 from sinkscope.cli.app import app
 from sinkscope.retrofits import new_parameters
 from sinkscope.training.sharding import CONFIGURATION
@@ -102,6 +102,6 @@ def sharded_retrofit(notes: Path, arguments: Sequence[str], kills: bool = False)
         return plain_step(self, model, *args, **rest)
 
     Trainer.training_step = step
-    sinkscope.report.figures.applicable = lambda run: []
+    sinkscope.figures.applicable = lambda run: []
     shard_on_cpu()
     app(list(arguments), prog_name="sinkscope")

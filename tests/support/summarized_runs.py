@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from sinkscope.report.run import Run
+from sinkscope.output.run import Run
 
 SEQUENCES, HEADS, POSITIONS, GROUPS = 2, 100, 16, 20
 

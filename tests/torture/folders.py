@@ -35,9 +35,9 @@ from torture.outcomes import (
     save_models,
 )
 
-from sinkscope.report.figures import FIGURES
-from sinkscope.report.run import Run
-from sinkscope.report.series import Series
+from sinkscope.figures import FIGURES
+from sinkscope.output.run import Run
+from sinkscope.output.series import Series
 
 RECIPE = "title: x\noptions: {num-seqs: 2, seq-len: 8, observables: [activation]}\n"
 # Kind of folder → the command that writes it

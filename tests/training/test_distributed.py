@@ -19,7 +19,7 @@ from support.training import CASES, config, model, random_blocks, repetitive
 from tiny import TINY, tiny_model
 from transformers import AutoModelForCausalLM
 
-import sinkscope.report.figures
+import sinkscope.figures
 import sinkscope.training.sharding
 from sinkscope.commands.retrofit import retrofit
 from sinkscope.errors import InputError

@@ -1,0 +1,182 @@
+"""The register of figures: in which file each is, what it shows, and the tables that it needs.
+
+The figure NAME is drawn by the function `draw_NAME` of its file; `lacking_NAME`, where there is one, says what the data
+lack besides the tables. The file is imported when the figure is first asked for.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Never
+
+from sinkscope.errors import InputError, unknown
+from sinkscope.figures.spec import FigureSpec
+from sinkscope.figures.style import Figure
+from sinkscope.measuring.observables import OBSERVABLES
+from sinkscope.results.run import RunData
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from sinkscope.figures.steps import Checkpoints
+    from sinkscope.figures.training import Arms
+    from sinkscope.verdict.scorecard import Scorecard
+    from sinkscope.verdict.sweep_tables import SweepTables
+
+
+def _register(*rows: tuple[str, ...]) -> dict[str, FigureSpec[Any]]:
+    return {name: FigureSpec(name, file, about, tuple(tables)) for name, file, about, *tables in rows}
+
+
+# fmt: off
+# name, file with its functions, what it shows, tables
+FIGURES: dict[str, FigureSpec[RunData]] = _register(
+    ("arm-maps", "interventions",
+        "attention maps of one layer under every arm and its control (NU fig. 3)", "arm_maps"),
+    ("arm-maps-by-layer", "interventions",
+        "attention maps of every layer under every arm (NU figs. 7–13 on one page)", "arm_maps"),
+    ("attention-maps", "runs", "attention weights of selected heads on the first sequence", "attention_maps"),
+    ("effects", "interventions",
+        "what every arm does to sink, perplexity and massive activations, beside its control", "effect"),
+    ("effects-by-layer", "interventions",
+        "sink rate by layer before and after every arm, beside its control's spread", "effect"),
+    ("epe-coordinates", "query_bias", "EPE₀ by coordinate, massive ones named (NU fig. 6)", "gamma"),
+    ("gamma", "query_bias", "|γ| at the massive coordinates of EPE₀ and over all (NU tables 1 and 2)", "gamma"),
+    ("gates-by-layer", "runs", "gates at position 0 and elsewhere, by layer and by position (VGA §3.2)", "gate"),
+    ("gradient-bounds", "gradients", "theorems 1 and 2 of GS by layer: measured values and bounds", "gradient_check"),
+    ("gradient-norms", "gradients", "gradient norms of query, key and value by token position (GS fig. 2)", "gradient"),
+    ("gradient-reshaping", "gradients",
+        "bloat, compress and change against the input's norm (GS fig. 3)", "gradient_ratio"),
+    ("massive-activations", "runs",
+        "the three largest activations and the median by layer (Sun et al. 2024)", "massive"),
+    ("massive-map", "runs",
+        "magnitudes by token and coordinate at the layer with the largest activation", "massive_map"),
+    ("quantization-cost", "quantization",
+        "perplexity with the model or single sites quantized", "quantization", "quantization_sites"),
+    ("quantization-ranges", "quantization", "range and median of every linear layer by layer", "quantization_sites"),
+    ("query-bias-alignment", "query_bias", "cosine of keys and query bias, by layer (NU figs. 2 and 5)", "query_bias"),
+    ("query-bias-distribution", "query_bias",
+        "the query bias's shift Δ (NU figs. 1 and 4)", "query_bias", "delta_distribution"),
+    ("query-key-geometry", "runs", "norms and angles of queries, keys and values by layer (WSE fig. 2)", "geometry"),
+    ("sink-map", "runs",
+        "window mass at position 0 of every layer and head; dots: sinks in most sequences", "attention"),
+    ("sink-positions", "runs",
+        "heads with a sink at each position, and the tokens of later sinks", "sink_positions", "attention"),
+    ("sinks-by-layer", "runs",
+        "sinks and norms by layer: token 0 and other early tokens (GS fig. 1)", "attention", "activation"),
+    ("streaming-perplexity", "runs",
+        "perplexity with a short cache, with and without first tokens (StreamingLLM)", "streaming"),
+)
+OF_RUNS: dict[str, FigureSpec[Sequence[RunData]]] = _register(
+    ("by-layer", "runs", "sink rate, value norm, residual norm and massive activations of all runs", "summary"),
+)
+OF_STEPS: "dict[str, FigureSpec[Checkpoints]]" = _register(
+    ("training-by-step", "training", "loss, sinks, gradient sinks and norms by training step", "summary"),
+    ("training-gradient-norms", "gradients", "gradient norms by token position and step (GS fig. 2)", "gradient"),
+)
+OF_ARMS: "dict[str, FigureSpec[Arms]]" = _register(
+    ("retrofit-bars", "training", "perplexity, outliers and sinks of every arm, over seeds", "retrofit"),
+    ("retrofit-training", "training", "loss and displacement of new parameters by training step", "training"),
+    ("retrofit-layers", "training", "sink rate and norms of every arm by layer (GS fig. 5)", "attention", "activation"),
+    ("retrofit-values", "training", "value norms and gates of every arm (VGA figs. 1 and 4)", "geometry"),
+    ("backcopy-maps", "training",
+        "Bigram-Backcopy: attention and value norms on one sequence (VGA figs. 4 and 6)", "value_norms"),
+    ("backcopy-training", "training", "Bigram-Backcopy by training step, of every arm (VGA figs. 5 and 6)", "training"),
+)
+OF_CLAIMS: "dict[str, FigureSpec[Scorecard]]" = _register(
+    ("scorecard", "claims", "every claim's number against its threshold and what was published", "claim"),
+    ("scorecard-by-model", "claims", "the outcome of every claim, claims × models", "claim"),
+)
+OF_ROUTES: "dict[str, FigureSpec[pd.DataFrame]]" = _register(
+    ("routes", "claims", "which route carries the sink in which model: before and after each is cut", "route"),
+)
+OF_SWEEP: "dict[str, FigureSpec[SweepTables]]" = _register(
+    ("sweep-inputs", "sweeps", "sink rate by model and input, beside WSE table 1", "sweep"),
+    ("sweep-sizes", "sweeps", "sink rate against the number of parameters, by family and input", "sweep"),
+    ("sweep-steps", "sweeps", "sink rate against the training step, by model and input", "sweep"),
+    ("sweep-chat", "sweeps", "sink rate of base models and of those tuned from them", "sweep"),
+    ("sweep-epsilon", "sweeps", "sink rate against ε, by model and input", "sweep_epsilon"),
+    ("sweep-lengths", "sweeps", "sink rate against sequence length T = window, by model and input", "sweep"),
+    ("sweep-domains", "sweeps", "sink rate by model and domain of the text", "sweep"),
+    ("sweep-benchmarks", "sweeps", "scores against the sink rate, by task and family", "sweep_benchmark"),
+    ("sweep-factor", "sweeps", "sink rate at the end of each training, every seed, beside WSE's", "sweep_training"),
+    ("sweep-training-sink", "sweeps",
+        "sink rate of each training by step, mean and range over seeds", "sweep_training"),
+    ("sweep-training-loss", "sweeps", "loss of each training by step, the same", "sweep_training"),
+)
+# fmt: on
+# what a figure is drawn from → the register of such figures
+KINDS: dict[str, Mapping[str, FigureSpec[Never]]] = {
+    "one run": FIGURES,
+    "several runs": OF_RUNS,
+    "training steps": OF_STEPS,
+    "arms of a training": OF_ARMS,
+    "claims": OF_CLAIMS,
+    "interventions on several models": OF_ROUTES,
+    "cells of a sweep": OF_SWEEP,
+}
+
+# table → the observable that a user names to have it
+OBSERVABLE = {table: (kind.after or (name,))[0] for name, kind in OBSERVABLES.items() for table in kind.columns}
+# tables that commands other than `analyze` make
+COMMAND = {
+    "effect": "intervene",
+    "arm_maps": "intervene",
+    "streaming": "intervene",
+    "quantization": "quantize",
+    "quantization_sites": "quantize",
+}
+ALL_ARMS = ("effect", "arm_maps")  # of one arm by itself, they have no figure
+
+
+def is_of(name: str, command: str) -> bool:
+    """Whether runs of a command can have a figure of one run."""
+    return command in {COMMAND.get(table, "analyze") for table in FIGURES[name].tables}
+
+
+def draw(name: str, run: RunData) -> Figure:
+    """Draw a figure of one run.
+
+    Raises:
+        InputError: the figure is unknown, or the run lacks what it needs.
+    """
+    if name not in FIGURES:
+        raise InputError(f"figure {unknown(name, FIGURES)}")
+    spec = FIGURES[name]
+    if run.is_experiment and not _is_experiments(spec):
+        raise InputError(f"figure '{name}' is of one arm: draw it of run.at('before'), or of another arm")
+    missing = [table for table in spec.tables if not _has(run, table)]
+    if missing:
+        raise InputError(f"figure '{name}'{_why_missing(run, missing)}")
+    return spec(run)
+
+
+def applicable(run: RunData) -> list[str]:
+    """The figures that the run's tables allow; of an experiment, those of all its arms together."""
+    return [
+        name
+        for name, spec in FIGURES.items()
+        if (_is_experiments(spec) or not run.is_experiment)
+        and all(_has(run, table) for table in spec.tables)
+        and spec.lacking(run) is None
+    ]
+
+
+def _is_experiments(spec: FigureSpec[RunData]) -> bool:
+    return any(COMMAND.get(table) == "intervene" for table in spec.tables)
+
+
+def _has(run: RunData, table: str) -> bool:
+    """Whether there is something to draw: `sink_positions` may be empty, which is a finding; no other table may."""
+    is_split = table in ALL_ARMS and not run.is_experiment  # one arm by itself
+    return table in run.tables and not is_split and (table == "sink_positions" or len(run.tables[table]) > 0)
+
+
+def _why_missing(run: RunData, missing: Sequence[str]) -> str:
+    needs = f" needs the table '{missing[0]}', which"
+    if missing[0] in COMMAND:
+        return f"{needs} only some runs of `{COMMAND[missing[0]]}` have"
+    observables = dict.fromkeys(OBSERVABLE[table] for table in missing)
+    for observable, reason in (run.manifest.get("not_measured") or {}).items():
+        if observable in observables:
+            return f": {observable} does not apply to {run.model}: {reason}"
+    plural = "s" * (len(observables) > 1)
+    return f"{needs} this run lacks: run the observable{plural} {', '.join(observables)}"

@@ -1,0 +1,195 @@
+"""What several figures share: curves, axes, rows, grids of panels, and a text where there is nothing to draw."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.lines import Line2D
+from matplotlib.text import Annotation
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+from sinkscope.figures.style import Figure
+
+MOST_MARKERS = 20  # of one line; more would overlap
+MANY_DECADES = 1e5  # on a longer log axis, the ticks between powers of ten would be a gray bar
+ROUND = 1e-9  # of a logarithm
+
+# --- curves
+
+
+def curve(ax: Axes, values: pd.Series, markers: int = MOST_MARKERS, **look: Any) -> Line2D:
+    """`values` by their index, with at most `markers` markers."""
+    every = 1 + (len(values) - 1) // markers
+    (line,) = ax.plot(values.index, values.to_numpy(float), markevery=every, **look)
+    return line
+
+
+def line_by_layer(ax: Axes, values: pd.Series, **look: Any) -> Line2D:
+    """`values` by layer (its index). Layers without a value leave a gap."""
+    if len(values):
+        values = values.reindex(range(int(values.index.min()), int(values.index.max()) + 1))
+    return curve(ax, values, **look)
+
+
+def band_by_layer(ax: Axes, low: pd.Series, high: pd.Series, **look: Any) -> None:
+    """From `low` to `high` by layer (their index). Layers without a value leave a gap; one between two is a bar."""
+    if low.empty:
+        return
+    layers = range(int(low.index.min()), int(low.index.max()) + 1)
+    low, high = low.reindex(layers), high.reindex(layers)
+    ax.fill_between(layers, low, high, **look)
+    there = low.notna()
+    alone = there & ~there.shift(1, fill_value=False) & ~there.shift(-1, fill_value=False)
+    if len(layers) > 1:
+        for layer in low.index[alone]:
+            ax.fill_between([layer - 0.15, layer + 0.15], low[layer], high[layer], **look)
+
+
+def finite(table: pd.DataFrame) -> pd.DataFrame:
+    """NaN in place of infinite values."""
+    return table.replace([np.inf, -np.inf], np.nan)
+
+
+def drawn(ax: Axes, which: str) -> np.ndarray:
+    """All x or y of the lines of a panel."""
+    values = [np.asarray(line.get_data()[which == "y"], float) for line in ax.lines]
+    return np.concatenate(values) if values else np.empty(0)
+
+
+# --- axes
+
+
+def layer_axis(ax: Axes, label: str = "layer") -> None:
+    whole_numbers(ax, "x")
+    ax.set_xlabel(label)
+
+
+def whole_numbers(ax: Axes, which: str) -> None:
+    """Ticks at whole numbers only, and some room around a single one."""
+    axis = ax.xaxis if which == "x" else ax.yaxis
+    axis.set_major_locator(MaxNLocator(nbins="auto", integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
+    values = drawn(ax, which)
+    if len(values) and values.min() == values.max():
+        (ax.set_xlim if which == "x" else ax.set_ylim)(values[0] - 0.5, values[0] + 0.5)
+
+
+def value_axis(ax: Axes, log: bool = False, share: bool = False) -> bool:
+    """Set the scale of the y axis once all is drawn: linear, logarithmic, or that of a share from 0 to 1.
+
+    Returns:
+        Whether any value can be shown; where none can, the panel says so.
+    """
+    if not has_values(ax, log):
+        say(ax, "no positive values" if log else "no values")
+        return False
+    ax.grid(True, axis="y", color="0.9", linewidth=0.4)
+    if share:
+        ax.set_ylim(-0.03, 1.03)
+        ax.set_yticks([0, 0.5, 1])
+    elif log:
+        ax.set_yscale("log", nonpositive="mask")
+        ax.set_ylim(*with_decades(*ax.get_ylim()))
+        log_ticks(ax.yaxis, *ax.get_ylim())
+    return True
+
+
+def has_values(ax: Axes, log: bool = False) -> bool:
+    values = drawn(ax, "y")
+    return bool(np.any(np.isfinite(values) & (values > 0 if log else True)))
+
+
+def with_decades(low: float, high: float) -> tuple[float, float]:
+    """The ends of a log axis, moved apart as little as needed for two powers of ten to lie between them."""
+    if not (0 < low < high < np.inf):
+        return low, high
+    down, up = np.log10(low), np.log10(high)
+    first, last = np.ceil(down - ROUND), np.floor(up + ROUND)
+    while last - first < 1:
+        if down - (first - 1) <= last + 1 - up:
+            first -= 1
+        else:
+            last += 1
+    return min(low, 10**first), max(high, 10**last)
+
+
+def log_ticks(axis: Axis, low: float, high: float) -> None:
+    """Ticks at powers of ten, as many with numbers as there is room for; short numbers are written out."""
+    many = high / low > MANY_DECADES
+    axis.set_major_locator(LogLocator())
+    axis.set_minor_locator(LogLocator(subs=(1.0,) if many else tuple(range(2, 10)), numticks=99))
+    axis.set_minor_formatter(NullFormatter())
+    if low >= 1e-3 and high < 5e4:
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def widen(ax: Axes, low: float, high: float) -> None:
+    """Let a logarithmic y axis span at least this."""
+    known = ax.get_ylim()
+    ax.set_yscale("log", nonpositive="mask")  # which also resets the ticks
+    ax.set_ylim(*with_decades(min(low, known[0]), max(high, known[1])))
+    log_ticks(ax.yaxis, *ax.get_ylim())
+
+
+def wide_x_axis(ax: Axes, low: float, high: float, room: float) -> None:
+    """An x axis that is logarithmic where the values span a power of ten, and else linear, narrow enough to show small
+    changes; `room` is the least factor beyond both ends.
+    """
+    room *= (high / low) ** 0.06
+    if high / low < 10:
+        ax.set_xlim(low - (room - 1) * high, room * high)
+        ax.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
+        return
+    ax.set_xscale("log")
+    ax.set_xlim(*with_decades(low / room, high * room))
+    log_ticks(ax.xaxis, *ax.get_xlim())
+
+
+# --- panels
+
+
+def panel_grid(figure: Figure, count: int, across: int, sharey: bool = True) -> tuple[list[Axes], list[Axes]]:
+    """Panels with a common x axis, and by default a common y axis, in rows of `across`.
+
+    Returns:
+        The panels in reading order, and those of them that are the lowest of their column, with numbers on the x axis.
+    """
+    grid = figure.subplots(-(-count // across), across, sharex=True, sharey=sharey, squeeze=False)
+    axes, unused = list(grid.flat[:count]), list(grid.flat[count:])
+    for ax in unused:
+        ax.set_visible(False)
+    lowest = axes[-across:]
+    for ax in lowest:
+        ax.tick_params(labelbottom=True)
+    return axes, lowest
+
+
+def name_rows(ax: Axes, names: Sequence[str], shaded: bool = True) -> None:
+    """A row for each name, from the top, every second one shaded."""
+    ax.set_yticks(range(len(names)), names)
+    ax.set_ylim(len(names) - 0.5, -0.5)
+    ax.tick_params(axis="y", length=0)
+    if shaded:
+        shade_rows(ax, len(names))
+
+
+def shade_rows(ax: Axes, rows: int) -> None:
+    for row in range(0, rows, 2):
+        ax.axhspan(row - 0.5, row + 0.5, color="0.955", linewidth=0)
+
+
+def write_beside(ax: Axes, text: str, x: float, y: float, space: float = 2, size: float = 6) -> Annotation:
+    """A number to the right of what is drawn at x, y; `space` and `size` in points."""
+    return ax.annotate(text, (x, y), (space, 0), textcoords="offset points", va="center", fontsize=size)
+
+
+def say(ax: Axes, text: str) -> None:
+    """Write a text in place of data. Ticks may be shared with other panels: they are hidden, not removed."""
+    for line in ax.lines:
+        line.set_data([], [])
+    ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", color="0.4", fontsize=7)
+    ax.tick_params(which="both", left=False, labelleft=False, bottom=False, labelbottom=False)
+    ax.set(xlabel="", ylabel="")
+    ax.spines[:].set_visible(False)

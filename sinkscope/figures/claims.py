@@ -1,0 +1,271 @@
+"""Figures of scorecards, and of the routes by which the first token may become a sink."""
+
+import textwrap
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from sinkscope.figures.axes import shade_rows
+from sinkscope.figures.labels import escape, heading, model_name, wrapped
+from sinkscope.figures.style import GRAY, GREEN, NAVY, REFERENCE, VERMILION, WIDE, Figure, Look, new_figure
+from sinkscope.paper_claims.claim import Outcome
+from sinkscope.paper_claims.register import CLAIMS
+from sinkscope.paper_claims.routes import ROUTES, Effect, measured_models
+from sinkscope.verdict.scorecard import Scorecard, headline, value_text
+
+# --- Every claim that was decided on one model: a line for each number, its interval against the threshold
+
+PAGE_WIDTH, ROW, AROUND = 7.2, 0.145, 0.9  # inches
+LETTERS = 62  # of a line's text
+REACH = 4.0  # of the axis, to both sides of the threshold
+LOOKS: dict[str, Look] = {
+    Outcome.HOLDS: {"color": NAVY, "marker": "o", "markersize": 3.4},
+    Outcome.INCONCLUSIVE: {"color": GREEN, "marker": "o", "markersize": 3.4, "markerfacecolor": "white"},
+    Outcome.NOT_ENOUGH_SEEDS: {"color": GRAY, "marker": "s", "markersize": 3, "markerfacecolor": "white"},
+    Outcome.FAILS: {"color": VERMILION, "marker": "X", "markersize": 4},
+}
+PUBLISHED: Look = {"color": GRAY, "marker": "|", "markersize": 5, "linestyle": "none"}
+
+
+AT_RANDOM: Look = {"color": "0.45", "marker": "D", "markersize": 2.6, "markerfacecolor": "white", "linestyle": "none"}
+
+
+def lacking_scorecard(card: Scorecard) -> str | None:
+    if len(card.models) > 1:
+        return "several models have figures of their own"
+    return None if len(_decided(card.table)) else "no claim was decided"
+
+
+def draw_scorecard(card: Scorecard) -> Figure:
+    """A number's place is its distance from the threshold: in powers of two where this and the whole interval are
+    positive, else in units of a quarter; the sign is such that the claim holds on the right.
+    """
+    rows = _decided(card.table)
+    figure = new_figure(PAGE_WIDTH, ROW * (len(rows) + rows["paper"].nunique()) + AROUND)
+    text, ax = figure.subplots(1, 2, sharey=True, width_ratios=[1.75, 1])
+    ax.axvline(0, **REFERENCE)
+    height = 0
+    for paper, own in rows.groupby("paper", sort=False):
+        text.text(0, height, paper, fontsize=6.5, fontweight="bold", va="center")
+        for place, row in enumerate(own.itertuples(), height + 1):
+            _line(text, ax, row, place)
+            ax.axhline(place, color="0.93", linewidth=0.4, zorder=0)
+        height += len(own) + 1
+    text.set_xlim(0, 1)
+    text.set_axis_off()
+    ax.set(ylim=(height - 0.3, -0.7), xlim=(-REACH * 1.08, REACH * 1.08))
+    ax.set_yticks([])
+    ax.spines["left"].set_visible(False)
+    ax.set_xticks([-REACH, -2, 0, 2, REACH], ["≤ ÷16", "÷4", "threshold", "×4", "≥ ×16"])
+    ax.set_xlabel("does not pass  ←  value  →  passes")
+    figure.legend(handles=_legend(rows), loc="outside lower center", ncols=5)
+    figure.suptitle(heading(model_name(card.models[0]), headline(card), "95 % intervals"))
+    return figure
+
+
+def _decided(table: pd.DataFrame) -> pd.DataFrame:
+    """Preconditions that several claims share are drawn once."""
+    rows = table[table["outcome"].isin(list(LOOKS))]
+    return rows[(rows["part"] == 0) | ~rows.duplicated(["quantity", "value"])]
+
+
+def _line(text: Axes, ax: Axes, row: tuple, place: int) -> None:
+    first = row.part == 0  # type: ignore[attr-defined]
+    too = " (and so does its null)" * (row.outcome == Outcome.HOLDS and row.tells == "no")  # type: ignore[attr-defined]
+    words = f"{row.claim}{too}  {row.statement if first else '… ' + row.quantity}"  # type: ignore[attr-defined]
+    short = textwrap.shorten(words, LETTERS, placeholder=" …")
+    text.text(0, place, escape(short), fontsize=5.6, va="center")
+    value = value_text(row.claim, row.part, row.value, row.low, row.high)  # type: ignore[attr-defined]
+    text.text(1, place, f"{value}  {row.test}", fontsize=5.6, va="center", ha="right")  # type: ignore[attr-defined]
+    look = LOOKS[Outcome(row.passes)]  # type: ignore[attr-defined]
+    ends = [_place(end, row) for end in (row.low, row.high)]  # type: ignore[attr-defined]
+    middle = _place(row.value, row)  # type: ignore[attr-defined]
+    if np.isfinite(middle):
+        ax.plot(ends, [place, place], color=look["color"], linewidth=1.1)
+        ax.plot([middle], [place], linestyle="none", **look)
+    published = CLAIMS[row.claim].published if first else ()  # type: ignore[attr-defined]
+    ax.plot([_place(item.value, row) for item in published], [place] * len(published), **PUBLISHED)
+    ax.plot([_place(row.null, row)], [place], **AT_RANDOM)  # type: ignore[attr-defined]
+    drawn = [_place(end, row) for end in (row.null_low, row.null_high)]  # type: ignore[attr-defined]
+    ax.plot(drawn, [place, place], color=AT_RANDOM["color"], linewidth=0.6)
+
+
+def _place(value: float, row: tuple) -> float:
+    """Where a value stands on the axis: 0 is the nearer threshold, and the right side passes."""
+    if np.isnan(value):
+        return float("nan")
+    distances = []
+    for threshold, sign in ((row.least, 1), (row.most, -1)):  # type: ignore[attr-defined]
+        if np.isinf(threshold):
+            continue
+        if threshold > 0 and not row.low <= 0 and row.value > 0:  # type: ignore[attr-defined]
+            distance = np.log2(value / threshold) if value > 0 else -np.inf
+        else:
+            distance = REACH * (value - threshold) / max(1.0, abs(threshold))
+        distances.append(sign * distance)
+    return float(np.clip(min(distances), -REACH, REACH))
+
+
+def _legend(rows: pd.DataFrame) -> list[Line2D]:
+    handles = [
+        Line2D([], [], linestyle="none", label=str(outcome), **look)
+        for outcome, look in LOOKS.items()
+        if (rows["passes"] == outcome).any()
+    ]
+    marks = {"null": AT_RANDOM, "published": PUBLISHED}
+    return [*handles, *(Line2D([], [], label=label, **look) for label, look in marks.items())]
+
+
+# --- The outcomes of all claims on several models: a row for each claim, a column for each model
+
+BY_MODEL_ROW, COLUMN_WIDTH, NAMES, BY_MODEL_AROUND = 0.135, 0.75, 4.2, 1.0  # inches
+BY_MODEL_LETTERS = 84
+NOTHING: Look = {"color": "0.7", "marker": "_", "markersize": 4, "linestyle": "none"}
+
+
+def lacking_scorecard_by_model(card: Scorecard) -> str | None:
+    return None if len(card.models) > 1 else "there is one model"
+
+
+def draw_scorecard_by_model(card: Scorecard) -> Figure:
+    outcomes = card.by_model
+    decided = outcomes[outcomes.isin(list(LOOKS)).any(axis=1)]
+    figure = new_figure(NAMES + COLUMN_WIDTH * len(card.models), BY_MODEL_ROW * len(decided) + BY_MODEL_AROUND)
+    ax = figure.subplots()
+    shade_rows(ax, len(decided))
+    for row, (_, found) in enumerate(decided.iterrows()):
+        for column, outcome in enumerate(found):
+            look = LOOKS.get(outcome, NOTHING) | {"linestyle": "none"}
+            ax.plot([column], [row], **look)
+    names = [
+        escape(textwrap.shorten(f"{name}  {CLAIMS[name].statement}", BY_MODEL_LETTERS, placeholder=" …"))
+        for name in decided.index
+    ]
+    ax.set_yticks(range(len(names)), names, fontsize=5.6, ha="left")
+    ax.tick_params(axis="y", length=0, pad=NAMES * 66)
+    ax.set(ylim=(len(decided) - 0.5, -0.5), xlim=(-0.5, len(card.models) - 0.5))
+    ax.xaxis.tick_top()
+    ax.set_xticks(range(len(card.models)), [wrapped(model_name(name), 14, 3) for name in card.models])
+    ax.tick_params(axis="x", length=0)
+    ax.spines[:].set_visible(False)
+    figure.legend(handles=_by_model_legend(), loc="outside lower center", ncols=4)
+    return figure
+
+
+def _by_model_legend() -> list[Line2D]:
+    handles = [Line2D([], [], label=str(Outcome(name)), **look | {"linestyle": "none"}) for name, look in LOOKS.items()]
+    return [*handles, Line2D([], [], label="does not apply, or not measured", **NOTHING)]
+
+
+# --- Which route carries the sink in which model: models × routes, the sink rate with and without each route
+
+ROUTES_ROW, ROUTES_PUBLISHED, ROUTES_AROUND = (
+    0.6,
+    0.3,
+    1.0,
+)  # inches: a model, what NU says of its own, and what is around them all
+ROUTES_LETTERS, NAME = 22, 15  # of a line in a cell, and of a model's name
+LINE, BELOW = 0.58, 0.24  # heights in a cell: of the arrow, and of the controls
+NEAR = 14.0  # points: below this before and after have no arrow between them
+BEFORE: Look = {"color": NAVY, "marker": "o", "markersize": 4, "markerfacecolor": "white", "linestyle": "none"}
+AFTER: Look = {"color": NAVY, "marker": "o", "markersize": 4, "linestyle": "none"}
+INTERVAL: Look = {"color": NAVY, "linewidth": 1.6}
+CONTROLS: Look = {"color": "0.6", "linewidth": 3.5, "solid_capstyle": "butt"}
+CONTROL: Look = {"color": "black", "marker": "|", "markersize": 5, "markeredgewidth": 0.8, "linestyle": "none"}
+ARROW: Look = {
+    "arrowstyle": "-|>",
+    "color": NAVY,
+    "linewidth": 0.9,
+    "shrinkA": 2.5,
+    "shrinkB": 2.5,
+    "mutation_scale": 6,
+}
+SHADES = {Effect.FALLS: "#dfe9f2", Effect.GOES: "#a9c4dc"}  # behind a cell, by what becomes of the sink
+ABSENT = (Effect.DOES_NOT_APPLY, Effect.NOT_MEASURED)
+
+
+def lacking_routes(table: pd.DataFrame) -> str | None:
+    return None if len(measured_models(table)) else "no route was cut"
+
+
+def draw_routes(table: pd.DataFrame) -> Figure:
+    models = measured_models(table)
+    figure = new_figure(WIDE, ROUTES_ROW * len(models) + ROUTES_PUBLISHED + ROUTES_AROUND)
+    heights = [ROUTES_PUBLISHED, *[ROUTES_ROW] * len(models)]
+    grid = figure.subplots(len(heights), len(ROUTES), squeeze=False, height_ratios=heights)
+    _name(grid[0][0], "GPT-2 in NU,\nwithout rates")
+    for row, model in enumerate(models, 1):
+        _name(grid[row][0], wrapped(model_name(model), NAME, 3))
+    for column, route in zip(grid.T, ROUTES, strict=True):
+        column[0].set_title(f"{route.name}\n", fontsize=7.5, fontweight="bold", pad=2)
+        column[0].annotate(escape(route.cut), (0.5, 1), (0, 3), xycoords="axes fraction",
+            textcoords="offset points", fontsize=6, ha="center")  # fmt: skip
+        _words(column[0], route.published or "not tested")
+        _shade(column[0], route.published_effect)
+        for ax, model in zip(column[1:], models, strict=True):
+            _cell(ax, _row(table, model, route.name))
+            _percent_axis(ax, is_lowest=model == models[-1])
+    figure.suptitle("Sink rate at position 0 as it is, and without one route at a time")
+    figure.legend(handles=_routes_legend(), loc="outside lower center", ncols=4, fontsize=6.5, columnspacing=1.5)
+    return figure
+
+
+def _row(table: pd.DataFrame, model: str, route: str) -> pd.Series:
+    found = table[(table["model"] == model) & (table["route"] == route)]
+    return found.iloc[0] if len(found) else pd.Series({"effect": str(Effect.NOT_MEASURED), "note": ""})  # older tables
+
+
+def _name(ax: Axes, text: str) -> None:
+    ax.set_ylabel(text, rotation=0, ha="right", va="center", fontsize=7, labelpad=6)
+
+
+def _words(ax: Axes, text: str) -> None:
+    """In place of numbers."""
+    lines = textwrap.wrap(text, ROUTES_LETTERS, max_lines=4, placeholder=" …")
+    ax.text(0.5, 0.5, escape("\n".join(lines)), transform=ax.transAxes, ha="center", va="center", fontsize=5.8)
+    ax.set(xticks=[], yticks=[])
+
+
+def _shade(ax: Axes, effect: str) -> None:
+    ax.set_facecolor(SHADES.get(Effect(effect), "white"))
+    ax.spines[:].set_visible(True)
+    ax.spines[:].set_color("0.75")
+
+
+def _percent_axis(ax: Axes, is_lowest: bool) -> None:
+    ax.set(xlim=(-9, 109), ylim=(0, 1.15), yticks=[])
+    ax.set_xticks([0, 50, 100], labels=["0", "50", "100 %"] if is_lowest else [])
+    ax.tick_params(axis="x", labelsize=6, color="0.6")
+
+
+def _cell(ax: Axes, row: pd.Series) -> None:
+    _shade(ax, row["effect"])
+    if row["effect"] in ABSENT:
+        reason = row["note"].partition(":")[0] if row["effect"] == Effect.DOES_NOT_APPLY else ""
+        _words(ax, f"{row['effect']}: {reason}" if reason else row["effect"])
+        return
+    if row["draws"] > 1:
+        ax.plot([row["control_low"], row["control_high"]], [BELOW, BELOW], **CONTROLS)
+    ax.plot([row["control"]], [BELOW], **CONTROL)
+    if abs(row["after"] - row["before"]) > NEAR:
+        ax.annotate("", (row["after"], LINE), (row["before"], LINE), arrowprops=ARROW)
+    for name, look in (("after", AFTER), ("before", BEFORE)):
+        ax.plot([row[f"{name}_low"], row[f"{name}_high"]], [LINE, LINE], **INTERVAL)
+        ax.plot([row[name]], [LINE], **look)
+    text = f"{row['before']:.1f} → {row['after']:.1f}"
+    ax.text(0.5, 0.95, text, transform=ax.transAxes, ha="center", va="top", fontsize=6.5)
+
+
+def _routes_legend() -> list[Line2D | Patch]:
+    return [
+        Line2D([], [], label="as it is", **BEFORE),
+        Line2D([], [], label="without the route", **AFTER),
+        Line2D([], [], label="95 % over sequences", **INTERVAL),
+        Line2D([], [], label="mean of random controls", **CONTROL),
+        Line2D([], [], label="one more control would fall here (95 %)", **CONTROLS),
+        Patch(facecolor=SHADES[Effect.FALLS], edgecolor="0.75", label="falls beyond the controls"),
+        Patch(facecolor=SHADES[Effect.GOES], edgecolor="0.75", label="and less than half is left"),
+    ]

@@ -1,0 +1,393 @@
+"""Figures of gradients: norms, reshaping and bounds, of one run or by training step (GS)."""
+
+from collections.abc import Iterable
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import BoundaryNorm, ListedColormap, Normalize
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from sinkscope.figures.axes import (
+    band_by_layer,
+    curve,
+    finite,
+    has_values,
+    layer_axis,
+    line_by_layer,
+    log_ticks,
+    say,
+    value_axis,
+    whole_numbers,
+    widen,
+    with_decades,
+)
+from sinkscope.figures.labels import places, title
+from sinkscope.figures.steps import Checkpoints, in_order, step_label, steps_title
+from sinkscope.figures.style import (
+    GRADUAL,
+    GREEN,
+    GUIDE,
+    MEAN_LINE,
+    NAVY,
+    OTHERS,
+    SINK,
+    SKY,
+    WIDE,
+    Figure,
+    Look,
+    new_figure,
+)
+from sinkscope.measuring.gradient_summary import compress_fits, fit_points, pathway_norms
+from sinkscope.results.metrics import METRICS, TOKEN_GROUPS
+from sinkscope.results.run import RunData
+
+# --- The sink of the forward pass is a sink of gradients too (GS figure 2).
+# Gradient norms of query, key and value by token position, of all heads together: each layer's, and their mean, which
+# the paper draws. Where the mean lies above most layers, the first few carry the gradient.
+
+PATHWAYS = ("query", "key", "value")
+# Of a curve's largest value. Below it lies what is 0 except for round-off, as the first query's gradient.
+OFF_SCALE = 1e-5
+FLOOR = "below the scale"  # identifies the marks on a panel's floor
+OFF: Look = {"color": "black", "linestyle": "none", "marker": "v", "ms": 4.5, "mfc": "white", "mew": 0.8}
+
+
+def draw_gradient_norms(run: RunData) -> Figure:
+    figure = new_figure(WIDE, 2.3)
+    axes = figure.subplots(1, 3, sharex=True, sharey=True)
+    norms = [layer_norms(run, pathway) for pathway in PATHWAYS]
+    depth = Normalize(0, max(table.index.max() for table in norms))
+    for ax, table in zip(axes, norms, strict=True):
+        mean = table.mean()
+        for layer, norm in table.iterrows():
+            draw_curve(ax, norm, least=OFF_SCALE * mean.max(), color=GRADUAL(depth(layer)), linewidth=0.5)
+        draw_curve(ax, mean, color="white", linewidth=3, zorder=3)  # an outline
+        draw_curve(ax, mean, **MEAN_LINE)
+        mark_off_scale(ax, [mean])
+    finish(axes)
+    if depth.vmax:
+        bar = figure.colorbar(ScalarMappable(depth, GRADUAL), ax=axes, label="layer", aspect=30, pad=0.01)
+        bar.ax.yaxis.set_major_locator(MaxNLocator(6, integer=True))
+    add_legend(figure, axes, "mean over layers")
+    figure.suptitle(title(run, WIDE))
+    return figure
+
+
+def layer_norms(run: RunData, pathway: str) -> pd.DataFrame:
+    """Gradient norms of all heads together: layers × positions."""
+    return finite(pathway_norms(run.tables["gradient"], pathway))
+
+
+def draw_curve(ax: Axes, norms: pd.Series, least: float | None = None, **look: Any) -> None:
+    """Norms by position, as far as they are above `least`."""
+    curve(ax, norms.where(norms > (OFF_SCALE * norms.max() if least is None else least)), **look)
+
+
+def mark_off_scale(ax: Axes, curves: Iterable[pd.Series]) -> None:
+    """A mark on the panel's floor where a curve is off the scale, with the largest value there.
+
+    Of neighboring positions, only the first has its value written out.
+    """
+    hidden = pd.concat([curve[(curve <= OFF_SCALE * curve.max()) & (curve.max() > 0)] for curve in curves])
+    values = hidden.groupby(level=0).max()
+    if len(values):  # not as a line, as the lines decide the scale
+        floor = np.full(len(values), 0.012)
+        look: Look = {"s": 20, "marker": "v", "facecolors": "white", "edgecolors": "black", "linewidths": 0.8}
+        place: Look = {"transform": ax.get_xaxis_transform(), "clip_on": False, "zorder": 5}
+        ax.scatter(values.index, floor, gid=FLOOR, **look, **place)
+    for position, value in values.items():
+        if position - 1 not in values.index:
+            text = "0" if value == 0 else f"≈ 0 ({_scientific(value)})"
+            align = "center" if value == 0 else "left" if position <= max(ax.get_xlim()) / 2 else "right"
+            place = {"xycoords": ax.get_xaxis_transform(), "textcoords": "offset points", "fontsize": 6}
+            ax.annotate(text, (position, 0), (0, 5), ha=align, **place)
+
+
+def finish(axes: np.ndarray) -> None:
+    """Titles and common scales of the three panels, once all is drawn."""
+    last = max(max(line.get_xdata()) for ax in axes for line in ax.lines)
+    margin = max(0.5, 0.04 * last)
+    axes[0].set_xlim(-margin, last + margin)  # also where there is only a mark on the floor
+    for ax, pathway in zip(axes, PATHWAYS, strict=True):
+        ax.set_title(pathway)
+        whole_numbers(ax, "x")
+        ax.set_xlabel("token position")
+    drawn = [ax for ax in axes if value_axis(ax, log=True)]
+    if drawn:
+        drawn[0].set_ylabel("gradient, L2 norm")
+        drawn[0].tick_params(labelleft=True)
+        low, high = drawn[0].get_ylim()
+        drawn[0].set_ylim(low / (high / low) ** 0.09, high)  # room for the marks
+
+
+def add_legend(figure: Figure, axes: np.ndarray, mean: str | None = None) -> None:
+    handles = [] if mean is None else [Line2D([], [], label=mean, **MEAN_LINE)]
+    if any(marks.get_gid() == FLOOR for ax in axes for marks in ax.collections):
+        handles.append(Line2D([], [], label="off the scale", **OFF))
+    if handles:
+        figure.legend(handles=handles, loc="outside lower center", ncols=2)
+
+
+def _scientific(value: float) -> str:
+    digits, exponent = f"{value:.0e}".split("e")
+    return rf"${digits}\cdot 10^{{{int(exponent)}}}$"
+
+
+# --- Massive activations compress the gradients that sinks concentrate (GS figure 3).
+# Bloat, compress and change of the attention branch (GS eq. 3) against the norm of the branch's input: a point for each
+# layer and position, means over sequences. Both axes are logarithmic, where the paper's show log₁₀. The line is the fit
+# of the table `summary`; it leaves out the first layer, which reads the bare embeddings and has hollow points.
+
+PANELS = {  # ratio: its definition
+    "bloat": r"$\|\nabla\tilde{h}\|\,/\,\|\nabla r\|$",
+    "compress": r"$\|\nabla h-\nabla h_{\mathrm{mid}}\|\,/\,\|\nabla\tilde{h}\|$",
+    "change": r"$\|\nabla h\|\,/\,\|\nabla h_{\mathrm{mid}}\|$",
+}
+# From dark to light, each with a marker of its own. The last is for positions beyond the paper's groups.
+LOOKS = ((NAVY, "o"), ("#b33c12", "s"), (GREEN, "^"), (SKY, "D"), ("#d1bf9a", "v"), ("#e0e0e0", "P"))
+POINT: Look = {"linestyle": "none", "markersize": 3}
+HOLLOW: Look = {"mfc": "none", "mew": 0.7}
+FIT: Look = {"color": "black", "linewidth": 1, "zorder": 4}
+
+UNDEFINED = {  # (wiring, ratio) → why such models do not have it
+    ("parallel", "bloat"): "attention and MLP read one norm:\nits gradient is the sum of both",
+    ("parallel", "compress"): "attention and MLP read\nthe same input: there is\nno h+½ between them",
+    ("parallel", "change"): "attention and MLP read\nthe same input: there is\nno h+½ between them",
+    ("post-norm", "bloat"): "no norm stands in front\nof the attention branch",
+    ("post-norm", "compress"): "no norm stands in front\nof the attention branch",
+}
+
+
+def draw_gradient_reshaping(run: RunData) -> Figure:
+    table = finite(run.tables["gradient_ratio"])
+    ratios = table[table["branch"] == "attn"]
+    groups = token_groups(ratios)
+    figure = new_figure(WIDE, 2.55)
+    axes = dict(zip(PANELS, figure.subplots(1, 3, sharex=True), strict=True))
+    for name, ax in axes.items():
+        for (_, first, last), look in reversed(list(zip(groups, LOOKS, strict=False))):
+            _points(ax, ratios[ratios["position"].between(first, last)], name, *look)
+        ax.set_title(f"{name}  {PANELS[name]}")
+        ax.set_xlabel("norm of the branch's input, ‖h‖")
+    drawn = {name: ax for name, ax in axes.items() if has_values(ax, log=True)}
+    for name, ax in axes.items():
+        if name not in drawn:
+            say(ax, why_undefined(run, name))
+            continue
+        value_axis(ax, log=True)
+        ax.set_ylabel("ratio of gradient norms")
+        ax.set_xscale("log", nonpositive="mask")
+        ax.set_xlim(*with_decades(*ax.get_xlim()))
+        log_ticks(ax.xaxis, *ax.get_xlim())
+    fitted = "compress" in drawn and _compression(axes["compress"], ratios)
+    if "change" in drawn:
+        _no_change(axes["change"])
+    _legend(figure, [label for label, *_ in groups], fitted, "change" in drawn)
+    figure.suptitle(title(run, WIDE))
+    return figure
+
+
+def token_groups(ratios: pd.DataFrame) -> list[tuple[str, int, int]]:
+    """The paper's groups as far as this run's positions reach, and one for those beyond: (label, first, last)."""
+    last = int(ratios["position"].max())
+    spans = [(start, min(end, last)) for _, start, end in TOKEN_GROUPS if start <= last]
+    if spans[-1][1] < last:
+        spans.append((spans[-1][1] + 1, last))
+    return [(f"token {start}" if start == end else f"tokens {start}–{end}", start, end) for start, end in spans]
+
+
+def why_undefined(run: RunData, ratio: str) -> str:
+    wiring = (run.manifest.get("family") or {}).get("wiring")
+    return UNDEFINED.get((str(wiring), ratio), "no values")
+
+
+def _points(ax: Axes, rows: pd.DataFrame, name: str, color: str, marker: str) -> None:
+    for in_first, look in ((False, {"mfc": color, "mec": "white", "mew": 0.3}), (True, HOLLOW | {"mec": color})):
+        chosen = rows[((rows["layer"] == 0) == in_first) & (rows["input_norm"] > 0) & (rows[name] > 0)]
+        ax.plot(chosen["input_norm"], chosen[name], marker=marker, **POINT, **look)
+
+
+def _compression(ax: Axes, ratios: pd.DataFrame) -> bool:
+    """Draw the fitted line, and one of slope −1 through the points' center, if there are enough points."""
+    fits = compress_fits(ratios)
+    if "compress_slope" not in fits:
+        return False
+    points = fit_points(ratios)
+    x, y = np.log10(points["input_norm"]), np.log10(points["compress"])
+    ends = np.array([x.min(), x.max()])
+    for slope, look in ((-1.0, GUIDE), (fits["compress_slope"], FIT)):
+        ax.plot(10**ends, 10 ** (y.mean() + slope * (ends - x.mean())), **look)
+    text = f"slope {fits['compress_slope']:.2f}\nr = {fits['compress_correlation']:.2f}".replace("-", "−")
+    ax.text(0.04, 0.05, text, transform=ax.transAxes, fontsize=7, linespacing=1.4)
+    return True
+
+
+def _no_change(ax: Axes) -> None:
+    """A line at 1, on a scale of at least a decade, so that values near 1 look near."""
+    ax.axhline(1, **GUIDE)
+    widen(ax, 10**-1, 10**1)
+
+
+def _legend(figure: Figure, groups: list[str], fitted: bool, no_change: bool) -> None:
+    """Two rows: the token groups, and the other signs. A legend is filled column by column."""
+    points = [
+        Line2D([], [], color=color, marker=marker, label=label, **POINT)
+        for label, (color, marker) in zip(groups, LOOKS, strict=False)
+    ]
+    signs = [Line2D([], [], color="0.3", marker="o", label="first layer", **POINT, **HOLLOW)]
+    if fitted:
+        signs.append(Line2D([], [], label="fit, later layers", **FIT))
+    if fitted or no_change:
+        guides = "; ".join(["slope −1"] * fitted + ["no change"] * no_change)
+        signs.append(Line2D([], [], label=guides, **GUIDE))
+    columns = max(len(points), len(signs))
+    handles = [handle for pair in zip_longest(points, signs) for handle in pair if handle is not None]
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, columnspacing=1.2)
+
+
+# --- The two theorems of GS by layer, beside what is measured.
+# Left: theorem 1 at position 0, means over heads, for the loss summed over the run: attention bounds the square of the
+# value gradient from both sides. The bounds assume that attention is independent of the gradients that it passes on, so
+# they can fail. Middle: how often they hold at all heads and positions, and the largest error of the identity on which
+# they rest, ∇v = Σ_t a[t,s] g_t. Right: theorem 2, ‖∇x‖ ÷ ‖∇y‖ of the norm in front of each branch, over its bound.
+
+BAND: Look = {"color": NAVY, "alpha": 0.18, "linewidth": 0}
+EDGE: Look = {"color": NAVY, "alpha": 0.5, "linewidth": 0.5}
+CHECK: Look = {"color": "0.25", "marker": "D", "markersize": 2.4}
+ROUND_OFF = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+BRANCHES = {"attn": "attention", "mlp": "MLP"}
+UNMEASURED = "not measured: all batches\nhad padding"
+
+
+def draw_gradient_bounds(run: RunData) -> Figure:
+    check = finite(run.tables["gradient_check"])
+    figure = new_figure(WIDE, 3.4)
+    axes = figure.subplot_mosaic(
+        [["theorem 1", "holds", "attn"], ["theorem 1", "identity", "mlp"]], width_ratios=[1.2, 1, 1]
+    )
+    _theorem_one(axes["theorem 1"], check[check["position"] == 0])
+    _holds(axes["holds"], check)
+    _identity(axes["identity"], check, str(run.manifest.get("dtype")))
+    for branch, name in BRANCHES.items():
+        axes[branch].set_title(f"theorem 2: {name} branch")
+        _tightness(axes[branch], run, branch)
+    handles: list[Artist] = [
+        Line2D([], [], label="position 0, measured", **SINK),
+        Patch(label="theorem 1's bounds", **BAND),
+    ]
+    last = int(check["position"].max())
+    if last:
+        handles.append(Line2D([], [], label=f"mean over {places(1, last)}", **OTHERS))
+    figure.legend(handles=handles, loc="outside lower center", ncols=3)
+    figure.suptitle(title(run, WIDE))
+    return figure
+
+
+def _theorem_one(ax: Axes, first: pd.DataFrame) -> None:
+    ax.set_title("theorem 1 at position 0")
+    means = first.groupby("layer")[["lower_bound", "measured", "upper_bound"]].mean()
+    if not means["measured"].notna().any():
+        say(ax, UNMEASURED)
+        return
+    alone: Look = {"marker": "_", "markersize": 8} if len(means) == 1 else {}  # a line needs two layers
+    for bound in ("lower_bound", "upper_bound"):
+        line_by_layer(ax, means[bound], **EDGE, **alone)
+    line_by_layer(ax, means["measured"], **SINK)
+    layer_axis(ax)
+    ax.set_ylabel("‖∇v₀‖² of values, mean over heads")
+    if value_axis(ax, log=True):
+        floor = ax.get_ylim()[0]  # where a lower bound is 0
+        band_by_layer(ax, means["lower_bound"].clip(lower=floor), means["upper_bound"], **BAND)
+
+
+def _holds(ax: Axes, check: pd.DataFrame) -> None:
+    ax.set_title(METRICS["theorem1_holds"].short)
+    measured = check[check["measured"].notna()]
+    if measured.empty:
+        say(ax, UNMEASURED)
+        return
+    line_by_layer(ax, measured.groupby("layer")["holds"].mean(), **CHECK)
+    layer_axis(ax)
+    if not value_axis(ax, share=True):
+        return
+    ax.set_ylabel("share of places")
+    above, below = measured["measured"] > measured["upper_bound"], measured["measured"] < measured["lower_bound"]
+    text = f"{measured['holds'].sum()} of {len(measured)} hold\n{above.sum()} above, {below.sum()} below"
+    ax.text(0.04, 0.06, text, transform=ax.transAxes, fontsize=7, linespacing=1.4)
+
+
+def _identity(ax: Axes, check: pd.DataFrame, dtype: str) -> None:
+    ax.set_title("identity")
+    ax.set_ylabel("largest relative error")
+    line_by_layer(ax, check.groupby("layer")["identity_residual"].max(), **CHECK)
+    layer_axis(ax)
+    if value_axis(ax, log=True) and dtype in ROUND_OFF:
+        least = ROUND_OFF[dtype]
+        widen(ax, least / 10, least * 100)
+        _guide(ax, least, f"round-off of {dtype}", below=True)
+
+
+def _tightness(ax: Axes, run: RunData, branch: str) -> None:
+    """The table `norm_bound` has no rows, or is missing, where no branch has a norm of its own."""
+    bounds = run.tables.get("norm_bound", pd.DataFrame(columns=["branch", "position", "layer", "tightness"]))
+    rows = finite(bounds[bounds["branch"] == branch])
+    for chosen, look in ((rows[rows["position"] == 0], SINK), (rows[rows["position"] > 0], OTHERS)):
+        line_by_layer(ax, chosen.groupby("layer")["tightness"].mean(), **look)
+    layer_axis(ax)
+    ax.set_ylabel("measured ÷ bound")
+    if not has_values(ax):
+        say(ax, why_undefined(run, "compress"))
+        return
+    value_axis(ax)
+    ax.set_ylim(0, max(1.15, ax.get_ylim()[1]))
+    _guide(ax, 1, "bound")
+
+
+def _guide(ax: Axes, value: float, text: str, below: bool = False) -> None:
+    """A named horizontal line."""
+    ax.axhline(value, **GUIDE)
+    place: Look = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right"}
+    look: Look = {"va": "top" if below else "bottom", "fontsize": 6, "color": "0.35"}
+    ax.annotate(text, (1, value), (0, -2 if below else 1), **place, **look)
+
+
+# --- GS figure 2 by training step: gradient norms by token position, means over layers, a line for each step
+
+MOST_NAMED = 8  # steps, beside the color bar
+
+
+def lacking_training_gradient_norms(runs: Checkpoints) -> str | None:
+    return None if _with_gradients(runs) else "no checkpoint has gradients"
+
+
+def draw_training_gradient_norms(runs: Checkpoints) -> Figure:
+    runs = _with_gradients(runs)
+    figure = new_figure(WIDE, 2.3)
+    axes = figure.subplots(1, 3, sharex=True, sharey=True)
+    colors = GRADUAL(np.linspace(1, 0, len(runs))[::-1])  # the last one is dark, also if it is alone
+    for ax, pathway in zip(axes, PATHWAYS, strict=True):
+        curves = [layer_norms(run, pathway).mean() for _, run in runs]
+        for course, color in zip(curves, colors, strict=True):
+            draw_curve(ax, course, color=color, linewidth=0.9, marker="o", markersize=1.8)
+        mark_off_scale(ax, curves)
+    finish(axes)
+    edges = BoundaryNorm(np.arange(len(runs) + 1) - 0.5, len(runs))
+    bar = figure.colorbar(ScalarMappable(edges, ListedColormap(colors)), ax=axes, aspect=30, pad=0.01)
+    named = range(len(runs) - 1, -1, -(1 + (len(runs) - 1) // MOST_NAMED))  # the last step in any case
+    bar.set_ticks(named, labels=[step_label(runs[place][0]) for place in named])
+    bar.ax.tick_params(which="both", length=0)
+    bar.set_label("training step")
+    add_legend(figure, axes)
+    figure.suptitle(steps_title(runs, "means over layers"))
+    return figure
+
+
+def _with_gradients(runs: Checkpoints) -> Checkpoints:
+    return [(step, run) for step, run in in_order(runs) if len(run.tables.get("gradient", ()))]

@@ -1,0 +1,560 @@
+"""Figures of intervention arms and their controls."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.image import AxesImage
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator, NullLocator
+
+from sinkscope.figures.axes import (
+    band_by_layer,
+    drawn,
+    layer_axis,
+    line_by_layer,
+    name_rows,
+    panel_grid,
+    shade_rows,
+    value_axis,
+    wide_x_axis,
+)
+from sinkscope.figures.heatmaps import above_diagonal, draw_weights, square
+from sinkscope.figures.labels import title, wrapped
+from sinkscope.figures.style import COLUMN, NAVY, OTHERS, REFERENCE, SINK, WIDE, Figure, Look, new_figure
+from sinkscope.results.metrics import METRICS
+from sinkscope.results.run import RunData
+from sinkscope.verdict.effect_intervals import interval, interval_by_layer
+from sinkscope.verdict.effects import NO_POSITION, SPREAD, Effect, arms, effect_of
+
+# --- What every arm does, and what random changes of the same kind do: a row for each arm, a panel for each metric.
+# The change has its 95 % interval over sequences, where the run keeps tables by sequence.
+
+ROW, PAGE = 0.3, 9.0  # inches: an arm, and at most all of them with what is around
+LETTERS = 24  # of a line of an arm's name
+ABOVE, UNDER = -0.17, 0.17  # where the arm and its controls stand in a row of height 1
+
+AFTER: Look = {"color": NAVY, "linewidth": 0.8, "marker": "o", "markersize": 4, "markevery": [-1]}
+INTERVAL: Look = {"color": NAVY, "linewidth": 2.2, "solid_capstyle": "butt"}
+DRAWS: Look = {"color": "black", "linestyle": "none", "marker": "|", "markersize": 4.5, "markeredgewidth": 0.6}
+SPREAD_BAR: Look = {"color": "0.72", "linewidth": 3.5, "solid_capstyle": "butt"}
+
+
+@dataclass(frozen=True)
+class _Panel:
+    metric: str
+    positions: Callable[[list[int]], list[int]]  # of those that an arm watches, its sink first
+    log: bool = False
+    width: float = 1.0
+
+
+PANELS = (
+    _Panel("sink_rate", lambda watched: watched[:1]),
+    _Panel("window_mass", lambda watched: watched[1:], width=0.75),
+    _Panel("perplexity", lambda watched: [NO_POSITION], log=True),
+    _Panel("massive_magnitude", lambda watched: [NO_POSITION], log=True),
+)
+
+
+def draw_effects(run: RunData) -> Figure:
+    watched = {label: arm["watched"] for label, arm in arms(run).items() if arm["watched"]}
+    panels = [panel for panel in PANELS if any(panel.positions(positions) for positions in watched.values())]
+    figure = new_figure(WIDE, min(ROW * len(watched) + 1.15, PAGE))
+    widths = [panel.width for panel in panels]
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False, width_ratios=widths)[0]
+    name_rows(axes[0], [wrapped(label, LETTERS, 2) for label in watched], shaded=False)
+    for ax, panel in zip(axes, panels, strict=True):
+        shade_rows(ax, len(watched))
+        ax.tick_params(axis="y", length=0)
+        chosen = {label: panel.positions(positions) for label, positions in watched.items()}
+        log = panel.log and _spans_a_decade(run, panel.metric, chosen)
+        _draw_panel(ax, run, panel, chosen, log)
+        _value_axis(ax, log, from_zero=not panel.log)
+    figure.legend(handles=_legend(run), loc="outside lower center", ncols=3)
+    figure.suptitle(title(run, WIDE))
+    return figure
+
+
+def _spans_a_decade(run: RunData, metric: str, positions: dict[str, list[int]]) -> bool:
+    """A log axis without two powers of ten could not be read."""
+    effects = [effect_of(run, label, metric, position) for label, some in positions.items() for position in some]
+    values = _drawable([value for one in effects for value in (one.before, one.after, *one.controls)], log=True)
+    return bool(len(values) and values.max() >= 10 * values.min())
+
+
+def _draw_panel(ax: Axes, run: RunData, panel: _Panel, positions: dict[str, list[int]], log: bool) -> None:
+    """One metric of all arms, a row for each; the positions of an arm that has several stand below one another."""
+    different = {position for some in positions.values() for position in some}
+    ax.set_xlabel(METRICS[panel.metric].axis.replace(" (", "\n(") + _where(different))  # panels are narrow
+    for row, (label, some) in enumerate(positions.items()):
+        if not some:
+            ax.text(0.5, row, "–", transform=ax.get_yaxis_transform(), ha="center", va="center", color="0.5")
+        for place, position in enumerate(some):
+            height = 1 / len(some)
+            middle = row - 0.5 + height * (place + 0.5)
+            ends = _drawable(interval(run, label, panel.metric, position) or (), log)
+            if len(ends) == 2:
+                ax.plot(ends, [middle + ABOVE * height] * 2, **INTERVAL)
+            _draw_effect(ax, effect_of(run, label, panel.metric, position), middle, height, log)
+            if len(different) > 1:
+                ax.text(1.02, middle, f"@{position}", transform=ax.get_yaxis_transform(), va="center", fontsize=6)
+
+
+def _where(positions: set[int]) -> str:
+    if positions == {NO_POSITION}:
+        return ""
+    return f"\nat position {next(iter(positions))}" if len(positions) == 1 else "\nat @position"
+
+
+def _draw_effect(ax: Axes, effect: Effect, middle: float, height: float, log: bool) -> None:
+    """Before, after and controls around `middle`. In neighboring rows, the lines of before join."""
+    above, under = middle + ABOVE * height, middle + UNDER * height
+    before, after = _drawable([effect.before], log), _drawable([effect.after], log)
+    controls = _drawable(effect.controls, log)
+    if len(controls) > 1:
+        ax.plot(_spread(controls, log), [under, under], **SPREAD_BAR)
+    ax.plot(controls, np.full(len(controls), under), **DRAWS)
+    for value in before:
+        ax.plot([value, value], [middle - height / 2, middle + height / 2], **REFERENCE)
+    if len(after):
+        ends = np.concatenate([before, after])
+        ax.plot(ends, np.full(len(ends), above), **AFTER)
+    else:
+        transform = ax.get_yaxis_transform()
+        ax.text(0.98, above, f"after: {effect.after:g}", transform=transform, ha="right", va="center", fontsize=6)
+
+
+def _drawable(values: Sequence[float], log: bool) -> np.ndarray:
+    array = np.array(values, float)
+    return array[np.isfinite(array) & (array > 0 if log else True)]
+
+
+def _spread(controls: np.ndarray, log: bool) -> np.ndarray:
+    """Mean ± 2 standard deviations; on a log axis those of the logarithms."""
+    values = np.log(controls) if log else controls
+    ends = values.mean() + SPREAD * values.std(ddof=1) * np.array([-1, 1])
+    return np.exp(ends) if log else ends
+
+
+def _value_axis(ax: Axes, log: bool, from_zero: bool) -> None:
+    """Set the scale once all is drawn: logarithmic, from 0 on, or as narrow as the values."""
+    values = drawn(ax, "x")
+    if not len(values):
+        ax.set_xticks([])
+        ax.text(0.5, 0.5, "no values", transform=ax.transAxes, ha="center", va="center", color="0.4", fontsize=7)
+        return
+    low, high = values.min(), values.max()
+    if log:
+        wide_x_axis(ax, low, high, room=1.04)
+        return
+    if from_zero:
+        ax.set_xlim(min(low, 0) - 0.05 * max(high, 0.01), 1.1 * max(high, 0.01))
+    else:
+        room = 0.08 * ((high - low) or abs(high) or 1.0)
+        ax.set_xlim(low - room, high + room)
+    ax.xaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))  # numbers may be long
+
+
+def _legend(run: RunData) -> list[Line2D]:
+    handles: list[Line2D] = [
+        Line2D([], [], label="before", **REFERENCE),
+        Line2D([], [], label="after", **AFTER | {"markevery": None}),
+    ]
+    if "attention_by_sequence" in run.tables:
+        handles.append(Line2D([], [], label="change, 95 % over sequences", **INTERVAL))
+    draws = run.tables["effect"]["draw"].max() + 1
+    if draws > 0:
+        handles.append(Line2D([], [], label=f"random control, {draws} draws", **DRAWS))
+    if draws > 1:
+        handles.append(Line2D([], [], label=f"their mean ± {SPREAD:g} standard deviations", **SPREAD_BAR))
+    return handles
+
+
+# --- In which layers an arm acts: the sink rate before and after it, beside its control's spread.
+# The change has its 95 % interval over sequences, where the run keeps tables by sequence.
+
+ACROSS = 4
+BY_LAYER_PAGE = 9.0  # inches, at most
+
+BY_LAYER_BEFORE = REFERENCE | {"zorder": 3}
+BAND: Look = {"color": "0.75", "linewidth": 1.5, "zorder": 1}  # its edge is seen where there is no spread
+BY_LAYER_INTERVAL: Look = {"alpha": 0.3, "linewidth": 0, "zorder": 1.5}
+
+
+def draw_effects_by_layer(run: RunData) -> Figure:
+    table = run.tables["effect"]
+    rates = table[(table["metric"] == "sink_rate") & (table["layer"] >= 0)]
+    watched = {label: arm["watched"] for label, arm in arms(run).items() if arm["watched"]}
+    sinks = {positions[0] for positions in watched.values()}
+    targets = {position for positions in watched.values() for position in positions[1:]}
+    across = min(ACROSS, len(watched))
+    width = max(WIDE * across / ACROSS, COLUMN)
+    down = -(-len(watched) // across)
+    figure = new_figure(width, min(1.3 * down + 0.75, BY_LAYER_PAGE))
+    axes, _ = panel_grid(figure, len(watched), across)
+    for place, (ax, (label, positions)) in enumerate(zip(axes, watched.items(), strict=True)):
+        ax.set_title(wrapped(label, LETTERS, 2) + (f"\nposition {positions[0]}" if len(sinks) > 1 else ""))
+        _draw_arm(ax, rates[rates["condition"] == label], positions, targets)
+        _draw_intervals(ax, run, label, positions)
+        layer_axis(ax, "layer" if place >= across * (down - 1) else "")
+        value_axis(ax, share=True)
+    where = f" at position {sinks.pop()}" if len(sinks) == 1 else ""
+    figure.supylabel(METRICS["sink_rate"].short + where)
+    figure.legend(handles=_effects_by_layer_legend(axes), loc="outside lower center", ncols=3 if width == WIDE else 2)
+    figure.suptitle(title(run, width))
+    return figure
+
+
+def _draw_arm(ax: Axes, rates: pd.DataFrame, positions: list[int], all_targets: set[int]) -> None:
+    sink, *targets = positions
+    at_sink = rates[rates["position"] == sink]
+    line_by_layer(ax, _by_layer(at_sink, "before"), label="before", **BY_LAYER_BEFORE)
+    line_by_layer(ax, _by_layer(at_sink, "after"), label="after", **SINK)
+    for target in targets:
+        where = f"position {target}" if len(all_targets) == 1 else "the target"
+        after = _by_layer(rates[rates["position"] == target], "after")
+        line_by_layer(ax, after, label=f"after, at {where}", **OTHERS)
+    _draw_controls(ax, at_sink[at_sink["arm"] == "control"])
+
+
+def _draw_intervals(ax: Axes, run: RunData, label: str, positions: list[int]) -> None:
+    for place, position in enumerate(positions):
+        ends = interval_by_layer(run, label, "sink_rate", position)
+        if len(ends):
+            color = (OTHERS if place else SINK)["color"]
+            name = None if place else "change, 95 % over sequences"
+            band_by_layer(ax, ends["low"], ends["high"], color=color, label=name, **BY_LAYER_INTERVAL)
+
+
+def _by_layer(rates: pd.DataFrame, arm: str) -> pd.Series:
+    return rates[rates["arm"] == arm].set_index("layer")["value"]
+
+
+def _draw_controls(ax: Axes, controls: pd.DataFrame) -> None:
+    """Mean ± 2 standard deviations of the draws; layers that have none leave a gap."""
+    if controls.empty:
+        return
+    layers = range(int(controls["layer"].min()), int(controls["layer"].max()) + 1)
+    by_layer = controls.groupby("layer")["value"]
+    mean, deviation = (values.reindex(layers) for values in (by_layer.mean(), SPREAD * by_layer.std().fillna(0)))
+    draws = controls["draw"].nunique()
+    name = f"random control: mean ± {SPREAD:g} std of {draws} draws" if draws > 1 else "random control, 1 draw"
+    ax.fill_between(layers, mean - deviation, mean + deviation, label=name, **BAND)
+
+
+def _effects_by_layer_legend(axes: Iterable[Axes]) -> list[Artist]:
+    """What any of the panels has, once."""
+    entries = [entry for ax in axes for entry in zip(*ax.get_legend_handles_labels(), strict=True)]
+    once = {label: handle for handle, label in entries}
+    return [once[label] for label in sorted(once, key=lambda label: label.startswith("random"))]
+
+
+# --- One layer's attention maps under every arm of an experiment (NU figure 3).
+# Few maps stand in one row, each arm's random control beside it. Many stand in several rows, each control below its
+# arm without repeating its name, and the color bar below the map of the unchanged model, which has no control. The
+# number in a map is the mean weight that its queries give the sink.
+
+BEFORE = "before"
+MEAN = "mean over heads and sequences"
+FAINTEST = 1e-2  # of the color scale: means over heads and sequences are seldom below it
+
+ARM_MAPS_ACROSS = 8  # maps in a row
+SMALLEST, GAP = 0.745, 0.045  # inches: a map, and the space between maps
+LEFT, RIGHT, BELOW = 0.32, 0.05, 0.2  # inches: margins
+BAR = 0.42  # inches: the color bar, where it stands beside the maps
+TITLE, LINE = 0.17, 0.13  # inches: the title's first line, and another
+NAME_LINE, LETTER = 0.1, 0.053  # inches: a line of an arm's name, and a letter
+SMALL = 6.5  # points
+
+Maps = dict[str, dict[int, np.ndarray]]  # condition → layer → (query, key) weights, NaN where there are none
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """A map in the grid."""
+
+    row: int
+    column: int
+    condition: str
+    name: str  # empty for a control below its arm
+    sink: int  # position
+
+
+def draw_arm_maps(run: RunData) -> Figure:
+    maps = maps_by_condition(run)
+    layer = most_changed_layer(run, maps)
+    cells = _cells(run, maps)
+    down, across = 1 + max(cell.row for cell in cells), 1 + max(cell.column for cell in cells)
+    has_room = any(not cell.name for cell in cells)  # for the color bar, below the first map
+    beside = 0.0 if has_room else BAR
+    size = max((COLUMN - LEFT - RIGHT - beside) / across - GAP, SMALLEST)
+    names = {cell: wrapped(cell.name, int(size / LETTER)) for cell in cells}
+    lines = [max(names[cell].count("\n") + bool(cell.name) for cell in cells if cell.row == row) for row in range(down)]
+    width = LEFT + across * (size + GAP) + beside + RIGHT
+    text = title(run, width, f"layer {layer} (sink changes most)", MEAN)
+    tops = TITLE + LINE * text.count("\n") + np.cumsum(np.array(lines) * NAME_LINE + size + GAP) - size
+
+    figure = placed_figure(width, tops[-1] + size + (0.05 if has_room else BELOW), text)
+    for cell in cells:
+        ax = axes_at(figure, LEFT + cell.column * (size + GAP), tops[cell.row], size, size)
+        image = draw_map(ax, maps[cell.condition].get(layer))
+        ax.set_title(names[cell], fontsize=SMALL, pad=2, linespacing=1.0)
+        weight = to_sink(maps[cell.condition].get(layer), cell.sink)
+        if np.isfinite(weight):
+            ax.text(0.98, 0.96, f"sink {weight:.2f}", transform=ax.transAxes, ha="right", va="top", fontsize=SMALL)
+        if cell.column == 0 and cell.row == (0 if has_room else down - 1):  # where there is room below
+            _label(ax)
+        if not cell.name and cell.column == (cell.row == 1):  # the first of its row
+            ax.set_ylabel("random\ncontrol", fontsize=SMALL)
+    if has_room:
+        bar = axes_at(figure, LEFT, tops[1] + 0.45 * size, 0.6 * size, 0.07)
+    else:
+        bar = axes_at(figure, width - BAR - RIGHT + 0.02, tops[0], 0.07, size)
+    color_bar(figure, image, bar)
+    return figure
+
+
+def _cells(run: RunData, maps: Maps) -> list[_Cell]:
+    """Where each condition's map stands."""
+    labels = [label for label in arms(run) if label in maps]
+    controlled = {label for label in labels if control_of(label) in maps}
+    sinks = {label: arms(run)[label]["watched"][0] for label in labels}
+    shown = {BEFORE: next(iter(sinks.values()), 0)} | sinks
+    cells: list[_Cell] = []
+    if len(shown) + len(controlled) <= ARM_MAPS_ACROSS:
+        for label, sink in shown.items():
+            cells.append(_Cell(0, len(cells), label, label, sink))
+            if label in controlled:
+                cells.append(_Cell(0, len(cells), control_of(label), "random control", sink))
+        return cells
+    across = -(-len(shown) // -(-len(shown) // ARM_MAPS_ACROSS))  # rows of about equal length
+    for place, (label, sink) in enumerate(shown.items()):
+        row, column = (2 if controlled else 1) * (place // across), place % across
+        cells.append(_Cell(row, column, label, label, sink))
+        if label in controlled:
+            cells.append(_Cell(row + 1, column, control_of(label), "", sink))
+    return cells
+
+
+def _label(ax: Axes) -> None:
+    """What the axes are, and their ends."""
+    ends = [0, int(ax.get_xlim()[1])]
+    ax.set_xticks(ends)
+    ax.set_yticks(ends)
+    first, *last = ax.get_xticklabels()
+    first.set_horizontalalignment("left")
+    for label in last:
+        label.set_horizontalalignment("right")  # so that it does not reach into the next map
+    ax.tick_params(labelsize=SMALL, pad=1)
+    ax.set_xlabel("key", fontsize=SMALL, labelpad=-6)
+    ax.set_ylabel("query", fontsize=SMALL, labelpad=-6)
+
+
+# --- shared with arm_maps_by_layer
+
+
+def maps_by_condition(run: RunData) -> Maps:
+    table = run.tables["arm_maps"]
+    size = int(table["query"].max()) + 1
+    maps: Maps = {}
+    for (condition, layer), rows in table.groupby(["condition", "layer"], sort=False):
+        maps.setdefault(condition, {})[int(layer)] = square(rows, size)
+    return maps
+
+
+def control_of(label: str) -> str:
+    """The condition of an arm's control: of its draws, only the first has maps."""
+    return f"{label} control 0"
+
+
+def most_changed_layer(run: RunData, maps: Maps) -> int:
+    """Where the weight of the sink, an arm's first watched position, changes most.
+
+    This is the median over arms, so that one that masks the sink does not decide alone.
+    """
+    changes: dict[int, list[float]] = {layer: [] for layer in maps[BEFORE]}
+    for label, arm in arms(run).items():
+        for layer in maps.get(label, {}).keys() & changes.keys():
+            before, after = (to_sink(maps[name][layer], arm["watched"][0]) for name in (BEFORE, label))
+            changes[layer].append(abs(after - before))
+    return max(changes, key=lambda layer: np.nan_to_num(np.median(changes[layer])) if changes[layer] else 0.0)
+
+
+def to_sink(weights: np.ndarray | None, sink: int) -> float:
+    """Mean weight over the other queries that see the sink; NaN where the map has none."""
+    if weights is None or sink >= len(weights):
+        return float("nan")
+    others = np.delete(weights[:, sink], sink)
+    others = others[np.isfinite(others)]  # of a causal model those behind it
+    return float(others.mean()) if len(others) else float("nan")
+
+
+def placed_figure(width: float, height: float, text: str) -> Figure:
+    """A figure whose parts are placed in inches, closer together than a layout engine would."""
+    figure = new_figure(width, height)
+    figure.set_layout_engine("none")
+    figure.suptitle(text, y=1 - 0.04 / figure.get_figheight(), va="top")
+    return figure
+
+
+def axes_at(figure: Figure, left: float, top: float, width: float, height: float) -> Axes:
+    """Axes placed in inches, from the left and from the top."""
+    across, down = figure.get_size_inches()
+    return figure.add_axes((left / across, 1 - (top + height) / down, width / across, height / down))
+
+
+def draw_map(ax: Axes, weights: np.ndarray | None, masked: np.ndarray | None = None) -> AxesImage:
+    """Without ticks; all gray where there are no weights."""
+    image = draw_weights(ax, np.full((1, 1), np.nan) if weights is None else weights, FAINTEST, masked)
+    ax.spines[:].set(color="0.6", linewidth=0.4)
+    ax.xaxis.set_major_locator(NullLocator())
+    ax.yaxis.set_major_locator(NullLocator())
+    return image
+
+
+def color_bar(figure: Figure, image: AxesImage, ax: Axes) -> None:
+    """Along the longer side of `ax`."""
+    box = ax.get_window_extent()
+    across = box.width > box.height
+    bar = figure.colorbar(image, cax=ax, orientation="horizontal" if across else "vertical", extend="min")
+    bar.set_ticks([FAINTEST, 0.1, 1], labels=[f"{FAINTEST:g}", "0.1", "1"])
+    bar.ax.minorticks_off()
+    bar.ax.tick_params(labelsize=SMALL, pad=1)
+    bar.set_label("attention weight", fontsize=SMALL, labelpad=1)
+
+
+# --- The attention maps of all layers under every arm (NU figures 7 to 13, on one page).
+# The maps of an arm are one image, as hundreds of axes would take long to save. Where its layers do not fit in one row,
+# it has several; maps are as large as the page then allows.
+
+ALL_LAYERS_PAGE = 9.0  # inches, at most
+ALL_LAYERS_LEFT, ALL_LAYERS_RIGHT, TOP, ALL_LAYERS_BELOW = (
+    1.05,
+    0.04,
+    0.36,
+    0.4,
+)  # inches: for names; nothing; title and layers; color bar
+BETWEEN, BEFORE_CONTROL = 0.1, 0.03  # inches between arms, and between an arm and its control
+ALL_LAYERS_LETTERS = 18  # of a line of an arm's name
+CONTROL = "random control"
+LARGEST, LARGEST_WRAPPED = 0.71, 0.48  # inches a map, in a lone row and in one of several
+WORTH = 0.85  # fewer rows are better, as long as maps are this share of the largest possible
+READABLE = 0.24  # inches: controls are left out where maps would be smaller with them
+ALL_LAYERS_GAP = 0.06  # between maps, as a share of a map
+BEHIND_NUMBER = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5}
+
+
+@dataclass(frozen=True)
+class _Page:
+    """How the maps are laid out."""
+
+    conditions: dict[str, str]  # → the name beside its maps
+    rows: int  # of one condition
+    across: int  # layers in a row
+    size: float  # inches a map, with the gap behind it
+
+    @property
+    def tops(self) -> np.ndarray:
+        """Inches from the first map to each condition's first, and to the end of the last."""
+        gaps = _gaps(self.conditions)
+        return np.cumsum([0.0, *(gap + self.rows * self.size for gap in [*gaps[1:], 0.0])])
+
+
+def draw_arm_maps_by_layer(run: RunData) -> Figure:
+    maps = maps_by_condition(run)
+    layers = sorted({layer for by_layer in maps.values() for layer in by_layer})
+    page, note = _page(run, maps, len(layers))
+    width = max(ALL_LAYERS_LEFT + page.across * page.size + ALL_LAYERS_RIGHT, COLUMN)
+    text = title(run, width, note, MEAN)
+    top = TOP + 0.13 * text.count("\n") - (0.13 if page.rows > 1 else 0)  # where no layers stand above the maps
+    figure = placed_figure(width, top + page.tops[-1] + ALL_LAYERS_BELOW, text)
+    for (condition, name), above in zip(page.conditions.items(), page.tops, strict=False):
+        ax = axes_at(figure, ALL_LAYERS_LEFT, top + above, page.across * page.size, page.rows * page.size)
+        image = _mosaic(ax, maps[condition], layers, page)
+        color = "0.4" if name == CONTROL else "black"
+        ax.set_ylabel(name, fontsize=SMALL, color=color, rotation=0, ha="right", va="center", labelpad=3)
+        if page.rows > 1 or condition == BEFORE:
+            _number(ax, layers, page)
+    bar = axes_at(figure, ALL_LAYERS_LEFT, figure.get_figheight() - ALL_LAYERS_BELOW + 0.04, 1.1, 0.07)
+    color_bar(figure, image, bar)
+    tokens = len(next(iter(maps[BEFORE].values())))
+    words = f"down: {tokens} queries\nacross: {tokens} keys" + ("\nnumber: layer" if page.rows > 1 else "")
+    bar.text(1.1, 1, words, transform=bar.transAxes, va="top", fontsize=SMALL, color="0.3")
+    return figure
+
+
+def _page(run: RunData, maps: Maps, layers: int) -> tuple[_Page, str]:
+    """The page, with the controls if that leaves the maps readable, and a note of what is shown."""
+    labels = [BEFORE, *(label for label in arms(run) if label in maps)]
+    alone, controlled = {}, {}
+    for label in labels:
+        alone[label] = controlled[label] = wrapped(label, ALL_LAYERS_LETTERS, 2)
+        if control_of(label) in maps:
+            controlled[control_of(label)] = CONTROL
+    whole = _largest(controlled, layers)
+    if alone == controlled or whole.size >= READABLE:
+        return whole, "every layer"
+    return _largest(alone, layers), "every layer, controls left out"
+
+
+def _largest(conditions: dict[str, str], layers: int) -> _Page:
+    """As few rows for each condition as leave the maps about as large as possible."""
+    height = (ALL_LAYERS_PAGE - TOP - 0.13 - ALL_LAYERS_BELOW - sum(_gaps(conditions))) / len(conditions)
+    pages = []
+    for rows in range(1, layers + 1):
+        across = -(-layers // rows)
+        most = LARGEST if rows == 1 else LARGEST_WRAPPED
+        pages.append(
+            _Page(
+                conditions,
+                rows,
+                across,
+                min((WIDE - ALL_LAYERS_LEFT - ALL_LAYERS_RIGHT) / across, height / rows, most),
+            )
+        )
+    largest = max(page.size for page in pages)
+    return next(page for page in pages if page.size >= WORTH * largest)
+
+
+def _gaps(conditions: dict[str, str]) -> list[float]:
+    """Inches above each condition."""
+    return [0.0, *(BEFORE_CONTROL if name == CONTROL else BETWEEN for name in list(conditions.values())[1:])]
+
+
+def _mosaic(ax: Axes, by_layer: dict[int, np.ndarray], layers: list[int], page: _Page) -> AxesImage:
+    """Maps in reading order. A layer without one is gray below its diagonal; places without a layer are white."""
+    size = len(next(iter(by_layer.values())))
+    pitch = size + max(1, round(ALL_LAYERS_GAP * size))
+    weights = np.full((page.rows * pitch, page.across * pitch), np.nan)
+    masked = np.ones_like(weights, bool)
+    for place, layer in enumerate(layers):
+        row, column = divmod(place, page.across)
+        spot = np.s_[row * pitch : row * pitch + size, column * pitch : column * pitch + size]
+        weights[spot] = by_layer.get(layer, np.nan)
+        masked[spot] = above_diagonal(weights[spot])
+    image = draw_map(ax, weights, masked)
+    ax.spines[:].set_visible(False)
+    return image
+
+
+def _number(ax: Axes, layers: list[int], page: _Page) -> None:
+    """The layers' numbers: above a single row, else in the upper right corners, which a causal mask leaves empty."""
+    pitch = ax.get_xlim()[1] / page.across
+    if page.rows == 1:
+        ax.text(-0.3 * pitch, -0.06 * pitch, "layer", fontsize=6, ha="right", va="bottom")
+    for place, layer in enumerate(layers):
+        row, column = divmod(place, page.across)
+        if page.rows == 1:
+            look: Look = {"x": (column + 0.5) * pitch, "y": -0.06 * pitch, "ha": "center", "va": "bottom"}
+        else:
+            look = {
+                "x": (column + 1 - ALL_LAYERS_GAP) * pitch,
+                "y": row * pitch,
+                "ha": "right",
+                "va": "top",
+                "bbox": BEHIND_NUMBER,
+            }
+        ax.text(s=str(layer), fontsize=6, **look)

@@ -1,0 +1,112 @@
+"""Texts of a figure: titles, names, and tokens in printable form."""
+
+import textwrap
+from collections.abc import Iterable, Sequence
+from functools import cache
+
+import pandas as pd
+from matplotlib import font_manager
+
+from sinkscope.errors import counted
+from sinkscope.figures.style import FONT
+from sinkscope.results.run import RunData
+
+INCHES_PER_CHARACTER = 0.068  # of an 8 pt title, rather too much
+VISIBLE = {"\n": "⏎", "\r": "␍", "\t": "⇥", " ": "␣"}
+LONGEST_TOKEN = 12
+LONGEST_TITLE = 90  # characters, of figures as wide as a page
+
+
+def title(run: RunData, width: float, *shown: str) -> str:
+    """«model · condition · 100 × 64 tokens» for a figure `width` inches wide, in two lines where it is too long.
+
+    `shown` takes the place of the number of tokens in figures of a part of the run.
+    """
+    room = int(width / INCHES_PER_CHARACTER)
+    name = shorten(model_name(run.model), room)
+    rest = " · ".join([run.condition, *(shown or _size(run))])
+    text = f"{name} · {rest}"
+    return escape(text if len(text) <= room else f"{name}\n{shorten(rest, room)}")
+
+
+def heading(*parts: str) -> str:
+    """The title of a figure of several runs."""
+    return escape(shorten(" · ".join(part for part in parts if part), LONGEST_TITLE))
+
+
+def model_name(model: str) -> str:
+    """A hub id or a path without what stands before the last slash."""
+    return model.rstrip("/").split("/")[-1]
+
+
+def labels(runs: Sequence[RunData]) -> tuple[list[str], str]:
+    """A label for each run, of what differs in model, revision and condition; and what all runs have in common."""
+    parts = [(model_name(run.model), run.manifest["model"].get("revision") or "", run.condition) for run in runs]
+    if len(set(parts)) == 1:  # one run, or several that differ in other options
+        name = " · ".join(part for part in parts[0] if part)
+        return ([name] if len(runs) == 1 else [f"run {place}" for place in range(1, len(runs) + 1)]), name
+    differ = [len(set(column)) > 1 for column in zip(*parts, strict=True)]
+    names = [" · ".join(part for part, keep in zip(row, differ, strict=True) if keep and part) for row in parts]
+    common = " · ".join(part for part, keep in zip(parts[0], differ, strict=True) if part and not keep)
+    names = [shorten(name, 48) for name in names]
+    if len(set(names)) < len(names):
+        names = [f"{name} ({place})" for place, name in enumerate(names, 1)]
+    return names, common
+
+
+def _size(run: RunData) -> list[str]:
+    read = run.manifest.get("input") or {}
+    sequences, tokens = read.get("sequences"), read.get("tokens")
+    if not sequences or not tokens:
+        return []
+    if tokens % sequences == 0:
+        return [f"{sequences} × {tokens // sequences} tokens"]
+    return [f"{counted(sequences, 'sequence')}, {tokens} tokens"]
+
+
+def places(first: int, last: int) -> str:
+    """«positions 1–15»."""
+    return f"positions {first}–{last}" if last > first else f"position {first}"
+
+
+def shorten(text: str, longest: int) -> str:
+    """Leave out the middle of a text that is too long: names differ at their ends."""
+    if len(text) <= longest:
+        return text
+    head = (longest - 1) // 2
+    return f"{text[:head]}…{text[len(text) - (longest - 1 - head) :]}"
+
+
+def escape(text: str) -> str:
+    """Text between two dollar signs must not be read as a formula."""
+    return text.replace("$", r"\$")
+
+
+def wrapped(label: str, letters: int, lines: int = 4) -> str:
+    """An arm's label in lines, broken at hyphens and plus signs."""
+    parts = textwrap.wrap(label.replace("+", " + "), max(letters, 6), max_lines=lines, placeholder="…")
+    return escape("\n".join(parts))
+
+
+def token_label(token: object, token_id: float | None, longest: int = LONGEST_TOKEN) -> str:
+    """A token as visible text; «id 123» where it has no text, or text that the font cannot show."""
+    text = "".join(VISIBLE.get(sign, sign) for sign in token) if isinstance(token, str) else ""
+    has_text = text and token != f"<id {token_id}>"  # the text of a model without a tokenizer
+    if not has_text or not all(_printable(sign) for sign in text):
+        return "?" if token_id is None or pd.isna(token_id) else f"id {int(token_id)}"
+    return escape(text if len(text) <= longest else text[: longest - 1] + "…")
+
+
+def token_labels(tokens: Iterable[object], token_ids: Iterable[float], longest: int = LONGEST_TOKEN) -> list[str]:
+    return [token_label(token, token_id, longest) for token, token_id in zip(tokens, token_ids, strict=True)]
+
+
+@cache
+def _printable(sign: str) -> bool:
+    """False for U+FFFD too, which stands for a part of a character."""
+    return sign.isprintable() and sign != "\ufffd" and ord(sign) in _glyphs()
+
+
+@cache
+def _glyphs() -> frozenset[int]:
+    return frozenset(font_manager.get_font(font_manager.findfont(FONT)).get_charmap())

@@ -1,0 +1,201 @@
+"""Figures of simulated quantization."""
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.typing import HashableList
+
+from sinkscope.errors import counted
+from sinkscope.figures.axes import drawn, layer_axis, line_by_layer, name_rows, panel_grid, value_axis, wide_x_axis
+from sinkscope.figures.labels import escape, shorten, title, wrapped
+from sinkscope.figures.style import (
+    HIGHEST,
+    NAVY,
+    OTHERS,
+    REFERENCE,
+    SINK,
+    SKY,
+    VERMILION,
+    WIDE,
+    Figure,
+    Look,
+    new_figure,
+)
+from sinkscope.quantization.attention import KEYS, SCORES, SOFTMAX, VALUES
+from sinkscope.quantization.settings import ALL_LAYERS, ALONE, FULL
+from sinkscope.quantization.sites import INPUT, NO_LAYER, OUTPUT, SUM, WEIGHT
+from sinkscope.results.metrics import METRICS
+from sinkscope.results.run import RunData
+from sinkscope.verdict.quantization import label, probed, whole
+
+# --- What quantizing costs: perplexity of the whole model by setting, and with single sites quantized.
+# Top left, on all sequences. Below, every kind of site, and right, layers of the costliest kinds, on the few sequences
+# of the search for costly sites. The broken line is full precision on the same sequences.
+
+ROW, AROUND = 0.2, 1.5  # inches: a row, and what is above, between and below
+TALL = 1.6  # rows that a setting takes, whose label has two lines
+LETTERS, LONGEST = 26, 30  # of a line of a setting, of a site
+MASSIVE = "†"  # behind the name of a site
+MOST = 16  # modules in a panel, those that cost most, and as many single sites
+# within a row, so that marks with equal values are all seen
+NUDGE = {INPUT: -0.24, WEIGHT: 0.0, OUTPUT: 0.24, SCORES: -0.12, SOFTMAX: 0.12, SUM: 0.0, KEYS: -0.12, VALUES: 0.12}
+
+SETTING: Look = {"color": "black", "marker": "X", "markersize": 4.6, "mew": 0, "linestyle": "none"}
+MARKS: dict[str, Look] = {  # of different shapes, so that the colors are not needed
+    INPUT: {"marker": "o", "color": NAVY, "markersize": 4.2},
+    WEIGHT: {"marker": "D", "color": SKY, "markersize": 3.4},
+    OUTPUT: {"marker": "s", "color": VERMILION, "markersize": 3.8, "markerfacecolor": "white", "markeredgewidth": 1.0},
+    SCORES: {"marker": "^", "color": NAVY, "markersize": 4.2},
+    SOFTMAX: {"marker": "v", "color": SKY, "markersize": 4.2},
+    SUM: {"marker": "P", "color": VERMILION, "markersize": 4.2},
+    KEYS: {"marker": "<", "color": NAVY, "markersize": 4.2},
+    VALUES: {"marker": ">", "color": SKY, "markersize": 4.2},
+}
+FULL_PRECISION = REFERENCE | {"zorder": 1}
+
+
+def draw_quantization_cost(run: RunData) -> Figure:
+    alone = probed(run, ALONE)
+    kinds, sites = alone[alone["layer"] == ALL_LAYERS], alone[alone["layer"] != ALL_LAYERS].head(MOST)
+    modules = list(kinds["site"].unique()[:MOST])
+    left = TALL * (len(whole(run)) - 1) + len(modules)
+    figure = new_figure(WIDE, ROW * max(left, len(sites)) + AROUND)
+    mosaic: list[HashableList[str]] = [["whole", "sites"], ["kinds", "sites"]] if len(sites) else [["whole"], ["kinds"]]
+    axes = figure.subplot_mosaic(mosaic, height_ratios=[TALL * (len(whole(run)) - 1), len(modules)])
+    _draw_settings(axes["whole"], run)
+    reference = float(probed(run, FULL)["perplexity"].iloc[0])
+    _draw_kinds(axes["kinds"], kinds[kinds["site"].isin(modules)], reference)
+    if len(sites):
+        _draw_sites(axes["sites"], sites, reference, run.tables["quantization_sites"])
+    for name, ax in axes.items():
+        table = run.tables["quantization"] if name == "whole" else alone
+        values = drawn(ax, "x")
+        values = values[np.isfinite(values)]  # infinite ones lie beyond the axis
+        wide_x_axis(ax, values.min(), values.max(), room=1.02)
+        ax.set_xlabel(f"{METRICS['perplexity'].short}, {counted(table['sequences'].max(), 'sequence')}")
+    shown = {str(part) for part in alone["part"]}
+    marks = [Line2D([], [], linestyle="none", label=part, **look) for part, look in MARKS.items() if part in shown]
+    marks.append(Line2D([], [], label="full precision", **FULL_PRECISION))
+    if len(sites) and any(name.get_text().endswith(MASSIVE) for name in axes["sites"].get_yticklabels()):
+        marks.append(Line2D([], [], linestyle="none", label=f"{MASSIVE} holds massive activations"))
+    figure.legend(handles=marks, loc="outside lower center", ncols=5)
+    figure.suptitle(title(run, WIDE))
+    return figure
+
+
+def _draw_settings(ax: Axes, run: RunData) -> None:
+    settings = whole(run)["perplexity"]
+    quantized = settings.drop(FULL)
+    _rows(ax, [wrapped(label(run, str(setting)), LETTERS, 2) for setting in quantized.index], float(settings[FULL]))
+    for row, perplexity in enumerate(quantized):
+        ax.plot([perplexity], [row], **SETTING)
+    ax.set_title("whole model quantized")
+
+
+def _draw_kinds(ax: Axes, kinds: pd.DataFrame, reference: float) -> None:
+    """A row for each module, in the model's order, with a mark for each of its parts."""
+    modules = list(kinds.sort_index()["site"].unique())
+    _rows(ax, [escape(shorten(module, LONGEST)) for module in modules], reference)
+    for row in kinds.itertuples():
+        part = str(row.part)
+        ax.plot([row.perplexity], [modules.index(row.site) + NUDGE[part]], linestyle="none", **MARKS[part])
+    ax.set_title("one kind of site quantized")
+
+
+def _draw_sites(ax: Axes, sites: pd.DataFrame, reference: float, known: pd.DataFrame) -> None:
+    massive = known[known["is_massive"]].set_index(["layer", "site", "part"]).index
+    names = []
+    for place, row in enumerate(sites.itertuples()):
+        where = "" if row.layer == NO_LAYER else f"layer {row.layer} "
+        mark = f" {MASSIVE}" if (row.layer, row.site, row.part) in massive else ""
+        names.append(escape(where + shorten(str(row.name), LONGEST)) + mark)
+        ax.plot([row.perplexity], [place], linestyle="none", **MARKS[str(row.part)])
+    _rows(ax, names, reference)
+    ax.set_title("one site quantized")
+
+
+def _rows(ax: Axes, names: list[str], reference: float) -> None:
+    """Named rows, and the line of full precision through all of them."""
+    name_rows(ax, names)
+    ax.plot([reference, reference], [-0.5, len(names) - 0.5], **FULL_PRECISION)
+
+
+# --- The range that 8 bits must cover: largest and median entry of every site by layer, and half a step of its grid.
+# Entries below half a step round to zero: where the median lies below it, most of the tensor is lost.
+
+COLUMNS, RANGES_MOST = 4, 24  # panels in a row, and in all
+HEIGHT = 1.3  # inches of a row
+RANGES_LONGEST = 30  # letters of a title
+
+LARGEST = SINK | {"label": "largest entry"}
+MEDIAN = OTHERS | {"label": "median entry"}
+HALF_STEP = HIGHEST | {"label": "half a step: less rounds to zero"}
+RANGES_MASSIVE: Look = {
+    "label": "massive activations",
+    "linestyle": "none",
+    "marker": "o",
+    "markersize": 7,
+    "markerfacecolor": "none",
+    "markeredgecolor": VERMILION,
+    "zorder": 5,
+}
+
+
+def lacking_quantization_ranges(run: RunData) -> str | None:
+    return None if len(_sites(run)) else "none of its linear layers is in one of the model's layers"
+
+
+def draw_quantization_ranges(run: RunData) -> Figure:
+    sites = _sites(run)
+    kinds = list(_kinds(sites).items())[:RANGES_MOST]
+    across = min(COLUMNS, len(kinds))
+    figure = new_figure(WIDE, HEIGHT * -(-len(kinds) // across) + 0.7)
+    axes, lowest = panel_grid(figure, len(kinds), across)
+    for ax, (name, table) in zip(axes, kinds, strict=True):
+        _draw_kind(ax, table)
+        ax.set_title(escape(name), fontsize=7)
+        ax.margins(y=0.12)  # rings have a size
+    for ax in axes:
+        layer_axis(ax, "layer" if ax in lowest else "")
+        value_axis(ax, log=True)
+    for ax in axes[::across]:
+        ax.set_ylabel("|entry|")
+    shown = [Line2D([], [], **look) for look in (LARGEST, MEDIAN, HALF_STEP)]
+    shown += [Line2D([], [], **RANGES_MASSIVE)] * bool(sites["is_massive"].any())
+    figure.legend(handles=shown, loc="outside lower center", ncols=4)
+    calibration = run.manifest["quantization"]["calibration"]
+    figure.suptitle(title(run, WIDE, f"{counted(calibration, 'sequence')} of calibration"))
+    return figure
+
+
+def _sites(run: RunData) -> pd.DataFrame:
+    """Inputs and outputs in the layers. Where a layer has several of a kind, as of experts, the widest."""
+    table = run.tables["quantization_sites"]
+    table = table[(table["layer"] != NO_LAYER) & (table["part"] != WEIGHT)]
+    widest = table.sort_values("max_abs", ascending=False).drop_duplicates(["layer", "site", "part"])
+    return widest.sort_index()
+
+
+def _kinds(sites: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Title → rows. Linear layers that read the same tensor, as of query, key and value, share a panel."""
+    alike: dict[tuple, tuple[list[str], str, pd.DataFrame]] = {}
+    for (site, part), table in sites.groupby(["site", "part"], sort=False):
+        same = (part, *table["layer"], *table["low"], *table["high"], *table["median_abs"])
+        names, *_ = alike.setdefault(same, ([], str(part), table))
+        names.append(str(site))
+    return {f"{_joined(names)}\n{part}": table for names, part, table in alike.values()}
+
+
+def _joined(names: list[str]) -> str:
+    """The name; of several names, their last parts."""
+    return shorten(names[0] if len(names) == 1 else ", ".join(name.split(".")[-1] for name in names), RANGES_LONGEST)
+
+
+def _draw_kind(ax: Axes, table: pd.DataFrame) -> None:
+    table = table.set_index("layer").sort_index()
+    line_by_layer(ax, table["max_abs"], **LARGEST)
+    line_by_layer(ax, table["median_abs"], **MEDIAN)
+    line_by_layer(ax, table["step"] / 2, **HALF_STEP)
+    massive = table[table["is_massive"]]
+    ax.plot(massive.index, massive["max_abs"].to_numpy(float), **RANGES_MASSIVE)

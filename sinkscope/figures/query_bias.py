@@ -1,0 +1,232 @@
+"""Figures of the query bias and of the effective positional encodings (NU)."""
+
+import numpy as np
+import pandas as pd
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from sinkscope.errors import counted
+from sinkscope.figures.axes import finite, layer_axis, line_by_layer, say, value_axis, write_beside
+from sinkscope.figures.labels import title
+from sinkscope.figures.style import (
+    COLUMN,
+    GRAY,
+    GREEN,
+    HIGHEST,
+    NAVY,
+    OTHERS,
+    SINK,
+    VERMILION,
+    WIDE,
+    Figure,
+    Look,
+    new_figure,
+)
+from sinkscope.measuring.observables.query_bias import ALL_HEADS
+from sinkscope.measuring.summary import delta_gap
+from sinkscope.results.run import RunData
+
+# --- What the query bias adds to a key's logits, Δ_j, over tokens (NU figures 1 and 4).
+# A panel for each layer, all heads together. Position 0 is one token of each sequence: each histogram is scaled to its
+# own highest bin. Δ is before the logits' scaling by 1/√d. Titles say by how many standard deviations (σ) of the later
+# tokens' Δ position 0 lies above their mean.
+
+LOOKS: dict[str, Look] = {  # the later tokens beneath
+    "later": {"facecolor": VERMILION, "alpha": 0.45, "linewidth": 0},
+    "position 0": {"facecolor": NAVY, "alpha": 0.85, "linewidth": 0},
+}
+LABELS = {"position 0": "position 0", "later": "later positions"}
+MOST_COLUMNS = 8
+TALLEST = 7.6  # inches
+
+
+def draw_query_bias_distribution(run: RunData) -> Figure:
+    table, by_position = run.tables["delta_distribution"], run.tables["query_bias"]
+    gaps = delta_gap(by_position[by_position["head"] == ALL_HEADS])
+    layers = sorted(table["layer"].unique())
+    columns = min(len(layers), 4 if len(layers) <= 16 else 6 if len(layers) <= 36 else MOST_COLUMNS)
+    rows = -(-len(layers) // columns)
+    figure = new_figure(WIDE, min(TALLEST, 0.8 + rows * (1.15 if columns == 4 else 0.85)))
+    axes = figure.subplots(rows, columns, squeeze=False).ravel()
+    for ax, layer in zip(axes, layers, strict=False):
+        _panel(ax, table[table["layer"] == layer])
+        ax.set_title(_heading(layer, gaps.get(layer, np.nan)), fontsize=7 if columns == 4 else 6, pad=2)
+    for ax in axes[len(layers) :]:
+        ax.set_axis_off()
+    for ax in axes[: len(layers)][-columns:]:  # the lowest of its column
+        ax.set_xlabel("Δ, unscaled", fontsize=7)
+    figure.supylabel("tokens (highest bin = 1)")
+    handles = [Patch(label=LABELS[group], **LOOKS[group]) for group in ("position 0", "later")]
+    figure.legend(handles=handles, loc="outside lower center", ncols=2)
+    figure.suptitle(title(run, WIDE))
+    return figure
+
+
+def _heading(layer: int, gap: float) -> str:
+    return f"layer {layer}" + (f": {gap:+.1f}σ".replace("-", "−") if np.isfinite(gap) else "")
+
+
+def _panel(ax: Axes, rows: pd.DataFrame) -> None:
+    for group, look in LOOKS.items():
+        bins = rows[rows["group"] == group].sort_values("delta")
+        centers, counts = bins["delta"].to_numpy(float), bins["count"].to_numpy(float)
+        if np.isfinite(centers).all() and counts.sum() > 0:
+            width = (centers[-1] - centers[0]) / max(1, len(centers) - 1) or 1.0
+            ax.bar(centers, counts / counts.max(), width=width, **look)
+    ax.set_ylim(0, 1.08)
+    ax.set_yticks([])
+    ax.spines["left"].set_visible(False)
+    ax.xaxis.set_major_locator(MaxNLocator(3))
+    ax.tick_params(axis="x", labelsize=6)
+
+
+# --- Does the query bias point at the position that is the sink? cos(W_k EPE_i, b_Q) by layer (NU figures 2 and 5).
+# Left: all heads together, a dot for each later position, in their order within a layer's strip. Right: each head, a
+# dot for each at position 0, and the 10 % to 90 % quantiles of the later positions' cosines over heads.
+
+LATER: Look = {"color": VERMILION, "linestyle": "none", "marker": "s", "markersize": 1.6, "mew": 0}
+HEADS: Look = {"color": NAVY, "linestyle": "none", "marker": "o", "markersize": 2.2, "mfc": "none", "mew": 0.6}
+SPAN: Look = {"color": VERMILION, "alpha": 0.3, "linewidth": 0}
+SPREAD = 0.5  # of a layer's width: the dots of its positions lie side by side
+QUANTILES = (0.1, 0.9)
+
+
+def lacking_query_bias_alignment(run: RunData) -> str | None:
+    table = run.tables["query_bias"]
+    if table["key_alignment"].notna().any():
+        return None
+    if (table["delta_mean"] == 0).all():
+        return "its query bias is zero, at an angle to nothing"
+    return "its positions are not learned vectors, so that no position has a key of its own"
+
+
+def draw_query_bias_alignment(run: RunData) -> Figure:
+    table = finite(run.tables["query_bias"])
+    together, by_head = table[table["head"] == ALL_HEADS], table[table["head"] != ALL_HEADS]
+    figure = new_figure(WIDE, 2.7)
+    left, right = figure.subplots(1, 2, sharey=True)
+    _all_heads(left, together)
+    _each_head(right, by_head)
+    for ax in (left, right):
+        layer_axis(ax)
+        if value_axis(ax):
+            ax.axhline(0, color=GRAY, linewidth=0.6, zorder=1)
+    low, high = np.nanmin([ax.dataLim.y0 for ax in (left, right)]), np.nanmax([ax.dataLim.y1 for ax in (left, right)])
+    if np.isfinite([low, high]).all():
+        left.set_ylim(max(low - 0.05, -1.03), min(high + 0.05, 1.03))
+    left.set_ylabel(r"$\cos(W_k\,\mathrm{EPE}_i,\ b_Q)$")
+    handles = [
+        Line2D([], [], label="position 0, all heads", **SINK),
+        Line2D([], [], label="later positions, in order", **LATER | {"markersize": 3}),
+        Line2D([], [], label="position 0, one head", **HEADS | {"markersize": 3}),
+        Patch(label="later positions, 10–90 % over heads", **SPAN),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, columnspacing=1.4, handletextpad=0.6)
+    figure.suptitle(title(run, WIDE))
+    return figure
+
+
+def _all_heads(ax: Axes, together: pd.DataFrame) -> None:
+    ax.set_title("all heads together")
+    later = together[together["position"] > 0]
+    beside = (later["position"] - 1) / max(1, later["position"].max() - 1) - 0.5 if len(later) else 0.0
+    ax.plot(later["layer"] + SPREAD * beside, later["key_alignment"], rasterized=len(later) > 5000, **LATER)
+    line_by_layer(ax, together[together["position"] == 0].set_index("layer")["key_alignment"], **SINK)
+
+
+def _each_head(ax: Axes, by_head: pd.DataFrame) -> None:
+    ax.set_title("each head")
+    later = by_head[by_head["position"] > 0].groupby("layer")["key_alignment"]
+    low, high = later.quantile(QUANTILES[0]), later.quantile(QUANTILES[1])
+    ax.bar(low.index, high - low, bottom=low, width=SPREAD, **SPAN)
+    first = by_head[by_head["position"] == 0]
+    ax.plot(first["layer"], first["key_alignment"], **HEADS)
+
+
+# --- Does the query bias read the coordinates where EPE₀ is massive? |γ| there beside all of γ (NU tables 1 and 2)
+
+BAND: Look = {"color": GRAY, "alpha": 0.3, "linewidth": 0}
+MEAN: Look = {"color": "0.35", "linewidth": 0.9}
+GAMMA_LOOKS = (
+    SINK,
+    OTHERS,
+    HIGHEST,
+    {"color": GREEN, "linestyle": "-.", "marker": "D", "markersize": 2.4, "zorder": 5},
+)
+
+
+def lacking_gamma(run: RunData) -> str | None:
+    gamma = run.tables["gamma"]
+    if gamma["is_massive_epe"].any():
+        return None
+    if gamma["epe_0"].notna().any():
+        return "its EPE_0 has no massive coordinate"
+    return "its positions are not learned vectors, so that there is no EPE_0"
+
+
+def draw_gamma(run: RunData) -> Figure:
+    gamma = finite(run.tables["gamma"])
+    gamma = gamma.assign(magnitude=gamma["gamma"].abs())
+    by_layer = gamma.groupby("layer")["magnitude"]
+    mean, spread = by_layer.mean(), 2 * by_layer.std(ddof=0)
+    massive = gamma[gamma["is_massive_epe"]]
+    largest = massive.groupby("coordinate")["epe_0"].first().abs().sort_values(ascending=False).index
+    width = COLUMN * 1.25
+    figure = new_figure(width, 2.5)
+    ax = figure.subplots()
+    low = (mean - spread).clip(lower=0)
+    ax.bar(mean.index, mean + spread - low, bottom=low, width=0.6, **BAND)
+    line_by_layer(ax, mean, **MEAN)
+    handles: list[Artist] = []
+    for coordinate, look in zip(largest, GAMMA_LOOKS, strict=False):
+        at = massive[massive["coordinate"] == coordinate].set_index("layer")["magnitude"]
+        handles.append(line_by_layer(ax, at, label=f"d = {coordinate}", **look))
+    layer_axis(ax)
+    ax.set_ylabel("|γ|")
+    if value_axis(ax):
+        ax.set_ylim(bottom=0)
+    beyond = len(largest) - len(handles)
+    label = "mean of all" + (f" ({beyond} massive not drawn)" if beyond > 0 else "")
+    handles += [Line2D([], [], label=label, **MEAN), Patch(label="mean ± 2 std", **BAND)]
+    columns = len(handles) if len(handles) <= 4 else 3
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, columnspacing=1.0, handlelength=2)
+    figure.suptitle(title(run, width))
+    return figure
+
+
+# --- The effective positional vector of a learned position 0 (EPE₀) by coordinate, massive ones named (NU figure 6)
+
+MOST_NAMED = 12
+
+
+def lacking_epe_coordinates(run: RunData) -> str | None:
+    return None if run.tables["gamma"]["epe_0"].notna().any() else "its positions are not learned vectors"
+
+
+def draw_epe_coordinates(run: RunData) -> Figure:
+    table = run.tables["gamma"]
+    vector = table[table["layer"] == table["layer"].min()]  # the same in the rows of every layer
+    figure = new_figure(WIDE, 2.2)
+    ax = figure.subplots()
+    entries = vector[np.isfinite(vector["epe_0"])]
+    massive = entries[entries["is_massive_epe"]]
+    usual = entries[~entries["is_massive_epe"]]
+    ax.axhline(0, color=GRAY, linewidth=0.5, zorder=1)
+    ax.vlines(usual["coordinate"], 0, usual["epe_0"], color=NAVY, linewidth=0.8)
+    ax.vlines(massive["coordinate"], 0, massive["epe_0"], color=VERMILION, linewidth=1.4)
+    ax.plot(massive["coordinate"], massive["epe_0"], color=VERMILION, linestyle="none", marker="s", markersize=3)
+    named = massive.reindex(massive["epe_0"].abs().sort_values(ascending=False).index[:MOST_NAMED])
+    for coordinate, entry in zip(named["coordinate"], named["epe_0"], strict=True):
+        write_beside(ax, f"{coordinate}", coordinate, entry, space=5, size=7)
+    ax.set_xlabel("coordinate")
+    ax.set_ylabel(r"$\mathrm{EPE}_0$")
+    ax.set_xlim(-0.01 * len(vector), 1.03 * len(vector))
+    ax.margins(y=0.08)
+    if entries.empty:
+        say(ax, "no values")
+    count = len(massive)
+    figure.suptitle(title(run, WIDE, counted(count or "no", "massive coordinate")))
+    return figure

@@ -1,0 +1,622 @@
+"""Figures of one run, and metrics by layer of several runs."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+
+from sinkscope.figures.axes import (
+    band_by_layer,
+    curve,
+    drawn,
+    finite,
+    has_values,
+    layer_axis,
+    line_by_layer,
+    panel_grid,
+    say,
+    value_axis,
+    whole_numbers,
+    write_beside,
+)
+from sinkscope.figures.heatmaps import draw_weights, square
+from sinkscope.figures.labels import (
+    escape,
+    heading,
+    labels,
+    places,
+    title,
+    token_label,
+    token_labels,
+)
+from sinkscope.figures.style import (
+    COLUMN,
+    GRADUAL,
+    GRAY,
+    GUIDE,
+    HIGHEST,
+    MARKERS,
+    MEAN_LINE,
+    NAVY,
+    NEUTRAL,
+    OTHERS,
+    OUTSIDE,
+    SEQUENTIAL,
+    SINK,
+    SKY,
+    TEXT,
+    VERMILION,
+    WIDE,
+    Figure,
+    Look,
+    line_looks,
+    new_figure,
+)
+from sinkscope.measuring.observables.massive import RATIO, THRESHOLD
+from sinkscope.measuring.summary import WHOLE_MODEL, clear_sinks
+from sinkscope.results.findings import FEWEST_QUERIES
+from sinkscope.results.metrics import METRICS, UNITS, Metric
+from sinkscope.results.run import RunData
+
+# --- Which heads are sinks: window mass α₀ (GS eq. 1) of every layer and head, and the threshold of WSE
+
+MOST = 0.5  # share of the sequences in which a marked head is a sink
+ASIDE = 1.3  # inches beside the map: axis and color bar
+LOCAL = ("sliding_attention", "chunked_attention")
+
+
+def draw_sink_map(run: RunData) -> Figure:
+    attention = run.tables["attention"]
+    first = attention[attention["position"] == 0]
+    layers, heads = range(int(first["layer"].max()) + 1), range(int(first["head"].max()) + 1)
+    mass, share = (
+        first.pivot(index="layer", columns="head", values=name).reindex(index=layers, columns=heads).to_numpy(float)
+        for name in ("window_mass", "sink_rate")
+    )
+    width = float(np.clip(0.16 * len(heads), COLUMN - ASIDE, WIDE - ASIDE))  # inches, of the map
+    height = float(np.clip(0.105 * len(layers), 1.5, 6.5))
+    figure = new_figure(width + ASIDE, height + 1.1)
+    ax = figure.subplots()
+    ax.patch.set(facecolor="white", edgecolor="0.6", hatch="////", linewidth=0)  # seen where there is no attention
+    image = ax.imshow(mass, cmap=SEQUENTIAL.with_extremes(bad="none"), vmin=0, vmax=1, aspect="auto")
+    ax.spines[:].set_visible(False)
+    ax.set_xlabel("head")
+    ax.set_ylabel("layer")
+    whole_numbers(ax, "x")
+    whole_numbers(ax, "y")
+    notes = _dots(ax, share, run, width, height) + _local_layers(ax, run)
+    figure.colorbar(image, ax=ax, label=f"{METRICS['window_mass'].short} at position 0", aspect=30, pad=0.03)
+    if notes:
+        figure.legend(handles=notes, loc="outside lower center", handlelength=1.2)
+    figure.suptitle(title(run, width + ASIDE))
+    return figure
+
+
+def _dots(ax: Axes, share: np.ndarray, run: RunData, width: float, height: float) -> list[Line2D]:
+    """Mark the heads that are sinks in most sequences, with dots as large as the cells allow."""
+    layer, head = np.nonzero(share > MOST)
+    if not len(layer):
+        return []
+    cell = 72 * min(width / share.shape[1], height / share.shape[0])  # points
+    look: Look = {"linestyle": "none", "marker": "o", "mfc": "white"}
+    ax.plot(head, layer, markersize=float(np.clip(0.35 * cell, 0.8, 3)), mec="none", **look)
+    label = f"sink (ε = {run.manifest['config']['epsilon']:g}) in most sequences"
+    return [Line2D([], [], markersize=3, mec="0.3", mew=0.5, label=label, **look)]
+
+
+def _local_layers(ax: Axes, run: RunData) -> list[Line2D]:
+    """A bar beside the layers whose attention is limited to a window, which may leave the sink behind."""
+    types = run.manifest["model"].get("layer_types") or []
+    local = [layer for layer, kind in enumerate(types) if kind in LOCAL]
+    if not local:
+        return []
+    edges = np.array(local)[:, None] + (-0.5, 0.5, np.nan)  # each layer's lower and upper edge, then a gap
+    look: Look = {"color": GRAY, "linewidth": 2.5, "solid_capstyle": "butt"}
+    ax.plot(np.full(edges.size, -0.015), edges.ravel(), transform=ax.get_yaxis_transform(), clip_on=False, **look)
+    ax.tick_params(axis="y", length=0, pad=5)
+    window = run.manifest["model"].get("sliding_window")
+    label = "sliding-window layer" + (f" ({window} tokens)" if window else "")
+    return [Line2D([], [], label=label, **look)]
+
+
+# --- Sinks and massive activations occur together (GS figure 1).
+# Sink mass, sink rate, norm of the layer's output and norm of the MLP's output: token 0 against the mean and the
+# maximum over the other early tokens, all of them means over sequences, as in the paper. Beside the sink rate: how
+# often a sink is outside the text, in models that have something there. Layers count from 0. Sites that a family
+# lacks have no panel.
+
+SITES = {"layer_out": "layer output", "mlp_out": "MLP output"}
+
+
+def draw_sinks_by_layer(run: RunData) -> Figure:
+    attention, activation = run.tables["attention"], run.tables["activation"]
+    norms = {name: activation[activation["site"] == site] for site, name in SITES.items()}
+    norms = {name: rows for name, rows in norms.items() if len(rows)}
+    figure = new_figure(WIDE, 2.1)
+    axes = figure.subplots(1, 2 + len(norms), sharex=True)  # layers without attention are gaps on the left
+    mass, rate = axes[:2]
+    _panel(mass, METRICS["sink_mass"].short, "share of attention", attention, "sink_mass", share=True)
+    name = f"{METRICS['sink_rate'].short} (ε = {run.manifest['config']['epsilon']:g})"
+    _panel(rate, name, "share of heads", attention, "sink_rate", share=True)
+    if "attention_outside" in run.tables:
+        outside = run.tables["attention_outside"].groupby("layer")["sink_rate_outside"].mean()
+        line_by_layer(rate, outside, label="outside the text", **OUTSIDE)
+    for ax, (name, rows) in zip(axes[2:], norms.items(), strict=True):
+        _panel(ax, name, "L2 norm", rows, "norm_mean", log=True)
+    handles, labels = rate.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(handles))
+    figure.suptitle(title(run, WIDE))
+    return figure
+
+
+def _panel(ax: Axes, name: str, unit: str, table: pd.DataFrame, column: str, **scale: bool) -> None:
+    ax.set_title(name)
+    # over heads first: the maximum over positions is of the layer, not of one head
+    means = table.groupby(["layer", "position"])[[column]].mean().reset_index()
+    later = means[means["position"] > 0]
+    line_by_layer(ax, means[means["position"] == 0].set_index("layer")[column], label="token 0", **SINK)
+    if len(later):
+        others = places(1, int(later["position"].max()))
+        by_layer = later.groupby("layer")
+        line_by_layer(ax, by_layer[column].mean(), label=f"mean over {others}", **OTHERS)
+        line_by_layer(ax, by_layer[column].max(), label=f"maximum over {others}", **HIGHEST)
+    layer_axis(ax)
+    if value_axis(ax, **scale):
+        ax.set_ylabel(unit)
+
+
+# --- Sinks that are not at position 0, such as delimiters (S2M §3; WSE, open question 1).
+# Only positions with at least 16 queries behind them count: with fewer, a head in which tokens attend to themselves
+# would look like a sink. In an encoder all tokens are queries of every position.
+
+MOST_TOKENS = 12
+PERCENT = FuncFormatter(lambda share, _: percent(share))
+
+
+def percent(share: float) -> str:
+    """With two digits, however small the share is."""
+    return f"{float(f'{100 * share:.2g}'):g} %"
+
+
+def draw_sink_positions(run: RunData) -> Figure:
+    sinks = run.tables["sink_positions"]
+    attention = run.tables["attention"]
+    sequences = run.manifest["input"]["sequences"]
+    heads = len(attention.drop_duplicates(["layer", "head"]))
+    longest = run.manifest["input"]["longest"]
+    last = max(0, longest - FEWEST_QUERIES) if run.is_causal else longest - 1
+    sinks = clear_sinks(sinks)
+    width = WIDE if sinks.empty or sinks["position"].any() else COLUMN
+    figure = new_figure(width, 0.9 if sinks.empty else 2.5)
+    figure.suptitle(title(run, width))
+    if sinks.empty:
+        say(figure.subplots(), f"no head has a sink at {places(0, last)}, in any sequence")
+        return figure
+    later = sinks[sinks["position"] > 0]
+    widths = [1.0] if later.empty else [1.35, 1.0]
+    left, *right = figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0]
+    _positions(left, sinks, last, heads * sequences)
+    left.set_xlabel("position of the sink" + f" (with ≥ {FEWEST_QUERIES} queries behind it)" * run.is_causal)
+    if right:
+        _tokens(right[0], later, heads * sequences)
+    else:
+        left.set_title(f"no sink at {places(1, last)}" if last else "too few queries behind later positions")
+    return figure
+
+
+def _positions(ax: Axes, sinks: pd.DataFrame, last: int, pairs: int) -> None:
+    """Logarithmic, as later sinks are rare; dots only, as a length on a log axis means nothing. The broken line is one
+    pair: a position without a dot has none.
+    """
+    shares = sinks.groupby("position").size() / pairs
+    ax.set_yscale("log")
+    ax.set_ylim(0.6 * min(1 / pairs, 0.01), 1.3)
+    ax.axhline(1 / pairs, **GUIDE)
+    ax.annotate("one pair", (1, 1 / pairs), (0, 1), xycoords=ax.get_yaxis_transform(), textcoords="offset points",
+        ha="right", va="bottom", fontsize=6, color="0.35")  # fmt: skip
+    ax.grid(True, axis="y", color="0.9", linewidth=0.4)
+    size = max(0.8, 2.6 * min(1.0, 50 / max(last, 1)))  # long sequences have many dots
+    ax.plot(shares.index, shares, linestyle="none", marker="o", markersize=size, color=NAVY, clip_on=False)
+    ax.yaxis.set_major_formatter(PERCENT)
+    ax.yaxis.set_minor_formatter(NullFormatter())
+    if 0 in shares.index:
+        write_beside(ax, percent(shares[0]), 0, shares[0], space=5)
+    ax.set_ylabel("share of (head, sequence) pairs")
+    whole_numbers(ax, "x")
+    ax.set_xlim(-0.03 * max(last, 20), max(last, 0.5) + 0.03 * max(last, 20))
+
+
+def _tokens(ax: Axes, later: pd.DataFrame, pairs: int) -> None:
+    ax.set_xlabel("share of (head, sequence) pairs")
+    shares = token_shares(later, pairs).head(MOST_TOKENS)
+    labels = [token_label(token, token_id) for token_id, token in shares.index]
+    rows = range(len(shares))
+    ax.barh(rows, shares, color=VERMILION, height=0.65)
+    ax.set_yticks(rows, labels)
+    ax.set_ylabel("token of a later sink")
+    ax.tick_params(axis="y", length=0)
+    ax.set_ylim(max(len(shares), 4) - 0.4, -0.6)
+    ax.set_xlim(0, shares.max() * 1.18)
+    ax.xaxis.set_major_locator(MaxNLocator(4))
+    ax.xaxis.set_major_formatter(PERCENT)
+    for row, share in zip(rows, shares, strict=True):
+        write_beside(ax, percent(share), share, row)
+
+
+def token_shares(later: pd.DataFrame, pairs: int) -> pd.Series:
+    """By (token_id, token): the share of (head, sequence) pairs with that token as a later sink."""
+    once = later.drop_duplicates(["layer", "head", "sequence", "token_id"])
+    counts = once.groupby(["token_id", "token"], dropna=False).size()
+    return (counts / pairs).sort_values(ascending=False, kind="stable")
+
+
+# --- Attention weights of selected heads on one sequence, from the strongest sink to the weakest
+
+ACROSS = 3
+FAINTEST = 1e-3  # of the color scale: a sink's column and a diagonal can both be read
+
+
+def draw_attention_maps(run: RunData) -> Figure:
+    table = run.tables["attention_maps"]
+    heads = table.groupby(["layer", "head"])
+    across = min(ACROSS, len(heads))
+    width = WIDE * (across + 0.45) / (ACROSS + 0.45)
+    figure = new_figure(width, 1.98 * -(-len(heads) // across) + 0.65)
+    axes, _ = panel_grid(figure, len(heads), across)
+    for ax, ((layer, head), rows) in zip(axes, heads, strict=True):
+        image = draw_weights(ax, square(rows, int(rows["query"].max()) + 1), FAINTEST)
+        ax.set_title(f"layer {layer}, head {head}")
+        whole_numbers(ax, "x")
+        whole_numbers(ax, "y")
+    figure.colorbar(image, ax=figure.axes, label="attention weight", aspect=30, pad=0.02, extend="min")
+    figure.supxlabel("key position")
+    figure.supylabel("query position")
+    figure.suptitle(title(run, width, f"one sequence ({table['sequence'].iloc[0]})"))
+    return figure
+
+
+# --- Why the first key is a sink: its norm is small, and its angle to the queries decides (WSE figure 2).
+# Norms of query, key and value, cosine and norm product of query and key, and the logit gap that they make (VGA
+# §4.1), of position 0 and the mean over the other positions. Lines are means over heads, bands their 10 % to 90 %
+# quantiles.
+
+PANELS = (  # column, name, unit, log scale
+    ("query_norm", "query ‖q‖", "L2 norm", True),
+    ("key_norm", "key ‖k‖", "L2 norm", True),
+    ("value_norm", "value ‖v‖", "L2 norm", True),
+    ("qk_cosine", "cos(q, k)", "cosine", False),
+    ("qk_norm_product", "‖q‖ ‖k‖", "product of L2 norms", True),
+    ("sink_logit_gap", "gap to the other keys", "logits", False),
+)
+BAND = (0.1, 0.9)
+
+
+def draw_query_key_geometry(run: RunData) -> Figure:
+    geometry = run.tables["geometry"]
+    figure = new_figure(WIDE, 3.7)
+    axes = figure.subplots(2, 3, sharex=True)
+    for ax, (column, name, unit, log) in zip(axes.flat, PANELS, strict=True):
+        ax.set_title(name)
+        _lines(ax, geometry, column)
+        layer_axis(ax, "layer" if ax in axes[-1] else "")
+        if value_axis(ax, log):
+            ax.set_ylabel(unit)
+        if not log:
+            ax.axhline(0, **NEUTRAL)
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    handles.append(Patch(color=GRAY, alpha=0.35, linewidth=0))
+    figure.legend(handles, [*labels, "10–90 % of heads"], loc="outside lower center", ncols=3)
+    figure.suptitle(title(run, WIDE))
+    return figure
+
+
+def _lines(ax: Axes, geometry: pd.DataFrame, column: str) -> None:
+    at_first = geometry["position"] == 0
+    for rows, label, look in (
+        (geometry[at_first], "position 0", SINK),
+        (geometry[~at_first], "mean over the other positions", OTHERS),
+    ):
+        if rows.empty:  # --positions 1
+            continue
+        by_layer = rows.groupby(["layer", "head"])[column].mean().groupby("layer")
+        low, high = by_layer.quantile(BAND[0]), by_layer.quantile(BAND[1])
+        band_by_layer(ax, low, high, color=look["color"], alpha=0.2, linewidth=0)
+        line_by_layer(ax, by_layer.mean(), label=label, **look)
+
+
+# --- What gates leave at position 0 and elsewhere: a retrofit's, or the model's own (VGA §3.2; GS §5.1).
+# Left by layer, means over heads with bands from their 10 % to their 90 % quantiles, position 0 against the mean over
+# the other positions; right by position, a thin line for each layer. A gate of 1 changes nothing.
+
+
+def draw_gates_by_layer(run: RunData) -> Figure:
+    figure = new_figure(WIDE, 2.3)
+    by_layer, by_position = figure.subplots(1, 2, sharey=True)
+    _by_layer(by_layer, run)
+    _by_position(by_position, run)
+    figure.legend(loc="outside lower center", ncols=5, columnspacing=1.2)
+    figure.suptitle(title(run, WIDE))
+    return figure
+
+
+def _by_layer(ax: Axes, run: RunData) -> None:
+    gate = finite(run.tables["gate"])
+    at_first = gate["position"] == 0
+    for rows, label, look in (
+        (gate[at_first], "position 0", SINK),
+        (gate[~at_first], "mean over the other positions", OTHERS),
+    ):
+        if rows.empty:  # --positions 1
+            continue
+        heads = rows.groupby(["layer", "head"])["gate"].mean().groupby("layer")
+        band_by_layer(ax, heads.quantile(BAND[0]), heads.quantile(BAND[1]), color=look["color"], alpha=0.2, linewidth=0)
+        line_by_layer(ax, heads.mean(), label=label, **look)
+    ax.fill_between([], [], color=GRAY, alpha=0.35, linewidth=0, label="10–90 % of heads")
+    ax.set_ylabel("gate, a factor")
+    layer_axis(ax)
+    ax.set_xlim(*_room(run))
+    value_axis(ax)
+
+
+def _room(run: RunData) -> tuple[float, float]:
+    """From the first to the last layer, those without attention too where they were measured."""
+    last = max(int(run.tables[name]["layer"].max()) for name in ("gate", "activation") if name in run.tables)
+    return -0.3, last + 0.3
+
+
+def _by_position(ax: Axes, run: RunData) -> None:
+    means = finite(run.tables["gate"]).groupby(["layer", "position"])["gate"].mean().unstack("layer")
+    for place, layer in enumerate(means):
+        ax.plot(means.index, means[layer], color=SKY, linewidth=0.7, label="" if place else "one layer")
+    ax.plot(means.index, means.mean(axis=1), label="mean over layers", **MEAN_LINE)
+    ax.set_xlabel("position")
+    whole_numbers(ax, "x")
+    value_axis(ax)
+
+
+# --- Massive activations by layer (after the layer-wise figure of Sun et al. 2024).
+# The three largest magnitudes of each layer's output and the median magnitude, means over sequences. Layers where most
+# sequences have a massive activation are shaded: above 100, and above 1000 × the median, the two thin lines.
+
+LOOKS = (("largest", SINK), ("second", OTHERS), ("third", HIGHEST))
+MEDIAN: Look = {"color": "0.45", "linestyle": "-.", "marker": "D"}
+RULE = GUIDE | {"linestyle": (0, (1, 1))}
+SHADE = "0.9"
+
+
+def draw_massive_activations(run: RunData) -> Figure:
+    massive = run.tables["massive"]
+    figure = new_figure(TEXT, 2.7)
+    ax = figure.subplots()
+    for rank, (label, look) in enumerate(LOOKS):
+        by_layer = top_magnitudes(massive, rank)
+        if len(by_layer):
+            line_by_layer(ax, by_layer, label=label, **look)
+    sequences = massive.drop_duplicates(["layer", "sequence"])
+    median = sequences.groupby("layer")["median"].mean()
+    line_by_layer(ax, median, label="median", **MEDIAN)
+    if has_values(ax, log=True):
+        line_by_layer(ax, RATIO * median, label=f"{RATIO:g} × median", **RULE)
+        ax.axhline(THRESHOLD, label=f"{THRESHOLD:g}", **GUIDE)
+    layer_axis(ax)
+    ax.set_ylabel("|activation|, mean over sequences")
+    ax.margins(x=0.02)
+    value_axis(ax, log=True)
+    handles, labels = ax.get_legend_handles_labels()
+    if _shade(ax, massive):
+        handles.append(Patch(color=SHADE, linewidth=0))
+        labels.append("massive in most sequences")
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, columnspacing=1.2)
+    figure.suptitle(title(run, TEXT))
+    return figure
+
+
+def top_magnitudes(massive: pd.DataFrame, rank: int) -> pd.Series:
+    """By layer: the mean over sequences of the largest (rank 0), second or third magnitude."""
+    magnitude = massive.assign(value=massive["value"].abs()).sort_values("value", ascending=False)
+    return magnitude.groupby(["layer", "sequence"]).nth(rank).groupby("layer")["value"].mean()
+
+
+def _shade(ax: Axes, massive: pd.DataFrame) -> bool:
+    """Shade the layers where most sequences have a massive activation, if there are any."""
+    having = massive[massive["is_massive"].astype(bool)].groupby("layer")["sequence"].nunique()
+    layers = sorted(having[having > massive["sequence"].nunique() / 2].index)
+    for layer in layers:
+        ax.axvspan(layer - 0.5, layer + 0.5, color=SHADE, linewidth=0, zorder=0)
+    return bool(layers)
+
+
+# --- Where in one hidden state the massive activations are: tokens × coordinates (Sun et al. 2024, fig. 1).
+# The layer with the largest activation, first sequence. Above, the coordinates with the largest magnitudes; below,
+# evenly spaced ones for comparison.
+
+MASSIVE_MAP_FAINTEST = 0.25  # this share of the magnitudes lies below the color scale, so that usual ones stay pale
+
+
+def draw_massive_map(run: RunData) -> Figure:
+    table = run.tables["massive_map"]
+    layer = table["layer"].iloc[0]
+    is_top = table["is_top"].astype(bool)
+    named = {
+        "largest\ncoordinates": _grid(table[is_top], by_size=True),
+        "evenly spaced\ncoordinates": _grid(table[~is_top]),
+    }
+    parts = [(part, name) for name, part in named.items() if part.size]
+    rows = [max(6, len(part)) for part, _ in parts]  # at least as high as the panel's name is long
+    figure = new_figure(WIDE, 0.12 * sum(rows) + 1.5)
+    axes = figure.subplots(len(parts), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
+    sequence = f"one sequence ({table['sequence'].iloc[0]})"
+    figure.suptitle(title(run, WIDE, sequence, f"output of layer {layer}"))
+    scale = _scale(table["magnitude"])
+    for ax, (part, name) in zip(axes, parts, strict=True):
+        if scale is None:
+            say(ax, "no positive values")
+            continue
+        ax.spines[:].set_visible(False)
+        ax.set_ylabel(name)
+        image = ax.imshow(part.clip(lower=scale.vmin), cmap=SEQUENTIAL, norm=scale, aspect="auto")
+        ax.set_yticks(range(len(part)), [str(coordinate) for coordinate in part.index])
+        ax.tick_params(length=0, labelsize=6)
+    if scale is not None:
+        figure.colorbar(image, ax=list(axes), label="|activation|", aspect=25, pad=0.015, extend="min")
+        _name_tokens(axes[-1], table)
+    return figure
+
+
+def _grid(table: pd.DataFrame, by_size: bool = False) -> pd.DataFrame:
+    """Coordinates × positions, in order or with the largest magnitude first."""
+    grid = table.pivot(index="coordinate", columns="position", values="magnitude")
+    return grid.loc[grid.max(axis=1).sort_values(ascending=False, kind="stable").index] if by_size else grid
+
+
+def _scale(magnitude: pd.Series) -> LogNorm | None:
+    positive = magnitude[np.isfinite(magnitude) & (magnitude > 0)]
+    if positive.empty:
+        return None
+    high = float(positive.max())
+    return LogNorm(min(float(positive.quantile(MASSIVE_MAP_FAINTEST)), high / 10), high)
+
+
+def _name_tokens(ax: Axes, table: pd.DataFrame) -> None:
+    """Every token by its text, along the sequence."""
+    tokens = table.drop_duplicates("position").sort_values("position")
+    labels = token_labels(tokens["token"], tokens["token_id"])
+    ax.set_xticks(range(len(tokens)), labels, rotation=90, fontsize=5.5)
+    ax.tick_params(axis="x", pad=1)
+    ax.set_xlabel("token, from position 0")
+
+
+# --- Perplexity of a long text read through a short cache (StreamingLLM, Xiao et al. 2024, figure 3 and table 1).
+# Left, by token, for the shortest window: dense attention, the last tokens alone, and with the largest number of first
+# tokens kept. Right, over all tokens, by the number of first tokens kept, for every window.
+
+DENSE = SINK | {"marker": "", "label": "dense"}
+DASHES = ("--", ":", "-.", "-")
+
+
+def draw_streaming_perplexity(run: RunData) -> Figure:
+    table = run.tables["streaming"]
+    figure = new_figure(WIDE, 2.4)
+    by_token, by_kept = figure.subplots(1, 2, width_ratios=(3, 2))
+    _by_token(by_token, table[table["bucket"] >= 0])
+    _by_kept(by_kept, table[table["bucket"] < 0])
+    figure.suptitle(title(run, WIDE))
+    return figure
+
+
+def _by_token(ax: Axes, buckets: pd.DataFrame) -> None:
+    window, most = int(buckets.loc[buckets["window"] > 0, "window"].min()), int(buckets["keep"].max())
+    ways = [("dense", -1, 0, DENSE), ("window", window, 0, OTHERS | {"label": f"last {window}"})]
+    if most:
+        ways.append(("sinks kept", window, most, HIGHEST | {"label": f"first {most} and last {window}"}))
+    for method, last, keep, look in ways:
+        of_method = (buckets["method"] == method) & (buckets["window"] == last) & (buckets["keep"] == keep)
+        by_bucket = buckets[of_method].set_index("bucket")["perplexity"].sort_index()
+        curve(ax, by_bucket.set_axis(_middles(by_bucket.index.to_numpy(float))), **look)
+    ax.set_title(f"by token; the window of {window} slides from the dotted line on")
+    ax.set_xlabel("token index")
+    ax.set_ylabel("perplexity")
+    ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    if value_axis(ax, log=True):
+        ax.axvline(window, color=GRAY, linewidth=0.7, linestyle=(0, (1, 2)), zorder=1)
+        _legend_above(ax, columns=3)
+
+
+def _middles(starts: np.ndarray) -> np.ndarray:
+    """The middles of buckets of equal width, by their first tokens; only the last may be shorter."""
+    width = np.diff(starts).min() if len(starts) > 1 else 1.0
+    return starts + (width - 1) / 2
+
+
+def _by_kept(ax: Axes, totals: pd.DataFrame) -> None:
+    streams = totals[totals["window"] > 0]
+    kept = sorted(streams["keep"].unique())  # 0, 1, 2, 4, 8: drawn at even distances
+    windows = sorted(streams["window"].unique())
+    dense = float(totals.loc[totals["method"] == "dense", "perplexity"].iloc[0])
+    ax.plot([-0.3, len(kept) - 0.7], [dense, dense], **DENSE)
+    for nth, window in enumerate(windows):
+        by_kept = streams[streams["window"] == window].set_index("keep")["perplexity"].reindex(kept)
+        look: Look = {
+            "color": GRADUAL(1 - 0.65 * nth / max(len(windows) - 1, 1)),
+            "marker": MARKERS[nth % len(MARKERS)],
+            "linestyle": DASHES[nth % len(DASHES)],
+        }
+        ax.plot(range(len(kept)), by_kept.to_numpy(float), zorder=3, label=f"last {window}", **look)
+    ax.set_title("over all tokens")
+    ax.set_xticks(range(len(kept)), [str(n) for n in kept])
+    ax.set_xlabel("first tokens kept")
+    ax.set_ylabel("perplexity")
+    values = drawn(ax, "y")
+    values = values[np.isfinite(values)]
+    if value_axis(ax, log=bool(len(values) and values.max() > 10 * values.min())):
+        _legend_above(ax, columns=2)
+
+
+def _legend_above(ax: Axes, columns: int) -> None:
+    """A legend above the lines, for which room is made."""
+    low, high = ax.get_ylim()
+    rows = -(-len(ax.get_legend_handles_labels()[1]) // columns)
+    room = 0.1 + 0.12 * rows
+    ax.set_ylim(low, high * (high / low) ** room if ax.get_yscale() == "log" else high + room * (high - low))
+    ax.legend(loc="upper center", ncols=columns, columnspacing=1.2, borderaxespad=0.1)
+
+
+# --- Several runs side by side, by layer, or by relative depth where their numbers of layers differ
+
+COMPARISON_PANELS = ("sink_rate", "value_drain", "norm_ratio", "massive_count")  # metrics of `summary`
+LEGEND = 108  # characters across
+MANY = 10  # massive activations per sequence: with more than this, a linear scale would hide the other models
+
+
+def draw_by_layer(runs: Sequence[RunData]) -> Figure:
+    names, common = labels(runs)
+    depths = [max(0, int(run.tables["summary"]["layer"].max())) + 1 for run in runs]
+    is_relative = len(set(depths)) > 1
+    across = max(1, min(4, LEGEND // (max(map(len, names)) + 8)))
+    figure = new_figure(WIDE, 3.6 + 0.15 * -(-len(runs) // across))
+    axes = figure.subplots(2, 2)
+    for ax, metric in zip(axes.flat, COMPARISON_PANELS, strict=True):
+        for run, label, depth, look in zip(runs, names, depths, line_looks(), strict=False):
+            line = line_by_layer(ax, _comparison_by_layer(run, metric), label=label, **look)
+            if is_relative:
+                line.set_xdata(np.asarray(line.get_xdata()) / max(depth - 1, 1))
+        _finish(ax, METRICS[metric], is_relative)
+    _spread(axes[1, 1])
+    figure.legend(axes[0, 0].lines, [escape(name) for name in names], loc="outside lower center", ncols=across)
+    if common:
+        figure.suptitle(heading(common))
+    return figure
+
+
+def _finish(ax: Axes, metric: Metric, is_relative: bool) -> None:
+    ax.set_title(metric.short)
+    if is_relative:
+        ax.set_xlim(-0.03, 1.03)
+        ax.set_xlabel("relative depth")
+    else:
+        layer_axis(ax)
+    if value_axis(ax, log=metric.unit == "ratio", share=metric.unit == "share"):
+        ax.set_ylabel(UNITS.get(metric.unit, metric.unit) or "count")
+    if ax.get_yscale() == "log":
+        ax.axhline(1, **NEUTRAL)
+
+
+def _spread(ax: Axes) -> None:
+    """Counts from 0 to hundreds: linear up to 1, logarithmic above."""
+    counts = drawn(ax, "y")
+    counts = counts[np.isfinite(counts)]
+    if np.any(counts > MANY):
+        ax.set_yscale("symlog", linthresh=1)
+        ax.set_ylim(-0.15, 1.5 * counts.max())
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def _comparison_by_layer(run: RunData, metric: str) -> pd.Series:
+    summary = run.tables["summary"]
+    rows = summary[(summary["metric"] == metric) & (summary["layer"] != WHOLE_MODEL)]
+    return rows.set_index("layer")["value"]

@@ -1,0 +1,55 @@
+"""What the register says of a figure: its name, what it shows, the tables that it needs, and how it is drawn."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Generic, TypeVar
+
+from sinkscope.errors import InputError, Known
+from sinkscope.figures.style import Figure, in_style
+
+# What a figure is drawn from: a run, several runs, runs by training step, or the arms of a training.
+Data_contra = TypeVar("Data_contra", contravariant=True)
+
+
+@dataclass(frozen=True)
+class FigureSpec(Generic[Data_contra]):
+    """One figure.
+
+    Attributes:
+        name: As in `sinkscope list figures`, and of its files.
+        file: The module of this folder that has its functions, imported when they are used.
+        about: What it shows, in one line.
+        tables: The tables that it needs, with at least one row each.
+    """
+
+    name: str
+    file: str
+    about: str
+    tables: tuple[str, ...]
+
+    def lacking(self, data: Data_contra) -> str | None:
+        """What the data lack beyond the tables; None if the figure can be drawn."""
+        lacking = self._function("lacking")
+        return None if lacking is None else lacking(data)
+
+    def __call__(self, data: Data_contra) -> Figure:
+        """Draw it in sinkscope's style.
+
+        Raises:
+            InputError: the data have nothing to draw.
+        """
+        reason = self.lacking(data)
+        if reason is not None:
+            raise InputError(f"figure '{self.name}' has nothing to draw: {reason}")
+        with in_style():
+            return self._function("draw")(data)
+
+    def _function(self, what: str) -> Any:
+        module = import_module(f"sinkscope.figures.{self.file}")
+        return getattr(module, f"{what}_{self.name.replace('-', '_')}", None)
+
+
+def draw_all(specs: Mapping[str, FigureSpec[Data_contra]], data: Data_contra) -> dict[str, Figure]:
+    """The figures that the data allow, by name."""
+    return Known("figure", {name: spec(data) for name, spec in specs.items() if spec.lacking(data) is None})

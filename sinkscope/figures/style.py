@@ -1,0 +1,120 @@
+"""How figures look: one style that can be read in print, in grayscale and with any color vision.
+
+Nothing here uses pyplot or changes matplotlib's global settings.
+"""
+
+import io
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import matplotlib.style
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure as MatplotlibFigure
+from PIL import Image
+
+TEXT, WIDE = 5.5, 6.75  # inches: the text width of one-column and of two-column proceedings
+COLUMN = 3.25  # one of the two columns
+FONT = "DejaVu Sans"  # part of matplotlib: the same figure on every machine
+
+STYLE_SHEET = Path(__file__).with_name("sinkscope.mplstyle")
+SETTINGS: dict[str, Any] = {
+    str(name): value for name, value in matplotlib.rc_params_from_file(STYLE_SHEET, use_default_template=False).items()
+}
+
+Look = dict[str, Any]  # keyword arguments of matplotlib's artists
+
+# Lines differ in color, lightness, dashes and marker: any one of them is enough to tell them apart.
+NAVY, VERMILION, SKY, GREEN, GRAY = "#10315c", "#c8501e", "#6fb1dc", "#4f9a6b", "#8a8a8a"
+# Broken and thinner lines lie on top, so that lines that coincide are all seen.
+SINK: Look = {"color": NAVY, "linestyle": "-", "marker": "o", "linewidth": 1.3, "markersize": 3, "zorder": 2}
+MEAN_LINE: Look = SINK | {"color": "black", "linewidth": 1.4, "zorder": 4}  # a mean among lines of layers
+OTHERS: Look = {"color": VERMILION, "linestyle": "--", "marker": "s", "markersize": 2.4, "zorder": 3}
+HIGHEST: Look = {"color": SKY, "linestyle": ":", "marker": "^", "markersize": 2.4, "zorder": 4}
+REFERENCE: Look = {"color": "0.35", "linewidth": 0.9, "linestyle": (0, (3, 1.5))}
+OUTSIDE: Look = {"color": "#8d4a86", "marker": "D", "linestyle": (0, (4, 1.5))}  # what is no token of the text
+GUIDE: Look = {"color": GRAY, "linewidth": 0.9, "linestyle": (0, (4, 2)), "zorder": 1.5}  # of theory, or of no effect
+NEUTRAL: Look = {"color": GRAY, "linewidth": 0.6, "zorder": 0}  # no effect, behind the lines
+
+# Of any number of lines: models, runs, arms.
+COLORS = (NAVY, VERMILION, SKY, "#1b7a5a", "#e3a82b", "#8d4a86", "#555555")
+DASHES = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)), (0, (7, 2)))
+MARKERS = "os^Dv<>P"
+
+SEQUENTIAL = colormaps["magma_r"].with_extremes(bad="#d9d9d9")  # perceptually uniform; dark is high
+GRADUAL = ListedColormap(SEQUENTIAL(np.linspace(0.15, 0.8, 256)), "gradual")  # for lines: all are seen on white
+
+
+def line_looks() -> Iterator[Look]:
+    """Looks that differ from one another, without end."""
+    for color, dashes, marker in zip(cycle(COLORS), cycle(DASHES), cycle(MARKERS), strict=False):
+        yield {"color": color, "linestyle": dashes, "marker": marker}
+
+
+@contextmanager
+def in_style() -> Iterator[None]:
+    """These settings on top of matplotlib's defaults; the user's settings are restored afterwards."""
+    with matplotlib.style.context(["default", SETTINGS]):
+        yield
+
+
+class Figure(MatplotlibFigure):
+    """A figure made without pyplot, which a notebook can show, and which is saved in this style from anywhere."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        FigureCanvasAgg(self)
+
+    def lay_out(self) -> None:
+        """Place everything as in a PNG file, for good: matplotlib would do it for every file, and draw all for that."""
+        engine = self.get_layout_engine()
+        if engine is None:
+            return
+        with in_style():
+            dpi, saved_at = self.get_dpi(), matplotlib.rcParams["savefig.dpi"]
+            self.set_dpi(dpi if saved_at == "figure" else saved_at)
+            engine.execute(self)
+            self.set_dpi(dpi)
+            self.set_layout_engine(None)
+
+    def savefig(self, fname: Any, **kwargs: Any) -> None:
+        """Save it with embedded fonts and without a date, so that equal tables give equal files."""
+        kind = str(kwargs.get("format") or os.path.splitext(str(fname))[1][1:]).lower()
+        undated = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}.get(kind)
+        if undated is not None:
+            kwargs["metadata"] = undated | kwargs.get("metadata", {})
+        if not kind or not isinstance(fname, str | os.PathLike):
+            with in_style():
+                super().savefig(fname, **kwargs)
+            return
+        drawn = io.BytesIO()  # where the disk is full, matplotlib's own error does not say so
+        once = {"pil_kwargs": {"compress_level": 1}} if kind == "png" else {}  # it is compressed again, and better
+        self.savefig(drawn, **once | kwargs | {"format": kind})
+        Path(fname).write_bytes(_smaller(drawn.getvalue()) if kind == "png" else drawn.getvalue())
+
+    def _repr_png_(self) -> bytes:
+        """What a notebook shows."""
+        buffer = io.BytesIO()
+        self.savefig(buffer, format="png")
+        return buffer.getvalue()
+
+
+def _smaller(png: bytes) -> bytes:
+    """The same picture, without the channel that says that nothing is transparent: a tenth of the file."""
+    image = Image.open(io.BytesIO(png))
+    opaque = image.mode != "RGBA" or image.getchannel("A").getextrema() == (255, 255)
+    smaller = io.BytesIO()
+    (image.convert("RGB") if opaque else image).save(smaller, "PNG", dpi=image.info["dpi"], optimize=True)
+    return smaller.getvalue()
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Sizes in inches. It is saved at this size, so that font sizes are true."""
+    return Figure(figsize=(width, height), layout="constrained")

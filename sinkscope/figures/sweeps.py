@@ -1,0 +1,477 @@
+"""Figures of the cells of a sweep."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, NullLocator
+from pandas.core.groupby import DataFrameGroupBy
+
+from sinkscope.figures.axes import curve, log_ticks, name_rows, panel_grid, value_axis, with_decades
+from sinkscope.figures.labels import escape, heading, shorten
+from sinkscope.figures.steps import seeds_words, step_axis
+from sinkscope.figures.style import (
+    GRAY,
+    GUIDE,
+    HIGHEST,
+    NAVY,
+    NEUTRAL,
+    OTHERS,
+    SINK,
+    TEXT,
+    VERMILION,
+    WIDE,
+    Figure,
+    Look,
+    line_looks,
+    new_figure,
+)
+from sinkscope.paper_claims.arms import SINK as SINK_RATE
+from sinkscope.results.metrics import METRICS
+from sinkscope.results.papers import LENGTH, SETTING, TRANSCRIBED, WSE_TABLE_1
+from sinkscope.text.sources import DRAWN
+from sinkscope.verdict.factor_study import LEVEL, TABLE, at_the_end, measured_at, published, with_levels, without_key
+from sinkscope.verdict.sweep_tables import ENDS, EPSILON, NO_STEP, SweepTables, several
+
+# --- What the figures of sweeps share: sink rates as rows of dots, and as lines, with their intervals
+
+ROW, AROUND = 0.34, 0.95  # inches
+SPREAD = 0.28  # of a row's height, to both sides of its middle
+PANEL, ACROSS = 1.5, 3  # inches, and panels in a row
+LEGEND = 84  # characters across
+LONGEST_NAME = 32
+BAR = 1.1  # points: a bar through a dot
+BAND: Look = {"alpha": 0.22, "linewidth": 0}
+INTERVAL = "95 % over sequences"
+RATE, LIMITS = "sink rate at position 0 in %", (-3, 103)
+
+
+def model_names(models: Iterable[str]) -> list[str]:
+    return [escape(shorten(model, LONGEST_NAME)) for model in models]
+
+
+def dots_by_model(rows: pd.DataFrame, by: str, said: dict[str, Look] | None = None) -> tuple[Figure, Axes]:
+    """A row for each model, in it a dot for each value of `by` at its sink rate, each a little lower. A bar through the
+    dot is its 95 % interval over sequences.
+    """
+    models = list(rows["model"].unique())
+    figure = new_figure(TEXT, ROW * len(models) + AROUND)
+    ax = figure.subplots()
+    looks = said or {}
+    for (value, beside), look in zip(places_in_row(rows[by]).items(), line_looks(), strict=False):
+        found = rows[rows[by] == value]
+        where = [models.index(model) + beside for model in found["model"]]
+        own = looks.get(value, look) | {"linestyle": "none"}
+        ax.plot(100 * found["sink_rate"], where, label=escape(str(value)), **own)
+        low, high = (100 * found.get(end, pd.Series(np.nan, found.index)) for end in ENDS)
+        ax.hlines(where, low, high, color=own["color"], linewidth=BAR)
+    name_rows(ax, model_names(models))
+    rate_axis(ax, "x")
+    handles = [*ax.lines, *([Line2D([], [], color="0.3", linewidth=BAR, label=INTERVAL)] if has_ends(rows) else [])]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4)
+    return figure, ax
+
+
+def has_ends(rows: pd.DataFrame) -> bool:
+    """Whether any rate has an interval."""
+    return bool(np.isfinite(rows.reindex(columns=ENDS).to_numpy(float)).any())
+
+
+def places_in_row(values: pd.Series) -> dict[str, float]:
+    """Where each value's dots stand, from the middle of a row."""
+    different = list(values.unique())
+    places = np.linspace(-SPREAD, SPREAD, len(different)) if len(different) > 1 else np.zeros(len(different))
+    return dict(zip(different, map(float, places), strict=True))
+
+
+def lines_by_input(rows: pd.DataFrame, x: str, by: Sequence[str] = ("model",)) -> tuple[Figure, list[Axes], list[Axes]]:
+    """The sink rate by the column `x`: a panel for each input, in it a line for each combination of `by`, which is the
+    mean where several cells differ in nothing that is shown. Bands are those cells' lowest and highest rates, or a
+    single one's 95 % interval over sequences.
+
+    Returns:
+        The figure, its panels, and those that are the lowest of their column.
+    """
+    inputs = list(rows["input"].unique())
+    across = min(len(inputs), ACROSS)
+    rows = rows.assign(line=_line_names(rows, by))
+    looks = dict(zip(rows["line"].unique(), line_looks(), strict=False))
+    legend_across = max(1, min(4, LEGEND // (max(map(len, looks)) + 8)))
+    height = PANEL * -(-len(inputs) // across) + 0.55 + 0.16 * -(-len(looks) // legend_across)
+    figure = new_figure(TEXT, height)
+    axes, lowest = panel_grid(figure, len(inputs), across)
+    for ax, reads in zip(axes, inputs, strict=True):
+        for name, found in rows[rows["input"] == reads].groupby("line", sort=False):
+            means = found.groupby(x)["sink_rate"].mean()
+            curve(ax, 100 * means, label=escape(str(name)), markersize=2.4, **looks[name])
+            ends = 100 * _ends(found, x)
+            ax.fill_between(ends.index, ends["low"], ends["high"], color=looks[name]["color"], **BAND)
+        ax.set_title(escape(str(reads)))
+        rate_axis(ax, "y", label=False)
+    figure.supylabel(RATE, fontsize=7)
+    handles: dict[str, Line2D | Patch] = {str(line.get_label()): line for ax in axes for line in ax.lines}
+    if rows.duplicated(["line", "input", x]).any():
+        handles["lowest to highest"] = Patch(color="0.3", **BAND)
+    elif has_ends(rows):
+        handles[INTERVAL] = Patch(color="0.3", **BAND)
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=legend_across)
+    return figure, axes, lowest
+
+
+def _ends(rows: pd.DataFrame, x: str) -> pd.DataFrame:
+    """Rows values of `x`, columns low and high."""
+    cells = rows.reindex(columns=[x, "sink_rate", *ENDS]).groupby(x)
+    several = cells.size() > 1
+    lowest, highest = cells["sink_rate"].min(), cells["sink_rate"].max()
+    alone = cells[ENDS].mean()
+    return pd.DataFrame({"low": lowest.where(several, alone["low"]), "high": highest.where(several, alone["high"])})
+
+
+def _line_names(rows: pd.DataFrame, by: Sequence[str]) -> pd.Series:
+    """Of each row's line: those columns that differ, at least the first."""
+    differing = [name for name in by if rows[name].nunique() > 1] or list(by[:1])
+    texts = rows[differing].astype(str).agg(" · ".join, axis=1)
+    return texts.map(lambda text: shorten(text, LONGEST_NAME))
+
+
+def rate_axis(ax: Axes, which: str, label: bool = True) -> None:
+    if which == "x":
+        ax.set(xlabel=RATE if label else "", xlim=LIMITS)
+    else:
+        ax.set(ylabel=RATE if label else "", ylim=LIMITS)
+    ax.grid(True, axis="x" if which == "x" else "y", color="0.9", linewidth=0.4)
+
+
+# --- WSE table 1 as a chart: the sink rate of every model on every input, beside what the paper has
+
+
+def lacking_sweep_inputs(tables: SweepTables) -> str | None:
+    return "no cell of `analyze` is done" if tables.main.empty else None
+
+
+def draw_sweep_inputs(tables: SweepTables) -> Figure:
+    rows = tables.main
+    figure, ax = dots_by_model(rows, "input")
+    if all((rows[name] == value).all() for name, value in {**SETTING, "seq_len": LENGTH}.items()):
+        models = list(rows["model"].unique())
+        colors = {line.get_label(): line.get_color() for line in ax.lines}
+        places = places_in_row(rows["input"])
+        for at, model in enumerate(models):
+            for reads, found in WSE_TABLE_1.get(tables.papers.get(model, ""), {}).items():
+                ax.plot(
+                    [found.value], [at + places.get(reads, 0.0)], marker="o", markersize=8, fillstyle="none",
+                    linestyle="none", color=colors.get(reads, GRAY), zorder=1,
+                )  # fmt: skip
+        if tables.papers:
+            ax.set_title("rings: as published (WSE)", fontsize=7)
+    return figure
+
+
+# --- The sink rate against the size of the model, a line for each family
+
+
+def _rows(tables: SweepTables) -> pd.DataFrame:
+    rows = tables.main
+    return several(rows[rows["family"] != ""], ("family", "input"), "parameters")
+
+
+def lacking_sweep_sizes(tables: SweepTables) -> str | None:
+    return "no family has models of two sizes" if _rows(tables).empty else None
+
+
+def draw_sweep_sizes(tables: SweepTables) -> Figure:
+    figure, axes, lowest = lines_by_input(_rows(tables), "parameters", ("family",))
+    axes[0].set_xscale("log")  # of all panels
+    axes[0].set_xlim(*with_decades(*axes[0].get_xlim()))
+    log_ticks(axes[0].xaxis, *axes[0].get_xlim())
+    for ax in lowest:
+        ax.set_xlabel("parameters")
+    return figure
+
+
+# --- The sink rate against the step of the training, by model and input (WSE figure 4, GS figure 2)
+
+
+def _steps_rows(tables: SweepTables) -> pd.DataFrame:
+    rows = tables.rates
+    return several(rows[rows["step"] != NO_STEP], ("model", "input", "settings"), "step")
+
+
+def lacking_sweep_steps(tables: SweepTables) -> str | None:
+    return "no model has two steps" if _steps_rows(tables).empty else None
+
+
+def draw_sweep_steps(tables: SweepTables) -> Figure:
+    rows = _steps_rows(tables)
+    figure, axes, lowest = lines_by_input(rows, "step", ("model", "settings"))
+    for ax in axes:
+        step_axis(ax, sorted(int(step) for step in rows["step"].unique()))
+    for ax in lowest:
+        ax.set_xlabel("training step")
+    return figure
+
+
+# --- Base models beside those that were tuned from them (WSE table 1, right)
+
+BASE, TUNED = "base", "tuned"
+LOOKS = {BASE: {"color": NAVY, "marker": "o"}, TUNED: {"color": VERMILION, "marker": "s"}}
+
+
+def _chat_rows(tables: SweepTables) -> pd.DataFrame:
+    """A base and a tuned row for each pair and input; `model` says which pair."""
+    main = tables.main
+    tuned = main[(main["base"] != "") & (main["base"] != main["model"])]
+    pairs = tuned.merge(main, left_on=["base", "input"], right_on=["model", "input"], suffixes=("", "_of_base"))
+    names = pairs["model"] + " · " + pairs["input"]
+    parts = [
+        pd.DataFrame({"model": names, "kind": kind} | {name: pairs[name + suffix] for name in ("sink_rate", *ENDS)})
+        for kind, suffix in ((BASE, "_of_base"), (TUNED, ""))
+    ]
+    return pd.concat(parts, ignore_index=True)
+
+
+def lacking_sweep_chat(tables: SweepTables) -> str | None:
+    return "no model names the one that it was tuned from" if _chat_rows(tables).empty else None
+
+
+def draw_sweep_chat(tables: SweepTables) -> Figure:
+    rows = _chat_rows(tables)
+    figure, ax = dots_by_model(rows, "kind", LOOKS)
+    places = places_in_row(rows["kind"])
+    for at, (_, pair) in enumerate(rows.groupby("model", sort=False)):
+        ax.plot(100 * pair["sink_rate"], at + pair["kind"].map(places), **NEUTRAL)
+    return figure
+
+
+# --- The sink rate against its threshold ε, from the stored window masses (WSE figure 3)
+
+
+def _epsilon_rows(tables: SweepTables) -> pd.DataFrame:
+    """Of the cells that are compared by input."""
+    table = tables.tables.get(EPSILON)
+    return pd.DataFrame() if table is None else table[table["cell"].isin(tables.main["cell"])]
+
+
+def lacking_sweep_epsilon(tables: SweepTables) -> str | None:
+    return "no cell has measured attention" if _epsilon_rows(tables).empty else None
+
+
+def draw_sweep_epsilon(tables: SweepTables) -> Figure:
+    figure, axes, lowest = lines_by_input(_epsilon_rows(tables), "epsilon")
+    for ax in axes:
+        for epsilon in tables.main["epsilon"].unique():
+            ax.axvline(epsilon, **GUIDE)
+    for ax in lowest:
+        ax.set_xlabel("ε (dashed: of the cells)")
+    return figure
+
+
+# --- The sink rate against the length of the sequences, with the window as long (WSE figure 3)
+
+
+def _lengths_rows(tables: SweepTables) -> pd.DataFrame:
+    rows = tables.rates
+    return several(rows[rows["window"] == rows["seq_len"]], ("model", "revision", "input"), "seq_len")
+
+
+def lacking_sweep_lengths(tables: SweepTables) -> str | None:
+    return "no model was measured at two lengths, with windows as long" if _lengths_rows(tables).empty else None
+
+
+def draw_sweep_lengths(tables: SweepTables) -> Figure:
+    rows = _lengths_rows(tables)
+    figure, axes, lowest = lines_by_input(rows, "seq_len", ("model", "revision", "epsilon"))
+    for ax in axes:
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(sorted(rows["seq_len"].unique()))
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda length, _: f"{length:g}"))
+        ax.xaxis.set_minor_locator(NullLocator())
+    for ax in lowest:
+        ax.set_xlabel("length = window (tokens)")
+    return figure
+
+
+# --- The sink rate by the domain of the text (WSE figure 9)
+
+
+def _domains_rows(tables: SweepTables) -> pd.DataFrame:
+    """Of texts: what is drawn at random has no domain."""
+    rows = tables.main
+    return several(rows[~rows["condition"].isin(list(DRAWN))], ("model",), "input")
+
+
+def lacking_sweep_domains(tables: SweepTables) -> str | None:
+    return "no model read texts of two domains" if _domains_rows(tables).empty else None
+
+
+def draw_sweep_domains(tables: SweepTables) -> Figure:
+    return dots_by_model(_domains_rows(tables), "input")[0]
+
+
+# --- Scores on benchmarks against the sink rate, a panel for each task (WSE figure 10)
+
+
+def _benchmarks_rows(tables: SweepTables) -> pd.DataFrame:
+    """Scores of models whose sink rate on the first input is known, at the same revision."""
+    scores, rates = tables.scores, tables.rates
+    if scores.empty or rates.empty:
+        return pd.DataFrame()
+    first = rates[(rates["input"] == rates["input"].iloc[0]) & (rates["settings"] == rates["settings"].iloc[0])]
+    return scores.merge(first[["model", "revision", "input", "sink_rate"]], on=["model", "revision"])
+
+
+def lacking_sweep_benchmarks(tables: SweepTables) -> str | None:
+    rows = _benchmarks_rows(tables)
+    few = rows.empty or len(rows.drop_duplicates(["model", "revision"])) < 2
+    return "no two models have a score and a sink rate" if few else None
+
+
+def draw_sweep_benchmarks(tables: SweepTables) -> Figure:
+    rows = _benchmarks_rows(tables)
+    alone = rows["family"] == ""
+    rows = rows.assign(line=rows["family"].where(~alone, rows["model"]))
+    tasks = list(rows["task"].unique())
+    looks = dict(zip(rows["line"].unique(), line_looks(), strict=False))
+    across = min(len(tasks), ACROSS)
+    figure = new_figure(TEXT if across > 1 else TEXT * 0.6, PANEL * -(-len(tasks) // across) + 0.9)
+    axes, lowest = panel_grid(figure, len(tasks), across)
+    for ax, task in zip(axes, tasks, strict=True):
+        for name, found in rows[rows["task"] == task].groupby("line", sort=False):
+            found = found.sort_values("parameters")
+            style = looks[name] | ({} if len(found) > 1 else {"linestyle": "none"})
+            (label,) = model_names([str(name)])
+            ax.errorbar(
+                100 * found["sink_rate"], found["score"], yerr=found["error"], label=label, capsize=1.5, **style
+            )
+        ax.set_title(escape(str(task)))
+        rate_axis(ax, "x", label=ax in lowest)
+    axes[0].set_ylabel("score (± standard error)")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3)
+    return figure
+
+
+# --- The sink rate at the end of each training of a sweep, a row for each level of what differs, beside WSE's
+
+NAME_LENGTH = 40  # characters of a level
+FACTOR_ROW = 0.17  # inches
+FACTOR_SPREAD = 0.8  # of a row, over which its seeds stand
+SUMS_TO_ONE = 0.1  # what a learned bias takes is less
+PUBLISHED = {"": ("D", "WSE, 60M"), TRANSCRIBED: ("s", "WSE, 60M, transcribed")}  # by the mark of a rate
+
+
+def _factor_ends(tables: SweepTables) -> pd.DataFrame:
+    table = tables.tables.get(TABLE)
+    end = pd.DataFrame() if table is None else at_the_end(with_levels(table))
+    return end if "sink_rate" in end else pd.DataFrame()
+
+
+def lacking_sweep_factor(tables: SweepTables) -> str | None:
+    return "no cell is a training with sink rates by step" if _factor_ends(tables).empty else None
+
+
+def draw_sweep_factor(tables: SweepTables) -> Figure:
+    end = _factor_ends(tables)
+    levels = list(dict.fromkeys(end.index.get_level_values(LEVEL)))
+    figure = new_figure(WIDE, 0.9 + FACTOR_ROW * len(levels))
+    ax = figure.subplots()
+    place = {level: row for row, level in enumerate(levels)}
+    rows = np.array([place[level] for level in end.index.get_level_values(LEVEL)])
+    beside = _beside_each_other(end.groupby(level=LEVEL, sort=False))
+    ax.plot(end["sink_rate"], rows + beside, "o", color=SINK["color"], markersize=2, label="each seed")
+    means = end.groupby(level=LEVEL, sort=False)["sink_rate"].mean()
+    look = {"color": SINK["color"], "markersize": 8, "markeredgewidth": 1.8}
+    ax.plot(means, [place[level] for level in means.index], "|", label="mean", **look)
+    known = [(rate, row) for row, level in enumerate(levels) if (rate := published(level))]
+    for mark, (shape, name) in PUBLISHED.items():
+        points = [(rate.value, row) for rate, row in known if rate.mark == mark]
+        if points:
+            look = {"color": HIGHEST["color"], "markersize": 4, "fillstyle": "none"}
+            ax.plot(*zip(*points, strict=True), shape, label=name, **look)
+    key, names = without_key(levels)
+    name_rows(ax, [escape(shorten(name, NAME_LENGTH)) for name in names])
+    ax.set_ylabel(escape(key))
+    ax.set_xlim(-3, 103)
+    ax.set_xlabel(f"sink rate at {measured_at(tables.tables[TABLE])} in %{_by_proxy(end)}")
+    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4)
+    return figure
+
+
+def _beside_each_other(seeds: DataFrameGroupBy) -> np.ndarray:
+    """How far from the middle of its row each seed is drawn: those of one rate would be one tick."""
+    steps = seeds.cumcount() - (seeds["sink_rate"].transform("size") - 1) / 2
+    return (FACTOR_SPREAD * steps / seeds["sink_rate"].transform("size")).to_numpy()
+
+
+def _by_proxy(end: pd.DataFrame) -> str:
+    """Words for the axis, where weights that do not sum to 1 are among what is shown."""
+    totals = end.get("total_weight", pd.Series(dtype=float)).dropna()
+    return "; |sim| ÷ Σ|sim| where attention is not softmax" if ((totals - 1).abs() > SUMS_TO_ONE).any() else ""
+
+
+# --- Trainings of a sweep by step, a panel for each level of what differs: sink rate and loss (WSE figures 4 to 8)
+
+TRAINING_ACROSS, HEIGHT, LINE = 4, 0.92, 0.13  # panels in a row, and inches of each and of a line of its title
+TRAINING_NAME_LENGTH = 24  # characters of a line
+
+
+def _training_rows(tables: SweepTables, metric: str) -> pd.DataFrame:
+    table = tables.tables.get(TABLE)
+    return pd.DataFrame() if table is None else with_levels(table)[lambda rows: rows["metric"] == metric]
+
+
+def lacking_sweep_training_sink(tables: SweepTables) -> str | None:
+    return "no cell is a training with sink rates by step" if _training_rows(tables, "sink_rate").empty else None
+
+
+def lacking_sweep_training_loss(tables: SweepTables) -> str | None:
+    return "no cell is a training" if _training_rows(tables, "loss").empty else None
+
+
+def draw_sweep_training_sink(tables: SweepTables) -> Figure:
+    rows = _training_rows(tables, "sink_rate")
+    figure, axes = _panels(rows.assign(value=100 * rows["value"]), f"sink rate at\n{measured_at(rows)} in %", SINK)
+    for ax in axes:
+        ax.axhline(SINK_RATE, color="0.55", linestyle="--", linewidth=0.8)
+    top = max(1.5 * SINK_RATE, 100 * rows["value"].max())
+    axes[0].set_ylim(-0.03 * top, 1.03 * top)  # of all panels
+    figure.suptitle(heading(*_said_of_all(rows), f"above {SINK_RATE:g} % (dashed) a sink is there"))
+    return figure
+
+
+def draw_sweep_training_loss(tables: SweepTables) -> Figure:
+    rows = _training_rows(tables, "loss")
+    figure, _ = _panels(rows, METRICS["loss"].label, OTHERS)
+    figure.suptitle(heading(*_said_of_all(rows)))
+    return figure
+
+
+def _panels(rows: pd.DataFrame, name: str, look: Look) -> tuple[Figure, list[Axes]]:
+    levels = list(dict.fromkeys(rows[LEVEL]))
+    across = min(TRAINING_ACROSS, len(levels))
+    _, names = without_key(levels)
+    titles = ["\n".join(escape(shorten(part, TRAINING_NAME_LENGTH)) for part in name.split()) for name in names]
+    panel = HEIGHT + LINE * max(title.count("\n") + 1 for title in titles)
+    figure = new_figure(WIDE, 0.9 + panel * -(-len(levels) // across))
+    axes, lowest = panel_grid(figure, len(levels), across)
+    for ax, level, title in zip(axes, levels, titles, strict=True):
+        by_step = rows[rows[LEVEL] == level].groupby("step")["value"].agg(["mean", "min", "max"])
+        curve(ax, by_step["mean"], 5, **look)
+        ax.fill_between(by_step.index, by_step["min"], by_step["max"], color=look["color"], alpha=0.25, linewidth=0)
+        ax.set_title(title)
+        value_axis(ax)
+    step_axis(lowest[0], sorted(rows["step"].unique()))
+    figure.supxlabel("training step")
+    figure.supylabel(name)
+    return figure, axes
+
+
+def _said_of_all(rows: pd.DataFrame) -> list[str]:
+    """The setting that titles are values of, if it is one, and what curves are over."""
+    key, _ = without_key(list(rows[LEVEL].unique()))
+    counts = rows.groupby(LEVEL)["seed"].nunique()
+    seeds = seeds_words(counts.max(), counts.min())
+    return [f"by {key}", seeds] if key else [seeds]

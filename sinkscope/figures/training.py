@@ -1,0 +1,581 @@
+"""Figures of trainings: by step, and of the arms of a retrofit, a training or the Bigram-Backcopy task."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import pandas as pd
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+
+from sinkscope.figures.axes import (
+    curve,
+    layer_axis,
+    line_by_layer,
+    name_rows,
+    panel_grid,
+    say,
+    value_axis,
+    write_beside,
+)
+from sinkscope.figures.heatmaps import square
+from sinkscope.figures.labels import escape, heading, model_name, places, shorten, token_labels, wrapped
+from sinkscope.figures.steps import Checkpoints, in_order, seeds_words, step_axis, step_label, steps_title
+from sinkscope.figures.steps import lacking as lacking_training_by_step  # noqa: F401 (the register names it)
+from sinkscope.figures.style import (
+    GUIDE,
+    HIGHEST,
+    NAVY,
+    NEUTRAL,
+    OTHERS,
+    REFERENCE,
+    SEQUENTIAL,
+    SINK,
+    SKY,
+    TEXT,
+    VERMILION,
+    WIDE,
+    Figure,
+    Look,
+    line_looks,
+    new_figure,
+)
+from sinkscope.measuring.summary import WHOLE_MODEL
+from sinkscope.results.metrics import METRICS, Metric
+from sinkscope.results.run import RunData
+from sinkscope.training.tables import UNTOUCHED, sinking_layer
+from sinkscope.verdict.trained import without_start
+
+# --- How sinks, gradient sinks and massive activations grow in training: the model's numbers against the step
+
+ACROSS = 3  # panels in a row
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """One quantity, or two with their names; `neutral` is the value without an effect, or of theory."""
+
+    name: str
+    unit: str
+    curves: Mapping[str, pd.Series]
+    log: bool = False
+    share: bool = False
+    neutral: float | None = None
+
+    @property
+    def has_values(self) -> bool:
+        known = pd.concat(list(self.curves.values())).replace([np.inf, -np.inf], np.nan).dropna()
+        return bool((known > 0).any() if self.log else len(known))
+
+
+def draw_training_by_step(runs: Checkpoints) -> Figure:
+    runs = in_order(runs)
+    steps = [step for step, _ in runs]
+
+    def by_step(value: Callable[[RunData], float]) -> pd.Series:
+        return pd.Series([value(run) for _, run in runs], steps)
+
+    def curves(*metrics: str) -> dict[str, pd.Series]:
+        return {METRICS[name].short: by_step(partial(RunData.metric, name=name)) for name in metrics}
+
+    pathways = ("value", "key")
+    gradients = {name: by_step(partial(RunData.metric, name=f"{name}_gradient_ratio")) for name in pathways}
+    norms = {name: by_step(partial(_largest_norm, of=name)) for name in ("token 0", "others")}
+    ratios, slopes = {"": by_step(_largest_ratio)}, curves("compress_slope", "compress_correlation")
+    panels = [
+        _Panel(METRICS["loss"].short, "nats per token", curves("loss")),
+        _Panel(METRICS["sink_rate"].short, "share of heads", curves("sink_rate"), share=True),
+        _Panel("gradient, token 0 ÷ later", "ratio of L2 norms", gradients, log=True, neutral=1),
+        _Panel("layer output, largest layer", "L2 norm", norms, log=True),
+        _Panel("token 0 ÷ others, largest layer", "ratio of L2 norms", ratios, log=True, neutral=1),
+        _Panel("compress on ‖h‖, log–log", "slope; correlation", slopes, neutral=-1),
+    ]
+    panels = [panel for panel in panels if panel.has_values] or panels[:1]
+    across = min(ACROSS, len(panels))
+    figure = new_figure(WIDE * max(across, 2) / ACROSS, 0.5 + 1.6 * -(-len(panels) // across))
+    axes, lowest = panel_grid(figure, len(panels), across, sharey=False)
+    for ax, panel in zip(axes, panels, strict=True):
+        _draw(ax, panel)
+        ax.set_xlabel("training step" if ax in lowest else "")
+    step_axis(axes[0], steps)
+    figure.suptitle(steps_title(runs))
+    return figure
+
+
+def _draw(ax: Axes, panel: _Panel) -> None:
+    ax.set_title(panel.name)
+    for (label, values), look in zip(panel.curves.items(), (SINK, OTHERS), strict=False):
+        curve(ax, values.where(np.isfinite(values)), label=label, **look)
+    if not panel.has_values:
+        say(ax, "not measured")
+        return
+    if panel.neutral is not None:
+        ax.axhline(panel.neutral, **GUIDE)
+        ax.autoscale(axis="y")  # with a margin below the line
+    value_axis(ax, panel.log, panel.share)
+    ax.set_ylabel(panel.unit)
+    if len(panel.curves) > 1:
+        ax.legend(loc="best", handlelength=2.2, borderaxespad=0.2)
+
+
+def _largest_norm(run: RunData, of: str) -> float:
+    """Over layers: the norm of the layer's output at position 0, or its mean over the others."""
+    activation = run.tables.get("activation")
+    if activation is None:
+        return float("nan")
+    rows = activation[(activation["site"] == "layer_out") & ((activation["position"] == 0) == (of == "token 0"))]
+    return float(rows.groupby("layer")["norm_mean"].mean().max())
+
+
+def _largest_ratio(run: RunData) -> float:
+    summary = run.tables["summary"]
+    return float(summary[(summary["metric"] == "norm_ratio") & (summary["layer"] != WHOLE_MODEL)]["value"].max())
+
+
+# --- The arms of a training, and how they look: each the same in every figure
+
+NAME_LENGTH = 40  # characters of an arm's name
+WIDEST, THINNEST = 2.0, 0.9  # lines: later ones are thinner and lie on top, so that lines that coincide are all seen
+FAINT: Look = {"marker": "", "linewidth": 0.6, "alpha": 0.8}  # later positions
+
+
+@dataclass(frozen=True)
+class Arms:
+    """The arms of one training, of one seed.
+
+    Attributes:
+        tables: The training's tables, each of all arms (column `condition`) and seeds.
+        runs: Arm → its run on held-out text.
+    """
+
+    tables: Mapping[str, pd.DataFrame]
+    runs: Mapping[str, RunData]
+
+    def rows(self, table: str) -> int:
+        """0 for a table that does not exist."""
+        return len(self.tables.get(table, ()))
+
+    @property
+    def seeds(self) -> int:
+        """How many the tables hold."""
+        seeds = [seed for table in self.tables.values() if "seed" in table for seed in table["seed"].unique()]
+        return len(set(seeds))
+
+    def seeds_text(self, of_runs: bool = False) -> str:
+        """«3 seeds»; of a figure of runs, which are of the first one, «seed 0 of 3»."""
+        if self.seeds < 2:
+            return "1 seed"
+        return f"first of {self.seeds} seeds" if of_runs else f"{self.seeds} seeds"
+
+    def all_have(self, *tables: str) -> bool:
+        """Whether every arm's run has these tables."""
+        return all(set(tables) <= set(run.tables) for run in self.runs.values())
+
+    def title(self, *more: str) -> str:
+        """The model that all arms were made from, and more."""
+        return heading(model_name(next(iter(self.runs.values())).model), *more)
+
+
+def arm_looks(arms: Iterable[str]) -> dict[str, Look]:
+    """Arm → label, color, dashes, marker and width of its line.
+
+    The untouched model is gray and takes no color, so that figures of the trained arms alone have the same ones.
+    """
+    arms = list(arms)
+    looks = line_looks()
+    untouched: Look = {"color": "0.6", "linestyle": "-", "marker": "P"}
+    return {
+        arm: (untouched if arm == UNTOUCHED else next(looks))
+        | {"label": escape(shorten(arm, NAME_LENGTH)), "linewidth": width}
+        for arm, width in zip(arms, np.linspace(WIDEST, THINNEST, len(arms)), strict=True)
+    }
+
+
+# --- Perplexity, outliers and sinks as bars: a bar for each arm, a panel for each metric.
+# A bar is the mean over seeds, a dot one seed, the whisker one standard deviation (n − 1). The broken line is the first
+# arm: the model as it was, or the plain training. A metric that is 0 in every arm, or was not measured, has no panel.
+
+# metrics of the table `retrofit`
+PANELS = ("perplexity", "perplexity_quantized", "max_inf_norm", "kurtosis", "sink_rate", "massive_count")
+ROW, PANEL, AROUND = 0.24, 0.42, 0.5  # inches: a bar, what is around a row of panels, and around the figure
+LETTERS = 18  # of a line of an arm's name
+ROOM = {False: 1.45, True: 1.8}  # times the longest bar, for its number, and with its spread
+BEHIND_NUMBER: Look = {"facecolor": "white", "edgecolor": "none", "pad": 0.4}  # over the line of the first arm
+SEED: Look = {"color": "black", "linestyle": "none", "marker": "o", "markersize": 2.4, "mfc": "white", "mew": 0.6}
+WHISKER: Look = {"color": "black", "linestyle": "none", "elinewidth": 0.8, "capsize": 2, "capthick": 0.8}
+
+
+def lacking_retrofit_bars(arms: Arms) -> str | None:
+    return None if arms.rows("retrofit") else "no arm of this retrofit has been measured"
+
+
+def draw_retrofit_bars(arms: Arms) -> Figure:
+    table = arms.tables["retrofit"]
+    looks = arm_looks(table["condition"].unique())
+    values = {name: table[table["metric"] == name] for name in PANELS}
+    shown = [name for name, rows in values.items() if (rows["value"] != 0).any()]
+    across = min(ACROSS, max(len(shown), 1))
+    down = -(-max(len(shown), 1) // across)
+    figure = new_figure(WIDE * max(across, 2) / ACROSS, down * (ROW * len(looks) + PANEL) + AROUND)
+    axes = figure.subplots(down, across, sharey=True, squeeze=False)
+    for ax, name in zip(axes.flat, shown, strict=False):
+        _bars(ax, METRICS[name], values[name], looks)
+    for ax in list(axes.flat)[len(shown) :]:
+        ax.set_visible(False)
+    name_rows(axes[0, 0], [wrapped(arm, LETTERS, 2) for arm in looks], shaded=False)
+    figure.legend(handles=_legend(arms, next(iter(looks))), loc="outside lower center", ncols=3)
+    nothing = [METRICS[name].short for name, rows in values.items() if len(rows) and name not in shown]
+    figure.suptitle(arms.title(arms.seeds_text(), f"{', '.join(nothing)}: 0" if nothing else ""))
+    return figure
+
+
+def _bars(ax: Axes, metric: Metric, rows: pd.DataFrame, looks: dict[str, Look]) -> None:
+    """In the arms' order, from the top. An infinite value has its sign but no bar."""
+    by_arm = rows.groupby("condition")["value"]
+    means, spreads = by_arm.mean().reindex(list(looks)), by_arm.std().reindex(list(looks))
+    lengths = np.where(np.isfinite(means), means, 0.0)
+    has_spread = bool(spreads.notna().any())
+    ax.set_xlabel(metric.axis)
+    ax.tick_params(axis="y", length=0)
+    ax.barh(range(len(looks)), lengths, height=0.66, color=[look["color"] for look in looks.values()])
+    ax.axvline(float(lengths[0]), **REFERENCE | {"zorder": 3})
+    if has_spread:
+        ax.errorbar(lengths, range(len(looks)), xerr=spreads.fillna(0), zorder=4, **WHISKER)
+    ends = []
+    for row, (arm, length) in enumerate(zip(looks, lengths, strict=True)):
+        single = rows.loc[(rows["condition"] == arm) & np.isfinite(rows["value"]), "value"]
+        if len(single) > 1:
+            ax.plot(single, np.full(len(single), row), zorder=5, **SEED)
+        text = "∞" if np.isinf(means[arm]) else metric.text_with_spread(means[arm], spreads[arm])
+        ends.append(float(max([length + np.nan_to_num(spreads[arm]), *single])))
+        write_beside(ax, text, ends[-1], row, space=4, size=6.5).set_bbox(BEHIND_NUMBER)
+    ax.set_xlim(0, ROOM[has_spread] * (max(ends) or 1.0))
+    ax.xaxis.set_major_locator(MaxNLocator(3))
+    if metric.unit == "share":
+        ax.xaxis.set_major_formatter(PercentFormatter(1))
+    ax.grid(True, axis="x", color="0.9", linewidth=0.4)
+
+
+def _legend(arms: Arms, first: str) -> list[Artist]:
+    handles: list[Artist] = [Line2D([], [], label=escape(shorten(first, LETTERS)), **REFERENCE)]
+    if arms.seeds > 1:
+        handles.append(Line2D([], [], label="one seed", **SEED))
+        handles.append(Line2D([], [], color="black", linewidth=0.8, marker="|", label="± standard deviation of seeds"))
+    return handles
+
+
+# --- Sinks and norms by layer, the arms of a training side by side (GS figure 5).
+# Sink rate, and the norms of the outputs of layer, MLP and attention: position 0 (with markers) against the mean over
+# the other early tokens (thin). With register tokens, position 0 is the first register. Layers count from 0. Sites
+# that a family lacks have no panel.
+
+# table, its site, column, name, unit
+RETROFIT_LAYERS_PANELS = (
+    ("attention", None, "sink_rate", METRICS["sink_rate"].short, "share of heads"),
+    ("activation", "layer_out", "norm_mean", "layer output", "L2 norm"),
+    ("activation", "mlp_out", "norm_mean", "MLP output", "L2 norm"),
+    ("activation", "attn_out", "norm_mean", "attention output", "L2 norm"),
+)
+
+
+def lacking_retrofit_layers(arms: Arms) -> str | None:
+    if not arms.all_have("attention", "activation"):
+        return "not all arms have the tables attention and activation"
+    layers = next(iter(arms.runs.values())).tables["activation"]["layer"].nunique()
+    return None if layers > 1 else "the model has only one layer"
+
+
+def draw_retrofit_layers(arms: Arms) -> Figure:
+    looks = arm_looks(arms.runs)
+    figure = new_figure(WIDE, 4.2 + 0.15 * (1 + len(looks) // 4))
+    sites = {site for run in arms.runs.values() for site in run.tables["activation"]["site"]}
+    panels = [panel for panel in RETROFIT_LAYERS_PANELS if panel[1] is None or panel[1] in sites]
+    axes, lowest = panel_grid(figure, len(panels), 2, sharey=False)
+    for ax, (table, site, column, name, unit) in zip(axes, panels, strict=True):
+        for arm, run in arms.runs.items():
+            rows = run.tables[table]
+            _lines(ax, rows if site is None else rows[rows["site"] == site], column, looks[arm])
+        ax.set_title(name)
+        layer_axis(ax, "layer" if ax in lowest else "")
+        if value_axis(ax, log=site is not None, share=site is None):
+            ax.set_ylabel(unit)
+    most = max(int(run.tables["attention"]["position"].max()) for run in arms.runs.values())
+    handles = [
+        *(Line2D([], [], **look) for look in looks.values()),
+        Line2D([], [], color="0.3", marker="o", label="position 0"),
+        Line2D([], [], color="0.3", label=f"mean over {places(1, most)}", **FAINT | {"alpha": 1}),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4)
+    figure.suptitle(arms.title(arms.seeds_text(of_runs=True)))
+    return figure
+
+
+def _lines(ax: Axes, rows: pd.DataFrame, column: str, look: Look) -> None:
+    """Means over heads, where there are several."""
+    first = rows["position"] == 0
+    line_by_layer(ax, rows[~first].groupby("layer")[column].mean(), zorder=2, **look | FAINT)
+    line_by_layer(ax, rows[first].groupby("layer")[column].mean(), zorder=3, **look)
+
+
+# --- Loss, and how far the new parameters have moved, by training step: the arms of a training side by side.
+# A line is the mean over seeds, its band reaches from the lowest to the highest.
+
+
+def lacking_retrofit_training(arms: Arms) -> str | None:
+    return None if arms.rows("training") else "nothing was logged in training: take a smaller --log-every"
+
+
+def draw_retrofit_training(arms: Arms) -> Figure:
+    training = arms.tables["training"]
+    loss = training[(training["layer"] == WHOLE_MODEL) & (training["metric"] == "loss")]
+    gates = training[training["metric"] == "gate_displacement_mean"]
+    panels = [("training loss", "nats per token", loss)]
+    if len(gates):
+        panels.append(("distance of new parameters from their start", "‖p − p₀‖,\nmean over heads", gates))
+    figure = new_figure(WIDE if len(panels) > 1 else TEXT, 2.6)
+    axes = figure.subplots(1, len(panels), sharex=True, squeeze=False)[0]
+    for ax, (name, label, table) in zip(axes, panels, strict=True):
+        ax.set_title(name)
+        for arm, look in arm_looks(training["condition"].unique()).items():
+            _arm(ax, table[table["condition"] == arm], look)
+        value_axis(ax)
+        ax.set_ylabel(label)
+        ax.set_xlabel("training step")
+    step_axis(axes[0], sorted(training["step"].unique().tolist()))
+    lines = axes[0].lines
+    figure.legend(lines, [str(line.get_label()) for line in lines], loc="outside lower center", ncols=4)
+    band = "bands: lowest to highest" if arms.seeds > 1 else ""
+    figure.suptitle(arms.title(arms.seeds_text(), band))
+    return figure
+
+
+def _arm(ax: Axes, rows: pd.DataFrame, look: Look) -> None:
+    if rows.empty:
+        return
+    of_seeds = rows.groupby(["step", "seed"])["value"].mean()  # over layers
+    by_step = of_seeds.groupby("step").agg(["mean", "min", "max"])
+    curve(ax, by_step["mean"], **look)
+    ax.fill_between(by_step.index, by_step["min"], by_step["max"], color=look["color"], alpha=0.25, linewidth=0)
+
+
+# --- Has the value drain gone, and do gates close at the sink? (VGA figures 1 and 4, GS §5)
+# Values as projected and as attended to, each head's norm ÷ its mean over the later positions, and the gates, means
+# over heads: above by position, the layers' median and quartiles; below by layer, at position 0. Without gates both
+# values are the same, and there is no third column; with one layer no second row. With register tokens, position 0 is
+# the first register.
+
+RETROFIT_VALUES_PANELS = {  # name → what is at the axis
+    METRICS["raw_value_drain"].short: "ratio of L2 norms",
+    "attended value norm ÷ others": "ratio of L2 norms",
+    "gate": "factor",
+}
+
+
+def lacking_retrofit_values(arms: Arms) -> str | None:
+    return None if arms.all_have("geometry") else "not all arms have the table geometry"
+
+
+def draw_retrofit_values(arms: Arms) -> Figure:
+    looks = arm_looks(arms.runs)
+    has_gates = any("gate" in run.tables for run in arms.runs.values())
+    columns = len(RETROFIT_VALUES_PANELS) if has_gates else len(RETROFIT_VALUES_PANELS) - 1
+    rows = 2 if any(run.tables["geometry"]["layer"].nunique() > 1 for run in arms.runs.values()) else 1
+    figure = new_figure(WIDE * columns / len(RETROFIT_VALUES_PANELS), 1.95 * rows + 0.15 * (1 + len(looks) // 4))
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for arm, run in arms.runs.items():
+        for column, by_layer in enumerate(_measured(run)[:columns]):
+            _by_position(axes[0, column], by_layer, looks[arm])
+            if rows > 1:
+                _at_first(axes[1, column], by_layer, looks[arm], with_later=column == 2)
+    for column, (name, unit) in enumerate(list(RETROFIT_VALUES_PANELS.items())[:columns]):
+        axes[0, column].set_title(name)
+        for ax, across in zip(axes[:, column], ("position", "layer, at position 0"), strict=False):
+            _finish(ax, across, unit, log=column < 2)
+    handles = [Line2D([], [], **look) for look in looks.values()]
+    if has_gates and rows > 1:
+        handles.append(Line2D([], [], color="0.3", label="gate, mean over later positions", **FAINT))
+    figure.legend(handles=handles, loc="outside lower center", ncols=4 if columns > 2 else 2)
+    over = "by position: median and quartiles over layers" if rows > 1 else ""
+    figure.suptitle(arms.title(arms.seeds_text(of_runs=True), over))
+    return figure
+
+
+def _measured(run: RunData) -> list[pd.DataFrame]:
+    """A table for each panel: rows layers, columns positions; empty where the arm has no gates."""
+    attended = to_others(run.tables["geometry"], "value_norm")
+    if "gate" not in run.tables:
+        return [attended, attended, pd.DataFrame()]
+    gate = run.tables["gate"]
+    gates = gate.groupby(["layer", "position"])["gate"].mean().unstack()
+    return [to_others(gate, "raw_value_norm"), attended, gates]
+
+
+def to_others(table: pd.DataFrame, column: str) -> pd.DataFrame:
+    """Each head's value ÷ its mean over the later positions, mean over heads: rows layers, columns positions.
+
+    At position 0 this is the metric `value_drain`.
+    """
+    heads = table.pivot(index=["layer", "head"], columns="position", values=column)
+    return heads.div(heads.drop(columns=0).mean(axis=1), axis=0).groupby("layer").mean()
+
+
+def _by_position(ax: Axes, by_layer: pd.DataFrame, look: Look) -> None:
+    if by_layer.empty:
+        return
+    ax.plot(by_layer.columns, by_layer.median(), **look)
+    low, high = by_layer.quantile(0.25), by_layer.quantile(0.75)
+    ax.fill_between(by_layer.columns, low, high, color=look["color"], alpha=0.12, linewidth=0)
+
+
+def _at_first(ax: Axes, by_layer: pd.DataFrame, look: Look, with_later: bool) -> None:
+    if by_layer.empty:
+        return
+    if with_later:
+        line_by_layer(ax, by_layer.drop(columns=0).mean(axis=1), **look | FAINT)
+    line_by_layer(ax, by_layer[0], **look)
+
+
+def _finish(ax: Axes, across: str, unit: str, log: bool) -> None:
+    layer_axis(ax, across)
+    ax.axhline(1.0, **NEUTRAL)
+    if value_axis(ax, log=log):
+        ax.set_ylabel(unit)
+
+
+# --- What the arms of the Bigram-Backcopy task attend to on one sequence (VGA figures 4 and 6).
+# Above, attention weights, a map for each arm; of several heads, the one that gives <s> most. Below, the norm of each
+# token's value: bars as projected, lines as attended to where there is a gate on the values.
+
+BACKCOPY_MAPS_NAME_LENGTH = 20  # characters of an arm's name
+SMALL = 5.5  # points: the tokens
+
+
+def lacking_backcopy_maps(arms: Arms) -> str | None:
+    return None if arms.rows("attention_maps") and arms.rows("value_norms") else "there is no attention map"
+
+
+def draw_backcopy_maps(arms: Arms) -> Figure:
+    attention_maps, value_norms = arms.tables["attention_maps"], arms.tables["value_norms"]
+    names = list(attention_maps["condition"].unique())
+    figure = new_figure(WIDE, 0.75 + 2.5 * WIDE / (len(names) + 0.4))
+    axes = figure.subplots(2, len(names), sharex="col", sharey="row", squeeze=False, height_ratios=[3, 2])
+    for (above, below), name in zip(axes.T, names, strict=True):
+        maps = attention_maps[attention_maps["condition"] == name]
+        layer, head = sinking_head(maps)
+        norms = value_norms[(value_norms["condition"] == name) & (value_norms["layer"] == layer)]
+        norms = norms.sort_values("position")
+        weights = square(maps[(maps["layer"] == layer) & (maps["head"] == head)], len(norms))
+        image = above.imshow(weights, cmap=SEQUENTIAL.with_extremes(bad="white"), vmin=0, vmax=1, aspect="auto")
+        _backcopy_maps_bars(below, norms)
+        if above is axes[0, 0]:
+            _name_tokens(above.yaxis, norms)
+        _name_tokens(below.xaxis, norms)
+        above.tick_params(length=0)
+        which = f"\nlayer {layer}, head {head}" if maps.groupby(["layer", "head"]).ngroups > 1 else ""
+        above.set_title(escape(shorten(name, BACKCOPY_MAPS_NAME_LENGTH)) + which)
+    axes[0, 0].set_ylabel("query")
+    axes[1, 0].set_ylabel("value, L2 norm")
+    figure.colorbar(image, ax=axes[0], label="attention weight", aspect=20, pad=0.01)
+    figure.supxlabel("token, triggers bold and red (bars: values as projected; lines: as attended to, behind a gate)")
+    figure.suptitle(arms.title("one sequence", arms.seeds_text(of_runs=True)))
+    return figure
+
+
+def sinking_head(maps: pd.DataFrame) -> tuple[int, int]:
+    """Layer and head whose later queries give <s> most."""
+    first = maps[(maps["key"] == 0) & (maps["query"] > 0)]
+    layer, head = first.groupby(["layer", "head"])["weight"].mean().idxmax()
+    return int(layer), int(head)
+
+
+def _backcopy_maps_bars(ax: Axes, norms: pd.DataFrame) -> None:
+    places = norms["position"].to_numpy()
+    ax.bar(places, norms["norm"], width=0.8, color=[NAVY if place == 0 else SKY for place in places])
+    if not np.allclose(norms["norm"], norms["attended_norm"], rtol=1e-3):
+        ax.hlines(norms["attended_norm"], places - 0.4, places + 0.4, color=VERMILION, linewidth=1.1)
+    ax.grid(True, axis="y", color="0.9", linewidth=0.4)
+
+
+def _name_tokens(axis: Axis, norms: pd.DataFrame) -> None:
+    """The tokens along an axis; triggers stand out, in print without color too."""
+    axis.set_ticks(norms["position"], token_labels(norms["token"], norms["token_id"]), fontsize=SMALL)
+    axis.set_tick_params(length=0)
+    for label, is_trigger in zip(axis.get_ticklabels(), norms["is_trigger"], strict=True):
+        if is_trigger:
+            label.set(color=VERMILION, fontweight="bold")
+    axis.get_ticklabels()[0].set_horizontalalignment("right")  # <s> is wider than the others
+
+
+# --- The Bigram-Backcopy task by training step, a column for each arm (VGA figure 5, and figure 6 on the right).
+# "Others" are tokens that are neither <s> nor triggers. Rows share their scale. A line is the mean over seeds, its band
+# reaches from the lowest to the highest. Of several layers, the one whose attention the first arm sinks most is drawn.
+
+BACKCOPY_TRAINING_NAME_LENGTH = 20  # characters of an arm's name
+FEW_MARKERS = 5  # of one line, in a narrow panel
+TICKS = 15  # of all panels in a row
+ROWS: dict[str, dict[str, tuple[str, Look]]] = {  # name of a row → metric → its name and look
+    "loss above\noptimum (nats)": {"backcopy_risk": ("backcopy", SINK), "bigram_risk": ("bigram", OTHERS)},
+    "attention of\nothers (share)": {
+        "attention_to_start": ("on <s>", SINK),
+        "attention_to_triggers": ("on triggers", OTHERS),
+        "early_attention_to_start": ("on <s>, before\nany trigger", HIGHEST),
+    },
+    "value\n(L2 norm)": {
+        "start_value_norm": ("<s>", SINK),
+        "other_value_norm": ("others", OTHERS),
+        "start_attended_norm": ("<s>, gated", HIGHEST),
+    },
+    "Δlogit\nof <s>": {"delta_logit": ("", SINK)},
+}
+
+
+def lacking_backcopy_training(arms: Arms) -> str | None:
+    known = arms.rows("training") and not _measures(arms.tables["training"]).empty
+    return None if known else "the training table has nothing of the Bigram-Backcopy task"
+
+
+def draw_backcopy_training(arms: Arms) -> Figure:
+    table = _measures(arms.tables["training"])
+    names = list(table["condition"].unique())
+    layer = sinking_layer(table)
+    figure = new_figure(WIDE, 4.1)
+    axes = figure.subplots(len(ROWS), len(names), sharex=True, sharey="row", squeeze=False)
+    for column, name in enumerate(names):
+        rows = table[(table["condition"] == name) & table["layer"].isin((WHOLE_MODEL, layer))]
+        for ax, curves in zip(axes[:, column], ROWS.values(), strict=True):
+            _panel(ax, rows, curves)
+        axes[0, column].set_title(escape(shorten(name, BACKCOPY_TRAINING_NAME_LENGTH)))
+    _backcopy_training_finish(axes)
+    figure.supxlabel("training step")
+    layers, seeds = table.loc[table["layer"] != WHOLE_MODEL, "layer"].nunique(), table["seed"].nunique()
+    where = f"layer {layer}" if layers > 1 else ""
+    figure.suptitle(arms.title(where, seeds_words(seeds), without_start(arms.runs.values())))
+    return figure
+
+
+def _measures(training: pd.DataFrame) -> pd.DataFrame:
+    """What this figure shows of the table `training`."""
+    return training[training["metric"].isin(metric for row in ROWS.values() for metric in row)]
+
+
+def _panel(ax: Axes, rows: pd.DataFrame, curves: dict[str, tuple[str, Look]]) -> None:
+    for metric, (name, look) in curves.items():
+        by_step = rows[rows["metric"] == metric].groupby("step")["value"].agg(["mean", "min", "max"])
+        curve(ax, by_step["mean"], FEW_MARKERS, label=name, **look)
+        ax.fill_between(by_step.index, by_step["min"], by_step["max"], color=look["color"], alpha=0.25, linewidth=0)
+
+
+def _backcopy_training_finish(axes: np.ndarray) -> None:
+    for row, (name, curves) in zip(axes, ROWS.items(), strict=True):
+        for ax in row:
+            value_axis(ax, log="backcopy_risk" in curves, share="attention_to_start" in curves)
+        row[0].set_ylabel(name)
+        if len(curves) > 1:
+            row[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5), handlelength=1.8, borderaxespad=0.2)
+    ticks = max(2, min(5, TICKS // axes.shape[1]))  # of a panel: steps are logged evenly
+    axes[-1, 0].xaxis.set_major_locator(MaxNLocator(ticks, integer=True))
+    axes[-1, 0].xaxis.set_major_formatter(FuncFormatter(lambda step, _: step_label(step)))

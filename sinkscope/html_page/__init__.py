@@ -1,0 +1,12 @@
+"""The page of a run folder: index.html, one file that shows the folder's tables in a browser, without a network.
+
+contents.py   what a page shows: run.json, tables, findings, and runs side by side
+compact.py    the same as JSON, by column
+html.py       the JSON, the style and the scripts in one file
+assets/       the style, the scripts of the page, and the libraries that they use
+"""
+
+from sinkscope.html_page.contents import STEP, Contents
+from sinkscope.html_page.html import PAGE, Page, Paged, page_of, renew_page, write_page
+
+__all__ = ["PAGE", "STEP", "Contents", "Page", "Paged", "page_of", "renew_page", "write_page"]

@@ -1,0 +1,189 @@
+"""What a page shows: run.json, the folder's tables, findings in words, and the runs of which the folder is made."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+from urllib.parse import quote
+
+import pandas as pd
+
+from sinkscope.errors import InputError
+from sinkscope.html_page.compact import BY_SEQUENCE
+from sinkscope.results.findings import Finding
+from sinkscope.results.manifest import folder_of, format_of, read_manifest
+from sinkscope.results.run import RunData
+from sinkscope.results.tables import LEADING_COLUMNS, Column, Columns, names_of, newer_columns, read_table
+from sinkscope.training.tables import UNTOUCHED
+from sinkscope.verdict import factor_study
+from sinkscope.verdict.reports import REPORTS
+from sinkscope.verdict.tables import written_tables
+from sinkscope.verdict.trained import gates_moved
+
+PAGE = "index.html"
+RUN = Column("run", "which of the runs side by side", kind="text")
+STEP = Column("step", "of the training", kind="whole")
+
+
+class _Shown(RunData):
+    columns: ClassVar[Mapping[str, Columns]] = written_tables()
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a page is made of.
+
+    Attributes:
+        manifest: The content of run.json.
+        tables: Name → table, of the folder itself.
+        parts: What a run is called → the run, of those that are shown side by side.
+        findings: Of the verdict; empty of a folder that has none.
+        folder: Where the page is to be; None for one that is shown in a notebook.
+        absent: What run.json lists and the folder lacks: tables, runs that are not where they were, and columns, as
+            TABLE.COLUMN, that its format does not have yet.
+        named_by: What the names of `parts` are, as a column of their tables.
+    """
+
+    manifest: Mapping[str, Any]
+    tables: Mapping[str, pd.DataFrame]
+    parts: Mapping[Any, RunData] = field(default_factory=dict)
+    findings: Sequence[Finding] = ()
+    folder: Path | None = None
+    absent: tuple[str, ...] = ()
+    named_by: Column = RUN
+
+    @classmethod
+    def of_folder(cls, path: str | os.PathLike[str]) -> "Contents":
+        """Of a folder that any command wrote; tables that it lacks are left out, and so are runs that are gone.
+
+        Raises:
+            InputError: it is no such folder, or a table is damaged.
+        """
+        folder = folder_of(path)
+        manifest = read_manifest(folder, None)
+        form = format_of(manifest)
+        files = {name: folder / "tables" / f"{name}.parquet" for name in manifest["tables"]}
+        tables = {name: read_table(file, _schema(name), form) for name, file in files.items() if file.is_file()}
+        places = _places_of_parts(folder, manifest)
+        parts = {label: run for label, place in places.items() if (run := _opened(place)) is not None}
+        absent = (
+            *(f"table {name}" for name in files if name not in tables),
+            *(f"run {label}" for label in places if label not in parts),
+            *(f"{name}.{each.name}" for name in tables for each in newer_columns(_schema(name), form)),
+        )
+        named_by = STEP if manifest["command"] == "analyze_steps" else RUN
+        findings = [] if len(tables) < len(files) else _findings(RunData(manifest, tables, folder))
+        return cls(manifest, tables, parts, findings, folder, absent, named_by)
+
+    @cached_property
+    def all_tables(self) -> dict[str, pd.DataFrame]:
+        """By name, the folder's own, and those that runs side by side have, whose names are the first column."""
+        names = dict.fromkeys(name for run in self.parts.values() for name in run.tables)
+        shared = [name for name in names if name not in self.tables and not _is_by_sequence(name)]
+        return dict(sorted({**self.tables, **{name: self._side_by_side(name) for name in shared}}.items()))
+
+    @property
+    def levels(self) -> list[tuple[str, str, str, float | None, str]]:
+        """Of a sweep of trainings: settings, condition, the level of the factor study, WSE's sink rate and its mark."""
+        training = self.tables.get(factor_study.TABLE, pd.DataFrame())
+        named = {} if training.empty else factor_study.levels(training)
+        rates = {level: factor_study.published(level) for level in named.values()}
+        shown = {level: (rate.value / 100, rate.mark) if rate else (None, "") for level, rate in rates.items()}
+        return [(*pair, level, *shown[level]) for pair, level in named.items()]
+
+    @property
+    def columns(self) -> dict[str, Columns]:
+        """Name of a table → what its columns hold, behind the leading ones."""
+        own = (self.named_by,) if self.parts else ()
+        return {name: (*own, *columns) for name, columns in written_tables().items()}
+
+    def _side_by_side(self, name: str) -> pd.DataFrame:
+        """A table of all runs."""
+        tables = {label: run.tables[name] for label, run in self.parts.items() if name in run.tables}
+        joined = pd.concat([table.assign(**{self.named_by.name: label}) for label, table in tables.items()])
+        return joined[[self.named_by.name, *next(iter(tables.values())).columns]].reset_index(drop=True)
+
+    @property
+    def links(self) -> dict[str, str]:
+        """What a run is called → its page, from this one's place; only those that are there."""
+        if self.folder is None:
+            return {}
+        places = _LINKED.get(str(self.manifest["command"]), _places_of_parts)(self.folder, self.manifest)
+        pages = {label: place / PAGE for label, place in places.items()}
+        return {label: _relative(page, self.folder) for label, page in pages.items() if page.is_file()}
+
+
+def _is_by_sequence(table: str) -> bool:
+    """Whether a table is long, with rows for each sequence: it stands in the page of its own run. A map is of one."""
+    names = set(names_of(written_tables().get(table, ())))
+    return not names.isdisjoint(BY_SEQUENCE) and "query" not in names
+
+
+def _schema(table: str) -> Columns:
+    """The columns that a table must have; none of one that has a column for each run."""
+    known = written_tables()
+    return (*LEADING_COLUMNS, *known[table]) if table in known else ()
+
+
+def _findings(run: RunData) -> Sequence[Finding]:
+    if run.command in REPORTS:
+        return REPORTS[run.command](run).findings
+    return gates_moved(run.tables["gates"]) if "gates" in run.tables else ()
+
+
+# --- where the runs of a folder stand
+
+Places = dict[Any, Path]
+
+
+def _steps(folder: Path, manifest: Mapping[str, Any]) -> Places:
+    return {at["step"]: folder / at["folder"] for at in manifest["steps"]}
+
+
+def _arms(folder: Path, manifest: Mapping[str, Any]) -> Places:
+    labels = (UNTOUCHED, *manifest["arms"])
+    return {label: place for label in labels if (place := folder / label / "run").is_dir()}
+
+
+def _compared(folder: Path, manifest: Mapping[str, Any]) -> Places:
+    return {one["label"]: Path(one["folder"]) for one in manifest.get("runs", ()) if one.get("folder")}
+
+
+def _of_claims(folder: Path, manifest: Mapping[str, Any]) -> Places:
+    return {place.name: place for place in sorted(folder.glob("runs/*")) if place.is_dir()}
+
+
+def _of_sweep(folder: Path, manifest: Mapping[str, Any]) -> Places:
+    return {name: folder.parent / "cells" / name for name in manifest.get("cells", ())}
+
+
+# command → the runs that its page shows side by side
+_PARTS: dict[str, Callable[[Path, Mapping[str, Any]], Places]] = {
+    "analyze_steps": _steps,
+    "retrofit": _arms,
+    "train": _arms,
+    "compare": _compared,
+}
+# command → the runs that its page names only: there may be hundreds
+_LINKED = {"claims": _of_claims, "sweep": _of_sweep}
+
+
+def _places_of_parts(folder: Path, manifest: Mapping[str, Any]) -> Places:
+    command = str(manifest["command"])
+    return _PARTS[command](folder, manifest) if command in _PARTS else {}
+
+
+def _opened(place: Path) -> RunData | None:
+    """A run; None where it is gone, or not whole."""
+    try:
+        return _Shown.open(place)
+    except InputError:
+        return None
+
+
+def _relative(page: Path, folder: Path) -> str:
+    """As the address of a link: `./` in front, since a name may look like another scheme."""
+    path = os.path.relpath(page.absolute(), folder.absolute())
+    return "./" + quote(Path(path).as_posix())

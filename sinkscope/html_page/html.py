@@ -1,0 +1,168 @@
+"""index.html: the data of a page, its style and its scripts, in one file that asks nothing of a network."""
+
+import base64
+import hashlib
+import html
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from sinkscope.html_page.compact import DIGITS, as_json, compact_tables
+from sinkscope.html_page.contents import PAGE, Contents
+from sinkscope.paper_claims.register import CLAIMS
+from sinkscope.results.command_line import command_lines
+from sinkscope.results.findings import Finding
+from sinkscope.results.metrics import METRICS, PAPERS
+from sinkscope.results.resume import FileList
+from sinkscope.results.swap import new_file, remove
+from sinkscope.verdict.words import say, say_published
+
+ASSETS = Path(__file__).parent / "assets"
+# in the order in which they run: each uses those before it
+SCRIPTS = (
+    "d3.min.js",
+    "plot.umd.min.js",
+    "data.js",
+    "elements.js",
+    "charts.js",
+    "heatmap.js",
+    "findings.js",
+    "maps.js",
+    "head.js",
+    "text.js",
+    "layers.js",
+    "quantization.js",
+    "arms.js",
+    "study.js",
+    "claims.js",
+    "explore.js",
+    "tables.js",
+    "run.js",
+    "page.js",
+)
+FRAME_HEIGHT = 720  # pixels, in a notebook
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page that a notebook shows as it stands."""
+
+    html: str
+
+    def _repr_html_(self) -> str:
+        return (
+            f'<iframe title="sinkscope" style="width:100%;height:{FRAME_HEIGHT}px;border:0" '
+            f'srcdoc="{html.escape(self.html)}"></iframe>'
+        )
+
+
+class Paged:
+    """What has a page."""
+
+    @property
+    def contents(self) -> Contents:
+        """What it shows."""
+        raise NotImplementedError
+
+    def page(self) -> Page:
+        """The page of index.html, which a notebook shows as it stands."""
+        return page_of(self.contents)
+
+
+def page_of(contents: Contents) -> Page:
+    """The page of a run, a series, a comparison, …"""
+    scripts = [_asset(name) for name in SCRIPTS]
+    return Page(
+        "<!doctype html>\n"
+        '<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_policy(scripts)}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f"<title>sinkscope</title>\n<style>\n{_asset('page.css')}</style>\n</head>\n<body>\n"
+        "<noscript>This page draws its tables by scripts, which are turned off in this browser.</noscript>\n"
+        f'<script type="application/json" id="data">{page_data(contents)}</script>\n'
+        + "\n".join(f"<script>{script}</script>" for script in scripts)
+        + "\n</body>\n</html>\n"
+    )
+
+
+def write_page(contents: Contents, folder: Path) -> None:
+    """Write FOLDER/index.html."""
+    with new_file(folder / PAGE) as fresh:
+        fresh.write_text(page_of(contents).html, encoding="utf-8")
+
+
+def renew_page(contents: Contents, files: FileList, wanted: bool) -> None:
+    """The page of a folder that is written bit by bit; where none is wanted, an earlier one does not stay."""
+    if wanted:
+        files.add(PAGE)
+        write_page(contents, files.folder)
+    else:
+        remove(files.folder / PAGE)
+
+
+def page_data(contents: Contents) -> str:
+    """What the page's scripts read, as JSON. Values are those of tables, labels and units of `METRICS` and `Column`."""
+    manifest = contents.manifest
+    rest = {
+        "version": version("sinkscope"),
+        "digits": DIGITS,
+        "manifest": _plain(manifest),
+        "commands": command_lines(manifest, contents.folder),
+        "metrics": {
+            name: {"label": metric.label, "short": metric.short, "definition": metric.definition}
+            | {"unit": metric.unit, "form": metric.form, "source": metric.source}
+            for name, metric in METRICS.items()
+        },
+        "findings": [_as_data(finding) for finding in contents.findings],
+        "absent": list(contents.absent),
+        "papers": PAPERS,
+        "parts": [str(label) for label in contents.parts],
+        "part": contents.named_by.name,
+        "levels": contents.levels,
+        "links": {str(label): page for label, page in contents.links.items()},
+    }
+    return f'{as_json(rest)[:-1]},"tables":{compact_tables(contents.all_tables, contents.columns)}}}'
+
+
+def _as_data(finding: Finding) -> dict[str, Any]:
+    claim = CLAIMS.get(finding.claim)
+    return {
+        "section": finding.section,
+        "sentence": say(finding),
+        "published": say_published(finding.published),
+        "outcome": str(finding.outcome),
+        "headline": finding.is_headline,
+        "claim": finding.claim,
+        "statement": claim.statement if claim else "",
+        "paper": f"{claim.paper}, {claim.reference}" if claim else "",
+    }
+
+
+def _plain(value: Any) -> Any:
+    """A manifest's values as JSON has them: it may hold NaN and infinities, as of a perplexity."""
+    if isinstance(value, dict):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, float) and not abs(value) < float("inf"):
+        return str(value)
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+@cache
+def _asset(name: str) -> str:
+    return (ASSETS / name).read_text(encoding="utf-8")
+
+
+def _policy(scripts: list[str]) -> str:
+    """The browser runs these scripts alone, and asks nothing of a network, whatever a token or a name holds."""
+    return f"default-src 'none'; script-src {' '.join(_hashes(scripts))}; style-src 'unsafe-inline'; img-src data:"
+
+
+def _hashes(scripts: list[str]) -> Iterator[str]:
+    for script in scripts:
+        yield f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"

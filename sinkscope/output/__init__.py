@@ -1,0 +1,1 @@
+"""Results with their figures, page and verdict, and how they are written into folders."""

@@ -1,0 +1,90 @@
+"""A run with its figures and its verdict."""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import pandas as pd
+
+from sinkscope import figures
+from sinkscope.figures import applicable
+from sinkscope.figures.style import Figure
+from sinkscope.html_page import Contents, Paged
+from sinkscope.measuring.tables import all_tables
+from sinkscope.results.papers import paper_tables
+from sinkscope.results.run import RunData
+from sinkscope.results.tables import Columns
+from sinkscope.verdict import finding_table, spared
+from sinkscope.verdict.markdown import Report, report_markdown
+from sinkscope.verdict.reports import REPORTS
+from sinkscope.verdict.table_formats import Tabular
+
+ACROSS = 4  # names in a line of the tree
+
+
+class Run(Paged, Tabular, RunData):
+    """What a command measured: `run.tables["attention"]`, `run.metric("sink_rate")`, `run.figure("sink-map")`."""
+
+    columns: ClassVar[Mapping[str, Columns]] = all_tables() | {finding_table.TABLE: finding_table.COLUMNS}
+
+    @classmethod
+    def of_analysis(
+        cls, manifest: dict[str, Any], tables: Mapping[str, pd.DataFrame], folder: Path | None = None
+    ) -> Self:
+        """What `analyze` measured, with the table of its findings."""
+        found = finding_table.finding_table(RunData(manifest, tables))
+        listed = sorted([*manifest["tables"], finding_table.TABLE])
+        return cls(manifest | {"tables": listed}, {**tables, finding_table.TABLE: found}, folder)
+
+    def figure(self, name: str) -> Figure:
+        """Draw one figure from the tables.
+
+        Raises:
+            InputError: the figure is unknown, or this run has no data for it.
+        """
+        return figures.draw(name, self)
+
+    @cached_property
+    def report(self) -> Report:
+        """What the tables say, as data."""
+        return REPORTS[self.command](self)
+
+    @cached_property
+    def verdict(self) -> str:
+        """The findings as Markdown: the most important ones, a table, the rest by subject, and the files."""
+        parts = [report_markdown(self.report)]
+        if self.folder is not None:
+            parts += ["### Files", f"```\n{_files(self, self.folder)}\n```"]
+        return "\n\n".join(parts)
+
+    @property
+    def contents(self) -> Contents:
+        """What its page shows."""
+        return Contents(self.manifest, self.tables, findings=self.report.findings, folder=self.folder)
+
+    @property
+    def summary_tables(self) -> dict[str, pd.DataFrame]:
+        """The table of the verdict, and those that papers print."""
+        return {"": self.report.table, **paper_tables(self)}
+
+    def _repr_markdown_(self) -> str:  # what a notebook shows
+        return self.verdict
+
+
+def _files(run: RunData, folder: Path) -> str:
+    """The run folder as a tree."""
+    recipe = run.manifest.get("recipe")  # which draws its own figures only
+    figures = recipe["content"].get("figures", []) if recipe else applicable(run)
+    tables = [f"{name}.parquet" for name in sorted(run.tables)] + [f"{name}.md" for name in paper_tables(run)]
+    first = ("run.json", "verdict.md", "index.html (but with --no-page)", *spared.files(run))
+    lines = [f"{folder.name}/", *(f"├── {name}" for name in first), "├── tables/", *_columns(tables, "│   ")]
+    lines += ["└── figures/ (each as .png and .pdf)", *_columns(figures, "    ")]
+    return "\n".join(lines)
+
+
+def _columns(names: Sequence[str], indent: str) -> list[str]:
+    """Names in columns, as `ls` prints them."""
+    width = max(map(len, names), default=0) + 2
+    rows = [names[first : first + ACROSS] for first in range(0, len(names), ACROSS)]
+    return [(indent + "".join(name.ljust(width) for name in row)).rstrip() for row in rows]

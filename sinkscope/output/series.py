@@ -1,0 +1,154 @@
+"""A model while it was trained: the runs of its checkpoints, and the same quantities against the step.
+
+OUT/run.json                  which steps, and the options that they share
+OUT/step512/                  the run folder of a step
+OUT/tables/series.parquet     the summaries of all steps, one row per value
+OUT/figures/training-*.png|pdf
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from sinkscope.errors import InputError, Known, one_line
+from sinkscope.figures import OF_STEPS
+from sinkscope.figures.spec import draw_all
+from sinkscope.figures.style import Figure
+from sinkscope.html_page import STEP, Contents, Paged, write_page
+from sinkscope.measuring.summary import WHOLE_MODEL
+from sinkscope.models.steps import Checkpoint
+from sinkscope.options.option import Options
+from sinkscope.output.comparison import differing_settings
+from sinkscope.output.drawing import save_figures
+from sinkscope.output.outputs import write_run
+from sinkscope.output.run import Run
+from sinkscope.results.manifest import folder_of, format_of, make_manifest, read_manifest, write_manifest
+from sinkscope.results.tables import LEADING_COLUMNS, METRIC, VALUE, Column, read_table, write_tables
+from sinkscope.verdict.table_formats import Tabular
+
+COMMAND = "analyze_steps"  # in the manifest
+COLUMNS = ["model", "condition", "step", "layer", "metric", "value"]
+_SCHEMA = (*LEADING_COLUMNS, Column("step", "of the training", kind="whole"), METRIC, VALUE)
+HEADLINES = ("sink_rate", "value_drain", "norm_ratio", "massive_count", "value_gradient_ratio", "loss")
+
+
+@dataclass(frozen=True)
+class Series(Paged, Tabular):
+    """One model at several steps of its training, in their order.
+
+    Attributes:
+        manifest: the content of run.json.
+        runs: step → Run.
+        table: the runs' summaries: model, condition, step, layer (−1: the whole model), metric, value.
+        folder: where it is written; None if it is in memory only.
+    """
+
+    manifest: dict[str, Any]
+    runs: Mapping[int, Run]
+    table: pd.DataFrame = field(repr=False)
+    folder: Path | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "runs", Known("step", self.runs))
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike[str]) -> "Series":
+        """Open what `analyze_steps` wrote.
+
+        Raises:
+            InputError: it is no such folder, or it is damaged.
+        """
+        folder = folder_of(folder)
+        manifest = read_manifest(folder, (COMMAND,))
+        try:
+            runs = {int(at["step"]): Run.open(folder / at["folder"]) for at in manifest["steps"]}
+            table = read_table(folder / "tables" / "series.parquet", _SCHEMA, format_of(manifest))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{folder} is damaged: {one_line(error)}") from error
+        return cls(manifest, runs, table, folder)
+
+    def figures(self) -> dict[str, Figure]:
+        """The figures against the step, by name: `training-by-step`, …"""
+        return draw_all(OF_STEPS, list(self.runs.items()))
+
+    def figure(self, name: str) -> Figure:
+        """One of them; InputError if it is unknown."""
+        return self.figures()[name]
+
+    @property
+    def headlines(self) -> pd.DataFrame:
+        """The best-known metrics of the whole model: rows steps, columns metrics."""
+        whole = self.table[(self.table["layer"] == WHOLE_MODEL) & self.table["metric"].isin(HEADLINES)]
+        wide = whole.pivot(index="step", columns="metric", values="value")
+        return wide.reindex(index=list(self.runs), columns=[name for name in HEADLINES if name in wide])
+
+    @property
+    def summary_tables(self) -> dict[str, pd.DataFrame]:
+        """The headlines."""
+        return {"": self.headlines.rename_axis(columns=None).reset_index()}
+
+    @property
+    def contents(self) -> Contents:
+        """What its page shows."""
+        return Contents(self.manifest, {"series": self.table}, self.runs, folder=self.folder, named_by=STEP)
+
+    @property
+    def warnings(self) -> list[str]:
+        """One line a setting in which the steps differ: it stands in the way of comparing them."""
+        names = [f"step {step}" for step in self.runs]
+        rows = differing_settings([run.manifest for run in self.runs.values()], names)
+        return [
+            f"{setting} differs: {', '.join(f'{value} ({step})' for step, value in row.items())}"
+            for setting, row in rows.iterrows()
+        ]
+
+    def _repr_html_(self) -> str:  # what a notebook shows
+        return self.headlines.to_html(float_format="{:.4g}".format, na_rep="–")
+
+
+def name_of(model: str) -> str:
+    """As in a run's tables: the hub id, or the folder's name."""
+    folder = Path(model).expanduser()
+    return folder.resolve().name if folder.is_dir() else model
+
+
+def series_table(model: str, runs: Mapping[int, Run]) -> pd.DataFrame:
+    parts = [run.tables["summary"].assign(model=model, step=step) for step, run in runs.items()]
+    return pd.concat(parts, ignore_index=True)[COLUMNS]
+
+
+def series_manifest(
+    model: str, checkpoints: list[Checkpoint], options: Options, runs: Mapping[int, Run], start: float
+) -> dict[str, Any]:
+    """The manifest of all steps together; `options` are those of one of them."""
+    revisions = ",".join(checkpoint.name for checkpoint in checkpoints)
+    shared = options.model_dump(mode="json") | {"model": model, "revision": revisions}
+    return make_manifest(
+        COMMAND,
+        shared,
+        start,
+        tables=["series"],
+        model=name_of(model),
+        condition=runs[checkpoints[0].step].condition,
+        steps=[{"step": at.step, "name": at.name, "folder": at.folder} for at in checkpoints],
+    )
+
+
+def written(run: Run, folder: Path, page: bool = True) -> Run:
+    """Write a run, and open it from disk: its tables leave the memory to the next step."""
+    folder.mkdir()
+    write_run(run, folder, page=page)
+    return Run.open(folder)
+
+
+def write_series(series: Series, folder: Path, page: bool = True) -> None:
+    """Table, figures, page and manifest into a folder that holds the runs; the manifest last."""
+    write_tables({"series": series.table}, folder)
+    save_figures(series.figures(), folder / "figures")
+    if page:
+        write_page(replace(series.contents, folder=folder), folder)
+    write_manifest(folder, series.manifest)

@@ -1,0 +1,142 @@
+"""The comparison of all cells of a sweep, as a folder.
+
+OUT/run.json                        which cells are done
+OUT/tables/sweep.parquet            one row a metric of a cell, with the cell's coordinates
+OUT/tables/sweep_epsilon.parquet    the sink rate of each cell at many ε
+OUT/tables/*.parquet                tables of cells of other commands
+OUT/figures/*.png|pdf
+OUT/sweep.md                        sink rates by model and input, beside published ones
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from pydantic import ValidationError
+
+from sinkscope.errors import InputError, one_line
+from sinkscope.figures import OF_CLAIMS, OF_ROUTES, OF_SWEEP
+from sinkscope.figures.spec import draw_all
+from sinkscope.html_page import Contents, write_page
+from sinkscope.options.sweep_file import SweepContent
+from sinkscope.output.drawing import save_figures
+from sinkscope.paper_claims.arms import SINK
+from sinkscope.paper_claims.routes import TABLE as ROUTES
+from sinkscope.paper_claims.table import TABLE as CLAIMS
+from sinkscope.results.cells import COMMAND
+from sinkscope.results.manifest import folder_of, make_manifest, read_manifest, write_manifest
+from sinkscope.results.metrics import METRICS
+from sinkscope.results.papers import LENGTH, SETTING, TRANSCRIBED, WSE_TABLE_1
+from sinkscope.results.tables import read_table, write_tables
+from sinkscope.verdict.factor_study import PAPER, summary
+from sinkscope.verdict.factor_study import TABLE as STUDY
+from sinkscope.verdict.markdown import as_markdown
+from sinkscope.verdict.scorecard import Scorecard
+from sinkscope.verdict.sweep_tables import EPSILON, SweepTables
+
+TRAININGS_TITLE = "Trainings at their last step, mean ± standard deviation over seeds"
+TRAININGS = (
+    f"{TRAININGS_TITLE}. The sink rate is at position 0, or at the fixed token, in the first 64 tokens of held-out "
+    "blocks, or in as many as a sliding window holds; of other operations than softmax it is that of the proxy "
+    f"|sim| ÷ Σ|sim|. A sink is there at the first log with a sink rate above {SINK:g} %."
+)
+TOTAL_WEIGHT = (
+    " The total weight is Σ|sim ÷ Z| over the tokens that a query sees, 1 of softmax: its median over the queries "
+    "behind that token, and over those of them whose share on it is above ε. Where that is close to 0 the proxy shows "
+    "a share of nothing."
+)
+MARKED = f" {TRANSCRIBED}: from a transcription of the paper."
+
+
+def write_comparison(
+    tables: SweepTables, folder: Path, record: Mapping[str, Any], start: float, page: bool = True
+) -> None:
+    """Tables, figures, words, page and manifest into an empty folder; the manifest last."""
+    write_tables(tables.tables, folder)
+    figures = draw_all(OF_SWEEP, tables)
+    if CLAIMS in tables.tables:
+        card = Scorecard({}, one_cell_each(tables.tables[CLAIMS]), one_cell_each(tables.tables[ROUTES]))
+        if len(card.models) > 1:
+            figures |= draw_all(OF_CLAIMS, card) | draw_all(OF_ROUTES, card.routes)
+    save_figures(figures, folder / "figures")
+    (folder / "sweep.md").write_text(words(tables, record) + "\n", encoding="utf-8")
+    cells = list(dict.fromkeys(cell for table in tables.tables.values() for cell in table["cell"]))
+    manifest = make_manifest(COMMAND, record, start, tables.tables, cells=cells)
+    if page:
+        write_page(Contents(manifest, tables.tables, folder=folder), folder)
+    write_manifest(folder, manifest)
+
+
+def open_comparison(folder: str | os.PathLike[str]) -> SweepTables:
+    """What `write_comparison` wrote.
+
+    Raises:
+        InputError: it is no such folder, or it is damaged.
+    """
+    folder = folder_of(folder)
+    manifest = read_manifest(folder, (COMMAND,))
+    tables = {name: read_table(folder / "tables" / f"{name}.parquet") for name in manifest["tables"]}
+    try:
+        models = SweepContent.model_validate(manifest["config"]["content"]).models
+    except (KeyError, TypeError, ValidationError) as error:
+        raise InputError(f"{folder} is damaged: {one_line(error)}") from error
+    return SweepTables(tables, {entry.label: entry.paper for entry in models if entry.paper})
+
+
+def summary_tables(tables: SweepTables) -> dict[str, pd.DataFrame]:
+    """Trainings by level, and WSE table 1 of these models, by title; those for which there are cells."""
+    found = {TRAININGS_TITLE: summary(tables.tables[STUDY])} if STUDY in tables.tables else {}
+    if not tables.main.empty:
+        found[f"Sink rate at position 0 ({_measured_at(tables)})"] = _with_published(tables)
+    return found
+
+
+def one_cell_each(claims: pd.DataFrame) -> pd.DataFrame:
+    """The rows of one cell of each model: of its last revision the first."""
+    cells = claims.drop_duplicates("cell")
+    last = cells.groupby("model")["revision"].transform("last")
+    chosen = cells[cells["revision"] == last].drop_duplicates("model")["cell"]
+    return claims[claims["cell"].isin(chosen)]
+
+
+def words(tables: SweepTables, record: Mapping[str, Any]) -> str:
+    """The title, and WSE table 1 of these models."""
+    parts = [f"## {record['content']['title']}"]
+    if STUDY in tables.tables:
+        table = summary(tables.tables[STUDY])
+        has_weight, is_marked = METRICS["total_weight"].short in table, TRANSCRIBED in "".join(table[PAPER])
+        parts.append(TRAININGS + TOTAL_WEIGHT * has_weight + MARKED * is_marked)
+        parts.append(as_markdown(table, numbers=True))
+    if tables.main.empty and len(parts) > 1:
+        return "\n\n".join(parts)
+    if tables.main.empty:
+        return "\n\n".join([*parts, "No cell of `analyze` is done."])
+    parts.append(
+        f"Sink rate at position 0 ({_measured_at(tables)}), mean over layers and heads; BOS: whether one is in front "
+        "of every sequence."
+    )
+    parts.append(as_markdown(_with_published(tables), numbers=True))
+    if EPSILON in tables.tables:
+        parts.append("At other ε: `tables/sweep_epsilon.parquet`, from the window masses that the runs keep.")
+    return "\n\n".join(parts)
+
+
+def _measured_at(tables: SweepTables) -> str:
+    """Lengths and thresholds."""
+    said = dict.fromkeys(f"T = {row.seq_len}, ε = {row.epsilon:g}" for row in tables.main.itertuples())
+    return "; ".join(said)
+
+
+def _with_published(tables: SweepTables) -> pd.DataFrame:
+    """The overview; behind it what the paper has of the models that name one, in the same setting."""
+    table = tables.overview
+    same = all((tables.main[name] == value).all() for name, value in {**SETTING, "seq_len": LENGTH}.items())
+    if not same or not tables.papers:
+        return table
+    papers = table["model"].map(tables.papers)
+    for reads in [name for name in table.columns[1:] if any(name in WSE_TABLE_1.get(p, {}) for p in papers.dropna())]:
+        found = [WSE_TABLE_1.get(paper, {}).get(reads) if isinstance(paper, str) else None for paper in papers]
+        table[f"{reads} (WSE)"] = ["–" if one is None else f"{one.value:.1f}%{one.mark}" for one in found]
+    return table

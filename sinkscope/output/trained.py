@@ -1,0 +1,169 @@
+"""The result of `retrofit` or `train`: its runs, its tables with all arms together, and its figures."""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from accelerate import PartialState
+
+from sinkscope.errors import InputError, Known, unknown
+from sinkscope.figures import OF_ARMS
+from sinkscope.figures.spec import draw_all
+from sinkscope.figures.style import Figure
+from sinkscope.figures.training import Arms
+from sinkscope.html_page import Contents, Paged
+from sinkscope.measuring.tables import all_tables
+from sinkscope.output.comparison import Comparison
+from sinkscope.output.run import Run
+from sinkscope.results.findings import Finding
+from sinkscope.results.manifest import MANIFEST, folder_of, format_of, read_manifest
+from sinkscope.results.tables import LEADING_COLUMNS, read_table
+from sinkscope.training.tables import UNTOUCHED, retrofit_table
+from sinkscope.verdict.analysis import quantized_source
+from sinkscope.verdict.table_formats import Tabular
+from sinkscope.verdict.trained import (
+    backcopy_markdown,
+    gates_moved,
+    retrofit_markdown,
+    retrofit_summaries,
+    without_start,
+)
+from sinkscope.verdict.words import say
+
+COMMANDS = ("retrofit", "train")
+
+
+@dataclass(frozen=True)
+class Trained(Paged, Tabular):
+    """The result of `retrofit` or `train`.
+
+    Attributes:
+        folder: Where it was written.
+        manifest: Its whole configuration, and its arms.
+        runs: Arm → its run on held-out text; of `retrofit` also "untouched", the model as it was.
+        comparison: Of the runs of the first seed; None where there is only one.
+        tables: `training`, `gates` and `retrofit`, whose condition is the method; a task adds its own.
+    """
+
+    folder: Path
+    manifest: dict[str, Any]
+    runs: dict[str, Run] = field(repr=False)
+    comparison: Comparison | None
+    tables: Mapping[str, pd.DataFrame] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "runs", Known("arm", self.runs))
+        object.__setattr__(self, "tables", Known("table", self.tables))
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike[str]) -> "Trained":
+        """Open what `retrofit` or `train` wrote, without its comparison.
+
+        Raises:
+            InputError: it is no such folder, unfinished, or damaged.
+        """
+        folder = folder_of(folder)
+        manifest, tables = tables_of_arms(folder)
+        labels = [label for label in (UNTOUCHED, *manifest["arms"]) if (folder / label / "run" / MANIFEST).exists()]
+        if not set(labels) & manifest["arms"].keys():
+            raise InputError(f"{folder} is damaged: it has no arm with a run")
+        runs = {label: Run.open(folder / label / "run") for label in labels}
+        return cls(folder, manifest, runs, None, tables)
+
+    @property
+    def verdict(self) -> str:
+        """The table `retrofit` as Markdown, and of a task its own metrics."""
+        parts = [retrofit_markdown(self.tables["retrofit"])]
+        if UNTOUCHED in self.runs:
+            parts += [f"{say(finding)}\n" for finding in quantized_source(self.runs[UNTOUCHED], "W8A8")]
+        if "value_norms" in self.tables:
+            parts.append(backcopy_markdown(self.tables["training"], without_start(self.runs.values())))
+        return "\n".join(parts)
+
+    @property
+    def summary_tables(self) -> dict[str, pd.DataFrame]:
+        return retrofit_summaries(self.tables["retrofit"])
+
+    @property
+    def findings(self) -> list[Finding]:
+        """How far the new parameters of each method have moved."""
+        return gates_moved(self.tables["gates"])
+
+    @property
+    def contents(self) -> Contents:
+        """What its page shows."""
+        return Contents(self.manifest, self.tables, self.runs, self.findings, self.folder)
+
+    @property
+    def notes(self) -> list[str]:
+        """The findings, and the settings in which the runs differ, a line each."""
+        return [say(finding) for finding in self.findings] + (self.comparison.warnings if self.comparison else [])
+
+    def figures(self) -> dict[str, Figure]:
+        """By name, those that the tables, and the runs' own, allow."""
+        return draw_all(OF_ARMS, Arms(self.tables, first_runs(self.manifest, self.runs)))
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the one of several processes that prints."""
+        return PartialState().is_main_process
+
+    def model(self, label: str) -> Path:
+        """The folder of a trained model. Raises InputError: there is no such arm."""
+        if label not in self.manifest["arms"]:
+            raise InputError(f"arm {unknown(label, self.manifest['arms'])}")
+        return self.folder / label / "model"
+
+    def _repr_markdown_(self) -> str:  # what a notebook shows
+        return self.verdict
+
+
+def tables_of_arms(folder: Path) -> tuple[dict[str, Any], dict[str, pd.DataFrame]]:
+    """The manifest and the tables that `retrofit` or `train` wrote for all arms together.
+
+    Raises:
+        InputError: it is no such folder, unfinished, or damaged.
+    """
+    manifest = read_manifest(folder, COMMANDS)
+    if not manifest["tables"]:
+        raise InputError(f"{folder} is not finished: the same `sinkscope {manifest['command']}` goes on with it")
+    lacking = [name for name in ("training", "gates", "retrofit") if name not in manifest["tables"]]
+    if lacking:
+        raise InputError(f"{folder} is damaged: it has no {lacking[0]}")
+    tables = {}
+    for name in manifest["tables"]:
+        columns = (*LEADING_COLUMNS, *all_tables().get(name, ()))
+        tables[name] = read_table(folder / "tables" / f"{name}.parquet", columns, format_of(manifest))
+    return manifest, tables
+
+
+def by_seed(manifest: Mapping[str, Any], runs: Mapping[str, Run]) -> Iterator[tuple[int, dict[str, Run]]]:
+    """Each seed with its runs by method; the untouched model's run belongs to every seed."""
+    arms = {label: manifest["arms"][label] for label in runs if label != UNTOUCHED}
+    for seed in sorted({arm["seed"] for arm in arms.values()}):
+        shared = {UNTOUCHED: runs[UNTOUCHED]} if UNTOUCHED in runs else {}
+        yield seed, shared | {arm["label"]: runs[label] for label, arm in arms.items() if arm["seed"] == seed}
+
+
+def first_runs(manifest: Mapping[str, Any], runs: Mapping[str, Run]) -> dict[str, Run]:
+    """The runs of the first seed, by method."""
+    return next(by_seed(manifest, runs))[1]
+
+
+def retrofit_tables(manifest: Mapping[str, Any], runs: Mapping[str, Run], gates: pd.DataFrame) -> pd.DataFrame:
+    """The table `retrofit` of all seeds."""
+    parts = []
+    for seed, mine in by_seed(manifest, runs):
+        quantized = {method: _quantized(run) for method, run in mine.items()}
+        parts.append(retrofit_table(mine, quantized, gates[gates["seed"] == seed], seed))
+    return pd.concat(parts, ignore_index=True)
+
+
+def _quantized(run: Run) -> dict[str, float]:
+    """What W8A8 costs an arm, by its run.json."""
+    if not run.manifest.get("w8a8"):
+        raise InputError(f"{run.folder}/{MANIFEST} has no `w8a8`: delete the folder, and the command makes it again")
+    return run.manifest["w8a8"]

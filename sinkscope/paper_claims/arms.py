@@ -1,0 +1,115 @@
+"""What intervention arms do to sinks, in percent and points of the sink rate, and to perplexity; and their controls."""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from sinkscope.measuring.experiment import BEFORE
+from sinkscope.paper_claims.claim import NotDefined, Part, above, below
+from sinkscope.paper_claims.evidence import MAIN, Evidence
+from sinkscope.paper_claims.quantities import sink_rates
+from sinkscope.results.run import RunData
+from sinkscope.results.statistics import Estimate, bootstrap, mean_of_controls, one_more_run, positive_jackknife
+
+SINK = 10.0  # percent: a sink rate above this is a sink (W-1)
+NO_COST = 0.02  # nats of loss, or 2 % of perplexity: less is no cost; a margin, so that a difference of 0 can hold
+LARGE_NORM = 2.0  # times that of later positions
+
+
+def before_and_after(evidence: Evidence, role: str, position: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """(R,) each: the sink rate at position 0 of the model as it is, and the arm's at `position`.
+
+    Both are under the same resamplings: an arm reads the same sequences.
+    """
+    return sink_rates(evidence, role, condition=BEFORE), sink_rates(evidence, role, position)
+
+
+def controls(evidence: Evidence, role: str) -> np.ndarray:
+    """(draws,): the sink rate at position 0 under each of an arm's random controls."""
+    conditions = evidence.controls(role)
+    return np.array([sink_rates(evidence, role, condition=condition)[0] for condition in conditions])
+
+
+def beyond_controls(evidence: Evidence, role: str) -> Estimate:
+    """The arm's change of the sink rate at position 0, minus what a further random control would change it by."""
+    before, after = before_and_after(evidence, role)
+    drawn = controls(evidence, role)
+    note = f"{before[0]:.1f} → {after[0]:.1f} %; {len(drawn)} random controls"
+    note += f": {drawn.min():.1f} to {drawn.max():.1f} %" if len(drawn) else ""
+    return (bootstrap(after - before) - one_more_run(drawn - before[0])).over(note)
+
+
+def share_left(evidence: Evidence, role: str, position: int = 0) -> Estimate:
+    """The arm's sink rate at `position` ÷ that of the model as it is at position 0."""
+    before, after = before_and_after(evidence, role, position)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return bootstrap(after / before).over(f"{before[0]:.1f} → {after[0]:.1f} %")
+
+
+def rate_after(evidence: Evidence, role: str) -> Estimate:
+    before, after = before_and_after(evidence, role)
+    return bootstrap(after).over(f"before: {before[0]:.1f} %")
+
+
+def of_arm(measure: Callable[..., Estimate], role: str, **given: int) -> Callable[[Evidence], Estimate]:
+    """One of the functions above, as a part of a claim has it."""
+    return lambda evidence: measure(evidence, role, **given)
+
+
+def had_a_sink(role: str) -> Part:
+    """Of a claim on what becomes of a sink: without one it fails."""
+    return Part("sink rate at position 0 before, in %", of_arm(_rate_before, role), above(SINK))
+
+
+def _rate_before(evidence: Evidence, role: str) -> Estimate:
+    return bootstrap(before_and_after(evidence, role)[0])
+
+
+def falls(role: str) -> Part:
+    """Of a claim that a sink falls by an arm, and not by random changes of the same kind."""
+    quantity = "change of the sink rate at position 0, in points, beyond a random control's"
+    return Part(quantity, of_arm(beyond_controls, role), below(0.0))
+
+
+# --- perplexity
+
+
+def losses(evidence: Evidence, role: str, condition: str) -> np.ndarray:
+    """(1 + passages,): loss per predicted token under one arm, or `before`, of the whole run and without a passage."""
+    return evidence.sequences(role, condition).losses
+
+
+def perplexity_ratio(evidence: Evidence, role: str) -> Estimate:
+    """Perplexity under an intervention ÷ without; both without the same passage."""
+    after = evidence.label(role) or ""
+    return positive_jackknife(np.exp(losses(evidence, role, after) - losses(evidence, role, BEFORE)))
+
+
+def perplexity_of_controls(evidence: Evidence, role: str) -> Estimate:
+    """The same under random controls, their mean and spread.
+
+    Raises:
+        NotDefined: the arm has no controls.
+    """
+    draws = evidence.controls(role)
+    if not draws:
+        raise NotDefined("the intervention has no random control on this model")
+    before = losses(evidence, role, BEFORE)[0]
+    return mean_of_controls(np.exp([losses(evidence, role, draw)[0] - before for draw in draws]))
+
+
+# --- the steps of a training
+
+Course = Mapping[int, RunData]  # step → run
+
+
+def rates_over_steps(runs: Course) -> tuple[list[int], np.ndarray]:
+    """Steps, and (R, steps): the sink rate at position 0 in percent; the same sequences at every step."""
+    columns = [sink_rates(Evidence({MAIN: run})) for run in runs.values()]
+    return list(runs), np.stack(columns, axis=1)
+
+
+def onset(rates: np.ndarray) -> int | None:
+    """The place of the first step with a sink."""
+    found = np.flatnonzero(rates[0] > SINK)
+    return int(found[0]) if len(found) else None

@@ -1,0 +1,1 @@
+"""The claims of each paper, one file a paper."""

@@ -1,0 +1,426 @@
+"""Claims of Attention Sinks Induce Gradient Sinks (GS)."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from sinkscope.measuring.experiment import BEFORE
+from sinkscope.measuring.observables.gradient import ALL_HEADS
+from sinkscope.measuring.observables.observable import LATER
+from sinkscope.measuring.uniform_attention import uniform_mass
+from sinkscope.paper_claims.arms import NO_COST, SINK, onset, perplexity_ratio, rates_over_steps
+from sinkscope.paper_claims.claim import Claim, NotDefined, Null, Part, above, at_least, at_most, below, between
+from sinkscope.paper_claims.evidence import MAIN, NULL, Evidence, Lacks, table_of
+from sinkscope.paper_claims.over_seeds import (
+    PERCENT,
+    OfArm,
+    difference,
+    mean_of_ratios,
+    metric,
+    of_one,
+    ratio,
+    study_of,
+    together,
+    words_for,
+)
+from sinkscope.paper_claims.quantities import (
+    BEHIND,
+    HAS_SINK_HEADS,
+    attention,
+    gradient_ratio,
+    gradients,
+    in_front_of_valves,
+    in_sink_heads,
+    later_positions,
+    norm_ratios,
+    norms,
+)
+from sinkscope.paper_claims.scopes import causal, in_float32
+from sinkscope.paper_claims.studies import PLAIN, Arm, StepStudy
+from sinkscope.results.run import RunData
+from sinkscope.results.statistics import (
+    Estimate,
+    bootstrap,
+    exact,
+    least_of,
+    mean_of_controls,
+    one_more_factor,
+    positive_jackknife,
+    rank_correlation,
+    resamplings,
+    weighted_means,
+)
+
+SPIKE = 2.0  # times the ratio of the null
+MASKED, RESCALED = "gradient-do:mask-sink", "gradient-do-alone:rescale-norm"
+FEWEST_POINTS = 3  # of a line that is fitted
+APART = 2.0  # times the sink mass of uniform attention
+BRANCH = "gradient_ratio_by_sequence"
+
+
+# --- the sink and its norm (figure 1)
+
+
+def _more_mass(evidence: Evidence) -> Estimate:
+    """Uniform causal attention alone gives the first position most, so that its mass is the unit of each position's."""
+    by_layer = attention(evidence, "sink_mass")
+    length = evidence.runs["natural"].manifest["input"]["shortest"]
+    times = by_layer / uniform_mass(length, by_layer.shape[-1])
+    return bootstrap(((times[..., 0] > times[..., BEHIND].max(-1)) & (times[..., 0] > APART)).mean(1))
+
+
+def _higher_rate(evidence: Evidence) -> Estimate:
+    by_layer = attention(evidence, "sink_rate")
+    return bootstrap((by_layer[..., 0] > by_layer[..., BEHIND].max(-1)).mean(1))
+
+
+def _elevated(evidence: Evidence) -> Estimate:
+    return bootstrap((norm_ratios(evidence, "layer_in") > 1).mean(1))
+
+
+def _top_two_writers(evidence: Evidence) -> Estimate:
+    by_layer = np.sort(norms(evidence, "mlp_out"), axis=1)
+    return bootstrap(by_layer[:, -2:].sum(1) / by_layer.sum(1))
+
+
+def _co_occurrence(evidence: Evidence) -> Estimate:
+    rates, sizes = attention(evidence, "sink_rate")[0, :, 0], norms(evidence, "layer_in")[0]
+    return rank_correlation(rates, sizes, np.arange(len(rates)))
+
+
+def _drain(evidence: Evidence) -> Estimate:
+    return in_sink_heads(evidence, "value_norm")
+
+
+# --- gradients (figure 2)
+
+
+def _above_null(pathway: str, role: str = "natural") -> Callable[[Evidence], Estimate]:
+    def measure(evidence: Evidence) -> Estimate:
+        found = gradient_ratio(evidence, pathway, role)
+        null, drawn = _on_random_weights(lambda draw: gradient_ratio(draw, pathway), evidence)
+        note = f"{found.value:.1f} against {drawn} on random weights"
+        uniform = evidence.runs["natural"].metric("uniform_gradient_ratio") if pathway == "value" else 0.0
+        if null.value < uniform:  # their attention is far from uniform, too
+            note, null = f"{note} and {uniform:.1f} of uniform attention", exact(uniform)
+        return (found / null).against(1.0).over(note)
+
+    return measure
+
+
+def _on_random_weights(measure: Callable[[Evidence], Estimate], evidence: Evidence) -> tuple[Estimate, str]:
+    """The interval in which one more draw of random weights would fall, and the range of the draws as «6.9 to 7.4».
+
+    The model is a single network, so that it is compared with a single draw: the mean of draws would be known ever
+    better with their number, and any model would differ from it.
+    """
+    values = np.array([measure(draw).value for draw in evidence.nulls])
+    if not len(values):
+        raise Lacks(f"a run on random weights: sinkscope claims {evidence.model}")
+    ends = [f"{end:.1f}" for end in (values.min(), values.max())]
+    return one_more_factor(values), " to ".join(dict.fromkeys(ends))
+
+
+def _value_over_key(evidence: Evidence) -> Estimate:
+    value, key = (gradients(evidence, pathway).mean(1)[:, 0] for pathway in ("value", "key"))
+    return positive_jackknife(value / key)
+
+
+def _value_over_key_of_null(evidence: Evidence) -> Estimate:
+    found, (null, drawn) = _value_over_key(evidence), _on_random_weights(_value_over_key, evidence)
+    return (found / null).against(1.0).over(f"{found.value:.1f} against {drawn} on random weights")
+
+
+def _flat_queries(evidence: Evidence) -> Estimate:
+    by_position = gradients(evidence, "query").mean(1)[:, BEHIND]
+    return positive_jackknife(by_position.max(1) / np.median(by_position, axis=1))
+
+
+def _first_query(evidence: Evidence) -> Estimate:
+    table = evidence.table("natural", "gradient")
+    measured = table[table["pathway"] == "query_measured"]["grad_norm"].mean()
+    return exact(measured / np.median(gradients(evidence, "query")[0].mean(0)[BEHIND]))
+
+
+def _drop(evidence: Evidence) -> Estimate:
+    by_position = gradients(evidence, "value").mean(1)
+    return positive_jackknife(by_position[:, 1] / by_position[:, 0])
+
+
+# --- theorems
+
+
+def _identity(evidence: Evidence) -> Estimate:
+    return exact(evidence.table("natural", "gradient_check")["identity_residual"].max())
+
+
+def _theorem_one(evidence: Evidence) -> Estimate:
+    table = evidence.table("natural", "gradient_check")
+    rows = table[table["position"] == 0]
+    tight = (rows["measured"] / rows["upper_bound"]).median()
+    return _over_units(rows["holds"].to_numpy(float)).over(f"median of measured ÷ upper bound {tight:.2g}")
+
+
+def _theorem_two(evidence: Evidence) -> Estimate:
+    rows = evidence.table("natural", "norm_bound").dropna(subset=["holds"])
+    return _over_units(rows["holds"].to_numpy(float)).over(f"measured ÷ bound {rows['tightness'].mean():.2g}")
+
+
+def _over_units(x: np.ndarray) -> Estimate:
+    """A mean over heads or places, these resampled. Raises NotDefined: there are none."""
+    if len(x) == 0:
+        raise NotDefined("the bound is of no layer of this model")
+    return bootstrap(weighted_means(x[:, None], resamplings(len(x)))[:, 0])
+
+
+def _column_strength(evidence: Evidence) -> Estimate:
+    attention = evidence.table("natural", "attention")
+    first = attention[attention["position"] == 0]
+    mass = first.groupby(["layer", "kv_head"])["sink_mass"].mean()
+    gradient = in_front_of_valves(evidence.table("natural", "gradient"))
+    value = gradient[(gradient["pathway"] == "value") & (gradient["head"] >= 0)]
+    by_head = value.pivot(index=["layer", "head"], columns="position", values="grad_norm")
+    ratio = by_head[0] / by_head.iloc[:, LATER].mean(axis=1)
+    both = ratio.rename_axis(["layer", "kv_head"]).to_frame("ratio").join(mass)
+    layers = both.index.get_level_values("layer").to_numpy()
+    return rank_correlation(both["sink_mass"].to_numpy(), both["ratio"].to_numpy(), layers)
+
+
+# --- how a branch reshapes gradients (figure 3)
+
+
+def _ratios(evidence: Evidence, column: str, branch: str = "attn", role: str = "natural") -> np.ndarray:
+    """(R, layers, positions). Raises NotDefined: gradients through this branch were read in no layer."""
+    found = evidence.sequences(role).means(BRANCH, column, ("layer", "position"), branch=branch)
+    if found.size == 0:
+        raise NotDefined(f"in no layer can the gradient's gain in the {branch} branch be told")
+    return found
+
+
+def _bloat_by_branch(evidence: Evidence) -> Estimate:
+    attn, mlp = (_ratios(evidence, "bloat", branch) for branch in ("attn", "mlp"))
+    ratios = [np.nanmedian(x[..., 0] / np.nanmedian(later_positions(x), axis=-1), axis=1) for x in (attn, mlp)]
+    return bootstrap(ratios[0] / ratios[1])
+
+
+def _owns_bloat(evidence: Evidence) -> Estimate:
+    """As many points as layers: if token 0 owned them all, they would be its own."""
+    bloat = _ratios(evidence, "bloat")
+    replicates, layers, positions = bloat.shape
+    order = np.argsort(-np.nan_to_num(bloat).reshape(replicates, -1), axis=1)[:, :layers]
+    return bootstrap((order % positions == 0).mean(1)).against(1 / positions)
+
+
+def _fit(evidence: Evidence, first: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Slope and r of log₁₀ compress on log₁₀‖h‖ over layers ≥ 1 and positions from `first` on, (R,) each.
+
+    Raises:
+        NotDefined: there are too few points.
+    """
+    x, y = (_ratios(evidence, name)[:, 1:, first:] for name in ("input_norm", "compress"))
+    known = (x > 0).all(0) & (y > 0).all(0)
+    if known.sum() < FEWEST_POINTS:
+        raise NotDefined("too few layers and positions have the gain of a norm in front of the attention branch")
+    x, y = np.log10(x[:, known]), np.log10(y[:, known])
+    x, y = x - x.mean(1, keepdims=True), y - y.mean(1, keepdims=True)
+    covariance = (x * y).sum(1)
+    return covariance / (x**2).sum(1), covariance / np.sqrt((x**2).sum(1) * (y**2).sum(1))
+
+
+def _slope(evidence: Evidence) -> Estimate:
+    """The slope without position 0 is given next to it: few points with very large norms can make a slope alone."""
+    later = bootstrap(_fit(evidence, first=1)[0])
+    return bootstrap(_fit(evidence)[0]).over(
+        f"without position 0 {later.value:.3f} [{later.low:.3f}, {later.high:.3f}]"
+    )
+
+
+def _unchanged(evidence: Evidence) -> Estimate:
+    change = _ratios(evidence, "change")[:, 1:]
+    inside = np.where(np.isfinite(change), (change > 0.5) & (change < 2), np.nan)
+    return bootstrap(np.nanmean(inside, axis=(1, 2)))
+
+
+# --- under interventions
+
+
+def _beside_control(evidence: Evidence) -> Estimate:
+    """What masking another position leaves of the ratio."""
+    label = evidence.label(MASKED)
+    table = in_front_of_valves(table_of(evidence.run(MASKED), "gradient"))
+    rows = table[(table["pathway"] == "value") & (table["head"] == ALL_HEADS)]
+    rows = rows[rows["condition"].isin([BEFORE, *evidence.controls(MASKED)])]
+    norms = rows.groupby(["condition", "position"])["grad_norm"].mean().unstack()
+    ratios = norms[0] / norms.iloc[:, LATER].mean(axis=1)
+    drawn = ratios.drop(BEFORE).to_numpy()
+    if not len(drawn):
+        raise NotDefined(f"{label} has no random control on this model")
+    return mean_of_controls(drawn / ratios[BEFORE])
+
+
+def _inverse(evidence: Evidence) -> Estimate:
+    """compress at position 0 of the rescaled layer, after ÷ before, × the factor."""
+    (do,) = evidence.run(RESCALED).manifest["arms"][evidence.label(RESCALED)]["do"]
+    given = dict(part.split("=") for part in do.partition(":")[2].split(","))
+    layer, factor = int(given["layers"]), float(given.get("factor", 0.5))
+    after, before = (
+        evidence.sequences(RESCALED, condition).means(BRANCH, "compress", ("layer", "position"), branch="attn")
+        for condition in (None, BEFORE)
+    )
+    return bootstrap(factor * after[:, layer, 0] / before[:, layer, 0]).over(f"layer {layer}, factor {factor:g}")
+
+
+_BOTH = ("natural", "null")
+_RATIO = "‖∇{0}₀‖ ÷ mean of positions 5–15, ÷ the same on random weights{1}"
+_OR_UNIFORM = " or under uniform attention, whichever is larger"
+
+
+# --- V-scale: an arm next to a plain training or fine-tune
+
+VALVE = "vscale"
+ARMS = f"arms:{PLAIN},{VALVE}"
+
+
+def largest_norm(site: str) -> OfArm:
+    """The norm at position 0, mean over sequences, of the layer with the largest."""
+
+    def of(arm: Arm) -> float:
+        table = table_of(arm.run, "activation")
+        return float(table[(table["site"] == site) & (table["position"] == 0)]["norm_mean"].max())
+
+    return of
+
+
+def _falls_more(arms: Mapping[str, Arm]) -> float:
+    """By how much more of their norm MLP outputs lose than attention outputs."""
+    left = [largest_norm(site)(arms[VALVE]) / largest_norm(site)(arms[PLAIN]) for site in ("mlp_out", "attn_out")]
+    return (1 - left[0]) - (1 - left[1])
+
+
+# --- the steps of a training: whether the gradient spike is there from the onset of the sink on
+
+STEPS = "steps"
+
+
+def _gradient_ratios(run: RunData) -> np.ndarray:
+    """(1 + groups,): the value gradient at position 0 ÷ later ones."""
+    by_position = gradients(Evidence({MAIN: run}), "value").mean(1)
+    return by_position[:, 0] / later_positions(by_position).mean(1)
+
+
+def _least_spike(evidence: Evidence) -> Estimate:
+    """Over the steps from the onset on; the null is step 0, else random weights."""
+    found = []
+    for runs in study_of(evidence, STEPS, StepStudy).each:
+        steps, rates = rates_over_steps(runs)
+        first_sink = onset(rates)
+        if first_sink is None:
+            raise NotDefined(f"at no step is the sink rate above {SINK:g} %")
+        first = runs[0] if steps[0] == 0 and first_sink > 0 else evidence.runs.get(NULL)
+        if first is None:
+            raise Lacks(f"step 0, or a run on random weights: sinkscope claims {evidence.model}")
+        null = _gradient_ratios(first)[0]
+        found.append({step: _gradient_ratios(runs[step]) / null for step in steps[first_sink:]})
+    common = [step for step in found[0] if all(step in each for each in found)]
+    if not common:
+        raise Lacks("the seeds have no step in common from the onset on")
+    if len(found) == 1:
+        words, by_step = (
+            "one training, interval over its sequences",
+            [positive_jackknife(found[0][at]) for at in common],
+        )
+    else:
+        words, by_step = words_for(len(found)), [mean_of_ratios(_at(found, step)) for step in common]
+    return least_of(by_step).over(f"steps from the onset on: {len(common)}; {words}")
+
+
+def _at(found: Sequence[Mapping[int, np.ndarray]], step: int) -> np.ndarray:
+    """(seeds,)"""
+    return np.array([ratios[step][0] for ratios in found])
+
+
+CLAIMS = (
+    Claim("GS-1", "fig. 1", "Token 0 stands apart in sink mass.",
+        (Part("share of layers in which position 0 has, of what uniform attention would give, twice and more than 1–15",
+            _more_mass, at_least(0.5)),), scope=(causal,)),
+    Claim("GS-2", "fig. 1", "Token 0 stands apart in sink rate.",
+        (Part("share of layers in which position 0 has a higher sink rate than any of 1–15",
+            _higher_rate, at_least(0.5)),)),
+    Claim("GS-3", "fig. 1", "The residual norm of token 0 is elevated.",
+        (Part("share of layers into which token 0 comes with a larger norm than positions 5–15",
+            _elevated, at_least(0.5)),)),
+    Claim("GS-4", "fig. 1", "Few MLP blocks write token 0's norm.",
+        (Part("the top two layers' share of the sum of ‖mlp_out₀‖ over layers", _top_two_writers, at_least(0.5)),)),
+    Claim("GS-5", "§3.1", "Sinks and massive activations co-occur.",
+        (Part("rank correlation over layers of sink rate and ‖h₀‖", _co_occurrence, above(0.0)),), is_ours=False),
+    Claim("GS-6", "fig. 2", "The value gradient spikes at token 0.",
+        (Part(_RATIO.format("v", _OR_UNIFORM), _above_null("value"), at_least(SPIKE)),), _BOTH, (causal,)),
+    Claim("GS-7", "fig. 2", "The key gradient spikes at token 0.",
+        (Part(_RATIO.format("k", ""), _above_null("key"), at_least(SPIKE)),), _BOTH, (causal,)),
+    Claim("GS-8", "§3.1, §5", "The value pathway is stronger than the key pathway.",
+        (Part("‖∇v₀‖ ÷ ‖∇k₀‖, means over layers", _value_over_key, at_least(2.0)),
+         Part("÷ the same on random weights", _value_over_key_of_null, above(1.0))), _BOTH),
+    Claim("GS-9", "fig. 2", "Query gradients are flat.",
+        (Part("max ÷ median of ‖∇q‖ over positions 1–15", _flat_queries, at_most(2.0)),)),
+    Claim("GS-10", "fig. 2", "The query gradient at token 0 vanishes.",
+        (Part("‖∇q₀‖ as autograd gives it ÷ median of positions 1–15", _first_query, at_most(1e-5), "{:.1e}"),),
+        scope=(causal, in_float32), is_ours=False, set_against=Null.THEOREM),
+    Claim("GS-11", "fig. 2", "Value gradients drop behind token 0.",
+        (Part("‖∇v₁‖ ÷ ‖∇v₀‖, means over layers", _drop, at_most(0.5)),)),
+    Claim("GS-12", "§3.2", "∇v_s = Σ_t a[t,s] g_t.",
+        (Part("largest relative residual", _identity, at_most(1e-5), "{:.1e}"),), scope=(in_float32,), is_ours=False,
+        set_against=Null.THEOREM),
+    Claim("GS-13", "theorem 1", "The value gradient at token 0 is within theorem 1's bounds.",
+        (Part("share of heads", _theorem_one, at_least(0.95)),), set_against=Null.THEOREM),
+    Claim("GS-14", "theorem 1", "The stronger the sink column, the larger its value gradient.",
+        (Part("rank correlation over heads of sink mass and ‖∇v₀‖ ÷ later", _column_strength, at_least(0.5)),)),
+    Claim("GS-15", "§1, §4", "The pressure is in the attention block.",
+        (Part("bloat at 0 ÷ later of the attention branch ÷ the same of the MLP", _bloat_by_branch, above(1.0)),),
+        is_ours=False),
+    Claim("GS-16", "fig. 3", "Token 0 owns the high-bloat regime.",
+        (Part("token 0's share of the largest points (layer, position), as many as layers", _owns_bloat,
+            at_least(0.8)),)),
+    Claim("GS-17", "fig. 3", "Compression follows the norm, as RMSNorm alone makes it.",
+        (Part("slope of log compress on log ‖h‖", _slope, between(-1.15, -0.85)),
+         Part("their correlation", lambda evidence: bootstrap(_fit(evidence)[1]), at_most(-0.95)))),
+    Claim("GS-18", "fig. 3", "The net change of gradients stays near 1.",
+        (Part("share of (layer ≥ 1, position) with ½ < change < 2", _unchanged, at_least(0.95)),)),
+    Claim("GS-19", "theorem 2", "The norm's gradient gain is within theorem 2's bound.",
+        (Part("share of tokens", _theorem_two, at_least(0.999), "{:.4g}"),), is_ours=False, set_against=Null.THEOREM),
+    Claim("GS-20", "§5", "The sink's values are small.",
+        (Part("value norm at 0 ÷ later, median over sink heads", _drain, below(0.5)),
+         HAS_SINK_HEADS)),
+    Claim("GS-28", "title", "Without a sink there is no gradient sink.",
+        (Part(f"value-gradient ratio with position 0 masked ÷ that on random weights{_OR_UNIFORM}",
+            _above_null("value", MASKED), below(2.0)),
+         Part("the same as it is", _above_null("value"), at_least(SPIKE)),
+         Part("the ratio with another position masked ÷ as it is", _beside_control, at_least(0.5))),
+        ("natural", "null", MASKED), (causal,)),
+    Claim("GS-29", "§4", "The norm alone regulates gradients.",
+        (Part("compress at 0 × the factor of the norm, after ÷ before", _inverse, between(0.9, 1.1)),
+         Part("perplexity ÷ before", lambda evidence: perplexity_ratio(evidence, RESCALED), between(0.95, 1.05))),
+        ("natural", RESCALED)),
+    Claim("GS-21", "fig. 5", "V-scale keeps the sink.",
+        (Part("sink rate, V-scale − plain", difference(ARMS, metric("sink_rate"), VALVE), at_least(-0.05)),
+         Part("sink rate of plain training in %", of_one(ARMS, metric("sink_rate", 100), PLAIN, ends=PERCENT),
+            above(SINK))),
+        (ARMS,)),
+    Claim("GS-22", "fig. 5", "V-scale lowers token 0's norm.",
+        (Part("largest ‖h_out,0‖, V-scale ÷ plain", ratio(ARMS, largest_norm("layer_out"), VALVE), below(1.0)),),
+        (ARMS,), is_ours=False),
+    Claim("GS-23", "fig. 5", "V-scale lowers its MLP outputs.",
+        (Part("largest ‖mlp_out₀‖, V-scale ÷ plain", ratio(ARMS, largest_norm("mlp_out"), VALVE), below(1.0)),),
+        (ARMS,), is_ours=False),
+    Claim("GS-24", "§5.2", "MLP outputs fall more than attention outputs.",
+        (Part("(1 − ratio) of mlp_out − of attn_out", together(ARMS, _falls_more, PLAIN, VALVE), above(0.0)),),
+        (ARMS,), is_ours=False),
+    Claim("GS-25", "§5.2", "V-scale costs nothing.",
+        (Part("held-out loss, V-scale − plain", difference(ARMS, metric("loss"), VALVE), at_most(NO_COST)),), (ARMS,)),
+    Claim("GS-26", "§5.1", "The valve acts.",
+        (Part("raw value gradient at 0, V-scale ÷ plain", ratio(ARMS, metric("value_gradient_norm"), VALVE),
+            below(1.0)),),
+        (ARMS,), is_ours=False),
+    Claim("GS-27", "fig. 2", "The spike is there at every checkpoint.",
+        (Part("value-gradient ratio ÷ null, least over steps behind the onset", _least_spike, at_least(SPIKE)),),
+        (STEPS,)),
+)  # fmt: skip

@@ -1,0 +1,248 @@
+"""Claims of Attention Sink Mechanisms Are Not Universal (NU). The paper counts layers and tokens from 1."""
+
+import numpy as np
+import pandas as pd
+
+from sinkscope.measuring.experiment import BEFORE
+from sinkscope.measuring.observables.epe import WHOLE_RUN
+from sinkscope.measuring.observables.logit_terms import DELTA
+from sinkscope.measuring.observables.query_bias import ALL_HEADS, NO_QUERY_BIAS
+from sinkscope.paper_claims.arms import SINK, falls, had_a_sink, of_arm, rate_after, share_left
+from sinkscope.paper_claims.arms import controls as rates_under_controls
+from sinkscope.paper_claims.claim import Claim, NotDefined, Part, above, at_least, at_most, below, between
+from sinkscope.paper_claims.evidence import Evidence
+from sinkscope.paper_claims.quantities import later_positions, sink_rates
+from sinkscope.paper_claims.scopes import causal, learned_positions, query_bias
+from sinkscope.results.findings import OUTLIER, Published
+from sinkscope.results.papers import GPT2_MASSIVE, PRINTED
+from sinkscope.results.statistics import Estimate, bootstrap, exact, jackknife, mean_of_controls, weighted_means
+
+NULLIFIED, COLUMNS, FIRST = "do:nullify-query-bias", "do:zero-key-columns", "do:nullify-first-embedding"
+REPLACED, EXCHANGED = "do:replace-epe:at=epe", "do:transplant-epe:at=epe"  # EPE as NU has it, not the vectors alone
+BY_SEQUENCE = "query_bias_by_sequence"
+SCOPE = (causal, query_bias, learned_positions)
+
+
+# --- scopes
+
+
+def _without_its_mechanism(evidence: Evidence) -> str | None:
+    """What NU sets its own model against: no query bias, or no learned positions."""
+    if learned_positions(evidence):
+        return None
+    reason = query_bias(evidence)
+    if reason is None:
+        return "it has a query bias and learned positions"
+    return None if reason == NO_QUERY_BIAS else f"whether its queries have a bias is not known: {reason}"
+
+
+def _with_a_bos(evidence: Evidence) -> str | None:
+    token = evidence.any_run.manifest["input"]["token_zero"]
+    return None if token.startswith("bos") else f"position 0 is no BOS but {token}"
+
+
+# --- Δ, γ and the effective positional encodings
+
+
+def _deep(by_layer: np.ndarray) -> np.ndarray:
+    """(…,L) → the second half of the layers."""
+    return by_layer[..., by_layer.shape[-1] // 2 :]
+
+
+def delta_gaps(evidence: Evidence) -> np.ndarray:
+    """(R, L): how many standard deviations Δ of position 0 stands above the mean of later tokens. The deviation is over
+    all of these: within sequences and between them.
+    """
+    sequences = evidence.sequences("natural")
+    first, later = (sequences.means(BY_SEQUENCE, column) for column in ("delta", "delta_later"))
+    mean, spread = (sequences.values(BY_SEQUENCE, column) for column in ("delta_later", "delta_later_std"))
+    deviation = np.sqrt(weighted_means(spread**2 + mean**2, sequences.weights) - later**2)
+    # a bias of zeros has no Δ, and a single later token no deviation
+    return (first - later) / np.where(deviation > 0, deviation, np.nan)
+
+
+def _stands_out(evidence: Evidence) -> Estimate:
+    gaps = _deep(delta_gaps(evidence))
+    note = f"{gaps.shape[1]} layers, Δ₀ {' '.join(f'{gap:+.1f}' for gap in gaps[0])} deviations from the mean"
+    return bootstrap((gaps > OUTLIER).mean(1)).over(note)
+
+
+def _alignment(evidence: Evidence) -> np.ndarray:
+    """(positions, layers): cos(W_k EPE, b_Q), all heads together."""
+    table = evidence.table("natural", "query_bias")
+    rows = table[table["head"] == ALL_HEADS]
+    return rows.pivot(index="position", columns="layer", values="key_alignment").to_numpy()
+
+
+OF_WEIGHTS = "of the weights alone, so without an interval"
+
+
+def _first_alignment(evidence: Evidence) -> Estimate:
+    by_layer = _deep(_alignment(evidence))[0]
+    return exact(by_layer.mean()).over(f"{OF_WEIGHTS}; by layer {', '.join(f'{cosine:.2f}' for cosine in by_layer)}")
+
+
+def _later_alignment(evidence: Evidence) -> Estimate:
+    later = np.abs(later_positions(_deep(_alignment(evidence)).T))
+    return exact(later.mean()).over(f"{OF_WEIGHTS}; the largest {later.max():.2f}")
+
+
+def _gamma(evidence: Evidence) -> pd.DataFrame:
+    """With |γ|, the mean and standard deviation of its layer's, and its rank there from 1 on."""
+    table = evidence.table("natural", "gamma")
+    magnitude = table["gamma"].abs()
+    by_layer = magnitude.groupby(table["layer"])
+    return table.assign(
+        magnitude=magnitude,
+        usual=by_layer.transform("mean") + 2 * by_layer.transform("std", ddof=0),
+        rank=by_layer.rank(ascending=False),
+    )
+
+
+def _massive(evidence: Evidence) -> pd.DataFrame:
+    """The rows of γ at massive coordinates of EPE_0. Raises NotDefined."""
+    gamma = _gamma(evidence)
+    rows = gamma[gamma["is_massive_epe"]]
+    if not len(rows):
+        raise NotDefined("EPE_0 has no massive coordinate")
+    return rows
+
+
+def _coordinates(rows: pd.DataFrame) -> str:
+    found = sorted(rows["coordinate"].unique())
+    return f"{'coordinate' if len(found) == 1 else 'coordinates'} {', '.join(map(str, found))}"
+
+
+def _massive_coordinates(evidence: Evidence) -> Estimate:
+    table = evidence.table("natural", "gamma")
+    rows = table[table["is_massive_epe"]]
+    return exact(rows["coordinate"].nunique()).over(_coordinates(rows) if len(rows) else "no gap among its entries")
+
+
+def _large_gamma(evidence: Evidence) -> Estimate:
+    rows = _massive(evidence)
+    return exact((rows["magnitude"] > rows["usual"]).mean()).over(_coordinates(rows))
+
+
+def _rank(evidence: Evidence) -> Estimate:
+    rows = _massive(evidence)
+    width = evidence.table("natural", "gamma")["coordinate"].nunique()
+    return exact(100 * rows["rank"].median() / width).over(f"{_coordinates(rows)} of {width}")
+
+
+# --- the logit's four terms
+
+
+def _share_of_delta(evidence: Evidence) -> Estimate:
+    """Of the gaps' means over layers from the second on, which alone read EPE. Raises NotDefined."""
+    if "logit_terms_by_sequence" not in evidence.runs["natural"].tables:
+        raise NotDefined("its queries and keys are not what its projections give, or its attention has a window")
+    sequences = evidence.sequences("natural")
+    first, others = (
+        sequences.means("logit_terms_by_sequence", column, ("layer", "term"))[:, 1:]
+        for column in ("at_first", "at_others")
+    )
+    delta = sequences.means("logit_terms_by_sequence", "at_first", term=DELTA)[:, 1:]
+    delta = delta - sequences.means("logit_terms_by_sequence", "at_others", term=DELTA)[:, 1:]
+    gap = (first - others).sum(-1)
+    if not gap.shape[1]:
+        raise NotDefined("it has one layer, which reads no EPE")
+    if gap[0].mean() <= 0:
+        return Estimate(np.nan).over(f"the logit of position 0 is no larger than others: gap {gap[0].mean():.2g}")
+    by_layer = ", ".join(f"{100 * share:.0f}" for share in delta[0] / gap[0])
+    return bootstrap(delta.mean(1) / gap.mean(1)).over(f"by layer from the second on: {by_layer} %")
+
+
+# --- interventions
+
+
+def _random_columns(evidence: Evidence) -> Estimate:
+    before = sink_rates(evidence, COLUMNS, condition=BEFORE)[0]
+    rates = rates_under_controls(evidence, COLUMNS)
+    if not len(rates) or not before:
+        return Estimate(np.nan).over("no random controls" if before else "no sink before")
+    return mean_of_controls(rates / before)
+
+
+# --- what the paper leaves to do
+
+
+def _first_order(evidence: Evidence) -> Estimate:
+    table = evidence.table("natural", "epe_by_group")
+    by_position = table.pivot(index="group", columns="position", values="cosine").sort_index()
+    assert by_position.index[0] == WHOLE_RUN
+    at_first, others = by_position.iloc[0, 0], by_position.iloc[0, 1:].mean()
+    return jackknife(by_position.mean(axis=1).to_numpy()).over(f"{at_first:.2f} at position 0, {others:.2f} at others")
+
+
+def _rest(evidence: Evidence) -> Estimate:
+    sequences = evidence.sequences("natural")
+    whole = _deep(sequences.means("epe_rest_by_sequence", "cosine_whole"))[0].mean()
+    rest = _deep(sequences.means("epe_rest_by_sequence", "cosine")).mean(1)
+    return bootstrap(rest).over(f"of h₀ itself {whole:.2f}")
+
+
+def _elsewhere(evidence: Evidence) -> Estimate:
+    reasons = filter(None, (learned_positions(evidence), query_bias(evidence)))
+    return bootstrap(sink_rates(evidence)).over("; ".join(reasons))
+
+
+def _gpt2(source: str, *values: tuple[float, str]) -> tuple[Published, ...]:
+    return tuple(Published("GPT-2", value, setting, source) for value, setting in values)
+
+
+_ALIGNED = Part("cos(W_k EPE₀, b_Q), mean over the second half of layers", _first_alignment, above(0.5))
+CLAIMS = (
+    Claim("N-1", "fig. 1, 4", "The query bias sets Δ of position 0 apart in most deep layers.",
+        (Part("share of the second half of layers with Δ₀ above the mean of later tokens by 2 standard deviations",
+            _stands_out, above(0.5)),), scope=SCOPE,
+        published=_gpt2("NU fig. 1", (100.0, "Δ of its token 1, its layer 10, about"),
+            (-140.0, "Δ of other tokens, its layer 10, about"))),
+    Claim("N-2", "fig. 2, 5", "W_k EPE₀ is parallel to b_Q, and that of other positions is not.",
+        (_ALIGNED,
+         Part("magnitude of the same at positions 5–15, mean over them", _later_alignment, below(0.2))),
+        scope=SCOPE, published=_gpt2("NU fig. 2", (0.7, "its token 1, its layer 10, about"),
+            (0.0, "other tokens, its layer 10, about"))),
+    Claim("N-3", "fig. 6", "EPE₀ is massive at a few coordinates.",
+        (Part("coordinates isolated by a gap", _massive_coordinates, at_least(1.0), "{:.0f}"),), scope=SCOPE,
+        published=_gpt2("NU fig. 6", (2, "coordinates 138 and 447")), is_ours=False),
+    Claim("N-4", "tables 1, 2", "γ is large where EPE₀ is massive.",
+        (Part("share of layers and massive coordinates with |γ| above its layer's mean + 2 standard deviations",
+            _large_gamma, at_least(0.5)),), scope=SCOPE,
+        published=_gpt2("NU tables 1 and 2", (20 / 24, "12 layers, coordinates 138 and 447"),
+            *((entry, f"|γ| at {coordinate}, its layer 7, against {PRINTED[7][0]}")
+              for coordinate, entry in zip(GPT2_MASSIVE, PRINTED[7][1:], strict=True)))),
+    Claim("N-5", "§4.1", "EPE₀ is massive exactly where γ has its largest entries.",
+        (Part("rank of |γ| in its layer, in % of the coordinates, median over layers and massive coordinates",
+            _rank, at_most(1.0)),), scope=SCOPE),
+    Claim("N-6", "intervention 1", "Without b_Q the sink falls.",
+        (falls(NULLIFIED), had_a_sink(NULLIFIED)), (NULLIFIED,), SCOPE),
+    Claim("N-7", "intervention 2", "With another position's EPE at position 0 the sink is gone.",
+        (Part("sink rate at position 0 after, in %", of_arm(rate_after, REPLACED), below(1.0)), had_a_sink(REPLACED)),
+        (REPLACED,), SCOPE),
+    Claim("N-8", "intervention 3", "EPE₀ makes a sink of the position that it is moved to.",
+        (Part("sink rate at position 1 after ÷ at position 0 before", of_arm(share_left, EXCHANGED, position=1),
+            at_least(0.5)),
+         had_a_sink(EXCHANGED)),
+        (EXCHANGED,), SCOPE),
+    Claim("N-9", "intervention 4", "The sink stays without the embedding of the BOS.",
+        (Part("sink rate at position 0, after ÷ before", of_arm(share_left, FIRST), at_least(0.5)), had_a_sink(FIRST)),
+        (FIRST,), (*SCOPE, _with_a_bos)),
+    Claim("N-10", "intervention 5", "The sink falls without W_k's columns where EPE₀ is massive, not without others.",
+        (falls(COLUMNS),
+         Part("sink rate at position 0 without random columns ÷ before, mean over draws", _random_columns,
+            at_least(0.5)),
+         had_a_sink(COLUMNS)),
+        (COLUMNS,), SCOPE),
+    Claim("N-11", "§4.1", "Δ is the reason why position 0's logits stand above the others'.",
+        (Part("Δ's part of the logit gap at position 0, means over layers from the second on", _share_of_delta,
+            above(0.5)),), scope=SCOPE),
+    Claim("N-12", "title", "There are sinks without a query bias or learned positions.",
+        (Part("sink rate at position 0 in %", _elsewhere, above(SINK)),), scope=(causal, _without_its_mechanism)),
+    Claim("N-13", "§3.2", "EPE is the first-order effect of a position behind the first layer.",
+        (Part("cosine of EPE with the mean state behind the first layer, mean over positions", _first_order,
+            at_least(0.5)),), scope=SCOPE),
+    Claim("N-14", "§4.2.2", "W_k EPE₀ is parallel to b_Q, and what EPE₀ leaves of position 0's state is not.",
+        (Part("cos(W_k(h₀ − EPE₀), b_Q), mean over the second half of layers", _rest, between(-0.2, 0.2)), _ALIGNED),
+        scope=SCOPE),
+)  # fmt: skip

@@ -1,0 +1,215 @@
+"""Claims of StreamingLLM and of Massive Activations (Sun et al. 2024), as the notes on both (S2M) put them."""
+
+from collections.abc import Callable
+from math import inf
+
+import numpy as np
+import pandas as pd
+
+from sinkscope.paper_claims.arms import perplexity_of_controls, perplexity_ratio
+from sinkscope.paper_claims.claim import Claim, NotDefined, Part, above, at_least, at_most, below, between
+from sinkscope.paper_claims.evidence import Evidence, Lacks
+from sinkscope.paper_claims.over_seeds import metric, of_one, where_plain_has
+from sinkscope.paper_claims.scopes import causal
+from sinkscope.paper_claims.studies import PLAIN
+from sinkscope.results.findings import COLLAPSE, FEWEST_QUERIES, HARM
+from sinkscope.results.statistics import Estimate, bootstrap, positive_jackknife, resamplings, weighted_means
+
+BIASES = "key-bias:value=learned"
+WITH_BIASES = f"train:{PLAIN},{BIASES}"
+DELIMITERS = set(".,;:!?\n\r")  # what a delimiter token is made of, but for spaces
+
+
+# --- streaming
+
+
+def _perplexities(evidence: Evidence, keep: int | None) -> np.ndarray:
+    """(1 + N,): of the smallest window with the first `keep` tokens kept (None: dense), of all texts that were streamed
+    and without each of them.
+    """
+    table = evidence.table("streaming", "streaming_by_sequence")
+    if keep is None:
+        rows = table[table["method"] == "dense"]
+    else:
+        window = table[table["window"] > 0]["window"].min()
+        rows = table[(table["window"] == window) & (table["keep"] == keep) & (table["method"] != "dense")]
+    if rows.empty:
+        raise Lacks(f"no stream kept {keep} first tokens: streaming-window:window=64,keep={keep} has it")
+    loss = rows.sort_values("sequence")["loss"].to_numpy(float)
+    without = (loss.sum() - loss) / max(len(loss) - 1, 1)
+    return np.exp([loss.mean(), *without])
+
+
+def _streamed(keep: int, against: int | None) -> Callable[[Evidence], Estimate]:
+    return lambda evidence: positive_jackknife(_perplexities(evidence, keep) / _perplexities(evidence, against))
+
+
+def _registers_alone(evidence: Evidence) -> Estimate:
+    """Against three first tokens of the text besides."""
+    count = _registers(evidence)
+    alone, more = (_perplexities(evidence, keep) for keep in (count, count + 3))
+    return positive_jackknife(alone / more).over(f"{count} register token{'s' * (count > 1)}")
+
+
+def _registers(evidence: Evidence) -> int:
+    return int(evidence.any_run.manifest["model"].get("registers") or 0)
+
+
+def with_registers(evidence: Evidence) -> str | None:
+    return None if _registers(evidence) else "it has no register tokens before its text"
+
+
+# --- massive activations
+
+
+def _massive(evidence: Evidence) -> pd.DataFrame:
+    """Raises NotDefined where there is none."""
+    table = evidence.table("natural", "massive")
+    found = table[table["is_massive"]]
+    if found.empty:
+        raise NotDefined("no entry is a massive activation")
+    return found
+
+
+def _largest(evidence: Evidence, column: str) -> np.ndarray:
+    """(R, layers): the largest entry of each layer's output in `column`, mean over sequences."""
+    table = evidence.table("natural", "massive")
+    by_layer = table[column].abs().groupby([table["sequence"], table["layer"]]).max().unstack()
+    values = by_layer.to_numpy(float)
+    return weighted_means(values, resamplings(len(values)))
+
+
+def _ratio(evidence: Evidence) -> Estimate:
+    return bootstrap(_largest(evidence, "ratio").max(1))
+
+
+def _count(evidence: Evidence) -> Estimate:
+    """Of one layer's output, as the paper counts them: the layer with most."""
+    table = evidence.table("natural", "massive")
+    counts = table.groupby(["sequence", "layer"])["is_massive"].sum().unstack(fill_value=0).to_numpy(float)
+    return bootstrap(weighted_means(counts, resamplings(len(counts))).max(1))
+
+
+def _onset(evidence: Evidence) -> Estimate:
+    largest = _largest(evidence, "value")
+    if largest.shape[1] < 2:
+        raise NotDefined("it has one layer")
+    return bootstrap((largest[:, 1:] / largest[:, :-1]).max(1))
+
+
+def _end(evidence: Evidence) -> Estimate:
+    largest = _largest(evidence, "value")
+    return bootstrap(largest[:, -1] / largest.max(1))
+
+
+def _fixed_coordinate(evidence: Evidence) -> Estimate:
+    """The share of sequences whose largest entry of all layers is at the most frequent coordinate."""
+    massive = _massive(evidence)
+    places = massive.loc[massive.groupby("sequence")["value"].apply(lambda x: x.abs().idxmax())]
+    same = (places["coordinate"] == places["coordinate"].mode().iloc[0]).to_numpy(float)
+    return bootstrap(weighted_means(same[:, None], resamplings(len(same)))[:, 0]).over(
+        f"coordinate {places['coordinate'].mode().iloc[0]}"
+    )
+
+
+def is_delimiter(token: object) -> bool:
+    return isinstance(token, str) and bool(token.strip(" ▁Ġ")) and set(token.strip(" ▁Ġ")) <= DELIMITERS
+
+
+def _at_first_or_delimiter(evidence: Evidence) -> Estimate:
+    massive = _massive(evidence)
+    there = (massive["position"] == 0) | massive["token"].map(is_delimiter)
+    by_sequence = pd.DataFrame({"there": there, "all": 1}).groupby(massive["sequence"]).sum().to_numpy(float)
+    means = weighted_means(by_sequence, resamplings(len(by_sequence)))
+    return bootstrap(means[:, 0] / means[:, 1])
+
+
+def _attracts(evidence: Evidence) -> Estimate:
+    """How much more often (head, position) is a sink where the layer's input is massive. Of positions with enough
+    queries to tell a sink, in all layers but the first.
+    """
+    massive, sinks = _massive(evidence), evidence.table("natural", "sink_positions")
+    run = evidence.runs["natural"]
+    count, longest = run.manifest["input"]["sequences"], run.manifest["input"]["longest"]
+    heads = evidence.table("natural", "attention_heads").groupby("layer")["head"].nunique()
+    layers = heads.index[heads.index > 0]
+    if longest <= FEWEST_QUERIES or not len(layers):
+        raise NotDefined("the sequences are too short, or it has one layer")
+    places = massive[["layer", "sequence", "position"]].drop_duplicates()
+    places = places.assign(layer=places["layer"] + 1)  # a layer's output is the next one's input
+    places = places[places["layer"].isin(layers) & (places["position"] <= longest - FEWEST_QUERIES)]
+    sinks = sinks[sinks["layer"].isin(layers) & (sinks["queries"] >= FEWEST_QUERIES)]
+    both = sinks.merge(places, on=["layer", "sequence", "position"])
+    width = heads[layers].sum() * (longest - FEWEST_QUERIES + 1)
+    sums = np.stack([
+        both.groupby("sequence").size().reindex(range(count), fill_value=0),
+        places["layer"].map(heads).groupby(places["sequence"]).sum().reindex(range(count), fill_value=0),
+        sinks.groupby("sequence").size().reindex(range(count), fill_value=0),
+        np.full(count, width),
+    ], axis=1).astype(float)  # fmt: skip
+    hits, of, all_hits, of_all = np.moveaxis(weighted_means(sums, resamplings(count)), 1, 0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        ratio = (hits / of) / (all_hits / of_all)
+    return bootstrap(ratio).over(f"{hits[0] / of[0]:.0%} against {all_hits[0] / of_all[0]:.1%}")
+
+
+def _outlier_features(evidence: Evidence) -> Estimate:
+    """Reads every sequence, at the layer with the largest activation: an outlier feature would stand out at most tokens
+    (Dettmers et al. 2022).
+    """
+    massive = _massive(evidence)
+    layer = massive.loc[massive["ratio"].idxmax(), "layer"]
+    table = evidence.table("natural", "massive_elsewhere")
+    rows = table[table["layer"] == layer]
+    shares = (rows["elsewhere"] / rows["largest"]).to_numpy(float)
+    common = rows["coordinate"].mode().iloc[0]
+    return bootstrap(weighted_means(shares[:, None], resamplings(len(shares)))[:, 0]).over(
+        f"layer {layer}, mostly coordinate {common}"
+    )
+
+
+STREAMS = ("streaming",)
+TO_ZERO, TO_MEAN = "loss-do:zero-massive", "loss-do-alone:mean-massive"
+
+CLAIMS = (
+    Claim("S-1", "StreamingLLM", "A bare window fails.",
+        (Part("perplexity with a window ÷ dense", _streamed(0, None), above(1.5)),), STREAMS, (causal,)),
+    Claim("S-2", "StreamingLLM", "Four kept tokens suffice.",
+        (Part("perplexity with four first tokens kept ÷ dense", _streamed(4, None), below(1.1)),), STREAMS, (causal,)),
+    Claim("S-3", "StreamingLLM", "One or two do not.",
+        (Part("perplexity with one kept ÷ with four", _streamed(1, 4), above(1.05)),
+         Part("perplexity with two kept ÷ with four", _streamed(2, 4), above(1.05))), STREAMS, (causal,)),
+    Claim("S-4", "StreamingLLM", "A sink token that was trained with the model suffices alone.",
+        (Part("perplexity with the register tokens kept ÷ with three first tokens besides", _registers_alone,
+            between(0.95, 1.05)),), STREAMS, (causal, with_registers)),
+    Claim("S-5", "Sun et al.", "Massive activations are huge.",
+        (Part("largest entry ÷ median, mean over sequences", _ratio, at_least(1e4)),)),
+    Claim("S-6", "Sun et al.", "Massive activations are few.",
+        (Part("in the output of the layer with most, a sequence", _count, below(10.0)),
+         Part("and there are some", _count, above(0.0))), is_ours=False),
+    Claim("S-7", "Sun et al.", "They appear abruptly.",
+        (Part("largest entry of a layer's output ÷ of the layer's before, largest step", _onset, at_least(10.0)),)),
+    Claim("S-8", "Sun et al.", "They are gone at the end.",
+        (Part("largest entry of the last layer ÷ of the layer with the largest", _end, below(0.5)),)),
+    Claim("S-9", "Sun et al.", "They stand at fixed coordinates.",
+        (Part("share of sequences with the largest at one coordinate", _fixed_coordinate, at_least(0.9)),)),
+    Claim("S-10", "Sun et al.", "They stand at the first token and at delimiters.",
+        (Part("share of massive activations there", _at_first_or_delimiter, at_least(0.5)),)),
+    Claim("S-11", "Sun et al.", "Setting them to zero breaks the model.",
+        (Part("perplexity ÷ before", lambda e: perplexity_ratio(e, TO_ZERO), at_least(COLLAPSE)),
+         Part("of random coordinates ÷ before", lambda e: perplexity_of_controls(e, TO_ZERO),
+            between(0.9, 1.1))), ("natural", TO_ZERO)),
+    Claim("S-12", "Sun et al.", "Setting them to their mean does not.",
+        (Part("perplexity ÷ before", lambda e: perplexity_ratio(e, TO_MEAN), between(1 - HARM, 1 + HARM)),),
+        ("natural", TO_MEAN)),
+    Claim("S-13", "Sun et al.", "They attract attention.",
+        (Part("P(sink | massive input) ÷ P(sink)", _attracts, above(1.0)),), scope=(causal,), is_ours=False),
+    Claim("S-15", "Sun et al.", "They are not outlier features: ordinary tokens do not have them.",
+        (Part("median entry at the massive coordinate, other tokens ÷ the massive one, mean over sequences",
+            _outlier_features, at_most(0.1)),)),
+    Claim("S-14", "Sun et al.", "Key-value biases remove massive activations.",
+        (Part("number of massive activations", where_plain_has("massive activation: their number",
+            metric("massive_count"), 0.0, WITH_BIASES,
+            of_one(WITH_BIASES, metric("massive_count"), BIASES, PLAIN, (0.0, inf))),
+            at_most(0.0)),), (WITH_BIASES,)),
+)  # fmt: skip

@@ -1,0 +1,311 @@
+"""Claims of Value-State Gated Attention (VGA)."""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from sinkscope.measuring.observables.observable import LATER
+from sinkscope.paper_claims.arms import NO_COST, perplexity_of_controls, perplexity_ratio
+from sinkscope.paper_claims.claim import Claim, NotDefined, Null, Part, Test, above, at_least, at_most, below
+from sinkscope.paper_claims.evidence import MAIN, Evidence, Lacks, table_of
+from sinkscope.paper_claims.over_seeds import (
+    OfArm,
+    correlation,
+    difference,
+    metric,
+    of_one,
+    ratio,
+    study_of,
+    words_for_arms,
+)
+from sinkscope.paper_claims.quantities import (
+    HAS_SINK_HEADS,
+    by_head,
+    in_front_of_valves,
+    in_sink_heads,
+    layers_of_heads,
+    norm_ratios,
+)
+from sinkscope.paper_claims.scopes import causal, gated
+from sinkscope.paper_claims.studies import PLAIN, Arm, ArmStudy
+from sinkscope.results.bos import WITH
+from sinkscope.results.papers import published
+from sinkscope.results.statistics import Estimate, bootstrap, exact, mean_of_runs, positive_jackknife, rank_correlation
+from sinkscope.training.tables import UNTOUCHED, sinking_layer
+
+TO_ZERO, TO_MEAN = "loss-do:scale-sink-value:where=sinks", "loss-do-alone:mean-sink-value:where=sinks"
+STRONG = 0.9  # mean attention to position 0 in the heads of V-3
+
+
+def _drain_follows(evidence: Evidence) -> Estimate:
+    mass = by_head(evidence, "attention_heads_by_sequence", "window_mass")[0]
+    first, later = (by_head(evidence, "geometry_by_sequence", name)[0] for name in ("value_norm", "value_norm_later"))
+    return rank_correlation(mass, first / later, layers_of_heads(evidence))
+
+
+def _peak(evidence: Evidence) -> Estimate:
+    return bootstrap(norm_ratios(evidence, "layer_out").max(1))
+
+
+def _starved(evidence: Evidence) -> Estimate:
+    """Median over key/value heads that attend to position 0 alone."""
+    attention = evidence.table("natural", "attention")
+    mass = attention[attention["position"] == 0].groupby(["layer", "kv_head"])["window_mass"].mean()
+    strong = mass.index[mass > STRONG]
+    if strong.empty:
+        raise NotDefined(f"no head gives position 0 more than {STRONG} of its attention")
+    tables = [evidence.table("natural", "gradient")]
+    tables += [rows for _, rows in evidence.table("natural", "gradient_by_group").groupby("group")]
+    ratios = np.array([_later_over_first(table, strong) for table in tables])
+    return positive_jackknife(ratios).over(f"{len(strong)} key/value head{'s' * (len(strong) > 1)}")
+
+
+def _later_over_first(gradient: pd.DataFrame, heads: pd.MultiIndex) -> float:
+    gradient = in_front_of_valves(gradient)
+    value = gradient[(gradient["pathway"] == "value") & (gradient["head"] >= 0)]
+    by_position = value.pivot(index=["layer", "head"], columns="position", values="grad_norm").loc[list(heads)]
+    return float((by_position.iloc[:, LATER].mean(axis=1) / by_position[0]).median())
+
+
+def _gate_closes(evidence: Evidence) -> Estimate:
+    table = evidence.table("natural", "gate")
+    later = table["position"].between(LATER.start, LATER.stop - 1)
+    return exact(table[table["position"] == 0]["gate"].mean() / table[later]["gate"].mean())
+
+
+def _no_op(evidence: Evidence) -> Estimate:
+    """The note gives the effect of the sink's mean values: if only zeros do harm, the values are a constant bias."""
+    controls = perplexity_of_controls(evidence, TO_ZERO)
+    note = f"of other positions ×{controls.value:.3g}"
+    if evidence.has(TO_MEAN):
+        constant = perplexity_ratio(evidence, TO_MEAN)
+        note += f"; with their mean over sequences in place of zero ×{constant.value:.3g}"
+        note += f" [{constant.low:.3g}, {constant.high:.3g}]"
+        if evidence.runs[MAIN].bos == WITH:
+            note += ", the same BOS in every sequence: its values are constant anyway"
+    return (perplexity_ratio(evidence, TO_ZERO) / controls).over(note)
+
+
+# --- trained gates and register tokens next to plain arms
+
+GATE, REGISTERS = "vga", "register-tokens"
+ARMS = f"arms:{PLAIN},{GATE}"
+# tables 1 and 2 are of models that were trained so from random weights: a fine-tuned one says nothing of them
+FROM_SCRATCH, WITH_REGISTERS = f"train:{PLAIN},{GATE}", f"train:{PLAIN},{REGISTERS}"
+TRAINED = "trained from scratch"
+
+
+# --- the gradient in front of the gate
+
+
+def _gated_gradients(arm: Arm) -> pd.DataFrame:
+    """Of each layer, key/value head and position: its gate, and its value gradient in front of it ÷ behind it.
+
+    Raises:
+        NotDefined: the gates are not on values.
+    """
+    gradient = table_of(arm.run, "gradient")
+    wide = gradient[gradient["head"] >= 0].pivot_table(
+        index=["layer", "head", "position"], columns="pathway", values="grad_norm"
+    )
+    if "raw_value" not in wide:
+        raise NotDefined(f"the gates of {arm.label} are on heads' outputs, not on values")
+    gates = table_of(arm.run, "gate").set_index(["layer", "head", "position"])["gate"]
+    return pd.DataFrame({"gate": gates, "left": wide["raw_value"] / wide["value"]}).dropna()
+
+
+def _follows_gate(arm: Arm) -> float:
+    rows = _gated_gradients(arm)
+    if rows.nunique().min() < 2:
+        return float("nan")
+    return float(stats.spearmanr(rows["gate"], rows["left"])[0])
+
+
+def _left_at_sink(arm: Arm) -> float:
+    return float(_gated_gradients(arm).xs(0, level="position")["left"].median())
+
+
+# --- quantization and cost
+
+
+def _against_best(evidence: Evidence) -> Estimate:
+    """Against the best of all other methods that were trained beside it, of each seed."""
+    study = study_of(evidence, FROM_SCRATCH, ArmStudy)
+    others = sorted(set.intersection(*(set(arms) for arms in study.by_seed)) - {GATE, UNTOUCHED})
+    cost = metric("perplexity_increase")
+    values = [cost(arms[GATE]) - min(cost(arms[name]) for name in others) for arms in study.by_seed]
+    labels = ", ".join(study.by_seed[0][name].label for name in others)
+    return mean_of_runs(np.array(values)).over(f"others: {labels}; {words_for_arms(study)}")
+
+
+def _step_seconds(arm: Arm) -> float:
+    """Wall time of the training ÷ its steps. Raises Lacks where it was resumed, or is of an older version."""
+    records = arm.training.manifest["arms"].values()
+    record = next(one for one in records if (one["label"], one["seed"]) == (arm.label, arm.seed))
+    if record.get("step_seconds") is None:
+        raise Lacks(f"the training of {arm.label} has no step time: it was resumed, or is of an older sinkscope")
+    return float(record["step_seconds"])
+
+
+def _new_parameters(evidence: Evidence) -> Estimate:
+    arms: Mapping[str, Arm] = study_of(evidence, ARMS, ArmStudy).by_seed[0]
+    gated, plain = (arms[name].run.manifest["model"]["parameters"] for name in (GATE, PLAIN))
+    return exact((gated - plain) / gated).over(f"{gated - plain:,} of {gated:,}")
+
+
+# --- fine-tuning: a plain arm and VGA next to the model that both began from (table 3)
+
+TUNED = f"retrofit:{PLAIN},{UNTOUCHED}"
+GATED = f"retrofit:{PLAIN},{GATE},{UNTOUCHED}"
+NORM, KURTOSIS = metric("max_inf_norm"), metric("kurtosis")
+
+
+# --- the Bigram-Backcopy lab: plain, VGA and IGA, by step (figures 4 to 6). All numbers are of queries that are no
+# triggers, in the layer in which the plain arm's attention goes most to <s>.
+
+INPUT_GATE = "iga"
+ALONE = f"backcopy:{PLAIN}"
+BOTH = f"backcopy:{PLAIN},{GATE}"
+ALL = f"backcopy:{PLAIN},{GATE},{INPUT_GATE}"
+COST = 0.02  # nats: a risk that differs by less is the same
+
+Course = Callable[[Arm], pd.Series]  # step → value
+
+
+def _recorded(name: str) -> Course:
+    def of(arm: Arm) -> pd.Series:
+        table = arm.training.tables["training"]
+        label = next(other.label for other in arm.training.arms if other.method == PLAIN)
+        plain = table[table["condition"] == label]
+        return arm.by_step(name, sinking_layer(plain))
+
+    return of
+
+
+ATTENTION, LOGIT = _recorded("early_attention_to_start"), _recorded("delta_logit")
+
+
+def _value(arm: Arm) -> pd.Series:
+    """The projected value of <s> ÷ of tokens that are no triggers."""
+    return _recorded("start_value_norm")(arm) / _recorded("other_value_norm")(arm)
+
+
+def _at_end(course: Course) -> OfArm:
+    return lambda arm: float(course(arm).iloc[-1])
+
+
+def _since_start(course: Course) -> OfArm:
+    return lambda arm: float(course(arm).iloc[-1] - course(arm).iloc[0])
+
+
+def _range(course: Course) -> OfArm:
+    return lambda arm: float(course(arm).max() - course(arm).min())
+
+
+def _risk(name: str) -> OfArm:
+    return lambda arm: float(arm.by_step(name).iloc[-1])
+
+
+def _cycle(arm: Arm) -> float:
+    return float(stats.spearmanr(ATTENTION(arm), _value(arm))[0])
+
+
+def _trend(arm: Arm) -> float:
+    course = LOGIT(arm)
+    return float(stats.spearmanr(course.index, course)[0])
+
+
+def _claim(id: str, reference: str, statement: str, role: str, *parts: tuple) -> Claim:
+    return Claim(id, reference, statement, tuple(Part(*part) for part in parts), (role,))
+
+
+BEFORE_TRIGGERS = "attention on <s> before any trigger"
+DRAIN = "‖v of <s>‖ ÷ others"
+NOT_MORE: Test = at_most(COST)
+
+
+CLAIMS = (
+    Claim("V-1", "§1", "Sinks are drained.",
+        (Part("rank correlation over heads of window mass and value norm ÷ later", _drain_follows, below(0.0)),
+         Part("value norm at 0 ÷ later, median over sink heads", lambda e: in_sink_heads(e, "value_norm"),
+            below(0.5)),
+         HAS_SINK_HEADS)),
+    Claim("V-2", "§1", "The residual stream peaks at the sink.",
+        (Part("norm at 0 ÷ later, layer with the largest", _peak, above(1.0)),), is_ours=False),
+    Claim("V-3", "§3.1", "A strong sink starves the other values of gradient.",
+        (Part("value gradient later ÷ at 0, median over heads with window mass > 0.9", _starved, at_most(0.1)),),
+        scope=(causal,)),
+    Claim("V-12", "§3.3", "The gate closes at the sink.",
+        (Part("gate at 0 ÷ later, means over heads and layers", _gate_closes, below(0.5)),), scope=(gated,)),
+    Claim("V-24", "§1", "The sink is a no-op: its values can be set to zero.",
+        (Part("perplexity with v = 0 at position 0 in the heads with a sink ÷ with v = 0 there at others", _no_op,
+            at_most(1.05)),
+         HAS_SINK_HEADS),
+        ("natural", TO_ZERO), (causal,), beside=(TO_MEAN,)),
+    Claim("V-13", "eq. 8", "The gradient is severed.",
+        (Part("rank correlation over heads and positions of the gate and the value gradient in front of it ÷ behind",
+            correlation(ARMS, _follows_gate, GATE), above(0.0)),
+         Part("value gradient at 0 in front of the gate ÷ behind, median over heads",
+            of_one(ARMS, _left_at_sink, GATE), below(1.0))),
+        (ARMS,), set_against=Null.THEOREM),
+    Claim("V-14", "table 1", "Perplexity is no worse.",
+        (Part("perplexity, VGA ÷ plain", ratio(FROM_SCRATCH, metric("perplexity"), GATE), at_most(1 + NO_COST)),),
+        (FROM_SCRATCH,),
+        published=published("VGA table 1", {"BERT": 4.52 / 4.52, "OPT": 15.49 / 15.95, "GPT-2": 16.52 / 17.03},
+            TRAINED)),
+    Claim("V-15", "table 1", "The largest norm falls.",
+        (Part("max infinity norm, plain ÷ VGA", ratio(FROM_SCRATCH, metric("max_inf_norm"), PLAIN, GATE), above(1.0)),),
+        (FROM_SCRATCH,), published=published("VGA table 1", {"BERT": 24.5, "OPT": 2.2, "GPT-2": 20.8}, TRAINED),
+        is_ours=False),
+    Claim("V-16", "table 1", "Kurtosis falls.",
+        (Part("kurtosis, plain ÷ VGA", ratio(FROM_SCRATCH, metric("kurtosis"), PLAIN, GATE), above(1.0)),),
+        (FROM_SCRATCH,),
+        published=published("VGA table 1", {"BERT": 35.0, "OPT": 63.0, "GPT-2": 429.0}, TRAINED), is_ours=False),
+    Claim("V-17", "table 1", "Register tokens worsen kurtosis.",
+        (Part("kurtosis, registers ÷ plain", ratio(WITH_REGISTERS, metric("kurtosis"), REGISTERS), above(1.0)),),
+        (WITH_REGISTERS,), published=published("VGA table 1", {"BERT": 2.6, "OPT": 3.8, "GPT-2": 0.36}, TRAINED),
+        is_ours=False),
+    Claim("V-18", "table 2", "VGA quantizes best.",
+        (Part("Δ perplexity in W8A8, VGA − best other arm", _against_best, below(0.0)),), (FROM_SCRATCH,),
+        published=published("VGA table 2", {"BERT": 0.12 - 0.15, "OPT": 0.93 - 1.12}, "VGA − IGA"), is_ours=False),
+    Claim("V-19", "table 2", "Registers quantize worse than plain.",
+        (Part("Δ perplexity in W8A8, registers − plain",
+            difference(WITH_REGISTERS, metric("perplexity_increase"), REGISTERS), above(0.0)),),
+        (WITH_REGISTERS,), published=published("VGA table 2", {"BERT": 909 - 613, "OPT": 108 - 28}, "difference"),
+        is_ours=False),
+    Claim("V-23", "§3.2", "Its overhead is marginal.",
+        (Part("new ÷ all parameters", _new_parameters, below(0.01)),
+         Part("seconds a step of training, VGA ÷ plain", ratio(ARMS, _step_seconds, GATE), below(1.05))), (ARMS,)),
+    Claim("V-20", "table 3", "A plain fine-tune worsens the norm.",
+        (Part("max infinity norm behind ÷ in front", ratio(TUNED, NORM, PLAIN, UNTOUCHED), above(1.0)),), (TUNED,),
+        published=published("VGA table 3", {"GPT-2": 1.55}, "fine-tuned"), is_ours=False),
+    Claim("V-21", "table 3", "The retrofit cures.",
+        (Part("max infinity norm, VGA ÷ in front", ratio(GATED, NORM, GATE, UNTOUCHED), below(0.2)),
+         Part("kurtosis, VGA ÷ in front", ratio(GATED, KURTOSIS, GATE, UNTOUCHED), below(0.05))), (GATED,),
+        published=published("VGA table 3", {"GPT-2": 0.094}, "fine-tuned")),
+    Claim("V-22", "table 3", "And has the best perplexity.",
+        (Part("perplexity, VGA − plain fine-tune", difference(GATED, metric("perplexity"), GATE), below(0.0)),),
+        (GATED,), published=published("VGA table 3", {"GPT-2": -0.07}, "fine-tuned"), is_ours=False),
+    _claim("V-4", "fig. 4", "The plain lab model sinks.", ALONE,
+        (BEFORE_TRIGGERS, of_one(ALONE, _at_end(ATTENTION), PLAIN, ends=(0.0, 1.0)), at_least(0.5))),
+    _claim("V-5", "fig. 4", "And drains.", ALONE, (DRAIN, of_one(ALONE, _at_end(_value), PLAIN), at_most(0.5))),
+    _claim("V-6", "fig. 4", "VGA has no sink.", BOTH,
+        (f"{BEFORE_TRIGGERS}, VGA − untrained", of_one(BOTH, _since_start(ATTENTION), GATE, PLAIN), at_most(0.0))),
+    _claim("V-7", "fig. 4", "VGA has no drain.", BOTH,
+        (DRAIN, of_one(BOTH, _at_end(_value), GATE, PLAIN), at_least(0.8))),
+    _claim("V-8", "fig. 5", "The plain model runs a cycle.", ALONE,
+        ("rank correlation of attention and value norm over steps", correlation(ALONE, _cycle, PLAIN), below(0.0)),
+        ("rank correlation of Δlogit and the step", correlation(ALONE, _trend, PLAIN), above(0.0))),
+    _claim("V-9", "fig. 5", "VGA is stable.", BOTH,
+        ("range of the attention over steps, VGA ÷ plain", ratio(BOTH, _range(ATTENTION), GATE), below(0.5)),
+        ("of the value norm", ratio(BOTH, _range(_value), GATE), below(0.5)),
+        ("of Δlogit", ratio(BOTH, _range(LOGIT), GATE), below(0.5))),
+    _claim("V-10", "fig. 5", "VGA learns as well.", BOTH,
+        ("backcopy risk, VGA − plain, in nats", difference(BOTH, _risk("backcopy_risk"), GATE), NOT_MORE),
+        ("of bigrams", difference(BOTH, _risk("bigram_risk"), GATE), NOT_MORE)),
+    _claim("V-11", "fig. 6", "IGA stands between.", ALL,
+        (f"{BEFORE_TRIGGERS}, plain − IGA", difference(ALL, _at_end(ATTENTION), PLAIN, INPUT_GATE), above(0.0)),
+        ("IGA − VGA", difference(ALL, _at_end(ATTENTION), INPUT_GATE, GATE), above(0.0))),
+)  # fmt: skip

@@ -1,0 +1,15 @@
+"""All claims by id, paper after paper."""
+
+from sinkscope.paper_claims.claim import PAPERS, Claim
+from sinkscope.paper_claims.papers import gs, nu, s2m, vga, wse
+
+_PAPERS = list(PAPERS)
+
+
+def _place(claim: Claim) -> tuple[int, int]:
+    paper, _, number = claim.id.partition("-")
+    return _PAPERS.index(paper), int(number)
+
+
+_OF_PAPERS = (*gs.CLAIMS, *wse.CLAIMS, *s2m.CLAIMS, *nu.CLAIMS, *vga.CLAIMS)
+CLAIMS: dict[str, Claim] = {claim.id: claim for claim in sorted(_OF_PAPERS, key=_place)}

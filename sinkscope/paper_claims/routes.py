@@ -1,0 +1,174 @@
+"""Which route carries the sink in which model: NU's title as a table, from interventions that each cut one route."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from sinkscope.measuring.summary import WHOLE_MODEL
+from sinkscope.paper_claims.arms import SINK, before_and_after, beyond_controls, controls, share_left
+from sinkscope.paper_claims.evidence import Evidence, Lacks
+from sinkscope.results.findings import HALF
+from sinkscope.results.statistics import Estimate, bootstrap, one_more_run
+from sinkscope.results.tables import Column, names_of
+
+TABLE = "route"
+PAPER = "GPT-2 in NU (figure 3: maps, no rates)"
+
+
+class Effect(StrEnum):
+    """What becomes of the sink without a route."""
+
+    GOES = "goes"  # falls, and less than half of it is left
+    FALLS = "falls"  # beyond what one more random control would do
+    RISES = "rises"
+    STAYS = "stays"
+    UNDECIDED = "undecided"  # fewer than two controls
+    NO_SINK = "no sink"  # to begin with
+    DOES_NOT_APPLY = "does not apply"  # the model has no such route
+    NOT_MEASURED = "not measured"
+
+
+@dataclass(frozen=True)
+class Route:
+    """A part of the model by which the first token may become a sink.
+
+    Attributes:
+        name: What it is.
+        cut: How it is cut.
+        roles: The runs that cut it; of several the first that there is.
+        published: What NU says becomes of GPT-2's sink, and where; "": it does not cut this route.
+        published_effect: The same in one word.
+    """
+
+    name: str
+    cut: str
+    roles: tuple[str, ...]
+    published: str = ""
+    published_effect: Effect = Effect.NOT_MEASURED
+
+
+ROUTES = (
+    Route("query bias", "b_Q = 0", ("do:nullify-query-bias",), "diminishes (fig. 3b)", Effect.FALLS),
+    # two edits: of the vector p₀ itself, which the first attention layer reads, and of EPE₀ = MLP(p₀) + p₀ after it
+    Route("position vector", "p₀ = another's", ("do:replace-epe",)),
+    Route("effective position", "EPE₀ = another's", ("do:replace-epe:at=epe",), "disappears (fig. 3c)", Effect.GOES),
+    Route("first embedding", "token's vector = 0", ("do:nullify-first-embedding",), "persists (fig. 3e)",
+        Effect.STAYS),
+    Route("key columns", "W_k's massive inputs = 0", ("do:zero-key-columns",), "is reduced (fig. 3f)", Effect.FALLS),
+    Route("massive activation", "= 0 where it appears", ("do:zero-massive",)),
+)  # fmt: skip
+ROLES = tuple(role for route in ROUTES for role in route.roles)
+
+
+COLUMNS = (
+    Column("route", "a part of the model by which the first token may become a sink", kind="text"),
+    Column("do", "the intervention that cuts it", kind="text"),
+    Column("before", "sink rate at position 0 of the model as it is", "%"),
+    Column("before_low", "lower end of its 95 % interval over sequences", "%"),
+    Column("before_high", "upper end", "%"),
+    Column("after", "sink rate at position 0 without the route", "%"),
+    Column("after_low", "lower end of its 95 % interval over sequences", "%"),
+    Column("after_high", "upper end", "%"),
+    Column("draws", "random controls", kind="whole"),
+    Column("control", "mean sink rate under them", "%"),
+    Column("control_low", "lower end of the interval in which one more would fall with 95 %", "%"),
+    Column("control_high", "upper end", "%"),
+    Column("beyond", "change of the sink rate beyond a control's", "points"),
+    Column("beyond_low", "lower end of its 95 % interval, over sequences and controls", "points"),
+    Column("beyond_high", "upper end", "points"),
+    Column("effect", "goes, falls, rises, stays (by that interval), undecided, no sink, does not apply, not measured",
+        kind="text"),
+    Column("note", "why it does not apply, or the command to measure it", kind="text"),
+)  # fmt: skip
+
+
+def routes_of(evidence: Evidence) -> pd.DataFrame:
+    """The table `route` of one model: a row for each route."""
+    rows = [_row(route, evidence) for route in ROUTES]
+    table = pd.DataFrame(rows).reindex(columns=names_of(COLUMNS))
+    table = table.astype({"draws": int} | {column.name: float for column in COLUMNS if column.kind == "number"})
+    run = evidence.any_run
+    for name, value in (("layer", WHOLE_MODEL), ("condition", run.condition), ("model", run.model)):
+        table.insert(0, name, value)
+    return table
+
+
+def routes_of_models(evidence: Mapping[str, Evidence]) -> pd.DataFrame:
+    """The table `route` of several models, by name."""
+    parts = [routes_of(one).assign(model=name) for name, one in evidence.items()]
+    return pd.concat(parts, ignore_index=True)
+
+
+def _row(route: Route, evidence: Evidence) -> dict[str, Any]:
+    role = next((role for role in route.roles if evidence.has(role)), route.roles[0])
+    row: dict[str, Any] = {"route": route.name, "do": role.partition(":")[2], "draws": 0, "note": ""}
+    if not evidence.has(role):
+        reason = evidence.inapplicable(role)
+        effect = Effect.DOES_NOT_APPLY if reason else Effect.NOT_MEASURED
+        return row | {"effect": str(effect), "note": reason or evidence.command(role)}
+    try:
+        before, after = (bootstrap(rates) for rates in before_and_after(evidence, role))
+        drawn, beyond = controls(evidence, role), beyond_controls(evidence, role)
+        left = share_left(evidence, role)
+    except Lacks as reason:
+        return row | {"effect": str(Effect.NOT_MEASURED), "note": str(reason)}
+    control = one_more_run(drawn) if len(drawn) else Estimate(np.nan)
+    row |= {"draws": len(drawn), "effect": str(_effect(before, beyond, left))}
+    estimates = {"before": before, "after": after, "control": control, "beyond": beyond}
+    for name, estimate in estimates.items():
+        row |= {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
+    return row
+
+
+def _effect(before: Estimate, beyond: Estimate, left: Estimate) -> Effect:
+    """By the whole interval."""
+    if before.value <= SINK:
+        return Effect.NO_SINK
+    if not np.isfinite([beyond.low, beyond.high]).all():
+        return Effect.UNDECIDED
+    if beyond.high < 0:
+        return Effect.GOES if left.high < HALF else Effect.FALLS
+    return Effect.RISES if beyond.low > 0 else Effect.STAYS
+
+
+# --- words
+
+
+ROUTES_TITLE = "Which route carries the sink (sink rate at position 0 in % [95 %])"
+
+
+def routes_text(table: pd.DataFrame) -> pd.DataFrame:
+    """Models × routes as texts, NU's own model first."""
+    names = [route.name for route in ROUTES]
+    published = {route.name: route.published or "not tested" for route in ROUTES}
+    rows = [{"model": PAPER} | published]
+    for model, own in table.groupby("model", sort=False):
+        texts = {row.route: _text(row) for row in own.itertuples()}
+        rows.append({"model": str(model)} | texts)
+    return pd.DataFrame(rows, columns=["model", *names]).fillna(str(Effect.NOT_MEASURED))  # older tables have fewer
+
+
+def _text(row: Any) -> str:
+    """«falls: 42.5 [41.3, 43.8] → 30.5 [29.1, 31.8], random controls 40.8 to 43.2»"""
+    if row.effect in (Effect.DOES_NOT_APPLY, Effect.NOT_MEASURED):
+        return f"{row.effect}: {row.note}"
+    before, after = (
+        f"{getattr(row, name):.1f} [{getattr(row, f'{name}_low'):.1f}, {getattr(row, f'{name}_high'):.1f}]"
+        for name in ("before", "after")
+    )
+    control = ", no random controls"
+    if row.draws:
+        control = f", random controls {row.control:.1f}"
+    if row.draws > 1:
+        control += f" [{row.control_low:.1f}, {row.control_high:.1f}]"
+    return f"{row.effect}: {before} → {after}{control}"
+
+
+def measured_models(table: pd.DataFrame) -> list[str]:
+    """Models of which at least one route was cut, or is not there."""
+    known = table[table["effect"] != Effect.NOT_MEASURED]
+    return list(dict.fromkeys(known["model"]))

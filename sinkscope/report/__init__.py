@@ -1,1 +1,0 @@
-"""Tables become words and pictures."""

@@ -1,0 +1,179 @@
+"""What the papers print: every published number once, and tables in the papers' layout made from a run's own.
+
+WSE is When Attention Sink Emerges in Language Models, NU is Attention Sink Mechanisms Are Not Universal.
+"""
+
+from collections.abc import Callable, Mapping
+
+import pandas as pd
+
+from sinkscope.results.findings import Published
+from sinkscope.results.run import RunData
+
+SCRATCH = "60M model, 5 B tokens, sink rate at position 0 in %"  # the setting of most of WSE's trainings
+
+
+def published(
+    source: str, values: Mapping[str, float], setting: str = SCRATCH, mark: str = ""
+) -> tuple[Published, ...]:
+    """Return the numbers of one table, named after models or settings."""
+    return tuple(Published(name, value, setting, source, mark) for name, value in values.items())
+
+
+# --- WSE table 1: sink rates of pretrained models, in percent, as far as its values are available. A model of a sweep
+# that names one of these (`paper: GPT2-XL`) is shown next to it.
+
+SETTING = {"window": 64, "epsilon": 0.3}  # with which it was measured, besides sequences of LENGTH tokens
+LENGTH = 64
+PRETRAINED, CHAT = "T = 64 and ε = 0.3, pretrained", "T = 64 and ε = 0.3, chat models"
+TABLE_1, TABLE_7 = "WSE table 1", "WSE table 7"
+
+# the paper's name of the model → input → its sink rate at position 0
+WSE_TABLE_1: dict[str, dict[str, Published]] = {
+    "Mistral-7B": {
+        "natural": Published("Mistral-7B", 97.49, PRETRAINED, TABLE_1),
+        "repeated": Published("Mistral-7B", 0.0, PRETRAINED, TABLE_1),
+    },
+    "LLaMA2-7B": {
+        "natural": Published("LLaMA2-7B", 92.47, PRETRAINED, TABLE_1),
+        "repeated": Published("LLaMA2-7B", 0.0, PRETRAINED, TABLE_1),
+    },
+    "LLaMA2-13B": {
+        "natural": Published("LLaMA2-13B", 91.69, PRETRAINED, TABLE_1),
+        "repeated": Published("LLaMA2-13B", 0.0, PRETRAINED, TABLE_1),
+    },
+    "LLaMA3-8B": {
+        "natural": Published("LLaMA3-8B", 99.02, PRETRAINED, TABLE_1),
+        "random": Published("LLaMA3-8B", 91.23, PRETRAINED, TABLE_1),
+        "repeated": Published("LLaMA3-8B", 0.0, PRETRAINED, TABLE_1),
+    },
+    "GPT2-XL": {
+        "natural": Published("GPT2-XL", 77.0, PRETRAINED, TABLE_1, "†"),
+        "random": Published("GPT2-XL", 70.29, PRETRAINED, TABLE_1),
+        "repeated": Published("GPT2-XL", 62.28, PRETRAINED, TABLE_7, "†"),
+    },
+    "Mistral-7B chat": {"natural": Published("Mistral-7B", 88.34, CHAT, TABLE_1)},
+    "LLaMA2-7B chat": {"natural": Published("LLaMA2-7B", 92.88, CHAT, TABLE_1)},
+    "LLaMA2-13B chat": {"natural": Published("LLaMA2-13B", 90.94, CHAT, TABLE_1)},
+    "LLaMA3-8B chat": {"natural": Published("LLaMA3-8B", 98.85, CHAT, TABLE_1)},
+}
+
+
+def published_rates(reads: str) -> tuple[Published, ...]:
+    """Of all models on one input."""
+    return tuple(rates[reads] for rates in WSE_TABLE_1.values() if reads in rates)
+
+
+# --- WSE's trainings: sink rates of models of 60 million parameters, in percent, by what differs from its default. A
+# name is a part of a level of a factor study; arms are called as the recipes call them.
+
+TRANSCRIBED = "†"  # from a transcription of the paper
+SOFTMAX = 18.18  # WSE's default
+
+
+def _table(source: str, of: str, rates: Mapping[str, float], mark: str = "") -> dict[str, Published]:
+    values = published(source, {f"{of}{name}": rate for name, rate in rates.items()}, mark=mark)
+    return {value.name: value for value in values}
+
+
+WSE_TRAININGS: dict[str, Published] = {
+    **_table("WSE table 2", "weight_decay=", {
+        "0": 15.20, "0.001": 15.39, "0.01": 15.23, "0.1": SOFTMAX, "0.5": 41.08, "1": 37.71, "2": 6.13, "5": 0.01}),
+    **_table("WSE table 3", "position_scheme=", {
+        "none": 20.35, "absolute": 32.73, "learned": 33.13, "bucket-number": 35.53, "alibi": 20.78, "rotary": SOFTMAX}),
+    **_table("WSE table 4", "", {"softmax": SOFTMAX, "K-bias": 0.0, "V-bias": 17.53}),
+    **_table("WSE table 4", "", {"sink-token": 0.0, "KV-bias": 0.04}, TRANSCRIBED),
+    **_table("WSE table 5", "", {"K-bias-m1": 0.06, "K-bias-m5": 3.71, "K-bias-m20": 25.88}),
+    **_table("WSE table 6", "", {
+        "sigmoid": 0.44, "sigmoid-normalized": 30.24, "elu": 0.80, "elu-kernel": 53.65, "identity": 0.0,
+        "mlp-kernel": 0.74, "mlp-kernel-normalized": 0.19}),
+    **_table("WSE table 9", "learning_rate=", {"0.0001": 2.90, "0.0002": 11.21, "0.0004": SOFTMAX, "0.0008": 32.23}),
+    **_table("WSE table 10", "fixed_position=", {"0": 74.11, "1": 69.03, "2": 69.64}),
+    **_table("WSE table 10", "bos=", {"auto": 74.11, "never": SOFTMAX}),  # its default has none, a BOS is a fixed token
+    **_table("WSE table 11", "feed_forward=", {"swiglu": SOFTMAX}),
+    **_table("WSE table 11", "feed_forward=", {
+        "geglu": 17.86, "reglu": 13.88, "relu": 16.90, "gelu": 14.76, "swish": 17.89}, TRANSCRIBED),
+    **_table("WSE table 12", "num_attention_heads=", {"4": 10.68, "2": 12.95, "1": 19.50}, TRANSCRIBED),
+    **_table("WSE table 12", "head_mix=", {"summed": 21.76}, TRANSCRIBED),
+    **_table("WSE table 14", "", {"alpha-2": 29.10, "alpha-0.2": 9.41, "alpha-0.1": 3.59, "alpha-0.05": 4.53},
+        TRANSCRIBED),
+    **_table("WSE §5", "random_tokens=", {"0": SOFTMAX, "1": 27.03, "2": 1.98}),
+    **_table("WSE §7.2", "norm_placement=", {"post": 13.54}),
+}  # fmt: skip
+
+
+# --- NU tables 1 and 2
+
+DIGITS = 3  # behind the decimal point, as NU prints
+
+# NU tables 1 and 2, of GPT-2: layer from 1 on → mean ± 2 standard deviations of |γ|, and |γ| at the coordinates at
+# which EPE_0 is massive.
+GPT2_LAYERS, GPT2_WIDTH, GPT2_MASSIVE = 12, 768, (138, 447)
+PRINTED: dict[int, tuple[str, float, float]] = {
+    1: ("4.47 ± 22.226", 12.116, 11.064),
+    2: ("2.8 ± 6.62", 8.065, 24.468),
+    3: ("1.717 ± 5.826", 10.178, 23.047),
+    4: ("1.657 ± 5.02", 18.198, 17.149),
+    5: ("1.561 ± 4.618", 3.072, 23.854),
+    6: ("0.86 ± 1.59", 5.644, 6.142),
+    7: ("1.12 ± 2.701", 12.453, 18.17),
+    8: ("1.404 ± 3.546", 19.806, 28.01),
+    9: ("1.23 ± 3.224", 17.846, 28.01),
+    10: ("1.313 ± 3.616", 23.131, 28.42),
+    11: ("1.403 ± 4.0", 27.547, 27.691),
+    12: ("1.145 ± 2.65", 4.5, 13.59),
+}
+MISPRINT = (9, 447, 26.014)  # layer and coordinate where NU prints another layer's entry, and what the weights give
+HEADINGS = ("baseline", *(f"d={coordinate}" for coordinate in GPT2_MASSIVE))
+NEEDS_GPT2 = "GPT-2's weights are needed to compute them: `sinkscope claims gpt2`"
+
+
+def paper_tables(run: RunData) -> dict[str, pd.DataFrame]:
+    """The tables that this run's tables allow, by name."""
+    tables = {name: table(run) for name, table in _TABLES.items()}
+    return {name: table for name, table in tables.items() if table is not None}
+
+
+def gamma_table(run: RunData) -> pd.DataFrame | None:
+    """NU tables 1 and 2: |γ| at the massive coordinates of EPE_0 beside all of its entries, mean ± 2 standard
+    deviations (population), a layer a row. The paper counts layers from 1. Of GPT-2 with what the paper prints beside.
+    None where there is no such coordinate.
+    """
+    gamma = run.tables.get("gamma")
+    if gamma is None or not gamma["is_massive_epe"].any():
+        return None
+    gamma = gamma.assign(magnitude=gamma["gamma"].abs())
+    table = pd.DataFrame([_gamma_row(int(layer), rows) for layer, rows in gamma.groupby("layer")])
+    return table.merge(printed_gamma(), on="layer") if _is_gpt2(gamma) else table
+
+
+def printed_gamma() -> pd.DataFrame:
+    """What NU prints of GPT-2; its misprint has the entry that the weights give behind it."""
+    rows = []
+    for layer, (baseline, *entries) in PRINTED.items():
+        printed = [f"{entry:g}" for entry in entries]
+        if layer == MISPRINT[0]:
+            printed[GPT2_MASSIVE.index(MISPRINT[1])] += f" (misprint of {MISPRINT[2]:g})"
+        rows.append((f"layer {layer}", baseline, *printed))
+    return pd.DataFrame(rows, columns=["layer", *(f"{heading}, NU prints" for heading in HEADINGS)])
+
+
+def _is_gpt2(gamma: pd.DataFrame) -> bool:
+    """By shape and massive coordinates: copies of GPT-2 have other names."""
+    massive = tuple(sorted(gamma[gamma["is_massive_epe"]]["coordinate"].unique()))
+    shape = (gamma["layer"].nunique(), gamma["coordinate"].nunique())
+    return massive == GPT2_MASSIVE and shape == (GPT2_LAYERS, GPT2_WIDTH)
+
+
+def _gamma_row(layer: int, rows: pd.DataFrame) -> dict[str, str | float]:
+    mean, spread = rows["magnitude"].mean(), 2 * rows["magnitude"].std(ddof=0)
+    massive = rows[rows["is_massive_epe"]].sort_values("coordinate")
+    row: dict[str, str | float] = {
+        "layer": f"layer {layer + 1}",
+        "baseline": f"{round(mean, DIGITS)} ± {round(spread, DIGITS)}",
+    }
+    entries = zip(massive["coordinate"], massive["magnitude"], strict=True)
+    return row | {f"d={coordinate}": round(float(magnitude), DIGITS) for coordinate, magnitude in entries}
+
+
+_TABLES: dict[str, Callable[[RunData], pd.DataFrame | None]] = {"gamma": gamma_table}

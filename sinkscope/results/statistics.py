@@ -1,0 +1,318 @@
+"""A number with its 95 % interval: bootstraps over units that were drawn, jackknives where a sum is not a mean of them,
+Student's and generalized intervals over runs, and intervals of correlations over layers.
+
+Pure functions on arrays. Replicates are on the first axis: the first is the estimate itself, the others are those of
+the resampled data.
+
+The level of all intervals is 95 %, two-sided: each end misses the truth with 2.5 %. A claim whose truth is exactly at
+its threshold is therefore decided in 5 % of studies, and in half of these it holds falsely.
+`tests/paper_claims/test_claims_levels.py` measures both rates.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from math import exp, log, nan
+
+import numpy as np
+from scipy import stats
+
+LEVEL = 0.95
+DRAWS = 1000  # bootstrap replicates
+RHO = np.linspace(-1, 1, 2001)[1:-1]  # correlations that are tested
+SEED = 0  # of the resampling: the same runs give the same intervals
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value and its 95 % interval; both ends are the value where nothing was drawn that could have been another.
+
+    Attributes:
+        value: The quantity.
+        low, high: Ends of the interval.
+        null: The same quantity where there is nothing to find; NaN where it has none.
+        note: What the number is over, if that depends on the model.
+        null_low, null_high: The smallest and the largest of the null's draws.
+        seeds: How many seeds of a training the interval is over; 0 if it is over something else.
+        truest: The value that the quantity has where a claim on it is as true as it can be; NaN: its own value.
+    """
+
+    value: float
+    low: float = nan
+    high: float = nan
+    null: float = nan
+    note: str = ""
+    null_low: float = nan
+    null_high: float = nan
+    seeds: int = 0
+    truest: float = nan
+
+    def __neg__(self) -> "Estimate":
+        return replace(self, value=-self.value, low=-self.high, high=-self.low)
+
+    def __truediv__(self, other: "Estimate") -> "Estimate":
+        """A ratio of two independent estimates of what is never negative: their errors add in quadrature, on the scale
+        of logarithms. Where the upper one reaches 0, the ends are the outermost ratios.
+        """
+        if other.low <= 0:
+            return Estimate(self.value / other.value, 0.0, np.inf) if other.value else Estimate(nan, nan, nan)
+        value = self.value / other.value
+        if self.low <= 0:
+            return Estimate(value, 0.0, self.high / other.low)
+        down = np.hypot(log(self.value / self.low), log(other.high / other.value))
+        up = np.hypot(log(self.high / self.value), log(other.value / other.low))
+        return Estimate(value, value * exp(-down), value * exp(up))
+
+    def __sub__(self, other: "Estimate") -> "Estimate":
+        """A difference of two independent estimates: their errors add in quadrature."""
+        value = self.value - other.value
+        down = np.hypot(self.value - self.low, other.high - other.value)
+        up = np.hypot(self.high - self.value, other.value - other.low)
+        return Estimate(value, value - down, value + up)
+
+    def against(self, null: float) -> "Estimate":
+        return replace(self, null=null)
+
+    def over(self, note: str) -> "Estimate":
+        return replace(self, note=note)
+
+
+def exact(value: float) -> Estimate:
+    """Of a quantity of the weights alone."""
+    return Estimate(float(value), float(value), float(value))
+
+
+@cache
+def resamplings(units: int, draws: int = DRAWS, seed: int = SEED) -> np.ndarray:
+    """(1 + draws, units): how often each unit counts; once each in the first row, and drawn with replacement below.
+    A single unit says nothing of how units differ: it counts in no draw, and the interval becomes unbounded.
+    """
+    drawn = np.random.default_rng(seed).multinomial(units * (units > 1), np.full(units, 1 / units), size=draws)
+    weights = np.concatenate([np.ones((1, units)), drawn]).astype(np.float64)
+    weights.flags.writeable = False  # it is shared
+    return weights
+
+
+def weighted_means(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Means over units under each row of weights; entries that are NaN count nowhere.
+
+    Args:
+        x: (units, …).
+        weights: (replicates, units).
+
+    Returns:
+        (replicates, …); NaN where no unit counts.
+    """
+    known = np.isfinite(x)
+    flat, counts = np.where(known, x, 0.0).reshape(len(x), -1), known.reshape(len(x), -1).astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        means = (weights @ flat) / (weights @ counts)
+    return means.reshape(len(weights), *x.shape[1:])
+
+
+def bootstrap(replicates: np.ndarray) -> Estimate:
+    """The percentile interval of (1 + draws,) replicates (Efron & Tibshirani 1993, §13.3).
+
+    NaN among the replicates are left out; where more than 5 % are, the interval is unbounded.
+    """
+    value, drawn = float(replicates[0]), replicates[1:]
+    known = drawn[np.isfinite(drawn)]
+    if len(known) < LEVEL * len(drawn) or not len(known):
+        return Estimate(value, -np.inf, np.inf)
+    low, high = np.quantile(known, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Estimate(value, min(float(low), value), max(float(high), value))
+
+
+def jackknife(replicates: np.ndarray) -> Estimate:
+    """The interval of (1 + groups,) replicates, each but the first without one group (Efron & Tibshirani 1993, §11).
+
+    For norms of sums over sequences: drawn twice, a sequence would add its own noise twice, and the bootstrap's norms
+    would be too large.
+    """
+    value, without = float(replicates[0]), replicates[1:]
+    groups = len(without)
+    if groups < 2 or not np.isfinite(replicates).all():
+        return Estimate(value, -np.inf, np.inf)
+    error = np.sqrt((groups - 1) / groups * ((without - without.mean()) ** 2).sum())
+    reach = float(stats.t.ppf((1 + LEVEL) / 2, groups - 1) * error)
+    return Estimate(value, value - reach, value + reach)
+
+
+def positive_jackknife(replicates: np.ndarray) -> Estimate:
+    """`jackknife` of a positive quantity, on the scale of logarithms: the interval of a ratio stays above 0."""
+    if not (replicates > 0).all():
+        return jackknife(replicates)
+    found = jackknife(np.log(replicates))
+    return Estimate(float(replicates[0]), float(np.exp(found.low)), float(np.exp(found.high)))
+
+
+def rank_correlation(x: np.ndarray, y: np.ndarray, layers: np.ndarray | None = None) -> Estimate:
+    """Spearman's correlation of (units,) and (units,); NaN where one of them is constant.
+
+    Units in neighboring layers are alike, and so are heads of a layer: their number is replaced by the effective one.
+    The interval inverts the test of a correlation ρ that compares |artanh r − artanh ρ| with the critical value of
+    Student's test, times √(1 + ρ²/2) (Bonett & Wright 2000).
+
+    Args:
+        x, y: NaN where a unit has no value.
+        layers: (units,) the layer of each unit; None: the units are independent.
+    """
+    known = np.isfinite(x) & np.isfinite(y)
+    x, y = stats.rankdata(x[known]), stats.rankdata(y[known])
+    units = len(x)
+    if units < 3 or np.ptp(x) == 0 or np.ptp(y) == 0:
+        return Estimate(nan, -np.inf, np.inf)
+    value = float(np.corrcoef(x, y)[0, 1])
+    size = units if layers is None else effective_size(x, y, layers[known])
+    freedom = max(size - 2, 1.0)
+    critical = stats.t.ppf((1 + LEVEL) / 2, freedom)
+    reach = np.arctanh(critical / np.hypot(critical, np.sqrt(freedom)))
+    largest = 1 - 6 / (units**3 - units)  # half a step from 1 to the next smaller value: 1 itself has no artanh
+    off = np.abs(np.arctanh(np.clip(value, -largest, largest)) - np.arctanh(RHO))
+    inside = RHO[off <= reach * np.sqrt(1 + RHO**2 / 2)]
+    low, high = (-1.0 if inside[0] == RHO[0] else inside[0]), (1.0 if inside[-1] == RHO[-1] else inside[-1])
+    return Estimate(value, min(float(low), value), max(float(high), value))
+
+
+def effective_size(x: np.ndarray, y: np.ndarray, layers: np.ndarray) -> float:
+    """How many independent pairs would give the correlation of (units,) and (units,) the same variance.
+
+    The variance of the correlation of two unrelated series is the mean of ρ_x(i, j) ρ_y(i, j) over all pairs of units
+    (Bartlett 1935). The product is estimated for two units of one layer and of neighboring layers; each further layer
+    multiplies it by the ratio of these two, as in an autoregressive series: the whole empirical autocorrelation of so
+    few layers would be biased towards 0 (Bretherton et al. 1999, eq. 31; Pyper & Peterman 1998).
+    """
+    place = np.unique(layers, return_inverse=True)[1]
+    counts = np.bincount(place).astype(float)
+    pairs = (counts * (counts - 1)).sum()
+
+    def likeness(values: np.ndarray) -> tuple[float, float]:
+        """Correlations of two units of one layer, and of two in neighboring layers."""
+        z = (values - values.mean()) / values.std()
+        sums = np.bincount(place, z)
+        within = max((sums**2).sum() - (z**2).sum(), 0.0) / pairs if pairs else 1.0
+        beside = (sums[1:] * sums[:-1]).sum() / (counts[1:] * counts[:-1]).sum() if len(counts) > 1 else 0.0
+        return float(within), float(beside)
+
+    within, beside = np.prod([likeness(values) for values in (x, y)], axis=0)
+    ratio = np.clip(beside / within, -0.99, 0.99) if within > 0 else 0.0
+    lags = np.arange(1, len(counts))
+    apart = np.array([(counts[lag:] * counts[:-lag]).sum() for lag in lags])
+    total = len(x) + pairs * within + 2 * (apart * beside * ratio ** (lags - 1)).sum()
+    return float(np.clip(len(x) ** 2 / max(total, 1.0), 3, len(x)))
+
+
+# --- over runs
+
+
+def mean_of_runs(values: np.ndarray) -> Estimate:
+    """The mean over seeds with Student's interval; unbounded with a single one."""
+    value, seeds = float(np.mean(values)), len(values)
+    if seeds < 2:
+        return Estimate(value, -np.inf, np.inf, seeds=seeds)
+    reach = float(stats.t.ppf((1 + LEVEL) / 2, seeds - 1) * np.std(values, ddof=1) / np.sqrt(seeds))
+    return Estimate(value, value - reach, value + reach, seeds=seeds)
+
+
+def mean_of_controls(values: np.ndarray) -> Estimate:
+    """`mean_of_runs` over random controls, whose number is that of draws and not of seeds."""
+    return replace(mean_of_runs(values), seeds=0)
+
+
+def mean_of_rates(values: np.ndarray, least: float = 0.0, most: float = 1.0) -> Estimate:
+    """The mean over seeds of what lies between `least` and `most`, as rates and correlations do.
+
+    Rates near an end are skewed, so that Student's interval misses their mean in up to 20 % of studies. Cube roots of
+    the distance to the nearer end are close to normal (Wilson & Hilferty 1931), and the mean of a cube of a normal
+    variable is m³ + 3 m s²: its generalized interval (Weerahandi 1993) has the level from 3 seeds on.
+
+    Where all seeds are equal their spread is not known. A share p of seeds could be anything, and none of n seeds
+    shows it with probability (1 − p)ⁿ: p is at most 1 − 0.05^(1/n), 45 % with five.
+
+    Args:
+        values: (seeds,).
+        least, most: Between which all values are; without a largest one Student's interval is taken.
+    """
+    value, seeds = float(np.mean(values)), len(values)
+    if seeds < 2:
+        return Estimate(value, least, most, seeds=seeds)
+    if np.ptp(values) == 0:
+        unseen = 1 - (1 - LEVEL) ** (1 / seeds)
+        return Estimate(value, value - unseen * (value - least), value + unseen * (most - value), seeds=seeds)
+    if np.isinf(most):
+        return mean_of_runs(values)
+    x = (np.asarray(values, float) - least) / (most - least)
+    from_top = x.mean() > 0.5
+    roots = np.cbrt(1 - x if from_top else x)
+    shift, scale = _pivots(seeds)
+    spread = scale * roots.std(ddof=1)
+    middle = roots.mean() - shift * spread
+    ends = np.quantile(middle**3 + 3 * middle * spread**2, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    low, high = least + (most - least) * np.clip(np.sort(1 - ends) if from_top else ends, 0, 1)
+    return Estimate(value, min(float(low), value), max(float(high), value), seeds=seeds)
+
+
+@cache
+def _pivots(seeds: int) -> tuple[np.ndarray, np.ndarray]:
+    """(draws,) each: (mean − truth) ÷ standard deviation, and the true deviation ÷ that of a normal sample."""
+    drawn = np.random.default_rng(SEED)
+    scale = np.sqrt((seeds - 1) / drawn.chisquare(seeds - 1, 5 * DRAWS))
+    return drawn.standard_normal(5 * DRAWS) / np.sqrt(seeds), scale
+
+
+def one_more_run(values: np.ndarray) -> Estimate:
+    """The mean over runs with the interval in which one more would fall (Student's); unbounded with fewer than two."""
+    value = float(np.mean(values)) if len(values) else 0.0
+    if len(values) < 2:
+        return Estimate(value, -np.inf, np.inf)
+    spread = float(np.std(values, ddof=1) * np.sqrt(1 + 1 / len(values)))
+    reach = float(stats.t.ppf((1 + LEVEL) / 2, len(values) - 1)) * spread
+    return Estimate(value, value - reach, value + reach)
+
+
+def one_more_factor(values: np.ndarray) -> Estimate:
+    """The same of what is positive, on the scale of logarithms: the geometric mean; from 0 on with fewer than two."""
+    found = one_more_run(np.log(values))
+    with np.errstate(over="ignore"):
+        return Estimate(float(np.exp(found.value)), float(np.exp(found.low)), float(np.exp(found.high)))
+
+
+# --- the extremes of several numbers
+
+
+def least_of(estimates: Sequence[Estimate]) -> Estimate:
+    """The smallest of several numbers.
+
+    It is above a threshold where the lower end of each number is, without a correction for their count
+    (intersection-union test; Berger 1982), and below it only where one number's simultaneous (Bonferroni) bound is.
+    """
+    simultaneous = [_widened(each, len(estimates)).high for each in estimates]
+    least = min(estimates, key=lambda each: each.value)
+    return replace(least, low=min(each.low for each in estimates), high=min(simultaneous))
+
+
+def largest_of(estimates: Sequence[Estimate]) -> Estimate:
+    """The largest of several numbers; as `least_of`."""
+    return -least_of([-each for each in estimates])
+
+
+def range_of(differences: Sequence[Estimate]) -> Estimate:
+    """How far several numbers are apart at most, from their differences two by two.
+
+    It is below a margin where both ends of each difference are (two one-sided tests, Schuirmann 1987), and above it
+    only where a difference is with its simultaneous bounds. The numbers are truly alike where all differences are 0.
+    """
+    simultaneous = [_widened(each, len(differences)) for each in differences]
+    furthest = max(differences, key=lambda each: abs(each.value))
+    low = max(max(0.0, each.low, -each.high) for each in simultaneous)
+    high = max(max(each.high, -each.low) for each in differences)
+    return replace(furthest, value=abs(furthest.value), low=low, high=high, truest=0.0)
+
+
+def _widened(estimate: Estimate, among: int) -> Estimate:
+    """An interval that is one of several which miss the truth together with 5 % (Bonferroni)."""
+    wanted = [1 - (1 - LEVEL) / 2 / among, (1 + LEVEL) / 2]
+    wide, usual = stats.t.ppf(wanted, estimate.seeds - 1) if estimate.seeds > 1 else stats.norm.ppf(wanted)
+    factor = wide / usual
+    low, high = (estimate.value + factor * (end - estimate.value) for end in (estimate.low, estimate.high))
+    return replace(estimate, low=low, high=high)

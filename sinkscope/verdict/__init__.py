@@ -1,0 +1,1 @@
+"""Tables become findings, and findings become sentences."""

@@ -1,0 +1,344 @@
+"""The scorecard: what runs of one model, or of several, say of every claim, as Markdown.
+
+OUT/run.json               the options, and which runs were judged
+OUT/runs/ROLE/             the run folders that were measured for it
+OUT/tables/claim.parquet   one row a number of a claim
+OUT/tables/route.parquet   one row a route by which the first token may become a sink (paper_claims/routes.py)
+OUT/figures/*.png|pdf
+OUT/scorecard.md
+"""
+
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from sinkscope.errors import InputError, Known, unknown
+from sinkscope.paper_claims.claim import Outcome, Part
+from sinkscope.paper_claims.evidence import MAIN
+from sinkscope.paper_claims.register import CLAIMS
+from sinkscope.paper_claims.routes import ROUTES_TITLE, measured_models, routes_text
+from sinkscope.paper_claims.routes import TABLE as ROUTES
+from sinkscope.paper_claims.studies import KINDS as STUDIES
+from sinkscope.paper_claims.table import COMMAND, NOT_JUDGED, TABLE, TABLES
+from sinkscope.results.manifest import folder_of, format_of, read_manifest
+from sinkscope.results.metrics import MISSING
+from sinkscope.results.papers import NEEDS_GPT2, gamma_table, printed_gamma
+from sinkscope.results.run import RunData
+from sinkscope.results.statistics import LEVEL
+from sinkscope.results.tables import names_of, read_table
+from sinkscope.verdict.markdown import as_markdown
+from sinkscope.verdict.table_formats import Tabular
+
+
+@dataclass(frozen=True)
+class Scorecard(Tabular):
+    """What was found of every claim.
+
+    Attributes:
+        manifest: The content of run.json.
+        table: One row a number of a claim and model.
+        routes: One row a route of a model by which the first token may become a sink.
+        runs: The runs that were judged, by model and role.
+        folder: Where it is written; None if it is in memory only.
+    """
+
+    manifest: dict[str, Any]
+    table: pd.DataFrame = field(repr=False)
+    routes: pd.DataFrame = field(repr=False)
+    runs: Mapping[str, Mapping[str, RunData]] = field(default_factory=dict, repr=False)
+    folder: Path | None = None
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike[str]) -> "Scorecard":
+        """Open what `claims` wrote. Raises InputError: it is no such folder, or it is damaged."""
+        folder = folder_of(folder)
+        manifest = read_manifest(folder, (COMMAND,))
+        table, routes = (
+            read_table(folder / "tables" / f"{name}.parquet", schema, format_of(manifest))
+            if name in manifest["tables"]
+            else pd.DataFrame(columns=names_of(schema))  # of a version without it
+            for name, schema in TABLES.items()
+        )
+        return cls(manifest, table, routes, {}, folder)
+
+    @property
+    def measured(self) -> dict[str, RunData]:
+        """Role → run, of those that stand in no folder yet; a run with several roles once."""
+        found: dict[int, tuple[str, RunData]] = {}
+        for runs in self.runs.values():
+            for role, run in runs.items():
+                if run.folder is None:
+                    found.setdefault(id(run), (role, run))
+        return dict(found.values())
+
+    @property
+    def models(self) -> list[str]:
+        return list(dict.fromkeys(self.table["model"]))
+
+    def outcome(self, claim: str, model: str | None = None) -> Outcome:
+        """The outcome of one claim, by default for the first model. Raises InputError: it or the model is unknown."""
+        if model is not None and model not in self.models:
+            raise InputError(f"model {unknown(model, self.models)}")
+        found = self.table[self.table["model"] == (model or self.models[0])]
+        if claim not in set(found["claim"]):
+            raise InputError(f"claim {unknown(claim, found['claim'].unique())}")
+        found = found[found["claim"] == claim]
+        return Outcome(found["outcome"].iloc[0])
+
+    @property
+    def by_model(self) -> pd.DataFrame:
+        """Outcomes: rows claims, columns models."""
+        first = self.table[self.table["part"] == 0]
+        wide = first.pivot(index="claim", columns="model", values="outcome")
+        return wide.reindex(index=[name for name in CLAIMS if name in wide.index], columns=self.models)
+
+    @property
+    def summary_tables(self) -> dict[str, pd.DataFrame]:
+        """Of one model the numbers by paper, of several the outcomes; then the routes."""
+        if len(self.models) > 1:
+            tables = {"Claims": _outcomes(_decided(self))}
+        else:
+            tables = {
+                str(paper): _printed(own) for paper, own in _with_numbers(self.table).groupby("paper", sort=False)
+            }
+        return tables | ({ROUTES_TITLE: routes_text(self.routes)} if measured_models(self.routes) else {})
+
+    @property
+    def tables(self) -> dict[str, pd.DataFrame]:
+        """As its folder has them."""
+        return Known("table", {TABLE: self.table, ROUTES: self.routes})
+
+    @property
+    def markdown(self) -> str:
+        return scorecard_markdown(self)
+
+    def _repr_markdown_(self) -> str:  # what a notebook shows
+        return self.markdown
+
+
+# --- words
+
+
+def scorecard_markdown(card: Scorecard) -> str:
+    """Of one model all numbers, by paper; of several the outcomes side by side."""
+    if len(card.models) > 1:
+        return _side_by_side(card)
+    parts = [f"## {card.models[0]}: {headline(card)}", *_summary(card.table)]
+    for paper, rows in card.table.groupby("paper", sort=False):
+        decided = _with_numbers(rows)
+        parts += [f"### {paper}"]
+        if len(decided):
+            parts += [as_markdown(_printed(decided)), *_published_lines(decided)]
+        parts += [text for outcome in NOT_JUDGED if (text := _others(rows, outcome))]
+    return "\n\n".join([*parts, *_gamma_lines(card), *_routes_lines(card)])
+
+
+def _gamma_lines(card: Scorecard) -> list[str]:
+    """NU tables 1 and 2: of models with such coordinates as computed; as printed, where none of them is GPT-2."""
+    runs = {model: own[MAIN] for model, own in card.runs.items() if MAIN in own}
+    computed = {model: table for model, run in runs.items() if (table := gamma_table(run)) is not None}
+    if not computed:
+        return []
+    parts = ["### |γ| where EPE₀ is massive (NU tables 1 and 2)"]
+    parts += [f"{model}, computed:\n\n{as_markdown(table)}" for model, table in computed.items()]
+    if not any("NU prints" in heading for table in computed.values() for heading in table):
+        parts.append(f"GPT-2, as NU prints it; {NEEDS_GPT2}.\n\n{as_markdown(printed_gamma())}")
+    return parts
+
+
+def _routes_lines(card: Scorecard) -> list[str]:
+    """Which route carries the sink, in percent of the sink rate."""
+    if not measured_models(card.routes):
+        return []
+    return [
+        f"### {ROUTES_TITLE}",
+        as_markdown(routes_text(card.routes)),
+    ]
+
+
+def _side_by_side(card: Scorecard) -> str:
+    """Outcomes of several models; claims that none of them decides stand in one line."""
+    decided = _decided(card)
+    others = ", ".join(name for name in card.by_model.index if name not in decided.index)
+    parts = [f"## {len(card.models)} models: {headline(card)}"]
+    by_model = {model: card.table[card.table["model"] == model] for model in card.models}
+    for model, rows in by_model.items():
+        parts += [f"**{model}**", *_summary(rows)]
+    parts += [as_markdown(_outcomes(decided)), f"Decided by no model: {others}."]
+    reasons = {model: _by_reason(rows, Outcome.DOES_NOT_APPLY) for model, rows in by_model.items()}
+    if any(reasons.values()):
+        parts += ["Why claims do not apply:", *(f"- {model}: {text}." for model, text in reasons.items() if text)]
+    return "\n\n".join([*parts, *_numbers_of_some(card), *_gamma_lines(card), *_routes_lines(card)])
+
+
+def _decided(card: Scorecard) -> pd.DataFrame:
+    """Rows claims that at least one model decides, columns models: outcomes."""
+    wide = card.by_model.fillna(str(Outcome.NOT_MEASURED))
+    return wide[~wide.isin(NOT_JUDGED).all(axis=1)]
+
+
+def _with_numbers(rows: pd.DataFrame) -> pd.DataFrame:
+    """Those of claims that were judged."""
+    return rows[~rows["outcome"].isin(NOT_JUDGED)]
+
+
+def _outcomes(decided: pd.DataFrame) -> pd.DataFrame:
+    table = decided.reset_index()
+    table.insert(1, "what it says", [CLAIMS[name].statement for name in decided.index])
+    return table
+
+
+def _numbers_of_some(card: Scorecard) -> list[str]:
+    """What trainings, steps or related models decide, as a single model's scorecard may not have that, and what one of
+    the models decides alone. What is the same of several, as of a setting in which they differ, stands there once.
+    """
+    of_studies = [name for name, claim in CLAIMS.items() if claim.needs[0].partition(":")[0] in STUDIES]
+    decided = _with_numbers(card.table)
+    counts = decided.groupby("claim")["model"].nunique()
+    rows = decided[decided["claim"].isin([*of_studies, *counts[counts == 1].index])]
+    shared: dict[tuple[str, str], list[str]] = {}
+    for (model, claim), own in rows.groupby(["model", "claim"], sort=False):
+        shared.setdefault((claim, as_markdown(_printed(own))), []).append(model)
+    sections: dict[tuple[str, ...], list[str]] = {}
+    for (claim, _), models in shared.items():
+        sections.setdefault(tuple(models), []).append(claim)
+    return [
+        f"### {', '.join(models)}\n\n"
+        + as_markdown(_printed(rows[(rows["model"] == models[0]) & rows["claim"].isin(claims)]))
+        for models, claims in sections.items()
+    ]
+
+
+# what a claim that holds says, by whether it tells the model from its null
+KINDS_OF_HOLDING = {
+    "yes": "Hold, and their null does not pass them",
+    "no": "Hold, and their null passes them or gives as much",
+    "": "Hold, and no null was measured",
+    "theorem": "Hold as theorems and identities do, which test the code",
+}
+
+
+def telling(table: pd.DataFrame) -> list[str]:
+    """Ids of the claims that hold of a model and not of their null, each once."""
+    return _holding(table).get("yes", [])
+
+
+def headline(card: Scorecard) -> str:
+    count = len(telling(card.table))
+    holds, them = ("holds", "it") if count == 1 else ("hold", "them")
+    return (
+        f"{count} claim{'s' * (count != 1)} {holds}, and {'its' if count == 1 else 'their'} null does not pass {them}"
+    )
+
+
+def _holding(table: pd.DataFrame) -> dict[str, list[str]]:
+    """Whether claims tell a model from its null → the ids of those that hold."""
+    first = table[(table["part"] == 0) & (table["outcome"] == Outcome.HOLDS)]
+    return {str(tells): list(dict.fromkeys(own["claim"])) for tells, own in first.groupby("tells", sort=False)}
+
+
+def _summary(table: pd.DataFrame) -> list[str]:
+    """Which claims hold, by what their null does; how many others there are; and how many numbers were tested."""
+    holding, first = _holding(table), table[table["part"] == 0]
+    groups = {words: holding.get(kind, []) for kind, words in KINDS_OF_HOLDING.items()}
+    for outcome in (Outcome.FAILS, Outcome.INCONCLUSIVE, Outcome.NOT_ENOUGH_SEEDS):
+        groups[str(outcome).capitalize()] = list(first[first["outcome"] == outcome]["claim"])
+    lines = [f"{words}: {len(ids)} ({', '.join(ids)})" for words, ids in groups.items() if ids]
+    others = Counter(first["outcome"])
+    lines.append(", ".join(f"{others[outcome]} {outcome}" for outcome in NOT_JUDGED if others[outcome]))
+    tested = int((table["low"] < table["high"]).sum())
+    by_chance = f"{(1 - LEVEL) * tested:.0f}"
+    chance = (
+        f"{tested} numbers were tested, each by itself at 95 %: if all truths were at their thresholds, about "
+        f"{by_chance} of the intervals would miss them by chance."
+    )
+    return ["\n".join(f"- {line}." for line in lines if line), chance]
+
+
+def _printed(rows: pd.DataFrame) -> pd.DataFrame:
+    """One line a number; what stands for the whole claim in the first of its lines."""
+    lines = []
+    for row in rows.itertuples():
+        first = row.part == 0
+        value = value_text(row.claim, row.part, row.value, row.low, row.high)
+        statement = f"{row.statement} {row.quantity[:1].upper()}{row.quantity[1:]}" if first else f"… {row.quantity}"
+        note = f" ({row.note})" if row.note else ""
+        null = null_text(row, with_share=first)
+        test = row.test + "‡" * row.is_ours
+        outcome = f"**{row.outcome}**" if row.outcome == Outcome.FAILS else row.outcome
+        if row.passes == Outcome.NOT_ENOUGH_SEEDS:
+            test += f" (power {row.power:.0%})"
+        lines.append((row.claim if first else "", statement + note, value, null, test, outcome if first else ""))
+    columns = ["claim", "what it says, and what is measured", "value [95 %]", "null", "test", "outcome"]
+    return pd.DataFrame(lines, columns=columns)
+
+
+def _published_lines(rows: pd.DataFrame) -> list[str]:
+    """What the paper measured, with its settings."""
+    first = rows[(rows["part"] == 0) & (rows["published"] != "")]
+    lines = [f"- {row.claim}: {row.published}" for row in first.itertuples()]
+    return ["Published:\n\n" + "\n".join(lines)] if lines else []
+
+
+def _others(rows: pd.DataFrame, outcome: Outcome) -> str:
+    """Those without a number."""
+    text = _by_reason(rows, outcome)
+    return f"{str(outcome).capitalize()}: {text}." if text else ""
+
+
+def _by_reason(rows: pd.DataFrame, outcome: Outcome) -> str:
+    """«W-3, W-5 (its positions are learned); W-12 (…)»: claims with an outcome, together by their reason."""
+    chosen = rows[(rows["outcome"] == outcome) & (rows["part"] == 0)]
+    return "; ".join(f"{', '.join(group['claim'])} ({reason})" for reason, group in chosen.groupby("note", sort=False))
+
+
+def legend() -> str:
+    return (
+        "Null: what the test of a claim should not pass: the same architecture with random weights, each tensor drawn "
+        "with the mean and the standard deviation that it has in the model; for an intervention its random controls; "
+        "for a trained method a plain training of another seed. Mean (least to most) over draws, and the share of "
+        "draws that pass, if any does. Intervals are two-sided at 95 %: a claim whose truth is just at its threshold "
+        "is decided in 5 % of studies, and holds falsely in 2.5 %. Power: how probable it is that so many seeds would "
+        "show the claim if it is true; below 50 % there are not enough seeds. ‡ the threshold is ours, not the "
+        "paper's. † taken from public transcriptions or the authors' code."
+    )
+
+
+# --- numbers
+
+
+def value_text(claim: str, part: int, value: float, low: float, high: float) -> str:
+    """«0.73 [0.70, 0.76]»; the value alone where nothing was drawn."""
+    form = _form(claim, part)
+    text = MISSING if pd.isna(value) else form.format(value)
+    return text if low == high or pd.isna(low) else f"{text} [{form.format(low)}, {form.format(high)}]"
+
+
+def null_text(row: Any, with_share: bool) -> str:
+    """«0.73 (0.70 to 0.76)»: the mean and the extremes of the draws.
+
+    Args:
+        row: of the table `claim`.
+        with_share: whether to add how the null does where the claim does not tell the model from it.
+    """
+    share = ""
+    if with_share and row.tells == "no":
+        share = f"; {row.null_passes:.0%} pass" if row.null_passes else "; gives as much"
+    elif with_share and row.tells == "theorem":
+        share = " (theorem)"
+    if pd.isna(row.null):
+        return MISSING + share
+    form = _form(row.claim, row.part).format
+    mean, least, most = (form(end) for end in (row.null, row.null_low, row.null_high))
+    return (mean if pd.isna(row.null_low) or mean == least == most else f"{mean} ({least} to {most})") + share
+
+
+def _form(claim: str, part: int) -> str:
+    """The format string of a number; a scorecard of an older version may have other numbers."""
+    known = CLAIMS[claim].parts if claim in CLAIMS else ()
+    return known[part].form if part < len(known) else Part.form

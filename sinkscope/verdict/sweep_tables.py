@@ -1,0 +1,230 @@
+"""The tables of a sweep: what its cells measured, with their coordinates in the grid beside every value."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from sinkscope.errors import InputError
+from sinkscope.measuring.summary import WHOLE_MODEL
+from sinkscope.models.steps import step_of
+from sinkscope.options.sweep_file import Cell
+from sinkscope.options.training import tokens_a_step
+from sinkscope.paper_claims.table import TABLES as CLAIM_TABLES
+from sinkscope.results.bos import policy_of
+from sinkscope.results.metrics import is_sink
+from sinkscope.results.scores import main_scores
+from sinkscope.results.statistics import bootstrap, resamplings, weighted_means
+from sinkscope.results.tables import LEADING, METRIC, VALUE, Column, names_of, read_table
+from sinkscope.verdict.factor_study import TABLE as STUDY
+from sinkscope.verdict.factor_study import studied
+
+SWEEP, EPSILON, SCORES = "sweep", "sweep_epsilon", "sweep_benchmark"
+# command → the table of its cells → the name of the same table of all cells
+OF_COMMANDS = {
+    "analyze": {"summary": SWEEP},
+    "intervene": {"effect": "sweep_effect"},
+    "quantize": {"quantization": "sweep_quantization"},
+    "claims": {name: name for name in CLAIM_TABLES},
+    "benchmark": {"benchmark": SCORES},
+    "retrofit": {"retrofit": "sweep_retrofit"},
+    "train": {"retrofit": "sweep_retrofit", "training": STUDY},
+}
+ALPHA = "attention_heads_by_sequence"  # the table that has position 0's window mass of every head and sequence
+EPSILONS = tuple(round(0.05 * step, 2) for step in range(1, 20))
+NO_STEP = -1
+
+COORDINATES = (
+    Column("cell", "folder of the run, in cells/", kind="text"),
+    Column("revision", "of the model, as the file names it", kind="text"),
+    Column("step", "of the training, by the revision's name; -1: it names none", kind="whole"),
+    Column("family", "that the file puts the model into", kind="text"),
+    Column("base", "the model that this was tuned from", kind="text"),
+    Column("parameters", "of the model", kind="whole"),
+    Column("input", "as the file names it", kind="text"),
+    Column("settings", "options that vary and their values", kind="text"),
+    Column("seq_len", "option", "tokens", kind="whole"),
+    Column("window", "option", "tokens", kind="whole"),
+    Column("epsilon", "option"),
+    Column("seed", "option", kind="whole"),
+    Column("dtype", "of the weights", kind="text"),
+    Column("token_zero", "what position 0 is", kind="text"),
+    Column("bos", "with or without: whether the sequences begin with a BOS", kind="text", since=2),
+)
+SWEEP_TABLES = {
+    SWEEP: (*COORDINATES, METRIC, VALUE),
+    EPSILON: (
+        *COORDINATES,
+        Column("sink_rate", "at this ε, from the stored window masses", "share"),
+        Column("low", "lower end of its 95 % interval over sequences", "share"),
+        Column("high", "upper end", "share"),
+    ),
+}
+ENDS = ["low", "high"]
+_BOS_SETTING = r",?\bbos=\w+,?"  # of a cell's settings the BOS policy, which the column `bos` has
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A cell that is done."""
+
+    cell: Cell
+    folder: Path
+    manifest: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class SweepTables:
+    """What a sweep has measured.
+
+    Attributes:
+        tables: name → table; those that no cell has are left out.
+        papers: model → what WSE table 1 calls it.
+    """
+
+    tables: dict[str, pd.DataFrame] = field(repr=False)
+    papers: Mapping[str, str]
+
+    @cached_property
+    def rates(self) -> pd.DataFrame:
+        """The sink rate of the whole model, a row for each cell of `analyze`, with its interval where there is one."""
+        table = self.tables.get(SWEEP, pd.DataFrame(columns=[*LEADING, *names_of(SWEEP_TABLES[SWEEP])]))
+        rows = table[(table["metric"] == "sink_rate") & (table["layer"] == WHOLE_MODEL)]
+        rows = rows.rename(columns={"value": "sink_rate"}).reset_index(drop=True)
+        rows = rows.assign(bos=rows["token_zero"].map(policy_of))  # tables of older versions lack the column
+        ends = self.tables.get(EPSILON, pd.DataFrame()).reindex(columns=["cell", "epsilon", *ENDS])
+        kinds = {"cell": object, "epsilon": float}  # also of an empty table
+        return rows.astype(kinds).merge(ends.astype(kinds), on=["cell", "epsilon"], how="left")
+
+    @property
+    def by_policy(self) -> pd.DataFrame:
+        """One row of `rates` for each model and input, with a BOS and without: the first of the other settings, and the
+        last revision.
+        """
+        settings = self.rates["settings"].str.replace(_BOS_SETTING, "", regex=True)
+        rows = self.rates[settings.isin(settings[:1])]
+        return rows.drop_duplicates(["model", "bos", "input"], keep="last")
+
+    @property
+    def main(self) -> pd.DataFrame:
+        """One row of `by_policy` for each model and input, under the first BOS policy of each model."""
+        rows = self.by_policy
+        return rows[rows["bos"] == rows.groupby("model", sort=False)["bos"].transform("first")]
+
+    @cached_property
+    def scores(self) -> pd.DataFrame:
+        """Of each cell of `benchmark` one metric of each task that it names."""
+        if SCORES not in self.tables:
+            return pd.DataFrame(columns=["model", "revision", "task", "score"])
+        rows = main_scores(self.tables[SCORES]).reset_index(drop=True)
+        return rows.assign(task=rows["condition"] + " (" + rows["metric"] + ")")
+
+    @property
+    def overview(self) -> pd.DataFrame:
+        """`by_policy` with rows models and columns inputs, in percent as text; after them each benchmark's scores."""
+        rows = self.by_policy
+        wide = rows.pivot(index=["model", "bos"], columns="input", values="sink_rate")
+        wide = wide.reindex(pd.MultiIndex.from_frame(rows[["model", "bos"]].drop_duplicates()))[rows["input"].unique()]
+        wide = wide.map(lambda rate: "–" if rate != rate else f"{rate:.1%}").reset_index()
+        if not self.scores.empty:
+            last = self.scores.drop_duplicates(["model", "task"], keep="last")
+            scores = in_order(last, "model", "task", "score").map(lambda x: "–" if x != x else f"{x:.3f}")
+            alone = pd.DataFrame({"model": scores.index[~scores.index.isin(wide["model"])]})
+            wide = pd.concat([wide, alone]).merge(scores.reset_index(), on="model", how="left")
+        return wide.fillna("–").rename(columns={"bos": "BOS"}).rename_axis(columns=None).reset_index(drop=True)
+
+
+def in_order(rows: pd.DataFrame, index: str, columns: str, values: str = "sink_rate") -> pd.DataFrame:
+    """Pivoted, with rows and columns in the order in which they come."""
+    wide = rows.pivot(index=index, columns=columns, values=values)
+    return wide.reindex(index=rows[index].unique(), columns=rows[columns].unique())
+
+
+def sweep_tables(done: Sequence[Measured]) -> SweepTables:
+    """The tables of all cells that are done.
+
+    Raises:
+        InputError: a table of a cell is damaged or missing.
+    """
+    known = pd.DataFrame([coordinates(each) for each in done], columns=names_of(COORDINATES))
+    labels = pd.Series([each.cell.model for each in done], dtype=object)
+    parts: dict[str, dict[int, pd.DataFrame]] = {}  # name → place of the cell → its table
+    for place, each in enumerate(done):
+        for name, common in OF_COMMANDS[each.cell.command].items():
+            table = read_table(each.folder / "tables" / f"{name}.parquet")
+            parts.setdefault(common, {})[place] = _studied(each, table) if common == STUDY else table
+        if each.cell.command == "analyze" and ALPHA in each.manifest["tables"]:
+            parts.setdefault(EPSILON, {})[place] = _by_epsilon(each)
+    tables = {name: _joined(found, known, labels) for name, found in sorted(parts.items())}
+    return SweepTables(tables, {each.cell.model: each.cell.entry.paper for each in done if each.cell.entry.paper})
+
+
+def _studied(each: Measured, training: pd.DataFrame) -> pd.DataFrame:
+    """What a factor study reads of a training, with the tokens that were read until each step."""
+    tokens = tokens_a_step(each.manifest["config"], each.manifest.get("processes", 1))
+    return studied(training).assign(tokens=lambda rows: rows["step"] * tokens)
+
+
+def _joined(parts: Mapping[int, pd.DataFrame], known: pd.DataFrame, labels: pd.Series) -> pd.DataFrame:
+    """All rows, with the coordinates of their cells behind the leading columns, of which `model` is the file's name."""
+    rows = pd.concat(parts.values(), ignore_index=True)
+    places = np.repeat(list(parts), [len(table) for table in parts.values()])
+    beside = known.iloc[places].reset_index(drop=True)
+    beside = beside.drop(columns=[name for name in beside if name in rows])  # ε of a table by ε
+    rows["model"] = labels.iloc[places].to_numpy()
+    joined = pd.concat([rows, beside], axis=1)
+    first = [*LEADING, *(name for name in known if name in joined)]
+    return joined[[*first, *(name for name in rows if name not in first)]]
+
+
+def coordinates(each: Measured) -> dict[str, Any]:
+    """Column → value, of a cell."""
+    cell, manifest = each.cell, each.manifest
+    config = manifest["config"]
+    of_model = manifest.get("model") if isinstance(manifest.get("model"), dict) else {}
+    return {
+        "cell": cell.name,
+        "revision": cell.revision or "",
+        "step": _step(cell.revision),
+        "family": cell.entry.family or "",
+        "base": cell.entry.base or "",
+        "parameters": int((of_model or {}).get("parameters") or 0),
+        "input": cell.input,
+        "settings": cell.setting,
+        "seq_len": config.get("seq_len") or config.get("block_length", 0),
+        **{name: config.get(name, 0) for name in ("window", "epsilon", "seed")},  # 0: the command has none
+        "dtype": manifest.get("dtype", ""),
+        "token_zero": (token_zero := manifest.get("input", {}).get("token_zero", "")),
+        "bos": policy_of(token_zero),
+    }
+
+
+def _step(revision: str | None) -> int:
+    try:
+        return NO_STEP if revision is None else step_of(revision)
+    except InputError:
+        return NO_STEP
+
+
+def _by_epsilon(each: Measured) -> pd.DataFrame:
+    """Sink rates of the whole model at other ε: the share of heads and sequences, mean over layers (WSE fig. 3)."""
+    alpha = read_table(each.folder / "tables" / f"{ALPHA}.parquet")
+    epsilons = sorted({*EPSILONS, each.manifest["config"]["epsilon"]})
+    sinks = pd.DataFrame({epsilon: is_sink(alpha["window_mass"], epsilon) for epsilon in epsilons}).astype(float)
+    by_sequence = sinks.groupby([alpha["sequence"], alpha["layer"]]).mean().unstack("layer")  # means over heads
+    of_layers = by_sequence.to_numpy().reshape(len(by_sequence), len(epsilons), -1)
+    rates = weighted_means(of_layers, resamplings(len(by_sequence))).mean(-1)
+    leading = {"model": "", "condition": each.manifest["condition"], "layer": WHOLE_MODEL}
+    low, high = np.transpose([(found.low, found.high) for found in map(bootstrap, rates.T)])
+    return pd.DataFrame({**leading, "epsilon": epsilons, "sink_rate": rates[0], "low": low, "high": high})
+
+
+def several(rows: pd.DataFrame, within: Iterable[str], column: str) -> pd.DataFrame:
+    """Of the rows those that, within the other columns, have several values in one."""
+    if rows.empty:
+        return rows
+    return rows[rows.groupby(list(within))[column].transform("nunique") > 1]

@@ -1,0 +1,76 @@
+"""What trained arms are said to show: the table `retrofit` and the Bigram-Backcopy task in Markdown, and the gates."""
+
+from collections.abc import Iterable
+
+import pandas as pd
+
+from sinkscope.measuring.summary import WHOLE_MODEL
+from sinkscope.results.findings import Finding
+from sinkscope.results.run import RunData
+from sinkscope.training.tables import TABLES, sinking_layer
+from sinkscope.verdict.markdown import as_markdown, table_with_spread
+
+BACKCOPY_COLUMNS = (
+    "bigram_risk",
+    "backcopy_risk",
+    "attention_to_start",
+    "early_attention_to_start",
+    "attention_to_triggers",
+    "value_ratio",
+    "attended_ratio",
+    "delta_logit",
+)
+
+
+def backcopy_markdown(training: pd.DataFrame, note: str = "") -> str:
+    """The metrics of the last step, a row for each arm: mean ± standard deviation (n − 1) over seeds, in the layer of
+    `sinking_layer`. `training` is the table of that name, of all arms; `note` stands behind the title.
+    """
+    layers = (WHOLE_MODEL, sinking_layer(training))
+    last = training[(training["step"] == training["step"].max()) & training["layer"].isin(layers)]
+    wide = last.pivot_table(index=["condition", "seed"], columns="metric", values="value", sort=False)
+    wide["value_ratio"] = wide["start_value_norm"] / wide["other_value_norm"]
+    wide["attended_ratio"] = wide["start_attended_norm"] / wide["other_attended_norm"]
+    arms = training["condition"].unique()
+    mean, spread = (wide.groupby("condition").agg(how).reindex(arms) for how in ("mean", "std"))
+    table = as_markdown(table_with_spread(mean, spread, BACKCOPY_COLUMNS), numbers=True)
+    title = f"## Non-trigger queries at step {last['step'].iloc[0]} (VGA figures 4 to 6)"
+    return f"{title}{note and f'; {note}'}\n\n{table}\n"
+
+
+def without_start(runs: Iterable[RunData]) -> str:
+    """What is to be said of trainings without <s> in front, whose metrics are named after it; empty of others."""
+    begin_with_it = all(run.manifest["input"]["token_zero"].startswith("bos") for run in runs)
+    return "" if begin_with_it else "the first token stands in the place of <s>"
+
+
+def gates_moved(gates: pd.DataFrame) -> list[Finding]:
+    """How far the new parameters of each method have moved, from the table `gates`."""
+    return [_moved(str(arm), rows) for arm, rows in gates.groupby("condition", sort=False)]
+
+
+def _moved(arm: str, gates: pd.DataFrame) -> Finding:
+    most = gates.loc[gates["displacement"].idxmax()]
+    numbers = {"arm": arm, "mean": gates["displacement"].mean(), "layer": most["layer"] if most["layer"] >= 0 else None}
+    return Finding("gates-moved", "Gates", value=most["displacement"], numbers=numbers)
+
+
+def retrofit_summaries(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """The table `retrofit` by heading, a row for each arm: mean ± standard deviation (n − 1) of
+    several seeds. Columns that no arm has are left out, and so are tables without any.
+    """
+    arms = table["condition"].unique()
+    wide, spread = (
+        table.pivot_table(index="condition", columns="metric", values="value", aggfunc=how, dropna=False).reindex(arms)
+        for how in ("mean", "std")
+    )
+    known = {heading: [name for name in metrics if name in wide] for heading, metrics in TABLES.items()}
+    return {heading: table_with_spread(wide, spread, metrics) for heading, metrics in known.items() if metrics}
+
+
+def retrofit_markdown(table: pd.DataFrame) -> str:
+    """The same as Markdown."""
+    parts = [f"# {model}" for model in table["model"].unique()]
+    for heading, summary in retrofit_summaries(table).items():
+        parts += [f"## {heading}", as_markdown(summary, numbers=True)]
+    return "\n\n".join(parts) + "\n"

@@ -1,0 +1,154 @@
+"""The figures of the Bigram-Backcopy lab draw what the tables say, for any number of arms, seeds, layers and heads."""
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from sinkscope.errors import InputError
+from sinkscope.figures import OF_ARMS
+from sinkscope.figures.style import Figure
+from sinkscope.figures.training import ROWS, Arms, sinking_head
+from sinkscope.results.metrics import BACKCOPY
+from sinkscope.results.run import RunData
+from sinkscope.training.tables import sinking_layer
+from sinkscope.verdict.trained import backcopy_markdown, without_start
+
+STEPS = range(0, 101, 10)
+
+
+def run(token_zero: str) -> RunData:
+    return RunData({"model": {"name": "tiny"}, "input": {"token_zero": token_zero}}, {})
+
+
+RUNS = {"arm 0": run("bos <s> (id 0)")}
+
+
+def draw_backcopy_training(training: pd.DataFrame, runs: dict[str, RunData] = RUNS) -> Figure:
+    return OF_ARMS["backcopy-training"](Arms({"training": training}, runs))
+
+
+def draw_backcopy_maps(attention_maps: pd.DataFrame, value_norms: pd.DataFrame) -> Figure:
+    return OF_ARMS["backcopy-maps"](Arms({"attention_maps": attention_maps, "value_norms": value_norms}, RUNS))
+
+
+def training(arms: int = 3, seeds: int = 2, layers: int = 1) -> pd.DataFrame:
+    random = np.random.default_rng(0)
+    rows = [
+        ("tiny", f"arm {arm}", -1 if metric.endswith("risk") else layer, seed, step, metric, random.uniform(0.1, 1))
+        for arm in range(arms)
+        for layer in range(layers)
+        for seed in range(seeds)
+        for step in STEPS
+        for metric in BACKCOPY
+        if layer == 0 or not metric.endswith("risk")
+    ]
+    return pd.DataFrame(rows, columns=["model", "condition", "layer", "seed", "step", "metric", "value"])
+
+
+def maps(arms: int = 2, layers: int = 1, heads: int = 1, tokens: int = 6) -> tuple[pd.DataFrame, pd.DataFrame]:
+    random = np.random.default_rng(0)
+    text = ["<s>", "h", " ", "h", "$", "t"][:tokens]
+    weights = [
+        ("tiny", f"arm {arm}", layer, head, 0, query, key, 10 + key, text[key], random.uniform())
+        for arm in range(arms)
+        for layer in range(layers)
+        for head in range(heads)
+        for query in range(tokens)
+        for key in range(query + 1)
+    ]
+    norms = [
+        ("tiny", f"arm {arm}", layer, 0, at, 10 + at, text[at], text[at] in " t", 1.0 + at, (1.0 + at) / (1 + arm))
+        for arm in range(arms)
+        for layer in range(layers)
+        for at in range(tokens)
+    ]
+    leading = ["model", "condition", "layer"]
+    return (
+        pd.DataFrame(weights, columns=[*leading, "head", "sequence", "query", "key", "token_id", "token", "weight"]),
+        pd.DataFrame(
+            norms,
+            columns=[
+                *leading, "sequence", "position", "token_id", "token", "is_trigger", "norm", "attended_norm",
+            ],
+        ),
+    )  # fmt: skip
+
+
+def test_where_no_start_is_in_front_it_is_said() -> None:
+    note = "the first token stands in the place of <s>"
+    without = draw_backcopy_training(training(), {"arm 0": run("varies")})
+    for figure, known in ((draw_backcopy_training(training()), False), (without, True)):
+        assert (note in figure.get_suptitle()) == known
+    assert without_start(RUNS.values()) == ""
+    assert note in backcopy_markdown(training(), without_start([run("varies")])).splitlines()[0]
+
+
+def test_lines_are_means_over_seeds_and_bands_reach_the_extremes() -> None:
+    table = training(arms=2, seeds=3)
+    figure = draw_backcopy_training(table)
+    axes = np.array(figure.axes).reshape(len(ROWS), 2)
+    for column, arm in enumerate(("arm 0", "arm 1")):
+        for ax, curves in zip(axes[:, column], ROWS.values(), strict=True):
+            for line, band, metric in zip(ax.lines, ax.collections, curves, strict=True):
+                rows = table[(table["condition"] == arm) & (table["metric"] == metric)].groupby("step")["value"]
+                assert line.get_xdata().tolist() == list(STEPS)
+                assert line.get_ydata().tolist() == pytest.approx(rows.mean().tolist())
+                corners = band.get_paths()[0].vertices
+                for step in STEPS:
+                    reached = corners[corners[:, 0] == step, 1]
+                    assert (reached.min(), reached.max()) == pytest.approx((rows.min()[step], rows.max()[step]))
+
+
+def test_of_several_layers_the_one_that_sinks_most_is_drawn() -> None:
+    table = training(layers=3, seeds=1)
+    at = (table["metric"] == "attention_to_start") & (table["step"] == 100) & (table["condition"] == "arm 0")
+    table.loc[at & (table["layer"] == 1), "value"] = 2.0
+    assert sinking_layer(table) == 1
+    figure = draw_backcopy_training(table)
+    line = np.array(figure.axes).reshape(len(ROWS), 3)[1, 0].lines[0]
+    assert line.get_ydata()[-1] == 2.0
+    assert "layer 1" in figure.get_suptitle()
+
+
+@pytest.mark.parametrize("arms", [1, 5])
+def test_figures_are_saved_without_warnings(arms: int, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    draw_backcopy_training(training(arms)).savefig(tmp_path / "training.png")
+    draw_backcopy_maps(*maps(arms, heads=2)).savefig(tmp_path / "maps.pdf")
+    assert not recwarn.list
+
+
+def test_maps_and_bars_show_the_tables() -> None:
+    weights, norms = maps(arms=2)
+    figure = draw_backcopy_maps(weights, norms)
+    above, below = np.array(figure.axes[:4]).reshape(2, 2)
+    for column, arm in enumerate(("arm 0", "arm 1")):
+        shown = above[column].images[0].get_array()
+        for row in weights[weights["condition"] == arm].itertuples():
+            assert shown[row.query, row.key] == row.weight
+        assert np.ma.masked_invalid(shown).mask[np.triu_indices(6, 1)].all()
+        assert [bar.get_height() for bar in below[column].patches] == [1, 2, 3, 4, 5, 6]
+    assert not below[0].collections  # behind no gate
+    gated = [segment[0, 1] for segment in below[1].collections[0].get_segments()]
+    assert gated == [0.5, 1, 1.5, 2, 2.5, 3]
+    labels = [label.get_text() for label in below[0].get_xticklabels()]
+    assert labels == ["<s>", "h", "␣", "h", r"\$", "t"]
+    colours = [label.get_color() for label in below[0].get_xticklabels()]
+    assert [colour != "black" for colour in colours] == [False, False, True, False, False, True]
+
+
+def test_of_several_heads_the_one_that_sinks_most_is_shown() -> None:
+    weights, norms = maps(layers=2, heads=2)
+    weights.loc[(weights["layer"] == 1) & (weights["head"] == 0) & (weights["key"] == 0), "weight"] = 1.0
+    assert sinking_head(weights) == (1, 0)
+    figure = draw_backcopy_maps(weights, norms)
+    assert "layer 1, head 0" in figure.axes[0].get_title()
+
+
+def test_empty_tables_are_refused() -> None:
+    weights, norms = maps()
+    with pytest.raises(InputError):
+        draw_backcopy_maps(weights.iloc[:0], norms)
+    with pytest.raises(InputError):
+        draw_backcopy_training(training().query("metric == 'loss'"))

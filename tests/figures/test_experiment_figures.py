@@ -1,0 +1,339 @@
+"""The figures of an experiment draw what its tables say of every arm, however many there are and whatever they lack."""
+
+import time
+import warnings
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.axes import Axes
+from support.figure_tables import grid, make_run
+
+from sinkscope.errors import InputError
+from sinkscope.figures import applicable, draw
+from sinkscope.figures.interventions import FAINTEST
+from sinkscope.figures.style import WIDE, Figure
+from sinkscope.output.run import Run
+
+OURS = {"arm-maps", "arm-maps-by-layer", "effects", "effects-by-layer"}
+PAGE = 9  # inches
+SINGLE = {"nullify-query-bias": [0]}
+MANY = {
+    "nullify-first-embedding": [0],
+    "transplant-epe": [0, 1],
+    "costs $5, or $x$ more": [0],
+    "zero-massive+nullify-query-bias+mask-sink": [0],
+    **{f"arm {place}": [0] for place in range(7)},
+}
+ELSEWHERE = {"first": [0], "second": [2, 4, 5], "third": [3]}
+
+
+def effect_table(watched: dict[str, list[int]], layers: int, draws: int) -> pd.DataFrame:
+    random = np.random.default_rng(1)
+    by_arm = [("before", -1), ("after", -1), *(("control", draw) for draw in range(draws))]
+    parts = []
+    for label, positions in watched.items():
+        rows = [(metric, at) for metric in ("sink_rate", "window_mass") for at in positions]
+        rows += [("massive_magnitude", -1), ("perplexity", -1)]
+        for arm, draw_ in by_arm:
+            for metric, position in rows:
+                own = range(-1, 0) if metric == "perplexity" else range(-1, layers)
+                value = random.uniform(0, 1, len(own)) * (100 if position == -1 else 1)
+                one = pd.DataFrame({"layer": own, "value": value, "metric": metric, "position": position})
+                parts.append(one.assign(condition=label, name=label, arm=arm, draw=draw_, model="org/Tiny-1M"))
+    return pd.concat(parts, ignore_index=True)
+
+
+def maps_table(conditions: Sequence[str], layers: Sequence[int], tokens: int) -> pd.DataFrame:
+    table = grid(condition=conditions, layer=layers, query=range(tokens), key=range(tokens))
+    table = table[table["key"] <= table["query"]].assign(model="org/Tiny-1M")
+    return table.assign(weight=np.random.default_rng(2).uniform(0, 1, len(table)))
+
+
+def experiment(
+    watched: dict[str, list[int]] = MANY,
+    layers: int = 4,
+    draws: int = 3,
+    tokens: int = 8,
+    without_maps: Sequence[str] = (),
+    **replaced: pd.DataFrame,
+) -> Run:
+    labels = [label for label in watched if label not in without_maps]
+    conditions = ["before", *labels, *(f"{label} control 0" for label in labels if draws)]
+    tables = {
+        "effect": effect_table(watched, layers, draws),
+        "arm_maps": maps_table(conditions, range(layers), tokens),
+        "attention": make_run().tables["attention"],  # of all arms in one, with which sink-map could do nothing
+    }
+    arms: dict[str, dict[str, Any]] = {label: {"watched": positions} for label, positions in watched.items()}
+    arms["streaming-window"] = {"watched": []}  # measured by perplexity alone
+    return Run(make_run().manifest | {"command": "intervene", "arms": arms, "draws": draws}, tables | replaced)
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    return experiment()
+
+
+def panel(figure: Figure, title: str) -> Axes:
+    (ax,) = [
+        ax for ax in figure.axes if title in (ax.get_title().replace("\n", " "), ax.get_xlabel().replace("\n", " "))
+    ]
+    return ax
+
+
+def shown_map(ax: Axes) -> np.ndarray:
+    return np.ma.filled(ax.images[0].get_array(), np.nan)
+
+
+def map_of(run: Run, condition: str, layer: int) -> np.ndarray:
+    table = run.tables["arm_maps"]
+    rows = table[(table["condition"] == condition) & (table["layer"] == layer)]
+    weights = rows.pivot(index="query", columns="key", values="weight").to_numpy()
+    return np.where(np.isnan(weights), np.nan, np.clip(weights, FAINTEST / 10, 1))
+
+
+def effect(run: Run, condition: str, arm: str, metric: str, position: int, layer: int = -1) -> list[float]:
+    table = run.tables["effect"].query(f"metric == '{metric}' and position == {position} and layer == {layer}")
+    return list(table[(table["condition"] == condition) & (table["arm"] == arm)]["value"])
+
+
+# what is offered
+
+
+def test_an_experiment_has_its_own_figures_and_an_analysis_has_others(run: Run) -> None:
+    assert set(applicable(run)) == OURS
+    assert not OURS & set(applicable(make_run()))
+    with pytest.raises(InputError, match="of one arm"):
+        draw("sink-map", run)
+    with pytest.raises(InputError, match="needs the table 'effect'"):
+        draw("effects", make_run())
+
+
+def test_without_maps_the_effects_are_left(run: Run) -> None:
+    only = Run(run.manifest, {"effect": run.tables["effect"]})
+    assert set(applicable(only)) == {"effects", "effects-by-layer"}
+
+
+# whatever the tables hold
+
+ODD: dict[str, dict[str, Any]] = {
+    "one arm": {"watched": SINGLE},
+    "one arm, one layer, one token": {"watched": SINGLE, "layers": 1, "tokens": 1},
+    "no control": {"draws": 0},
+    "one arm without control": {"watched": SINGLE, "draws": 0},
+    "one draw": {"draws": 1},
+    "30 layers": {"layers": 30},
+    "80 layers": {"layers": 80},
+    "an arm without maps": {"without_maps": ["transplant-epe"]},
+    "only the model as it is has maps": {"watched": SINGLE, "without_maps": list(SINGLE)},
+    "positions of the arms' own": {"watched": ELSEWHERE},
+    "positions beyond the maps": {"watched": {"far": [40, 41]}},
+    "20 arms": {"watched": {f"arm {place}": [0] for place in range(20)}},
+    "a very long label": {"watched": {"x" * 90: [0], "a-" * 60: [0], "+" * 9: [0]}},
+}
+
+
+@cache
+def odd_experiment(odd: str) -> Run:
+    """Not to be changed."""
+    return experiment(**ODD[odd])
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("name", sorted(OURS))
+def test_odd_experiments_are_drawn_without_a_warning_and_on_a_page(name: str, odd: str) -> None:
+    check_is_drawn(name, odd_experiment(odd))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 0.0, 5.0])
+def test_values_without_information_are_drawn(value: float) -> None:
+    run = experiment(SINGLE)
+    tables = {name: run.tables[name].copy() for name in ("effect", "arm_maps")}
+    tables["effect"]["value"] = value
+    tables["arm_maps"]["weight"] = value
+    without = experiment(SINGLE, **tables)
+    for name in OURS:
+        check_is_drawn(name, without)
+
+
+def check_is_drawn(name: str, run: Run) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        figure = draw(name, run)
+        start = time.process_time()
+        figure.draw_without_rendering()
+        seconds = time.process_time() - start
+    width, height = figure.get_size_inches()
+    assert width <= WIDE + 1e-6
+    assert height <= PAGE + 1e-6
+    assert seconds < 10
+    texts = figure.findobj(lambda artist: hasattr(artist, "get_fontsize") and artist.get_text())
+    assert all(text.get_fontsize() >= 6 for text in texts)
+    box = figure.get_tightbbox()  # of all that is drawn: nothing runs off the page
+    assert min(box.x0, box.y0) >= -0.02
+    assert box.x1 <= width + 0.02
+    assert box.y1 <= height + 0.02
+
+
+# what is drawn
+
+
+def test_arm_maps_shows_the_layer_where_the_sink_changes_most() -> None:
+    run = experiment({"one": [0], "two": [0]}, layers=3)
+    maps = run.tables["arm_maps"]
+    in_layer_2 = (maps["layer"] == 2) & (maps["key"] == 0) & (maps["query"] > 0)
+    maps.loc[(maps["key"] == 0), "weight"] = 0.5
+    maps.loc[in_layer_2 & maps["condition"].isin(["one", "two"]), "weight"] = 0.01
+    figure = draw("arm-maps", run)
+    assert "layer 2" in figure.get_suptitle()
+    names = [ax.get_title().replace("\n", " ") for ax in figure.axes[:5]]
+    assert names == ["before", "one", "random control", "two", "random control"]
+    conditions = ["before", "one", "one control 0", "two", "two control 0"]
+    for ax, condition in zip(figure.axes[:5], conditions, strict=True):
+        np.testing.assert_allclose(shown_map(ax), map_of(run, condition, 2))
+    said = [ax.texts[0].get_text() for ax in figure.axes[:5]]
+    assert said == ["sink 0.50", "sink 0.01", "sink 0.50", "sink 0.01", "sink 0.50"]
+
+
+def test_arm_maps_of_many_arms_have_each_control_below_its_arm(run: Run) -> None:
+    figure = draw("arm-maps", run)
+    layer = int(figure.get_suptitle().split("layer ")[1].split()[0])
+    for label in ("transplant-epe", "costs $5, or $x$ more"):
+        (ax,) = [ax for ax in figure.axes if matches(ax.get_title(), label)]
+        np.testing.assert_allclose(shown_map(ax), map_of(run, label, layer))
+        box = ax.get_position()
+        (below,) = [
+            other
+            for other in figure.axes
+            if abs(other.get_position().x0 - box.x0) < 1e-9 and 0 < box.y0 - other.get_position().y1 < 0.02
+        ]
+        np.testing.assert_allclose(shown_map(below), map_of(run, f"{label} control 0", layer))
+
+
+def test_a_mask_of_the_sink_does_not_choose_the_layer() -> None:
+    """It takes all of the sink, so most where there is most of it, whatever the other arms do."""
+    run = experiment({"mask": [0], "two": [0], "three": [0]}, layers=2)
+    maps = run.tables["arm_maps"]
+    at_sink = maps["key"] == 0
+    maps.loc[at_sink, "weight"] = np.where(maps.loc[at_sink, "layer"] == 1, 0.9, 0.4)
+    maps.loc[at_sink & (maps["condition"] == "mask"), "weight"] = 0
+    maps.loc[at_sink & maps["condition"].isin(["two", "three"]) & (maps["layer"] == 0), "weight"] = 0.3
+    assert "layer 0" in draw("arm-maps", run).get_suptitle()
+
+
+def matches(title: str, label: str) -> bool:
+    return title.replace("\\$", "$").replace("\n", "").replace(" ", "") == label.replace(" ", "")
+
+
+@pytest.mark.parametrize(("layers", "count"), [(4, 1), (30, 2)])
+def test_arm_maps_by_layer_has_every_layer_in_reading_order(layers: int, count: int) -> None:
+    run = experiment({"one": [0], "two": [0]}, layers=layers)
+    figure = draw("arm-maps-by-layer", run)
+    names = [ax.get_ylabel() for ax in figure.axes[:5]]
+    assert names == ["before", "one", "random control", "two", "random control"]
+    mosaic = shown_map(figure.axes[1])
+    pitch = 8 + 1  # pixels: the tokens of a map and the gap behind it
+    across = mosaic.shape[1] // pitch
+    assert mosaic.shape == (-(-layers // across) * pitch, across * pitch)
+    for layer in range(layers):
+        row, column = divmod(layer, across)
+        one = mosaic[row * pitch : row * pitch + 8, column * pitch : column * pitch + 8]
+        np.testing.assert_allclose(one, map_of(run, "one", layer))
+    numbers = [text.get_text() for text in figure.axes[0].texts if text.get_text() != "layer"]
+    assert numbers == [str(layer) for layer in range(layers)]
+
+
+def test_arm_maps_by_layer_leaves_controls_out_where_maps_would_be_too_small() -> None:
+    few, many = (draw("arm-maps-by-layer", experiment(watched, layers=30)) for watched in (SINGLE, MANY))
+    assert "controls left out" in many.get_suptitle()
+    assert not any(ax.get_ylabel() == "random control" for ax in many.axes)
+    assert "left out" not in few.get_suptitle()
+
+
+def test_a_layer_that_has_no_map_is_grey_and_its_mask_white() -> None:
+    run = experiment(SINGLE, layers=3)
+    maps = run.tables["arm_maps"]
+    figure = draw(
+        "arm-maps-by-layer", experiment(SINGLE, arm_maps=maps[(maps["layer"] != 1) | (maps["condition"] == "before")])
+    )
+    before, after = figure.axes[:2]
+    assert np.isfinite(shown_map(before)[:8, 9:17][np.tril_indices(8)]).all()
+    assert np.isnan(shown_map(after)[:8, 9:17]).all()
+    white = after.images[1].get_array()
+    assert np.ma.getmaskarray(white)[:8, 9:17][np.tril_indices(8)].all()
+    assert (white[:8, 9:17][np.triu_indices(8, 1)] == 1).all()
+
+
+def test_effects_draws_before_after_and_every_control(run: Run) -> None:
+    figure = draw("effects", run)
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert all(matches(text, label.replace("+", " + ")) for text, label in zip(labels, MANY, strict=True))
+    for title, metric, position in (
+        ("sink rate (share) at position 0", "sink_rate", 0),
+        ("window mass (share of attention) at position 1", "window_mass", 1),
+        ("perplexity", "perplexity", -1),
+        ("largest |activation|", "massive_magnitude", -1),
+    ):
+        ax = panel(figure, title)
+        row = list(MANY).index("transplant-epe")
+        in_row = [line for line in ax.lines if all(row - 0.5 <= y <= row + 0.5 for y in line.get_ydata())]
+        bar, draws, before, after = (np.asarray(line.get_xdata(), float) for line in in_row)
+        (was,), (became,), controls = (
+            effect(run, "transplant-epe", arm, metric, position) for arm in ("before", "after", "control")
+        )
+        np.testing.assert_allclose(draws, controls)
+        np.testing.assert_allclose(before, [was, was])
+        np.testing.assert_allclose(after, [was, became])
+        is_log = ax.get_xscale() == "log"
+        values = np.log(controls) if is_log else np.array(controls)
+        ends = values.mean() + 2 * values.std(ddof=1) * np.array([-1, 1])
+        np.testing.assert_allclose(bar, np.exp(ends) if is_log else ends)
+        assert is_log == (position == -1)
+
+
+def test_effects_says_at_which_positions_arms_look() -> None:
+    figure = draw("effects", experiment(ELSEWHERE))
+    rates, masses = (
+        panel(figure, f"{name} at @position") for name in ("sink rate (share)", "window mass (share of attention)")
+    )
+    assert [text.get_text() for text in rates.texts] == ["@0", "@2", "@3"]
+    assert [text.get_text() for text in masses.texts] == ["–", "@4", "@5", "–"]
+
+
+def test_effects_says_what_a_log_axis_cannot_show() -> None:
+    table = effect_table(SINGLE, 4, 3)
+    table.loc[(table["metric"] == "perplexity") & (table["arm"] == "after"), "value"] = np.inf
+    ax = panel(draw("effects", experiment(SINGLE, effect=table)), "perplexity")
+    assert [text.get_text() for text in ax.texts] == ["after: inf"]
+
+
+def test_effects_by_layer_draws_the_sink_rate_and_the_controls_spread(run: Run) -> None:
+    figure = draw("effects-by-layer", run)
+    ax = panel(figure, "transplant-epe")
+    table = run.tables["effect"].query("condition == 'transplant-epe' and metric == 'sink_rate' and layer >= 0")
+    before, after, target = (np.asarray(line.get_ydata(), float) for line in ax.lines)
+    for values, arm, position in ((before, "before", 0), (after, "after", 0), (target, "after", 1)):
+        np.testing.assert_allclose(values, table[(table["arm"] == arm) & (table["position"] == position)]["value"])
+    controls = table[(table["arm"] == "control") & (table["position"] == 0)].groupby("layer")["value"]
+    vertices = ax.collections[0].get_paths()[0].vertices
+    for layer, mean in controls.mean().items():
+        spread = 2 * controls.std()[layer]
+        edges = vertices[vertices[:, 0] == layer, 1]
+        np.testing.assert_allclose([edges.min(), edges.max()], [mean - spread, mean + spread])
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        "before",
+        "after",
+        "after, at position 1",
+        "random control: mean ± 2 std of 3 draws",
+    ]
+
+
+def test_effects_by_layer_names_each_arms_position_where_they_differ() -> None:
+    figure = draw("effects-by-layer", experiment(ELSEWHERE, draws=0))
+    assert [ax.get_title() for ax in figure.axes] == ["first\nposition 0", "second\nposition 2", "third\nposition 3"]
+    assert not any(ax.collections for ax in figure.axes)
+    assert len(panel(figure, "second position 2").lines) == 4  # before, after, and after at two targets

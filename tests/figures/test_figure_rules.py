@@ -1,0 +1,122 @@
+"""What every figure keeps to: labels at the axes, ticks that stand apart, seeds that are seen, decades on log axes."""
+
+import subprocess
+import sys
+from collections.abc import Iterable
+from importlib import import_module
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.transforms import Bbox
+from support.drawn_figures import SEEDS, TEXTS, drawn, names
+
+from sinkscope.figures import KINDS
+from sinkscope.figures.axes import with_decades
+from sinkscope.figures.style import Figure
+
+OF_SEEDS = ("retrofit-bars", "retrofit-training", "backcopy-training")
+TOUCHING = 1.0  # pixels that two labels may share
+
+
+def test_every_figure_is_looked_at() -> None:
+    assert set(names()) == {name for register in KINDS.values() for name in register} - TEXTS
+
+
+@pytest.mark.parametrize("name", names())
+def test_axes_have_labels_and_tick_labels_stand_apart(name: str) -> None:
+    figure = drawn(name)
+    figure.lay_out()
+    figure.draw_without_rendering()
+    panels = [ax for ax in figure.axes if ax.get_visible() and ax.axison and ax.get_label() != "<colorbar>"]
+    assert panels
+    for ax in panels:
+        for which in "xy":
+            assert _is_labelled(figure, ax, which), f"{which} axis of '{ax.get_title() or ax.get_xlabel()}'"
+            _check_apart(getattr(ax, f"{which}axis"), name)
+            _check_decades(getattr(ax, f"{which}axis"), name)
+    for bar in (ax for ax in figure.axes if ax.get_label() == "<colorbar>"):
+        assert bar.get_ylabel() or bar.get_xlabel()
+
+
+@pytest.mark.parametrize("name", OF_SEEDS)
+def test_of_several_seeds_the_spread_is_seen_and_their_number_said(name: str) -> None:
+    figure = drawn(name)
+    assert f"{len(SEEDS)} seeds" in figure.get_suptitle()
+    for ax in (ax for ax in figure.axes if ax.get_visible()):
+        assert ax.collections, "neither a band nor whiskers"
+
+
+@pytest.mark.parametrize("name", ["retrofit-layers", "retrofit-values", "backcopy-maps"])
+def test_what_is_of_one_seed_says_so(name: str) -> None:
+    assert f"first of {len(SEEDS)} seeds" in drawn(name).get_suptitle()
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (1.2, 23.0, (1.0, 23.0)),
+        (2.5, 30.0, (1.0, 30.0)),
+        (30.0, 65.0, (10.0, 100.0)),
+        (0.2, 1.0, (0.1, 1.0)),
+        (1.0, 10.0, (1.0, 10.0)),
+        (1e-7, 1e5, (1e-7, 1e5)),
+        (5.0, 5.0, (5.0, 5.0)),
+    ],
+)
+def test_a_log_axis_has_two_powers_of_ten(low: float, high: float, expected: tuple[float, float]) -> None:
+    assert with_decades(low, high) == pytest.approx(expected)
+
+
+def _is_labelled(figure: Figure, ax: Axes, which: str) -> bool:
+    """By a label of its own, of a panel with which it shares the scale, of the figure, or by names for ticks."""
+    shared = ax.get_shared_x_axes() if which == "x" else ax.get_shared_y_axes()
+    alike = [ax, *shared.get_siblings(ax)]
+    of_figure = figure.get_supxlabel() if which == "x" else figure.get_supylabel()
+    axis: Axis = getattr(ax, f"{which}axis")
+    ticks = [text.get_text() for other in alike for text in getattr(other, f"{which}axis").get_ticklabels()]
+    has_names = any(text and not _is_number(text) for text in ticks)
+    labels = (getattr(other, f"get_{which}label")() for other in alike if other.get_visible())
+    return bool(of_figure or any(labels) or has_names or not len(axis.get_ticklocs()))
+
+
+def _is_number(text: str) -> bool:
+    return not text.strip("0123456789.,%−- $^{}kM").replace("\\mathdefault", "")
+
+
+def _check_apart(axis: Axis, name: str) -> None:
+    boxes = [label.get_window_extent() for label in axis.get_ticklabels() if label.get_visible() and label.get_text()]
+    inside = [box for box in boxes if box.width and box.height]
+    for first, second in pairwise(sorted(inside, key=lambda box: (box.x0, box.y0))):
+        shared = Bbox.intersection(first, second)
+        assert shared is None or min(shared.width, shared.height) <= TOUCHING, name
+
+
+def _check_decades(axis: Axis, name: str) -> None:
+    if axis.get_scale() != "log" or getattr(axis.get_transform(), "base", 10) != 10:
+        return
+    low, high = sorted(axis.get_view_interval())
+    ticks = [tick for tick in _ticks(axis) if low * 0.999 <= tick <= high * 1.001]
+    powers = [tick for tick in ticks if abs(np.log10(tick) - round(np.log10(tick))) < 1e-6]
+    assert len(powers) >= 2, (name, low, high, ticks)
+
+
+def _ticks(axis: Axis) -> Iterable[float]:
+    return [float(tick) for tick in axis.get_majorticklocs()]
+
+
+def test_every_row_of_the_register_has_its_function_and_no_condition_is_without_a_row() -> None:
+    """A `lacking_NAME` that is misspelled would be ignored."""
+    specs = [spec for register in KINDS.values() for spec in register.values()]
+    modules = {spec.file: import_module(f"sinkscope.figures.{spec.file}") for spec in specs}
+    assert all(callable(getattr(modules[spec.file], f"draw_{spec.name.replace('-', '_')}")) for spec in specs)
+    conditions = {name for module in modules.values() for name in vars(module) if name.startswith("lacking_")}
+    assert conditions <= {f"lacking_{spec.name.replace('-', '_')}" for spec in specs}
+
+
+def test_only_the_file_of_a_figure_that_is_drawn_is_imported() -> None:
+    code = "import sys, sinkscope.commands.analyze; print(*(name for name in sys.modules if '.figures.' in name))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert {name.rpartition(".")[2] for name in done.stdout.split()} <= {"spec", "style", "labels"}

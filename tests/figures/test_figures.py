@@ -1,0 +1,491 @@
+"""The figures draw what the tables say, whatever the tables lack, and leave matplotlib as they found it."""
+
+import io
+import warnings
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
+from PIL import Image
+from support.figure_tables import make_run
+from support.figures import rough_figures
+
+from sinkscope.errors import InputError
+from sinkscope.figures import COMMAND, KINDS, OF_RUNS, applicable, draw
+from sinkscope.figures import FIGURES as ALL_FIGURES
+from sinkscope.figures.labels import LONGEST_TOKEN, shorten, title, token_label
+from sinkscope.figures.style import SETTINGS, TEXT, WIDE, Figure, new_figure
+from sinkscope.output.drawing import save_all
+from sinkscope.output.run import Run
+
+# those of `analyze`; other commands' have files of their own
+FIGURES = {name: spec for name, spec in ALL_FIGURES.items() if not COMMAND.keys() & set(spec.tables)}
+draw_comparison = OF_RUNS["by-layer"]
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    return make_run()
+
+
+def ydata(ax: Axes, label: str) -> np.ndarray:
+    (line,) = [line for line in ax.lines if line.get_label().startswith(label)]
+    return np.asarray(line.get_ydata(), float)
+
+
+def global_settings() -> dict[str, Any]:
+    """matplotlib's, read in a way that does not itself choose a backend."""
+    return dict(dict.items(mpl.rcParams))
+
+
+def pixels(figure: Figure) -> bytes:
+    """Small and without the slow layout: enough to see a difference."""
+    figure.set_layout_engine("none")
+    figure.set_dpi(50)
+    figure.canvas.draw()
+    return bytes(figure.canvas.buffer_rgba())
+
+
+# what is drawn
+
+
+def test_the_room_has_these_figures() -> None:
+    assert set(FIGURES) >= {
+        "sinks-by-layer",
+        "sink-map",
+        "query-key-geometry",
+        "massive-activations",
+        "massive-map",
+        "attention-maps",
+        "sink-positions",
+    }
+    specs = [spec for register in KINDS.values() for spec in register.values()]
+    assert all(spec.about and "\n" not in spec.about and spec.tables for spec in specs)
+    assert len({spec.name for spec in specs}) == len(specs)
+
+
+def test_sinks_by_layer_draws_token_0_the_mean_and_the_maximum(run: Run) -> None:
+    mass, rate, residual, mlp = draw("sinks-by-layer", run).axes
+    for ax, column in ((mass, "sink_mass"), (rate, "sink_rate")):
+        head_mean = run.tables["attention"].pivot_table(index="layer", columns="position", values=column)
+        np.testing.assert_allclose(ydata(ax, "token 0"), head_mean[0])
+        np.testing.assert_allclose(ydata(ax, "mean"), head_mean.loc[:, 1:].mean(axis=1))
+        np.testing.assert_allclose(ydata(ax, "maximum"), head_mean.loc[:, 1:].max(axis=1))
+        assert ax.get_yscale() == "linear"
+    for ax, site in ((residual, "layer_out"), (mlp, "mlp_out")):
+        at_site = run.tables["activation"].query(f"site == '{site}'")
+        norms = at_site.pivot_table(index="layer", columns="position", values=["norm_mean", "norm_max"])
+        np.testing.assert_allclose(ydata(ax, "token 0"), norms["norm_mean"][0])
+        np.testing.assert_allclose(ydata(ax, "mean"), norms["norm_mean"].loc[:, 1:].mean(axis=1))
+        np.testing.assert_allclose(ydata(ax, "maximum"), norms["norm_mean"].loc[:, 1:].max(axis=1))
+        assert ax.get_yscale() == "log"
+
+
+def test_sink_map_is_the_window_mass_of_position_0(run: Run) -> None:
+    ax, bar = draw("sink-map", run).axes
+    first = run.tables["attention"].query("position == 0")
+    (image,) = ax.images
+    np.testing.assert_allclose(image.get_array(), first.pivot_table("window_mass", "layer", "head"))
+    assert image.get_clim() == (0, 1)
+    dots = ax.lines[0].get_xydata()
+    marked = first[first["sink_rate"] > 0.5][["head", "layer"]]
+    assert {tuple(map(int, dot)) for dot in dots} == set(marked.itertuples(index=False, name=None))
+    assert "window mass" in bar.get_ylabel()
+
+
+def test_sink_map_marks_the_sliding_window_layers(run: Run) -> None:
+    local = {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "sliding_window": 512}
+    manifest = run.manifest | {"model": run.manifest["model"] | local}
+    figure = draw("sink-map", Run(manifest, run.tables))
+    bar = figure.axes[0].lines[-1].get_ydata()
+    np.testing.assert_allclose(bar.reshape(3, 3)[:, :2], [[-0.5, 0.5], [0.5, 1.5], [1.5, 2.5]])
+    assert [text.get_text() for text in figure.legends[0].get_texts()][-1] == "sliding-window layer (512 tokens)"
+    assert pixels(figure) != pixels(draw("sink-map", run))
+
+
+def test_query_key_geometry_draws_means_and_quantiles_over_heads(run: Run) -> None:
+    columns = ("query_norm", "key_norm", "value_norm", "qk_cosine", "qk_norm_product", "sink_logit_gap")
+    for ax, column in zip(draw("query-key-geometry", run).axes, columns, strict=True):
+        table = run.tables["geometry"].pivot_table(index=["layer", "head"], columns="position", values=column)
+        means = table.assign(others=table.loc[:, 1:].mean(axis=1)).reset_index()
+        first, others = (means.pivot_table(name, "layer", "head") for name in (0, "others"))
+        np.testing.assert_allclose(ydata(ax, "position 0"), first.mean(axis=1))
+        np.testing.assert_allclose(ydata(ax, "mean"), others.mean(axis=1))
+        band = ax.collections[0].get_paths()[0].vertices
+        for layer, low, high in zip(first.index, first.quantile(0.1, axis=1), first.quantile(0.9, axis=1), strict=True):
+            edges = band[band[:, 0] == layer, 1]
+            np.testing.assert_allclose([edges.min(), edges.max()], [low, high])
+
+
+def test_massive_activations_takes_the_three_largest_of_each_sequence() -> None:
+    rows = [(0, 0, 5.0), (0, 0, -9.0), (0, 0, 1.0), (0, 0, 2.0), (0, 1, 30.0), (0, 1, 20.0), (0, 1, 10.0)]
+    massive = pd.DataFrame([*rows, (1, 0, 400.0), (1, 1, -600.0)], columns=["layer", "sequence", "value"])
+    massive = massive.assign(median=massive["sequence"] + 1.0, is_massive=massive["layer"] == 1)
+    figure = draw("massive-activations", make_run(massive=massive))
+    ax = figure.axes[0]
+    np.testing.assert_allclose(ydata(ax, "largest"), [(9 + 30) / 2, 500])
+    np.testing.assert_allclose(ydata(ax, "second"), [(5 + 20) / 2])
+    np.testing.assert_allclose(ydata(ax, "third"), [(2 + 10) / 2])
+    np.testing.assert_allclose(ydata(ax, "median"), [1.5, 1.5])
+    (shade,) = ax.patches
+    assert (shade.get_x(), shade.get_width()) == (0.5, 1.0)
+
+
+def test_massive_map_puts_the_largest_coordinates_apart(run: Run) -> None:
+    figure = draw("massive-map", run)
+    top, others = figure.axes[:2]
+    assert [label.get_text() for label in top.get_yticklabels()] == ["20", "8"]  # the largest first
+    assert [label.get_text() for label in others.get_yticklabels()] == [str(4 * i) for i in (0, 1, 3, 4, 6, 7, 8, 9)]
+    row = run.tables["massive_map"].query("coordinate == 20").sort_values("position")["magnitude"]
+    scale = top.images[0].norm
+    np.testing.assert_allclose(top.images[0].get_array()[0], row.clip(lower=scale.vmin))
+    assert scale.vmax == 9e3
+    assert [label.get_text() for label in others.get_xticklabels()][:7] == [
+        "<s>",
+        "␣the",
+        "⏎",
+        ".",
+        "␣\\$x\\$",
+        "id 5",
+        "id 6",
+    ]
+    assert "layer 3" in figure.get_suptitle()
+
+
+def test_attention_maps_shows_each_head_below_the_diagonal(run: Run) -> None:
+    figure = draw("attention-maps", run)
+    table = run.tables["attention_maps"]
+    names = [ax.get_title() for ax in figure.axes if ax.get_title()]
+    assert names == [f"layer {layer}, head {head}" for layer in (0, 3) for head in (0, 1)]
+    weights = table[(table["layer"] == 3) & (table["head"] == 1)].pivot_table("weight", "query", "key")
+    shown = next(ax for ax in figure.axes if ax.get_title() == "layer 3, head 1").images[0].get_array()
+    lower = np.tril_indices(len(weights))
+    np.testing.assert_allclose(shown[lower], np.clip(weights.to_numpy()[lower], 1e-4, 1))
+    assert shown.mask[np.triu_indices(len(weights), 1)].all()
+
+
+def test_sink_positions_counts_what_has_enough_queries_behind_it(run: Run) -> None:
+    left, right = draw("sink-positions", run).axes
+    sinks = run.tables["sink_positions"].query("position <= 24 - 16")
+    pairs = 4 * 4 * 3  # layers × heads × sequences
+    pair, dots = left.lines
+    assert pair.get_ydata() == [1 / pairs] * 2
+    assert not left.collections  # no stems: a length on a log axis means nothing
+    np.testing.assert_allclose(dots.get_xdata(), range(9))
+    np.testing.assert_allclose(dots.get_ydata(), sinks.groupby("position").size() / pairs)
+    later = sinks[sinks["position"] > 0]  # here each token has one position, so each row is a pair
+    expected = (later.groupby("token_id").size() / pairs).sort_values(ascending=False)
+    np.testing.assert_allclose([bar.get_width() for bar in right.patches], expected)
+
+
+def test_a_token_that_is_a_sink_twice_in_a_sequence_counts_once() -> None:
+    sinks = pd.DataFrame(
+        {
+            "layer": 0,
+            "head": 0,
+            "sequence": 0,
+            "position": [0, 3, 5],
+            "token_id": [1, 4, 4],
+            "token": ["a", ",", ","],
+            "queries": [24, 21, 19],
+        }
+    )
+    left, right = draw("sink-positions", make_run(sink_positions=sinks)).axes
+    assert [bar.get_width() for bar in right.patches] == [1 / 48]
+    np.testing.assert_allclose(left.lines[1].get_ydata(), [1 / 48] * 3)
+
+
+def test_no_sink_is_said(run: Run) -> None:
+    sinks = run.tables["sink_positions"]
+    for found, said in (
+        (sinks[sinks["position"] == 0], "no sink at positions 1–8"),
+        (sinks[sinks["position"] > 8], "no head has a sink at positions 0–8, in any sequence"),
+        (sinks.iloc[:0], "no head has a sink at positions 0–8, in any sequence"),
+    ):
+        (ax,) = draw("sink-positions", make_run(sink_positions=found)).axes
+        assert said in [ax.get_title(), *(text.get_text() for text in ax.texts)]
+
+
+@pytest.mark.parametrize(
+    ("name", "table", "column"),
+    [
+        ("sinks-by-layer", "attention", "sink_mass"),
+        ("sinks-by-layer", "attention", "sink_rate"),
+        ("sinks-by-layer", "activation", "norm_mean"),
+        ("sink-map", "attention", "window_mass"),
+        ("query-key-geometry", "geometry", "sink_logit_gap"),
+        ("massive-activations", "massive", "value"),
+        ("massive-map", "massive_map", "magnitude"),
+        ("attention-maps", "attention_maps", "weight"),
+    ],
+)
+def test_another_table_is_another_figure(run: Run, name: str, table: str, column: str) -> None:
+    other = run.tables[table].assign(**{column: run.tables[table][column].to_numpy() ** 2 / 2})
+    changed = Run(run.manifest, {**run.tables, table: other})
+    assert pixels(draw(name, changed)) != pixels(draw(name, run))
+
+
+# what may be missing
+
+
+def without_numbers(tables: dict, value: float) -> dict:
+    """All measured columns set to one value."""
+    return {
+        name: table.assign(**dict.fromkeys(table.select_dtypes("float").columns, value))
+        for name, table in tables.items()
+    }
+
+
+EDGES: dict[str, dict[str, Any]] = {
+    "one layer, one head, one position": {
+        "layers": 1,
+        "heads": 1,
+        "kv_heads": 1,
+        "positions": 1,
+        "length": 2,
+    },
+    "two positions, one key/value head, one sequence": {"positions": 2, "kv_heads": 1, "sequences": 1},
+}
+
+
+@pytest.mark.parametrize("edge", EDGES)
+def test_small_or_odd_runs_are_drawn(edge: str) -> None:
+    check_all_draw(make_run(**EDGES[edge]))
+
+
+def test_a_long_name_fits_the_narrowest_figure() -> None:
+    run = make_run(model="org/" + "A-very-long-model-name-with_underscores" * 3, condition="my $file$")
+    figure = draw("sink-map", run)
+    figure.draw_without_rendering()
+    box = figure._suptitle.get_window_extent()
+    assert box.x0 >= 0
+    assert box.x1 <= figure.bbox.width
+
+
+@pytest.mark.parametrize("value", [np.nan, 0.0, np.inf])
+def test_columns_without_information_are_drawn(value: float) -> None:
+    run = make_run(layers=2, heads=2)
+    check_all_draw(Run(run.manifest, without_numbers(dict(run.tables), value)))
+
+
+def test_a_site_that_a_family_lacks_has_no_panel(run: Run) -> None:
+    activation = run.tables["activation"].query("site not in ('mid', 'mlp_out')")
+    figure = draw("sinks-by-layer", make_run(activation=activation))
+    assert [ax.get_title() for ax in figure.axes][2:] == ["layer output"]
+    assert len(figure.axes[2].lines) == 3
+
+
+def test_layers_without_attention_leave_a_gap(run: Run) -> None:
+    attention = run.tables["attention"].query("layer != 2")
+    figure = draw("sink-map", make_run(attention=attention))
+    assert figure.axes[0].images[0].get_array().mask[2].all()
+    mass = draw("sinks-by-layer", make_run(attention=attention)).axes[0]
+    assert np.isnan(ydata(mass, "token 0")).tolist() == [False, False, True, False]
+
+
+def test_one_position_draws_token_0_only() -> None:
+    one = make_run(positions=1)
+    assert all(len(ax.lines) == 1 for ax in draw("sinks-by-layer", one).axes)
+    by_layer = [line for ax in draw("query-key-geometry", one).axes for line in ax.lines if len(line.get_xdata()) > 2]
+    assert len(by_layer) == len(draw("query-key-geometry", one).axes)  # besides lines at zero
+
+
+def test_large_models_fit_the_page() -> None:
+    large = make_run(layers=80, heads=32, kv_heads=8, positions=2, sequences=1, length=2)
+    for name in applicable(large):
+        width, height = draw(name, large).get_size_inches()
+        assert width <= WIDE
+        assert height <= 8
+    draw("sink-map", large).draw_without_rendering()
+
+
+def check_all_draw(run: Run) -> None:
+    """Every figure, without one warning: of missing glyphs, odd scales or too little room.
+
+    Those of learned positions have nothing to draw where no position has a vector, and say so (test_query_bias.py).
+    """
+    drawn = applicable(run)
+    assert set(FIGURES) - set(drawn) <= {"query-bias-alignment", "epe-coordinates"}
+    for name in drawn:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            draw(name, run).draw_without_rendering()
+
+
+# names, files and settings
+
+
+def test_an_unknown_figure_is_refused(run: Run) -> None:
+    with pytest.raises(InputError, match="did you mean 'sink-map'"):
+        draw("sink-maps", run)
+
+
+def test_a_missing_table_names_the_observable_to_run(run: Run) -> None:
+    only = Run(run.manifest, {"geometry": run.tables["geometry"], "attention_maps": run.tables["attention_maps"][:0]})
+    assert applicable(only) == ["query-key-geometry"]
+    with pytest.raises(InputError, match=r"needs the table 'sink_positions'.* run the observable attention$"):
+        draw("sink-positions", only)
+    with pytest.raises(InputError, match="run the observables attention, activation"):
+        draw("sinks-by-layer", only)
+    with pytest.raises(InputError, match="'attention_maps'"):
+        draw("attention-maps", only)
+
+
+def test_save_all_writes_png_and_pdf_with_truetype_fonts_and_no_date(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = global_settings()
+    monkeypatch.setitem(SETTINGS, "pdf.compression", 0)  # so that the fonts' names can be read
+    rough_figures(monkeypatch)
+    save_all(run, tmp_path)
+    for name in FIGURES:
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        pdf = (tmp_path / f"{name}.pdf").read_bytes()
+        assert pdf.startswith(b"%PDF")
+        assert b"/Type3" not in pdf
+        assert b"/FontFile2" in pdf  # TrueType, embedded
+        assert b"CreationDate" not in pdf
+    assert sorted(path.stem for path in tmp_path.iterdir()) == sorted([*FIGURES] * 2)
+    assert global_settings() == before
+
+
+@pytest.mark.parametrize("kind", ["png", "pdf", "svg"])
+def test_equal_tables_give_equal_files_whatever_the_users_settings(run: Run, tmp_path: Path, kind: str) -> None:
+    draw("sink-map", run).savefig(tmp_path / f"once.{kind}")
+    user = {
+        "font.size": 20,
+        "pdf.fonttype": 3,
+        "axes.grid": True,
+        "savefig.bbox": "tight",
+        "lines.linewidth": 9,
+    }
+    with mpl.rc_context(user):
+        draw("sink-map", run).savefig(tmp_path / f"again.{kind}")
+        assert mpl.rcParams["font.size"] == 20
+    assert (tmp_path / f"once.{kind}").read_bytes() == (tmp_path / f"again.{kind}").read_bytes()
+
+
+def test_a_png_has_no_alpha_channel_where_nothing_is_transparent(tmp_path: Path) -> None:
+    figure = new_figure(2, 1)
+    figure.subplots().plot([0, 1])
+    figure.savefig(io.BytesIO())  # the layout moves while it is drawn for the first time
+    for name, options, mode in (("opaque", {}, "RGB"), ("clear", {"transparent": True}, "RGBA")):
+        figure.savefig(tmp_path / f"{name}.png", **options)
+        with Image.open(tmp_path / f"{name}.png") as image:
+            assert image.mode == mode
+            assert round(image.info["dpi"][0]) == SETTINGS["savefig.dpi"]
+    plain = io.BytesIO()
+    figure.savefig(plain, format="png")
+    with Image.open(tmp_path / "opaque.png") as image:
+        np.testing.assert_array_equal(image, np.asarray(Image.open(plain))[..., :3])
+
+
+def test_a_notebook_shows_a_figure_and_pyplot_never_hears_of_it(run: Run) -> None:
+    figure = draw("sink-map", run)
+    assert figure._repr_png_().startswith(b"\x89PNG")
+    import matplotlib.pyplot as plt
+
+    assert plt.get_fignums() == []
+
+
+def test_colours_differ_in_lightness(run: Run) -> None:
+    lines = draw("sinks-by-layer", run).axes[0].lines
+    greys = sorted(np.dot(mpl.colors.to_rgb(line.get_color()), (0.299, 0.587, 0.114)) for line in lines)
+    assert np.diff(greys).min() > 0.12
+    assert len({line.get_linestyle() for line in lines}) == len({line.get_marker() for line in lines}) == 3
+
+
+# texts
+
+
+@pytest.mark.parametrize(
+    ("token", "token_id", "expected"),
+    [
+        (" the", 3, "␣the"),
+        ("\n\n", 3, "⏎⏎"),
+        ("漢字", 3, "id 3"),
+        ("\x07", 3, "id 3"),
+        ("\ufffd", 3, "id 3"),
+        ("<id 3>", 3, "id 3"),
+        ("<id 3>", 4, "<id␣3>"),
+        (None, 3, "id 3"),
+        (float("nan"), 3.0, "id 3"),
+        ("", 3, "id 3"),
+        (None, None, "?"),
+        ("$a$", 3, r"\$a\$"),
+        ("x" * 40, 3, "x" * (LONGEST_TOKEN - 1) + "…"),
+    ],
+)
+def test_token_labels_can_be_seen(token: Any, token_id: Any, expected: str) -> None:
+    assert token_label(token, token_id) == expected
+
+
+def test_titles_name_model_condition_and_size(run: Run) -> None:
+    assert title(run, TEXT) == "Tiny-1M · natural · 3 × 24 tokens"
+    assert title(run, 1.5) == "Tiny-1M\nnatural · …× 24 tokens"
+    ragged = run.manifest | {"input": {"sequences": 3, "tokens": 50}, "model": {"name": "x/a$b$"}}
+    assert title(Run(ragged, {}), TEXT) == r"a\$b\$ · natural · 3 sequences, 50 tokens"
+    assert title(run, TEXT, "sequence 0") == "Tiny-1M · natural · sequence 0"
+    assert title(Run(run.manifest | {"input": {}}, {}), TEXT) == "Tiny-1M · natural"
+    assert shorten("abcdefghij", 5) == "ab…ij"
+
+
+# several runs
+
+
+def test_comparison_draws_each_runs_summary() -> None:
+    runs = [make_run(), make_run(condition="random"), make_run(condition="repeated")]
+    figure = draw_comparison(runs)
+    assert figure.get_suptitle() == "Tiny-1M"
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["natural", "random", "repeated"]
+    metrics = ("sink_rate", "value_drain", "norm_ratio", "massive_count")
+    for ax, metric in zip(figure.axes, metrics, strict=True):
+        for run, line in zip(runs, ax.lines, strict=False):
+            rows = run.tables["summary"].query(f"metric == '{metric}' and layer >= 0")
+            np.testing.assert_allclose(line.get_xydata(), rows[["layer", "value"]])
+
+
+def test_comparison_of_models_of_other_depth_is_by_relative_depth() -> None:
+    figure = draw_comparison([make_run(), make_run(layers=7, model="org/Other"), make_run(layers=1, model="One")])
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["Tiny-1M", "Other", "One"]
+    ends = [line.get_xdata()[[0, -1]].tolist() for line in figure.axes[0].lines]
+    assert ends == [[0, 1], [0, 1], [0, 0]]
+    assert figure.axes[0].get_xlabel() == "relative depth"
+
+
+def test_comparison_stands_missing_and_empty_metrics() -> None:
+    full = make_run()
+    summary = full.tables["summary"]
+    only_rate = make_run(condition="a", summary=summary[summary["metric"] == "sink_rate"])
+    nothing = make_run(condition="b", summary=summary.assign(value=np.nan))
+    many = [make_run(model=f"org/{'long-name-' * 8}{place}") for place in range(12)]
+    for runs in ([full, only_rate, nothing], [nothing], [full, full], many):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            figure = draw_comparison(runs)
+            figure.draw_without_rendering()
+        names = [text.get_text() for text in figure.legends[0].get_texts()]
+        assert len(set(names)) == len(runs)
+
+
+def test_comparison_is_no_runs_figure() -> None:
+    assert not any("comparison" in name for name in FIGURES)
+
+
+def test_many_runs_look_different() -> None:
+    ax = draw_comparison([make_run(condition=str(place)) for place in range(12)]).axes[0]
+    looks = {(to_hex(line.get_color()), str(line.get_linestyle()), line.get_marker()) for line in ax.lines}
+    assert len(looks) == 12
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the device that is always full is Linux's")
+@pytest.mark.parametrize("kind", ["png", "pdf"])
+def test_a_full_disk_is_called_that(kind: str, tmp_path: Path) -> None:
+    (tmp_path / f"figure.{kind}").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device"):
+        new_figure(1, 1).savefig(tmp_path / f"figure.{kind}")

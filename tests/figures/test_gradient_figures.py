@@ -1,0 +1,456 @@
+"""The figures of the backward pass draw what the tables say, whatever the tables lack."""
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from support.figure_tables import gradient_tables, grid
+
+from sinkscope.errors import InputError
+from sinkscope.figures import FIGURES, OF_STEPS, applicable, draw
+from sinkscope.figures.gradients import LOOKS, UNDEFINED
+from sinkscope.figures.spec import draw_all
+from sinkscope.figures.steps import step_label
+from sinkscope.figures.style import GRADUAL, Figure
+from sinkscope.measuring.gradient_summary import compress_fits
+from sinkscope.output.run import Run
+
+NAMES = ("gradient-norms", "gradient-reshaping", "gradient-bounds")
+PATHWAYS = ("query", "key", "value")
+
+
+def make_run(wiring: str = "sequential", dtype: str = "float32", name: str = "org/Tiny-1M", **tables: Any) -> Run:
+    """A run with these tables; `layers`, `heads`, `kv_heads` and `positions` shape the others."""
+    shape = {size: tables.pop(size) for size in ("layers", "heads", "kv_heads", "positions") if size in tables}
+    manifest = {
+        "model": {"name": name, "source": name},
+        "condition": "natural",
+        "config": {"epsilon": 0.3},
+        "family": {"wiring": wiring},
+        "dtype": dtype,
+        "input": {"sequences": 3, "tokens": 72},
+    }
+    return Run(manifest, gradient_tables(**shape) | tables)
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    return make_run()
+
+
+def of_width(ax: Axes, width: float) -> list[Any]:
+    return [line for line in ax.lines if line.get_linewidth() == width]
+
+
+def said(ax: Axes) -> list[str]:
+    return [text.get_text() for text in ax.texts]
+
+
+def legend_of(figure: Figure) -> list[str]:
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def points_of(ax: Axes) -> np.ndarray:
+    """What is drawn as points, by x."""
+    drawn = [line.get_xydata() for line in ax.lines if line.get_linestyle() == "None"]
+    return np.array(sorted(map(tuple, np.concatenate(drawn))))
+
+
+# gradient-norms
+
+
+def test_gradient_norms_draws_every_layer_and_their_mean(run: Run) -> None:
+    axes = draw("gradient-norms", run).axes
+    table = run.tables["gradient"].query("head == -1")
+    for ax, pathway in zip(axes, PATHWAYS, strict=False):
+        norms = table[table["pathway"] == pathway].pivot_table("grad_norm", "layer", "position").replace(0, np.nan)
+        layers = of_width(ax, 0.5)
+        np.testing.assert_allclose([line.get_ydata() for line in layers], norms)
+        outline, mean = (of_width(ax, width) for width in (3, 1.4))
+        np.testing.assert_allclose(mean[0].get_ydata(), norms.mean())
+        np.testing.assert_allclose(outline[0].get_ydata(), norms.mean())
+        greys = [np.dot(to_rgb(line.get_color()), (0.299, 0.587, 0.114)) for line in layers]
+        assert np.diff(greys).max() < -0.05  # from light to dark, so that depth is read in greyscale too
+        assert ax.get_yscale() == "log"
+        assert ax.get_title() == pathway
+    assert [ax.get_ylim() for ax in axes[1:3]] == [axes[0].get_ylim()] * 2  # one scale: they can be compared
+
+
+@pytest.mark.parametrize(("value", "text"), [(0.0, "0"), (2e-9, r"≈ 0 ($2\cdot 10^{-9}$)")])
+def test_a_gradient_that_is_off_the_scale_is_marked_with_its_value(run: Run, value: float, text: str) -> None:
+    gradient = run.tables["gradient"].copy()
+    gradient.loc[gradient["grad_norm"] == 0, "grad_norm"] = value
+    figure = draw("gradient-norms", make_run(gradient=gradient))
+    query, key, _ = figure.axes[:3]
+    assert said(query) == [text]
+    assert query.texts[0].xy == (0, 0)
+    assert said(key) == []
+    assert query.get_ylim()[0] > 1e-7  # it does not stretch the scale
+    assert np.isnan(of_width(query, 1.4)[0].get_ydata()).tolist() == [True] + [False] * 15
+    assert legend_of(figure) == ["mean over layers", "off the scale"]
+
+
+def test_a_small_gradient_is_on_the_scale(run: Run) -> None:
+    gradient = run.tables["gradient"].assign(grad_norm=lambda table: table["grad_norm"].clip(lower=2e-5))
+    figure = draw("gradient-norms", make_run(gradient=gradient))
+    assert legend_of(figure) == ["mean over layers"]
+
+
+def test_tokens_that_predict_nothing_are_marked_once(run: Run) -> None:
+    """In the run's last positions; neighbours are marked each, and named once."""
+    gradient = run.tables["gradient"].copy()
+    gradient.loc[gradient["position"] >= 14, "grad_norm"] = 0.0
+    query, key, value, _ = draw("gradient-norms", make_run(gradient=gradient)).axes
+    assert [text.xy[0] for text in query.texts] == [0, 14]
+    for ax in (key, value):
+        assert [text.xy[0] for text in ax.texts] == [14]
+        assert ax.collections[0].get_offsets()[:, 0].tolist() == [14, 15]
+
+
+# gradient-reshaping
+
+
+def test_reshaping_draws_a_point_a_layer_and_position(run: Run) -> None:
+    table = run.tables["gradient_ratio"].query("branch == 'attn'")
+    for ax, name in zip(draw("gradient-reshaping", run).axes, ("bloat", "compress", "change"), strict=True):
+        np.testing.assert_allclose(points_of(ax), table[["input_norm", name]].sort_values("input_norm"))
+        assert ax.get_title().startswith(name)
+        assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
+
+
+def test_reshaping_tells_the_papers_token_groups_apart(run: Run) -> None:
+    figure = draw("gradient-reshaping", run)
+    table = run.tables["gradient_ratio"].query("branch == 'attn'")
+    groups = {"token 0": (0, 0), "token 1": (1, 1), "tokens 2–3": (2, 3), "tokens 4–7": (4, 7), "tokens 8–15": (8, 15)}
+    for (first, last), (colour, marker) in zip(groups.values(), LOOKS, strict=False):
+        rows = table[table["position"].between(first, last)]
+        later, earliest = [line for line in figure.axes[0].lines if line.get_marker() == marker]
+        np.testing.assert_allclose(later.get_xydata(), rows.query("layer > 0")[["input_norm", "bloat"]])
+        np.testing.assert_allclose(earliest.get_xydata(), rows.query("layer == 0")[["input_norm", "bloat"]])
+        assert later.get_markerfacecolor() == earliest.get_markeredgecolor() == colour
+        assert earliest.get_markerfacecolor() == "none"
+    assert set(legend_of(figure)) == {*groups, "first layer", "fit, later layers", "slope −1; no change"}
+
+
+def test_token_groups_differ_in_lightness_and_marker() -> None:
+    greys = [np.dot(to_rgb(colour), (0.299, 0.587, 0.114)) for colour, _ in LOOKS]
+    assert np.diff(greys).min() > 0.1
+    assert len({marker for _, marker in LOOKS}) == len(LOOKS)
+
+
+def test_the_fitted_line_is_the_summarys(run: Run) -> None:
+    table = run.tables["gradient_ratio"].query("branch == 'attn'")
+    ax = draw("gradient-reshaping", run).axes[1]
+    guide, line = (np.log10(line.get_xydata()) for line in ax.lines if line.get_linestyle() != "None")
+    later = np.log10(table.query("layer >= 1")[["input_norm", "compress"]])
+    slope, offset = np.polyfit(*later.to_numpy().T, 1)
+    np.testing.assert_allclose(line[:, 1], offset + slope * line[:, 0])
+    np.testing.assert_allclose(line[:, 0], [later["input_norm"].min(), later["input_norm"].max()])
+    np.testing.assert_allclose(np.diff(guide, axis=0)[0], np.diff(guide[:, 0]) * [1, -1])
+    np.testing.assert_allclose(guide.mean() * 2, guide.mean(0).sum())
+    fits = compress_fits(table)
+    np.testing.assert_allclose(slope, fits["compress_slope"])
+    expected = f"slope {fits['compress_slope']:.2f}\nr = {fits['compress_correlation']:.2f}"
+    assert said(ax) == [expected.replace("-", "−")]
+
+
+def test_what_is_near_1_looks_near(run: Run) -> None:
+    ratios = run.tables["gradient_ratio"].assign(change=1.0 + run.tables["gradient_ratio"]["change"] / 1e3)
+    ax = draw("gradient-reshaping", make_run(gradient_ratio=ratios)).axes[2]
+    low, high = ax.get_ylim()
+    assert low < 0.32
+    assert high > 3.1
+    assert ax.lines[-1].get_ydata() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("wiring", "absent"),
+    [("parallel", ["bloat", "compress", "change"]), ("parallel", ["compress", "change"]), ("post-norm", ["bloat"])],
+)
+def test_an_undefined_ratio_is_said_with_the_reason(run: Run, wiring: str, absent: list[str]) -> None:
+    ratios = run.tables["gradient_ratio"].assign(**dict.fromkeys(absent, np.nan))
+    figure = draw("gradient-reshaping", make_run(wiring, gradient_ratio=ratios))
+    for ax, name in zip(figure.axes, ("bloat", "compress", "change"), strict=True):
+        if name in absent:
+            assert said(ax) == [UNDEFINED[wiring, name]]
+        else:
+            assert len(points_of(ax)) == 64
+    assert ("fit, later layers" in legend_of(figure)) == ("compress" not in absent)
+
+
+@pytest.mark.parametrize(
+    ("positions", "last"), [(1, "token 0"), (3, "token 2"), (6, "tokens 4–5"), (24, "tokens 16–23")]
+)
+def test_groups_reach_as_far_as_the_run(positions: int, last: str) -> None:
+    tokens = [text for text in legend_of(draw("gradient-reshaping", make_run(positions=positions))) if "token" in text]
+    assert tokens[-1] == last
+
+
+# gradient-bounds
+
+
+def test_bounds_draws_theorem_1_at_position_0(run: Run) -> None:
+    left, holds, attn, identity, mlp = bounds_axes(run)
+    means = run.tables["gradient_check"].query("position == 0").groupby("layer").mean()
+    lower, upper, measured = left.lines
+    np.testing.assert_allclose(lower.get_ydata(), means["lower_bound"])
+    np.testing.assert_allclose(upper.get_ydata(), means["upper_bound"])
+    np.testing.assert_allclose(measured.get_ydata(), means["measured"])
+    band = left.collections[0].get_paths()[0].vertices
+    for layer, row in means.iterrows():
+        edges = band[band[:, 0] == layer, 1]
+        np.testing.assert_allclose([edges.min(), edges.max()], row[["lower_bound", "upper_bound"]])
+    check = run.tables["gradient_check"]
+    np.testing.assert_allclose(holds.lines[0].get_ydata(), check.groupby("layer")["holds"].mean())
+    above, below = check["measured"] > check["upper_bound"], check["measured"] < check["lower_bound"]
+    assert said(holds) == [f"{check['holds'].sum()} of 256 hold\n{above.sum()} above, {below.sum()} below"]
+    np.testing.assert_allclose(identity.lines[0].get_ydata(), check.groupby("layer")["identity_residual"].max())
+    assert said(identity) == ["round-off of float32"]
+    assert identity.lines[1].get_ydata() == [np.finfo(np.float32).eps] * 2
+    for ax, branch in ((attn, "attn"), (mlp, "mlp")):
+        rows = run.tables["norm_bound"].query(f"branch == '{branch}'").pivot_table("tightness", "layer", "position")
+        first, others, limit = ax.lines
+        np.testing.assert_allclose(first.get_ydata(), rows[0])
+        np.testing.assert_allclose(others.get_ydata(), rows.loc[:, 1:].mean(axis=1))
+        assert limit.get_ydata() == [1, 1]
+
+
+def bounds_axes(run: Run) -> list[Axes]:
+    axes = {ax.get_title(): ax for ax in draw("gradient-bounds", run).axes}
+    return [
+        axes[name]
+        for name in (
+            "theorem 1 at position 0",
+            "theorem 1 holds",
+            "theorem 2: attention branch",
+            "identity",
+            "theorem 2: MLP branch",
+        )
+    ]
+
+
+@pytest.mark.parametrize("rows", ["none", "no table", "attn"])
+def test_bounds_without_norms_say_why(run: Run, rows: str) -> None:
+    bound = run.tables["norm_bound"]
+    changed = make_run("parallel", norm_bound=bound[bound["branch"] == rows])
+    if rows == "no table":
+        changed = Run(changed.manifest, {name: changed.tables[name] for name in changed.tables if name != "norm_bound"})
+    assert "gradient-bounds" in applicable(changed)
+    _, _, attn, _, mlp = bounds_axes(changed)
+    assert said(mlp) == [UNDEFINED["parallel", "compress"]]
+    assert said(attn) == (["bound"] if rows == "attn" else said(mlp))
+
+
+def test_bounds_of_padded_batches_are_unmeasured(run: Run) -> None:
+    unmeasured = dict.fromkeys(("measured", "lower_bound", "upper_bound"), np.nan)
+    check = run.tables["gradient_check"].assign(holds=False, **unmeasured)
+    left, holds, _, identity, _ = bounds_axes(make_run(gradient_check=check))
+    assert said(left) == said(holds) == ["not measured: all batches\nhad padding"]
+    assert identity.get_yscale() == "log"
+
+
+def test_a_lower_bound_of_zero_reaches_the_floor(run: Run) -> None:
+    left, *_ = bounds_axes(make_run(gradient_check=run.tables["gradient_check"].assign(lower_bound=0.0)))
+    assert left.collections[0].get_paths()[0].vertices[:, 1].min() > 0
+    assert left.get_yscale() == "log"
+
+
+# what may be missing
+
+
+EDGES: dict[str, dict[str, Any]] = {
+    "one of all": {"layers": 1, "heads": 1, "kv_heads": 1, "positions": 1},
+    "one layer": {"layers": 1},
+    "two positions": {"positions": 2, "layers": 2},
+    "many": {"layers": 40, "positions": 40},
+}
+
+
+@pytest.mark.parametrize("edge", EDGES)
+def test_small_and_large_runs_are_drawn(edge: str) -> None:
+    check_all_draw(make_run(**EDGES[edge]))
+
+
+@pytest.mark.parametrize("value", [np.nan, 0.0, np.inf, 1.0])
+def test_tables_of_one_value_are_drawn(run: Run, value: float) -> None:
+    tables = {
+        name: table.assign(**dict.fromkeys(table.select_dtypes("float").columns, value))
+        for name, table in run.tables.items()
+    }
+    check_all_draw(make_run(**tables), layout=False)
+
+
+def test_a_layer_and_a_position_without_values_leave_a_gap(run: Run) -> None:
+    tables = {}
+    for name, table in run.tables.items():
+        gap = (table["layer"] == 2) | (table["position"] == 0)
+        tables[name] = table.assign(
+            **{column: table[column].mask(gap) for column in table.select_dtypes("float").columns}
+        )
+    check_all_draw(make_run(**tables), layout=False)
+
+
+def check_all_draw(run: Run, layout: bool = True) -> None:
+    """Without one warning: of missing glyphs, odd scales or, with the slow layout, too little room."""
+    assert set(NAMES) <= set(FIGURES)
+    for name in NAMES:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            render(draw(name, run), layout)
+
+
+def render(figure: Figure, layout: bool) -> None:
+    if not layout:
+        figure.set_layout_engine("none")
+    figure.draw_without_rendering()
+
+
+@pytest.mark.parametrize(
+    ("name", "table", "column"),
+    [
+        ("gradient-norms", "gradient", "grad_norm"),
+        ("gradient-reshaping", "gradient_ratio", "bloat"),
+        ("gradient-bounds", "norm_bound", "tightness"),
+    ],
+)
+def test_another_table_is_another_figure(run: Run, name: str, table: str, column: str) -> None:
+    other = make_run(**{table: run.tables[table].assign(**{column: run.tables[table][column] ** 2})})
+    assert pixels(draw(name, other)) != pixels(draw(name, run))
+
+
+def pixels(figure: Figure) -> bytes:
+    figure.set_layout_engine("none")
+    figure.set_dpi(50)
+    figure.canvas.draw()
+    return bytes(figure.canvas.buffer_rgba())
+
+
+# training
+
+
+METRICS = (
+    "loss", "sink_rate", "value_gradient_ratio", "key_gradient_ratio", "norm_ratio", "compress_slope",
+    "compress_correlation",
+)  # fmt: skip
+
+
+def checkpoint(step: int, layers: int = 3, positions: int = 16, **names: Any) -> tuple[int, Run]:
+    """Random tables of one step."""
+    random = np.random.default_rng(step)
+    summary = grid(layer=range(-1, layers), metric=METRICS)
+    summary["value"] = random.uniform(0.1, 0.9, len(summary))
+    activation = grid(layer=range(layers), site=["mlp_out", "layer_out"], position=range(positions))
+    activation["norm_mean"] = random.uniform(1, 100, len(activation))
+    gradient = gradient_tables(layers, positions=positions)["gradient"]
+    gradient["grad_norm"] *= 1 + step / 1000
+    return step, make_run(layers=layers, summary=summary, activation=activation, gradient=gradient, **names)
+
+
+def test_training_draws_each_steps_numbers_in_their_order() -> None:
+    runs = [checkpoint(step) for step in (300, 100, 200)]
+    axes = OF_STEPS["training-by-step"](runs).axes
+    ordered = sorted(runs, key=lambda pair: pair[0])
+    whole = {
+        metric: [run.tables["summary"].query("layer == -1").set_index("metric")["value"][metric] for _, run in ordered]
+        for metric in METRICS
+    }
+    norms = [run.tables["activation"].query("site == 'layer_out'") for _, run in ordered]
+    by_position = [table.pivot_table("norm_mean", "layer", "position") for table in norms]
+    ratios = [run.tables["summary"].query("layer >= 0 and metric == 'norm_ratio'")["value"].max() for _, run in ordered]
+    expected = [
+        [whole["loss"]],
+        [whole["sink_rate"]],
+        [whole["value_gradient_ratio"], whole["key_gradient_ratio"]],
+        [[table[0].max() for table in by_position], [table.loc[:, 1:].mean(axis=1).max() for table in by_position]],
+        [ratios],
+        [whole["compress_slope"], whole["compress_correlation"]],
+    ]
+    for ax, curves in zip(axes, expected, strict=True):
+        for line, curve in zip(ax.lines, curves, strict=False):
+            np.testing.assert_allclose(line.get_xdata(), [100, 200, 300])
+            np.testing.assert_allclose(line.get_ydata(), curve)
+    assert axes[0].figure.get_suptitle() == "Tiny-1M · natural · steps 100–300"
+
+
+def test_training_draws_gs_figure_2_with_a_line_a_step() -> None:
+    runs = [checkpoint(step) for step in (0, 10, 1000)]
+    figure = OF_STEPS["training-gradient-norms"](runs)
+    *axes, bar = figure.axes
+    for ax, pathway in zip(axes, PATHWAYS, strict=True):
+        for (_, run), line in zip(runs, ax.lines, strict=True):
+            table = run.tables["gradient"].query(f"head == -1 and pathway == '{pathway}'")
+            means = table.groupby("position")["grad_norm"].mean().replace(0, np.nan)
+            np.testing.assert_allclose(line.get_ydata(), means)
+        assert said(ax) == (["0"] if pathway == "query" else [])
+    assert [label.get_text() for label in bar.get_yticklabels()] == ["1k", "10", "0"]
+    greys = [np.dot(to_rgb(line.get_color()), (0.299, 0.587, 0.114)) for line in axes[0].lines]
+    assert np.diff(greys).max() < -0.1
+
+
+@pytest.mark.parametrize(
+    ("steps", "scale"),
+    [
+        (range(1000, 21000, 1000), "linear"),
+        ([0, 1000, 2000], "linear"),
+        ([1, 10, 100, 1000, 10000], "log"),
+        ([0, 1, 2, 4, 8, 16, 512, 1000, 143000], "symlog"),
+        ([0, 3, 4, 70], "symlog"),
+        ([11, 12, 80], "log"),
+        ([500], "linear"),
+        ([0], "linear"),
+    ],
+)
+def test_the_step_axis_fits_the_steps(steps: Any, scale: str) -> None:
+    runs = [checkpoint(step, layers=2, positions=2) for step in steps]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        figure = OF_STEPS["training-by-step"](runs)
+        render(figure, layout=False)
+    ax = figure.axes[0]
+    assert ax.get_xscale() == scale
+    low, high = ax.get_xlim()
+    assert low < min(steps)
+    assert high > max(steps)
+    shown = [tick for tick in ax.get_xticks() if low <= tick <= high]
+    assert len(shown) >= min(len(steps), 2)
+
+
+@pytest.mark.parametrize(
+    ("step", "label"), [(0, "0"), (512, "512"), (1000, "1k"), (1500, "1.5k"), (143000, "143k"), (2e6, "2M")]
+)
+def test_steps_are_short(step: float, label: str) -> None:
+    assert step_label(step) == label
+
+
+def test_training_stands_what_was_not_measured() -> None:
+    full = checkpoint(1)
+    summary = full[1].tables["summary"]
+    forward = Run(full[1].manifest, {"summary": summary[summary["metric"] == "sink_rate"]})
+    nothing = Run(full[1].manifest, {"summary": summary.assign(value=np.nan)})
+    for runs in ([(0, forward), full], [(0, forward)], [(0, nothing), (5, nothing)], [(3, forward), (3, full[1])]):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            figures = draw_all(OF_STEPS, runs)
+            for figure in figures.values():
+                render(figure, layout=len(runs) > 1)
+        assert ("training-gradient-norms" in figures) == (full[1] in [run for _, run in runs])
+    assert [ax.get_title() for ax in OF_STEPS["training-by-step"]([(0, forward)]).axes] == ["sink rate"]
+    assert said(OF_STEPS["training-by-step"]([(0, nothing)]).axes[0]) == ["not measured"]
+    with pytest.raises(InputError, match="no checkpoints"):
+        OF_STEPS["training-by-step"]([])
+
+
+def test_checkpoints_of_one_folder_go_by_its_name() -> None:
+    runs = [checkpoint(step, name=f"runs/baseline/checkpoint-{step}") for step in (1, 2)]
+    assert OF_STEPS["training-by-step"](runs).get_suptitle() == "baseline · natural · steps 1–2"
+    runs = [checkpoint(step, name=f"{step}/model-{step}") for step in (1, 2)]
+    assert OF_STEPS["training-by-step"](runs).get_suptitle() == "natural · steps 1–2"
+
+
+def test_the_colours_of_lines_are_seen_on_white() -> None:
+    greys = [np.dot(colour[:3], (0.299, 0.587, 0.114)) for colour in GRADUAL(np.linspace(0, 1, 9))]
+    assert greys[0] < 0.8
+    assert np.diff(greys).max() < 0

@@ -1,0 +1,158 @@
+"""Figures of a retrofit: what is drawn is what the tables hold."""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.axes import Axes
+
+from sinkscope.errors import InputError
+from sinkscope.figures import OF_ARMS
+from sinkscope.figures.training import PANELS, Arms, arm_looks, to_others
+from sinkscope.output.run import Run
+from sinkscope.training.tables import UNTOUCHED
+
+LAYERS, HEADS, POSITIONS = 3, 2, 4
+ARMS = (UNTOUCHED, "vga", "none")
+
+
+def grid(seed: int, *columns: str, heads: int = HEADS) -> pd.DataFrame:
+    rows = [(layer, head, p) for layer in range(LAYERS) for head in range(heads) for p in range(POSITIONS)]
+    table = pd.DataFrame(rows, columns=["layer", "head", "position"])
+    drawn = np.random.default_rng(seed).uniform(0.1, 0.9, (len(columns), len(table)))
+    return table.assign(**dict(zip(columns, drawn, strict=True)))
+
+
+def run_of(arm: str, seed: int, sites: tuple[str, ...] = ("layer_out", "mlp_out", "attn_out")) -> Run:
+    norms = [grid(seed + place, "norm_mean", heads=1).assign(site=site) for place, site in enumerate(sites)]
+    tables = {
+        "attention": grid(seed + 5, "sink_rate"),
+        "activation": pd.concat(norms, ignore_index=True),
+        "geometry": grid(seed + 6, "value_norm"),
+    }
+    if arm == "vga":
+        tables["gate"] = grid(seed + 7, "gate", "raw_value_norm", heads=1)
+    return Run({"model": {"name": "org/model_$1$"}, "condition": arm}, tables)
+
+
+RUNS = {arm: run_of(arm, 10 * place) for place, arm in enumerate(ARMS)}
+
+
+def drawn(ax: Axes, arm: str, solid: bool = True) -> np.ndarray:
+    """The line of an arm by its colour; those that are faint are not solid."""
+    look = arm_looks(ARMS)[arm]
+    (line,) = [line for line in ax.lines if line.get_color() == look["color"] and (line.get_alpha() is None) == solid]
+    return np.asarray(line.get_ydata(), float)
+
+
+def said(ax: Axes) -> list[str]:
+    return [text.get_text() for text in ax.texts]
+
+
+def test_an_arm_looks_the_same_in_every_figure() -> None:
+    whole, trained = arm_looks(ARMS), arm_looks(ARMS[1:])
+    for arm in ARMS[1:]:
+        assert all(whole[arm][key] == trained[arm][key] for key in ("color", "marker", "linestyle", "label"))
+    assert len({look["color"] for look in whole.values()}) == len(ARMS)
+    training = pd.DataFrame([("org/m", arm, -1, 0, step, "loss", 2.0) for arm in ARMS[1:] for step in (1, 2)])
+    training.columns = pd.Index(["model", "condition", "layer", "seed", "step", "metric", "value"])
+    lines = OF_ARMS["retrofit-training"](Arms({"training": training}, RUNS)).axes[0].lines
+    assert [line.get_color() for line in lines] == [whole[arm]["color"] for arm in ARMS[1:]]
+
+
+def test_layers_are_position_0_against_the_mean_of_the_others() -> None:
+    axes = OF_ARMS["retrofit-layers"](Arms({}, RUNS)).axes
+    for arm, run in RUNS.items():
+        tables = [run.tables["attention"].rename(columns={"sink_rate": "norm_mean"})]
+        activation = run.tables["activation"]
+        tables += [activation[activation["site"] == site] for site in ("layer_out", "mlp_out", "attn_out")]
+        for ax, table in zip(axes, tables, strict=True):
+            for solid, at in ((True, table["position"] == 0), (False, table["position"] > 0)):
+                expected = table[at].groupby("layer")["norm_mean"].mean()
+                np.testing.assert_allclose(drawn(ax, arm, solid), expected)
+    assert axes[0].get_ylim()[1] > 1
+    assert [ax.get_yscale() for ax in axes] == ["linear", "log", "log", "log"]
+
+
+def test_a_site_that_a_family_lacks_has_no_panel() -> None:
+    runs = {arm: run_of(arm, 0, ("layer_out", "attn_out")) for arm in ARMS}
+    shown = [ax.get_title() for ax in OF_ARMS["retrofit-layers"](Arms({}, runs)).axes if ax.get_visible()]
+    assert shown == ["sink rate", "layer output", "attention output"]
+
+
+def test_values_are_relative_to_each_heads_later_positions() -> None:
+    table = pd.DataFrame({"layer": 0, "head": [0] * 3 + [1] * 3, "position": [0, 1, 2] * 2})
+    table["norm"] = [1.0, 3.0, 5.0, 2.0, 1.0, 1.0]  # 1 ÷ 4 and 2 ÷ 1
+    assert to_others(table, "norm").to_numpy().tolist() == [[1.125, 0.875, 1.125]]
+
+
+def test_values_and_gates_by_position_and_by_layer() -> None:
+    axes = OF_ARMS["retrofit-values"](Arms({}, RUNS)).axes
+    above, below = axes[:3], axes[3:]
+    for arm, run in RUNS.items():
+        attended = to_others(run.tables["geometry"], "value_norm")
+        raw = to_others(run.tables["gate"], "raw_value_norm") if arm == "vga" else attended
+        for column, by_layer in enumerate((raw, attended)):
+            np.testing.assert_allclose(drawn(above[column], arm), by_layer.median())
+            np.testing.assert_allclose(drawn(below[column], arm), by_layer[0])
+    gates = RUNS["vga"].tables["gate"].pivot(index="layer", columns="position", values="gate")
+    np.testing.assert_allclose(drawn(above[2], "vga"), gates.median())
+    np.testing.assert_allclose(drawn(below[2], "vga"), gates[0])
+    np.testing.assert_allclose(drawn(below[2], "vga", solid=False), gates[[1, 2, 3]].mean(axis=1))
+    assert len(above[2].lines) == 2  # the one gated arm, and the line of no effect
+
+
+def test_without_gates_there_is_no_panel_of_them_and_with_one_layer_none_by_layer() -> None:
+    plain = {arm: RUNS[arm] for arm in (UNTOUCHED, "none")}
+    assert len(OF_ARMS["retrofit-values"](Arms({}, plain)).axes) == 4
+    first = {name: table[table["layer"] == 0] for name, table in RUNS["none"].tables.items()}
+    assert len(OF_ARMS["retrofit-values"](Arms({}, {"none": Run(RUNS["none"].manifest, first)})).axes) == 2
+
+
+def bars_of(**by_metric: list[float]) -> Any:
+    rows = [
+        ("org/model", arm, -1, metric, value)
+        for metric, values in by_metric.items()
+        for arm, value in zip(ARMS, values, strict=True)
+        if not np.isnan(value)
+    ]
+    table = pd.DataFrame(rows, columns=["model", "condition", "layer", "metric", "value"])
+    axes = OF_ARMS["retrofit-bars"](Arms({"retrofit": table}, RUNS)).axes
+    return dict(zip([name for name in PANELS if name in by_metric], axes, strict=False))
+
+
+def test_bars_begin_at_0_and_have_their_numbers_beside_them() -> None:
+    axes = bars_of(
+        perplexity=[17.03, 16.94, 17.01], perplexity_quantized=[np.inf, 18.5, np.nan], sink_rate=[0.731, 0, 1]
+    )
+    assert [bar.get_width() for bar in axes["perplexity"].patches] == [17.03, 16.94, 17.01]
+    assert [bar.get_x() for bar in axes["perplexity"].patches] == [0, 0, 0]
+    assert said(axes["perplexity"]) == ["17.03", "16.94", "17.01"]
+    assert [bar.get_width() for bar in axes["perplexity_quantized"].patches] == [0, 18.5, 0]
+    assert said(axes["perplexity_quantized"]) == ["∞", "18.50", "–"]
+    assert said(axes["sink_rate"]) == ["73.1%", "0.0%", "100.0%"]
+    assert [label.get_text() for label in axes["perplexity"].get_yticklabels()] == list(ARMS)
+
+
+def test_bars_show_every_seed_and_their_spread() -> None:
+    rows = [("org/m", arm, -1, seed, "perplexity", 10.0 + 2 * seed) for arm in ARMS for seed in range(3)]
+    rows += [("org/m", arm, -1, seed, "massive_count", 0.0) for arm in ARMS for seed in range(3)]
+    table = pd.DataFrame(rows, columns=["model", "condition", "layer", "seed", "metric", "value"])
+    figure = OF_ARMS["retrofit-bars"](Arms({"retrofit": table}, RUNS))
+    ax = figure.axes[0]
+    assert [bar.get_width() for bar in ax.patches] == [12.0] * 3
+    dots = [line for line in ax.lines if len(line.get_xdata()) == 3 and line.get_marker() == "o"]
+    assert [list(line.get_xdata()) for line in dots] == [[10.0, 12.0, 14.0]] * 3
+    (whiskers,) = [bars for bars in ax.containers if hasattr(bars, "has_xerr")]
+    ends = [segment[:, 0].tolist() for segment in whiskers[2][0].get_segments()]
+    assert ends == [[10.0, 14.0]] * 3  # one standard deviation, n - 1
+    assert said(ax) == ["12.00 ± 2.00"] * 3
+    assert "3 seeds" in figure.get_suptitle()
+    assert figure.get_suptitle().endswith("massive activations per sequence: 0")  # has no panel
+    assert len([ax for ax in figure.axes if ax.get_visible()]) == 1
+
+
+def test_nothing_measured_is_refused() -> None:
+    with pytest.raises(InputError, match="no arm of this retrofit has been measured"):
+        bars_of()

@@ -1,0 +1,248 @@
+"""The page in Chromium: no error, no request, every control works, numbers are the tables', axe finds nothing."""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.browser import OPENS, SLACK, USE_EVERY_CONTROL, launched, opened
+from support.pages import KINDS, analysis
+
+from sinkscope.html_page import Contents
+
+ANSWERS = 100.0  # milliseconds, of a model with 30 layers, 9 heads and 100 sequences
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with launched() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def page_of_kind(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
+    """The page of a kind of folder, opened once: a test chooses what it reads."""
+    with ExitStack() as stack:
+        pages: dict[str, Any] = {}
+
+        def page_of_kind(kind: str) -> Any:
+            if kind not in pages:
+                pages[kind] = stack.enter_context(opened(browser, KINDS[kind](), tmp_path_factory.mktemp("page")))
+            return pages[kind]
+
+        yield page_of_kind
+
+
+@pytest.fixture(scope="module")
+def page(page_of_kind: Callable[[str], Any]) -> Any:
+    """Of an analysis."""
+    return page_of_kind("analysis")
+
+
+def test_a_map_shows_the_tables_numbers(page: Any) -> None:
+    contents = analysis()
+    table = contents.tables["attention"].query("position == 3").set_index(["layer", "head"])
+    page.get_by_label("Metric").first.select_option(label="window mass")
+    page.get_by_label("position", exact=True).first.select_option(label="3")
+    for layer, head in ((0, 0), (2, 3), (3, 1)):
+        cell = page.locator(f".panels [role=gridcell][data-row='{layer}'][data-column='{head}']")
+        shown = re.fullmatch(rf"layer {layer}, head {head}: (\S+)", cell.get_attribute("aria-label"))
+        assert float(shown[1]) == pytest.approx(table["window_mass"][layer, head], abs=6e-4)
+
+
+def test_a_head_opens_by_keyboard_and_by_click(page: Any) -> None:
+    contents = analysis()
+    maps = contents.tables["attention_maps"]
+    grid = page.locator(".panels [role=grid]")
+    grid.locator("[tabindex='0']").focus()
+    before = page.locator("#head-name").text_content()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    layer, _ = map(int, re.findall(r"\d+", page.locator("#head-name").text_content()))
+    assert page.locator("#head-name").text_content() != before
+    assert grid.locator("[aria-selected=true]").get_attribute("data-row") == str(layer)
+
+    grid.locator("[data-row='0'][data-column='1']").click()
+    assert page.locator("#head-name").text_content() == "Layer 0, head 1"
+    weight = maps.query("layer == 0 and head == 1 and query == 5 and key == 2")["weight"].item()
+    cell = page.locator(".head [role=gridcell][data-row='5'][data-column='2']")
+    assert float(cell.get_attribute("aria-label").split(": ")[1].split()[0]) == pytest.approx(weight, abs=6e-4)
+
+
+def test_a_head_shows_the_gradients_of_the_key_value_head_that_it_reads(browser: Any, tmp_path: Path) -> None:
+    contents = analysis()  # four heads share two key/value heads
+    gradient = (
+        contents.tables["gradient"].query("layer == 1 and position == 0").set_index(["pathway", "head"])["grad_norm"]
+    )
+    with opened(browser, contents, tmp_path) as page:
+        page.evaluate("S.openHead(1, 3)")
+        shown = {
+            name: float(value)
+            for name, value, _ in page.locator(".head details tbody tr").evaluate_all(
+                "rows => rows.map((row) => [...row.children].map((cell) => cell.textContent))"
+            )
+            if name.startswith("grad norm")
+        }
+        assert shown == pytest.approx(
+            {
+                "grad norm, query": gradient["query", 3],
+                "grad norm, key, key/value head 1": gradient["key", 1],
+                "grad norm, value, key/value head 1": gradient["value", 1],
+            },
+            rel=1e-3,
+        )
+        page.get_by_label("Metric").first.select_option(label="grad norm")
+        page.get_by_label("pathway", exact=True).first.select_option(label="value")
+        cells = page.locator(".panels [role=gridcell]")
+        assert page.locator(".panels [aria-selected=true]").get_attribute("data-column") == "1"
+        cells.and_(page.locator("[data-row='2'][data-column='1']")).click()
+        assert page.locator("#head-name").text_content() == "Layer 2, head 2"  # the first that reads it
+
+
+def test_a_token_shows_how_many_heads_it_is_a_sink_of(page: Any) -> None:
+    contents = analysis()
+    counts = contents.tables["sink_positions"].query("sequence == 0").groupby("position").size()
+    for position in (0, 5):
+        token = page.locator(f".token[data-position='{position}']")
+        assert token.get_attribute("aria-label").endswith(f": {counts[position]} heads")
+        token.hover()
+        assert page.locator("#tip").text_content().endswith(f": {counts[position]} heads")
+
+
+def test_a_table_sorts_and_filters(page: Any) -> None:
+    contents = analysis()
+    table = contents.tables["attention"].query("head == 2")
+    section = page.locator("#tables")
+    section.get_by_label("Table", exact=True).select_option(label="attention (128 rows)")
+    section.get_by_label("Filter").fill("head = 2")
+    assert section.get_by_role("status").text_content() == "Rows 1 to 32 of 32 that match, of 128"
+    column = section.get_by_role("button", name="window_mass")
+    for click, ascending in ((1, True), (2, False)):
+        column.click()
+        shown = [float(text) for text in section.locator("tbody tr td:nth-child(7)").all_text_contents()]
+        expected = table["window_mass"].sort_values(ascending=ascending).tolist()
+        assert shown == pytest.approx(expected, rel=1e-3), click
+    section.get_by_label("Filter").fill("")
+    section.get_by_role("button", name="Next rows").click()
+    assert section.get_by_role("status").text_content() == "Rows 51 to 100 of 128"
+
+
+def test_effects_and_claims_show_the_tables_numbers(page_of_kind: Callable[[str], Any]) -> None:
+    effects = KINDS["experiment"]()
+    rows = effects.tables["effect"].query("layer == -1 and metric == 'sink_rate' and name == 'do-1'")
+    page = page_of_kind("experiment")
+    shown = page.locator("#effects tbody tr", has_text="do-1").locator("td").all_text_contents()
+    assert shown[1:3] == [f"{rows.query('arm == @arm')['value'].item():.1%}" for arm in ("before", "after")]
+    page = page_of_kind("claims")
+    page.get_by_role("button", name="GS-2, two: fails").click()
+    assert "0.8 [0.7, 0.9]" in page.locator("#claims .detail").text_content()
+
+
+def test_arms_have_the_maps_of_a_heads_layer_side_by_side(page_of_kind: Callable[[str], Any]) -> None:
+    maps = KINDS["experiment"]().tables["arm_maps"].query("layer == 2 and query == 2 and key == 1")
+    page = page_of_kind("experiment")
+    page.locator(".panels [role=grid]").first.locator("[data-row='2'][data-column='3']").click()
+    shown = page.locator(".head [role=gridcell][data-row='2'][data-column='1']")
+    shown.nth(3).wait_for(state="attached")
+    weights = [float(label.split(": ")[1]) for label in shown.evaluate_all("all => all.map((one) => one.ariaLabel)")]
+    assert weights == pytest.approx(maps["weight"].tolist(), abs=6e-4)
+
+
+def test_a_narrow_window_leaves_out_columns_whose_rows_are_alike(page_of_kind: Callable[[str], Any]) -> None:
+    page = page_of_kind("sweep")
+    said = page.locator("#tables .narrow")
+    assert not said.is_visible()
+    page.set_viewport_size({"width": 390, "height": 844})
+    assert said.text_content() == "In all rows: condition natural, metric sink_rate."
+    assert not page.locator("#tables th", has_text="condition").is_visible()
+    page.set_viewport_size({"width": 1280, "height": 900})
+
+
+def test_the_slider_reads_the_values_at_a_step(page_of_kind: Callable[[str], Any]) -> None:
+    contents = KINDS["training"]()
+    rows = contents.tables["training"].query("step == 20 and metric == 'loss' and condition == 'vga'")
+    page = page_of_kind("training")
+    page.get_by_label("Step", exact=True).fill("2")
+    shown = page.locator("#training tbody tr", has_text="loss").last.locator("td").last.text_content()
+    assert shown == " / ".join(f"{value:.3f}" for value in rows["value"])
+
+
+def test_trainings_that_differ_in_one_thing_are_told_apart_by_it(page_of_kind: Callable[[str], Any]) -> None:
+    table = KINDS["factors"]().tables["sweep_training"].query("settings == 'weight-decay=0.5' and step == 20")
+    own = table[table["condition"] == "softmax"].set_index("metric")["value"]
+    page = page_of_kind("factors")
+    row = page.locator("#study tbody tr", has_text="weight_decay=0.5 softmax").locator("td").all_text_contents()
+    assert row[1:] == [f"{own['sink_rate'].mean():.1%} ± {own['sink_rate'].std():.1%}", "2", "41.1%"]
+    shown = page.locator("#training tbody tr", has_text="weight_decay=0.5 softmax").locator("td").all_text_contents()
+    assert " / ".join(f"{value:.3f}" for value in own["loss"]) in shown
+    assert page.locator("#training legend", has_text="Shown, of 10").count() == 1
+
+
+def test_hostile_texts_do_nothing(browser: Any, tmp_path: Path) -> None:
+    evil = "</script><img src=x onerror=alert(1)><script>alert(2)</script>"
+    contents = analysis(model=evil, condition=evil)
+    tables = {name: table.replace({"<s>": evil, "org/Tiny-1M": evil}) for name, table in contents.tables.items()}
+    other = tmp_path / "javascript:alert(3)<img src=x onerror=alert(4)>"
+    other.mkdir()
+    (other / "index.html").touch()
+    facts = {"command": "compare", "runs": [{"label": evil, "folder": str(other)}], "config": {"model": evil}}
+    with opened(browser, Contents(contents.manifest | {evil: evil} | facts, tables, folder=tmp_path), tmp_path) as page:
+        assert page.locator("h1").text_content() == evil
+        assert evil in page.locator(".token").first.text_content()
+        link = page.locator("#run li a")
+        assert (link.text_content(), link.evaluate("node => node.protocol")) == (evil, "file:")
+        assert page.locator("img").count() == 0
+
+
+def test_it_opens_and_answers_quickly_and_fits_into_a_narrow_window(browser: Any, tmp_path: Path) -> None:
+    contents = analysis(layers=30, heads=9, kv_heads=3, sequences=100, length=64)
+    with opened(browser, contents, tmp_path, viewport={"width": 390, "height": 844}) as page:
+        assert page.evaluate("performance.now()") < OPENS * SLACK
+        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+        times = page.evaluate(
+            """async () => {
+                const painted = () => new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
+                const timed = async (act) => {
+                    const start = performance.now();
+                    act();
+                    await painted();
+                    return performance.now() - start;
+                };
+                const metric = document.querySelector("#heads select");
+                const times = [];
+                for (const at of [1, 2, 3]) {
+                    metric.selectedIndex = at;
+                    times.push(await timed(() => metric.dispatchEvent(new Event("change"))));
+                    times.push(await timed(() => S.openHead(at, at)));
+                }
+                return times;
+            }"""
+        )
+        print("milliseconds:", times)
+        assert max(times) < ANSWERS * SLACK
+
+
+def test_headings_do_not_skip_a_level(page: Any) -> None:
+    levels = [int(tag[1]) for tag in page.locator("h1, h2, h3").evaluate_all("all => all.map(one => one.tagName)")]
+    assert levels[0] == 1
+    assert all(after <= before + 1 for before, after in pairwise(levels))
+
+
+# last, since it leaves every choice at its first value
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_control_works_and_axe_finds_nothing(kind: str, page_of_kind: Callable[[str], Any]) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
+    page = page_of_kind(kind)
+    assert page.evaluate(USE_EVERY_CONTROL) > 1
+    page.wait_for_timeout(50)  # charts are drawn
+    assert not page.locator("main svg:has(text:text-is('NaN'))").count()
+    for scheme, rules in (("light", {}), ("dark", {"runOnly": ["color-contrast"]})):
+        page.emulate_media(color_scheme=scheme)
+        found = axe.Axe().run(page, options={"resultTypes": ["violations"], **rules}).response["violations"]
+        serious = [one for one in found if one["impact"] in ("serious", "critical")]
+        assert [(one["id"], [node["html"][:200] for node in one["nodes"][:3]]) for one in serious] == []

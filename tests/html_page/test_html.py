@@ -1,0 +1,156 @@
+"""index.html as a file: what is in it is the tables', nothing of it is run but the page's own scripts."""
+
+import base64
+import hashlib
+import re
+from math import nan
+
+import pandas as pd
+import pytest
+from support.pages import KINDS, analysis, data_of, table_of
+
+from sinkscope.html_page import Contents, page_of, write_page
+from sinkscope.results.command_line import command_lines
+from sinkscope.results.metrics import METRICS
+
+HOSTILE = "</script><script>document.title='run'</script><img src=x onerror=\"alert(1)\">'\"&\u2028"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_numbers_are_those_of_the_tables(kind: str) -> None:
+    contents = KINDS[kind]()
+    data = data_of(page_of(contents).html)
+    for name, table in contents.all_tables.items():
+        found = table_of(data, name)
+        assert list(found) == list(table.columns)
+        for column in table:
+            if pd.api.types.is_float_dtype(table[column]):
+                shown = [nan if value is None else value for value in found[column]]
+                assert shown == pytest.approx(table[column].tolist()[: len(shown)], rel=5e-6, nan_ok=True)
+            else:
+                plain = [None if pd.isna(value) else value for value in table[column].tolist()]
+                assert found[column] == plain[: len(found[column])]
+
+
+def test_labels_and_units_are_the_metrics() -> None:
+    told = data_of(page_of(analysis()).html)["metrics"]
+    assert told["sink_rate"]["short"] == METRICS["sink_rate"].short
+    assert told["sink_rate"]["unit"] == METRICS["sink_rate"].unit
+    assert told.keys() == METRICS.keys()
+
+
+def test_a_run_of_the_demo_models_size_fits_into_five_megabytes() -> None:
+    html = page_of(analysis(layers=30, heads=9, kv_heads=3, sequences=100, length=64)).html
+    assert len(html.encode()) < 5e6
+    cut = {table["name"]: table["left_out"] for table in data_of(html)["tables"] if table["left_out"]}
+    assert cut["sink_positions"].startswith("only those of sequence 0 to ")
+    assert "attention" not in cut  # what maps are made of is whole
+
+
+def test_hostile_texts_stay_data() -> None:
+    contents = analysis(model=HOSTILE, condition=HOSTILE)
+    tables = {name: table.replace({"<s>": HOSTILE}) for name, table in contents.tables.items()}
+    html = page_of(Contents(contents.manifest | {HOSTILE: ["\ud800" + HOSTILE]}, tables)).html
+    plain = page_of(analysis()).html
+    assert html.count("<script") == plain.count("<script")
+    assert "<img" not in html
+    assert data_of(html)["manifest"][HOSTILE] == ["\ud800" + HOSTILE]
+    html.encode("utf-8")
+
+
+def test_only_the_pages_own_scripts_may_run() -> None:
+    html = page_of(analysis()).html
+    (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', html)
+    scripts = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)
+    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    assert policy.startswith("default-src 'none'; script-src ")
+    assert re.findall(r"'sha256-([^']+)'", policy) == hashes
+    assert "unsafe-eval" not in policy
+
+
+def test_nothing_is_put_in_as_markup() -> None:
+    own = "\n".join(script for script in re.findall(r"<script>(.*?)</script>", page_of(analysis()).html, re.DOTALL)[2:])
+    assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\.html\(|eval\(", own)
+
+
+def test_a_notebook_has_it_in_a_frame() -> None:
+    shown = page_of(analysis())._repr_html_()
+    assert shown.startswith("<iframe")
+    assert shown.count("<") == 2  # the frame alone: the page in it is escaped
+
+
+def test_the_tables_that_a_folder_lacks_are_named() -> None:
+    contents = analysis()
+    html = page_of(Contents(contents.manifest, contents.tables, absent=("table massive",))).html
+    assert data_of(html)["absent"] == ["table massive"]
+
+
+def test_runs_side_by_side_are_told_apart_by_a_column() -> None:
+    found = table_of(data_of(page_of(KINDS["side by side"]()).html), "attention")
+    assert list(found)[:2] == ["run", "model"]
+    assert set(found["run"]) == {"run 0", "run 1"}
+
+
+@pytest.mark.parametrize(
+    ("manifest", "lines"),
+    [
+        (
+            {"command": "analyze", "config": {"model": "a b", "num_seqs": 5, "seq_len": 64, "skip_parity": True}},
+            ["sinkscope analyze --from run", "sinkscope analyze 'a b' --num-seqs 5 --skip-parity"],
+        ),
+        (
+            {"command": "analyze", "config": {"observables": ["attention"]}, "recipe": {"name": "r"}},
+            ["sinkscope run r"],
+        ),
+        (
+            {
+                "command": "analyze",
+                "config": {"model": "m", "seed": 0, "num_seqs": 8, "input": "random"},
+                "recipe": {"name": "r", "content": {"options": {"num-seqs": 8}}},
+            },
+            ["sinkscope run r --model m --input random"],
+        ),
+        (
+            {
+                "command": "analyze",
+                "config": {"model": "m", "input": "random"},
+                "recipe": {"name": "r", "content": {"runs": {"one": {"input": "random"}}}},
+            },
+            ["sinkscope run r --model m"],
+        ),
+        (
+            {
+                "command": "retrofit",
+                "config": {"model": "m"},
+                "arms": {
+                    "none-seed0": {"method": "none", "parameters": {}, "label": "none"},
+                    "none-seed1": {"method": "none", "parameters": {}, "label": "none"},
+                    "a": {"method": "vga", "parameters": {"placement": "output"}, "label": "vga-placement=output"},
+                },
+            },
+            ["sinkscope retrofit m --method none,vga:placement=output"],
+        ),
+        (
+            {
+                "command": "train",
+                "config": {"config": "c"},
+                "arms": {"plain": {"method": "none", "parameters": {}, "label": "plain"}},
+            },
+            [],
+        ),
+        ({"command": "compare", "config": {"runs": ["a", "b"]}}, ["sinkscope compare a b"]),
+        ({"command": "sweep", "config": {"content": {}}}, []),
+        ({"command": "analyze", "config": {"model": None}, "model": {"source": "handed over"}}, []),
+    ],
+)
+def test_the_command_that_repeats_it(manifest: dict, lines: list[str], tmp_path) -> None:
+    assert command_lines(manifest, tmp_path / "run") == lines
+
+
+def test_an_infinite_number_is_no_missing_one(tmp_path) -> None:
+    table = pd.DataFrame({"metric": ["perplexity", "loss"], "value": [float("inf"), nan]})
+    contents = Contents({"command": "analyze", "config": {"x": float("inf")}, "tables": []}, {"summary": table})
+    write_page(contents, tmp_path)
+    found = table_of(data_of((tmp_path / "index.html").read_text(encoding="utf-8")), "summary")
+    assert found["value"][0] == float("inf")
+    assert found["value"][1] is None

@@ -1,0 +1,214 @@
+"""The comparison of a sweep: figures are drawn where there is something to compare, and show what the table has."""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from sinkscope.errors import InputError
+from sinkscope.figures import OF_SWEEP
+from sinkscope.output.sweep import one_cell_each, words
+from sinkscope.verdict.sweep_tables import EPSILON, SCORES, SWEEP, SweepTables
+
+CELL: dict[str, Any] = {
+    "model": "a", "condition": "natural", "layer": -1, "cell": "", "revision": "", "step": -1, "family": "", "base": "",
+    "parameters": 10**6, "input": "natural", "settings": "", "seq_len": 64, "window": 64, "epsilon": 0.3, "seed": 0,
+    "dtype": "float32", "token_zero": "bos", "metric": "sink_rate", "value": 0.5,
+}  # fmt: skip
+
+
+def tables_of(*cells: dict[str, Any], papers: dict[str, str] | None = None) -> SweepTables:
+    rows = [
+        CELL | {"cell": str(place), "condition": cell.get("input", "natural")} | cell
+        for place, cell in enumerate(cells)
+    ]
+    table = pd.DataFrame(rows)
+    by_epsilon = pd.concat(
+        [table.drop(columns=["metric", "value"]).assign(epsilon=e, sink_rate=1 - e) for e in (0.2, 0.3, 0.9)]
+    )
+    return SweepTables({SWEEP: table, EPSILON: by_epsilon}, papers or {})
+
+
+def with_scores(tables: SweepTables, *rows: tuple[str, str, float]) -> SweepTables:
+    """Beside the cells of each model one of `benchmark`: model, task and score."""
+    own = [
+        CELL | {"model": model, "condition": task, "cell": f"{model}-scores", "input": "", "metric": "acc"}
+        | {"filter": "none", "score": score, "error": 0.01, "questions": 9, "is_asked": True}
+        for model, task, score in rows
+    ]  # fmt: skip
+    return SweepTables(tables.tables | {SCORES: pd.DataFrame(own)}, tables.papers)
+
+
+def lines(figure: Any) -> dict[str, list[tuple[float, float]]]:
+    """Label → its points, those of a row of dots at its middle."""
+    return {
+        str(line.get_label()): [(round(float(x), 6), round(float(y))) for x, y in line.get_xydata()]
+        for line in figure.axes[0].lines
+        if not str(line.get_label()).startswith("_")
+    }
+
+
+RANDOM = {"input": "random", "value": 0.25}
+DRAWN: dict[str, tuple[list[dict[str, Any]], dict[str, list[tuple[float, float]]]]] = {
+    "sweep-inputs": (
+        [{}, RANDOM, {"model": "b", "value": 1.0}],
+        {"natural": [(50, 0), (100, 1)], "random": [(25, 0)]},
+    ),
+    "sweep-sizes": (
+        [{"family": "F"}, {"model": "b", "family": "F", "parameters": 10**7, "value": 0.75}, {"model": "c"}],
+        {"F": [(1e6, 50), (1e7, 75)]},
+    ),
+    "sweep-steps": (
+        [{"revision": "step0", "step": 0, "value": 0.0}, {"revision": "step8", "step": 8}, {"model": "b"}],
+        {"a": [(0, 0), (8, 50)]},
+    ),
+    "sweep-chat": (
+        [{}, {"model": "b", "base": "a", "value": 0.75}],
+        {"base": [(50, 0)], "tuned": [(75, 0)]},
+    ),
+    "sweep-epsilon": ([{}], {"a": [(0.2, 80), (0.3, 70), (0.9, 10)]}),
+    "sweep-lengths": (
+        [{"settings": "seq-len=64"}, {"settings": "seq-len=16", "seq_len": 16, "window": 16, "value": 0.75}],
+        {"a": [(16, 75), (64, 50)]},
+    ),
+    "sweep-domains": (
+        [{}, {"input": "code", "value": 0.75}, RANDOM, {"model": "b"}],
+        {"natural": [(50, 0)], "code": [(75, 0)]},
+    ),
+}
+
+
+OF_OTHER_TABLES = {"sweep-benchmarks", "sweep-factor", "sweep-training-sink", "sweep-training-loss"}  # tested elsewhere
+
+
+@pytest.mark.parametrize("name", [name for name in OF_SWEEP if name not in OF_OTHER_TABLES])
+def test_a_figure_shows_the_rates_of_the_table(name: str) -> None:
+    cells, expected = DRAWN[name]
+    assert lines(OF_SWEEP[name](tables_of(*cells))) == expected
+
+
+@pytest.mark.parametrize("name", [name for name in OF_SWEEP if name not in ("sweep-inputs", "sweep-epsilon")])
+def test_a_figure_is_left_out_where_there_is_nothing_to_compare(name: str) -> None:
+    with pytest.raises(InputError, match="has nothing to draw"):
+        OF_SWEEP[name](tables_of({}, RANDOM, {"model": "b", "parameters": 5}))
+
+
+def test_without_any_cell_there_is_no_figure() -> None:
+    assert [name for name, spec in OF_SWEEP.items() if spec.lacking(SweepTables({}, {})) is None] == []
+    assert words(SweepTables({}, {}), {"content": {"title": "Empty"}}) == "## Empty\n\nNo cell of `analyze` is done."
+
+
+def test_the_first_setting_and_the_last_revision_are_compared_by_input() -> None:
+    tables = tables_of(
+        {"revision": "step0", "settings": "seed=0", "value": 0.1},
+        {"revision": "step8", "settings": "seed=0", "value": 0.2},
+        {"revision": "step8", "settings": "seed=1", "value": 0.3},
+    )
+    assert tables.main["sink_rate"].tolist() == [0.2]
+    assert tables.overview.to_dict("records") == [{"model": "a", "BOS": "with", "natural": "20.0%"}]
+
+
+def test_rates_stand_in_one_row_only_under_one_bos_policy() -> None:
+    without = {"token_zero": "random token", "value": 0.0}
+    told = words(tables_of({}, RANDOM | without, {"model": "b"}), {"content": {"title": "x"}})
+    assert [line for line in told.splitlines() if line.startswith("| a")] == [
+        "| a | with | 50.0% | – |",
+        "| a | without | – | 0.0% |",
+    ]
+
+
+def test_the_bos_policy_is_no_setting_that_hides_the_other() -> None:
+    text = {"token_zero": "first text token", "value": 0.0}
+    cells = [
+        cell | {"settings": f"bos={bos},seq-len={length}"}
+        for length in (16, 64)
+        for bos, own in (("always", {}), ("never", text))
+        for cell in (own, RANDOM | own)
+    ]
+    tables = tables_of(*cells)
+    assert tables.by_policy["settings"].str.contains("16").all()
+    assert tables.overview.to_dict("list") == {
+        "model": ["a", "a"],
+        "BOS": ["with", "without"],
+        "natural": ["50.0%", "0.0%"],
+        "random": ["25.0%", "0.0%"],
+    }
+    assert tables.main["bos"].tolist() == ["with", "with"]
+
+
+def test_claims_are_compared_by_one_cell_of_each_model() -> None:
+    rows = [("a", "step0", "1"), ("a", "step8", "2"), ("a", "step8", "3"), ("b", "", "4"), ("b", "", "4")]
+    chosen = one_cell_each(pd.DataFrame(rows, columns=["model", "revision", "cell"]))
+    assert chosen["cell"].tolist() == ["2", "4", "4"]
+
+
+def test_every_input_has_its_panel() -> None:
+    figure = OF_SWEEP["sweep-epsilon"](tables_of({}, RANDOM, {"model": "b"}))
+    assert [ax.get_title() for ax in figure.axes] == ["natural", "random"]
+    assert figure.axes[1].lines[0].get_label() == "a"
+
+
+def test_published_rates_stand_beside_those_of_the_same_setting() -> None:
+    papers = {"a": "GPT2-XL"}
+    told = words(tables_of({}, RANDOM, {"model": "b"}, papers=papers), {"content": {"title": "Both"}})
+    assert "| a | with | 50.0% | 25.0% | 77.0%† | 70.3% |" in told
+    assert "| b | with | 50.0% | – | – | – |" in told
+    other = words(tables_of({"epsilon": 0.2}, papers=papers), {"content": {"title": "Another"}})
+    assert "77.0%" not in other
+
+
+def test_scores_stand_against_sink_rates() -> None:
+    """A panel for each task; a family's models by size, and the others by name; on the first input."""
+    cells = [
+        {"family": "F", "parameters": 2 * 10**6},
+        RANDOM,
+        {"model": "b", "family": "F", "value": 0.75},
+        {"model": "c", "value": 0.1},
+        {"model": "without"},
+    ]
+    tables = with_scores(
+        tables_of(*cells), ("a", "t", 0.4), ("b", "t", 0.3), ("c", "t", 0.2), ("a", "u", 0.9), ("gone", "t", 0.1)
+    )
+    family = {"a": "F", "b": "F"}
+    scores = tables.tables[SCORES]
+    scores["family"] = scores["model"].map(family).fillna("")
+    scores["parameters"] = scores["model"].map({"a": 2 * 10**6}).fillna(10**6)
+    figure = OF_SWEEP["sweep-benchmarks"](tables)
+    assert [ax.get_title() for ax in figure.axes] == ["t (acc)", "u (acc)"]
+    points = {
+        bars.get_label(): [tuple(map(float, point)) for point in bars.lines[0].get_xydata()]
+        for bars in figure.axes[0].containers
+    }
+    assert points == {"F": [(75, 0.3), (50, 0.4)], "c": [(10, 0.2)]}
+    assert tables.overview.to_dict("list") == {
+        "model": ["a", "b", "c", "without", "gone"],
+        "BOS": ["with", "with", "with", "with", "–"],
+        "natural": ["50.0%", "75.0%", "10.0%", "50.0%", "–"],
+        "random": ["25.0%", "–", "–", "–", "–"],
+        "t (acc)": ["0.400", "0.300", "0.200", "–", "0.100"],
+        "u (acc)": ["0.900", "–", "–", "–", "–"],
+    }
+    assert "| gone | – | – | – | 0.100 | – |" in words(tables, {"content": {"title": "Scores"}})
+
+
+INTERVAL_FIGURES = {"sweep-inputs": [{}, RANDOM], "sweep-epsilon": [{}]}
+
+
+@pytest.mark.parametrize("name", INTERVAL_FIGURES)
+def test_intervals_over_sequences_are_drawn(name: str) -> None:
+    tables = tables_of(*INTERVAL_FIGURES[name])
+    ends = tables.tables[EPSILON]
+    with_ends = SweepTables(tables.tables | {EPSILON: ends.assign(low=ends["sink_rate"] - 0.1, high=0.9)}, {})
+    figure = OF_SWEEP[name](with_ends)
+    assert "95 % over sequences" in [text.get_text() for text in figure.legends[0].get_texts()]
+    drawn = np.concatenate([path.vertices for path in figure.axes[0].collections[0].get_paths()])
+    assert {60.0, 90.0} <= set(drawn.round(6).ravel())
+
+
+def test_cells_that_differ_in_nothing_that_is_shown_have_their_range_as_a_band() -> None:
+    steps = [{"step": step, "seed": seed, "value": seed / 4} for step in (0, 8) for seed in (1, 2)]
+    figure = OF_SWEEP["sweep-steps"](tables_of(*steps))
+    (path,) = figure.axes[0].collections[0].get_paths()
+    assert {25.0, 50.0} <= set(path.vertices[:, 1].round(6))
+    assert "lowest to highest" in [text.get_text() for text in figure.legends[0].get_texts()]

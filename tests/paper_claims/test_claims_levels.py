@@ -1,0 +1,185 @@
+"""How often claims are decided, and hold falsely, in synthetic studies whose truth is exactly at the threshold.
+
+The intervals are two-sided at 95 %: 5 % of studies are decided, 2.5 % hold falsely. Of studies without a spread the
+bound is one-sided: 5 % hold falsely.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from scipy.signal import lfilter
+
+from sinkscope.paper_claims.claim import Outcome, Test, above, at_most, below
+from sinkscope.results.statistics import (
+    Estimate,
+    effective_size,
+    least_of,
+    mean_of_rates,
+    mean_of_runs,
+    range_of,
+    rank_correlation,
+)
+
+STUDIES = 1200  # the standard error of 5 % is 0.6 %
+Draw = np.random.Generator
+
+
+def rates_of(make: Callable[[], Estimate], truth: float, studies: int = STUDIES) -> tuple[float, ...]:
+    """The shares of studies, in percent, in which "above the truth" holds, and "below the truth"."""
+    found = [make() for _ in range(studies)]
+    return tuple(100 * float(np.mean([test(truth).holds(each) for each in found])) for test in (above, below))
+
+
+@pytest.mark.parametrize("seeds", [3, 5, 8])
+def test_differences_over_normal_seeds(seeds: int) -> None:
+    drawn = np.random.default_rng(seeds)
+    more, less = rates_of(lambda: mean_of_runs(drawn.normal(0.3, 0.1, seeds)), 0.3)
+    assert 2 <= more + less <= 8
+    assert max(more, less) <= 4
+
+
+# rates near their ends: how seeds are drawn, and their mean
+NEAR_AN_END = {
+    "normal": (lambda drawn, seeds: drawn.normal(0.3, 0.03, seeds), 0.3),
+    "exponential": (lambda drawn, seeds: drawn.exponential(0.02, seeds), 0.02),
+    "beta": (lambda drawn, seeds: drawn.beta(2, 30, seeds), 1 / 16),
+    "very skewed": (lambda drawn, seeds: drawn.beta(0.5, 20, seeds), 0.5 / 20.5),
+    "near 1": (lambda drawn, seeds: 1 - drawn.exponential(0.02, seeds).clip(0, 1), 0.98),
+    "lognormal": (lambda drawn, seeds: drawn.lognormal(-4, 0.5, seeds), np.exp(-4 + 0.125)),
+}
+
+
+@pytest.mark.parametrize("seeds", [3, 5])
+@pytest.mark.parametrize("kind", NEAR_AN_END)
+def test_rates_over_skewed_seeds(kind: str, seeds: int) -> None:
+    """Student's interval misses up to 18 % of these, nearly all on one side."""
+    draw, truth = NEAR_AN_END[kind]
+    drawn = np.random.default_rng(1)
+    more, less = rates_of(lambda: mean_of_rates(draw(drawn, seeds)), truth)
+    assert 2 <= more + less <= 8
+    assert max(more, less) <= 5
+
+
+@pytest.mark.parametrize("seeds", [3, 5, 8])
+def test_seeds_without_a_sink_where_some_have_one(seeds: int) -> None:
+    """As many seeds have one as all seeds without it leave possible: 45 % where there are five."""
+    most = 1 - 0.05 ** (1 / seeds)
+    assert mean_of_rates(np.zeros(seeds)).high == pytest.approx(most)
+    assert mean_of_rates(np.ones(seeds)).low == pytest.approx(1 - most)
+    drawn = np.random.default_rng(2)
+    found = [mean_of_rates((drawn.random(seeds) < most).astype(float)) for _ in range(STUDIES)]
+    held_falsely = [below(most + 1e-9).holds(each) for each in found]
+    assert 2 <= 100 * np.mean(held_falsely) <= 8
+
+
+def series(drawn: Draw, layers: int, likeness: float) -> np.ndarray:
+    """An autoregressive series over layers, after it has forgotten where it began."""
+    return lfilter([1.0], [1.0, -likeness], drawn.normal(size=layers + 100))[100:]
+
+
+@pytest.mark.parametrize(("layers", "likeness"), [(30, 0.0), (30, 0.5), (12, 0.8), (30, 0.8), (48, 0.8)])
+def test_correlations_over_layers(layers: int, likeness: float) -> None:
+    """Of unrelated series. As if layers were independent, 31 % would be decided at 0.8 and 48 layers."""
+    drawn = np.random.default_rng(layers)
+
+    def unrelated() -> Estimate:
+        x, y = (series(drawn, layers, likeness) for _ in range(2))
+        return rank_correlation(x, y, np.arange(layers))
+
+    more, less = rates_of(unrelated, 0.0)
+    assert 2 <= more + less <= 8
+    assert max(more, less) <= 5
+
+
+@pytest.mark.parametrize(("within", "likeness"), [(0.5, 0.0), (0.3, 0.8), (0.8, 0.8)])
+def test_correlations_over_heads_of_layers(within: float, likeness: float) -> None:
+    """Heads share what is their layer's: `within` is the correlation of two heads of one layer."""
+    drawn, layers, heads = np.random.default_rng(3), 30, 9
+    place = np.repeat(np.arange(layers), heads)
+
+    def heads_of_layers() -> np.ndarray:
+        shared = series(drawn, layers, likeness) * np.sqrt(within * (1 - likeness**2))
+        return shared[place] + np.sqrt(1 - within) * drawn.normal(size=layers * heads)
+
+    more, less = rates_of(lambda: rank_correlation(heads_of_layers(), heads_of_layers(), place), 0.0, studies=1000)
+    assert 2 <= more + less <= 8
+
+
+def test_the_effective_size_of_what_is_known() -> None:
+    """Of independent units all, of heads that repeat their layer as many as layers, of autoregressive layers
+    n (1 − φ²) ÷ (1 + φ²).
+    """
+    drawn = np.random.default_rng(4)
+    x, y = drawn.normal(size=(2, 4000))
+    assert effective_size(x, y, np.arange(4000)) == pytest.approx(4000, rel=0.01)
+    assert effective_size(np.repeat(x, 5), np.repeat(y, 5), np.repeat(np.arange(4000), 5)) == pytest.approx(
+        4000, rel=0.02
+    )
+    sizes = [effective_size(series(drawn, 4000, 0.8), series(drawn, 4000, 0.8), np.arange(4000)) for _ in range(20)]
+    assert np.mean(sizes) == pytest.approx(4000 * (1 - 0.64) / (1 + 0.64), rel=0.05)
+
+
+# --- extremes of levels
+
+
+def levels(drawn: Draw, *means: float, seeds: int = 5) -> list[np.ndarray]:
+    return [drawn.normal(mean, 1.0, seeds) for mean in means]
+
+
+def held(make: Callable[[Draw], Estimate], test: Test) -> float:
+    drawn = np.random.default_rng(5)
+    return 100 * float(np.mean([test.holds(make(drawn)) for _ in range(STUDIES // 3)]))
+
+
+def failed(make: Callable[[Draw], Estimate], test: Test) -> float:
+    drawn = np.random.default_rng(5)
+    return 100 * float(np.mean([test.outcome(make(drawn)) == Outcome.FAILS for _ in range(STUDIES // 3)]))
+
+
+def smallest(*means: float) -> Callable[[Draw], Estimate]:
+    return lambda drawn: least_of([mean_of_runs(each) for each in levels(drawn, *means)])
+
+
+def furthest(*means: float) -> Callable[[Draw], Estimate]:
+    def make(drawn: Draw) -> Estimate:
+        found = levels(drawn, *means)
+        pairs = [(first, second) for at, first in enumerate(found) for second in found[at + 1 :]]
+        return range_of([mean_of_runs(first - second) for first, second in pairs])
+
+    return make
+
+
+def test_the_smallest_of_levels_can_hold_and_rarely_does_falsely() -> None:
+    """Six levels, of which one is at the threshold, are above it as rarely as a single one."""
+    assert 1 <= held(smallest(10, 20, 20, 20, 20, 20), above(10)) <= 5
+    assert held(smallest(14, 14, 14, 14, 14, 14), above(10)) > 90  # a claim that is true
+    assert failed(smallest(10, 10, 10, 10, 10, 10), above(10)) <= 4  # and a true one at its threshold seldom fails
+    assert failed(smallest(5, 20, 20, 20, 20, 20), above(10)) > 60
+
+
+def test_the_range_of_levels_can_hold_and_rarely_does_falsely() -> None:
+    assert held(furthest(10, 10, 13), at_most(3)) <= 4
+    assert held(furthest(10, 10, 10), at_most(5)) > 60
+    assert failed(furthest(10, 11.5, 13), at_most(3)) <= 5
+    assert failed(furthest(5, 10, 25), at_most(3)) > 90
+
+
+@pytest.mark.parametrize(("seeds", "margin"), [(3, 4.0), (5, 2.5), (5, 3.5), (10, 2.0)])
+def test_the_power_is_the_share_of_studies_that_hold(seeds: int, margin: float) -> None:
+    """Two levels that are truly alike: what studies state on average, and how many of them hold."""
+    drawn, test = np.random.default_rng(6), at_most(margin)
+    found = [range_of([mean_of_runs(np.subtract(*levels(drawn, 0.0, 0.0, seeds=seeds)))]) for _ in range(STUDIES // 3)]
+    share = np.mean([test.holds(each) for each in found])
+    assert np.mean([test.power(each) for each in found]) == pytest.approx(share, abs=0.12)
+
+
+def test_too_few_seeds_are_called_so() -> None:
+    test = at_most(3.0)
+    wide = range_of([mean_of_runs(np.array([-9.0, 8.0, 2.0]))])
+    assert test.outcome(wide) == Outcome.NOT_ENOUGH_SEEDS
+    assert test.power(wide) < 0.5
+    assert above(0.0).outcome(mean_of_runs(np.array([1.0]))) == Outcome.NOT_ENOUGH_SEEDS
+    assert above(0.0).outcome(mean_of_runs(np.array([-2.0, 1.0, -1.0]))) == Outcome.INCONCLUSIVE  # speaks against it
+    narrow = range_of([mean_of_runs(np.array([2.9, 3.0, 3.05]))])  # would hold, were both alike
+    assert (test.outcome(narrow), test.power(narrow) > 0.9) == (Outcome.INCONCLUSIVE, True)

@@ -1,0 +1,149 @@
+"""Which route carries the sink in which model, on runs of `intervene` made by hand."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.colors import to_hex
+from support.hand_made_runs import experiment
+
+from sinkscope.errors import InputError
+from sinkscope.figures import OF_ROUTES
+from sinkscope.figures.claims import SHADES
+from sinkscope.output.run import Run
+from sinkscope.output.side_by_side import Routes, compare
+from sinkscope.paper_claims.arms import beyond_controls
+from sinkscope.paper_claims.evidence import Evidence
+from sinkscope.paper_claims.routes import ROLES, ROUTES, Effect, routes_of, routes_text
+from sinkscope.results.run import RunData
+
+NAME = "nullify-query-bias"
+CONTROLS = {f"control {draw}": [0.6 + 0.002 * draw, 0.05] for draw in range(3)}
+
+
+def cut(after: float, before: float = 0.6, name: str = NAME, controls: Mapping[str, Any] = CONTROLS) -> RunData:
+    return experiment({"before": [before, 0.05], "after": [after, 0.05]} | dict(controls), name)
+
+
+def routes(*runs: RunData) -> pd.DataFrame:
+    return routes_of(Evidence.of(runs, ROLES)).set_index("route")
+
+
+def named(run: RunData, model: str, **manifest: Any) -> Run:
+    return Run(run.manifest | {"model": run.manifest["model"] | {"name": model}} | manifest, run.tables)
+
+
+@pytest.mark.parametrize(
+    ("run", "effect"),
+    [
+        (cut(0.4), Effect.FALLS),
+        (cut(0.2), Effect.GOES),
+        (cut(0.6), Effect.STAYS),
+        (cut(0.9), Effect.RISES),
+        (cut(0.3, controls={"control 0": [0.6, 0.05]}), Effect.UNDECIDED),
+        (cut(0.3, controls={f"control {draw}": [0.2 * draw, 0.0] for draw in range(4)}), Effect.STAYS),
+        (cut(0.0, before=0.05), Effect.NO_SINK),
+    ],
+)
+def test_the_whole_interval_decides_against_the_spread_of_the_controls(run: RunData, effect: Effect) -> None:
+    assert routes(run).loc["query bias", "effect"] == effect
+
+
+def test_the_numbers_are_those_of_the_claims() -> None:
+    run = cut(0.3)
+    row = routes(run).loc["query bias"]
+    beyond = beyond_controls(Evidence.of([run], ROLES), f"do:{NAME}")
+    assert (row["beyond"], row["beyond_low"], row["beyond_high"]) == (beyond.value, beyond.low, beyond.high)
+    assert row["before"] == pytest.approx(60, abs=0.5)
+    assert row["after_low"] < row["after"] < row["after_high"]
+    assert row["control_low"] < 60 < row["control"] < row["control_high"]  # 60.0, 60.2 and 60.4
+    assert row["draws"] == 3
+
+
+def test_a_route_that_does_not_exist_says_why_and_another_how_to_measure_it() -> None:
+    run = cut(0.3)
+    found = routes(RunData(run.manifest | {"skipped": {"replace-epe": "its positions are rotary"}}, run.tables))
+    assert tuple(found.loc["position vector", ["effect", "note"]]) == ("does not apply", "its positions are rotary")
+    assert tuple(found.loc["massive activation", ["effect", "note"]]) == (
+        "not measured",
+        "sinkscope intervene MODEL --do zero-massive",
+    )
+
+
+def test_what_was_cut_is_the_whole_route_and_no_part_of_it() -> None:
+    assert (routes(cut(0.3, name=f"{NAME}:layers=2"))["effect"] == Effect.NOT_MEASURED).all()
+
+
+def test_the_position_vector_and_epe_are_two_routes() -> None:
+    """p₀ is read by the first attention layer, too; another number stands for each edit."""
+    epe, vector = cut(0.5, name="replace-epe:at=epe"), cut(0.3, name="replace-epe")
+    assert routes(epe).loc["position vector", "effect"] == "not measured"
+    found = routes(epe, vector)["after"]
+    assert found[["position vector", "effective position"]].tolist() == pytest.approx([30, 50], abs=0.5)
+
+
+def test_tables_of_older_versions_have_fewer_routes() -> None:
+    table = routes_of(Evidence.of([cut(0.3)], ROLES))
+    older = table[table["route"] != "effective position"]
+    assert routes_text(older)["effective position"].tolist()[1:] == ["not measured"]
+    assert OF_ROUTES["routes"](older).axes
+
+
+# --- several models
+
+
+def both() -> tuple[Run, Run]:
+    rotary = {"skipped": {NAME: "its queries have no bias: none at all"}}
+    return named(cut(0.4), "org/learned"), named(cut(0.0, name="zero-massive"), "rotary", **rotary)
+
+
+def test_models_stand_side_by_side(tmp_path: Path) -> None:
+    found = compare(*both(), out=tmp_path / "both")
+    assert isinstance(found, Routes)
+    assert found.table["model"].unique().tolist() == ["org/learned", "rotary"]
+    assert {path.name for path in (tmp_path / "both").rglob("*.*")} == {
+        "run.json", "routes.md", "route.parquet", "routes.png", "routes.pdf", "index.html",
+    }  # fmt: skip
+    written = pd.read_parquet(tmp_path / "both/tables/route.parquet")
+    pd.testing.assert_frame_equal(written, found.table)
+    assert "diminishes (fig. 3b)" in (tmp_path / "both/routes.md").read_text()
+
+
+def test_runs_of_other_commands_are_not_put_beside() -> None:
+    learned, rotary = both()
+    analysis = Run(rotary.manifest | {"command": "analyze"}, rotary.tables)
+    with pytest.raises(InputError, match="runs of `intervene` and `analyze` have nothing in common"):
+        compare(learned, analysis)
+
+
+def texts(axes: Sequence[Any]) -> list[list[str]]:
+    return [[text.get_text().replace("\n", " ") for text in ax.texts] for ax in axes]
+
+
+def test_the_picture_has_a_cell_for_each_model_and_route_below_what_nu_says() -> None:
+    table = compare(*both()).table
+    figure = OF_ROUTES["routes"](table)
+    assert len(figure.axes) == 3 * len(ROUTES)
+    published, learned, rotary = (figure.axes[first : first + len(ROUTES)] for first in (0, 6, 12))
+    assert texts(published)[0][-1] == "diminishes (fig. 3b)"
+    shown = table[table["model"] == "org/learned"].set_index("route").loc["query bias"]
+    assert f"{shown['before']:.1f} → {shown['after']:.1f}" in texts(learned)[0]
+    assert texts(rotary)[0] == ["does not apply: its queries have no bias"]
+    assert texts(rotary)[1] == ["not measured"]
+    drawn = {line.get_marker(): np.asarray(line.get_xdata(), float) for line in learned[0].lines}
+    assert drawn["|"] == pytest.approx([shown["control"]])
+    spans = [np.sort(np.asarray(line.get_xdata(), float)) for line in learned[0].lines if len(line.get_xdata()) == 2]
+    wanted = [[shown[f"{name}_low"], shown[f"{name}_high"]] for name in ("control", "after", "before")]
+    assert np.allclose(spans, wanted)
+
+    shades = [to_hex(ax.get_facecolor()) for ax in (learned[0], rotary[5], rotary[0])]
+    assert shades == [SHADES[Effect.FALLS], SHADES[Effect.GOES], "#ffffff"]
+
+
+def test_without_interventions_there_is_no_picture() -> None:
+    table = routes_of(Evidence.of([cut(0.3, name="mask-sink")], ROLES))
+    assert OF_ROUTES["routes"].lacking(table) == "no route was cut"
+    assert len(routes_text(table)) == 2

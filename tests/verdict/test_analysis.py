@@ -1,0 +1,247 @@
+"""Findings of `analyze` are data, and the words made of them say their numbers and no others."""
+
+import re
+from typing import Any
+
+import pandas as pd
+import pytest
+from support.summarized_runs import summarized
+
+from sinkscope.output.run import Run
+from sinkscope.paper_claims.arms import SINK
+from sinkscope.results.findings import Finding, Outcome, Published
+from sinkscope.verdict import analysis
+from sinkscope.verdict.analysis import quantized_source, settings
+from sinkscope.verdict.words import TEMPLATES, say, say_published, spans
+
+LAYERS = 4
+DIGITS = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[+-]\d+)?")
+
+
+def finding(run: Run, name: str) -> Finding:
+    (found,) = (found for found in analysis.findings(run) if found.name == name)
+    return found
+
+
+EMPTY = pd.DataFrame()
+ATTENTION = {"attention": EMPTY}
+ENTROPY = {"attention_entropy": 1.0}
+
+
+def massive_run(*values: float) -> Run:
+    """Coordinate 7 at position 0 of layer 1: a value a sequence."""
+    table = pd.DataFrame({"value": values}).assign(
+        layer=1, position=0, coordinate=7, median=2.0, is_massive=True, sequence=range(len(values))
+    )
+    return summarized({"massive_count": [0.0, 1.0]}, tables={"massive": table.assign(ratio=table["value"].abs() / 2)})
+
+
+# --- data
+
+
+def test_a_sink_is_what_w1_says_and_layers_are_named() -> None:
+    found = finding(summarized({"sink_rate": [0.0, 0.5, 0.6, 0.9]}, ENTROPY, ATTENTION), "sink")
+    assert (found.outcome, found.threshold, found.claim) == (Outcome.PRESENT, SINK, "W-1")
+    assert found.value == pytest.approx(50)
+    assert found.numbers["layers"] == (1, 2, 3)
+    assert found.numbers["weak_layers"] == (0,)
+    weak = finding(summarized({"sink_rate": [0.1, 0.4]}, ENTROPY, ATTENTION), "sink")
+    assert weak.outcome == Outcome.PRESENT
+    assert "In no layer have 50% of the heads it." in say(weak)
+    one_of_ten = finding(summarized({"sink_rate": [0.0] * 9 + [0.9]}, ENTROPY, ATTENTION), "sink")
+    assert one_of_ten.outcome == Outcome.ABSENT
+    assert "That is not more than 10%. At least 50% of the heads have it in layer 9." in say(one_of_ten)
+
+
+def test_a_sink_that_the_interval_does_not_decide_is_not_decided() -> None:
+    run = summarized({"sink_rate": [0.1]}, ENTROPY, ATTENTION)
+    rows = run.tables["attention_by_sequence"]
+    rows.loc[(rows["position"] == 0) & (rows["sequence"] == 1), "sink_rate"] = 0.3
+    found = finding(run, "sink")
+    assert (found.outcome, found.low, found.high) == (Outcome.UNDECIDED, pytest.approx(10), pytest.approx(30))
+    assert "is 20.0% (95 % interval 10.0 to 30.0%, ε = 0.3). A sink has more than 10%." in say(found)
+
+
+@pytest.mark.parametrize("epsilon", [0.3, 0.2])
+def test_published_values_are_a_list_and_only_of_the_same_measurement(epsilon: float) -> None:
+    config = {"seq_len": 64, "window": 64, "epsilon": epsilon}
+    found = finding(summarized({"sink_rate": [0.7, 0.7]}, ENTROPY, ATTENTION, config=config), "sink")
+    if epsilon != 0.3:
+        assert not found.published
+        return
+    by_name = {value.name: value for value in found.published if "pretrained" in value.setting}
+    assert {name: value.value for name, value in by_name.items()} == {
+        "LLaMA2-13B": 91.69, "LLaMA2-7B": 92.47, "Mistral-7B": 97.49, "LLaMA3-8B": 99.02, "GPT2-XL": 77.0,
+    }  # fmt: skip
+    assert by_name["GPT2-XL"].mark == "†"
+    said = say_published(found.published)[0]
+    assert "Mistral-7B 97.49%, LLaMA2-7B 92.47%, LLaMA2-13B 91.69%, LLaMA3-8B 99.02%, GPT2-XL 77.00%†" in said
+    assert "WSE table 1" in said
+    assert not any(word in say(found) for word in ("below", "above", "within"))
+
+
+@pytest.mark.parametrize(
+    ("drain", "outcome", "words"),
+    [
+        (0.1, Outcome.PRESENT, "are drained where the sink is: their norm is 0.10 of that at positions 5–15"),
+        (0.8, Outcome.ABSENT, "are not drained where the sink is: their norm is 0.80"),
+    ],
+)
+def test_a_value_drain_is_that_of_the_heads_with_a_sink(drain: float, outcome: Outcome, words: str) -> None:
+    run = summarized({"sink_rate": [0.0, 0.9], "value_drain": [0.9, drain]}, ENTROPY, ATTENTION)
+    found = finding(run, "value-drain")
+    assert (found.outcome, found.value, found.claim) == (outcome, drain, "GS-20")
+    assert words in say(found)
+    assert "median over the 90 of 200 heads with a sink" in say(found)
+
+
+def test_without_sink_heads_the_value_norm_is_over_all_heads() -> None:
+    alone = finding(summarized({"value_drain": [0.9, 0.1]}), "value-drain")
+    assert (alone.outcome, alone.value) == (Outcome.MEASURED, 0.5)
+    assert "No head has its sink at position 0" in say(alone)
+
+
+def test_a_largest_entry_says_that_it_is_over_all_sequences() -> None:
+    """The table's max infinity norm is a mean over sequences: another number."""
+    run = massive_run(2500.0, -3000.0)
+    found = finding(run, "massive-coordinate")
+    assert found.value == 3000.0
+    assert "the largest of all sequences is 3,000" in say(found)
+    assert "the largest of all sequences is 3,000" in say(finding(run, "massive"))
+    assert "largest over all sequences 3,000" in say(finding(run, "8-bit-step"))
+    table = analysis.overview(summarized(whole={"max_inf_norm": 2750.0}))
+    assert table["whole model"].tolist() == ["max infinity norm (mean over sequences, largest site and layer)"]
+
+
+@pytest.mark.parametrize(
+    ("share", "words"),
+    [(1.0, "is within proposition 4's bound in every layer"), (0.4, "only 40.0% of the weights are within it")],
+)
+def test_words_follow_the_numbers_of_the_bound(share: float, words: str) -> None:
+    whole = {"sink_mass": 0.2, "repeated_bound": 0.3} | ENTROPY
+    equal = pd.DataFrame({"layer": [0, 0], "sequence": [0, 1], "bound_share": [1.0, share], "bound_ratio": 1.0})
+    run = summarized({"sink_rate": [0.0]}, whole, ATTENTION | {"equal_tokens": equal}, condition="repeated")
+    assert "Position 0 is bos, and one token is repeated after it" in say(finding(run, "repeated-bos"))
+    run.manifest["input"]["token_zero"] = "repeated token"
+    assert words in say(finding(run, "repeated-bound"))
+
+
+def test_what_does_not_apply_is_listed_with_the_reason() -> None:
+    run = summarized(
+        {"sink_rate": [0.7]}, tables=ATTENTION, absent={"mid": "parallel block"}, not_measured={"gate": "none"}
+    )
+    listed = {found.numbers["what"] for found in analysis.findings(run) if found.name == "not-measured"}
+    assert listed == {"mid", "gate", "attention entropy"}
+
+
+# --- weights that were quantized before
+
+
+@pytest.mark.parametrize(
+    ("source", "gguf_file", "bits"),
+    [
+        ("/models/SmolLM2-135M-Instruct.Q4_1.gguf", None, 4),
+        ("org/repository", "model-Q8_0.gguf", 8),
+        ("model-IQ3_XXS.gguf", None, 3),
+        ("gemma3-270m-q4-k-m.gguf", None, 4),
+        ("model.F16.gguf", None, None),
+        ("org/Q4_1", None, None),
+        ("Qwen3-8B.gguf", None, None),
+    ],
+)
+def test_the_bits_of_a_gguf_are_said(source: str, gguf_file: str | None, bits: int | None) -> None:
+    run = summarized(model={"name": "tiny", "source": source}, config={"gguf_file": gguf_file, "seq_len": 64})
+    found = quantized_source(run, "W8A8")
+    assert [finding.value for finding in found] == ([] if bits is None else [bits])
+    if bits:
+        assert f"quantized to {bits} bits" in say(found[0])
+        assert "W8A8 begins from these" in say(found[0])
+        assert "begins from" not in say(quantized_source(run)[0])
+        assert found[0].name in {finding.name for finding in settings(run)}
+
+
+# --- words
+
+
+def rich_run() -> Run:
+    """A run with most of the findings."""
+    layered = {
+        "sink_rate": [0.01, 0.62, 0.83, 0.97],
+        "sink_rate_later": [0.0, 0.31, 0.07, 0.02],
+        "value_drain": [0.93, 0.41, 0.22, 0.13],
+        "delta_gap": [0.3, 2.7, 3.9, 1.1],
+        "massive_count": [0.0, 1.0, 2.0, 0.0],
+    }
+    whole = {
+        "value_gradient_ratio": 19.4, "key_gradient_ratio": 11.2, "uniform_gradient_ratio": 4.3,
+        "value_over_key_gradient": 3.6, "bloat": 474.0, "bloat_later": 6.8,
+        "compress": 0.00044, "compress_later": 0.051, "change": 1.09, "compress_slope": -0.92,
+        "compress_correlation": -0.98, "key_alignment_first": 0.58, "key_alignment_later": 0.18, "gamma_ratio": 6.2,
+        "massive_count": 3.0,
+    }  # fmt: skip
+    sinks = pd.DataFrame({"position": [5, 6, 0], "token": [" the", " of", "<s>"], "queries": [59, 58, 64]})
+    gamma = pd.DataFrame({"coordinate": [165, 7], "is_massive_epe": [True, False]})
+    massive = massive_run(2500.0, -3000.0).tables["massive"]
+    tables = ATTENTION | {"sink_positions": sinks, "geometry": EMPTY, "gamma": gamma, "massive": massive}
+    return summarized(layered, whole, tables)
+
+
+def numbers_of(value: Any) -> list[float]:
+    """All numbers in a finding's data."""
+    if isinstance(value, str):
+        return [float(number.replace(",", "")) for number in DIGITS.findall(value)]
+    if isinstance(value, tuple | list):
+        return [number for part in value for number in numbers_of(part)]
+    return [] if value is None else [abs(float(value))]
+
+
+def test_a_sentence_has_its_findings_numbers_and_no_others() -> None:
+    found = analysis.findings(rich_run())
+    assert len({finding.name for finding in found}) >= 10
+    for finding in found:
+        known = numbers_of([finding.value, finding.threshold, *finding.numbers.values()])
+        shares = [100 * number for number in known]
+        template = TEMPLATES[finding.name, finding.outcome]
+        fixed = numbers_of(re.sub(r"\{[^}]*\}", " ", template))  # «position 0», «GS fig. 3»
+        for text in DIGITS.findall(say(finding)):
+            number = float(text.replace(",", ""))
+            tolerance = 0.5 * 10.0 ** -len(text.partition(".")[2]) + 1e-9
+            assert any(abs(number - other) <= tolerance for other in (*known, *shares, *fixed)), (text, say(finding))
+
+
+def test_missing_numbers_leave_no_gaps() -> None:
+    numbers = {"epsilon": 0.3, "layers": (1,), "strong": 0.5, "weak_layers": (), "few": 0.05, "none": None}
+    few = Finding("sink", "Sink", Outcome.PRESENT, 50.0, threshold=10.0, numbers=numbers)
+    assert say(few).endswith("is 50.0% (ε = 0.3). At least 50% of the heads have it in layer 1.")
+    one = {"metric": "sink_rate", "position": 0, "before": 0.7, "control": float("nan"), "layers": ()}
+    assert say(Finding("change", "x", Outcome.UNDECIDED, 0.1, numbers=one)).endswith("70.0% → 10.0%.")
+
+
+def test_published_values_are_grouped_by_their_setting() -> None:
+    values = [
+        Published("a", 50.0, "T = 64", "WSE"),
+        Published("b", 25.0, "T = 64", "WSE", "†"),
+        Published("c", 10.0, "T = 8", "NU"),
+    ]
+    assert say_published(values) == [
+        "Published, T = 64 (WSE): a 50.00%, b 25.00%† († from a transcription of the paper).",
+        "Published, T = 8 (NU): c 10.00%.",
+    ]
+
+
+def test_spans() -> None:
+    assert spans([5, 0, 1, 2]) == "0–2, 5"
+
+
+# --- the verdict
+
+
+def test_the_verdict_begins_with_the_three_most_important_findings() -> None:
+    lines = rich_run().verdict.splitlines()
+    bullets = [line for line in lines if line.startswith("- ")]
+    assert [line.split(":**")[0] for line in bullets[:3]] == ["- **Sink", "- **Massive activations", "- **Gradients"]
+    table = lines.index("| whole model | value |")
+    assert [line for line in lines[:table] if line.startswith("- ")] == bullets[:3]
+    headings = [line for line in lines if line.startswith("### ")]
+    assert headings[:2] == ["### Sink", "### Massive activations"]
+    assert max(len(line.split()) for line in lines) < 60  # the paragraph of 300 words

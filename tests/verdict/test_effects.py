@@ -1,0 +1,235 @@
+"""What is said of an arm: claims rest on the control's spread, and on nothing else."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from sinkscope.interventions import INTERVENTIONS
+from sinkscope.interventions.intervention import Expectation
+from sinkscope.measuring.effects import arm_metrics
+from sinkscope.output.run import Run
+from sinkscope.results.findings import Outcome
+from sinkscope.verdict.effects import Effect, effect_of, findings_of, overview
+from sinkscope.verdict.words import TEMPLATES, say
+
+NAN = float("nan")
+
+
+def finding(run: Run, label: str) -> str:
+    """What is said of an arm."""
+    return " ".join(say(finding) for finding in findings_of(run, label))
+
+
+def run_of(
+    rates: dict[int, tuple[float, float, tuple[float, ...]]],
+    masses: dict[int, tuple[float, float, tuple[float, ...]]] | None = None,
+    perplexity: tuple[float, float, tuple[float, ...]] = (20.0, 21.0, (20.1, 20.2)),
+    expects: str = "sink-falls",
+) -> Run:
+    """A run of one arm `x`: position → (before, after, controls), the same in each of six layers."""
+    rows = []
+
+    def add(metric: str, position: int, values: tuple[float, float, tuple[float, ...]], layers: int) -> None:
+        before, after, controls = values
+        for layer in range(-1, layers):
+            rows.append((layer, "before", -1, metric, position, before))
+            rows.append((layer, "after", -1, metric, position, after))
+            rows.extend((layer, "control", draw, metric, position, value) for draw, value in enumerate(controls))
+
+    for position, values in rates.items():
+        add("sink_rate", position, values, 6)
+        add("window_mass", position, (masses or {}).get(position, values), 6)
+    add("massive_magnitude", -1, (100.0, 100.0, (100.0, 100.0)), 6)
+    add("perplexity", -1, perplexity, 0)
+    table = pd.DataFrame(rows, columns=["layer", "arm", "draw", "metric", "position", "value"])
+    table = table.assign(model="tiny", condition="x", name="x")
+    arm = {"do": ["x"], "paper": "NU", "expects": expects, "watched": list(rates), "controls": []}
+    manifest = {"model": {"name": "tiny"}, "condition": "natural", "command": "intervene", "arms": {"x": arm}}
+    return Run(manifest, {"effect": table})
+
+
+def massive_run(after: float, layer: int, position: int, coordinate: int) -> Run:
+    """An arm that zeroes coordinate 7 of position 0 after layers 1 and 2; where its largest activation then is."""
+    run = run_of({0: (0.7, 0.7, (0.7, 0.7))}, expects="")
+    effect = run.tables["effect"]
+    is_after = (effect["metric"] == "massive_magnitude") & (effect["arm"] == "after")
+    effect = effect.assign(value=effect["value"].mask(is_after, after))
+    rows = [(at, sequence, 3, 4, 50.0 + sequence) for at in range(6) for sequence in range(2)]
+    rows += [(layer, sequence, position, coordinate, -after) for sequence in range(2)]
+    massive = pd.DataFrame(rows, columns=["layer", "sequence", "position", "coordinate", "value"])
+    run.manifest["arms"]["x"]["do"] = ["zero-massive:layers=1,2,positions=0,coordinates=7"]
+    return Run(run.manifest, {"effect": effect, "massive": massive.assign(condition="x")})
+
+
+# --- the largest activation
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ((5, 0, 7), "coordinate 7 of layer 5's output and position 0, a layer that `zero-massive` leaves as it is"),
+        ((2, 9, 7), "coordinate 7 of layer 2's output and position 9, a position that"),
+        ((2, 0, 3), "coordinate 3 of layer 2's output and position 0, a coordinate that"),
+    ],
+)
+def test_why_the_largest_activation_rises_when_massive_ones_are_zeroed(place: tuple[int, int, int], words: str) -> None:
+    assert words in finding(massive_run(150.0, *place), "x")
+    assert "largest |activation|" not in finding(massive_run(90.0, *place), "x")
+
+
+# --- one effect
+
+
+def test_a_change_counts_only_beyond_what_random_changes_do() -> None:
+    assert Effect(0.7, 0.4, (0.69, 0.71, 0.70)).outcome == Outcome.FALLS
+    assert Effect(0.7, 0.4, (0.69, 0.71, 0.70)).outcome != Outcome.RISES
+    assert Effect(0.1, 0.4, (0.10, 0.11, 0.09)).outcome == Outcome.RISES
+    assert Effect(0.7, 0.6, (0.5, 0.8, 0.65)).outcome != Outcome.FALLS  # random changes do as much
+    assert Effect(0.7, 0.6, (0.59, 0.7, 0.7, 0.7, 0.7)).outcome != Outcome.FALLS  # one of them does more
+
+
+def test_random_changes_the_other_way_do_not_hide_an_effect() -> None:
+    assert Effect(0.5, 0.4, (0.6, 0.61, 0.62)).outcome == Outcome.FALLS
+    assert Effect(0.5, 0.6, (0.6, 0.61, 0.62)).outcome != Outcome.RISES
+
+
+@pytest.mark.parametrize("controls", [(), (0.7,)])
+def test_without_two_controls_nothing_is_claimed(controls: tuple[float, ...]) -> None:
+    assert Effect(0.7, 0.0, controls).outcome != Outcome.FALLS
+
+
+def test_a_change_that_cannot_be_seen_in_print_is_none() -> None:
+    assert Effect(0.713, 0.712, (0.713, 0.713, 0.713)).outcome != Outcome.FALLS
+    assert Effect(0.713, 0.70, (0.713, 0.713, 0.713)).outcome == Outcome.FALLS
+
+
+@pytest.mark.parametrize("after", [NAN, float("inf")])
+def test_what_is_no_number_is_no_effect(after: float) -> None:
+    effect = Effect(NAN, after, (NAN, NAN))
+    assert effect.outcome not in (Outcome.FALLS, Outcome.RISES)
+
+
+# --- in words
+
+
+def test_a_sink_moves_only_if_the_target_gains_beyond_the_control() -> None:
+    rates = {0: (0.7, 0.1, (0.7, 0.69, 0.71)), 1: (0.0, 0.4, (0.0, 0.0, 0.0))}
+    moved = run_of(rates, {1: (0.02, 0.30, (0.02, 0.03, 0.02))}, expects="sink-moves")
+    assert "the sink moved to position 1" in finding(moved, "x")
+    unmoved = run_of(rates, {1: (0.02, 0.05, (0.02, 0.09, 0.04))}, expects="sink-moves")
+    assert "moved to" not in finding(unmoved, "x")
+    assert "did not move" in finding(unmoved, "x")
+    both = run_of(
+        {0: (0.7, 0.7, (0.7, 0.69, 0.71)), 1: rates[1]}, {1: (0.02, 0.30, (0.02, 0.03, 0.02))}, expects="sink-moves"
+    )
+    assert "becomes a sink, and position 0 stays one" in finding(both, "x")
+
+
+@pytest.mark.parametrize(
+    ("after", "words"),
+    [
+        (0.1, "Here it does: "),
+        (0.5, "more than 50% of it is left"),
+        (0.7, "does not fall beyond the control's spread"),
+    ],
+)
+def test_a_sink_that_should_fall(after: float, words: str) -> None:
+    assert words in finding(run_of({0: (0.7, after, (0.7, 0.69, 0.71))}), "x")
+
+
+@pytest.mark.parametrize(
+    ("after", "words"),
+    [(0.69, "Here it does: "), (0.6, "though some of it goes"), (0.1, "less than 50% of it is left")],
+)
+def test_a_sink_that_should_stay(after: float, words: str) -> None:
+    assert words in finding(run_of({0: (0.7, after, (0.7, 0.69, 0.71))}, expects="sink-stays"), "x")
+
+
+@pytest.mark.parametrize("expects", ["sink-falls", "sink-stays"])
+def test_without_a_sink_nothing_is_said_of_it(expects: str) -> None:
+    said = finding(run_of({0: (0.0, 0.0, (0.0, 0.0))}, expects=expects), "x")
+    assert "There is no sink at position 0, before or after" in said
+    assert "no sink to begin with" in said
+
+
+def test_perplexity() -> None:
+    collapsed = run_of({0: (0.7, 0.7, (0.7, 0.7))}, perplexity=(20.0, 40_000.0, ()), expects="perplexity-collapses")
+    assert "multiplied by 2,000" in finding(collapsed, "x")
+    unharmed = run_of({0: (0.7, 0.7, (0.7, 0.7))}, perplexity=(20.0, 20.2, ()), expects="perplexity-unharmed")
+    assert "changes by +1.0%." in finding(unharmed, "x")
+    harmed = run_of({0: (0.7, 0.7, (0.7, 0.7))}, perplexity=(20.0, 22.0, ()), expects="perplexity-unharmed")
+    assert "+10.0%, by more than 5%." in finding(harmed, "x")
+
+
+def test_every_expectation_of_an_intervention_has_its_words() -> None:
+    expected = {kind.expects for kind in INTERVENTIONS.values()} - {None}
+    assert expected == set(Expectation)
+    for expectation in Expectation:
+        assert {(expectation, Outcome.CONFIRMED), (expectation, Outcome.REFUTED)} <= set(TEMPLATES)
+
+
+@pytest.mark.parametrize("expects", ["sink-falls", "sink-stays", "sink-moves"])
+def test_without_controls_an_expectation_is_undecided(expects: str) -> None:
+    run = run_of({0: (0.7, 0.0, ()), 1: (0.0, 0.7, ())}, expects=expects)
+    assert [found.outcome for found in findings_of(run, "x") if found.name == expects] == [Outcome.UNDECIDED]
+    assert "too few controls to judge by" in finding(run, "x")
+
+
+def test_the_overview_has_a_row_for_each_arm_and_its_control() -> None:
+    table = overview(run_of({0: (0.7, 0.1, (0.7, 0.69, 0.71))}))
+    assert list(table["arm"]) == ["before", "x", "  control"]
+    assert list(table["sink rate @0"]) == ["70.0%", "10.0%", "70.0% ± 1.0%"]
+    assert list(table["perplexity"]) == ["20.00", "21.00", "20.15 ± 0.07"]
+
+
+# --- the table
+
+
+def test_the_metrics_of_an_arm() -> None:
+    attention = pd.DataFrame(
+        {
+            "layer": [0, 0, 0, 0, 1, 1, 1, 1],
+            "head": [0, 0, 1, 1] * 2,
+            "position": [0, 1] * 4,
+            "window_mass": [0.8, 0.1, 0.4, 0.2, 0.2, 0.0, 0.0, 0.0],
+            "sink_rate": [1.0, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0],
+        }
+    )
+    massive = pd.DataFrame(
+        {
+            "layer": [0, 0, 1, 1, 1],
+            "sequence": [0, 1, 0, 1, 1],
+            "value": [-3.0, 5.0, 2000.0, -1000.0, 900.0],
+            "is_massive": [False, False, True, True, False],
+        }
+    )
+    table = arm_metrics({"attention": attention, "massive": massive}, [0, 1], loss=2.0)
+    values = table.set_index(["metric", "position", "layer"])["value"]
+    assert values["sink_rate", 0, 0] == 0.75
+    assert values["sink_rate", 0, -1] == 0.375
+    assert values["window_mass", 0, 0] == pytest.approx(0.6)
+    assert values["window_mass", 1, -1] == pytest.approx(0.075)
+    assert values["massive_magnitude", -1, 0] == 4.0
+    assert values["massive_magnitude", -1, -1] == values["massive_magnitude", -1, 1] == 1500.0
+    assert values["massive_count", -1, -1] == 1.0
+    assert values["perplexity", -1, -1] == pytest.approx(np.exp(2.0))
+
+
+def test_an_effect_is_read_from_the_table() -> None:
+    run = run_of({0: (0.7, 0.1, (0.7, 0.69, 0.71))})
+    assert effect_of(run, "x", "sink_rate", 0) == Effect(0.7, 0.1, (0.7, 0.69, 0.71))
+    assert effect_of(run, "x", "sink_rate", 0, layer=3).after == 0.1
+    assert np.isnan(effect_of(run, "x", "sink_rate", 5).after)
+
+
+def test_each_streaming_arm_speaks_of_its_own_windows() -> None:
+    columns = ["condition", "method", "window", "keep", "bucket", "perplexity"]
+    rows = [("near", "dense", -1, 0, -1, 20.0), ("near", "window", 8, 0, -1, 90.0)]
+    rows += [("far", "dense", -1, 0, -1, 20.0), ("far", "window", 32, 0, -1, 40.0), ("far", "window", 32, 0, 4, 1.0)]
+    run = run_of({0: (0.7, 0.1, ())})
+    arm = {"do": [], "paper": "S2M", "expects": "", "watched": [], "controls": []}
+    manifest = run.manifest | {"arms": {"near": arm, "far": arm}}
+    run = Run(manifest, {"streaming": pd.DataFrame(rows, columns=columns)})
+    assert list(overview(run)["perplexity"]) == ["20.00", "90.00", "20.00", "40.00"]
+    assert "The last 32 tokens" in finding(run, "far")
+    assert "The last 8 tokens" not in finding(run, "far")

@@ -1,0 +1,204 @@
+"""Trainings of a sweep by what differs between them, on tables made by hand."""
+
+import pandas as pd
+import pytest
+
+from sinkscope.figures import OF_SWEEP
+from sinkscope.figures.spec import draw_all
+from sinkscope.output.sweep import words
+from sinkscope.paper_claims.register import CLAIMS
+from sinkscope.results.findings import Published
+from sinkscope.results.papers import SOFTMAX, WSE_TRAININGS
+from sinkscope.verdict.factor_study import (
+    ONSET,
+    PAPER,
+    TABLE,
+    at_the_end,
+    onsets,
+    published,
+    studied,
+    summary,
+    with_levels,
+    without_key,
+)
+from sinkscope.verdict.sweep_tables import SweepTables
+
+NAMES = ("sweep-factor", "sweep-training-sink", "sweep-training-loss")
+
+
+def table(rates: dict[tuple[str, str], list[float]]) -> pd.DataFrame:
+    """Settings and arm → the sink rate of each seed at the last of three steps, which it rises to."""
+    rows = [
+        ("m", arm, -1, settings, seed, step, 32 * step, metric, value)
+        for (settings, arm), last in rates.items()
+        for seed, rate in enumerate(last)
+        for step in (0, 100, 200)
+        for metric, value in (("sink_rate", rate * step / 200), ("loss", 3 - step / 100 - rate))
+    ]
+    columns = ["model", "condition", "layer", "settings", "seed", "step", "tokens", "metric", "value"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def rate(level: str) -> float | None:
+    found = published(level)
+    return None if found is None else found.value
+
+
+SCHEMES = table({
+    ("config=small:layers=3,position_scheme=alibi", "none"): [0.2, 0.4],
+    ("config=small:layers=3,position_scheme=none", "none"): [0.0, 0.1],
+})  # fmt: skip
+DECAYS = table({
+    (f"weight-decay={decay}", arm): [rate]
+    for decay in ("0.5", "5.0")
+    for arm, rate in (("softmax", 0.3), ("sigmoid", 0.0))
+})  # fmt: skip
+
+
+def test_levels_are_what_differs() -> None:
+    assert set(with_levels(SCHEMES)["level"]) == {"position_scheme=alibi", "position_scheme=none"}
+    assert set(with_levels(DECAYS)["level"]) == {
+        "weight_decay=0.5 softmax", "weight_decay=0.5 sigmoid", "weight_decay=5 softmax", "weight_decay=5 sigmoid",
+    }  # fmt: skip
+    alone = table({("config=small", "none"): [0.1]})
+    assert set(with_levels(alone)["level"]) == {"small none"}
+
+
+def test_seeds_in_cells_of_their_own_are_repetitions_of_a_level() -> None:
+    together = table({(f"tokens={tokens}", "none"): [0.2, 0.4] for tokens in (64, 128)})
+    seed = together["seed"].astype(str)
+    apart = together.assign(settings=together["settings"] + ",seed=" + seed)
+    pd.testing.assert_frame_equal(summary(apart), summary(together))
+    assert set(with_levels(apart)["level"]) == {"tokens=64", "tokens=128"}
+    alone = table({("seed=3", "none"): [0.1]})
+    assert set(with_levels(alone)["level"]) == {"none"}
+
+
+def test_arms_in_cells_of_their_own_are_levels_as_arms_of_one_cell_are() -> None:
+    together = table({("tokens=64", arm): [0.2, 0.4] for arm in ("none", "sigmoid")})
+    apart = together.assign(settings="method=" + together["condition"] + ",tokens=64")
+    pd.testing.assert_frame_equal(summary(apart), summary(together))
+    assert summary(apart)[PAPER].tolist() == ["18.18", "0.44"]
+
+
+def test_published_rates_are_of_one_factor_alone() -> None:
+    assert rate("position_scheme=alibi") == 20.78
+    assert rate("weight_decay=5 softmax") == 0.01
+    assert rate("sigmoid") == 0.44
+    assert rate("weight_decay=5 sigmoid") is None  # table 14 has other weight decays
+    assert rate("num_hidden_layers=3 position_scheme=alibi") == 20.78
+    assert rate("position_scheme=alibi norm_placement=post") is None
+    assert rate("softmax") == 18.18
+    assert rate("num_attention_heads=4 feed_forward=gelu") == 14.76
+    assert rate("num_attention_heads=2 none") == 12.95
+    assert rate("bos=never softmax") == 18.18
+
+
+def test_a_setting_of_all_levels_is_named_once() -> None:
+    assert without_key(["rate=1 softmax", "rate=2 sigmoid"]) == ("rate", ["1 softmax", "2 sigmoid"])
+    assert without_key(["n_layer=3 scheme=none", "scheme=alibi"]) == ("scheme", ["n_layer=3 none", "alibi"])
+    for several in (["softmax", "sigmoid"], ["rate=1 steps=4", "rate=1 steps=8"], ["rate=1", "softmax"]):
+        assert without_key(several) == ("", several)
+
+
+def test_what_was_transcribed_is_marked_wherever_it_is_shown() -> None:
+    rows = table({(f"config=llama-1m:feed_forward={name}", "none"): [0.2] for name in ("gelu", "swiglu")})
+    assert summary(rows)[PAPER].tolist() == ["14.76†", "18.18"]
+    tables = SweepTables({TABLE: rows}, {})
+    assert "†: from a transcription" in words(tables, {"content": {"title": "Designs"}})
+    assert "†" not in words(SweepTables({TABLE: SCHEMES}, {}), {"content": {"title": "Schemes"}})
+    names = [text.get_text() for text in draw_all(OF_SWEEP, tables)["sweep-factor"].axes[0].get_legend().get_texts()]
+    assert names == ["each seed", "mean", "WSE, 60M", "WSE, 60M, transcribed"]
+
+
+def test_claims_say_the_same() -> None:
+    """Each rate, with its mark, stands among the published values of the claims on the same table."""
+    known = [value for claim in CLAIMS.values() for value in claim.published]
+    for own in WSE_TRAININGS.values():
+        if own.value != SOFTMAX and not own.name.startswith("bos="):
+            assert any(says_the_same(value, own) for value in known), own
+
+
+def says_the_same(value: Published, own: Published) -> bool:
+    if value.source != own.source:
+        return False
+    text = f"{own.value:.2f}"
+    is_there = value.value == own.value or text in value.setting
+    return f"{text}{own.mark}" in value.setting or (is_there and value.mark == own.mark)
+
+
+def test_the_end_of_each_training() -> None:
+    end = at_the_end(with_levels(SCHEMES))
+    assert end.loc[("position_scheme=alibi", 1), "sink_rate"] == pytest.approx(40)
+    assert end.loc[("position_scheme=alibi", 1), "loss"] == pytest.approx(0.6)
+    text = summary(SCHEMES).set_index("level")
+    assert text.loc["position_scheme=alibi", "sink rate in %"] == "30 ± 14"
+    assert text.loc["position_scheme=alibi", "WSE, sink rate in %"] == "20.78"
+    assert text.loc["position_scheme=none", "seeds"] == "2"
+    assert summary(DECAYS).set_index("level").loc["weight_decay=5 sigmoid", "sink rate in %"] == "0"
+
+
+def test_after_how_many_tokens_a_sink_is_there() -> None:
+    """At the first log above 10 %: the sink rate rises evenly over 200 steps of 32 tokens."""
+    begun = onsets(with_levels(SCHEMES))
+    assert begun.to_dict() == {("position_scheme=alibi", 0): 6400, ("position_scheme=alibi", 1): 3200}
+    text = summary(SCHEMES).set_index("level")[ONSET]
+    assert text["position_scheme=alibi"] == "4.8 ± 2.3"
+    assert text["position_scheme=none"] == "–"
+    some = table({("config=a", "none"): [0.3, 0.0], ("config=b", "none"): [0.3, 0.3]})
+    assert summary(some).set_index("level")[ONSET].to_dict() == {"a": "3.2 (1 of 2)", "b": "3.2 ± 0"}
+
+
+def test_large_numbers_have_no_exponent() -> None:
+    rows = [("m", "a", -1, "config=small", seed, 200, 6400, "loss", value) for seed, value in enumerate((1000, 4000))]
+    text = summary(pd.DataFrame(rows, columns=SCHEMES.columns)).set_index("level")
+    assert text["loss"].to_dict() == {"small a": "2500 ± 2100"}
+
+
+def test_what_is_kept_of_a_training() -> None:
+    columns = ["layer", "metric", "value"]
+    whole = pd.DataFrame([(-1, "loss", 1.0), (0, "sink_rate", 0.5), (-1, "learning_rate", 0.1)], columns=columns)
+    assert studied(whole)["metric"].tolist() == ["loss"]
+
+
+def test_total_weights_are_those_of_the_seeds_that_have_them() -> None:
+    totals = {("a", 0): 1.0, ("a", 1): 1.0, ("b", 0): 0.2, ("b", 1): 0.4}
+    at_sink = {("a", 0): 1.0, ("a", 1): 1.0, ("b", 1): 0.001}
+    rows = [
+        ("m", arm, -1, "config=small", seed, 200, 6400, metric, value)
+        for metric, values in (("total_weight", totals), ("total_weight_at_sink", at_sink))
+        for (arm, seed), value in values.items()
+    ]
+    table = pd.DataFrame(rows, columns=SCHEMES.columns)
+    text = summary(table).set_index("level")
+    assert text["total weight"].to_dict() == {"a": "1 ± 0", "b": "0.3 ± 0.14"}
+    assert text["total weight at the sink"].to_dict() == {"a": "1 ± 0", "b": "0.001 (1 of 2)"}
+    assert list(text)[-2:] == ["total weight", "total weight at the sink"]
+    said = {
+        name: words(SweepTables({TABLE: of}, {}), {"content": {"title": ""}})
+        for name, of in (("new", table), ("old", SCHEMES))
+    }
+    assert ["Σ|sim ÷ Z|" in said[name] for name in ("new", "old")] == [True, False]
+
+
+@pytest.mark.parametrize("rows", [SCHEMES, DECAYS], ids=["schemes", "decays"])
+def test_its_figures(rows: pd.DataFrame) -> None:
+    figures = draw_all(OF_SWEEP, SweepTables({TABLE: rows}, {}))
+    assert set(figures) == set(NAMES)
+    levels = set(with_levels(rows)["level"])
+    titles = {ax.get_title() for ax in figures["sweep-training-sink"].axes} - {""}
+    assert len(titles) == len(levels)
+    factor = figures["sweep-factor"].axes[0]
+    drawn = dict(zip([text.get_text() for text in factor.get_yticklabels()], factor.lines[1].get_xdata(), strict=True))
+    means = at_the_end(with_levels(rows)).groupby(level="level")["sink_rate"].mean()
+    assert sorted(drawn.values()) == pytest.approx(sorted(means))
+
+
+def test_curves_say_how_many_seeds_they_are_of() -> None:
+    both = {("learning_rate=1", "none"): [0.1, 0.2], ("learning_rate=2", "none"): [0.3]}
+    title = draw_all(OF_SWEEP, SweepTables({TABLE: table(both)}, {}))["sweep-training-sink"].get_suptitle()
+    assert "mean and range of 1 to 2 seeds" in title
+
+
+def test_without_trainings_there_are_none() -> None:
+    assert not set(draw_all(OF_SWEEP, SweepTables({}, {}))) & set(NAMES)

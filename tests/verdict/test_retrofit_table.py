@@ -1,0 +1,93 @@
+"""The table `retrofit` and its Markdown, from made-up runs: every number by hand."""
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from sinkscope.measuring.tables import column_names
+from sinkscope.output.run import Run
+from sinkscope.results.tables import LEADING
+from sinkscope.training.tables import ROWS, UNTOUCHED, retrofit_table
+from sinkscope.verdict.trained import retrofit_markdown
+
+GATES = pd.DataFrame(
+    [("vga", 0, 0, "weight", 0.25), ("vga", 1, 2, "weight", 0.75), ("vga", 1, 1, "weight", 0.5)],
+    columns=["condition", "layer", "head", "parameter", "displacement"],
+)
+W8A8 = {
+    "loss": math.log(17.03), "perplexity": 17.03, "max_inf_norm": 256.84, "kurtosis": 13412.71,
+    "loss_quantized": math.log(617.32), "perplexity_quantized": 617.32, "max_inf_norm_quantized": 486.19,
+    "kurtosis_quantized": 2508.21,
+}  # fmt: skip
+
+
+def run_of(arm: str, **summary: float) -> Run:
+    rows = [(-1, metric, value) for metric, value in summary.items()] + [
+        (0, "sink_rate", 0.125)
+    ]  # a layer's: not meant
+    table = pd.DataFrame(rows, columns=["layer", "metric", "value"])
+    return Run({"model": {"name": "org/model"}, "condition": arm, "tables": ["summary"]}, {"summary": table})
+
+
+RUNS = {
+    UNTOUCHED: run_of(UNTOUCHED, perplexity=17.5, sink_rate=0.731, value_drain=0.25, massive_count=18.8),
+    "vga": run_of("vga", perplexity=16.94, kurtosis=32.47, sink_rate=0.5, gate_first=0.3, gate_later=np.nan),
+}
+
+
+def values(table: pd.DataFrame, arm: str) -> dict[str, float]:
+    return table[table["condition"] == arm].set_index("metric")["value"].to_dict()
+
+
+def test_what_was_measured_and_nothing_else() -> None:
+    table = retrofit_table(RUNS, {UNTOUCHED: W8A8}, GATES)
+    assert list(table.columns) == [*LEADING, *column_names("retrofit")]
+    assert (table["layer"] == -1).all()
+    assert (table["model"] == "org/model").all()
+    expected = {name: W8A8[name] for name in ROWS if name in W8A8}  # and not the run's perplexity
+    expected |= {"perplexity_increase": 600.29, "sink_rate": 0.731, "value_drain": 0.25, "massive_count": 18.8}
+    assert values(table, UNTOUCHED) == pytest.approx(expected)
+    assert list(values(table, UNTOUCHED)) == [metric for metric in ROWS if metric in expected]
+    assert values(table, "vga") == {
+        "perplexity": 16.94, "kurtosis": 32.47, "sink_rate": 0.5, "gate_first": 0.3, "gate_displacement_max": 0.75,
+    }  # fmt: skip
+
+
+def test_without_gates_and_quantization() -> None:
+    table = retrofit_table({UNTOUCHED: RUNS[UNTOUCHED]}, {}, GATES.iloc[:0])
+    assert set(table["metric"]) == {"perplexity", "sink_rate", "value_drain", "massive_count"}
+    assert "W8A8" not in retrofit_markdown(table)
+
+
+def test_a_model_that_quantizing_ruins_is_infinitely_worse() -> None:
+    ruined = W8A8 | {"perplexity_quantized": math.inf}
+    table = retrofit_table(RUNS, {UNTOUCHED: ruined}, GATES)
+    assert values(table, UNTOUCHED)["perplexity_increase"] == math.inf
+    assert "| untouched | inf | +inf | 486.19 | 2,508.21 |" in retrofit_markdown(table)
+
+
+def test_markdown_claims_no_papers_numbers() -> None:
+    text = retrofit_markdown(retrofit_table(RUNS, {UNTOUCHED: W8A8}, GATES))
+    assert text == (
+        "# org/model\n\n"
+        "## In full precision\n\n"
+        "| Method | Perplexity (↓) | Max infinity norm (↓) | Mean kurtosis (↓) |\n"
+        "| --- | ---: | ---: | ---: |\n"
+        "| untouched | 17.03 | 256.84 | 13,412.71 |\n"
+        "| vga | 16.94 | – | 32.47 |\n\n"
+        "## In W8A8\n\n"
+        "| Method | Perplexity in W8A8 (↓) | Δ perplexity (↓) | Max infinity norm in W8A8 (↓) "
+        "| Mean kurtosis in W8A8 (↓) |\n"
+        "| --- | ---: | ---: | ---: | ---: |\n"
+        "| untouched | 617.32 | +600.29 | 486.19 | 2,508.21 |\n"
+        "| vga | – | – | – | – |\n\n"
+        "## Position 0 against the others\n\n"
+        "| Method | Sink rate | Massive activations per sequence | Value norm ÷ others | Gate at position 0 "
+        "| Gates moved at most |\n"
+        "| --- | ---: | ---: | ---: | ---: | ---: |\n"
+        "| untouched | 73.1% | 18.8 | 0.25 | – | – |\n"
+        "| vga | 50.0% | – | – | 0.300 | 0.75 |\n"
+    )
+    assert "VGA" not in text  # whose norms and kurtosis are of other sites

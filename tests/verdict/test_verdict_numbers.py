@@ -1,0 +1,138 @@
+"""Every number of a verdict stands in a table of its run, and is the scorecard's where a claim has it."""
+
+import re
+import tempfile
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from support.printed_numbers import all_numbers, numbers_of, stands_in
+from tiny import VOCAB, tiny_model
+
+import sinkscope
+from sinkscope.measuring.random_weights import WEIGHTS_AT_RANDOM
+from sinkscope.output.run import Run
+from sinkscope.paper_claims.table import evidence_of, judged
+from sinkscope.results import findings
+from sinkscope.retrofits import retrofit_model
+from sinkscope.verdict import analysis
+from sinkscope.verdict.finding_table import TABLE
+from sinkscope.verdict.words import TEMPLATES, say
+
+CONSTANTS = {value for value in vars(findings).values() if isinstance(value, float)}
+COUNTED = {  # of tables' rows
+    "tokens", "heads", "total", "layers", "weak_layers", "having", "coordinates", "places", "usual",
+}  # fmt: skip
+SETTINGS = {"sequences", "lengths", "epsilon", "longest", "masked"}  # of run.json
+
+
+@cache
+def measured(name: str) -> Run:
+    """Tiny models; of "sink" the BOS is a sink with massive activations. "real" is SmolLM2."""
+    torch.manual_seed(0)
+    if name == "real":
+        return sinkscope.analyze(num_seqs=4)
+    if name == "vscale":
+        model = retrofit_model(tiny_model("llama", spread=1.0), None, "vscale")
+    elif name == "sink":
+        model = with_sink()
+    else:
+        model = tiny_model(name, spread=1.0)
+    tokens = np.random.default_rng(0).integers(3, VOCAB, size=(5, 32))
+    tokens[:, 0] = 1
+    return sinkscope.analyze(model, input=tokens_file(tokens), bos="never", seq_len=32)
+
+
+def tokens_file(tokens: np.ndarray) -> str:
+    path = f"{tempfile.mkdtemp()}/text.npy"
+    np.save(path, tokens)
+    return path
+
+
+def with_sink() -> torch.nn.Module:
+    model = tiny_model("gpt2", spread=1.0)
+    with torch.no_grad():
+        model.transformer.wte.weight[1, 7] = 30_000.0
+    return model
+
+
+NAMES = ("gpt2", "vscale", "sink", "gemma3", "real")
+EACH = pytest.mark.parametrize("name", [*NAMES[:-1], pytest.param(NAMES[-1], marks=pytest.mark.real_model)])
+
+
+def fixed(template: str) -> list[float]:
+    """Numbers of the words themselves: «position 0», «GS fig. 3»."""
+    return [number.value for number in numbers_of(re.sub(r"\{[^}]*\}", " ", template))]
+
+
+@EACH
+def test_every_number_of_the_verdict_is_in_a_table(name: str) -> None:
+    run = measured(name)
+    table = run.tables[TABLE].set_index("finding")
+    said = (*analysis.settings(run), *analysis.findings(run))
+    assert len(said) > 10
+    for finding in said:
+        rows = table.loc[[finding.name]] if finding.name in table.index else table.iloc[:0]
+        known = rows[["value", "low", "high", "threshold"]].to_numpy().ravel().tolist()
+        text = re.sub(r"'[^']*'|`[^`]*`|\([^()]*position \d+[^()]*\)", " ", say(finding))
+        known += fixed(TEMPLATES[finding.name, finding.outcome]) + reasons(finding)
+        for number in numbers_of(text):
+            assert stands_in(number, known), (number, say(finding))
+    whole = run.tables["summary"].query("layer == -1")["value"]
+    for row in analysis.overview(run).itertuples(index=False):
+        assert all(stands_in(number, whole) for number in numbers_of(row.value)), row
+
+
+def reasons(finding: findings.Finding) -> list[float]:
+    """Of what is quoted: reasons, names."""
+    texts = [value for value in finding.numbers.values() if isinstance(value, str)]
+    return [number.value for text in texts for number in numbers_of(text)]
+
+
+@EACH
+def test_the_findings_numbers_are_those_of_the_measured_tables(name: str) -> None:
+    run = measured(name)
+    known = all_numbers(table for key, table in run.tables.items() if key != TABLE)
+    rows = run.tables[TABLE]
+    free = rows[(rows["claim"] == "") | ~rows["number"].isin(["value"])]
+    free = free[~free["number"].isin(COUNTED | SETTINGS)]
+    step = free[free["finding"] == "8-bit-step"].set_index("number")["value"]
+    assert step["value"] == pytest.approx(step["largest"] / 255 / step["median"])  # made of the others
+    free = free.drop(free.index[(free["finding"] == "8-bit-step") & free["number"].isin(["value", "median"])])
+    massive = run.tables["massive"].groupby("layer")["median"].mean()
+    assert step["median"] == pytest.approx(massive[step["layer"]])
+    for row in free.itertuples():
+        near = np.abs(known - abs(row.value)).min() <= 1e-9 + 1e-6 * abs(row.value)
+        assert near or row.value in CONSTANTS or of_a_claim(row.value, name), row
+
+
+@cache
+def scorecard(name: str) -> pd.DataFrame:
+    """Claims judged by the run, and by itself in the place of random weights: their own values do not depend on it."""
+    run = measured(name)
+    at_random = run.manifest["model"] | {"weights": WEIGHTS_AT_RANDOM}
+    return judged(evidence_of([run, replace(run, manifest=run.manifest | {"model": at_random})], "MODEL"))
+
+
+def of_a_claim(value: float, name: str) -> bool:
+    """A further part of a claim, or a threshold."""
+    return bool(np.isclose(scorecard(name)[["value", "low", "high", "least", "most"]], value, rtol=1e-9).any())
+
+
+@EACH
+def test_a_verdict_and_a_scorecard_of_one_run_say_the_same(name: str) -> None:
+    rows = measured(name).tables[TABLE].query("claim != '' and number == 'value'")
+    table = scorecard(name)
+    assert len(rows) >= 4
+    for row in rows.itertuples():
+        own = table[(table["claim"] == row.claim) & (table["part"] == 0)].iloc[0]
+        assert row.value == own["value"]
+        assert np.isnan(row.threshold) or row.threshold in (own["least"], own["most"])
+        if np.isfinite(row.low):
+            assert (row.low, row.high) == (own["low"], own["high"])
+        said = {"present": "holds", "absent": "fails", "undecided": "inconclusive"}
+        if row.outcome in said and row.claim != "S-6":  # massive activations are there; S-6 says that they are few
+            assert own["passes"] == said[row.outcome]

@@ -1,0 +1,268 @@
+"""What a verdict must not say: sentences that the numbers of a run do not carry."""
+
+import re
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pytest
+from rich.console import Console
+from support.figure_tables import gradient_tables
+from support.made_up_runs import made_up
+from support.summarized_runs import summarized
+from tiny import tiny_model
+from transformers import AutoModelForCausalLM, MambaConfig
+
+import sinkscope
+from sinkscope.attention.seam import open_seam
+from sinkscope.commands.training_arms import TrainingArms
+from sinkscope.errors import counted
+from sinkscope.interventions import INTERVENTIONS, Target
+from sinkscope.interventions.expectations import expectation
+from sinkscope.measuring.gradient_summary import gradient_summary
+from sinkscope.measuring.random_weights import redrawn
+from sinkscope.measuring.subject import family_of
+from sinkscope.measuring.uniform_attention import uniform_gradient_ratio
+from sinkscope.models.families import find_family
+from sinkscope.options.training import TrainingConfig
+from sinkscope.output.run import Run
+from sinkscope.results.findings import Finding, Outcome
+from sinkscope.retrofits import retrofit_model
+from sinkscope.training.blocks import Blocks
+from sinkscope.training.tables import ROWS
+from sinkscope.verdict import analysis
+from sinkscope.verdict.words import say, say_published
+
+
+def sentences(run: Run) -> dict[str, str]:
+    """Name of a finding → its words."""
+    return {finding.name: say(finding) for finding in analysis.findings(run)}
+
+
+# --- few and short sequences
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_one_sequence_of_two_tokens(name: str) -> None:
+    """There is no interval, no position 5 and, of the query bias, no deviation of a single later token."""
+    run = sinkscope.analyze(tiny_model(name), input="random", num_seqs=1, seq_len=2)
+    assert "Measured on 1 sequence of 2 tokens" in run.verdict
+    assert "A single sequence has no 95 % interval" in run.verdict
+    assert "sink at position 0 is not decided, as a single sequence has no interval" in sentences(run)["sink"]
+    assert "needs positions 5–15: --seq-len 16 or more" in run.verdict
+    assert "nan" not in run.verdict
+    several = sinkscope.analyze(tiny_model(name), input="random", num_seqs=2, seq_len=2, observables=("attention",))
+    assert "single sequence" not in several.verdict
+
+
+def test_numbers_and_their_nouns() -> None:
+    for count, words in ((1.0, "has 1 massive activation (Sun"), (1.57, "has 1.57 massive activations (Sun")):
+        numbers = {"coordinates": (3,), "largest": 500.0}
+        found = Finding("massive", "", Outcome.PRESENT, count, numbers=numbers)
+        assert words in say(found)
+    assert (counted(1, "entry", "entries"), counted(0, "entry", "entries")) == ("1 entry", "0 entries")
+
+
+def test_titles_say_what_was_read() -> None:
+    """The condition of an arm of a training, or of an intervention, is no input."""
+    run = made_up("natural")
+    assert run.reads == "natural input"
+    assert made_up("none", input={"text": "natural, held out"}).reads == "arm none on natural, held out"
+    assert Run(run.manifest | {"arms": {}}, run.tables).reads == "arm natural"
+
+
+# --- gradients
+
+
+def test_random_weights_are_no_gradient_sink() -> None:
+    """Their value gradient at position 0 is several times later ones, by the causal mask alone."""
+    model = redrawn(tiny_model("llama", spread=1.0), seed=0)
+    run = sinkscope.analyze(model, input="random", num_seqs=8, seq_len=64, bos="never", observables=("gradient",))
+    assert run.metric("value_gradient_ratio") > 3
+    assert "Position 0 is a gradient sink" not in run.verdict
+    said = sentences(run)
+    uniform = run.metric("uniform_gradient_ratio")
+    assert f"uniform causal attention alone makes the value gradient {uniform:.1f} ×" in said["value-gradient"]
+    assert "decided against the same model with random weights" in said["gradient-null"]
+
+
+@pytest.mark.parametrize("length", [64, 256])
+def test_the_gradient_of_uniform_causal_attention(length: int) -> None:
+    """In closed form, and from upstream gradients that are drawn."""
+    drawn = np.random.default_rng(0).standard_normal((length - 1, 20_000))  # the last token predicts nothing
+    weights = np.tril(np.ones((length - 1, length - 1))) / np.arange(1, length)[:, None]
+    norms = np.linalg.norm(weights.T @ drawn, axis=1)
+    assert uniform_gradient_ratio([length - 1]) == pytest.approx(norms[0] / norms[5:16].mean(), rel=0.03)
+    assert uniform_gradient_ratio([length - 1] * 3) == pytest.approx(uniform_gradient_ratio([length - 1]))
+
+
+def test_pathways_are_compared_by_norms() -> None:
+    """Keys have the larger ratio here, values the larger gradient."""
+    norms = {"value": (20.0, 10.0), "key": (3.0, 0.5), "query": (1.0, 1.0)}
+    gradient = pd.DataFrame(
+        (0, pathway, -1, position, first if position == 0 else later)
+        for pathway, (first, later) in norms.items()
+        for position in range(16)
+    ).set_axis(["layer", "pathway", "head", "position", "grad_norm"], axis=1)
+    tables = gradient_tables(layers=1) | {"gradient": gradient}
+    _, totals = gradient_summary(tables)
+    assert totals["key_gradient_ratio"] > totals["value_gradient_ratio"]
+    said = sentences(summarized(whole=totals, tables=tables))
+    assert said["gradient-norms"] == "At position 0 the value gradient is 6.7 × the key gradient."
+    assert not any("strongest" in sentence for sentence in said.values())
+
+
+def test_gains_below_1_are_said_as_gains() -> None:
+    """A gain of 0.043 is no multiplication by 0, and one of 9 no division."""
+    gains = {"bloat": 0.043, "bloat_later": 0.045, "compress": 9.0, "compress_later": 14.0, "change": 0.83}
+    said = sentences(summarized(whole=gains | {"compress_slope": np.nan, "compress_correlation": np.nan}))
+    assert "attention branch × 0.043, the norm before it × 9, the residual stream × 0.83" in said["reshaping"]
+    assert not any(word in said["reshaping"] for word in ("multiplies", "divides", "only", "falls"))
+    assert "compress" not in said  # no slope, no sentence of it
+    assert sentences(summarized(whole=dict.fromkeys(gains, 0.0)))["reshaping"].count("× 0") == 5
+
+
+def test_the_value_gradient_of_a_scale_is_read_in_front_of_it() -> None:
+    """GS §5.1's claim is about the raw value state: V-scale with φ = 1/2 lets half of it through."""
+    tables = gradient_tables(layers=2)
+    value = tables["gradient"].query("pathway == 'value'")
+    halved = value.assign(
+        pathway="raw_value", grad_norm=np.where(value["position"] == 0, 0.5, 1.0) * value["grad_norm"]
+    )
+    plain = gradient_summary(tables)[1]
+    tables["gradient"] = pd.concat([tables["gradient"], halved], ignore_index=True)
+    per_layer, scaled = gradient_summary(tables)
+    assert scaled["value_gradient_ratio"] == plain["value_gradient_ratio"]
+    for name, before in (("raw_value_gradient_ratio", "value_gradient_ratio"), *[("value_over_key_gradient",) * 2]):
+        assert scaled[name] == pytest.approx(plain[before] / 2)
+    first = value.query("head == -1 and position == 0")["grad_norm"]
+    assert per_layer["value_gradient_norm"].mean() == pytest.approx(first.mean() / 2)
+    said = sentences(summarized(whole=scaled, tables=tables))
+    assert said["value-gradient"].startswith(
+        f"The value gradient at position 0 is {scaled['raw_value_gradient_ratio']:.1f} ×"
+    )
+    assert f"behind it, at what is attended to, it is {plain['value_gradient_ratio']:.1f} ×" in said["gradient-behind"]
+    assert {"value_gradient_norm", "raw_value_gradient_ratio"} <= set(ROWS)
+
+
+# --- massive activations
+
+
+@pytest.mark.parametrize("condition", ["natural", "repeated"])
+def test_repeated_tokens_that_are_all_massive_are_not_said_to_have_none(condition: str) -> None:
+    """SmolLM2: 24,168 at every position of a repeated sequence, where the median is 48."""
+    at = {"layer": 1, "sequence": 0, "coordinate": 7, "median": 48.0, "is_massive": False}
+    massive = pd.DataFrame({"position": range(3), "value": 24_168.0} | at)
+    massive["ratio"] = massive["value"] / massive["median"]
+    norms = {"layer": [1], "site": "layer_out", "sequence": 0, "norm": 24_500.0, "norm_smallest": 24_400.0}
+    tables = {"massive": massive, "activation_by_sequence": pd.DataFrame(norms)}
+    said = sentences(summarized(whole={"massive_count": 0.0}, tables=tables, condition=condition))["massive"]
+    if condition == "natural":
+        assert said.startswith("No entry of the residual stream is a massive activation")
+        return
+    assert "No entry" not in said
+    assert said.startswith("On repeated tokens massive activations cannot be told by the median")
+    assert (
+        "is 24,168 (504 × the median); there the norm of position 0 is 24,500 and the smallest of any token 24,400"
+        in said
+    )
+    small = summarized(tables={"massive": massive.assign(value=2.0)}, condition=condition)
+    assert sentences(small)["massive"].startswith("No entry")  # below 100 it is none, whatever the median is
+
+
+# --- positions
+
+
+@pytest.mark.parametrize("pathway", ["value", "key"])
+def test_the_gradient_ratio_does_not_move_with_the_positions_reported(pathway: str) -> None:
+    name = f"{pathway}_gradient_ratio"
+    tables = gradient_tables(positions=40)
+    ratios = {}
+    for positions in (8, 16, 40):
+        cut = {key: table[table["position"] < positions] for key, table in tables.items()}
+        per_layer, totals = gradient_summary(cut, longest=64)
+        ratios[positions] = [*per_layer[name], totals[name], totals["bloat_later"]]
+    assert ratios[16] == ratios[40]
+    assert np.isfinite(ratios[16]).all()
+    assert np.isnan(ratios[8]).all()
+
+
+def test_position_0_is_a_register_where_registers_stand_in_front() -> None:
+    """And not the BOS, which is behind them."""
+    asked = {"input": "random", "num_seqs": 2, "seq_len": 12, "bos": "never", "observables": ("attention",)}
+    plain, registers = tiny_model("llama"), retrofit_model(tiny_model("llama"), None, "register-tokens", count=2)
+    run = sinkscope.analyze(plain, **asked)
+    token = run.manifest["input"]["token_zero"]
+    assert f"position 0 being {token}, in float32" in run.verdict
+    said = sinkscope.analyze(registers, **asked).verdict
+    assert f"position 0 being the first register token, the text's own first {token}, in float32" in said
+
+
+def test_a_model_without_positions_has_none() -> None:
+    small = MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4)
+    family, _ = family_of(AutoModelForCausalLM.from_config(small))
+    assert family.positions == "none"
+
+
+# --- published values
+
+
+def test_published_sink_rates_are_a_list_and_no_range() -> None:
+    """A range would be of models that we chose, and a 135M model is not below any of them."""
+    reports = (Path(__file__).parents[2] / "reports" / "README.md").read_text(encoding="utf-8")
+    run = summarized({"sink_rate": [0.73]}, {"attention_entropy": 1.0}, {"attention": pd.DataFrame()})
+    (sink,) = (finding for finding in analysis.findings(run) if finding.name == "sink")
+    for text in (" ".join(reports.split()), say(sink), *say_published(sink.published)):
+        assert not re.search(r"91\.7 ?%?( \([\w-]+\))? to 99", text)
+        assert "below the 9" not in text
+    assert {"GPT2-XL", "Llama 60M", "LLaMA2-13B"} <= {value.name for value in sink.published}
+
+
+@pytest.mark.parametrize(
+    "words", ["weaker by a quarter", "as in VGA's table 3", "where NU found on GPT-2", "1.09 only"]
+)
+def test_the_reports_do_not_say(words: str) -> None:
+    reports = (Path(__file__).parents[2] / "reports" / "README.md").read_text(encoding="utf-8")
+    assert words not in " ".join(reports.split())
+
+
+# --- interventions
+
+
+def test_a_paper_is_not_held_against_models_of_which_it_says_nothing() -> None:
+    """NU studies models with learned positions and a query bias: of rotary ones it expects nothing."""
+    asked = {"arms": {"x": "nullify-first-embedding"}, "draws": 2, "input": "random", "num_seqs": 2, "seq_len": 20}
+    silent = sinkscope.intervene(tiny_model("llama"), **asked)
+    assert not silent.manifest["arms"]["x"]["expects"]
+    assert "NU" not in silent.verdict
+    spoken = sinkscope.intervene(tiny_model("gpt2"), **asked)
+    assert "NU intervention 4 found that the sink stays" in spoken.verdict
+
+
+def test_what_is_found_of_all_models_is_expected_of_all() -> None:
+    model = tiny_model("llama")
+    family = find_family(model)
+    with open_seam(model, family) as seams:
+        target = Target(model, family, seams)
+        found = {name: expectation(kind(), target) for name, kind in INTERVENTIONS.items() if kind.expects}
+    assert {name for name, expected in found.items() if expected} == {"zero-massive", "mean-massive", "rescale-norm"}
+
+
+# --- training
+
+
+def test_a_text_that_is_read_hundreds_of_times_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    train = np.zeros((329, 256), dtype=np.int64)
+    blocks = Blocks(train, train[:1], "natural")
+    assert blocks.notices(4 * 329) == []
+    assert len(blocks.notices(4 * 329 + 1)) == 1
+    for step in ("_claim", "_conclude"):
+        monkeypatch.setattr(TrainingArms, step, lambda arms, *given: None)
+    arms, said = object.__new__(TrainingArms), StringIO()
+    arms.console, arms.blocks = Console(file=said, width=200), blocks
+    arms.plan = SimpleNamespace(training=TrainingConfig(steps=6_000, batch_size=8, accumulation=4))
+    arms.finish([], untouched=False)
+    assert said.getvalue().startswith("note: these steps are 584 passes over the 84,224 tokens of natural")
