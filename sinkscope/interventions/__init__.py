@@ -5,11 +5,9 @@ from collections.abc import Iterable
 from sinkscope.errors import InputError, unknown
 from sinkscope.interventions.first_embedding import NullifyFirstEmbedding
 from sinkscope.interventions.intervention import Intervention, Known, Target, applied
-from sinkscope.interventions.key_columns import ZeroKeyColumns
-from sinkscope.interventions.massive import MeanMassive, ZeroMassive
+from sinkscope.interventions.massive import MeanMassive, RescaleNorm, ZeroMassive
 from sinkscope.interventions.positional_encoding import ReplaceEpe, TransplantEpe
-from sinkscope.interventions.query_bias import NullifyQueryBias, PerturbQueryBias
-from sinkscope.interventions.rescale_norm import RescaleNorm
+from sinkscope.interventions.query_bias import NullifyQueryBias, PerturbQueryBias, ZeroKeyColumns
 from sinkscope.interventions.sink_mask import MaskSink
 from sinkscope.interventions.sink_value import MeanSinkValue, ScaleSinkValue
 from sinkscope.interventions.streaming_window import StreamingWindow

@@ -23,7 +23,7 @@ from sinkscope.models.edits import edited_output
 from sinkscope.models.family import Family
 from sinkscope.models.origin import check_parameters
 from sinkscope.models.projections import Projection, Role, check_plain, lacking, projections
-from sinkscope.retrofits.registers import registers_before
+from sinkscope.retrofits.retrofit import registers_before
 
 
 class Layout(threading.local):
@@ -390,3 +390,40 @@ def random_choice(count: int, total: int, draw: torch.Generator, but: Iterable[i
         raise InputError(f"a random control needs {counted(count, f'other {what}')}, and there are {len(free)}")
     order = torch.randperm(len(free), generator=draw)[:count]
     return tuple(sorted(free[place] for place in order.tolist()))
+
+
+Stack = tuple[Intervention, ...]
+
+
+def random_controls(stack: Stack, known: Known, seed: int, draws: int) -> list[Stack]:
+    """The stack with each part replaced by its random control where it has one, `draws` times, all different if there
+    are so many; empty where no part has a control.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    found: list[Stack] = []
+    for _ in range(20 * draws):
+        if len(found) == draws:
+            break
+        controls = [part.control(known, generator) for part in stack]
+        if all(control is None for control in controls):
+            break
+        drawn = tuple((control or part).resolved(known) for part, control in zip(stack, controls, strict=True))
+        if drawn not in found:
+            found.append(drawn)
+    return found
+
+
+def _learned_positions_and_query_bias(target: Target) -> bool:
+    if target.family.kinds_of_positions != {"learned"} or target.without_weights("query"):
+        return False
+    return any(target.projection(layer, "query").bias is not None for layer in target.attending())
+
+
+# short name of a paper → of which models it speaks; of all where it is not here
+SCOPES: dict[str, Callable[[Target], bool]] = {"NU": _learned_positions_and_query_bias}
+
+
+def expectation(intervention: Intervention, target: Target) -> Expectation | None:
+    """What the paper found, if it speaks of such a model."""
+    in_scope = SCOPES.get(intervention.paper.partition(" ")[0])
+    return intervention.expects if in_scope is None or in_scope(target) else None

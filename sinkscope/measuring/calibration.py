@@ -24,10 +24,20 @@ from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.models.edits import first_argument
 from sinkscope.models.family import first_tensor
 from sinkscope.models.in_memory import undisturbed, unwrapped
-from sinkscope.quantization.arithmetic import Grid
-from sinkscope.quantization.attention import CACHED, IN_ATTENTION, attending_with
-from sinkscope.quantization.ranges import Precision, Range, Rounding
-from sinkscope.quantization.sites import INPUT, LINEAR_SCHEME, OUTPUT, SUM, WEIGHT, Site, by_output, sites_of
+from sinkscope.quantization.grids import Grid, Precision, Range, Rounding
+from sinkscope.quantization.simulation import attending_with
+from sinkscope.quantization.sites import (
+    CACHED,
+    IN_ATTENTION,
+    INPUT,
+    LINEAR_SCHEME,
+    OUTPUT,
+    SUM,
+    WEIGHT,
+    Site,
+    by_output,
+    sites_of,
+)
 from sinkscope.text.batch import Batch
 
 See = Callable[[Site, torch.Tensor], None]

@@ -12,21 +12,21 @@ import pandas as pd
 import torch
 from rich.console import Console
 
+from sinkscope.attention.kernels import upcast
 from sinkscope.errors import InputError, SinkscopeError, described, was_interrupted
 from sinkscope.interventions import Known, Target
-from sinkscope.interventions.controls import Stack, random_controls
-from sinkscope.interventions.expectations import expectation
+from sinkscope.interventions.intervention import Stack, expectation, random_controls
+from sinkscope.interventions.sink_value import ReadValues
 from sinkscope.measuring.console import print_part
-from sinkscope.measuring.effects import arm_metrics
-from sinkscope.measuring.means import HiddenMean, ValueMean, reading
 from sinkscope.measuring.measure import Chosen, choose, prepared, settings_of, tables_of
 from sinkscope.measuring.observables import OBSERVABLES
-from sinkscope.measuring.observables.observable import NO_ATTENTION, Observable
+from sinkscope.measuring.observables.observable import NO_ATTENTION, Mean, Observable, Reading, Settings
 from sinkscope.measuring.parity import parity_check
 from sinkscope.measuring.passes import LOSS_TABLES, Kind, Pass, first_size, pass_over
 from sinkscope.measuring.resumed import FEW, Change, Resumed, are_the_same, completed, tried
 from sinkscope.measuring.streaming import measure_streaming
 from sinkscope.measuring.subject import Subject
+from sinkscope.measuring.summary import arm_metrics
 from sinkscope.measuring.tables import publish
 from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.options.measuring import ALWAYS, RunConfig
@@ -39,6 +39,42 @@ MAPS = "mean-maps"  # of every arm but a control's later draws
 CONTROL_TABLES = ("attention", "attention_by_sequence", "loss_by_sequence", "arm_maps")
 ANALYZED_ONLY = ("attention_heads_by_sequence",)  # tables of these observables that no arm keeps
 BEFORE = "before"
+
+
+class HiddenMean(Observable):
+    """The output of every layer at one position."""
+
+    sites: ClassVar[tuple[str, ...]] = ("layer_out",)
+
+    def __init__(self, position: int) -> None:
+        super().__init__(Settings())
+        self.position = position
+        self.mean = Mean()
+
+    def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
+        at_position = batch.tokens_at(reading.tensor, self.position + 1)[:, self.position]
+        self.mean.add(layer, upcast(at_position))
+
+    def by_layer(self) -> dict[int, torch.Tensor]:
+        """Layer → (D,)."""
+        return {layer: torch.from_numpy(self.mean[layer]) for layer in self.mean.keys()}  # noqa: SIM118 (not a dict)
+
+
+class ValueMean(HiddenMean):
+    """The mean output of every layer's value projection at one position, (heads · d,). It is not a site of a layer, so
+    `reading` hooks the module that interventions on values edit.
+    """
+
+    sites: ClassVar[tuple[str, ...]] = ()
+
+    def take(self, layer: int, values: torch.Tensor) -> None:
+        """(n, heads · d) of the sequences of a batch that have the position."""
+        self.mean.add(layer, upcast(values))
+
+
+def reading(position: int, into: Callable[[], ValueMean]) -> ReadValues:
+    """An intervention that changes nothing and gives the values to what `into` returns: a pass may begin again."""
+    return ReadValues(positions=(position,), seen=lambda layer, values: into().take(layer, values))
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """One pass over a run's sequences: batch after batch through the tracer, in batches that fit into memory."""
 
+import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,8 +16,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedModel
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.measuring.accumulators import Lists, accumulated, merge, packed, unpacked
-from sinkscope.measuring.observables.observable import Observable, long_form
+from sinkscope.measuring.observables.observable import (
+    Lists,
+    Observable,
+    accumulated,
+    long_form,
+    merge,
+)
 from sinkscope.measuring.processes import team
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.results.tables import SEQUENCE, Column, Columns
@@ -139,28 +145,31 @@ def batches_of_mine(inputs: TokenInputs, batch_size: int) -> Iterator[Batch]:
 
 
 def _packed(observables: Sequence[Observable], losses: Lists[int, torch.Tensor], inputs: TokenInputs) -> bytes:
-    """What this process has seen, for the others."""
+    """Return the sums of this process as bytes, to send to the others."""
     members = team()
     if members.count == 1:
         return b""
-    is_idle = members.place >= len(inputs)
-    return packed(None if is_idle else ([accumulated(each) for each in observables], losses))
+    is_idle = members.place >= len(inputs)  # read a batch of another process, which must not count twice
+    file = io.BytesIO()
+    torch.save(None if is_idle else ([accumulated(each) for each in observables], losses), file)
+    return file.getvalue()
 
 
 def _add_up(observables: Sequence[Observable], losses: Lists[int, torch.Tensor], seen: bytes) -> None:
-    """Give these, in all processes, what all have seen, the first process's first."""
+    """Replace the sums of this process by those of all, added in the order of the processes."""
     members = team()
     if members.count == 1:
         return
     whole: list[Any] = []
     for part in members.one_by_one(seen):
-        found = unpacked(part)
+        # pickled by another process of the same command
+        found = torch.load(io.BytesIO(part), map_location="cpu", weights_only=False)
         if found is None:
             continue
         if not whole:
             whole = list(found)
             continue
-        for mine, other in zip(whole[0], found[0], strict=False):  # only the first one compares with the bare model
+        for mine, other in zip(whole[0], found[0], strict=False):  # only the first compares with the bare model
             for name in mine:
                 merge(mine[name], other[name])
         whole[1].merge(found[1])

@@ -28,7 +28,7 @@ from sinkscope.models.process import drawing
 from sinkscope.models.towers import check_reads_text, placeholders, tower_notice, vocabulary
 from sinkscope.options.measuring import ObservableOptions, RunConfig
 from sinkscope.options.option import checked
-from sinkscope.retrofits.registers import registers_before
+from sinkscope.retrofits.retrofit import registers_before
 from sinkscope.text.inputs import TokenInputs, build_inputs
 from sinkscope.text.masking import masked
 from sinkscope.text.sources import check_source

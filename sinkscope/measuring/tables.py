@@ -4,11 +4,11 @@ from collections.abc import Mapping
 
 import pandas as pd
 
-from sinkscope.measuring.effects import EFFECT_COLUMNS
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.passes import LOSS_TABLES
 from sinkscope.measuring.quantization_study import QUANTIZATION_TABLES
 from sinkscope.measuring.streaming import STREAMING_TABLES
+from sinkscope.measuring.summary import EFFECT_COLUMNS
 from sinkscope.models.loading import LoadedModel
 from sinkscope.results.tables import LEADING, METRIC, TRAINING_TABLES, VALUE, Columns, names_of
 from sinkscope.text.tokens import token_texts

@@ -26,8 +26,7 @@ from sinkscope.models.family import Block, Family, first_tensor, input_device
 from sinkscope.models.in_memory import unchanged_after
 from sinkscope.models.process import one_thread
 from sinkscope.models.towers import embedding_path
-from sinkscope.retrofits.registers import RETROFIT, registers_before
-from sinkscope.retrofits.retrofit import ValuePart
+from sinkscope.retrofits.retrofit import RETROFIT, ValuePart, registers_before
 from sinkscope.text.batch import Batch
 
 

@@ -25,13 +25,15 @@ from sinkscope.models.family import NOT_RUN, Family
 from sinkscope.models.origin import check_own_map, check_parameters
 from sinkscope.models.quantized import check_not_quantized
 from sinkscope.models.towers import reached_by_text
-from sinkscope.quantization.attention import CACHED, SCORES, SOFTMAX
 
 LINEAR = (nn.Linear, Conv1D)  # the second is GPT-2's, with its weight stored (in, out)
 LINEAR_SCHEME, FULL_SCHEME = SCHEMES = ("linear", "full")
 INPUT, WEIGHT, OUTPUT = "input", "weight", "output"
 PARTS = (INPUT, WEIGHT, OUTPUT)
 SUM = "residual sum"
+SCORES, SOFTMAX, KEYS, VALUES = "scores", "softmax output", "keys", "values"  # parts of an attention layer
+CACHED = (KEYS, VALUES)
+IN_ATTENTION = (SCORES, SOFTMAX, *CACHED)
 NO_LAYER = -1  # of a module that is in none of the model's layers
 
 

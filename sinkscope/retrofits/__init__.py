@@ -23,16 +23,12 @@ from sinkscope.models.in_memory import on_cpu_by_default, unwrapped
 from sinkscope.models.model_types import base_type, is_retrofitted
 from sinkscope.models.towers import WITH_TOWERS
 from sinkscope.options.option import filled_in
-from sinkscope.retrofits.iga import IGA
-from sinkscope.retrofits.key_bias import KeyBiases
-from sinkscope.retrofits.learnable_sink import LearnableSink
-from sinkscope.retrofits.none import Plain
+from sinkscope.retrofits.biases import KeyBiases, LearnableSink, ValueBiases
+from sinkscope.retrofits.gates import IGA, VGA
 from sinkscope.retrofits.operation import AttentionOperation
 from sinkscope.retrofits.register_tokens import RegisterTokens
-from sinkscope.retrofits.retrofit import GatePart, Part, Retrofit
+from sinkscope.retrofits.retrofit import GatePart, Part, Plain, Retrofit
 from sinkscope.retrofits.saving import become_retrofitted, register_model_types
-from sinkscope.retrofits.value_bias import ValueBiases
-from sinkscope.retrofits.vga import VGA
 from sinkscope.retrofits.vscale import VScale
 
 RETROFITS: dict[str, type[Retrofit]] = {

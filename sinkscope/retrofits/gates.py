@@ -66,3 +66,17 @@ class Gated(Retrofit):
 
     def part(self, layer: Layer) -> ValueGate | OutputGate:
         return PLACEMENTS[self.placement](layer, self.reads, self.scale)
+
+
+class VGA(Gated):
+    name: ClassVar[str] = "vga"
+    about: ClassVar[str] = "gates made from the values (placement: value or output; scale: 2, so that gates start at 1)"
+    paper: ClassVar[str] = "VGA §3.2, app. B"
+    reads: ClassVar[str] = "value"
+
+
+class IGA(Gated):
+    name: ClassVar[str] = "iga"
+    about: ClassVar[str] = "gates made from the attention's input (placement: value or output; scale: 2)"
+    paper: ClassVar[str] = "VGA eq. 4, Bondarenko 2023"
+    reads: ClassVar[str] = "input"

@@ -14,7 +14,7 @@ What the taps of seam.py show: `value` is what is attended to, after V-scale or 
 holds there; `mix` is the heads' output before an output gate; the raw value is what the projection gives out.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -30,8 +30,53 @@ from sinkscope.models.family import Family
 from sinkscope.models.origin import check_own_map
 from sinkscope.models.projections import Projection, check_ordinary, projections
 from sinkscope.models.towers import text_tower
-from sinkscope.retrofits.placed_hook import PlacedHook
-from sinkscope.retrofits.registers import RETROFIT
+
+RETROFIT = "retrofit"  # the name of a retrofit's module inside the module it changes; part of saved state dicts
+
+
+def registers_before(model: nn.Module) -> int:
+    """How many register tokens a retrofit puts before every sequence: the layers see so many tokens more."""
+    return int(getattr(getattr(model, RETROFIT, None), "count", 0))
+
+
+# (the retrofit's module, what the module in the place is called with, what it gives) → what takes the place of its
+# output, or of a hook that acts before, of its arguments; None: nothing does
+Act = Callable[[Any, tuple, Any], Any]
+
+
+class PlacedHook:
+    """Calls `act` before or after the module at a path within an attention module, in every forward of the latter.
+
+    The retrofit's module is looked up in each forward as well: with `modules_to_save`, PEFT trains a copy of it.
+    """
+
+    def __init__(self, path: str, act: Act, before: bool = False) -> None:
+        self.path, self.act, self.before = path, act, before
+        self.module: nn.Module | None = None  # in the place at the last forward; only there the hook acts
+        self.part: Any = None
+
+    def watch(self, attention: nn.Module) -> None:
+        self._join(attention.get_submodule(self.path))
+        attention.register_forward_pre_hook(self._find)
+
+    def _find(self, attention: nn.Module, args: tuple) -> None:
+        if getattr(attention, "_is_replica", False):  # its hooks are those of the other replicas, in other threads
+            raise SinkscopeError("nn.DataParallel cannot run a retrofitted model: take DistributedDataParallel")
+        self.module, self.part = attention.get_submodule(self.path), getattr(attention, RETROFIT)
+        self._join(self.module)
+
+    def _join(self, module: nn.Module) -> None:
+        hooks: Any = module._forward_pre_hooks if self.before else module._forward_hooks
+        if self not in hooks.values():
+            join: Any = module.register_forward_pre_hook if self.before else module.register_forward_hook
+            join(self)
+
+    def __call__(self, module: nn.Module, args: tuple, output: Any = None) -> Any:
+        return self.act(self.part, args, output) if module is self.module else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of a projection, which PEFT makes for `modules_to_save`, is in no place yet."""
+        return vars(self) | {"module": None, "part": None}
 
 
 @dataclass(frozen=True)
@@ -268,3 +313,15 @@ class Retrofit(BaseModel):
             part.reset()
             layer.attention.add_module(RETROFIT, part)
             part.attach(layer, model, family)
+
+
+class Plain(Retrofit):
+    name: ClassVar[str] = "none"
+    about: ClassVar[str] = "nothing: the plain fine-tune that the others are compared with; the model stays what it is"
+    paper: ClassVar[str] = "VGA tab. 3"
+
+    def inapplicable(self, model: PreTrainedModel, family: Family) -> str | None:
+        return None
+
+    def install(self, model: PreTrainedModel, family: Family) -> None:
+        pass

@@ -34,7 +34,7 @@ from sinkscope.attention.taps import NAME, attends_by_us
 from sinkscope.errors import InputError
 from sinkscope.models.classes import AUTO_CLASSES
 from sinkscope.models.model_types import PREFIX, base_type
-from sinkscope.retrofits.registers import RETROFIT
+from sinkscope.retrofits.retrofit import RETROFIT
 
 BuildIn = Callable[[PreTrainedModel], None]  # puts the method that the configuration names into a model
 

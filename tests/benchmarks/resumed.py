@@ -15,11 +15,11 @@ from rich.console import Console
 
 from sinkscope.commands.intervene import intervene
 from sinkscope.interventions import INTERVENTIONS, Intervention
-from sinkscope.measuring.quantized import Bench
+from sinkscope.measuring.quantization_study import Bench
 from sinkscope.measuring.subject import open_subject
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.options.measuring import make_config
-from sinkscope.quantization.ranges import Precision
+from sinkscope.quantization.grids import Precision
 from sinkscope.report.run import Run
 
 ARMS = ("zero-massive:layers=11,coordinates=247+507", "rescale-norm:layers=12")

@@ -12,8 +12,7 @@ from support.retrofitted import retrofitted
 from tiny import batched, ragged_tokens, tiny_model
 from transformers import PreTrainedModel
 
-from sinkscope.measuring.observables.gradient import RATIOS, Gradient
-from sinkscope.measuring.observables.gradient_samples import GROUPS, GroupSums
+from sinkscope.measuring.observables.gradient import GROUPS, RATIOS, Gradient, GroupSums
 from sinkscope.measuring.observables.observable import Settings
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
@@ -96,9 +95,7 @@ def test_groups_count_the_tokens_that_are_predicted(monkeypatch: pytest.MonkeyPa
     without = whole.query("group == 0 and head == -1").sort_values(keys)["grad_norm"].to_numpy()
     expected = run.sort_values(keys)["grad_norm"].to_numpy()
     assert_near(without, expected)
-    monkeypatch.setattr(
-        "sinkscope.measuring.observables.gradient_samples.predicted_tokens", lambda batch: batch.lengths
-    )
+    monkeypatch.setattr("sinkscope.measuring.observables.gradient.predicted_tokens", lambda batch: batch.lengths)
     wrong = tables(model, sequences)["gradient_by_group"].query("group == 0 and head == -1").sort_values(keys)
     with pytest.raises(AssertionError):
         assert_near(wrong["grad_norm"].to_numpy(), expected)

@@ -18,8 +18,7 @@ from sinkscope.attention.taps import NAME
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.commands.doctor import doctor
 from sinkscope.errors import SinkscopeError
-from sinkscope.measuring.parity import largest_difference
-from sinkscope.measuring.same_attention import round_off
+from sinkscope.measuring.parity import attention_round_off, largest_difference
 from sinkscope.measuring.subject import inputs_for
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.measuring import make_config
@@ -208,8 +207,8 @@ def test_round_off_is_within_its_bound_and_no_fault_is(bias: float) -> None:
 
     largest = value.norm(dim=-1).amax(-1, keepdim=True)
     exact = mix(torch.float64, 0.25)
-    rounded = (mix(torch.float32, 0.25) - exact).norm(dim=-1) / largest / round_off(read)
-    other = (mix(torch.float32, 0.25 / 1.1) - exact).norm(dim=-1) / largest / round_off(read)
+    rounded = (mix(torch.float32, 0.25) - exact).norm(dim=-1) / largest / attention_round_off(read)
+    other = (mix(torch.float32, 0.25 / 1.1) - exact).norm(dim=-1) / largest / attention_round_off(read)
     assert rounded.max() < 0.5
     assert other.max() > 5
 

@@ -6,7 +6,7 @@ import pytest
 
 from sinkscope.interventions import INTERVENTIONS
 from sinkscope.interventions.intervention import Expectation
-from sinkscope.measuring.effects import arm_metrics
+from sinkscope.measuring.summary import arm_metrics
 from sinkscope.report.effects import Effect, effect_of, findings_of, overview
 from sinkscope.report.run import Run
 from sinkscope.report.words import TEMPLATES, say

@@ -10,7 +10,7 @@ from matplotlib.colors import to_rgb
 from support.figure_tables import gradient_tables, grid
 
 from sinkscope.errors import InputError
-from sinkscope.measuring.gradient_summary import compress_fits
+from sinkscope.measuring.summary import compress_fits
 from sinkscope.report.figures import FIGURES, OF_STEPS, applicable, draw
 from sinkscope.report.figures.gradient_reshaping import LOOKS, UNDEFINED
 from sinkscope.report.figures.spec import draw_all

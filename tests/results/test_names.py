@@ -9,7 +9,7 @@ import pytest
 from support.made_up_runs import made_up, save
 
 from sinkscope.errors import InputError
-from sinkscope.quantization.ranges import Precision
+from sinkscope.quantization.grids import Precision
 from sinkscope.report.claims.scorecard import Scorecard
 from sinkscope.report.run import Run
 from sinkscope.report.series import Series

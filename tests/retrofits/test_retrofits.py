@@ -49,10 +49,9 @@ from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
 from sinkscope.models.projections import projections
 from sinkscope.retrofits import RETROFITS, gate_displacement, new_parameters, retrofit_model
+from sinkscope.retrofits.biases import bias_logits
 from sinkscope.retrofits.gates import gate
-from sinkscope.retrofits.key_bias import bias_logits
-from sinkscope.retrofits.registers import registers_before
-from sinkscope.retrofits.retrofit import gated, layers_of
+from sinkscope.retrofits.retrofit import gated, layers_of, registers_before
 from sinkscope.retrofits.vscale import ValueScale, shrink, squared_norm
 from sinkscope.text.batch import REGISTER, Batch
 

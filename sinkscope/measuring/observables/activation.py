@@ -7,10 +7,10 @@ import torch
 
 from sinkscope.attention.kernels import upcast
 from sinkscope.attention.weights import AttentionRead
-from sinkscope.measuring.accumulators import Maxima
 from sinkscope.measuring.observables.observable import (
     LATER,
     BySequence,
+    Maxima,
     Mean,
     Observable,
     Reading,

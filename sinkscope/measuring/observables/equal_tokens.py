@@ -22,7 +22,7 @@ from sinkscope.attention.weights import AttentionRead, keys_seen, row_chunks
 from sinkscope.measuring.observables.observable import BySequence, Observable, Reading, Settings
 from sinkscope.models.family import NO_POSITIONS, Family
 from sinkscope.results.tables import SEQUENCE, Column
-from sinkscope.retrofits.registers import registers_before
+from sinkscope.retrofits.retrofit import registers_before
 from sinkscope.text.batch import Batch
 
 CLOSED_FORMS = (NO_POSITIONS, "alibi")  # kinds of positions with which attention is known without its queries

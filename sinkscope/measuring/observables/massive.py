@@ -8,9 +8,8 @@ import pandas as pd
 import torch
 
 from sinkscope.attention.kernels import upcast
-from sinkscope.measuring.accumulators import Lists
 from sinkscope.measuring.observables.activation import token_peaks
-from sinkscope.measuring.observables.observable import Observable, Reading, Settings
+from sinkscope.measuring.observables.observable import Lists, Observable, Reading, Settings
 from sinkscope.results.tables import COORDINATE, POSITION, SEQUENCE, TOKEN, TOKEN_ID, Column
 from sinkscope.text.batch import Batch
 

@@ -7,7 +7,7 @@ import numpy as np
 from sinkscope.measuring.experiment import BEFORE
 from sinkscope.measuring.observables.gradient import ALL_HEADS
 from sinkscope.measuring.observables.observable import LATER
-from sinkscope.measuring.uniform_attention import uniform_mass
+from sinkscope.measuring.summary import uniform_mass
 from sinkscope.report.claims.arms import perplexity_ratio
 from sinkscope.report.claims.claim import Claim, NotDefined, Part, above, at_least, at_most, below, between
 from sinkscope.report.claims.estimates import (

@@ -3,8 +3,8 @@
 import numpy as np
 import pandas as pd
 
-from sinkscope.measuring.gradient_summary import pathway_norms
 from sinkscope.measuring.observables.observable import LATER
+from sinkscope.measuring.summary import pathway_norms
 from sinkscope.report.claims.claim import Part, above
 from sinkscope.report.claims.estimates import Estimate, bootstrap, positive_jackknife
 from sinkscope.report.claims.evidence import Evidence, Lacks

@@ -15,7 +15,7 @@ from matplotlib.colors import Normalize
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from sinkscope.measuring.gradient_summary import pathway_norms
+from sinkscope.measuring.summary import pathway_norms
 from sinkscope.report.figures.axes import curve, finite, value_axis, whole_numbers
 from sinkscope.report.figures.labels import title
 from sinkscope.report.figures.spec import declare

@@ -12,7 +12,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from sinkscope.measuring.gradient_summary import compress_fits, fit_points
+from sinkscope.measuring.summary import compress_fits, fit_points
 from sinkscope.report.figures.axes import finite, has_values, log_ticks, say, value_axis, widen, with_decades
 from sinkscope.report.figures.labels import title
 from sinkscope.report.figures.spec import declare

@@ -11,9 +11,8 @@ from matplotlib.lines import Line2D
 from matplotlib.typing import HashableList
 
 from sinkscope.errors import counted
-from sinkscope.quantization.attention import KEYS, SCORES, SOFTMAX, VALUES
 from sinkscope.quantization.settings import ALL_LAYERS, ALONE, FULL
-from sinkscope.quantization.sites import INPUT, NO_LAYER, OUTPUT, SUM, WEIGHT
+from sinkscope.quantization.sites import INPUT, KEYS, NO_LAYER, OUTPUT, SCORES, SOFTMAX, SUM, VALUES, WEIGHT
 from sinkscope.report.figures.axes import drawn, name_rows, wide_x_axis
 from sinkscope.report.figures.labels import escape, shorten, title, wrapped
 from sinkscope.report.figures.spec import declare

@@ -8,6 +8,7 @@ a logit of 0 in every row: no other start lowers every query's logit without loo
 scratch and starts at N(0, .02²): `deviation=0.02`.
 """
 
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 import torch
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import AttentionCall, upcast, without_autocast
 from sinkscope.models.family import Family
-from sinkscope.retrofits.retrofit import DenominatorPart, Layer, Retrofit
+from sinkscope.retrofits.retrofit import AttentionPart, DenominatorPart, Layer, PlacedHook, Retrofit
 
 Value = Literal["zero", "learned", "axis", "uniform"]
 
@@ -96,3 +97,72 @@ class KeyBiases(Retrofit):
 
     def part(self, layer: Layer) -> KeyBias:
         return KeyBias(layer, self)
+
+
+class ValueBias(AttentionPart):
+    """`bias` (H,d), or (1,d) shared by the heads."""
+
+    def __init__(self, layer: Layer, shared: bool, deviation: float) -> None:
+        super().__init__()
+        self.heads = layer.heads
+        self.bias = layer.empty(1 if shared else layer.heads, layer.head_dim)
+        if deviation:
+            self.draw_start(layer, deviation)
+
+    def attach(self, layer: Layer, model: PreTrainedModel, family: Family) -> None:
+        PlacedHook(layer.output, _added, before=True).watch(layer.attention)
+
+    def forward(self, mix: torch.Tensor) -> torch.Tensor:
+        """Every head's mix (B,T,H·d) with its bias."""
+        return mix + self.bias.expand(self.heads, -1).flatten().to(mix.dtype)
+
+
+def _added(part: nn.Module, args: tuple, output: None) -> tuple:
+    return (part(args[0]), *args[1:])
+
+
+class ValueBiases(Retrofit):
+    name: ClassVar[str] = "value-bias"
+    about: ClassVar[str] = "a learned vector added to each head's output (shared by heads; deviation of the start)"
+    paper: ClassVar[str] = "WSE §7"
+
+    shared: bool = False
+    deviation: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+
+    def part(self, layer: Layer) -> ValueBias:
+        return ValueBias(layer, self.shared, self.deviation)
+
+
+class SinkLogit(DenominatorPart):
+    """`logit` (H,): one for each query head."""
+
+    called: ClassVar[str] = "learned sink logits"
+
+    def __init__(self, layer: Layer, first: float) -> None:
+        super().__init__(layer)
+        self.first = first
+        self.logit = layer.empty(layer.heads)
+
+    def start(self) -> Mapping[str, torch.Tensor]:
+        return {"logit": torch.full_like(self.logit, self.first)}
+
+    def forward(self, query: torch.Tensor, call: AttentionCall) -> torch.Tensor:
+        return self.logit[:, None].expand(query.shape[:3])
+
+
+class LearnableSink(Retrofit):
+    name: ClassVar[str] = "learnable-sink"
+    about: ClassVar[str] = (
+        "a learned logit per head in the softmax's denominator, with no value (first: where it starts)"
+    )
+    paper: ClassVar[str] = "S2M §1, gpt-oss"
+
+    first: float = Field(default=-5.0, allow_inf_nan=False)
+
+    def inapplicable(self, model: PreTrainedModel, family: Family) -> str | None:
+        if any(hasattr(attention, "sinks") for attention in family.attentions(model).values()):
+            return "it has learnable sinks of its own"
+        return super().inapplicable(model, family)
+
+    def part(self, layer: Layer) -> SinkLogit:
+        return SinkLogit(layer, self.first)
