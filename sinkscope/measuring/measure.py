@@ -1,4 +1,4 @@
-"""Every table of a run: one pass over the batches, then a closer look at the first sequence."""
+"""Measures all tables of a run: one pass over the batches, then the follow-ups on the first sequence."""
 
 import math
 from collections import defaultdict
@@ -28,13 +28,13 @@ from sinkscope.retrofits.retrofit import registers_before
 
 @dataclass
 class Facts:
-    """What only the pass itself knows."""
+    """Facts for the manifest that only the pass itself can tell."""
 
     batch_size: int = 0
-    scaling: tuple[float, ...] = ()  # of the logits, by layer
-    outside: dict[str, list[int]] = field(default_factory=dict)  # what is attended to besides the text → its layers
+    scaling: tuple[float, ...] = ()  # scale of the logits, by layer
+    outside: dict[str, list[int]] = field(default_factory=dict)  # attention targets other than text → their layers
     loss: float | None = None  # cross-entropy per predicted token, if there was a backward pass
-    parity: float | None = None  # largest relative difference from the bare model; None: not looked at
+    parity: float | None = None  # largest relative difference from the bare model; None: not compared
     notices: tuple[str, ...] = ()
     not_measured: dict[str, str] = field(default_factory=dict)  # observable that does not apply → the reason
 
@@ -42,18 +42,12 @@ class Facts:
 def make_manifest(
     subject: Subject, config: RunConfig, facts: Facts, tables: list[str], start: float, command: str = "analyze"
 ) -> dict[str, Any]:
-    """The whole manifest of one run."""
-    return manifest.make_manifest(
-        command, config.model_dump(mode="json"), start, tables, **_described(subject, config, facts)
-    )
-
-
-def _described(subject: Subject, config: RunConfig, facts: Facts) -> dict[str, Any]:
+    """Return the manifest of a run (run.json): the common head, and the facts about model and input."""
     loaded, family, inputs = subject.loaded, subject.family, subject.inputs
     parameters = next(loaded.model.parameters())
     text = loaded.model.config.get_text_config()
     path, tower = text_tower(loaded.model)
-    return {
+    described = {
         "condition": inputs.condition,
         "model": {
             **loaded.origin,
@@ -62,7 +56,7 @@ def _described(subject: Subject, config: RunConfig, facts: Facts) -> dict[str, A
             "text_tower": {"path": path, "architecture": type(tower).__name__} if path else None,
             "parameters": sum(p.numel() for p in loaded.model.parameters()),
             "registers": registers_before(loaded.model),  # tokens before the text
-            "operations": operations_of(loaded.model),  # of attention, beside softmax
+            "operations": operations_of(loaded.model),  # of attention, other than softmax
             "layer_types": getattr(text, "layer_types", None),
             "sliding_window": getattr(text, "sliding_window", None),
         },
@@ -74,10 +68,10 @@ def _described(subject: Subject, config: RunConfig, facts: Facts) -> dict[str, A
             "door": family.door,
             "gated": family.gated,
             "causal": family.causal,
-            "prefix": family.prefix,  # tokens at the beginning that all others see
+            "prefix": family.prefix,  # tokens at the beginning that all tokens see
             "copies": family.copies and family.copies.count,  # of the residual stream, whose mean is measured
             "unknown": [at for at, block in enumerate(family.blocks) if block.wiring == "unknown"] or None,  # layers
-            "kinds": [block.kind for block in family.blocks] or None,  # of every layer, where they are not all alike
+            "kinds": [block.kind for block in family.blocks] or None,  # of every layer, if they differ
         },
         "outside": facts.outside,
         "absent": family.absent_sites(),
@@ -102,10 +96,11 @@ def _described(subject: Subject, config: RunConfig, facts: Facts) -> dict[str, A
         },
         "seed": config.seed,
     }
+    return manifest.make_manifest(command, config.model_dump(mode="json"), start, tables, **described)
 
 
 NOT_REPEATED = "the tokens of a sequence are not one and the same (--input repeated --bos never)"
-BACKWARD_COSTS = 4  # times the memory of a forward pass, about: logits and every layer's activations stay
+BACKWARD_COSTS = 4  # approximate memory in forward passes: logits and every layer's activations are kept
 
 
 def measure(
@@ -114,11 +109,11 @@ def measure(
     """Measure a model on its inputs.
 
     Returns:
-        The run's tables by name, and what else the manifest says of the pass.
+        The run's tables by name, and facts about the pass for the manifest.
 
     Raises:
-        InputError: an observable that was named does not apply to this model.
-        SinkscopeError: the model gives no finite numbers, or memory ran out.
+        InputError: A named observable does not apply to this model.
+        SinkscopeError: The model gives NaN or infinite numbers, or memory ran out.
     """
     loaded, family, inputs = subject.loaded, subject.family, subject.inputs
     chosen = choose(subject, config)
@@ -141,12 +136,12 @@ def measure(
 
 
 def _scaling(seam: Seam | None) -> float:
-    """Of a layer's logits; NaN where it has none."""
+    """Return the scale of a layer's logits, NaN if it has none."""
     return math.nan if seam is None or seam.call is None else seam.call.scaling
 
 
 def _outside(tracer: Tracer) -> dict[str, list[int]]:
-    """What a model attends to besides the text → the layers that do."""
+    """Map what a model attends to other than the text (sink logits, biases, registers) to the layers that do."""
     found: dict[str, list[int]] = defaultdict(list)
     for layer, attention in tracer.family.attentions(tracer.model).items():
         term, call = denominator_of(attention), tracer.seams[layer].call
@@ -160,14 +155,17 @@ def _outside(tracer: Tracer) -> dict[str, list[int]]:
 
 
 def settings_of(subject: Subject, config: RunConfig, positions: int = 0) -> Settings:
-    """The run's settings, for at least so many positions; sequences from a file may be shorter than --seq-len."""
+    """Return the run's settings for at least `positions` positions, limited to the longest sequence.
+
+    Sequences from a file may be shorter than --seq-len.
+    """
     longest = subject.inputs.longest
     fitted = {"positions": min(max(config.positions, positions), longest), "window": min(config.window, longest)}
     return config.model_copy(update=fitted)
 
 
 def prepared(names: Iterable[str], settings: Settings, subject: Subject) -> list[Observable]:
-    """New observables for one pass."""
+    """Create the observables of one pass."""
     observables = [OBSERVABLES[name](settings) for name in names]
     for observable in observables:
         observable.prepare(subject.loaded.model, subject.family, subject.inputs.num_predicted)
@@ -180,11 +178,11 @@ def tables_of(observables: list[Observable]) -> dict[str, pd.DataFrame]:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Names of the observables of a run."""
+    """The names of a run's observables."""
 
     first: tuple[str, ...]  # of the pass over all batches
-    follow_ups: tuple[str, ...]  # of the closer look at the first sequence
-    left_out: dict[str, str]  # those that one would expect and that do not apply, with the reason
+    follow_ups: tuple[str, ...]  # of the second look at the first sequence
+    left_out: dict[str, str]  # expected observables that do not apply → the reason
 
     @property
     def backward(self) -> bool:
@@ -192,15 +190,15 @@ class Chosen:
 
     @property
     def costs(self) -> int:
-        """Memory of the pass, in forward passes."""
+        """Memory of the pass in units of a forward pass."""
         return BACKWARD_COSTS if self.backward else 1
 
 
 def choose(subject: Subject, config: RunConfig) -> Chosen:
-    """The observables that were named, else all that apply, and the follow-ups of those.
+    """Choose the named observables, or all that apply, and their follow-ups.
 
     Raises:
-        InputError: one that was named does not apply to this model.
+        InputError: A named observable does not apply to this model.
     """
     named = config.observables or tuple(name for name, kind in OBSERVABLES.items() if kind.by_default)
     wanted = dict.fromkeys(needed for name in named for needed in (*OBSERVABLES[name].after, name))
@@ -233,7 +231,7 @@ def _first_pass(
     check: ParityCheck,
     console: Console | None,
 ) -> Pass[Observable]:
-    """Every batch through the tracer: forward, and backward where an observable asks for it."""
+    """Run every batch through the tracer: forward, and backward if an observable needs gradients."""
     predicted = subject.inputs.num_predicted
 
     def fresh() -> list[Observable]:
@@ -244,5 +242,5 @@ def _first_pass(
     facts.batch_size, facts.parity = done.batch_size, check.error
     facts.loss = done.loss / predicted if chosen.backward else None
     if facts.loss is not None and not math.isfinite(facts.loss):
-        raise SinkscopeError(f"the loss is {facts.loss}: gradients of this model on this input mean nothing")
+        raise SinkscopeError(f"the loss is {facts.loss}: gradients of this model on this input are meaningless")
     return done

@@ -1,6 +1,6 @@
-"""From static ranges to the sites whose quantization costs most: the tables of `quantize`.
+"""The tables of `quantize`: what quantization costs, and which sites cost most.
 
-Settings of the whole model are measured on all sequences, the search for the costly sites on the first PROBED.
+Settings of the whole model are measured on all sequences, the search for costly sites on the first PROBED ones.
 """
 
 import math
@@ -36,10 +36,10 @@ from sinkscope.text.inputs import TokenInputs
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured of one setting."""
+    """The measurements of one setting."""
 
     loss: float  # per predicted token, in nats
-    max_inf_norm: float = math.nan  # the largest over sites and layers
+    max_inf_norm: float = math.nan  # largest over sites and layers
     kurtosis: float = math.nan  # mean over sites and layers
 
     @property
@@ -49,7 +49,7 @@ class Measured:
 
 @dataclass
 class Bench:
-    """A model and its inputs, to be measured with any sites quantized, always under the same interventions."""
+    """Measures a model with any sites quantized, always under the same interventions."""
 
     subject: Subject
     precision: Precision
@@ -57,7 +57,7 @@ class Bench:
     batch_size: int | Literal["auto"] = "auto"
     interventions: tuple[Intervention, ...] = ()
     console: Console | None = None
-    parity: ParityCheck | None = None  # of passes in full precision
+    parity: ParityCheck | None = None  # for passes in full precision
     scheme: str = LINEAR_SCHEME
     used_batch_size: int = field(default=0, init=False)
 
@@ -72,7 +72,7 @@ class Bench:
             return measured_roundings(tracer, calibration.sequences, ranges, self.precision)
 
     def measure(self, ranges: Mapping[Site, Range], inputs: TokenInputs, outliers: bool = False) -> Measured:
-        """Measure the model with these sites quantized; with `outliers` infinity norm and kurtosis, too."""
+        """Measure the loss with these sites quantized; with `outliers` also infinity norm and kurtosis."""
 
         def fresh() -> list[Observable]:
             compared = self.parity.fresh() if self.parity and not ranges else []
@@ -83,10 +83,10 @@ class Bench:
         return Measured(done.loss / inputs.num_predicted, **_outliers(done.observables))
 
     def measure_each(self, settings: Sequence[Mapping[Site, Range]], inputs: TokenInputs) -> list[Measured]:
-        """As `measure` of every setting, each begun at the first layer that it quantizes a site of.
+        """Measure every setting, starting at the first layer of which it quantizes a site.
 
-        Whether the model can begin at a layer is tried on the first sequences, at the last of these layers: the loss
-        has to be bit for bit that of a whole pass.
+        This shortcut is first tried on a few sequences at the last of these layers: if the loss is not bit for bit that
+        of a whole pass, whole passes are used.
         """
         layers = [min(site.layer for site in ranges) for ranges in settings]
         order = sorted(range(len(settings)), key=lambda place: layers[place])
@@ -110,7 +110,7 @@ class Bench:
     def _pass(self, inputs: TokenInputs, fresh: Callable[[], list[Observable]], step: Step) -> Pass[Observable]:
         size = self.used_batch_size or self.batch_size
         done = pass_over(self.subject.loaded.model, inputs, fresh, step, size, console=self.console)
-        self.used_batch_size = self.used_batch_size or done.batch_size  # what fitted once fits again
+        self.used_batch_size = self.used_batch_size or done.batch_size  # a size that fitted is used again
         return done
 
     @contextmanager
@@ -143,19 +143,19 @@ def w8a8(
     batch_size: int | Literal["auto"] = "auto",
     interventions: Iterable[Intervention] = (),
 ) -> dict[str, float]:
-    """What quantizing every linear layer but the LM head costs on the subject's input.
+    """Measure the cost of quantizing every linear layer except the LM head, on the subject's input.
 
-    In a retrofitted model the same layers are quantized. What a retrofit has added (gates, λ, logits, keys, registers)
-    stays in full precision. The value projection's output is quantized before a gate on values, the output projection's
-    input after a gate on heads' outputs.
+    The same layers are quantized in a retrofitted model. The parameters of a retrofit (gates, λ, logits, keys,
+    registers) stay in full precision. The value projection's output is quantized before a gate on values, the output
+    projection's input after a gate on heads' outputs.
 
     Args:
-        calibration: other sequences, from which the static ranges come.
-        precision: None: 8 bits, one grid a tensor.
-        interventions: on the model throughout, calibration included.
+        calibration: Other sequences, on which the static ranges are measured.
+        precision: Bits and grids; None means 8 bits and one grid per tensor.
+        interventions: Interventions during calibration and measurement.
 
     Returns:
-        loss, perplexity, max_inf_norm and kurtosis in full precision, and the same quantized: loss_quantized, ….
+        loss, perplexity, max_inf_norm and kurtosis in full precision, and the same names with `_quantized`.
     """
     bench = Bench(subject, precision or Precision(), kernel, batch_size, tuple(interventions))
     arms: dict[str, dict[Site, Range]] = {"": {}, "_quantized": bench.ranges(calibration)}
@@ -180,9 +180,9 @@ QUANTIZATION_TABLES: dict[str, Columns] = {
         Column("setting", "what is quantized: quantization/settings.py", kind="text"),
         LINEAR,
         PART,
-        Column("quantized", "how many sites are quantized", kind="whole"),
-        Column("kept", "sites in full precision, where they were searched for", kind="text"),
-        Column("sequences", "how many sequences it was measured on", kind="whole"),
+        Column("quantized", "number of quantized sites", kind="whole"),
+        Column("kept", "sites in full precision, if they were searched for", kind="text"),
+        Column("sequences", "number of sequences measured", kind="whole"),
         Column("loss", "mean cross-entropy", "nats per token"),
         Column("perplexity", "exp(loss)"),
         Column("cost", "loss above that of full precision on the same sequences", "nats per token"),
@@ -197,9 +197,9 @@ QUANTIZATION_TABLES: dict[str, Columns] = {
         Column("high", "largest entry"),
         Column("median_abs", "median of a sequence's absolute entries, or of 64 rows of attention, mean over these"),
         Column("max_abs", "largest absolute entry"),
-        Column("is_massive", "whether a sequence has a massive activation here; only of hidden states", kind="truth"),
-        Column("step", "of the grid; of several, one a channel or a token, the mean"),
-        Column("zeroed", "share of the entries other than 0 that the grid makes 0"),
+        Column("is_massive", "whether a sequence has a massive activation here; hidden states only", kind="truth"),
+        Column("step", "step of the grid; the mean if there is one grid per channel or token"),
+        Column("zeroed", "share of the nonzero entries that the grid rounds to 0"),
         Column("sqnr", "signal to quantization noise, 10 log₁₀ Σx² ÷ Σ(x-x̂)²", "dB"),
     ),
 }
@@ -207,7 +207,7 @@ QUANTIZATION_TABLES: dict[str, Columns] = {
 
 @dataclass
 class Study:
-    """Measures setting after setting; each is a row of the table `quantization`."""
+    """Measures the settings of `quantize`, each of which is a row of the table `quantization`."""
 
     inputs: TokenInputs
     bench: Bench
@@ -241,7 +241,7 @@ class Study:
             self._note(settings.ALL, self.ranges, self.probes)
 
     def _costly_kinds(self) -> list[str]:
-        """Quantize each kind of site alone, and all but each costly kind. Returns the costly ones, costliest first."""
+        """Quantize each kind of site alone, and all except each costly kind. Returns costly kinds, costliest first."""
         costs: dict[str, float] = {}
         for role in dict.fromkeys(site.role for site in self.ranges):
             alone = {site: known for site, known in self.ranges.items() if site.role == role}
@@ -253,7 +253,7 @@ class Study:
         return costly
 
     def _costliest_sites(self, costly: list[str]) -> list[Site]:
-        """Quantize single layers of the costliest kinds. Returns the sites that have a cost, costliest first."""
+        """Quantize single layers of the costliest kinds. Returns the sites with a positive cost, costliest first."""
         costs: dict[Site, float] = {}
         for role in costly[: settings.BY_LAYER]:
             sites = [site for site in self.ranges if site.role == role]
@@ -265,9 +265,7 @@ class Study:
         return sorted((site for site in costs if costs[site] > 0), key=lambda site: -costs[site])
 
     def _keep_costliest(self, costliest: list[Site]) -> None:
-        """Keep one, two, four … of them in full precision until nearly all of the cost is gone, then measure the last
-        choice on all sequences.
-        """
+        """Keep 1, 2, 4, … sites in full precision until little of the cost remains; measure that choice on all text."""
         whole = self._row(settings.ALL, self.probes)["cost"]
         if not costliest or whole < settings.COSTLY:
             return
@@ -286,7 +284,7 @@ class Study:
     def _without(self, kept: Set[Site]) -> dict[Site, Range]:
         return {site: known for site, known in self.ranges.items() if site not in kept}
 
-    # --- how it is written down
+    # --- how it is recorded
 
     def _note(
         self,
@@ -297,7 +295,7 @@ class Study:
         kept: Iterable[Site] = (),
         outliers: bool = False,
     ) -> float:
-        """Measure one setting, as a row. Returns its cost: the loss above full precision's on the same sequences."""
+        """Measure and record one setting. Returns its cost: the loss minus that of full precision on the same text."""
         inputs = inputs or self.inputs
         measured = self.bench.measure(ranges, inputs, outliers)
         return self._write(setting, measured, len(ranges), inputs, site, kept=kept)
@@ -312,7 +310,7 @@ class Study:
         layer: int = settings.ALL_LAYERS,
         kept: Iterable[Site] = (),
     ) -> float:
-        """The row of a setting. Returns its cost."""
+        """Add the row of a setting. Returns its cost."""
         cost = 0.0 if setting == settings.FULL else measured.loss - self._row(settings.FULL, inputs)["loss"]
         self.rows.append(
             {

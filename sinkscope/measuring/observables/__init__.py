@@ -1,4 +1,4 @@
-"""What is measured, one phenomenon a file. A new one is a file here, and a line below."""
+"""Observables: what a run measures. To add one, write its class in this folder and register it below."""
 
 from collections.abc import Iterable
 
@@ -15,7 +15,7 @@ from sinkscope.measuring.observables.observable import Observable
 from sinkscope.measuring.observables.outlier import Outlier
 from sinkscope.measuring.observables.query_bias import Epe, LogitTerms, QueryBias
 
-# in the order of `sinkscope list` and of the tables
+# the order of `sinkscope list` and of the tables
 OBSERVABLES: dict[str, type[Observable]] = {
     observable.name: observable
     for observable in (
@@ -39,10 +39,10 @@ OBSERVABLES: dict[str, type[Observable]] = {
 
 
 def check_names(names: Iterable[str] | None) -> None:
-    """Refuse observables that do not exist.
+    """Check that all observables exist.
 
     Raises:
-        InputError: a name is unknown.
+        InputError: A name is unknown.
     """
     for name in names or ():
         if name not in OBSERVABLES:

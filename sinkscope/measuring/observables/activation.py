@@ -1,4 +1,4 @@
-"""Token-wise norms at each site of the residual stream, and of the value states (GS §2)."""
+"""Norms of tokens at each site of the residual stream, and of the value states (GS §2)."""
 
 from typing import ClassVar
 
@@ -24,13 +24,15 @@ from sinkscope.text.batch import Batch
 SITES = ("layer_in", "attn_out", "mid", "mlp_out", "layer_out")
 SITE_OR_VALUE = Column(
     "site",
-    f"{SITE.about}, where a model keeps copies of its residual stream their mean; or value: that of all heads",
+    f"{SITE.about}, the mean if a model keeps copies of its residual stream; or value: that of all heads",
     kind="text",
 )
 
 
 class Activation(Observable):
-    """Tables `activation`, mean and maximum over sequences of each position's L2 norm, and `activation_by_sequence`."""
+    """Measures L2 norms by position: tables `activation` (mean and maximum over sequences) and
+    `activation_by_sequence`.
+    """
 
     name = "activation"
     about = "L2 norm of the residual stream, branch outputs and value states by position"
@@ -98,15 +100,15 @@ class Activation(Observable):
 
 
 def token_norms(x: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """(B,T,D) → (B,T), in float32 or better."""
+    """Return the L2 norm of each token, (B,T,D) → (B,T), in float32 or better."""
     return torch.linalg.vector_norm(upcast(x), dim=-1)
 
 
 def token_peaks(x: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """(B,T,D) → (B,T): each token's largest absolute entry, in float32 or better."""
+    """Return each token's largest absolute entry, (B,T,D) → (B,T), in float32 or better."""
     return upcast(torch.maximum(x.amax(-1), -x.amin(-1)))  # faster than a copy of all absolute entries
 
 
 def value_norms(value: torch.Tensor) -> torch.Tensor:
-    """(B,K,T,d) → (B,T): the norm of all heads' value states together."""
+    """Return the norm of all heads' value states together, (B,K,T,d) → (B,T)."""
     return torch.linalg.vector_norm(upcast(value), dim=(1, 3))

@@ -1,11 +1,10 @@
-"""The query bias as the cause of a sink: Δ, γ and the keys of the positions alone (NU §3.2 and §4).
+"""The query bias as the cause of a sink (NU §3.2 and §4): three observables.
 
-A query is W_q x + b_Q, so that each logit holds a term of the key's token alone, Δ_j = b_Qᵀ W_k x_j: it raises token j
-for all queries alike. γ = W_kᵀ b_Q says which coordinates of x_j it reads, and EPE_i (positions.py) what a learned
-position adds to them.
-
-Computed from the projections alone: without the key's bias, before any rotation and without the logits' 1/√d. With
-rotary positions Δ is therefore the un-rotated product, which is part of the logits at distance 0 only.
+A query is W_q x + b_Q, so each logit has a term that depends only on the key's token, Δ_j = b_Qᵀ W_k x_j: it raises
+token j equally for all queries. γ = W_kᵀ b_Q gives the coordinates of x_j that it reads, and EPE_i (positions.py) what
+a learned position adds to them. Δ is computed from the projections: without the key's bias, before any rotation and
+without the logits' 1/√d. With rotary positions Δ is therefore the product before rotation, which is part of the logits
+only at distance 0.
 """
 
 import re
@@ -39,13 +38,14 @@ from sinkscope.text.batch import Batch
 
 ALL_HEADS = -1
 NO_QUERY_BIAS = "its queries have no bias"
-BINS = 60  # of Δ's histogram, a layer
-# q_norm, q_layernorm, query_layernorm, k_norm, qk_norm, …: in front of the logits, unlike a norm of the heads' mix
+BINS = 60  # bins of Δ's histogram in each layer
+# q_norm, q_layernorm, query_layernorm, k_norm, qk_norm, …: norms before the logits, unlike a norm of the heads' mix
 QUERY_OR_KEY_NORM = re.compile(r"(^|[._])(q|k|qk|query|key)_\w*(norm|ln)\w*$")
 
 
 class QueryBias(Observable):
-    """Tables `query_bias` (also by sequence), `gamma` and `delta_distribution`, of layers whose queries have a bias.
+    """Measures Δ and γ in layers whose queries have a bias: tables `query_bias`, `query_bias_by_sequence`, `gamma` and
+    `delta_distribution`.
 
     Head -1 is all heads together: the sum of their Δ, and the alignment of their concatenated vectors.
     """
@@ -86,7 +86,7 @@ class QueryBias(Observable):
         self.directions: dict[int, torch.Tensor] = {}  # u (H,D), Δ_j^h = u_h · x_j
         self.moments: dict[int, Moments] = {}
         self.by_sequence = BySequence()
-        self.deltas: Lists[int, torch.Tensor] = Lists(list)  # of all heads together, (B,P); NaN past a sequence's end
+        self.deltas: Lists[int, torch.Tensor] = Lists(list)  # all heads together, (B,P); NaN past a sequence's end
 
     @classmethod
     def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
@@ -103,7 +103,7 @@ class QueryBias(Observable):
         norm = next((path for path, _ in attentions[0].named_modules() if QUERY_OR_KEY_NORM.search(path)), None)
         if norm is not None:
             return f"a norm ({norm}) stands between the projection of queries or keys and the logits"
-        modules += [attention.get_submodule(path) for attention in attentions for path in family.qkv[1:2]]  # of keys
+        modules += [attention.get_submodule(path) for attention in attentions for path in family.qkv[1:2]]  # keys
         try:
             for module in modules:
                 check_plain(module)
@@ -190,14 +190,14 @@ class QueryBias(Observable):
 
 
 def read_by_attention(family: Family) -> str:
-    """The site that attention projects its queries and keys from."""
+    """Return the site from which attention projects its queries and keys."""
     return "attn_norm" if "attn_norm" in family.sites else "layer_in"
 
 
 class Moments(Accumulator):
-    """Running mean and population variance over sequences, (P,…) for the positions P seen so far, in float64.
+    """Running mean and population variance over sequences, (P,…) for the positions seen so far, in float64.
 
-    Batches are merged by their deviations (Chan et al. 1979), so that a small variance beside a large mean is not lost.
+    Batches are merged by their deviations (Chan et al. 1979), so a small variance with a large mean is not lost.
     """
 
     def __init__(self) -> None:
@@ -208,7 +208,7 @@ class Moments(Accumulator):
         return self._squares / self.count
 
     def add(self, x: torch.Tensor, present: torch.Tensor) -> None:
-        """Add x (B,P,H); `present` (B,P) says which sequences have which position."""
+        """Add x (B,P,H); `present` (B,P) is True where a sequence has the position."""
         x, present = x.double(), present[..., None]
         count = present.sum(0)  # (P,1)
         mean = x.masked_fill(~present, 0.0).sum(0) / count
@@ -234,23 +234,25 @@ class Moments(Accumulator):
 
 
 def key_weight_and_query_bias(model: PreTrainedModel, family: Family, layer: int) -> tuple[torch.Tensor, Any]:
-    """W_k (K,d,D) and b_Q (H,d) of one layer, copied; None where it has no query bias."""
+    """Return copies of W_k (K,d,D) and b_Q (H,d) of one layer; b_Q is None if there is no query bias."""
     projected = projections(model, family, layer)
     bias = projected["query"].bias
     return projected["key"].weight.detach(), None if bias is None else bias.detach()
 
 
 def bias_directions(weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """u_h = W_k^{g(h)}ᵀ b_Q^h of every query head, (H,D) in float64: Δ_j^h = u_h · x_j, and Σ_h u_h is γ (NU §4.2.3).
+    """Return u_h = W_k^{g(h)}ᵀ b_Q^h of every query head, (H,D) in float64: Δ_j^h = u_h · x_j, Σ_h u_h = γ (NU §4.2.3).
 
-    W_k (K,d,D), b_Q (H,d); query head h reads the keys of head g(h) = h ÷ (H/K).
+    Args:
+        weight: W_k (K,d,D).
+        bias: b_Q (H,d); query head h reads the keys of head g(h) = h ÷ (H/K).
     """
     grouped = bias.double().view(len(weight), -1, bias.shape[-1])  # (K,H/K,d)
     return torch.einsum("kgd,kdc->kgc", grouped, weight.double()).flatten(0, 1)
 
 
 def key_alignment(vectors: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """cos(W_k x, b_Q) for vectors x (P,D): of all heads' vectors concatenated and of each query head, (P,1+H) float64.
+    """Return cos(W_k x, b_Q) for vectors x (P,D), of all heads concatenated and of each query head, (P,1+H) float64.
 
     A key head that serves several query heads is compared with each (NU §4.2.2, for the EPE).
     """
@@ -261,15 +263,20 @@ def key_alignment(vectors: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
     return torch.cat([together[:, None], torch.cosine_similarity(keys, bias[None], dim=-1, eps=0.0)], dim=1)
 
 
-GROUPS = 20  # of sequences, dealt by their number: as many as leave a jackknife of their mean
-WHOLE_RUN = -1
+GROUPS = 20  # groups of sequences (number modulo 20) for the jackknife of means
+WHOLE_RUN = -1  # the group of all sequences
 
 
 class Epe(Observable):
-    """Tables `epe_by_group` and `epe_rest_by_sequence`."""
+    """Tests what effective positional encodings explain: tables `epe_by_group` and `epe_rest_by_sequence`.
+
+    EPE_i = MLP⁽¹⁾(p_i) + p_i (positions.py). NU calls it the first-order effect of position i after the first layer
+    (§3.2.1), and takes W_k EPE_0 as the reason why the sink's key is aligned with the query bias (§4.2.2). The paper
+    leaves both checks open.
+    """
 
     name = "epe"
-    about = "cosine of EPE with the states behind the first layer, and of b_Q with what EPE_0 leaves of a key"
+    about = "cosine of EPE with the states after the first layer, and of b_Q with what EPE_0 leaves of a key"
     sites = ("layer_in", "layer_out")
     expected = False
     columns: ClassVar = {
@@ -310,7 +317,7 @@ class Epe(Observable):
             self._add_rest(layer, first, batch)
 
     def _add_states(self, states: torch.Tensor, batch: Batch) -> None:
-        """(B,P,D)"""
+        """Add the first layer's outputs (B,P,D) to the sums of their groups."""
         present = batch.present(states.shape[1])
         counted = torch.ones(states.shape[:2]) if present is None else present
         for index, state in enumerate(states.double()):
@@ -319,7 +326,7 @@ class Epe(Observable):
             self.counts.add(group, counted[index].float().cpu())
 
     def _add_rest(self, layer: int, first: torch.Tensor, batch: Batch) -> None:
-        """(B,D)"""
+        """Add the cosines of position 0's inputs (B,D)."""
         weight, bias = key_weight_and_query_bias(self.model, self.family, layer)
         if bias is None:
             return
@@ -346,12 +353,17 @@ class Epe(Observable):
 
 
 CONTENT, KEY_BIAS, DELTA, BIASES = "content", "key bias", "delta", "biases"
-CLOSE = 1e-2  # queries and keys are multiples of what is projected up to this relative difference (half precision)
+CLOSE = 1e-2  # relative tolerance for queries and keys as multiples of their projections (half precision)
 
 
 class LogitTerms(Observable):
-    """Table `logit_terms_by_sequence`: a row for each sequence and term of the layers whose queries and keys are what
-    is projected, and whose queries see all earlier tokens.
+    """Measures the four terms of logits with biases at position 0 and at other keys: table `logit_terms_by_sequence`.
+
+        s_{t→j} = (W_q x_t)ᵀ W_k x_j + (W_q x_t)ᵀ b_K + b_Qᵀ W_k x_j + b_Qᵀ b_K        (NU §4.1)
+
+    The terms' gaps between position 0 and other keys add up to `sink_logit_gap` (VGA §4.1), and Δ's part shows how much
+    of the sink is due to the query bias. Terms without x_j are the same for all keys. Only layers count whose queries
+    and keys are multiples of their projections, and whose queries see all earlier tokens.
     """
 
     name = "logit-terms"
@@ -374,7 +386,7 @@ class LogitTerms(Observable):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.by_sequence = BySequence()
-        self.input = torch.empty(0)  # (T,D), what attention projects of the batch's first sequence
+        self.input = torch.empty(0)  # (T,D), the input of the projections for the batch's first sequence
 
     @classmethod
     def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
@@ -418,7 +430,7 @@ class LogitTerms(Observable):
 
 
 def sees_all_earlier(read: AttentionRead, batch: Batch) -> bool:
-    """Whether logits are scaled products of queries and keys, and every query sees all tokens up to its own."""
+    """Return whether logits are scaled products of queries and keys, and every query sees all tokens up to its own."""
     if read.call.softcap is not None:
         return False
     expected = batch.attention_mask.cumsum(1).to(read.lse.device)
@@ -428,15 +440,15 @@ def sees_all_earlier(read: AttentionRead, batch: Batch) -> bool:
 
 
 def effective_bias(projection: Projection, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor | None:
-    """The bias's part of queries or keys, (heads,d): the bias times the factor that some models multiply them by.
+    """Return the bias's part of queries or keys, (heads,d): the bias times a factor that some models apply to them.
 
     Args:
-        projection: Of queries or keys.
-        x: (T,D), what it reads.
-        state: (heads,T,d), what attention is given.
+        projection: The projection of queries or keys.
+        x: (T,D), its input.
+        state: (heads,T,d), the queries or keys that attention reads.
 
     Returns:
-        None where that is no multiple of what is projected, as behind a rotation.
+        None if these are no multiple of the projection's output, for example after a rotation.
     """
     weight, bias = projection.weight.detach(), projection.bias
     bias = weight.new_zeros(weight.shape[:2]) if bias is None else bias.detach()
@@ -450,15 +462,14 @@ def effective_bias(projection: Projection, x: torch.Tensor, state: torch.Tensor)
 def terms(
     query: torch.Tensor, key: torch.Tensor, query_bias: torch.Tensor, key_bias: torch.Tensor
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """The four terms of q·k of every query from position 1 on, under the causal mask: at position 0, and the mean of
-    the query's other keys.
+    """Compute the four terms of q·k of every query from position 1 on, under the causal mask.
 
     Args:
         query, key: (B,H,T,d), without their biases.
         query_bias, key_bias: (1,H,1,d).
 
     Returns:
-        term → two tensors (B,H,T−1).
+        Term → two tensors (B,H,T−1): the term at position 0's key, and its mean over the query's other keys.
     """
     first = key[:, :, :1]
     count = torch.arange(1, key.shape[2], device=key.device, dtype=key.dtype)
@@ -476,7 +487,7 @@ def terms(
 
 
 def mean_over_later_queries(x: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """(B,H,T−1), of queries from position 1 on → (B,): mean over those that a sequence has, and over heads."""
+    """Average x (B,H,T−1), of queries from position 1 on, over heads and the queries that a sequence has: (B,)."""
     by_query = x.mean(1)
     present = batch.present(x.shape[-1] + 1)
     if present is None:
