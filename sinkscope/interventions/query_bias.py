@@ -1,4 +1,4 @@
-"""The query bias b_Q removed (NU intervention 1), and its control: b_Q changed as much in a random direction."""
+"""Edits of weights: the query bias b_Q removed (NU 1) or perturbed as its control, and columns of W_k zeroed (NU 5)."""
 
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from sinkscope.models.projections import Role
 
 
 class _QueryBias(Intervention):
-    """The query bias (H,d) edited at the chosen layers and query heads."""
+    """Edits the query bias (H,d) of the chosen layers and query heads."""
 
     expected: ClassVar[bool] = False  # only some models have query biases
 
@@ -33,7 +33,7 @@ class _QueryBias(Intervention):
 
     @abstractmethod
     def edited(self, bias: torch.Tensor, layer: int) -> torch.Tensor:
-        """(heads, d) → (heads, d)."""
+        """Return the new bias of some heads of a layer, (heads, d) → (heads, d)."""
 
     def begins_at(self, target: Target) -> int:
         return min(target.attending(self.layers))

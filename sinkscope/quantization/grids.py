@@ -1,12 +1,12 @@
-"""Uniform fake quantization: to a grid of 2^bits numbers and back (Bondarenko et al. 2023).
+"""Uniform fake quantization to grids of 2^bits numbers (Bondarenko et al. 2023), and the grids of sites.
 
     x̂ = step · clamp(round(x ÷ step), lowest, highest)        round: half to even
 
-The integers are counted from 0, so that 0 itself is on every grid and stays exact. A grid is one for the whole tensor,
-one for each of its rows (the last dimension: a token's features, or the inputs of an output channel), or one for each
-of its channels. This is the arithmetic of
-torch.fake_quantize_per_tensor_affine, which takes three times as long on a CPU and turns NaN into a number; the tests
-compare the two. torch's MinMaxObserver has the same ranges but clips the largest symmetric weight, at 127.5 steps.
+The integers are counted from 0, so 0 is on every grid and stays exact. There is one grid for the whole tensor, for each
+of its rows (the last dimension: a token's features, or the inputs of an output channel), or for each of its channels.
+This is the arithmetic of torch.fake_quantize_per_tensor_affine, which takes three times as long on a CPU and turns NaN
+into a number; the tests compare the two. torch's MinMaxObserver has the same ranges but clips the largest symmetric
+weight, at 127.5 steps.
 """
 
 import math
@@ -26,9 +26,9 @@ TINY = torch.finfo(torch.float32).tiny  # a smaller step has no reciprocal
 
 @dataclass(frozen=True)
 class Grid:
-    """step · k for the whole numbers k from `lowest` ≤ 0 to `highest` ≥ 0; with a step of 0 only the number 0.
+    """The numbers step · k for the integers k from `lowest` ≤ 0 to `highest` ≥ 0; only 0 if the step is 0.
 
-    Tensors in place of numbers hold many grids, and broadcast to what is snapped.
+    Tensors instead of numbers hold many grids, and broadcast to the input of `snap`.
     """
 
     step: float | torch.Tensor
@@ -36,44 +36,44 @@ class Grid:
     highest: int | torch.Tensor
 
     def of(self, x: torch.Tensor) -> "Grid":
-        """Itself: it is static, whatever is snapped."""
+        """Return the grid itself, because it is static."""
         return self
 
     def snap(self, x: torch.Tensor) -> torch.Tensor:
-        """x (any shape) → the nearest numbers of the grid, in x's dtype, computed in float32 or better.
+        """Round x (any shape) to the nearest numbers of the grid, in float32 or better; returns x's dtype.
 
-        Numbers beyond an end of the grid, infinities too, go to that end; NaN stays NaN.
+        Numbers beyond an end of the grid, including infinities, go to that end; NaN stays NaN.
         """
         divisor = self.step.where(self.step != 0, 1) if isinstance(self.step, torch.Tensor) else self.step or 1.0
-        ends: Any = (self.lowest, self.highest)  # torch has one signature for numbers, and one for tensors
+        ends: Any = (self.lowest, self.highest)  # torch has separate signatures for numbers and tensors
         wholes = (upcast(x) / divisor).round_().clamp_(*ends)
         return wholes.mul_(self.step).to(x.dtype)
 
 
 @dataclass(frozen=True)
 class RowGrids:
-    """For every row (…,D) of what is snapped a grid made for that row alone: dynamic, without calibration."""
+    """Dynamic grids without calibration, one for every row (…,D) of the input of `snap`."""
 
     bits: int
     is_symmetric: bool
 
     def of(self, x: torch.Tensor) -> Grid:
-        """The grids (…,1) of x (…,D)."""
+        """Return the grids (…,1) of x (…,D)."""
         low, high = upcast(x).aminmax(dim=-1, keepdim=True)
         if self.is_symmetric:
             return symmetric_grids(torch.maximum(-low, high), self.bits)
         return asymmetric_grids(low, high, self.bits)
 
     def snap(self, x: torch.Tensor) -> torch.Tensor:
-        """x (…,D) → each row on its own grid, in x's dtype. A row that holds NaN or infinity becomes NaN."""
+        """Round each row of x (…,D) to its own grid, in x's dtype. A row with NaN or infinity becomes NaN."""
         return self.of(x).snap(x)
 
 
 def symmetric_grid(largest: float, bits: int) -> Grid:
-    """The grid for -largest … largest, with 2^(bits-1) - 1 steps to either side.
+    """Return the grid for -largest … largest, with 2^(bits-1) - 1 steps to either side.
 
     Raises:
-        InputError: `largest` is negative or not finite, or there are no grids of so many bits.
+        InputError: `largest` is negative or not finite, or the number of bits is not supported.
     """
     check_bits(bits)
     if not (math.isfinite(largest) and largest >= 0):
@@ -83,10 +83,10 @@ def symmetric_grid(largest: float, bits: int) -> Grid:
 
 
 def asymmetric_grid(low: float, high: float, bits: int) -> Grid:
-    """The grid for low … high, widened to hold 0: 2^bits - 1 steps, of which -low ÷ step, rounded, lie below 0.
+    """Return the grid for low … high, widened to hold 0: 2^bits - 1 steps, of which round(-low ÷ step) are below 0.
 
     Raises:
-        InputError: low … high is no finite range, or there are no grids of so many bits.
+        InputError: low … high is no finite range, or the number of bits is not supported.
     """
     check_bits(bits)
     if not (math.isfinite(low) and math.isfinite(high) and low <= high):
@@ -99,14 +99,14 @@ def asymmetric_grid(low: float, high: float, bits: int) -> Grid:
 
 
 def symmetric_grids(largest: torch.Tensor, bits: int) -> Grid:
-    """As `symmetric_grid`, a grid for every entry of `largest` ≥ 0."""
+    """Return a `symmetric_grid` for every entry of `largest` ≥ 0."""
     check_bits(bits)
     most = 2 ** (bits - 1) - 1
     return Grid(_steps(largest, most), -most, most)
 
 
 def asymmetric_grids(low: torch.Tensor, high: torch.Tensor, bits: int) -> Grid:
-    """As `asymmetric_grid`, a grid for every entry of `low` and `high`."""
+    """Return an `asymmetric_grid` for every entry of `low` and `high`."""
     check_bits(bits)
     low, high = low.clamp_max(0), high.clamp_min(0)
     most = 2**bits - 1
@@ -116,7 +116,7 @@ def asymmetric_grids(low: torch.Tensor, high: torch.Tensor, bits: int) -> Grid:
 
 
 def quantize_symmetric(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """x (any shape) on one grid, made for its own largest entry: for weights."""
+    """Round x (any shape), such as a weight, to one grid for its own largest entry."""
     return symmetric_grid(float(x.abs().max()) if x.numel() else 0.0, bits).snap(x)
 
 
@@ -133,18 +133,18 @@ def _steps(widths: torch.Tensor, steps: int) -> torch.Tensor:
     return (widths / steps).clamp_min(TINY).where(widths > 0, widths)
 
 
-TENSOR, CHANNEL, TOKEN = "tensor", "channel", "token"  # what has a grid of its own
+TENSOR, CHANNEL, TOKEN = "tensor", "channel", "token"  # units with a grid of their own
 
 
 @dataclass(frozen=True)
 class Range:
-    """The entries of one site, over all calibration sequences."""
+    """The range of the entries of one site over all calibration sequences."""
 
     low: float
     high: float
-    median_abs: float  # of the magnitudes of a sequence, mean over sequences
-    is_massive: bool  # a sequence has a massive activation by Sun et al.'s rule; only of hidden states
-    channels: tuple[torch.Tensor, torch.Tensor] | None = None  # of keys and values: low and high (1,Hkv,1,D)
+    median_abs: float  # median of the magnitudes of a sequence, mean over sequences
+    is_massive: bool  # whether a sequence has a massive activation by Sun et al.'s rule; hidden states only
+    channels: tuple[torch.Tensor, torch.Tensor] | None = None  # low and high (1,Hkv,1,D) of keys and values
 
     @property
     def max_abs(self) -> float:
@@ -153,13 +153,13 @@ class Range:
 
 @dataclass(frozen=True)
 class Precision:
-    """In how many bits, and by which grids.
+    """Numbers of bits, and kinds of grids.
 
-    weights      symmetric; one grid a tensor, or one an output channel
-    activations  asymmetric; one static grid a tensor, or one a token, made for that token as it comes. Attention scores
-                 and softmax outputs always have a static grid: a row of scores is over all keys, padding included.
-    kv_cache     keys and values as attention reads them, asymmetric; one static grid for all, one static grid a channel
-                 of a key-value head, or one a token and head, made for it as it comes
+    weights      symmetric; one grid per tensor, or one per output channel
+    activations  asymmetric; one static grid per tensor, or one dynamic grid per token. Attention scores and softmax
+                 outputs always have a static grid, because a row of scores covers all keys including padding.
+    kv_cache     keys and values as attention reads them, asymmetric; one static grid, one static grid per channel of a
+                 key/value head, or one dynamic grid per token and head
     """
 
     weights: int = 8
@@ -167,7 +167,7 @@ class Precision:
     kv_cache: int = 8
     weights_per: PerWeight = "tensor"
     activations_per: PerActivation = "tensor"
-    kv_cache_per: PerCache | None = None  # None: it is not quantized
+    kv_cache_per: PerCache | None = None  # None: not quantized
 
     def __post_init__(self) -> None:
         for name, choices in (("weights", PerWeight), ("activations", PerActivation), ("kv_cache", PerCache)):
@@ -180,7 +180,7 @@ class Precision:
         return f"W{self.weights}A{self.activations}{cache}"
 
     def grid(self, site: Site, known: Range) -> Grid | RowGrids:
-        """The grid or grids of what a site holds."""
+        """Return the grid or grids of a site."""
         if site.part == WEIGHT:
             is_whole = self.weights_per == TENSOR
             return symmetric_grid(known.max_abs, self.weights) if is_whole else RowGrids(self.weights, True)
@@ -200,8 +200,8 @@ class Precision:
 
 @dataclass(frozen=True)
 class Rounding:
-    """What a site's grid does to what it holds."""
+    """The effect of a site's grid on its entries."""
 
-    zeroed: float  # share of the entries other than 0 that become 0
+    zeroed: float  # share of the nonzero entries that become 0
     sqnr: float  # signal to quantization noise, 10 log₁₀ Σx² ÷ Σ(x−x̂)², in dB; infinite without noise
-    step: float  # of the grid; of several grids the mean
+    step: float  # step of the grid; the mean of several grids

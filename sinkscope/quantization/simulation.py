@@ -1,4 +1,4 @@
-"""A model as it would run quantized: context managers around any use of it."""
+"""Simulated quantization of a model: context managers around any use of it."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -41,15 +41,15 @@ from sinkscope.quantization.sites import (
     chosen_sites,
 )
 
-# (part, all keys or values (B,Hkv,T,D), or rows of scores and weights (B,H,R,T)) → what takes their place
+# (part, all keys or values (B,Hkv,T,D), or rows of scores or weights (B,H,R,T)) → their replacement
 Change = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 def changed_attention(change: Change, chunk: int = ROW_CHUNK) -> Kernel:
-    """A kernel whose keys and values, scores, softcap included and without any mask, and attention weights go through
-    `change`.
+    """Return a kernel that passes keys, values, scores and attention weights through `change`, in row chunks.
 
-    A learned sink logit enters the softmax as it is.
+    Scores include the softcap, but no mask. A learned sink logit enters the softmax unchanged. No T × T matrix of more
+    than one row chunk is kept.
     """
 
     def kernel(
@@ -71,7 +71,7 @@ def changed_attention(change: Change, chunk: int = ROW_CHUNK) -> Kernel:
 
 @contextmanager
 def attending_with(seams: Mapping[int, Seam], changes: Mapping[int, Change]) -> Iterator[None]:
-    """These layers attend with `changed_attention` until the end of the block."""
+    """Use `changed_attention` in these layers until the end of the block."""
     before = {layer: seams[layer].kernel for layer in changes}
     try:
         for layer, change in changes.items():
@@ -98,17 +98,19 @@ def quantized(
     activations_per: PerActivation = "tensor",
     kv_cache_per: PerCache = "tensor",
 ) -> Iterator[None]:
-    """Until the end of the block the model computes with quantized weights and activations; then it is as it was.
+    """Quantize the weights and activations of a model until the end of the block, and then restore it.
 
-    Simulated: the numbers lie on the grids, the arithmetic is the model's own.
+    Quantization is simulated: the numbers are on the grids, the arithmetic is the model's own.
 
     Args:
-        ranges: from `calibrate_ranges`; keys and values are quantized if they are among them.
-        except_sites: stay in full precision; named as in `chosen_sites`.
-        weights_per, activations_per, kv_cache_per: what has a grid of its own; see `Precision`.
+        model: The model.
+        ranges: The result of `calibrate_ranges`; keys and values are quantized if they are in it.
+        except_sites: Sites that stay in full precision, named as in `chosen_sites`.
+        bits_weights, bits_activations, bits_kv_cache: Numbers of bits.
+        weights_per, activations_per, kv_cache_per: Units with a grid of their own; see `Precision`.
 
     Raises:
-        InputError: a site or a grid that does not exist, or bits out of range.
+        InputError: A site or a grid does not exist, or a number of bits is out of range.
     """
     check_called_itself(model)
     model = unwrapped(model)
@@ -127,7 +129,7 @@ def quantized(
 
 @contextmanager
 def quantized_sites(model: PreTrainedModel, ranges: Mapping[Site, Range], precision: Precision) -> Iterator[None]:
-    """These sites quantized, and no others. Those in attention are `quantized_attention`'s."""
+    """Quantize these sites, except those in attention (`quantized_attention`), until the end of the block."""
     grids: dict[str, dict[str, Grids]] = defaultdict(dict)
     for site, known in ranges.items():
         grids[site.path][site.part] = precision.grid(site, known)
@@ -145,7 +147,7 @@ def quantized_sites(model: PreTrainedModel, ranges: Mapping[Site, Range], precis
 def quantized_attention(
     seams: Mapping[int, Seam], ranges: Mapping[Site, Range], precision: Precision
 ) -> AbstractContextManager[None]:
-    """The keys, values, scores and softmax outputs among these sites quantized, in a model with its seams in."""
+    """Quantize the keys, values, scores and softmax outputs among these sites, in a model with its seams in place."""
     grids: dict[int, dict[str, Grids]] = defaultdict(dict)
     for site, known in ranges.items():
         if site.part in IN_ATTENTION:
@@ -158,7 +160,7 @@ def _snapped_part(grids: Mapping[str, Grids], part: str, x: torch.Tensor) -> tor
 
 
 def _snapped_sum(model: nn.Module, address: str, grid: Grids) -> AbstractContextManager[None]:
-    """A residual sum on a grid, for all that read it."""
+    """Quantize a residual sum for all modules that read it."""
     path, _, end = address.rpartition(".")
     module = model.get_submodule(path)
     return edited_output(module, lambda _, x: grid.snap(x)) if end == "output" else _snapped_in_place(module, grid)
@@ -166,7 +168,7 @@ def _snapped_sum(model: nn.Module, address: str, grid: Grids) -> AbstractContext
 
 @contextmanager
 def _snapped_in_place(module: nn.Module, grid: Grids) -> Iterator[None]:
-    """What the module reads is also what goes on past it, so that the tensor itself is changed."""
+    """Quantize the input of a module in place, because the residual stream continues with the same tensor."""
 
     def snap(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         x = first_argument(args, kwargs)
@@ -187,7 +189,7 @@ def _weight_edits(model: PreTrainedModel, grids: Mapping[str, Grids]) -> Iterato
 
 
 def _snapped(module: nn.Module, before: Grids | None, after: Grids | None) -> AbstractContextManager[None]:
-    """module(x) computes with x on one grid, and gives its output on another."""
+    """Quantize the input of a module, its output, or both."""
 
     def around(forward: Callable[..., torch.Tensor], x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         output = forward(x if before is None else before.snap(x), *args, **kwargs)

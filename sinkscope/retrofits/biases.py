@@ -1,12 +1,4 @@
-"""A learned key k* with a value v* of its own: one more key to attend to (WSE §7.2 and §7.3, tables 4, 5 and 13).
-
-    mix[t] = Σ_s a[t,s] v_s + a*[t] v*        a*[t] = exp(scaling · q_t·k* - lse[t])
-
-v* = 0 contributes nothing (the paper's K biases); a learned one makes KV biases; a fixed one of norm m costs something.
-The logit has the model's softcap if there is one. k* is not rotated, as it has no position. By itself it starts at 0,
-a logit of 0 in every row: no other start lowers every query's logit without looking at data. The paper trains from
-scratch and starts at N(0, .02²): `deviation=0.02`.
-"""
+"""Biases of attention: learned keys, value biases (WSE §7.2 and §7.3), and learnable sink logits (S2M §1, gpt-oss)."""
 
 from collections.abc import Mapping
 from typing import ClassVar, Literal
@@ -25,7 +17,7 @@ Value = Literal["zero", "learned", "axis", "uniform"]
 
 
 def bias_logits(query: torch.Tensor, key: torch.Tensor, scaling: float, softcap: float | None = None) -> torch.Tensor:
-    """scaling · q_t·k* of each head: query (B,H,T,d), key (H,d) → (B,H,T), float32 or better."""
+    """Return scaling · q_t·k* of each head: query (B,H,T,d), key (H,d) → (B,H,T), in float32 or better."""
     query = upcast(query)
     with without_autocast(query):
         logits = scaling * torch.einsum("bhtd,hd->bht", query, key.to(query.dtype))
@@ -33,15 +25,25 @@ def bias_logits(query: torch.Tensor, key: torch.Tensor, scaling: float, softcap:
 
 
 def fixed_value(kind: Value, norm: float, width: int) -> torch.Tensor:
-    """m·e₁ (axis) or m·1/√d (uniform) of table 5, (d,), float64."""
+    """Return m·e₁ (axis) or m·1/√d (uniform) of WSE table 5, (d,) in float64."""
     if kind == "axis":
         return F.one_hot(torch.tensor(0), width).double() * norm
     return torch.full((width,), norm / width**0.5, dtype=torch.float64)
 
 
 class KeyBias(DenominatorPart):
-    """`key` (H,n), or (1,n) shared by the heads: the first n ≤ d dimensions of k*. `value` (H,d) or (1,d) where it is
-    learned.
+    """A learned key k* with a value v* of its own: one more key to attend to (WSE tables 4, 5 and 13).
+
+        mix[t] = Σ_s a[t,s] v_s + a*[t] v*        a*[t] = exp(scaling · q_t·k* - lse[t])
+
+    v* = 0 contributes nothing (the paper's K biases), a learned v* makes KV biases, and a fixed one of norm m has a
+    cost. The logit has the model's softcap, if there is one. k* has no position, so it is not rotated. By default it
+    starts at 0, a logit of 0 in every row: no other start lowers every query's logit without looking at data. The paper
+    trains from scratch and starts at N(0, .02²): `deviation=0.02`.
+
+    Attributes:
+        key: (H,n), or (1,n) shared by the heads: the first n ≤ d dimensions of k*.
+        value: (H,d) or (1,d), if v* is learned.
     """
 
     called: ClassVar[str] = "key biases"
@@ -59,7 +61,7 @@ class KeyBias(DenominatorPart):
             self.draw_start(layer, chosen.deviation)
 
     def forward(self, query: torch.Tensor, call: AttentionCall) -> torch.Tensor:
-        # a call whose logits the model's own code has made does not say exactly how they were scaled
+        # if the model's own code has computed the logits, the call does not have their exact scale
         scaling = call.scaling if call.scores is None else self.scaling
         key = F.pad(self.key, (0, self.width - self.key.shape[1])).expand(self.heads, -1)
         return bias_logits(query, key, scaling, call.softcap)
@@ -79,7 +81,7 @@ class KeyBiases(Retrofit):
     paper: ClassVar[str] = "WSE §7"
 
     value: Value = "zero"
-    norm: float = Field(default=1.0, ge=0, allow_inf_nan=False)  # m, of a fixed value
+    norm: float = Field(default=1.0, ge=0, allow_inf_nan=False)  # m of a fixed value
     shared: bool = False
     dimensions: int | None = Field(default=None, ge=1)  # d_a; None: all
     deviation: float = Field(default=0.0, ge=0, allow_inf_nan=False)
@@ -100,7 +102,7 @@ class KeyBiases(Retrofit):
 
 
 class ValueBias(AttentionPart):
-    """`bias` (H,d), or (1,d) shared by the heads."""
+    """A learned vector added to every head's output (WSE table 4: V biases): `bias` (H,d), or (1,d) if shared."""
 
     def __init__(self, layer: Layer, shared: bool, deviation: float) -> None:
         super().__init__()
@@ -113,7 +115,7 @@ class ValueBias(AttentionPart):
         PlacedHook(layer.output, _added, before=True).watch(layer.attention)
 
     def forward(self, mix: torch.Tensor) -> torch.Tensor:
-        """Every head's mix (B,T,H·d) with its bias."""
+        """Add each head's bias to its mix, (B,T,H·d)."""
         return mix + self.bias.expand(self.heads, -1).flatten().to(mix.dtype)
 
 
@@ -134,7 +136,11 @@ class ValueBiases(Retrofit):
 
 
 class SinkLogit(DenominatorPart):
-    """`logit` (H,): one for each query head."""
+    """A learned logit b per query head in every row's softmax, without a value: `logit` (H,).
+
+    a[t,s] = exp(l[t,s]) / (exp(b) + Σ exp(l[t,·])). b = −∞ is the pretrained attention, but not trainable, because
+    ∂a/∂b falls with exp(b). The starting value is a compromise.
+    """
 
     called: ClassVar[str] = "learned sink logits"
 
