@@ -58,8 +58,8 @@ class Layout(threading.local):
             seen = self.mask[:, 0, -1, 0]  # whether the last token sees the first column
             if not bool((seen if seen.dtype == torch.bool else seen > MASKED).all()):
                 raise InputError(
-                    "where each sequence begins cannot be told from a mask of four dimensions: pass an attention_mask "
-                    "of two, and no static cache with a padded batch or a sliding window"
+                    "the start of each sequence is unknown with a four-dimensional mask: pass a two-dimensional "
+                    "attention_mask, and no static cache with a padded batch or a sliding window"
                 )
         return torch.zeros(1, dtype=torch.long, device=device)
 

@@ -253,7 +253,7 @@ class RescaleNorm(Intervention):
         if family.copies:
             return "its residual stream has several copies, of which the mean is known"
         if not any("attn_norm" in family.block(layer).sites for layer in range(len(target.layers))):
-            return "no norm stands in front of its branches, which would read another state"
+            return "it has no norm before its branches, so they would read a different state"
         return None
 
     def resolved(self, known: Known) -> Self:

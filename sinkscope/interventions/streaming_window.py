@@ -15,7 +15,7 @@ class StreamingWindow(Intervention):
     """
 
     name: ClassVar[str] = "streaming-window"
-    about: ClassVar[str] = "attend to the last tokens only, and the first that are kept (window, keep: lists); alone"
+    about: ClassVar[str] = "attend only to the last and the first tokens (window, keep: lists); not combinable"
     paper: ClassVar[str] = "S2M §1"
     measured_by: ClassVar[str] = "streaming"
 

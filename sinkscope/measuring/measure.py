@@ -9,12 +9,12 @@ from typing import Any
 import pandas as pd
 from rich.console import Console
 
-from sinkscope.attention.taps import Seam, denominator_of, operations_of
+from sinkscope.attention.taps import denominator_of, operations_of
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Observable, Settings
-from sinkscope.measuring.parity import ParityCheck, parity_check
-from sinkscope.measuring.passes import Pass, batches_of, pass_over
+from sinkscope.measuring.parity import parity_check
+from sinkscope.measuring.passes import batches_of, pass_over
 from sinkscope.measuring.processes import team
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.summary import summarize
@@ -116,28 +116,32 @@ def measure(
         SinkscopeError: The model gives NaN or infinite numbers, or memory ran out.
     """
     loaded, family, inputs = subject.loaded, subject.family, subject.inputs
-    chosen = choose(subject, config)
+    chosen, settings = choose(subject, config), settings_of(subject, config)
     facts = Facts(not_measured=chosen.left_out)
     check = parity_check(subject, config, chosen.costs)
+
+    def fresh() -> list[Observable]:
+        return [*prepared(chosen.first, settings, subject), *check.fresh()]
+
     with open_tracer(loaded.model, family, config.attn) as tracer:
-        done = _first_pass(tracer, subject, config, chosen, facts, check, console)
+        step = tracer.forward_backward if chosen.backward else tracer.forward
+        done = pass_over(tracer.model, inputs, fresh, step, config.batch_size, chosen.costs, console)
+        facts.batch_size, facts.parity = done.batch_size, check.error
+        facts.loss = done.loss / inputs.num_predicted if chosen.backward else None
+        if facts.loss is not None and not math.isfinite(facts.loss):
+            raise SinkscopeError(f"the loss is {facts.loss}: gradients of this model on this input are meaningless")
         facts.notices = tuple(notice for observable in done.observables for notice in observable.notices())
         raw = tables_of(done.observables) | done.loss_tables(inputs)
-        settings = settings_of(subject, config)
         follow_ups = [OBSERVABLES[name].aimed(settings, raw) for name in chosen.follow_ups]
         if follow_ups:
             tracer.forward(next(batches_of(inputs, 1)), follow_ups)
         raw |= tables_of(follow_ups)
         facts.outside = _outside(tracer)
-        facts.scaling = tuple(_scaling(tracer.seams.get(layer)) for layer in range(tracer.depth))
+        calls = {layer: seam.call for layer, seam in tracer.seams.items() if seam.call is not None}
+        facts.scaling = tuple(calls[at].scaling if at in calls else math.nan for at in range(tracer.depth))
     tables = publish(raw, loaded, inputs.condition)
     summary = summarize(tables, inputs, family, facts.scaling, facts.loss, facts.outside)
     return tables | publish({"summary": summary}, loaded, inputs.condition), facts
-
-
-def _scaling(seam: Seam | None) -> float:
-    """Return the scale of a layer's logits, NaN if it has none."""
-    return math.nan if seam is None or seam.call is None else seam.call.scaling
 
 
 def _outside(tracer: Tracer) -> dict[str, list[int]]:
@@ -220,27 +224,3 @@ def choose(subject: Subject, config: RunConfig) -> Chosen:
     )
     expected = {name: reason for name, reason in left_out.items() if OBSERVABLES[name].expected}
     return Chosen(first, follow_ups, expected)
-
-
-def _first_pass(
-    tracer: Tracer,
-    subject: Subject,
-    config: RunConfig,
-    chosen: Chosen,
-    facts: Facts,
-    check: ParityCheck,
-    console: Console | None,
-) -> Pass[Observable]:
-    """Run every batch through the tracer: forward, and backward if an observable needs gradients."""
-    predicted = subject.inputs.num_predicted
-
-    def fresh() -> list[Observable]:
-        return [*prepared(chosen.first, settings_of(subject, config), subject), *check.fresh()]
-
-    step = tracer.forward_backward if chosen.backward else tracer.forward
-    done = pass_over(tracer.model, subject.inputs, fresh, step, config.batch_size, chosen.costs, console)
-    facts.batch_size, facts.parity = done.batch_size, check.error
-    facts.loss = done.loss / predicted if chosen.backward else None
-    if facts.loss is not None and not math.isfinite(facts.loss):
-        raise SinkscopeError(f"the loss is {facts.loss}: gradients of this model on this input are meaningless")
-    return done

@@ -316,8 +316,8 @@ class Parity(Observable):
 
 def _mismatch(how: str, padded: str = "", advice: str = "") -> SinkscopeError:
     return SinkscopeError(
-        f"{padded}under the tracer this model computes something else than by itself ({how}), and numbers would be "
-        f"wrong; {advice}--skip-parity measures all the same"
+        f"{padded}under the tracer, this model computes something different from the bare model ({how}), so its "
+        f"numbers would be wrong; {advice}--skip-parity measures anyway"
     )
 
 
@@ -326,8 +326,8 @@ def check_attention(found: RoundOff) -> None:
     worst = found.other_attention
     if worst is not None:
         raise _mismatch(
-            f"layer {worst.layer} attends otherwise: on the same queries and keys by {worst.difference:.1e} of its "
-            f"values' norm, {worst.excess:.0f} times what round-off explains"
+            f"layer {worst.layer} computes a different attention: on the same queries and keys, it differs by "
+            f"{worst.difference:.1e} of its values' norm, {worst.excess:.0f} times what round-off explains"
         )
 
 
@@ -446,6 +446,6 @@ def check_beforehand(model: PreTrainedModel, family: Family, is_calibrated: bool
     error = largest_difference(seamed, bare, batch.attention_mask)
     if error > own.tolerance:
         raise SinkscopeError(
-            f"{what}, and under the tracer it computes something else than by itself (the last layer's output differs "
-            f"by {error:.1e} of its norm): what is changed or trained would be another model"
+            f"{what}, and under the tracer it computes something different from the bare model (the last layer's "
+            f"output differs by {error:.1e} of its norm): a change or training would apply to another model"
         )

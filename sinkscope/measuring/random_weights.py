@@ -80,7 +80,7 @@ def redrawn(model: PreTrainedModel, seed: int) -> PreTrainedModel:
         network = network.to(model.device).eval().requires_grad_(False)
     except Exception as error:
         if is_out_of_memory(error):
-            raise SinkscopeError("the same model with random weights does not fit into memory beside it") from error
+            raise SinkscopeError("a second model with random weights does not fit into memory") from error
         raise InputError(f"it cannot be built from its configuration alone [{described(error)}]") from error
     if not is_quantized(model):
         have, built = ({name: x.shape for name, x in each.named_parameters()} for each in (model, network))

@@ -164,7 +164,7 @@ def row_or_calibrated(model: PreTrainedModel) -> tuple[Family, list[str]]:
     unknown = [str(layer) for layer in range(depth) if family.block(layer).wiring == "unknown"]
     if unknown:
         which = "its layers add" if len(unknown) == depth else f"layer {', '.join(unknown)} adds"
-        notices.append(f"what {which} to the residual stream is no sum that is known: only input and output are read")
+        notices.append(f"what {which} to the residual stream is unknown: only input and output are read")
     if family.copies is not None:
         notices.append(f"its residual stream is measured as the mean of the {family.copies.count} copies that it keeps")
     return family, notices

@@ -79,12 +79,6 @@ def summarize(
     return pd.DataFrame(rows, columns=["layer", "metric", "value"])
 
 
-def _keeps_tokens_equal(family: Family) -> bool:
-    """Return whether equal tokens stay equal in all layers, with rotary positions (WSE propositions 1 and 4)."""
-    kinds = family.kinds_of_positions
-    return "rotary" in kinds and kinds <= {"rotary", NO_POSITIONS} and family.mixes_by_attention_alone
-
-
 def attention_by_layer(attention: pd.DataFrame, position: int = 0) -> pd.DataFrame:
     """Average the table `attention` over heads at one position (GS eq. 1 and 2), with layers as rows."""
     return attention[attention["position"] == position].groupby("layer").mean(numeric_only=True)
@@ -130,7 +124,9 @@ def _geometry(given: Measured) -> Metrics:
         "sink_logit_gap": first["sink_logit_gap"].mean(),
         "qk_cosine": first["qk_cosine"].mean(),
     }
-    if inputs.repeats_one_token and not given.outside and _keeps_tokens_equal(given.family):
+    kinds = given.family.kinds_of_positions
+    is_rotary = "rotary" in kinds and kinds <= {"rotary", NO_POSITIONS} and given.family.mixes_by_attention_alone
+    if inputs.repeats_one_token and not given.outside and is_rotary:  # tokens stay equal (WSE propositions 1 and 4)
         metrics["repeated_bound"] = _repeated_bound(geometry, given.scaling, inputs.longest, given.family.causal)
     return metrics, {}
 

@@ -78,20 +78,15 @@ def sites_of(
         sites += [Site(path, part, layer, kind) for part in PARTS]
     if not sites:
         raise InputError("this model has no linear layers that could be quantized")
-    further = _further(model, family) if scheme == FULL_SCHEME else []
-    return [*sites, *further, *(_cached(model, family) if has_cache else [])]
-
-
-def _cached(model: PreTrainedModel, family: Family) -> list[Site]:
-    """Return the keys and values of every layer with attention. Raises InputError."""
-    _check_door(family, "--kv-cache-per", "keys and values")
-    return _attention_sites(model, family, CACHED)
-
-
-def _attention_sites(model: PreTrainedModel, family: Family, parts: Iterable[str]) -> list[Site]:
-    blocks = {at: family.block(at) for at in range(len(family.layer_modules(model)))}
-    attending = {at: block.attention for at, block in blocks.items() if block.kind != NOT_RUN and block.attention}
-    return [Site(f"{family.layers}.{at}.{path}", part, at, path) for at, path in attending.items() for part in parts]
+    if scheme == FULL_SCHEME:
+        sites += _further(model, family)
+    if has_cache:
+        _check_door(family, "--kv-cache-per", "keys and values")
+        blocks = {at: family.block(at) for at in range(len(family.layer_modules(model)))}
+        attending = {at: block.attention for at, block in blocks.items() if block.kind != NOT_RUN and block.attention}
+        for at, path in attending.items():
+            sites += [Site(f"{family.layers}.{at}.{path}", part, at, path) for part in CACHED]
+    return sites
 
 
 def _check_door(family: Family, option: str, what: str) -> None:

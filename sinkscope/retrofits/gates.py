@@ -24,10 +24,11 @@ class _Gates(GatePart):
 
     head_axis: ClassVar[int] = 1
 
-    def open(self, layer: Layer, reads: str, heads: int, scale: float) -> None:
+    def __init__(self, layer: Layer, reads: str, scale: float) -> None:
+        super().__init__(layer)
         self.reads, self.scale = reads, scale
         width = layer.width if reads == "input" else layer.value_heads * layer.head_dim
-        self.weight = layer.empty(width, heads)
+        self.weight = layer.empty(width, layer.value_heads if isinstance(self, ValuePart) else layer.heads)
 
     def start(self) -> Mapping[str, torch.Tensor]:
         return {"weight": torch.zeros_like(self.weight)}
@@ -40,17 +41,9 @@ class _Gates(GatePart):
 class ValueGate(_Gates, ValuePart):
     """Gate v̂_j = g_j v_j at key position j, one for each key/value head (VGA eq. 4 and 10)."""
 
-    def __init__(self, layer: Layer, reads: str, scale: float) -> None:
-        super().__init__(layer)
-        self.open(layer, reads, layer.value_heads, scale)
-
 
 class OutputGate(_Gates, OutputPart):
     """Gate O_i = g_i ⊙ Attention(Q, K, V)_i at query position i, one for each query head (VGA eq. 17)."""
-
-    def __init__(self, layer: Layer, reads: str, scale: float) -> None:
-        super().__init__(layer)
-        self.open(layer, reads, layer.heads, scale)
 
 
 PLACEMENTS: dict[str, type[ValueGate] | type[OutputGate]] = {"value": ValueGate, "output": OutputGate}

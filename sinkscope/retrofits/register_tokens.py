@@ -102,7 +102,7 @@ def _refuse(inputs: dict[str, Any]) -> None:
         raise InputError("register tokens need an attention_mask of two dimensions (sequences, tokens)")
     for name in ("pixel_values", "token_type_ids", "mm_token_type_ids"):
         if inputs.get(name) is not None:
-            raise InputError(f"register tokens are for text alone: {name} is not widened")
+            raise InputError(f"register tokens support only text: {name} is not widened")
     keep = inputs.get("logits_to_keep")
     if isinstance(keep, torch.Tensor):
         raise InputError("with register tokens logits_to_keep is a number: the last so many")
@@ -122,7 +122,7 @@ class RegisterTokens(Retrofit):
         if family.prefix:
             return "it is a prefix LM, and its prefix would be the registers"
         told = told_of_text(model)
-        return f"{', '.join(told)} would have to be said of them, too" if told else None
+        return f"{', '.join(told)} would have to be given for them, too" if told else None
 
     def install(self, model: PreTrainedModel, family: Family) -> None:
         part = Registers(model, self.count, known_positions(model, family))

@@ -137,7 +137,7 @@ def _model_class(parent: Any, config: type[PreTrainedConfig], build_in: BuildIn)
             """Raise InputError for an attention function that would leave the retrofit out."""
             if not str(attn_implementation).startswith(NAME) and any(map(attends_by_us, self.modules())):
                 raise InputError(
-                    f"attention '{attn_implementation}' knows nothing of this model's {self.config.retrofit['method']}"
+                    f"attention '{attn_implementation}' does not support this model's {self.config.retrofit['method']}"
                     ": it would be left out"
                 )
             super().set_attn_implementation(attn_implementation, *args, **kwargs)

@@ -1005,7 +1005,7 @@ def test_a_model_that_gives_no_numbers_is_an_error(observables: tuple[str, ...])
     with pytest.raises(SinkscopeError, match="layer 0: the model itself gives NaN or infinite numbers"):
         run_of(activations, observables=observables)
     logits.lm_head.weight.fill_(torch.inf)  # no layer is at fault
-    with pytest.raises(SinkscopeError, match="the loss is nan: gradients of this model on this input mean nothing"):
+    with pytest.raises(SinkscopeError, match="the loss is nan: gradients of this model on this input are meaningless"):
         run_of(logits, observables=observables)
 
 

@@ -128,7 +128,7 @@ def test_group_sums_are_as_large_as_they_say() -> None:
     held = 30 * sum(x.numel() * x.element_size() for x in sums.sums.values())
     assert round(held / 1e6) == 37
     assert round(held / 30 * 32 * (3 * 32 * 128) / (15 * 64) / 1e9, 1) == 0.5  # Llama-2-7B
-    assert "37 MB of\n    SmolLM2-135M and 0.5 GB of Llama-2-7B" in (GroupSums.__doc__ or "")
+    assert "37 MB\n    for SmolLM2-135M and 0.5 GB for Llama-2-7B" in (GroupSums.__doc__ or "")
 
 
 # ------------------------------------------------------------------------------------------ by sequence

@@ -65,7 +65,7 @@ def test_a_sparse_model_keeps_its_mask() -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_under_another_name_it_would_be_refused(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seam, "_interface", lambda model: seam.attention_implementation(model, NAME))
-    with pytest.raises(SinkscopeError, match=r"something else than by itself .*--skip-parity measures all the same"):
+    with pytest.raises(SinkscopeError, match=r"different from the bare model .*--skip-parity measures anyway"):
         COMMANDS[command](sparse_model(), **OPTIONS)
     # below 16 tokens it is dense
     COMMANDS[command](sparse_model(), **OPTIONS | {"seq_len": 12})
@@ -99,7 +99,7 @@ def test_a_broken_interface_is_noticed(what: str, tmp_path: Path, monkeypatch: p
     path = tmp_path / "ragged.jsonl"
     path.write_text("".join(f'{{"input_ids": {ids.tolist()}}}\n' for ids in ragged_tokens([9, 40, 20, 40])))
     model = tiny_model("qwen2" if what == "a scale ignored" else "mistral", spread=4.0)
-    with pytest.raises(SinkscopeError, match="something else than by itself"):
+    with pytest.raises(SinkscopeError, match="something different from the bare model"):
         sinkscope.analyze(model, **OPTIONS | {"input": str(path)})
 
 
@@ -107,7 +107,7 @@ def test_a_broken_interface_is_noticed(what: str, tmp_path: Path, monkeypatch: p
 def test_a_broken_interceptor_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = interceptor.Interceptor._own_heads
     monkeypatch.setattr(interceptor.Interceptor, "_own_heads", lambda self, x: plain(self, x).flip(1) * 1.1)
-    with pytest.raises(SinkscopeError, match="something else than by itself"):
+    with pytest.raises(SinkscopeError, match="something different from the bare model"):
         sinkscope.analyze(tiny_model(name, spread=4.0), **OPTIONS)
 
 
@@ -180,7 +180,7 @@ def test_a_fault_is_noticed_in_every_dtype(
     name, broken = FAULTS[what]
     model = with_key_biases(50.0, dtype) if name == "qwen2" else tiny_model(name, dtype=dtype, spread=4.0)
     monkeypatch.setattr(seam, "attend", broken(seam.attend))
-    with pytest.raises(SinkscopeError, match="something else than by itself"):
+    with pytest.raises(SinkscopeError, match="something different from the bare model"):
         sinkscope.analyze(model, **PASSES)
     assert not doctor(model).ok
 
@@ -188,7 +188,7 @@ def test_a_fault_is_noticed_in_every_dtype(
 def test_weights_that_are_read_otherwise_than_they_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = weights.raw_logits
     monkeypatch.setattr(weights, "raw_logits", lambda q, k, call: plain(q, k, replace(call, softcap=None)))
-    with pytest.raises(SinkscopeError, match="attends otherwise: on the same queries and keys"):
+    with pytest.raises(SinkscopeError, match="computes a different attention: on the same queries and keys"):
         sinkscope.analyze(tiny_model("gemma2", spread=4.0), **PASSES)
 
 

@@ -824,7 +824,7 @@ def test_models_that_cannot_be_retrofitted_are_refused_and_stay_as_they_were() -
 def test_an_attention_that_would_leave_a_denominator_out_is_refused(label: str) -> None:
     model = retrofitted("llama", label)
     for kernel in ("eager", "sdpa", {"": "sdpa"}):
-        with pytest.raises(InputError, match=f"knows nothing of this model's {label}"):
+        with pytest.raises(InputError, match=f"does not support this model's {label}"):
             model.set_attn_implementation(kernel)
     assert model.config._attn_implementation == NAME
     gated = retrofitted("llama", "vga")

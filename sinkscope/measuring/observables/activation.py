@@ -67,15 +67,6 @@ class Activation(Observable):
 
     def _add(self, layer: int, site: str, norms: torch.Tensor, batch: Batch) -> None:
         positions = self.settings.positions
-        self._add_sequences(layer, site, norms, batch)
-        norms = batch.at_positions(norms, positions)
-        present = batch.present(positions)
-        self.mean.add((layer, site), norms, present)
-        if present is not None:
-            norms = norms.masked_fill(~present.to(norms.device), -torch.inf)
-        self.maximum.add((layer, site), norms.amax(0))
-
-    def _add_sequences(self, layer: int, site: str, norms: torch.Tensor, batch: Batch) -> None:
         at_positions = batch.at_positions(norms, LATER.stop)
         everywhere = norms if batch.valid is None else norms.masked_fill(~batch.valid.to(norms.device), torch.inf)
         statistics = {
@@ -84,6 +75,12 @@ class Activation(Observable):
             "norm_smallest": everywhere.amin(1),
         }
         self.by_sequence.add(batch, statistics, layer=layer, site=site)
+        norms = batch.at_positions(norms, positions)
+        present = batch.present(positions)
+        self.mean.add((layer, site), norms, present)
+        if present is not None:
+            norms = norms.masked_fill(~present.to(norms.device), -torch.inf)
+        self.maximum.add((layer, site), norms.amax(0))
 
     def tables(self) -> dict[str, pd.DataFrame]:
         frames = [

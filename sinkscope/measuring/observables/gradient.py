@@ -320,17 +320,16 @@ def undefined_ratios(family: Family) -> dict[str, str]:
     reasons = {}
     branches = branches_of(family)
     if family.wiring == "single":
-        return (
-            {} if all(branch.y for branch in branches.values()) else {"bloat and compress": "no norm stands in front"}
-        )
+        has_norms = all(branch.y for branch in branches.values())
+        return {} if has_norms else {"bloat and compress": "there is no norm before a branch"}
     if family.wiring == "parallel":
         reasons["compress and change"] = "attention and MLP read the same input, so there is no h+½ between them"
         if branches["attn"].y is None:
             reasons["bloat"] = "attention and MLP read one norm, whose gradient is the sum of both"
     elif branches["attn"].y is None:
-        reasons["bloat and compress"] = "no norm stands in front of the branches"
+        reasons["bloat and compress"] = "there is no norm before the branches"
     if "mlp" not in branches:
-        reasons["the MLP's ratios"] = "the layer normalizes behind its residual sums"
+        reasons["the MLP's ratios"] = "the layer normalizes after its residual sums"
     return reasons
 
 
@@ -488,7 +487,10 @@ class Gradient(Observable):
         }
         for ratio, statistic in statistics.items():
             self._add(self.ratios[ratio], (layer, name), statistic, batch)
-        self._add_by_sequence(layer, name, statistics, batch)
+        positions = self.settings.positions
+        by_position = {ratio: batch.at_positions(x, positions) for ratio, x in statistics.items()}
+        finite = {ratio: x.masked_fill(~x.isfinite(), torch.nan) for ratio, x in by_position.items()}
+        self.by_sequence.add(batch, finite, batch.present(positions), layer=layer, branch=name)
         if (layer, name) in self.gains:
             bound = self.gains[layer, name].largest / self._scales.pop((layer, name))
             defined = compress.isfinite()
@@ -504,13 +506,6 @@ class Gradient(Observable):
         defined = statistic.isfinite()
         present = batch.present(self.settings.positions)
         mean.add(key, statistic, defined if present is None else defined & present.to(defined.device))
-
-    def _add_by_sequence(self, layer: int, branch: str, statistics: dict[str, torch.Tensor], batch: Batch) -> None:
-        """Add statistics (B,T) of one batch, with NaN for values that are left out of means."""
-        positions = self.settings.positions
-        by_position = {name: batch.at_positions(x, positions) for name, x in statistics.items()}
-        defined = {name: x.masked_fill(~x.isfinite(), torch.nan) for name, x in by_position.items()}
-        self.by_sequence.add(batch, defined, batch.present(positions), layer=layer, branch=branch)
 
     def _look_for_underflow(self, gradient: torch.Tensor, batch: Batch) -> None:
         norms = torch.linalg.vector_norm(gradient, dim=-1)

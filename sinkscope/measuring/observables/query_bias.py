@@ -102,7 +102,7 @@ class QueryBias(Observable):
             return NO_QUERY_BIAS
         norm = next((path for path, _ in attentions[0].named_modules() if QUERY_OR_KEY_NORM.search(path)), None)
         if norm is not None:
-            return f"a norm ({norm}) stands between the projection of queries or keys and the logits"
+            return f"a norm ({norm}) is between the projection of queries or keys and the logits"
         modules += [attention.get_submodule(path) for attention in attentions for path in family.qkv[1:2]]  # keys
         try:
             for module in modules:
