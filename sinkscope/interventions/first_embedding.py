@@ -5,14 +5,7 @@ from typing import ClassVar
 
 import torch
 
-from sinkscope.interventions.intervention import (
-    Expectation,
-    Indices,
-    Intervention,
-    Known,
-    Target,
-    edited_positions,
-)
+from sinkscope.interventions.intervention import Expectation, Indices, Intervention, Known, Target, edited_positions
 
 
 class NullifyFirstEmbedding(Intervention):

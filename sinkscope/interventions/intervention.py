@@ -130,7 +130,7 @@ def chosen(numbers: tuple[int, ...] | None, count: int) -> list[int]:
 MOST_NUMBERS = 1_000_000  # numbers in a range
 
 
-def _numbers(value: Any) -> Any:
+def _parse_numbers(value: Any) -> Any:
     """Parse numbers as on the command line: `all`, `3`, `1-3`, `138,447`, `0-2,5`."""
     if isinstance(value, int) and not isinstance(value, bool):
         return (value,)
@@ -154,13 +154,13 @@ def _numbers(value: Any) -> Any:
     return tuple(dict.fromkeys(found))
 
 
-def _named_numbers(value: Any) -> Any:
+def _parse_named_numbers(value: Any) -> Any:
     if isinstance(value, str) and value.strip() == "all":
         raise ValueError("all is not meant here: name some")
-    return _numbers(value)
+    return _parse_numbers(value)
 
 
-def _reals(value: Any) -> Any:
+def _parse_reals(value: Any) -> Any:
     """Split numbers as on the command line: `0.5`, `0.5,-1e-3`."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return (value,)
@@ -168,13 +168,15 @@ def _reals(value: Any) -> Any:
 
 
 Index = Annotated[int, Field(ge=0, lt=2**62)]
-Indices = Annotated[tuple[Index, ...], BeforeValidator(_named_numbers), Field(min_length=1)]
-Chosen = Annotated[Annotated[tuple[Index, ...], Field(min_length=1)] | None, BeforeValidator(_numbers)]  # None: all
+Indices = Annotated[tuple[Index, ...], BeforeValidator(_parse_named_numbers), Field(min_length=1)]
+Chosen = Annotated[
+    Annotated[tuple[Index, ...], Field(min_length=1)] | None, BeforeValidator(_parse_numbers)
+]  # None: all
 Open = Annotated[
-    Annotated[tuple[Index, ...], Field(min_length=1)] | None, BeforeValidator(_named_numbers)
+    Annotated[tuple[Index, ...], Field(min_length=1)] | None, BeforeValidator(_parse_named_numbers)
 ]  # None: still to be decided
 Real = Annotated[float, Field(allow_inf_nan=False)]
-Reals = Annotated[tuple[Real, ...], BeforeValidator(_reals)]
+Reals = Annotated[tuple[Real, ...], BeforeValidator(_parse_reals)]
 
 
 @dataclass
@@ -210,7 +212,7 @@ class Intervention(BaseModel, ABC):
     expects: ClassVar[Expectation | None] = None  # what the paper found
     is_control: ClassVar[bool] = False  # useful only as the control of another intervention
     expected: ClassVar[bool] = True  # applies to most models: the doctor reports where it does not
-    measured_by: ClassVar[str] = "pass"  # a key of Experiment.WAYS; only those measured by "pass" can be combined
+    measured_by: ClassVar[str] = "pass"  # a key of Experiment.METHODS; only those measured by "pass" can be combined
     heads_of: ClassVar[Role] = "query"  # which heads the parameter `heads` counts
 
     @classmethod

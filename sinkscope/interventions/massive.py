@@ -81,7 +81,7 @@ class _Massive(Intervention):
 
         with ExitStack() as stack:
             for layer, coordinate, least, mean in self._elsewhere(layers):
-                put = partial(_put, coordinate=coordinate, least=least, value=self.value_elsewhere(mean))
+                put = partial(_replace_large, coordinate=coordinate, least=least, value=self.value_elsewhere(mean))
                 stack.enter_context(edited_output(layers[layer], put))
             # after these, so that the positions get their own values
             stack.enter_context(edited_positions(self.name, target, layers.values(), self.positions, edit))
@@ -154,7 +154,7 @@ class MeanMassive(_Massive):
         return mean
 
 
-def _put(module: nn.Module, x: torch.Tensor, coordinate: int, least: float, value: float) -> torch.Tensor:
+def _replace_large(module: nn.Module, x: torch.Tensor, coordinate: int, least: float, value: float) -> torch.Tensor:
     """Set a coordinate of x (B,T,D) to a value wherever its magnitude is at least `least`."""
     x = x.clone()
     entries = x[..., coordinate]
@@ -204,7 +204,7 @@ def sink_massive(
     found = counts[counts >= sequences / 2].reset_index()
     if found.empty:
         raise InputError(missing)
-    return tuple(_numbers(found["layer"])), tuple(_numbers(found["coordinate"]))
+    return tuple(_sorted_unique(found["layer"])), tuple(_sorted_unique(found["coordinate"]))
 
 
 def massive_elsewhere(
@@ -223,7 +223,7 @@ def massive_elsewhere(
     return tuple(float(number) for row in found.itertuples(index=False) for number in row) or None
 
 
-def _numbers(column: pd.Series) -> list[int]:
+def _sorted_unique(column: pd.Series) -> list[int]:
     return sorted(int(number) for number in column.unique())
 
 

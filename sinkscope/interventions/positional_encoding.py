@@ -21,7 +21,7 @@ from sinkscope.interventions.intervention import (
 from sinkscope.models.edits import Edit, check_changes, replaced
 from sinkscope.models.positions import effective_positions
 
-ADDS_ITS_MLP = ("sequential", "parallel")  # wirings in which a layer's output is a sum with its MLP's output as a term
+MLP_IS_A_TERM = ("sequential", "parallel")  # wirings in which a layer's output is a sum with its MLP's output as a term
 
 
 class _PositionVectors(Intervention):
@@ -48,7 +48,7 @@ class _PositionVectors(Intervention):
 
     def check(self, target: Target, length: int | None = None) -> None:
         super().check(target, length)
-        if self.at == "epe" and target.family.block(0).wiring not in ADDS_ITS_MLP:
+        if self.at == "epe" and target.family.block(0).wiring not in MLP_IS_A_TERM:
             raise InputError(
                 f"{self.name}: at=epe: the first layer's output is no sum that its MLP's output is part of"
             )

@@ -7,15 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from sinkscope.attention.kernels import ForbiddenKeys
-from sinkscope.interventions.intervention import (
-    Chosen,
-    Indices,
-    Intervention,
-    Known,
-    Target,
-    chosen,
-    must_touch,
-)
+from sinkscope.interventions.intervention import Chosen, Indices, Intervention, Known, Target, chosen, must_touch
 
 
 class MaskSink(Intervention):

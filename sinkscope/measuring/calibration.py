@@ -73,7 +73,7 @@ def calibrate_ranges(
 
 def measured_ranges(tracer: Tracer, sites: Sequence[Site], sequences: Iterable[Any]) -> dict[Site, Range]:
     """Measure the ranges of these sites, with an open tracer; see `calibrate_ranges`."""
-    seen: dict[Site, _Seen] = defaultdict(_Seen)
+    seen: dict[Site, _RunningRange] = defaultdict(_RunningRange)
     _read(tracer, sites, sequences, lambda site, x: seen[site].add(site, x))
     if not seen:
         raise InputError("static ranges need at least one sequence to calibrate by")
@@ -102,7 +102,7 @@ def measured_roundings(
     return {site: _rounding(sums[site], steps[site]) for site in ranges}
 
 
-class _Seen:
+class _RunningRange:
     """The running reductions of one site."""
 
     def __init__(self) -> None:

@@ -132,7 +132,7 @@ class Experiment:
         if self.analyzed and not self._has_all(self.analyzed):
             self.analyzed = None
         self.chosen = self._choose()
-        if any(_way(stack) == "pass" for stack in self.wanted.values()):
+        if any(_measured_by(stack) == "pass" for stack in self.wanted.values()):
             self.before = self._measured_before() if self.analyzed is None else self._taken_from(self.analyzed)
             known.tables, known.hidden_means = self.before.tables, self._hidden_mean
             known.value_means = self._value_mean
@@ -140,8 +140,8 @@ class Experiment:
         for place, (label, stack) in enumerate(resolved.items(), 1):
             print_part(self.console, label, place, len(resolved))
             try:
-                with self._failing_alone(label):
-                    self.WAYS[_way(stack)](self, label, self.wanted[label], stack, known)
+                with self._isolated_failure(label):
+                    self.METHODS[_measured_by(stack)](self, label, self.wanted[label], stack, known)
             except BaseException as error:
                 if not (self.records and was_interrupted(error)):
                     raise
@@ -239,7 +239,7 @@ class Experiment:
         return resolved
 
     @contextmanager
-    def _failing_alone(self, label: str) -> Iterator[None]:
+    def _isolated_failure(self, label: str) -> Iterator[None]:
         """Discard everything of an arm that fails, and keep the other arms."""
         kept = {name: len(parts) for name, parts in self._parts.items()}
         try:
@@ -283,7 +283,7 @@ class Experiment:
         self._collect(tables, label)
         self.records[label] = _record(stack, resolved, known.target)
 
-    WAYS: ClassVar[dict[str, Callable[..., None]]] = {"pass": _by_pass, "streaming": _by_streaming}
+    METHODS: ClassVar[dict[str, Callable[..., None]]] = {"pass": _by_pass, "streaming": _by_streaming}
 
     def _each_measured(self, stacks: Mapping[Condition, Stack], target: Target, with_loss: bool) -> list[Arm]:
         """Measure an arm and its controls together from the first layer that any of them changes, or one by one."""
@@ -409,7 +409,7 @@ class Experiment:
             self._parts[name].append(table)
 
 
-def _way(stack: Stack) -> str:
+def _measured_by(stack: Stack) -> str:
     """Return how an arm is measured. An arm that is not measured in passes has one part only (see `wanted_arms`)."""
     return stack[0].measured_by
 

@@ -97,9 +97,9 @@ def comparing(model: PreTrainedModel, family: Family, batch: Batch) -> Iterator[
             return own(module, *args, **kwargs)
         if attends_by_us(module):
             return _without_seam(own, module, args, kwargs)
-        theirs, read, ours = _both(own, module, args, kwargs, batch)
+        theirs, read, ours = _outputs_of_both(own, module, args, kwargs, batch)
         found.append(Comparison(layers[module], *_difference(theirs[0], ours, read)))
-        return _as(args[0].dtype, theirs)
+        return _converted(args[0].dtype, theirs)
 
     if family.door != "interface":
         yield found
@@ -109,7 +109,7 @@ def comparing(model: PreTrainedModel, family: Family, batch: Batch) -> Iterator[
         yield found
 
 
-def _both(
+def _outputs_of_both(
     own: Attend, module: nn.Module, args: tuple, kwargs: dict[str, Any], batch: Batch
 ) -> tuple[tuple, AttentionRead, torch.Tensor]:
     """Call the model's own function and ours on the same tensors, in float32 or better if the model's function can.
@@ -119,7 +119,7 @@ def _both(
         our mix.
     """
     seam: Any = getattr(module, NAME)
-    exact = partial(_as, torch.float32)
+    exact = partial(_converted, torch.float32)
     try:
         given, named = exact(args), exact(kwargs)
         theirs = _without_seam(own, module, given, named)
@@ -159,12 +159,12 @@ def _tapped(seam: Seam) -> Iterator[dict[str, torch.Tensor]]:
         yield seen
 
 
-def _as(dtype: torch.dtype, given: Any) -> Any:
+def _converted(dtype: torch.dtype, given: Any) -> Any:
     """Convert floating-point tensors other than float64 to a dtype, also inside tuples and dicts."""
     if isinstance(given, tuple):
-        return tuple(_as(dtype, part) for part in given)
+        return tuple(_converted(dtype, part) for part in given)
     if isinstance(given, dict):
-        return {name: _as(dtype, part) for name, part in given.items()}
+        return {name: _converted(dtype, part) for name, part in given.items()}
     if isinstance(given, torch.Tensor) and given.is_floating_point() and given.dtype != torch.float64:
         return given.to(dtype)
     return given
@@ -256,7 +256,7 @@ def round_off(model: PreTrainedModel, family: Family, batch: Batch, bare: torch.
     with ExitStack() as edits:
         draw: dict[torch.device, torch.Generator] = {}
         for module in family.layer_modules(model):
-            edits.enter_context(edited_input(module, lambda _, x: _rounded_otherwise(x, draw)))
+            edits.enter_context(edited_input(module, lambda _, x: _perturbed(x, draw)))
         moved = layer_output(model, family, layer, inputs)
     first = Batch(batch.token_ids[:1], batch.attention_mask[:1])
     with comparing(model, family, first) as attention:
@@ -269,7 +269,7 @@ def round_off(model: PreTrainedModel, family: Family, batch: Batch, bare: torch.
     return RoundOff(max(tolerance, ROUNDED if is_quantized(model) else 0.0), tuple(attention))
 
 
-def _rounded_otherwise(x: Any, draw: dict[torch.device, torch.Generator]) -> Any:
+def _perturbed(x: Any, draw: dict[torch.device, torch.Generator]) -> Any:
     """Add a rounding error of random sign to every number of a layer's input."""
     if not isinstance(x, torch.Tensor) or not x.is_floating_point():
         return x
@@ -382,13 +382,13 @@ def parity_check(subject: Subject, config: RunConfig, costs: int = 1) -> ParityC
 
     def bare(size: int) -> ParityCheck:
         batch = next(batches_of(subject.inputs, size))
-        alone = [batch] if batch.valid is None else list(_each_alone(batch))
+        alone = [batch] if batch.valid is None else list(_without_padding(batch))
         given = [model_inputs(model, each, False, family.first_position) for each in alone]
         outputs = [layer_output(model, family, layer, inputs) for inputs in given]
         found = [round_off(model, family, each, output) for each, output in zip(alone, outputs, strict=True)]
         for one in found:
             check_attention(one)
-        expected = outputs[0] if batch.valid is None else _at_their_places(outputs, batch)
+        expected = outputs[0] if batch.valid is None else _with_padding(outputs, batch)
         return ParityCheck(layer, expected, max(one.tolerance for one in found))
 
     try:
@@ -399,14 +399,14 @@ def parity_check(subject: Subject, config: RunConfig, costs: int = 1) -> ParityC
         return bare(1)
 
 
-def _each_alone(batch: Batch) -> Iterator[Batch]:
+def _without_padding(batch: Batch) -> Iterator[Batch]:
     """Yield the sequences of a padded batch without their padding."""
     for ids, start, length in zip(batch.token_ids, batch.start.tolist(), batch.lengths.tolist(), strict=True):
         alone = ids[None, start : start + length]
         yield Batch(alone, torch.ones_like(alone))
 
 
-def _at_their_places(outputs: list[torch.Tensor], batch: Batch) -> torch.Tensor:
+def _with_padding(outputs: list[torch.Tensor], batch: Batch) -> torch.Tensor:
     """Place the outputs (1,t,D) of the sequences of a padded batch in one tensor (B,T,D), with zeros for padding."""
     width = batch.token_ids.shape[1]
     rows = zip(outputs, batch.start.tolist(), strict=True)

@@ -16,13 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedModel
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.measuring.observables.observable import (
-    Lists,
-    Observable,
-    accumulated,
-    long_form,
-    merge,
-)
+from sinkscope.measuring.observables.observable import Lists, Observable, accumulated, long_form, merge
 from sinkscope.measuring.processes import team
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.results.tables import SEQUENCE, Column, Columns

@@ -120,16 +120,16 @@ class Team:
                 raise
             raise broken.error from None
         except Exception as error:
-            self._meet(level, error)
+            self._exchange_errors(level, error)
             raise
         else:
-            self._meet(level, None)
+            self._exchange_errors(level, None)
         finally:
             self._level = level - 1
 
-    def _meet(self, level: int, error: Exception | None) -> None:
+    def _exchange_errors(self, level: int, error: Exception | None) -> None:
         """Exchange errors; if any process failed, end the outermost block in which one did."""
-        ends = [end for end in self.each(None if error is None else (level, *_told(error))) if end is not None]
+        ends = [end for end in self.each(None if error is None else (level, *_portable(error))) if end is not None]
         if not ends:
             return
         target = min(end[0] for end in ends)
@@ -144,7 +144,7 @@ _TEAM: ContextVar[Team] = ContextVar("team", default=ALONE)
 KINDS = {kind.__name__: kind for kind in (InputError, SinkscopeError, RuntimeError, MemoryError)}
 
 
-def _told(error: Exception) -> tuple[str, str]:
+def _portable(error: Exception) -> tuple[str, str]:
     """Return the type and text with which other processes raise this error."""
     kind = next((name for name, kind in KINDS.items() if isinstance(error, kind)), None)
     return (kind, str(error)) if kind else (SinkscopeError.__name__, f"unexpected {described(error)}")

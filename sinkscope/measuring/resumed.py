@@ -70,7 +70,7 @@ class Resumed:
         losses: list[torch.Tensor | None] = []
         for place, (change, own) in enumerate(zip(self.changes, self._by_change(observables), strict=True)):
             if beginning is None or beginning.layer < change.layer:
-                beginning = self._unchanged_before(change.layer, batch, beginning)
+                beginning = self._run_unchanged(change.layer, batch, beginning)
             try:
                 with change.open(beginning) as tracer:
                     losses.append(self.step(tracer, batch, own))
@@ -79,7 +79,7 @@ class Resumed:
         made = [loss for loss in losses if loss is not None]
         return torch.stack(made, dim=1) if made else None
 
-    def _unchanged_before(self, layer: int, batch: Batch, before: Beginning | None) -> Beginning | None:
+    def _run_unchanged(self, layer: int, batch: Batch, before: Beginning | None) -> Beginning | None:
         """Run the unchanged model, with seams as under a tracer, up to this layer."""
         model, family = self.subject.loaded.model, self.subject.family
         inputs = model_inputs(model, batch, False, family.first_position)

@@ -21,7 +21,7 @@ from sinkscope.text.inputs import TokenInputs
 
 WHOLE_MODEL = -1
 # how a metric of the whole model is made from its layers, if not by the mean
-OF_MODEL: Mapping[str, Callable[[pd.Series], float]] = {
+REDUCTIONS: Mapping[str, Callable[[pd.Series], float]] = {
     "massive_count": pd.Series.sum,
     "max_inf_norm": pd.Series.max,
     "layer_inf_norm": pd.Series.max,
@@ -71,7 +71,9 @@ def summarize(
             metrics, of_model = metrics_of(given)
             by_layer |= metrics
             whole |= of_model
-    whole = {metric: float(OF_MODEL.get(metric, pd.Series.mean)(series)) for metric, series in by_layer.items()} | whole
+    whole = {
+        metric: float(REDUCTIONS.get(metric, pd.Series.mean)(series)) for metric, series in by_layer.items()
+    } | whole
     rows = [
         (int(layer), metric, float(value)) for metric, series in by_layer.items() for layer, value in series.items()
     ]

@@ -138,9 +138,9 @@ def quantized_sites(model: PreTrainedModel, ranges: Mapping[Site, Range], precis
         stack.enter_context(replaced(_weight_edits(model, weights)))
         for path, mine in grids.items():
             if INPUT in mine or OUTPUT in mine:
-                stack.enter_context(_snapped(model.get_submodule(path), mine.get(INPUT), mine.get(OUTPUT)))
+                stack.enter_context(_quantized_module(model.get_submodule(path), mine.get(INPUT), mine.get(OUTPUT)))
             if SUM in mine:
-                stack.enter_context(_snapped_sum(model, path, mine[SUM]))
+                stack.enter_context(_quantized_sum(model, path, mine[SUM]))
         yield
 
 
@@ -152,22 +152,22 @@ def quantized_attention(
     for site, known in ranges.items():
         if site.part in IN_ATTENTION:
             grids[site.layer][site.part] = precision.grid(site, known)
-    return attending_with(seams, {layer: partial(_snapped_part, mine) for layer, mine in grids.items()})
+    return attending_with(seams, {layer: partial(_quantize_part, mine) for layer, mine in grids.items()})
 
 
-def _snapped_part(grids: Mapping[str, Grids], part: str, x: torch.Tensor) -> torch.Tensor:
+def _quantize_part(grids: Mapping[str, Grids], part: str, x: torch.Tensor) -> torch.Tensor:
     return grids[part].snap(x) if part in grids else x
 
 
-def _snapped_sum(model: nn.Module, address: str, grid: Grids) -> AbstractContextManager[None]:
+def _quantized_sum(model: nn.Module, address: str, grid: Grids) -> AbstractContextManager[None]:
     """Quantize a residual sum for all modules that read it."""
     path, _, end = address.rpartition(".")
     module = model.get_submodule(path)
-    return edited_output(module, lambda _, x: grid.snap(x)) if end == "output" else _snapped_in_place(module, grid)
+    return edited_output(module, lambda _, x: grid.snap(x)) if end == "output" else _quantized_input(module, grid)
 
 
 @contextmanager
-def _snapped_in_place(module: nn.Module, grid: Grids) -> Iterator[None]:
+def _quantized_input(module: nn.Module, grid: Grids) -> Iterator[None]:
     """Quantize the input of a module in place, because the residual stream continues with the same tensor."""
 
     def snap(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -188,7 +188,7 @@ def _weight_edits(model: PreTrainedModel, grids: Mapping[str, Grids]) -> Iterato
         yield module, "weight", by_output(module, snapped)
 
 
-def _snapped(module: nn.Module, before: Grids | None, after: Grids | None) -> AbstractContextManager[None]:
+def _quantized_module(module: nn.Module, before: Grids | None, after: Grids | None) -> AbstractContextManager[None]:
     """Quantize the input of a module, its output, or both."""
 
     def around(forward: Callable[..., torch.Tensor], x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

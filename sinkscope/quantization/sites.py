@@ -72,16 +72,16 @@ def sites_of(
     check_not_quantized(model, "simulated quantization")
     check_no_adapter(model, "simulated quantization")
     sites = []
-    for path, module in _passed_by_text(model, family):
+    for path, module in _reached_linear_modules(model, family):
         _check_weight(path, module)
-        layer, kind = _place(path, family)
+        layer, kind = _layer_and_kind(path, family)
         sites += [Site(path, part, layer, kind) for part in PARTS]
     if not sites:
         raise InputError("this model has no linear layers that could be quantized")
     if scheme == FULL_SCHEME:
-        sites += _further(model, family)
+        sites += _full_scheme_sites(model, family)
     if has_cache:
-        _check_door(family, "--kv-cache-per", "keys and values")
+        _check_interface(family, "--kv-cache-per", "keys and values")
         blocks = {at: family.block(at) for at in range(len(family.layer_modules(model)))}
         attending = {at: block.attention for at, block in blocks.items() if block.kind != NOT_RUN and block.attention}
         for at, path in attending.items():
@@ -89,7 +89,7 @@ def sites_of(
     return sites
 
 
-def _check_door(family: Family, option: str, what: str) -> None:
+def _check_interface(family: Family, option: str, what: str) -> None:
     if family.door != "interface":
         raise InputError(
             f"{option} does not apply to {family.name}, because its attention code is its own: its {what} cannot be "
@@ -97,12 +97,12 @@ def _check_door(family: Family, option: str, what: str) -> None:
         )
 
 
-def _further(model: PreTrainedModel, family: Family) -> list[Site]:
+def _full_scheme_sites(model: PreTrainedModel, family: Family) -> list[Site]:
     """Return the sites of the scheme `full` other than linear layers. Raises InputError."""
-    _check_door(family, "--scheme full", "scores and softmax outputs")
+    _check_interface(family, "--scheme full", "scores and softmax outputs")
     sites, reached = [], reached_by_text(model)
     for path, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and path in reached and _place(path, family)[0] == NO_LAYER:
+        if isinstance(module, nn.Embedding) and path in reached and _layer_and_kind(path, family)[0] == NO_LAYER:
             _check_weight(path, module)
             sites += [Site(path, part, NO_LAYER, path) for part in (WEIGHT, OUTPUT)]
     running = [at for at in range(len(family.layer_modules(model))) if family.block(at).kind != NOT_RUN]
@@ -116,10 +116,10 @@ def _further(model: PreTrainedModel, family: Family) -> list[Site]:
     return sites
 
 
-def _passed_by_text(model: PreTrainedModel, family: Family) -> list[tuple[str, nn.Module]]:
+def _reached_linear_modules(model: PreTrainedModel, family: Family) -> list[tuple[str, nn.Module]]:
     """Return the linear modules that text passes: those in running layers, and those outside layers that run."""
     found = list(linear_modules(model))
-    layers = {path: _place(path, family)[0] for path, _ in found}
+    layers = {path: _layer_and_kind(path, family)[0] for path, _ in found}
     passed = {path for path, at in layers.items() if at != NO_LAYER and family.block(at).kind != NOT_RUN}
     others = reached_by_text(model) if len(passed) < len(found) else set()
     return [(path, module) for path, module in found if path in passed | others]
@@ -151,7 +151,7 @@ def not_quantized(model: PreTrainedModel, family: Family) -> dict[str, float]:
     total = sum(parameter.numel() for parameter in model.parameters())
     shares: dict[str, float] = {}
     for path, parameter in model.named_parameters():
-        layer, kind = _place(path, family)
+        layer, kind = _layer_and_kind(path, family)
         if layer != NO_LAYER and parameter.dim() > 1 and path not in covered and not path.endswith("bias"):
             shares[kind] = shares.get(kind, 0.0) + parameter.numel() / total
     return shares
@@ -183,7 +183,7 @@ def chosen_sites(sites: Collection[Site], named: Iterable[Site | str]) -> set[Si
     return found
 
 
-def _place(path: str, family: Family) -> tuple[int, str]:
+def _layer_and_kind(path: str, family: Family) -> tuple[int, str]:
     """Return the layer of a path, and the path within it."""
     match = re.fullmatch(rf"{re.escape(family.layers)}\.(\d+)\.(.+)", path)
     if not match:

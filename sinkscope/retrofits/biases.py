@@ -87,7 +87,7 @@ class KeyBiases(Retrofit):
     deviation: float = Field(default=0.0, ge=0, allow_inf_nan=False)
 
     @model_validator(mode="after")
-    def _of_fixed(self) -> "KeyBiases":
+    def _check_norm(self) -> "KeyBiases":
         if self.norm != 1.0 and self.value not in ("axis", "uniform"):
             raise ValueError("norm is of value=axis and value=uniform")
         return self

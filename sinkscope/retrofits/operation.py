@@ -86,13 +86,13 @@ class AttentionOperation(Retrofit):
 
     @field_validator("kind")
     @classmethod
-    def _known(cls, kind: str) -> str:
+    def _check_kind(cls, kind: str) -> str:
         if kind not in KINDS:
             raise ValueError(unknown(kind, KINDS))
         return kind
 
     @model_validator(mode="after")
-    def _of_softmax(self) -> "AttentionOperation":
+    def _check_softmax(self) -> "AttentionOperation":
         if self.kind != "softmax" and (self.factor, self.power) != (1.0, 1.0):
             raise ValueError(f"factor and power are of kind=softmax, not of {self.kind}")
         return self

@@ -215,15 +215,15 @@ class ValuePart(GatePart):
         self.is_whole = layer.value.is_whole
 
     def attach(self, layer: Layer, model: PreTrainedModel, family: Family) -> None:
-        PlacedHook(layer.value.path, _changed).watch(layer.attention)
+        PlacedHook(layer.value.path, _scale_values).watch(layer.attention)
 
 
-def _changed(part: Any, args: tuple, output: torch.Tensor) -> torch.Tensor:
+def _scale_values(part: Any, args: tuple, output: torch.Tensor) -> torch.Tensor:
     """Multiply each head's values in the value projection's output by their factor."""
     if part.is_whole:
         value = output.unflatten(-1, part.places.shape)
         return gated(value, part(args[0], value)).flatten(-2)
-    places = _on(output.device, part)
+    places = _value_places(output.device, part)
     value = output[..., places]
     return output.index_copy(-1, places.flatten(), gated(value, part(args[0], value)).flatten(-2))
 
@@ -236,28 +236,28 @@ class OutputPart(GatePart):
         self.awaited: torch.Tensor | None = None  # the factors (B,T,H) between the value and the output projection
 
     def attach(self, layer: Layer, model: PreTrainedModel, family: Family) -> None:
-        PlacedHook(layer.value.path, _made).watch(layer.attention)
-        PlacedHook(layer.output, _gated, before=True).watch(layer.attention)
-        layer.attention.register_forward_hook(_was_used)
+        PlacedHook(layer.value.path, _compute_factors).watch(layer.attention)
+        PlacedHook(layer.output, _scale_heads, before=True).watch(layer.attention)
+        layer.attention.register_forward_hook(_check_applied)
 
 
-def _made(part: Any, args: tuple, output: torch.Tensor) -> None:
-    part.awaited = part(args[0], output[..., _on(output.device, part)])
+def _compute_factors(part: Any, args: tuple, output: torch.Tensor) -> None:
+    part.awaited = part(args[0], output[..., _value_places(output.device, part)])
 
 
-def _gated(part: Any, args: tuple, output: None) -> tuple:
+def _scale_heads(part: Any, args: tuple, output: None) -> tuple:
     factor, part.awaited = part.awaited, None
     return (gated(args[0].unflatten(-1, (factor.shape[-1], -1)), factor).flatten(-2), *args[1:])
 
 
-def _was_used(attention: nn.Module, args: tuple, output: Any) -> None:
+def _check_applied(attention: nn.Module, args: tuple, output: Any) -> None:
     """Check that the output gate was applied: BLOOM with `slow_but_exact` never calls its output projection."""
     part: Any = getattr(attention, RETROFIT)
     if part.awaited is not None:
         raise SinkscopeError("the attention's output projection was not called: its gates would be without effect")
 
 
-def _on(device: torch.device, part: Any) -> torch.Tensor:
+def _value_places(device: torch.device, part: Any) -> torch.Tensor:
     """Return the places of the values in the outputs of the value projection, on the device of those outputs."""
     if part.places.device != device:
         part.places = part.places.to(device)

@@ -18,16 +18,8 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
-from transformers.conversion_mapping import (
-    get_checkpoint_conversion_mapping,
-    register_checkpoint_conversion_mapping,
-)
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 
 import sinkscope.attention.seam  # noqa: F401  # registers the attention function that retrofitted models name
 from sinkscope.attention.taps import NAME, attends_by_us

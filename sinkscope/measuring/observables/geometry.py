@@ -8,14 +8,7 @@ import torch
 
 from sinkscope.attention.kernels import grouped_matmul, repeat_heads, upcast
 from sinkscope.attention.weights import AttentionRead, row_chunks
-from sinkscope.measuring.observables.observable import (
-    LATER,
-    BySequence,
-    HeadMeans,
-    Observable,
-    Settings,
-    later_mean,
-)
+from sinkscope.measuring.observables.observable import LATER, BySequence, HeadMeans, Observable, Settings, later_mean
 from sinkscope.results.tables import HEAD, KV_HEAD, POSITION, SEQUENCE, Column
 from sinkscope.text.batch import Batch
 

@@ -57,7 +57,7 @@ class Outlier(Observable):
 
 def infinity_norm(peaks: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Return the largest absolute entry of each sequence (B,) from that of each token (B,T)."""
-    return _of_real_tokens(peaks, batch).amax(1)
+    return _zero_padding(peaks, batch).amax(1)
 
 
 def kurtosis(x: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -67,14 +67,14 @@ def kurtosis(x: torch.Tensor, batch: Batch) -> torch.Tensor:
     """
     x = upcast(x)
     entries = (batch.lengths * x.shape[2]).to(x.device)
-    mean = _of_real_tokens(x.sum(-1), batch).sum(1, dtype=torch.float64) / entries
+    mean = _zero_padding(x.sum(-1), batch).sum(1, dtype=torch.float64) / entries
     # (x-μ)² in one operation, without a copy of x-μ
     squares = F.mse_loss(x, mean.to(x.dtype)[:, None, None].expand_as(x), reduction="none")
-    second = _of_real_tokens(squares.sum(-1), batch).sum(1, dtype=torch.float64)
-    fourth = _of_real_tokens(torch.linalg.vector_norm(squares, dim=-1), batch).double().square().sum(1)
+    second = _zero_padding(squares.sum(-1), batch).sum(1, dtype=torch.float64)
+    fourth = _zero_padding(torch.linalg.vector_norm(squares, dim=-1), batch).double().square().sum(1)
     return entries * fourth / second.square()
 
 
-def _of_real_tokens(x: torch.Tensor, batch: Batch) -> torch.Tensor:
+def _zero_padding(x: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Set padding to 0, (B,T)."""
     return x if batch.valid is None else x.masked_fill(~batch.valid.to(x.device), 0.0)
