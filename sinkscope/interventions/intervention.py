@@ -169,12 +169,9 @@ def _parse_reals(value: Any) -> Any:
 
 Index = Annotated[int, Field(ge=0, lt=2**62)]
 Indices = Annotated[tuple[Index, ...], BeforeValidator(_parse_named_numbers), Field(min_length=1)]
-Chosen = Annotated[
-    Annotated[tuple[Index, ...], Field(min_length=1)] | None, BeforeValidator(_parse_numbers)
-]  # None: all
-Open = Annotated[
-    Annotated[tuple[Index, ...], Field(min_length=1)] | None, BeforeValidator(_parse_named_numbers)
-]  # None: still to be decided
+_Some = Annotated[tuple[Index, ...], Field(min_length=1)] | None
+Chosen = Annotated[_Some, BeforeValidator(_parse_numbers)]  # None: all
+Open = Annotated[_Some, BeforeValidator(_parse_named_numbers)]  # None: still to be decided
 Real = Annotated[float, Field(allow_inf_nan=False)]
 Reals = Annotated[tuple[Real, ...], BeforeValidator(_parse_reals)]
 

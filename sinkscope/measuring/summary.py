@@ -71,9 +71,8 @@ def summarize(
             metrics, of_model = metrics_of(given)
             by_layer |= metrics
             whole |= of_model
-    whole = {
-        metric: float(REDUCTIONS.get(metric, pd.Series.mean)(series)) for metric, series in by_layer.items()
-    } | whole
+    reduced = {metric: REDUCTIONS.get(metric, pd.Series.mean)(series) for metric, series in by_layer.items()}
+    whole = {metric: float(value) for metric, value in reduced.items()} | whole
     rows = [
         (int(layer), metric, float(value)) for metric, series in by_layer.items() for layer, value in series.items()
     ]
